@@ -1,5 +1,4 @@
-"""Benchmarks: model shapes, workloads, contenders in their own processes, and one report.
+"""Benchmarks of parts: each module here with ``main`` is a command (README.md), the packages are what they consist of.
 
-``python -m bench.engine`` compares the engine with static batches; ``python -m bench.scheduler_overhead`` times a
-step without the model. No other package imports this one.
+No other package imports this one.
 """

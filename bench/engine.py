@@ -22,11 +22,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from bench import contenders, machine, medians, plot, report, table, workloads
-from bench import subprocess_runner as child
-from bench.contenders import BASELINES, OURS, Unavailable, title_of
+from bench import machine, medians, workloads
+from bench.comparison import contenders, plot, report, table
+from bench.comparison import subprocess_runner as child
+from bench.comparison.contenders import BASELINES, OURS, Unavailable, title_of
+from bench.comparison.subprocess_runner import Job, OnProgress
 from bench.options import positive
-from bench.subprocess_runner import Job, OnProgress
 from bench.workloads import GENERATORS, InvalidWorkload, Item
 from decant.bench import model_shapes as shapes
 from decant.runtime.cores import usable_cores
@@ -57,11 +58,11 @@ class Bench:
         steps = []
         for index in range(self._args.runs):
             limits = self._limits()
-            steps.append(self._part("bench.steps", f"single steps, run {index + 1}") | limits)
+            steps.append(self._part("bench.comparison.steps", f"single steps, run {index + 1}") | limits)
         figures: dict[str, Any] = {}
         result = {
             "steps": medians.of(steps),
-            "waste": self._part("bench.fragmentation", "partly filled blocks"),
+            "waste": self._part("bench.comparison.fragmentation", "partly filled blocks"),
             "workloads": figures,
             "kv_bytes": self.job.kv_bytes,
         }

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from bench.steps import Prompted
+from bench.comparison.steps import Prompted
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidConfig
 from decant.engine.loop import EngineLoop

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from bench.subprocess_runner import Job, OnProgress
+from bench.comparison.subprocess_runner import Job, OnProgress
 from decant.runtime.cores import usable_cores
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")

@@ -12,8 +12,8 @@
     scripts       Redis scripts per running stream and flush interval, and per short request
     idle          CPU of each process without requests
 
-``bench.grpc_baseline``, a gRPC server that knows the answers, gives added TTFT and CPU for comparison. All processes
-share the machine's cores: on few cores, times mostly measure waiting for a core.
+``bench.deployment.grpc_baseline``, a gRPC server that knows the answers, gives added TTFT and CPU for comparison. All
+processes share the machine's cores: on few cores, times mostly measure waiting for a core.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from bench import machine
-from bench.deployment import Deployment, Speed, deployment
-from bench.frames import tokens_per_second
-from bench.load import Job
+from bench.deployment.frames import tokens_per_second
+from bench.deployment.load import Job
+from bench.deployment.processes import Deployment, Speed, deployment
 from decant.router.settings import RouterSettings
 
 CLIENTS = (8, 16, 32, 64, 128, 256)
@@ -94,7 +94,7 @@ class Window:
     seconds: float
     cpu: Mapping[str, float]  # seconds, per process
     scripts: int
-    seen: Sequence[Mapping[str, Any]]  # bench.load.Seen of each request
+    seen: Sequence[Mapping[str, Any]]  # bench.deployment.load.Seen of each request
     in_window: int | None
 
     @property
@@ -110,7 +110,7 @@ async def load(job: Job, scene: Deployment) -> Window:
     """Run a load in its own process. Raises LoadFailed."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.load", stdin=pipe, stdout=pipe, limit=1 << 26
+        sys.executable, "-m", "bench.deployment.load", stdin=pipe, stdout=pipe, limit=1 << 26
     )
     assert process.stdin is not None
     assert process.stdout is not None

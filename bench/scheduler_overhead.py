@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine
-from bench.metrics import distribution
+from bench.comparison.metrics import distribution
 from bench.options import positive
 from decant.engine.costs import StepCostModel
 from decant.engine.engine import Engine
-from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.kv_layout import FULL, KvLayout, LayerSpec
 from decant.engine.model.backend import Backend, make_backend
 from decant.engine.model.runner import ModelRunner
 from decant.engine.plan import Device, StepPlan, StepResult
@@ -58,6 +58,7 @@ class NullDevice:
     layout = "null"
     equal_bits = True
     costs = StepCostModel()
+    window = FULL
 
     def __init__(self, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
         self.num_blocks = num_blocks

@@ -8,6 +8,10 @@ A block is in exactly one of three states::
 
 An allocation is a ``BlockTable`` with an owner; ``release`` is the only way to return it. The reference count of a
 block is the number of live tables that list it; ``check_integrity`` recounts from the tables.
+
+With a sliding or chunked window a table frees the blocks that no later query sees::
+
+    blocks    [ null | null | 7 | 3 | 9 ]        freed = 2
 """
 
 from __future__ import annotations
@@ -15,9 +19,11 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from decant.engine.block_hashes import BlockHash
 from decant.engine.errors import OutOfBlocks
+from decant.engine.kv_layout import FULL, Window
 
 
 def apply_changes(digests: dict[BlockHash, None], changed: Iterable[BlockHash]) -> None:
@@ -29,16 +35,36 @@ def apply_changes(digests: dict[BlockHash, None], changed: Iterable[BlockHash]) 
             digests[digest] = None
 
 
+class CachedPrefix(NamedTuple):
+    """Cached start of a sequence: ``freed`` blocks that no later query sees, then the cached ``blocks``."""
+
+    freed: int
+    blocks: Sequence[int]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.freed + len(self.blocks)
+
+
 class BlockTable:
-    """Blocks of one owner, in the order of the tokens they carry. Only ``BlockPool`` makes one."""
+    """Blocks of one owner, in the order of the tokens they carry. Only ``BlockPool`` makes one.
 
-    __slots__ = ("blocks", "live", "owner", "pool")
+    The first ``freed`` entries are the pool's ``null`` block.
+    """
 
-    def __init__(self, pool: BlockPool, owner: str, blocks: Iterable[int]) -> None:
+    __slots__ = ("blocks", "freed", "live", "owner", "pool")
+
+    def __init__(self, pool: BlockPool, owner: str, blocks: Iterable[int], freed: int = 0) -> None:
         self.pool = pool
         self.owner = owner
-        self.blocks = array("i", blocks)
+        self.blocks = array("i", [pool.null]) * freed + array("i", blocks)
+        self.freed = freed
         self.live = True
+
+    @property
+    def held(self) -> array[int]:
+        """The blocks that are not freed."""
+        return self.blocks[self.freed :] if self.freed else self.blocks
 
     def grow(self, count: int) -> None:
         """Append ``count`` fresh blocks, all or none. Raises OutOfBlocks. For many tables use ``BlockPool.grow``."""
@@ -49,6 +75,14 @@ class BlockTable:
         self.pool.acquire(block)
         self.blocks.append(block)
 
+    def free_unseen(self, position: int) -> None:
+        """Free the blocks that no query from ``position`` on sees."""
+        first = min(self.pool.first_block(position), len(self.blocks))
+        if first > self.freed:
+            self.pool.drop(self.blocks[self.freed : first])
+            self.blocks[self.freed : first] = array("i", [self.pool.null]) * (first - self.freed)
+            self.freed = first
+
     def release(self) -> None:
         """Return all blocks to the pool; a second call does nothing."""
         if self.live:
@@ -58,11 +92,17 @@ class BlockTable:
 
 
 class BlockPool:
-    """Accounting of ``num_blocks`` blocks of ``block_size`` tokens each."""
+    """Accounting of ``num_blocks`` blocks of ``block_size`` tokens each. ``window``: what queries see of them.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    ``null`` is the id of no block: a freed entry of a table. ``KvStore`` has zeros there.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, window: Window = FULL) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.window = window
+        self.is_windowed = window != FULL
+        self.null = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._refs = [0] * num_blocks
@@ -88,8 +128,14 @@ class BlockPool:
         """Number of blocks that ``tokens`` tokens need; the last one may be partial."""
         return -(-tokens // self.block_size)
 
-    def allocate(self, owner: str, count: int, prefix: Sequence[int] = (), spare: int = 0) -> BlockTable:
-        """A table of the held or cached blocks ``prefix``, then ``count`` fresh ones, all or none.
+    def first_block(self, position: int) -> int:
+        """Index of the first block that a query at ``position`` sees."""
+        return self.window.first_visible(position) // self.block_size
+
+    def allocate(
+        self, owner: str, count: int, prefix: Sequence[int] = (), spare: int = 0, freed: int = 0
+    ) -> BlockTable:
+        """A table of ``freed`` null entries, the held or cached ``prefix``, then ``count`` fresh blocks, all or none.
 
         ``spare`` blocks must stay available after it. Raises OutOfBlocks.
         """
@@ -98,10 +144,22 @@ class BlockPool:
             raise OutOfBlocks(count + unheld + spare, self.available)
         for block in prefix:
             self.acquire(block)
-        table = BlockTable(self, owner, prefix)
+        table = BlockTable(self, owner, prefix, freed)
         table.blocks.extend(self.take(count))
         self._tables[id(table)] = table
         return table
+
+    def longest_prefix(self, hashes: Sequence[BlockHash]) -> CachedPrefix:
+        """The longest prefix of this hash chain of which all blocks are published that a later query sees."""
+        if not self.is_windowed:
+            return CachedPrefix(0, self.match(hashes))
+        longest = consecutive = 0  # published blocks up to this one
+        for count, digest in enumerate(hashes, 1):
+            consecutive = consecutive + 1 if digest in self._block_of else 0
+            if consecutive and consecutive >= count - self.first_block(count * self.block_size):
+                longest = count
+        first = min(self.first_block(longest * self.block_size), longest)
+        return CachedPrefix(first, [self._block_of[digest] for digest in hashes[first:longest]])
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
         """Published blocks of the longest prefix of this hash chain."""
@@ -151,8 +209,12 @@ class BlockPool:
     def give_back(self, table: BlockTable) -> None:
         """Drop a table's references, last blocks first, so that a prefix is evicted after what follows it."""
         del self._tables[id(table)]
+        self.drop(table.held)
+
+    def drop(self, blocks: Sequence[int]) -> None:
+        """Drop a reference of each block, the last one first. Internal to this module."""
         refs, hash_of = self._refs, self._hash_of
-        for block in reversed(table.blocks):
+        for block in reversed(blocks):
             refs[block] -= 1
             if refs[block] == 0:
                 if block in hash_of:
@@ -195,7 +257,7 @@ class BlockPool:
         """Blocks of each owner; several tables of one owner are concatenated."""
         owners: dict[str, list[int]] = {}
         for table in self._tables.values():
-            owners.setdefault(table.owner, []).extend(table.blocks)
+            owners.setdefault(table.owner, []).extend(table.held)
         return owners
 
     def check_integrity(self, live_owners: Iterable[str]) -> None:
@@ -203,8 +265,10 @@ class BlockPool:
         counted = [0] * self.num_blocks
         for table in self._tables.values():
             _require(table.live, f"{table.owner} was released and is still listed")
-            _require(len(set(table.blocks)) == len(table.blocks), f"{table.owner} lists a block twice")
-            for block in table.blocks:
+            _require(len(set(table.held)) == len(table.held), f"{table.owner} lists a block twice")
+            _require(set(table.blocks[: table.freed]) <= {self.null}, f"{table.owner} lists a block as freed")
+            _require(self.null not in table.held, f"{table.owner} does not list a freed block as freed")
+            for block in table.held:
                 counted[block] += 1
         _require(counted == self._refs, "reference counts differ from the live block tables")
         dead = set(self.held_by()) - set(live_owners)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 _GAIN = 0.2
 _MAX_RATIO = 1.5
-"""Bound of measured over predicted seconds (and of its inverse) that one step can teach."""
+"""A step's ratio of measured to predicted seconds is clipped to this, and to its inverse."""
 
 
 class StepWork(NamedTuple):
@@ -69,8 +69,8 @@ class StepTimePredictor:
 
         predicted = factor x (own x decodes + what prompts add)
 
-    A step with prompts moves ``factor``, a step without moves ``own``: a fifth of the way, at most 8 % per step. A
-    machine that stalled for seconds counts as one slow step; one that became half as fast is learnt in ten steps.
+    A step with prompts corrects ``factor``, one without corrects ``own``, by at most 8 %: a stall of seconds counts as
+    one slow step, and half the speed is learned in ten.
     """
 
     def __init__(self, costs: StepCostModel) -> None:
@@ -78,7 +78,6 @@ class StepTimePredictor:
         self.factor = self.own = 1.0
 
     def seconds(self, decodes: StepWork, prompts: StepWork = NO_WORK) -> float:
-        """Predicted seconds of a step."""
         base = self.costs.seconds(decodes)
         return self.factor * (self.own * base + self.costs.seconds(decodes.plus(prompts)) - base)
 
@@ -87,7 +86,7 @@ class StepTimePredictor:
         return self.costs.max_tokens_within(seconds / self.factor, context, most, all_logits=all_logits)
 
     def note(self, decodes: StepWork, prompts: StepWork, seconds: float) -> None:
-        """Learn from a step that took ``seconds``."""
+        """Correct the model by a step that took ``seconds``."""
         predicted = self.seconds(decodes, prompts)
         if predicted <= 0:
             return

@@ -7,7 +7,7 @@ EngineError
 ├── OutOfBlocks         the blocks are in use now; retry later
 ├── TransferRejected    a block or a transfer commit that does not match its checksum
 ├── UnknownSequence     no live sequence has that id
-└── EngineStopped       the engine's thread has ended; no command is run any more
+└── EngineStopped       the engine's thread has ended; no further command runs
 """
 
 from __future__ import annotations

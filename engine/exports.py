@@ -42,7 +42,8 @@ class KvTransfers:
     def export(self, id: str, cached_blocks: int = 0) -> KvExport:
         """Lease the blocks of a sequence from block ``cached_blocks`` on: those filled now and those filled later.
 
-        Raises UnknownSequence, InvalidRequest (all blocks or more are cached, or a second export).
+        Blocks that the sequence's last token does not see are left out: the receiver needs none of them. Raises
+        UnknownSequence, InvalidRequest (all blocks or more are cached, or a second export).
         """
         sequence = self._engine.sequences.get(id)
         if sequence is None:
@@ -53,11 +54,11 @@ class KvTransfers:
             raise InvalidRequest("cached_blocks", f"a whole number from 0 to {most}", cached_blocks)
         if id in self.exports:
             raise InvalidRequest("id", "not exported already, or that export released", id)
-        lease = self._engine.pool.allocate(lease_owner(id), 0)
-        export = KvExport(sequence, cached_blocks, lease, self._engine.device)
-        self.exports[id] = export
-        for index in range(cached_blocks, sequence.computed // size):
-            export.offer(sequence, index, self._checksum)
+        pool = self._engine.pool
+        lease = pool.allocate(lease_owner(id), 0)
+        first = max(cached_blocks, pool.first_block(len(sequence.tokens) - 1))
+        self.exports[id] = export = KvExport(sequence, first, lease, self._engine.device)
+        export.offer_filled(sequence, sequence.computed // size, self._checksum)
         return export
 
     def finalize(self, id: str) -> TransferCommit:
@@ -83,7 +84,7 @@ class KvTransfers:
         if sequence is None or export is None:
             raise UnknownSequence(f"{id} is not alive here with an open export")
         is_decoding = sequence.block_table is not None and sequence.remaining == 1
-        unsent = sequence.computed // self._engine.pool.block_size - export.cached_blocks - sent
+        unsent = sequence.computed // self._engine.pool.block_size - export.next_index + len(export.runs) - sent
         if not is_decoding or unsent > 0 or sequence.computed < len(sequence.request.token_ids):
             return None
         self._engine.park(id)
@@ -114,9 +115,8 @@ class KvTransfers:
                 sequence.block_checksums[index] = block_checksum(self._checksum, index, data)
         export = self.exports.get(request.id)
         if export is not None and not export.ended:
-            for index in range(export.cached_blocks + len(export.runs), stop):
-                export.offer(sequence, index, self._checksum)
-                output.filled.append(BlockFilled(request.id, index))
+            for run in export.offer_filled(sequence, stop, self._checksum):
+                output.filled.append(BlockFilled(request.id, run.index))
 
     def on_sequence_end(self, id: str) -> None:
         """An uncommitted export of an ended sequence gets no more blocks."""
@@ -129,8 +129,10 @@ class KvTransfers:
     def reserve(self, request: Request) -> IncomingSequence:
         """Reserve a running slot and the blocks of a sequence that arrives with its KV, all or none.
 
-        Its cached prefix is pinned; the other blocks have capacity for its tokens and one more. Preempted sequences
-        that wait for blocks go first. Raises OutOfBlocks, InvalidRequest.
+        Its cached prefix is pinned; the other blocks have capacity for its tokens and one more. Blocks that its last
+        token does not see are left out. Preempted sequences that wait for blocks go first.
+
+        Raises OutOfBlocks, InvalidRequest.
         """
         engine, limits = self._engine, self._engine.limits
         sequence = engine.new_sequence(request)
@@ -138,13 +140,15 @@ class KvTransfers:
             limit = f"less than {limits.context_length} tokens to go on"
             raise InvalidRequest("token_ids", limit, len(request.token_ids))
         prefix = engine.scheduler.cached_prefix(sequence)
-        fresh = engine.pool.blocks_for(len(sequence.tokens) + 1) - len(prefix)
+        freed = engine.pool.first_block(len(sequence.tokens) - 1)
+        cached = prefix.blocks[max(0, freed - prefix.freed) :]
+        fresh = engine.pool.blocks_for(len(sequence.tokens) + 1) - freed - len(cached)
         spare = len(engine.scheduler.running)
         is_full = spare + len(self.arrivals) >= limits.max_running
         if is_full or any(waiting.timeline.scheduled is not None for waiting in engine.scheduler.waiting):
             raise OutOfBlocks(fresh, 0)
-        sequence.block_table = engine.pool.allocate(sequence.id, fresh, prefix, spare=spare)
-        arrival = IncomingSequence(sequence, len(prefix), engine.device, self._checksum, self.arrivals.pop)
+        sequence.block_table = engine.pool.allocate(sequence.id, fresh, cached, spare=spare, freed=freed)
+        arrival = IncomingSequence(sequence, prefix.num_blocks, engine.device, self._checksum, self.arrivals.pop)
         self.arrivals[request.id] = arrival
         return arrival
 

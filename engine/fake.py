@@ -18,6 +18,7 @@ from typing import NamedTuple
 from decant.engine.costs import StepCostModel
 from decant.engine.counter_rng import counter_uniform
 from decant.engine.errors import InvalidConfig
+from decant.engine.kv_layout import FULL, Window
 from decant.engine.plan import FurtherToken, Row, StepPlan, StepResult, TokenLogprobs
 
 SLOT_BYTES = 8
@@ -45,6 +46,7 @@ class FakeDevice:
     """
 
     lookahead = 0
+    window: Window = FULL
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class FakeDevice:
         self.context_length = context_length or num_blocks * block_size
         self.eos_token_ids = eos_token_ids
         self.block_bytes = block_size * SLOT_BYTES
-        self.layout = f"fake-{block_size}-{vocab_size}"
+        self.layout = f"fake-{block_size}-{vocab_size}" + (f"-{self.window}" if self.window != FULL else "")
         self.equal_bits = True
         self.costs = StepCostModel()
         self._bytes = memoryview(bytearray(num_blocks * self.block_bytes))
@@ -119,8 +121,11 @@ class FakeDevice:
         return accepted
 
     def _fill(self, row: Row) -> None:
-        before = bytes(self._slot(row, row.start - 1)) if row.start else b""
+        before = b""
         for position in range(row.start, row.end):
+            sees_previous = self.window.first_visible(position) < position
+            if not sees_previous or position == row.start:
+                before = bytes(self._slot(row, position - 1)) if sees_previous else b""
             before = slot_bytes(row.tokens[position], position, before)
             self._slot(row, position)[:] = before
 
@@ -129,11 +134,12 @@ class FakeDevice:
         return self.read(row.blocks[block])[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
 
     def _checksum(self, row: Row, count: int) -> int:
-        """Checksum of the first ``count`` slots of the row."""
-        total = 0
-        for index in range(-(-count // self.block_size)):
-            slots = min(count - index * self.block_size, self.block_size)
-            total = zlib.crc32(self.read(row.blocks[index])[: slots * SLOT_BYTES], total)
+        """Checksum of those of the row's first ``count`` slots that their last one sees."""
+        total, first = 0, self.window.first_visible(count - 1)
+        for index in range(first // self.block_size, -(-count // self.block_size)):
+            begin = max(first - index * self.block_size, 0)
+            stop = min(count - index * self.block_size, self.block_size)
+            total = zlib.crc32(self.read(row.blocks[index])[begin * SLOT_BYTES : stop * SLOT_BYTES], total)
         return total
 
     def _prompt_logprobs(self, row: Row) -> list[TokenLogprobs]:

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 
 def load(engine: Engine) -> Load:
-    """Snapshot of the current load."""
     scheduler, pool, transfers = engine.scheduler, engine.pool, engine.transfers
     return Load(
         running=len(scheduler.running),
@@ -37,7 +36,7 @@ def blocks_of(engine: Engine, ids: Iterable[str]) -> int:
     for id in ids:
         sequence, export = engine.sequences.get(id), engine.transfers.exports.get(id)
         if sequence is not None and sequence.block_table:
-            held.update(sequence.block_table.blocks)
+            held.update(sequence.block_table.held)
         if export is not None:
             held.update(export.blocks)
     return len(held)
@@ -52,5 +51,7 @@ def check_integrity(engine: Engine) -> None:
         raise AssertionError("a live sequence is in no state, or in two")
     for sequence in engine.sequences.values():
         capacity = len(sequence.block_table.blocks) * engine.pool.block_size if sequence.block_table else 0
+        if sequence.block_table and sequence.block_table.freed > engine.pool.first_block(sequence.computed):
+            raise AssertionError(f"{sequence.id} has freed blocks that its next token sees")
         if sequence.computed > capacity:
             raise AssertionError(f"{sequence.id} has {sequence.computed} computed tokens in {capacity} slots")

@@ -7,9 +7,8 @@
                                                    │   step
       listener <──────── call_soon_threadsafe ─────┘   deliver the step's output
 
-Without work the thread sleeps on a condition; nothing polls. Callers are answered before the next step, so a call
-during a long step waits for one step, not two. When the thread crashes, all pending and later commands fail with
-``EngineStopped``, ``on_crash`` is called once, and ``healthy`` is False.
+Without work the thread sleeps on a condition. Callers are answered before the next step, so a call waits for at most
+one step. When the thread crashes, pending and later commands fail with ``EngineStopped``, and ``on_crash`` is called.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Command = Callable[[Engine], Any]
 
 
 class StepDurations:
-    """Longest step so far of each size class, by which a stuck step differs from a long one.
+    """Longest step so far of each size class, to distinguish a stuck step from a long one.
 
     A size class is a power of two of tokens: 1, 2 to 3, 4 to 7, ... Written by the engine's thread, read from any.
     """
@@ -43,7 +42,6 @@ class StepDurations:
         self._longest: dict[int, float] = {}
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Record a step of ``tokens`` tokens."""
         size = tokens.bit_length()
         if seconds > self._longest.get(size, 0.0):
             self._longest[size] = seconds
@@ -120,7 +118,6 @@ class EngineLoop:
 
     @property
     def healthy(self) -> bool:
-        """Whether the thread is alive and takes commands."""
         return self._thread.is_alive() and self._stopped is None
 
     @property

@@ -60,7 +60,7 @@ class BlockFilled(NamedTuple):
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one step gave. Deliver it in the order ``begun``, ``tokens``, ``ended``.
+    """Output of one step. Deliver it in the order ``begun``, ``tokens``, ``ended``.
 
     ``parked``: ids that reached ``park_after``. ``available``: blocks that an allocation can get after the step.
     """

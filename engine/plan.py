@@ -9,6 +9,7 @@ from functools import reduce
 from typing import NamedTuple, Protocol
 
 from decant.engine.costs import NO_WORK, StepCostModel, StepWork, chunk
+from decant.engine.kv_layout import Window
 from decant.engine.request import Request
 from decant.engine.sampler_state import SamplerState
 
@@ -18,7 +19,8 @@ class Row(NamedTuple):
 
     tokens      all tokens of the sequence; read it only while the step runs
     start, end  the positions to compute: tokens[start:end]
-    blocks      block table; position p lives in blocks[p // block_size]
+    blocks      block table; position p lives in blocks[p // block_size]. An entry that no position from ``start`` on
+                sees may be ``num_blocks``, the null block
     sample      whether to draw the token at position ``end``
     state       sampler state of the sequence; None if the request is plain
     """
@@ -122,6 +124,11 @@ class Device(Runner, BlockBytes, Protocol):
     @property
     def context_length(self) -> int:
         """Longest sequence, in tokens."""
+        ...
+
+    @property
+    def window(self) -> Window:
+        """What queries see of the blocks: a block that no later query sees is freed."""
         ...
 
     @property

@@ -38,8 +38,6 @@ def _whole(name: str, value: int, low: int, high: int) -> None:
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended."""
-
     STOP = "stop"
     LENGTH = "length"
     CONTEXT_LENGTH = "context_length"
@@ -118,7 +116,7 @@ class StopParams:
 class Request:
     """One sequence to continue.
 
-    token_ids         the prompt, and the output so far if the request was started elsewhere
+    token_ids         the prompt, and the output so far if another engine started the request
     prompt_tokens     how many of them are prompt; None: all
     logprobs, prompt_logprobs  alternatives per token; 0: the token's own alone; None: no log-probabilities
     salt              prefix caches of different salts are separate

@@ -1,7 +1,7 @@
-"""Per-sequence sampler state: what follows a sequence's tokens and changes its logits, beside the frozen request.
+"""Per-sequence sampler state: what depends on a sequence's tokens and changes its logits.
 
-The sequence owns it, and each ``Row`` carries it. It is derived from the request and the tokens, never transferred or
-stored, so it is the same after preemption, handoff, adoption and rollback. A grammar's matcher would go here too.
+The sequence owns it, and each ``Row`` has it. It is derived from the request and the tokens, never transferred or
+stored. A grammar's matcher would be part of it.
 """
 
 from __future__ import annotations

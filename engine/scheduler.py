@@ -9,12 +9,13 @@ There are no prefill and decode phases. One step, with a budget of 12 tokens and
     waiting   D  [|...]                        3   then new sequences until the budget is spent
               E  [|........................]   0   no budget left: keeps its position in the queue
 
-Chunked prompts, prefix hits, recomputation after preemption and sequences that arrive with their KV are one case:
-``computed`` starts at another value.
+After a prefix hit, a preemption or a handoff only the start value of ``computed`` differs.
 
-The budget is one of tokens and of predicted seconds, whichever is spent first. Decodes are never cut. Prompts beside
-decodes get the rest of the step's seconds, so that a chunk shrinks as its context grows, but at least
-``DECODE_STRETCH_FACTOR`` - 1 times as long as the decodes take, and at least one block.
+A sequence is admitted when blocks for all its tokens are available. With a window it needs only as many as it has at
+the same time; it gets more per chunk, while blocks before the window are freed.
+
+The budget limits tokens and predicted seconds. Decodes are never cut. Prompts beside decodes get the rest of the
+seconds, but at least ``DECODE_STRETCH_FACTOR`` - 1 times those of the decodes, and at least one block.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from decant.engine.blocks import BlockPool, BlockTable
+from decant.engine.blocks import BlockPool, BlockTable, CachedPrefix
 from decant.engine.costs import NO_WORK, StepCostModel, StepTimePredictor, StepWork
 from decant.engine.errors import InvalidConfig, OutOfBlocks, check_whole
 from decant.engine.plan import Row, StepPlan
@@ -34,11 +35,11 @@ PROMPT_LOGPROB_CHUNK = 128
 """Most tokens per step of a prompt whose every position needs logits (rows x vocabulary)."""
 
 PREFILL_ONLY_FACTOR = 4
-"""A step without decodes may take this many times ``step_seconds``: it delays new prompts, arrivals and cancels, but
-no output. Fewer, longer steps spend less on a step's fixed cost."""
+"""A step without decodes may take this many times ``step_seconds``: it delays no output, and the fixed cost of a step
+is paid less often."""
 DECODE_STRETCH_FACTOR = 4
-"""A step may take this many times as long as its decodes alone, if that is more than ``step_seconds``. Otherwise
-prompts would progress slowly, few sequences would decode together, and each step would read all weights for few."""
+"""A step may take this many times as long as its decodes alone, if that is more than ``step_seconds``; else prompts
+would progress slowly and few sequences would decode together."""
 PREFIX_LOOKAHEAD = 32
 """Number of waiting sequences whose cached prefix is counted in ``queued_tokens``."""
 
@@ -53,9 +54,9 @@ STEPS_PER_PRIORITY = 256
 
 
 def priority_key(step: int, arrival: int, priority: int) -> tuple[float, int]:
-    """Sort key, most urgent first: the step of arrival, moved forward by the priority; ``arrival`` breaks ties.
+    """Sort key, most urgent first: the step of arrival, earlier by the priority; ``arrival`` breaks ties.
 
-    A key never changes, so no sequence starves: each is at some time ahead of all that arrive later.
+    A key never changes, so no sequence starves.
     """
     return (step - priority * STEPS_PER_PRIORITY, arrival)
 
@@ -150,8 +151,10 @@ class Scheduler:
         rows, chosen, prompts = running.rows, running.chosen, running.prompts
         budget = _Budget(self.limits, self.predictor, running.decodes, self.pool.block_size)
         while budget.left and (sequence := prompts.popleft() if prompts else self._admit_next(reserved_slots)):
-            rows.append(budget.spend(sequence))
+            rows.append(row := budget.spend(sequence, self._max_slots(sequence) if self.pool.is_windowed else None))
             chosen.append(sequence)
+            if self.pool.is_windowed:
+                self._grow_for_chunk(sequence, row.end)
         return StepPlan(tuple(rows), budget.tokens, budget.decodes, budget.prompts), chosen
 
     @property
@@ -162,7 +165,10 @@ class Scheduler:
 
     def publish(self, sequence: Sequence, filled: range) -> None:
         """Add filled blocks of a sequence to the prefix cache."""
-        if filled and sequence.request.use_prefix_cache and sequence.block_table:
+        if not sequence.request.use_prefix_cache or not sequence.block_table:
+            return
+        filled = range(max(filled.start, sequence.block_table.freed), filled.stop)
+        if filled:
             blocks = sequence.block_table.blocks[filled.start : filled.stop]
             self.pool.publish(blocks, sequence.hashes(filled, self.pool.block_size))
 
@@ -187,7 +193,7 @@ class Scheduler:
             tokens, computed, block_table = sequence.tokens, sequence.computed, sequence.block_table
             assert block_table, "a running sequence has blocks"
             blocks, length = block_table.blocks, len(tokens)
-            if len(blocks) * size < length:
+            if len(blocks) * size < length and (computed == length - 1 or len(blocks) * size <= computed):
                 needs_block.append(block_table)
             if computed == length - 1:
                 rows.append(make(Row, (sequence.request, tokens, computed, length, blocks, True, sequence.state)))
@@ -206,6 +212,20 @@ class Scheduler:
         needed = min(length + self.lookahead, self.limits.context_length)
         return table if length <= len(table.blocks) * self.pool.block_size < needed else None
 
+    def _max_slots(self, sequence: Sequence) -> int:
+        """Slots for uncomputed tokens of a prompt: its own and all available ones but a block per running sequence."""
+        table = sequence.block_table
+        assert table is not None
+        more = max(0, self.pool.available - len(self.running))
+        return (len(table.blocks) + more) * self.pool.block_size - sequence.computed
+
+    def _grow_for_chunk(self, sequence: Sequence, end: int) -> None:
+        table = sequence.block_table
+        assert table is not None
+        missing = self.pool.blocks_for(end) - len(table.blocks)
+        if missing > 0:
+            table.grow(missing)
+
     def _preempt(self, sequence: Sequence) -> None:
         """Free a sequence's blocks and let it wait; it recomputes what the prefix cache no longer has."""
         self.remove(sequence)
@@ -216,41 +236,44 @@ class Scheduler:
         self.add(sequence)
 
     def _admit_next(self, reserved_slots: int) -> Sequence | None:
-        """Move the most urgent waiting sequence to the running ones if all its tokens fit now.
+        """Move the most urgent waiting sequence to the running ones if the blocks that it needs at once are available.
 
-        Strictly in order: a sequence never overtakes one that waits for blocks. One block per running sequence stays
-        available, so that an arrival does not cause a preemption at once.
+        In order: a sequence never overtakes one that waits for blocks. One block per running sequence stays available,
+        so that an admission does not cause a preemption.
         """
         if not self.waiting or len(self.running) + reserved_slots >= self.limits.max_running:
             return None
         sequence = self.waiting[0]
         prefix = self.cached_prefix(sequence)
-        fresh = self.pool.blocks_for(len(sequence.tokens)) - len(prefix)
+        missing = self.pool.blocks_for(len(sequence.tokens)) - prefix.num_blocks
+        fresh = self.pool.window.blocks_at_once(missing, self.pool.block_size)
         try:
-            block_table = self.pool.allocate(sequence.id, fresh, prefix, spare=len(self.running))
+            block_table = self.pool.allocate(
+                sequence.id, fresh, prefix.blocks, spare=len(self.running), freed=prefix.freed
+            )
         except OutOfBlocks:
             return None
         self.remove(sequence)
         sequence.block_table = block_table
-        sequence.computed = len(prefix) * self.pool.block_size
+        sequence.computed = prefix.num_blocks * self.pool.block_size
         self.add(sequence)
         return sequence
 
-    def cached_prefix(self, sequence: Sequence) -> list[int]:
+    def cached_prefix(self, sequence: Sequence) -> CachedPrefix:
         """Published blocks with the start of a sequence; always less than all of its tokens."""
         if not sequence.request.use_prefix_cache or sequence.request.prompt_logprobs is not None:
-            return []  # cached positions have no logits
+            return CachedPrefix(0, ())  # cached positions have no logits
         size = self.pool.block_size
-        return self.pool.match(sequence.hashes(range((len(sequence.tokens) - 1) // size), size))
+        return self.pool.longest_prefix(sequence.hashes(range((len(sequence.tokens) - 1) // size), size))
 
     def queued_tokens(self) -> int:
         """Tokens still to be computed, without the cached prefixes of the first ``PREFIX_LOOKAHEAD`` waiting."""
-        cached = sum(len(self.cached_prefix(sequence)) for sequence in self.waiting[:PREFIX_LOOKAHEAD])
+        cached = sum(self.cached_prefix(sequence).num_blocks for sequence in self.waiting[:PREFIX_LOOKAHEAD])
         return sum(one.remaining for one in (*self.running, *self.waiting)) - cached * self.pool.block_size
 
 
 class _Budget:
-    """The rest of a step for prompts, after its decodes: tokens, and seconds as far as they can be predicted."""
+    """Tokens and predicted seconds that a step has left for prompts."""
 
     def __init__(self, limits: Limits, predictor: StepTimePredictor, decodes: StepWork, block_size: int) -> None:
         self.decodes = decodes
@@ -266,7 +289,6 @@ class _Budget:
 
     @property
     def tokens(self) -> int:
-        """Tokens spent so far."""
         return self.decodes.tokens + self.prompts.tokens
 
     @property
@@ -274,14 +296,14 @@ class _Budget:
         """Whether another prompt gets tokens. None does after one that was cut."""
         return not self._over and self.tokens < self._limits.token_budget
 
-    def spend(self, sequence: Sequence) -> Row:
-        """A row of the next tokens of a running sequence that fit, at least one."""
+    def spend(self, sequence: Sequence, slots: int | None = None) -> Row:
+        """A row of the next tokens of a running sequence that fit, at least one and at most ``slots``."""
         assert sequence.block_table is not None
         request, start = sequence.request, sequence.computed
         all_logits = request.prompt_logprobs is not None
         tokens = self._limits.token_budget - self.tokens
         most = min(sequence.remaining, tokens, PROMPT_LOGPROB_CHUNK if all_logits else tokens)
-        end = start + self.share(start, most, all_logits=all_logits)
+        end = start + self.share(start, most if slots is None else min(most, slots), all_logits=all_logits)
         sample = end == len(sequence.tokens)
         row = Row(request, sequence.tokens, start, end, sequence.block_table.blocks, sample, sequence.state)
         self.prompts = self.prompts.plus(row.work)

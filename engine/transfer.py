@@ -59,8 +59,8 @@ class TransferCommit:
 class KvExport:
     """A lease on a sequence's filled blocks from ``cached_blocks`` on; its owner must release it.
 
-    The lease keeps the bytes alive after the sequence has ended. ``runs`` grows as blocks fill; ``commit`` is set
-    once the sequence is parked and finalized.
+    The lease keeps the bytes alive after the sequence has ended. ``runs`` grows as blocks fill, in ascending order of
+    their indexes; ``commit`` is set once the sequence is parked and finalized.
     """
 
     def __init__(self, sequence: EngineSequence, cached_blocks: int, lease: BlockTable, store: BlockBytes) -> None:
@@ -70,7 +70,13 @@ class KvExport:
         self.commit: TransferCommit | None = None
         self.ended = False
         self._lease = lease
+        self._blocks: dict[int, int] = {}  # leased blocks by index in the sequence
         self._store = store
+
+    @property
+    def next_index(self) -> int:
+        """Index of the first block that is not offered yet."""
+        return self.runs[-1].index + 1 if self.runs else self.cached_blocks
 
     @property
     def blocks(self) -> Sequence[int]:
@@ -79,20 +85,31 @@ class KvExport:
 
     def read(self, index: int) -> memoryview:
         """Bytes of block ``index`` of the sequence, valid until ``release``. Raises TransferRejected."""
-        if not self.cached_blocks <= index < self.cached_blocks + len(self._lease.blocks):
+        block = self._blocks.get(index)
+        if block is None or not self._lease.live:
             raise TransferRejected(f"{self.id}: block {index} is not leased")
-        return self._store.read(self._lease.blocks[index - self.cached_blocks])
+        return self._store.read(block)
 
     def release(self) -> None:
         """End the lease; read nothing after it. A second call does nothing."""
         self.ended = True
         self._lease.release()
 
+    def offer_filled(self, sequence: EngineSequence, stop: int, checksum: Checksum) -> list[BlockRun]:
+        """Lease and checksum the sequence's blocks up to ``stop`` that were not offered. Only the engine calls it.
+
+        After a preemption, blocks that the sequence did not compute again, as no later token sees them, are left out.
+        """
+        if sequence.block_table is None:
+            return []
+        first = max(self.next_index, sequence.block_table.freed)
+        return [self.offer(sequence, index, checksum) for index in range(first, stop)]
+
     def offer(self, sequence: EngineSequence, index: int, checksum: Checksum) -> BlockRun:
-        """Lease and checksum the sequence's block ``index``, the next one in order. Only the engine calls it."""
+        """Lease and checksum the sequence's block ``index``, behind all that were offered. Only the engine calls it."""
         assert sequence.block_table is not None
-        assert index == self.cached_blocks + len(self.runs)
-        block = sequence.block_table.blocks[index]
+        assert index >= self.next_index
+        block = self._blocks[index] = sequence.block_table.blocks[index]
         self._lease.share(block)
         known = sequence.block_checksums.get(index)
         total = block_checksum(checksum, index, self._store.read(block)) if known is None else known
@@ -101,11 +118,7 @@ class KvExport:
 
     def finalize(self, sequence: EngineSequence, checksum: Checksum) -> TransferCommit:
         """Lease the remaining blocks, the last perhaps partial, and commit. Only the engine calls it."""
-        assert sequence.block_table is not None
-        for index in range(
-            self.cached_blocks + len(self.runs), sequence.block_table.pool.blocks_for(sequence.computed)
-        ):
-            self.offer(sequence, index, checksum)
+        self.offer_filled(sequence, self._lease.pool.blocks_for(sequence.computed), checksum)
         output = tuple(sequence.tokens[sequence.request.prompt_len :])
         total = transfer_checksum(checksum, sequence.computed, output, [run.checksum for run in self.runs])
         self.commit = TransferCommit(sequence.computed, output, total)
@@ -158,7 +171,8 @@ class IncomingSequence:
                 raise TransferRejected(f"{self.id}: there is no room for block {index}")
             if self._checksums.get(index, total) != total:
                 raise TransferRejected(f"{self.id}: block {index} came again with other bytes")
-            self._store.write(blocks[index], data)
+            if index >= self._block_table().freed:  # a later token sees it
+                self._store.write(blocks[index], data)
             self._checksums[index] = total
 
     def extend(self, tokens: int) -> None:
@@ -174,19 +188,21 @@ class IncomingSequence:
         pool = table.pool
         known = self.sequence.tokens[self.sequence.request.prompt_len :]
         tokens = self.sequence.request.prompt_len + len(commit.output)
-        indexes = range(self.cached_blocks, pool.blocks_for(commit.computed))
+        stop = pool.blocks_for(commit.computed)
+        needed = range(max(self.cached_blocks, pool.first_block(commit.computed)), stop)
         if list(commit.output[: len(known)]) != known or commit.computed != tokens - 1:
             raise TransferRejected(f"{self.id}: the commit is not of this sequence")
-        missing = [index for index in indexes if index not in self._checksums]
-        if missing or len(self._checksums) != len(indexes):
+        missing = [index for index in needed if index not in self._checksums]
+        if missing or max(self._checksums, default=-1) >= stop:
             raise TransferRejected(f"{self.id}: committed with blocks {missing} missing, {len(self._checksums)} here")
-        sums = [self._checksums[index] for index in indexes]
+        sums = [self._checksums[index] for index in sorted(self._checksums)]
         if transfer_checksum(self._checksum, commit.computed, commit.output, sums) != commit.checksum:
             raise TransferRejected(f"{self.id}: the commit does not match its checksum")
         self.sequence.tokens.extend(commit.output[len(known) :])
         self.sequence.computed = commit.computed
         self.sequence.prompt_logprobs_sent = self.sequence.request.prompt_len  # the sender emitted them
         self._close(table, commit.computed)
+        table.free_unseen(commit.computed)
         return self.sequence
 
     def abort(self) -> None:
@@ -200,14 +216,14 @@ class IncomingSequence:
     def _close(self, table: BlockTable, filled: int) -> None:
         """Stop writes and publish verified blocks.
 
-        Blocks of the first ``filled`` tokens were full when they came: a partial block comes only with a commit.
+        Blocks of the first ``filled`` tokens were full when received: a partial block comes only with a commit.
         """
         with self._copying:
             self.closed = True
         size: int = table.pool.block_size
         if self.sequence.request.use_prefix_cache:
             hashes = self.sequence.hashes(range(filled // size), size)
-            full = [index for index in sorted(self._checksums) if index < len(hashes)]
+            full = [index for index in sorted(self._checksums) if table.freed <= index < len(hashes)]
             table.pool.publish([table.blocks[index] for index in full], [hashes[index] for index in full])
         self._on_close(self.id)
 

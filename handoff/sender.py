@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from decant.engine.errors import EngineError
-from decant.engine.transfer import KvExport
+from decant.engine.transfer import BlockRun, KvExport
 from decant.engine.transfer import TransferCommit as EngineCommit
 from decant.handoff.codec import encode
 from decant.handoff.engine_protocol import EngineThread, StepEvents, TransferEngine
@@ -54,7 +54,6 @@ class _SendState:
     prompt_tokens: int
     logprobs: Callable[[], Iterable[wire.TokenLogprobs]]
     is_live: bool = False
-    parked: bool = False
     ended: bool = False  # the sequence finished, or its ticket ended
     export: KvExport | None = None  # set while its blocks may be read
     blocks: int = 0  # sent
@@ -98,12 +97,15 @@ class KvSender:
         logprobs: Callable[[], Iterable[wire.TokenLogprobs]] = tuple,
         *,
         is_live: bool = False,
+        is_parked: bool = False,
     ) -> wire.Ticket:
         """Issue a ticket for a sequence with ``park_after``, or (``is_live``) for any other.
 
-        ``logprobs`` is called at the commit, for those of its output tokens.
+        ``is_parked``: the step that parked it is over. ``logprobs`` is called at the commit, for its output tokens.
         """
-        self._states[sequence] = _SendState(prompt_tokens, logprobs, is_live)
+        state = self._states[sequence] = _SendState(prompt_tokens, logprobs, is_live)
+        if is_parked:
+            state.settled.set()
         return self.leases.issue(ticket, sequence)
 
     def on_step(self, output: StepEvents) -> None:
@@ -121,7 +123,6 @@ class KvSender:
     def _wake(self, name: str, *, parked: bool = False, ended: bool = False) -> None:
         state = self._states.get(name)
         if state is not None:
-            state.parked |= parked
             state.ended |= ended
             state.changed.set()
             if parked or ended:
@@ -249,7 +250,7 @@ class KvSender:
     def _filled(self, lease: Lease, state: _SendState) -> Iterator[bytes]:
         """Chunks with the unsent blocks; copied one at a time."""
         while (export := state.export) and state.blocks < len(export.runs):
-            some = export.runs[state.blocks : state.blocks + self._shape.blocks_per_message]
+            some = _consecutive(export.runs[state.blocks : state.blocks + self._shape.blocks_per_message])
             blocks = [FilledBlock(run.index, export.read(run.index), run.checksum) for run in some]
             for message in pack(lease.ticket.run, self._shape, blocks):
                 state.messages += 1
@@ -304,6 +305,11 @@ class KvSender:
 
 def _finalize_running(engine: TransferEngine, id: str, sent: int) -> EngineCommit | None:
     return engine.transfers.finalize_running(id, sent)
+
+
+def _consecutive(runs: list[BlockRun]) -> list[BlockRun]:
+    """The first blocks without a gap between their indexes: what one message can carry."""
+    return [run for at, run in enumerate(runs) if run.index == runs[0].index + at]
 
 
 async def _stop(task: asyncio.Task[None]) -> None:

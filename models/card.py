@@ -129,10 +129,10 @@ def greedy_records(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[s
     """The first prompts whose greedy continuation is robust to rounding differences."""
     records: list[dict[str, Any]] = []
     for prompt in GREEDY_PROMPTS:
-        found = evaluate.greedy(model, tokenizer.encode(prompt).ids, GREEDY_LENGTH)
-        if found.margin > GREEDY_MARGIN and len(records) < GREEDY_KEPT:
-            text = tokenizer.decode(found.tokens, skip_special_tokens=False)
-            records.append({"text": prompt, **dataclasses.asdict(found), "continuation": text})
+        continuation = evaluate.greedy(model, tokenizer.encode(prompt).ids, GREEDY_LENGTH)
+        if continuation.margin > GREEDY_MARGIN and len(records) < GREEDY_KEPT:
+            text = tokenizer.decode(continuation.tokens, skip_special_tokens=False)
+            records.append({"text": prompt, **dataclasses.asdict(continuation), "continuation": text})
     return records
 
 
@@ -181,7 +181,7 @@ def render(figures: dict[str, Any], out: Path) -> str:
         f"| {name} | {loss['nats_per_token'][name]:.4f} | {loss['bits_per_byte'][name]:.4f} |"
         for name in ("model", "5-gram", "unigram")
     ]
-    shown = [
+    rendered = [
         f"Seed {sample['seed']}:\n\n```python\n{sample['prompt']}{sample['text'].rstrip()}\n```"
         for sample in figures["samples"]
     ]
@@ -190,7 +190,7 @@ def render(figures: dict[str, Any], out: Path) -> str:
     return template.format(
         name=out.name,
         losses="\n".join(rows),
-        samples="\n\n".join(shown),
+        samples="\n\n".join(rendered),
         hashes="\n".join(hashes),
         held_names=", ".join(f"`{name}`" for name in training["held_out_files"]),
         minutes=training["seconds"] / 60,

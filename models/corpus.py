@@ -64,7 +64,7 @@ def read_sources(root: Path) -> list[Source]:
 
 
 def definitions(text: str) -> list[str]:
-    """The functions, methods (dedented) and short classes of a file, each as a text of its own.
+    """The functions, methods (dedented) and short classes of a file, as separate texts.
 
     Together with whole files they teach the model to complete a prompt that starts with ``def`` and to stop at
     the end of the function.

@@ -152,9 +152,9 @@ def restore(run: Run, checkpoint: Path, identity: dict[str, Any]) -> None:
     """Fill ``run`` from ``checkpoint``; raises ``CheckpointMismatch`` if that is another run's."""
     state = torch.load(checkpoint, map_location="cpu", weights_only=True)
     for key, value in identity.items():
-        found = state["identity"].get(key)
-        if found != value:
-            raise CheckpointMismatch(f"{checkpoint}: {key} is {found}, this run has {value}")
+        saved = state["identity"].get(key)
+        if saved != value:
+            raise CheckpointMismatch(f"{checkpoint}: {key} is {saved}, this run has {value}")
     run.model.load_state_dict(state["model"])
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)

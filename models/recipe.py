@@ -36,7 +36,7 @@ class Recipe:
     seed: int = 0
 
     def learning_rate_factor(self, step: int) -> float:
-        """Warm up linearly, hold, then fall linearly to nothing over the last ``decay_fraction``."""
+        """Warm up linearly, hold, then fall linearly to zero over the last ``decay_fraction``."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         return min(1.0, (self.steps - step) / (self.decay_fraction * self.steps))

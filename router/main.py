@@ -24,6 +24,7 @@ from decant.router.api.auth import Authenticator
 from decant.router.api.auth import load as load_callers
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.execution.journal_writer import JournalWriter
+from decant.router.execution.queue_depth import set_queue_metrics
 from decant.router.execution.registry import RequestRegistry
 from decant.router.execution.services import RouterServices
 from decant.router.limits import limits
@@ -130,6 +131,7 @@ class RouterProcess:
         self.quota_leases = QuotaLeases(store.quotas, callers.limits)
         admission = Admission(settings.max_active, settings.queue_limit)
         restore = make_request_restorer(models, self.pool.max_context_length)
+        metrics = RequestMetrics(self.registry, callers.tenants)
         router = RouterServices(
             peer=self.peer,
             settings=settings,
@@ -139,17 +141,13 @@ class RouterProcess:
             journal_writer=self.journal_writer,
             quota_leases=self.quota_leases,
             restore=restore,
+            metrics=metrics,
             ended_s=Ttls().ended_s,
             timings=timings,
         )
         self.dispatcher = RequestRegistry(router)
-        metrics = RequestMetrics(self.registry)
-        metrics.running.set_function(lambda: self.dispatcher.executions.running)
-        metrics.waiting.set_function(lambda: self.dispatcher.executions.waiting)
-        for model in models.by_id:
-            for role in (wire.ROLE_PREFILL, wire.ROLE_DECODE):
-                ready = metrics.ready_workers.labels(model, wire.Role.Name(role).removeprefix("ROLE_").lower())
-                ready.set_function(partial(self._ready_workers, model, role))
+        self._metrics = metrics
+        self.registry.before_scrape(self._set_gauges)
         info = self._server_info(settings)
         service = InferenceService(models, self.dispatcher, info, metrics, callers, timings.unread_s)
         self.service = service.service()
@@ -157,6 +155,7 @@ class RouterProcess:
         self._timings = timings
         self._store = store
         self._ends = AsyncExitStack()
+        self._registrar: RouterRegistrar | None = None
 
     async def start(self, server: Server) -> None:
         """Returns when requests can be answered. Waits for Redis; raises StoreFault where waiting won't help."""
@@ -164,14 +163,16 @@ class RouterProcess:
         address = self._settings.advertise or join_address(_reached_at(self._settings.host), server.port)
         facts = RouterRegistration(peer=self.peer, address=address, version=VERSION)
         replaced = partial(self.readiness.failed, "another process has this router's id")
-        membership = RouterRegistrar(self._store, facts, self.journal_writer.resync_all, replaced, self.dispatcher.load)
+        self._registrar = registrar = RouterRegistrar(
+            self._store, facts, self.journal_writer.resync_all, replaced, self.dispatcher.load
+        )
         incarnation, timings = Incarnation.of(self.peer), self._timings
         takeover = OrphanRecovery(
             self._store, self.dispatcher, incarnation, self.pool.is_connected, Ttls(), timings.takeover
         )
         entries = OpenEntries(self._store, incarnation, timings.sweep_every_s)
         await self._run("sessions", self.pool.membership.run, self.pool.membership.close)
-        await self._run("registration", partial(membership.run, Ttls().renew_every_s), membership.close)
+        await self._run("registration", partial(registrar.run, Ttls().renew_every_s), registrar.close)
         await self._run("writing", self.journal_writer.run, self.journal_writer.close)
         await self._run("bookings", self.quota_leases.run, self.quota_leases.close)
         self._ends.push_async_callback(self.dispatcher.close)
@@ -212,8 +213,19 @@ class RouterProcess:
         """The process can't do its work without that part."""
         self.readiness.failed(f"{name} failed")
 
-    def _ready_workers(self, model: str, role: wire.Role) -> int:
-        return sum(worker.is_usable for worker in self.pool.of(model) if worker.facts.role == role)
+    def _set_gauges(self) -> None:
+        metrics, pool = self._metrics, self.pool
+        now = asyncio.get_running_loop().time()
+        set_queue_metrics(metrics.queues, self.dispatcher.executions.open.values(), pool, now)
+        for model in pool.costs:
+            for role in (wire.ROLE_PREFILL, wire.ROLE_DECODE):
+                workers = [worker for worker in pool.of(model) if worker.facts.role == role]
+                labels = (model, wire.Role.Name(role).removeprefix("ROLE_").lower())
+                metrics.known_workers.labels(*labels).set(len(workers))
+                metrics.ready_workers.labels(*labels).set(sum(worker.is_usable for worker in workers))
+        is_renewed = self._registrar is not None and self._registrar.is_store_available
+        metrics.store_available.set(is_renewed and not self.journal_writer.is_unavailable)
+        metrics.store_unwritten.set(self.journal_writer.num_unwritten)
 
     def _server_info(self, settings: RouterSettings) -> ServerInfoSource:
         return ServerInfoSource(

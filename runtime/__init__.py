@@ -1,1 +1,1 @@
-"""The shell of every process: settings, logs, errors, health, metrics, and a gRPC server that owes nothing."""
+"""What every process needs: settings, logs, errors, health, metrics, TLS and a gRPC server that drains."""

@@ -1,10 +1,10 @@
 """A plaintext HTTP port for operators: health and metrics.
 
-GET /alive      200, or 503 once something failed
+GET /alive      200, or 503 after a failure
 GET /ready      200 while READY, else 503
 GET /metrics    Prometheus' text format
 
-The event loop answers, so "alive" also shows that the loop runs.
+The event loop answers, so /alive also shows that it runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ READ_SECONDS = 5.0
 
 
 class AdminServer:
-    """Serves one Readiness and one Registry. ``start`` gives the bound port, ``close`` frees it."""
+    """Serves a Readiness and a Registry. ``start`` returns the bound port, ``close`` frees it."""
 
     def __init__(self, readiness: Readiness, registry: Registry) -> None:
         self._readiness = readiness
@@ -30,7 +30,7 @@ class AdminServer:
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Raises OSError when the address can't be bound."""
+        """Raises OSError if the address can't be bound."""
         self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST_BYTES)
         return int(self._server.sockets[0].getsockname()[1])
 

@@ -1,8 +1,8 @@
 """A bounded priority queue in front of a bounded number of slots.
 
-enter --slot free--------------------------> active --leave--> the first in the queue gets the slot
+enter --slot free--------------------------> active --leave--> the first waiter gets the slot
   |--all taken--> waits, ordered by `queue_key` -^
-  |                 '--deadline over, or cancelled--> removed from the queue
+  |                 '--deadline passed, or cancelled--> removed
   '--queue full---> QueueFull
 """
 
@@ -19,11 +19,11 @@ from decant.runtime.errors import RETRY_AFTER_SECONDS, DeadlineExceeded, QueueFu
 from decant.runtime.priority import queue_key
 
 _Waiter = tuple[float, int, asyncio.Future[None]]
-"""Sort key, number of arrival (breaks ties), and a future that is done when the slot is granted."""
+"""Sort key, arrival number, and a future that is done when the slot is granted."""
 
 
 class Admission:
-    """At most ``max_active`` slots and ``queue_limit`` waiters. Belongs to one event loop."""
+    """At most ``max_active`` slots and ``queue_limit`` waiters, on one event loop."""
 
     def __init__(self, max_active: int, queue_limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.active = 0
@@ -49,7 +49,7 @@ class Admission:
         return AdmissionSlot(self)
 
     def enter_at_once(self) -> AdmissionSlot:
-        """A slot for a request that another router admitted, beyond ``max_active`` if need be."""
+        """A slot for a request that another router admitted, also beyond ``max_active``."""
         self.active += 1
         return AdmissionSlot(self)
 
@@ -71,7 +71,6 @@ class Admission:
             raise
 
     def _grant_next(self) -> None:
-        """Give a free slot to the first waiter, unless more than ``max_active`` are in use."""
         while self._queue and self.active <= self._max_active:
             granted = self._queue.pop(0)[2]
             if not granted.cancelled():

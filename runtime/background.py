@@ -1,4 +1,4 @@
-"""A task that runs for as long as its owner lives.
+"""A task that runs from its owner's start to its owner's end.
 
 start --> runs --close--> cancelled, and waited for at most `close_seconds`
             '--crash--> logged at once, passed to `on_crash`
@@ -14,10 +14,10 @@ from typing import Any, Self
 from decant.runtime import logs
 
 CLOSE_SECONDS = 10.0
-"""For a cancelled task to clean up. One that takes longer is logged and left behind."""
+"""Time for a cancelled task to clean up; one that takes longer is logged and left running."""
 
 OnCrash = Callable[[str, BaseException], None]
-"""Is called on the event loop with the task's name and its exception."""
+"""Called on the event loop with the task's name and exception."""
 
 _log = logs.get(__name__)
 
@@ -25,8 +25,8 @@ _log = logs.get(__name__)
 class BackgroundTask:
     """Runs `run()` from `start` to `close`, or inside ``async with``.
 
-    A crash is logged at once. `on_crash` notifies the owner; without it, `close` raises the exception. A task may also
-    return by itself. `start` works once; `close` may be repeated, and does nothing before `start`.
+    A crash is logged at once and passed to `on_crash`; without `on_crash`, `close` raises it. The task may also
+    return. `start` works once; `close` may be repeated, also before `start`.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class BackgroundTask:
         self._task.add_done_callback(self._report)
 
     async def close(self) -> None:
-        """Raises the task's exception where there is no `on_crash`."""
+        """Raises the task's exception if there is no `on_crash`."""
         if self._task is None:
             return
         self._task.cancel()

@@ -1,7 +1,7 @@
 """Certificates for the processes of one deployment on one machine.
 
-All processes share one certificate, for servers and clients. The key of the certificate authority is never written to
-disk, so no other certificate can be issued.
+All processes share one certificate, for servers and clients. The authority's key is never written to disk, so no
+other certificate can be issued.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 PEER_NAME = "peer.decant.internal"
-"""DNS name in the certificate, which peers expect instead of the address."""
+"""DNS name in the certificate, which peers check instead of the address."""
 
 _VALID_FOR = datetime.timedelta(days=3650)
-"""Longer than any deployment; the files are deleted at its end."""
+"""Longer than any deployment, which deletes the files at its end."""
 _CLOCK_SKEW = datetime.timedelta(hours=1)
 _LOOPBACK = ("127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
 class PeerFiles:
-    """PEM files that only their owner can read, named as in a Kubernetes TLS Secret."""
+    """PEM files, named as in a Kubernetes TLS Secret."""
 
     ca: Path
     certificate: Path
@@ -36,10 +36,7 @@ class PeerFiles:
 
 
 def make(folder: Path) -> PeerFiles:
-    """Create `folder` with mode 0700, and in it the roots, a certificate and its key, each with mode 0600.
-
-    Raises FileExistsError: files of another run are not replaced.
-    """
+    """Create `folder` (mode 0700) with roots, certificate and key (mode 0600). Raises FileExistsError if it exists."""
     folder.mkdir(mode=0o700)
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     ca = _authority(ca_key)

@@ -12,26 +12,26 @@ from decant.runtime.errors import DeadlineExceeded
 from decant.runtime.tls import PeerTls, channel_files
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Limit of every message between router and workers, at both ends."""
+"""Limit of a message between router and workers, in both directions."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # Heartbeats detect a lost peer within a second; pings only keep NAT entries alive. Not more often than the server's
+    # Pings only keep NAT entries alive; heartbeats detect a lost peer. Not more often than the server's
     # min_recv_ping_interval.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # Reconnects at once to a worker that restarted at its address.
+    # Reconnect at once to a restarted worker.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # gRPC's limit for establishing a connection: a busy host may accept it late.
+    # Limit to establish a connection: a busy host accepts it late.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # The owner of a request decides about retries. There is no proxy inside a deployment.
+    # The owner of a request retries. There is no proxy inside a deployment.
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
-    # Channels don't share connections: a broken one concerns one peer.
+    # Channels share no connections, so a broken one affects one peer.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
@@ -39,9 +39,9 @@ NAME_OVERRIDE = "grpc.ssl_target_name_override"
 
 
 class Connector:
-    """Opens channels to other processes of a deployment, each with the newest valid TLS files.
+    """Opens channels to other processes of a deployment, with the newest valid TLS files.
 
-    The constructor raises SettingError for files that can't be used.
+    The constructor raises SettingError for unusable files.
     """
 
     def __init__(self, tls: PeerTls) -> None:
@@ -49,7 +49,7 @@ class Connector:
         self._files = channel_files(tls)
 
     def generation(self) -> int:
-        """Generation of the TLS files that a new channel uses. A channel keeps its files."""
+        """Generation of the TLS files of a new channel. A channel keeps its files."""
         self._files.reload()
         return self._files.generation
 
@@ -66,7 +66,7 @@ class Connector:
 
 
 def open_channel(target: str, tls: PeerTls) -> grpc.aio.Channel:
-    """One channel, for a caller that opens no others. Raises SettingError for TLS files that can't be used."""
+    """One channel. Raises SettingError for unusable TLS files."""
     return Connector(tls).open(target)
 
 
@@ -77,9 +77,9 @@ class HasTime(Protocol):
 
 
 def remaining(context: HasTime) -> float | None:
-    """Seconds until the call's deadline, at least 0; None without one. For the `timeout` of the next call.
+    """Seconds until the call's deadline, at least 0; None without one.
 
-    gRPC rounds a timeout up on the wire, by a few percent: exact deadlines are sent in the message.
+    gRPC rounds a timeout up by a few percent when it sends it; messages carry exact deadlines.
     """
     left = context.time_remaining()
     return None if left is None else max(0.0, left)
@@ -87,7 +87,7 @@ def remaining(context: HasTime) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A point on this process's monotonic clock, or none. Messages carry the remaining time."""
+    """A time on this process's monotonic clock, or none. Messages carry the remaining time."""
 
     at: float | None = None
 
@@ -97,7 +97,6 @@ class Deadline:
 
     @classmethod
     def of(cls, context: HasTime) -> Deadline:
-        """The deadline of a call to this server."""
         return cls.after(remaining(context))
 
     def remaining(self) -> float | None:
@@ -114,6 +113,6 @@ class Deadline:
         return self.remaining() == 0.0
 
     def check(self) -> None:
-        """Raises DeadlineExceeded once it is over."""
+        """Raises DeadlineExceeded after it has passed."""
         if self.is_over:
             raise DeadlineExceeded

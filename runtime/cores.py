@@ -6,7 +6,7 @@ import os
 
 
 def usable_cores() -> list[int]:
-    """Cores that this process may run on: those of its affinity mask, or all where the platform has no such mask."""
+    """Cores of this process's affinity mask, or all on a platform without masks."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

@@ -1,4 +1,4 @@
-"""Details of an error: one frozen value, and its form as a google.rpc.Status. No gRPC, no logging.
+"""Details of an error, as a frozen value and as a google.rpc.Status.
 
     ErrorDetail -> Status      code, message and details: ErrorInfo always, the others where they are set
                 -> trailers    the status as gRPC's trailing metadata, and `grpc-retry-pushback-ms` with a RetryInfo
@@ -27,7 +27,7 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"
 MAX_PART = 80
 """Maximum characters of a name or value in an error."""
 MAX_MESSAGE = 300
-"""Maximum characters of a message: with its details it fits gRPC's 8 KiB of metadata."""
+"""Maximum characters of a message, so that it fits gRPC's 8 KiB of metadata with its details."""
 
 _Detail = TypeVar("_Detail", bound=Message)
 
@@ -36,7 +36,7 @@ class Reason(StrEnum):
     """``ErrorInfo.reason``: the names of ``decant.v1.ErrorReason`` without their prefix, and two internal ones."""
 
     UNSPECIFIED = "UNSPECIFIED"
-    """A status without a reason of Decant: from the transport, or from another server."""
+    """From the transport or another server."""
     INVALID_FIELD = "INVALID_FIELD"
     EMPTY_PROMPT = "EMPTY_PROMPT"
     PROMPT_TOO_LONG = "PROMPT_TOO_LONG"
@@ -66,7 +66,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A field that violates a limit, as BadRequest; or a quota that is used up, as QuotaFailure."""
+    """A field that violates a limit (BadRequest), or an exhausted quota (QuotaFailure)."""
 
     field: str
     limit: str
@@ -83,7 +83,7 @@ class Resource:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a stream can resume, as decant.v1.ResumePoint: the earliest ``after_seq``, and the certain tokens."""
+    """Where a stream can resume (decant.v1.ResumePoint): the earliest ``after_seq``, and the certain tokens."""
 
     first_seq: int
     last_seq: int
@@ -91,10 +91,8 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True)
 class ErrorDetail:
-    """Everything about an error that is sent. `code` is gRPC's number, `retry_after` seconds.
-
-    `subject`: tenant whose quota is violated; None for a field.
-    """
+    """Everything about an error that is sent. `code` is gRPC's number, `retry_after` in seconds, `subject` the tenant
+    of an exhausted quota."""
 
     code: int
     message: str
@@ -107,7 +105,7 @@ class ErrorDetail:
 
 
 def shorten(value: object) -> str:
-    """A name or value for an error: printable, at most `MAX_PART` characters."""
+    """Printable, at most `MAX_PART` characters."""
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
     text = value if isinstance(value, str) else repr(value)
@@ -116,12 +114,10 @@ def shorten(value: object) -> str:
 
 
 def message_text(text: str) -> str:
-    """A message of at most ``MAX_MESSAGE`` characters."""
     return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
 
 
 def to_status(fault: ErrorDetail) -> Status:
-    """The status with all details."""
     status = Status(code=fault.code, message=fault.message)
     for detail in _details(fault):
         status.details.add().Pack(detail)
@@ -129,7 +125,7 @@ def to_status(fault: ErrorDetail) -> Status:
 
 
 def trailers(fault: ErrorDetail) -> tuple[tuple[str, str | bytes], ...]:
-    """Trailing metadata with the error; gRPC's own retries obey the pushback."""
+    """Trailing metadata with the error, and the pushback for gRPC's retries."""
     pairs: list[tuple[str, str | bytes]] = [(DETAILS_KEY, to_status(fault).SerializeToString())]
     if fault.retry_after is not None:
         pairs.append((PUSHBACK_KEY, str(_milliseconds(fault.retry_after))))
@@ -137,7 +133,7 @@ def trailers(fault: ErrorDetail) -> tuple[tuple[str, str | bytes], ...]:
 
 
 def from_trailers(code: int, message: str, metadata: Iterable[tuple[str, str | bytes]]) -> ErrorDetail:
-    """The error of a call that ended with `code` and `message`; invalid details are ignored."""
+    """The error of a call that ended with `code` and `message`. Ignores invalid details."""
     for key, value in metadata:
         if key == DETAILS_KEY and isinstance(value, bytes):
             try:
@@ -223,7 +219,7 @@ def _reason(info: ErrorInfo | None) -> Reason:
 
 
 def _violation(info: ErrorInfo | None, bad: BadRequest | None, quota: QuotaFailure | None) -> Violation | None:
-    """ErrorInfo has field, limit and value apart; the other two are for clients that know only google.rpc."""
+    """From ErrorInfo, or from the others, which clients that know only google.rpc read."""
     if quota is not None and quota.violations:
         about = info.metadata if info is not None else {}
         limit = about.get("limit", quota.violations[0].description)

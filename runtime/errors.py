@@ -1,21 +1,21 @@
 """The typed errors of the service.
 
-ServiceError                     any status; the type itself for statuses without a subclass
+ServiceError                     any status without a subclass
 ├── InvalidArgument              a field, its limit, the value              INVALID_ARGUMENT
-├── Unimplemented                a field that this build can't honour       UNIMPLEMENTED
+├── Unimplemented                a field that is not implemented            UNIMPLEMENTED
 ├── NotFound                     a kind and a name                          NOT_FOUND
 ├── AlreadyExists                an id with another payload                 ALREADY_EXISTS
-├── OutOfRange                   a seq before what is kept                  OUT_OF_RANGE
-├── Unauthenticated              no credentials, or wrong ones              UNAUTHENTICATED
-├── PermissionDenied             credentials that don't suffice             PERMISSION_DENIED
-├── QuotaExceeded                a tenant's share is used up                RESOURCE_EXHAUSTED
-├── QueueFull                    the service takes no more for now          RESOURCE_EXHAUSTED
-├── Unavailable                  not here or not now                        UNAVAILABLE
-├── DeadlineExceeded             the request's time is over                 DEADLINE_EXCEEDED
-├── Cancelled                    the request was cancelled             CANCELLED
-├── Aborted                      a stream that can't go on here             ABORTED
-├── FailedPrecondition           router and worker that don't fit           FAILED_PRECONDITION
-└── Internal                     a bug; without details          INTERNAL
+├── OutOfRange                   a seq that is no longer kept               OUT_OF_RANGE
+├── Unauthenticated              missing or unknown credentials             UNAUTHENTICATED
+├── PermissionDenied             an action that is not allowed              PERMISSION_DENIED
+├── QuotaExceeded                the tenant's quota is exhausted            RESOURCE_EXHAUSTED
+├── QueueFull                    the queue is full                          RESOURCE_EXHAUSTED
+├── Unavailable                  not possible here or now                   UNAVAILABLE
+├── DeadlineExceeded             the deadline has passed                    DEADLINE_EXCEEDED
+├── Cancelled                    the request was cancelled                  CANCELLED
+├── Aborted                      a stream that can't continue here          ABORTED
+├── FailedPrecondition           incompatible router and worker             FAILED_PRECONDITION
+└── Internal                     a bug, without details                     INTERNAL
 
 An error wraps an ``ErrorDetail``. ``from_fault`` and ``from_call`` make the typed error at the client. Times are in
 seconds.
@@ -41,13 +41,13 @@ from decant.runtime.error_details import (
 )
 
 RETRY_AFTER_SECONDS = 1.0
-"""When a client may ask again that was refused for a reason whose end is not known."""
+"""Delay before a retry if the end of the cause is unknown."""
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class FaultOwner(StrEnum):
-    """Who caused an error. Only SERVER is a failure of this service."""
+    """Cause of an error. Only SERVER is a failure of this service."""
 
     CLIENT = "client"
     CAPACITY = "capacity"
@@ -74,7 +74,7 @@ _CAPACITY_REASONS = frozenset(
 
 
 class ServiceError(Exception):
-    """An error of the service. `fault` is all that is sent; the rest is derived from it."""
+    """An error of the service. `fault` is what is sent; the rest is derived from it."""
 
     def __init__(self, fault: ErrorDetail) -> None:
         super().__init__(fault.message)
@@ -101,7 +101,7 @@ class ServiceError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same call may succeed later, after `retry_after` if that is set."""
+        """Whether the same call may succeed later, after `retry_after` if set."""
         return self.code is grpc.StatusCode.UNAVAILABLE or self.reason in (Reason.QUOTA_EXCEEDED, Reason.QUEUE_FULL)
 
     @property
@@ -150,7 +150,7 @@ class InvalidArgument(_FieldError):
 
 
 class Unimplemented(_FieldError):
-    """A field that this build does not support, or only up to `limit`."""
+    """A field that is not implemented, or only up to `limit`."""
 
     LIMIT = "not supported by this build"
 
@@ -159,7 +159,7 @@ class Unimplemented(_FieldError):
 
 
 class NotFound(ServiceError):
-    """Unknown name. `kind` is "model" or "request"; a request may have expired, or belong to another tenant."""
+    """Unknown name. `kind` is "model" or "request", which may have expired or belong to another tenant."""
 
     REASONS: ClassVar = {"model": Reason.MODEL_NOT_FOUND, "request": Reason.REQUEST_NOT_FOUND}
 
@@ -178,7 +178,7 @@ class AlreadyExists(ServiceError):
 
 
 class OutOfRange(ServiceError):
-    """A resume from before what is kept. `first_seq` is the earliest that would do, `last_seq` counts all entries."""
+    """A resume at a seq that is not kept. Valid are `first_seq` to `last_seq`."""
 
     def __init__(self, after_seq: int, first_seq: int, last_seq: int) -> None:
         text = f"after_seq: from {first_seq} to {last_seq}, got {after_seq}"
@@ -195,7 +195,7 @@ class Unauthenticated(ServiceError):
 
 
 class PermissionDenied(ServiceError):
-    """Known credentials that don't allow `action`."""
+    """Known credentials do not allow `action`."""
 
     def __init__(self, action: str) -> None:
         text = f"these credentials don't allow: {shorten(action)}"
@@ -203,7 +203,7 @@ class PermissionDenied(ServiceError):
 
 
 class QuotaExceeded(_FieldError):
-    """A tenant's quota is used up. `subject` is the tenant, `quota` its name ("in_flight"), `value` the use with this
+    """A tenant's quota is exhausted. `subject` is the tenant, `quota` its name ("in_flight"), `value` its use with this
     request."""
 
     def __init__(self, subject: str, quota: str, limit: int, value: int, *, retry_after: float) -> None:
@@ -213,7 +213,7 @@ class QuotaExceeded(_FieldError):
 
 
 class QueueFull(ServiceError):
-    """The queue is full: `limit` requests wait, or as the text `limit` says."""
+    """The queue is full: `limit` requests wait, or the reason is the text `limit`."""
 
     def __init__(self, limit: int | str, *, retry_after: float) -> None:
         words = limit if isinstance(limit, str) else f"at most {limit} requests wait"
@@ -260,7 +260,7 @@ class FailedPrecondition(ServiceError):
 
 
 class Internal(ServiceError):
-    """A bug. It has no message of its own, so that nothing internal is sent; the log has the details."""
+    """A bug. Its message is fixed, so that nothing internal is sent; the log has the details."""
 
     def __init__(self) -> None:
         super().__init__(_fault(grpc.StatusCode.INTERNAL, Reason.INTERNAL, "internal error"))
@@ -275,13 +275,12 @@ class EndedCall(Protocol):
 
 
 def from_call(call: EndedCall) -> ServiceError:
-    """The typed error of a failed call."""
     metadata = call.trailing_metadata() or ()
     return from_fault(from_trailers(call.code().value[0], call.details() or "", metadata))
 
 
 def from_fault(fault: ErrorDetail) -> ServiceError:
-    """The typed error for `fault`; ServiceError itself for a status without a subclass."""
+    """The typed error; ServiceError for a status without a subclass."""
     kind = _TYPES.get(_CODES.get(fault.code, grpc.StatusCode.UNKNOWN), ServiceError)
     if kind is QuotaExceeded and fault.reason is not Reason.QUOTA_EXCEEDED:  # gRPC itself uses RESOURCE_EXHAUSTED too
         kind = QueueFull if fault.reason is Reason.QUEUE_FULL else ServiceError

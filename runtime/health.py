@@ -3,7 +3,7 @@
 STARTING --ready()--> READY --draining()--> DRAINING --stopped()--> STOPPED     the server ends
     '-----------------'--failed(reason)-----'---> FAILED --stopped()---'
 
-name asked for                  SERVING while
+name                            SERVING while
 "alive"                         nothing failed
 "", "ready", each service       READY
 """
@@ -28,8 +28,6 @@ _log = logs.get(__name__)
 
 
 class State(Enum):
-    """States, in the order of the diagram."""
-
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
@@ -38,7 +36,7 @@ class State(Enum):
 
 
 class Readiness:
-    """One process's state. For the event loop's thread only; each change wakes the waiters."""
+    """State of a process. Only for the event loop's thread; each change wakes the waiters."""
 
     def __init__(self) -> None:
         self.state = State.STARTING
@@ -55,23 +53,23 @@ class Readiness:
         return self.state is State.READY
 
     def ready(self) -> None:
-        """The warm-up is done. No effect after a drain or a failure."""
+        """End of the warm-up. No effect after a drain or failure."""
         if self.state is State.STARTING:
             self._become(State.READY)
 
     def draining(self) -> None:
-        """New work is refused from now on."""
+        """Refuse new work from now on."""
         if self.state in (State.STARTING, State.READY):
             self._become(State.DRAINING)
 
     def failed(self, reason: str) -> None:
-        """The process can't work any more and should be restarted; `reason` is for the log."""
+        """The process should be restarted; `reason` is for the log."""
         if self.state in (State.STARTING, State.READY, State.DRAINING):
             self.reason = reason
             self._become(State.FAILED)
 
     def stopped(self) -> None:
-        """The server is about to end. Ends health watches, which would stay open."""
+        """End health watches before the server ends."""
         if self.state is not State.STOPPED:
             self._become(State.STOPPED)
 
@@ -89,7 +87,7 @@ class Readiness:
 
 
 class HealthService(health_pb2_grpc.HealthServicer):
-    """``grpc.health.v1.Health`` over a Readiness, for services by their full names."""
+    """``grpc.health.v1.Health`` of a Readiness, for services by their full names."""
 
     def __init__(self, readiness: Readiness, services: Iterable[str]) -> None:
         self._readiness = readiness

@@ -1,7 +1,7 @@
 """Heartbeats between processes: their interval, and detection of a lost peer.
 
-Silence is counted in ticks of this process's event loop, not in time: while the loop stalls, messages arrive unread. A
-stall of any length counts as one tick.
+Silence is counted in ticks of this process's event loop, not in time, because messages stay unread while the loop
+stalls. A stall of any length counts as one tick.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 from math import ceil
 
 HEARTBEAT_SECONDS = 0.25
-"""Interval of heartbeats on a session or a fetch, in both directions; also the length of a tick."""
+"""Interval of heartbeats on a session or fetch, in both directions, and the length of a tick."""
 SUSPECT_SECONDS = 1.0
-"""A peer without a message for so long gets no new work."""
+"""After this time without a message a peer gets no new work."""
 SILENT_SECONDS = 3.0
-"""A peer without a message for so long is lost."""
+"""After this time without a message a peer is lost."""
 
 
 class Silence:
@@ -41,7 +41,7 @@ class Silence:
         self._ticks += 1
 
     def reset(self) -> None:
-        """A message was received."""
+        """Call for each received message."""
         self._ticks = 0
 
 
@@ -56,7 +56,7 @@ class LoopTimer:
         self._handle = self._loop.call_later(self._tick_seconds, self._tick)
 
     def cancel(self) -> None:
-        """Prevent the call of `then`. May be repeated."""
+        """Cancel the call; may be repeated."""
         self._handle.cancel()
 
     def _tick(self) -> None:

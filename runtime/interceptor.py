@@ -1,13 +1,13 @@
-"""Turns exceptions of handlers into gRPC statuses; the only place that does.
+"""Turns exceptions of handlers into gRPC statuses.
 
     handler raises             client gets                              counted     logged
-    a ServiceError             its status, details and trailers         by label    without its words
-    anything else              INTERNAL, "internal error"               internal    once, with its stack
-    nothing, call cancelled    (it has gone)                            no          no
-    context.abort              what it says                             no          no
+    a ServiceError             its status, details and trailers         by label    without message
+    anything else              INTERNAL, "internal error"               internal    once, with stack
+    nothing, call cancelled    nothing                                  no          no
+    context.abort              that status                              no          no
 
-Handlers are coroutines or async generators. A generator is closed in the call's own task, so that its cleanup runs at
-once when the client disconnects, also while a message is being sent.
+Handlers are coroutines or async generators. A generator is closed in the call's task, so that its cleanup runs as soon
+as the client disconnects, also while a message is being sent.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Gate = Callable[[str], None]
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every method of a server.
 
-    `count` is called with every error that ends a call. `gate` may refuse calls. Calls of `services` (full names) are
-    active until their handlers have cleaned up.
+    `count` receives every error that ends a call; `gate` may refuse calls. Calls of `services` (full names) are active
+    until their handlers have cleaned up.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True, slots=True)
 class _Unreadable:
-    """Replaces a message that can't be decoded. gRPC would raise in its own code, and log a stack."""
+    """Replaces a message that can't be decoded, for which gRPC itself would log a stack."""
 
     bytes: int
 
@@ -171,7 +171,7 @@ class _Readable:
 
 
 def _lenient_deserializer(handler: Any) -> Any:
-    """A handler's deserializer, which returns _Unreadable for a message that it can't decode."""
+    """The handler's deserializer; returns _Unreadable for an undecodable message."""
     read = handler.request_deserializer
     if read is None:
         return None
@@ -199,7 +199,7 @@ def _checked(message: Any) -> Any:
 
 
 async def _write(context: grpc.aio.ServicerContext[Any, Any], answer: Any) -> None:
-    """Raises ClientDisconnected: a failed write is the first sign of it."""
+    """Raises ClientDisconnected if the write fails."""
     try:
         await context.write(answer)
     except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
@@ -207,12 +207,11 @@ async def _write(context: grpc.aio.ServicerContext[Any, Any], answer: Any) -> No
 
 
 class ClientDisconnected(Exception):
-    """The call has ended; its handler will be cancelled. Handlers that write to the context raise it after a failed
-    write."""
+    """The call has ended and its handler will be cancelled. Raised after a failed write to the context."""
 
 
 def _cancelled() -> bool:
-    """Whether the current call was cancelled: by its client, its deadline, or the end of the server."""
+    """Whether client, deadline or server end has cancelled the current call."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

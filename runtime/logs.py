@@ -1,11 +1,8 @@
 """One line per event on standard output: JSON for machines, columns on a terminal.
 
-Every line has ``time``, ``level``, ``event`` and ``service``, and the values bound in the current task: ``bound`` binds
-for a block, and tasks started inside inherit them. Lines of the standard library's loggers (grpc, transformers,
-asyncio, warnings) have the same form. Text of users is not logged: values of the keys in ``PRIVATE`` are replaced by
-their length.
-
-``start`` configures the process and is called once, by its main.
+Every line has ``time``, ``level``, ``event``, ``service`` and the values of ``bound``. Loggers of the standard library
+(grpc, transformers, asyncio, warnings) have the same form. Values of the keys in ``PRIVATE``, which are text of users,
+are replaced by their length.
 """
 
 from __future__ import annotations
@@ -24,15 +21,13 @@ from decant.runtime.settings import Settings
 
 PRIVATE = frozenset({"prompt", "messages", "text", "token_ids", "tokens", "stop", "content"})
 
-_HANDLERS_OF_THEIR_OWN = ("transformers", "huggingface_hub")
-"""Libraries that install their own handlers when they are first imported."""
+_SELF_CONFIGURED = ("transformers", "huggingface_hub")
+"""Libraries that install log handlers when they are imported."""
 
 Level = Literal["debug", "info", "warning", "error"]
 
 
 class LogSettings(Settings):
-    """How a process logs."""
-
     log_level: Level = Field(default="info", description="least severe level that is logged")
     log_format: Literal["auto", "json", "console"] = Field(
         default="auto", description="auto: columns on a terminal, JSON elsewhere"
@@ -40,7 +35,7 @@ class LogSettings(Settings):
 
 
 def start(service: str, settings: LogSettings, *, stream: TextIO | None = None) -> None:
-    """Sets up this process's logs as `service`, on standard output unless `stream` is given."""
+    """Configure this process's logs once; on standard output unless `stream` is given."""
     out = stream or sys.stdout
     console = settings.log_format == "console" or (settings.log_format == "auto" and out.isatty())
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
@@ -55,12 +50,12 @@ def start(service: str, settings: LogSettings, *, stream: TextIO | None = None) 
 
 
 def get(name: str) -> Any:
-    """A structlog logger; `name` stands in each line as ``module``."""
+    """A structlog logger that logs `name` as ``module``."""
     return structlog.get_logger(module=name)
 
 
 def bound(**values: object) -> AbstractContextManager[None]:
-    """Binds `values` (request_id, attempt) to every line of this task, and of tasks begun inside, until it ends."""
+    """Bind `values` (request_id, attempt) to every line of the block, and of tasks started inside."""
     return bound_contextvars(**values)
 
 
@@ -112,7 +107,7 @@ def _route_standard_library(common: list[Processor], console: bool, level: int, 
     root.handlers[:] = [handler]
     root.setLevel(level)
     logging.captureWarnings(True)
-    for name in _HANDLERS_OF_THEIR_OWN:
+    for name in _SELF_CONFIGURED:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.__class__ = _Routed

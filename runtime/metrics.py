@@ -1,7 +1,8 @@
 """Metrics of a process, in its own registry. Counters, not rates; labels from closed sets, never ids.
 
 ProcessMetrics   every process     errors by reason, code and blame; the build
-RequestMetrics   the router        times and tokens of requests, by model
+RequestMetrics   the router        requests by model: times, tokens, queue, refusals, failovers; workers; Redis
+TenantMetrics    the router        requests and tokens by tenant
 EngineMetrics    a worker          its cache, its batch, its handoffs
 
 Times are in seconds, sizes in bytes. Buckets are those of other LLM servers.
@@ -10,14 +11,16 @@ Times are in seconds, sizes in bytes. Buckets are those of other LLM servers.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from importlib.metadata import version
+from itertools import islice
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import generate_latest
 
+from decant.runtime.error_details import Reason
 from decant.runtime.errors import ServiceError
 from decant.runtime.peer import PROTOCOL
 
@@ -39,6 +42,13 @@ HANDOFF_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 HANDOFF_BYTES = tuple(float(4**power * 1024) for power in range(2, 13))
 """16 KiB to 16 GiB."""
 
+MAX_TENANTS = 100
+"""Tenants with label values of their own."""
+OTHER_TENANTS = "other"
+"""Label value of all further tenants."""
+REFUSALS = (Reason.QUEUE_FULL, Reason.QUOTA_EXCEEDED, Reason.NO_WORKER, Reason.STATE_STORE_AWAY)
+"""Reasons for which a router refuses a valid request."""
+
 
 class PromptSource(StrEnum):
     """Where the KV cache of a prompt's tokens came from."""
@@ -55,11 +65,18 @@ class Registry:
         # Creation times would double the number of series, and no dashboard uses them.
         disable_created_metrics()
         self.collectors = CollectorRegistry(auto_describe=True)
+        self._updates: list[Callable[[], None]] = []
         if process:
             ProcessCollector(registry=self.collectors)
 
+    def before_scrape(self, update: Callable[[], None]) -> None:
+        """Call ``update`` before each scrape: it sets gauges that are computed together."""
+        self._updates.append(update)
+
     def text(self) -> bytes:
         """All values in Prometheus' text format."""
+        for update in self._updates:
+            update()
         return generate_latest(self.collectors)
 
     def counter(self, name: str, description: str, labels: Iterable[str] = ()) -> Counter:
@@ -94,48 +111,173 @@ class ProcessMetrics:
         self.errors.labels(error.label, error.code.name, error.blame.value).inc()
 
 
+class TenantMetrics:
+    """A router's counters by tenant. ``tenants``: the first MAX_TENANTS get a label value each, in this order."""
+
+    def __init__(self, registry: Registry, tenants: Iterable[str]) -> None:
+        label = ("tenant",)
+        self._requests = registry.counter(
+            "tenant_requests_total", "Requests of a tenant that ended or lost their client.", label
+        )
+        self._refused = registry.counter(
+            "tenant_requests_refused_total", "Requests of a tenant that were refused.", label
+        )
+        self._prompt = registry.counter("tenant_prompt_tokens_total", "Prompt tokens of a tenant's requests.", label)
+        self._generated = registry.counter("tenant_generation_tokens_total", "Output tokens sent to a tenant.", label)
+        self._labels = frozenset(islice(tenants, MAX_TENANTS))
+        for name in (*self._labels, OTHER_TENANTS):
+            for counter in (self._requests, self._refused, self._prompt, self._generated):
+                counter.labels(name)
+
+    def count_request(self, tenant: str, prompt_tokens: int) -> None:
+        self._requests.labels(self._label(tenant)).inc()
+        self._prompt.labels(self._label(tenant)).inc(prompt_tokens)
+
+    def count_tokens(self, tenant: str, tokens: int) -> None:
+        self._generated.labels(self._label(tenant)).inc(tokens)
+
+    def count_refusal(self, tenant: str) -> None:
+        self._refused.labels(self._label(tenant)).inc()
+
+    def _label(self, tenant: str) -> str:
+        return tenant if tenant in self._labels else OTHER_TENANTS
+
+
 class ModelMetrics:
     """The router's view of one model's requests."""
 
     def __init__(self, parent: RequestMetrics, model: str) -> None:
+        self.tenants = parent.tenants
         self.ttft = parent.ttft.labels(model)
         self.inter_token = parent.inter_token.labels(model)
         self.e2e = parent.e2e.labels(model)
         self.queue = parent.queue.labels(model)
         self.prefill = parent.prefill.labels(model)
+        self.handoff = parent.handoff.labels(model)
         self.decode = parent.decode.labels(model)
         self.generated = parent.generated.labels(model)
-        self.prompt = {source: parent.prompt.labels(model, source.value) for source in PromptSource}
+        self.prompt = {source: parent.prompt.labels(model, source.value) for source in parent.SOURCES}
+        self.refused = {reason: parent.refused.labels(model, reason.value.lower()) for reason in REFUSALS}
+        self._requests, self._model = parent.requests, model
+
+    def count_request(self, outcome: str) -> None:
+        """``outcome``: from a closed set, see `RequestMetrics.requests`."""
+        self._requests.labels(self._model, outcome).inc()
+
+
+class QueueMetrics:
+    """Gauges of a router's open requests, by model. Set before each scrape."""
+
+    def __init__(self, registry: Registry) -> None:
+        label = ("model",)
+        self.running = registry.gauge("requests_running", "Requests that a worker has scheduled.", label)
+        self.waiting = registry.gauge("requests_waiting", "Requests that no worker has scheduled yet.", label)
+        self.oldest = registry.gauge(
+            "oldest_waiting_request_seconds",
+            "Age of the oldest request that no worker has scheduled yet; 0 if there is none.",
+            label,
+        )
+        self.prompt_tokens = registry.gauge(
+            "waiting_prompt_tokens",
+            "Tokens of the prompts that wait in requests_waiting. Cached prefixes are included.",
+            label,
+        )
+        self.prompt_seconds = registry.gauge(
+            "waiting_prompt_seconds",
+            "waiting_prompt_tokens times the last measured prefill seconds per token of one worker; 1 ms per token"
+            " before the first measurement.",
+            label,
+        )
 
 
 class RequestMetrics:
-    """A router's metrics of requests. Only models that it serves get a label: `of` is called at their load."""
+    """A router's metrics of requests. Only models that it serves get a label: `of` is called when it loads them.
+    ``tenants``: see `TenantMetrics`."""
 
-    def __init__(self, registry: Registry) -> None:
+    SOURCES = (PromptSource.COMPUTED, PromptSource.CACHED)
+    """A router does not learn how many tokens came with a handoff."""
+
+    def __init__(self, registry: Registry, tenants: Iterable[str] = ()) -> None:
+        self._define_times(registry)
         model = ("model",)
-        time = registry.histogram
-        self.ttft = time("time_to_first_token_seconds", "From accepted to first token sent.", TTFT_SECONDS, model)
-        self.inter_token = time("inter_token_latency_seconds", "Between two tokens of a stream.", TOKEN_SECONDS, model)
-        self.e2e = time("e2e_request_latency_seconds", "From accepted to ended.", REQUEST_SECONDS, model)
-        self.queue = time(
-            "request_queue_time_seconds", "From accepted to taken up by a worker.", REQUEST_SECONDS, model
-        )
-        self.prefill = time("request_prefill_time_seconds", "From first chunk to first token.", REQUEST_SECONDS, model)
-        self.decode = time(
-            "request_decode_time_seconds", "From first decode step to last token.", REQUEST_SECONDS, model
-        )
         self.prompt = registry.counter(
-            "prompt_tokens_total", "Prompt tokens, by the source of their KV.", ("model", "source")
+            "prompt_tokens_total",
+            "Prompt tokens by the source of their KV cache; at a router local_cache_hit is any worker's prefix cache.",
+            ("model", "source"),
         )
-        self.generated = registry.counter("generation_tokens_total", "Output tokens.", model)
-        self.running = registry.gauge("requests_running", "Requests that a worker has taken up.")
-        self.waiting = registry.gauge("requests_waiting", "Requests that wait for a worker.")
+        self.generated = registry.counter("generation_tokens_total", "Output tokens sent to clients.", model)
+        self.requests = registry.counter(
+            "requests_total", "Requests that ended or lost their client, by outcome.", ("model", "outcome")
+        )
+        self.refused = registry.counter(
+            "requests_refused_total", "Valid requests that were refused before they were accepted.", ("model", "reason")
+        )
+        self.failovers = registry.counter(
+            "failovers_total", "Attempts at a request that failed and may be repeated, by cause.", ("model", "cause")
+        )
+        self.adopted = registry.counter(
+            "requests_adopted_total", "Requests that this router took over from another router.", model
+        )
+        self.queues = QueueMetrics(registry)
+        self.tenants = TenantMetrics(registry, tenants)
         self.ready_workers = registry.gauge(
             "ready_workers", "Workers to which this router may send new requests.", ("model", "role")
+        )
+        self.known_workers = registry.gauge(
+            "known_workers",
+            "Workers that are registered or have requests of this router, ready or not.",
+            ("model", "role"),
+        )
+        self.store_available = registry.gauge(
+            "state_store_available",
+            "1 if Redis answered the last renewal of the registration and the last write, else 0.",
+        )
+        self.store_unwritten = registry.gauge(
+            "state_store_unwritten_requests", "Ended requests whose end is not written to Redis yet."
+        )
+
+    def _define_times(self, registry: Registry) -> None:
+        model, time = ("model",), registry.histogram
+        self.ttft = time(
+            "time_to_first_token_seconds",
+            "Time from the acceptance of a request until its first token is sent.",
+            TTFT_SECONDS,
+            model,
+        )
+        self.inter_token = time(
+            "inter_token_latency_seconds", "Time between two tokens of a stream.", TOKEN_SECONDS, model
+        )
+        self.e2e = time(
+            "e2e_request_latency_seconds", "Time from the acceptance of a request to its end.", REQUEST_SECONDS, model
+        )
+        self.queue = time(
+            "request_queue_time_seconds",
+            "Time from the acceptance of a request until a worker schedules it.",
+            REQUEST_SECONDS,
+            model,
+        )
+        self.prefill = time(
+            "request_prefill_time_seconds",
+            "Time from the first chunk of a prompt to the first token.",
+            REQUEST_SECONDS,
+            model,
+        )
+        self.handoff = time(
+            "request_handoff_time_seconds",
+            "Time from the first requested block of a request until the decode worker has its KV cache.",
+            HANDOFF_SECONDS,
+            model,
+        )
+        self.decode = time(
+            "request_decode_time_seconds",
+            "Time from the first decode step of a request to its last token.",
+            REQUEST_SECONDS,
+            model,
         )
 
     def of(self, model: str) -> ModelMetrics:
         """Metrics of one served model. Keep it: looking up labels costs more than counting."""
+        self.adopted.labels(model)
         return ModelMetrics(self, model)
 
 
@@ -143,20 +285,33 @@ class EngineMetrics:
     """A worker's metrics of its engine. `causes` are the names of all failures of a handoff."""
 
     def __init__(self, registry: Registry, causes: Iterable[str]) -> None:
+        self.info = registry.gauge(
+            "worker_info", "Always 1. Its labels are the model and the role of this worker.", ("model", "role")
+        )
         self.cache_usage = registry.gauge("kv_cache_usage_ratio", "Share of the KV blocks that are in use, 0 to 1.")
         self.running = registry.gauge("requests_running", "Sequences in the batch.")
         self.waiting = registry.gauge(
-            "requests_waiting", "Sequences and arriving caches that wait for free blocks or their turn."
+            "requests_waiting", "Sequences and incoming KV caches that wait for free blocks or for their turn."
+        )
+        self.queued_tokens = registry.gauge(
+            "queued_prompt_tokens", "Tokens of waiting and running sequences that have yet to be prefilled."
+        )
+        self.leases = registry.gauge(
+            "handoff_leases", "Sequences whose KV blocks are kept for a decode worker to fetch."
         )
         self.generated = registry.counter("generation_tokens_total", "Tokens sampled.")
         self.preemptions = registry.counter(
-            "preemptions_total", "Sequences whose blocks were given to more urgent ones."
+            "preemptions_total", "Sequences that lost their blocks to more urgent ones and are computed again."
         )
         self.handoff_seconds = registry.histogram(
-            "handoff_seconds", "From first block requested to cache owned.", HANDOFF_SECONDS
+            "handoff_seconds",
+            "Time from the first requested block until this worker has the KV cache.",
+            HANDOFF_SECONDS,
         )
-        self.handoff_bytes = registry.histogram("handoff_bytes", "Bytes of KV cache moved by a handoff.", HANDOFF_BYTES)
-        failures = registry.counter("handoff_failures_total", "Handoffs that failed.", ("cause",))
+        self.handoff_bytes = registry.histogram(
+            "handoff_bytes", "Bytes of KV cache that a handoff transferred.", HANDOFF_BYTES
+        )
+        failures = registry.counter("handoff_failures_total", "Handoffs that failed, by cause.", ("cause",))
         self.handoff_failures = {cause: failures.labels(cause) for cause in causes}
-        prompt = registry.counter("prompt_tokens_total", "Prompt tokens, by the source of their KV.", ("source",))
+        prompt = registry.counter("prompt_tokens_total", "Prompt tokens by the source of their KV cache.", ("source",))
         self.prompt = {source: prompt.labels(source.value) for source in PromptSource}

@@ -1,7 +1,6 @@
-"""The small files of a model: all that a router needs, and the hash by which workers and routers compare models.
+"""The small files of a model: configuration, tokenizer and sampling defaults, without weights.
 
-Everything but the weights: configuration, tokenizer, defaults of sampling. Routers and workers read them from the same
-source, a folder or a hub name, and compare ``tokenizer``, the hash over all that they must agree on.
+Routers and workers read them from the same folder or hub name, and compare the hash ``tokenizer``.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 PATTERNS = ("*.json", "*.jinja", "tokenizer*")
-"""Files that are fetched of a hub model: no weights."""
+"""Files that are downloaded of a hub model."""
 
 _HASHED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -39,8 +38,8 @@ class ModelFiles:
 
     id                the model's name for clients: the hub name, or the folder's name
     revision          the hub commit, or a hash of a folder's small files
-    window            positions that it was made for, in tokens; None where its configuration names none
-    vocab_size        rows of its table, which may be more than its tokenizer has; None where it names none
+    window            context length in tokens; None if the configuration has none
+    vocab_size        rows of the embedding, which may exceed the tokenizer's; None if not configured
     default_sampling  values of generation_config.json; greedy unless do_sample is set
     tokenizer         64-bit hash of tokenizer and limits
     """
@@ -56,7 +55,7 @@ class ModelFiles:
 
 
 def find(model: str, revision: str | None = None, *, id: str | None = None) -> ModelFiles:
-    """Reads the small files of a folder or hub name; a hub's are fetched first. Raises ModelUnreadable."""
+    """Read a folder, or download and read a hub model. Raises ModelUnreadable."""
     folder = Path(model)
     if folder.is_dir():
         folder = folder.resolve()
@@ -121,7 +120,7 @@ def _count(config: Mapping[str, Any], name: str) -> int | None:
 
 
 def _context_length(config: Mapping[str, Any]) -> int | None:
-    """What workers serve unless set to less (engine/model/rope.py): some checkpoints name the length before scaling."""
+    """As engine/model/rope.py: some checkpoints have the length before scaling."""
     positions = _count(config, "max_position_embeddings")
     scaling = config.get("rope_parameters") or config.get("rope_scaling")
     if positions is None or not isinstance(scaling, dict):
@@ -146,7 +145,7 @@ def _whole(value: Any, least: int) -> bool:
 
 
 def _json(model: str, file: Path) -> Mapping[str, Any] | None:
-    """None where there is no such file. Raises ModelUnreadable."""
+    """None if the file does not exist. Raises ModelUnreadable."""
     if not file.is_file():
         return None
     try:

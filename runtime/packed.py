@@ -1,4 +1,4 @@
-"""Arrays of integers as the wire has them: little-endian uint32, without a length."""
+"""Arrays of integers in messages: little-endian uint32, without a length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def pack(numbers: Iterable[int]) -> bytes:
 
 
 def unpack(data: bytes) -> array[int]:
-    """Raises ValueError where the bytes end within a number."""
+    """Raises ValueError if the bytes end within a number."""
     numbers = array("I")
     numbers.frombytes(data)
     if sys.byteorder == "big":

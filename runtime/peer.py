@@ -19,9 +19,9 @@ _log = logs.get(__name__)
 
 
 class UnknownMessages:
-    """Ignores and counts messages of a peer that this build has no field for; a newer build may send them.
+    """Ignores and counts messages of an unknown kind, which a newer build may send.
 
-    A message that must not be ignored needs another PROTOCOL.
+    A message that must not be ignored needs a new PROTOCOL.
     """
 
     def __init__(self, peer: str) -> None:
@@ -36,7 +36,7 @@ class UnknownMessages:
 
 
 def new_peer(id: str) -> wire.Peer:
-    """A peer with a new random incarnation, so that a restarted process is another peer."""
+    """A peer with a new random incarnation."""
     return wire.Peer(id=id, incarnation=secrets.randbits(64) or 1, protocol=PROTOCOL)
 
 
@@ -46,16 +46,15 @@ def default_id(role: str) -> str:
 
 
 def is_compatible(protocol: int) -> bool:
-    """Whether this build works with that version: its own and the one before."""
+    """Whether this build supports that version: its own and the one before."""
     return protocol in (PROTOCOL, PROTOCOL - 1) and protocol > 0
 
 
 def enum_name(enum: EnumTypeWrapper, value: int) -> str:
-    """The name of a value; its number if only a newer build knows it."""
-    found = enum.DESCRIPTOR.values_by_number.get(value)
-    return str(value) if found is None else found.name
+    """The name of a value, or the number of an unknown one."""
+    descriptor = enum.DESCRIPTOR.values_by_number.get(value)
+    return str(value) if descriptor is None else descriptor.name
 
 
 def same_incarnation(one: wire.Peer, other: wire.Peer) -> bool:
-    """Whether both are the same incarnation of the same process."""
     return one.id == other.id and one.incarnation == other.incarnation

@@ -1,7 +1,7 @@
 """gRPC server reflection under both of its names.
 
-grpcio-reflection serves `grpc.reflection.v1alpha` alone; newer clients ask for `grpc.reflection.v1`. The messages of
-both are the same, so one servicer answers for both.
+grpcio-reflection serves only `grpc.reflection.v1alpha`; newer clients call `grpc.reflection.v1`, which has the same
+messages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ V1 = "grpc.reflection.v1.ServerReflection"
 
 
 def add_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
-    """Serves the descriptors of `services`, by their full names, and of reflection itself."""
+    """Serve the descriptors of `services` (full names) and of reflection."""
     _describe_v1()
     servicer = alpha.ReflectionServicer((*services, V1, V1ALPHA))
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
@@ -33,7 +33,7 @@ def add_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
 
 
 def _describe_v1() -> None:
-    """Add the descriptor of v1 to the pool, unless a package has: `grpcurl describe` needs it."""
+    """Add the descriptor of v1 to the pool if it is missing: `grpcurl describe` needs it."""
     pool = descriptor_pool.Default()
     try:
         pool.FindFileContainingSymbol(V1)

@@ -2,13 +2,13 @@
 
 serving --- SIGTERM, SIGINT ---> draining -------------> stopping ---------------> ended
    |                             health NOT_SERVING,     watches end,            port closed
-   |                             no new work,            calls in flight go on
+   |                             no new work,            running calls continue
    |                             `drain` runs            |
    |                             |------ drain_seconds in all -----| then what is left is cancelled
    '--- Readiness.failed, or a second signal, in any state: everything is cancelled
 
-The port stays open while a call is in flight, and late calls are refused with a reason: a gRPC server that stops would
-answer them with CANCELLED, as if the caller had cancelled.
+The port stays open while calls run, to refuse late calls with a reason. A stopping gRPC server would end them with
+CANCELLED.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from decant.runtime.settings import SettingError
 from decant.runtime.shutdown import Shutdown, race
 
 CLEANUP_SECONDS = 5.0
-"""For calls that were cancelled at the end, to clean up."""
+"""Time for cancelled calls to clean up."""
 FLUSH_SECONDS = 1.0
-"""For gRPC to send the last statuses. Calls of other services (reflection) may stay open."""
+"""Time for gRPC to send the last statuses. Calls of reflection may stay open."""
 RETRY_ELSEWHERE_SECONDS = 0.1
 
 _HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -49,7 +49,7 @@ WarmUp = Callable[["Server"], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Service:
-    """One gRPC service, how it is added to a server, and the methods that admit new work: a drain refuses those."""
+    """A gRPC service, how it is added to a server, and the methods that a drain refuses."""
 
     descriptor: ServiceDescriptor
     add: Callable[[grpc.aio.Server], None]
@@ -75,8 +75,8 @@ async def serve(
 ) -> bool:
     """Run a process: listen, warm up, become ready, drain on SIGTERM or SIGINT, end.
 
-    Returns whether every call ended by itself. An exception of `warm_up` or `drain` ends the server and is raised.
-    Raises SettingError when an address can't be bound or a TLS file can't be read.
+    Returns False if calls had to be cancelled. An exception of `warm_up` or `drain` ends the server and is raised.
+    Raises SettingError if an address can't be bound or a TLS file can't be read.
     """
 
     async def warm(server: Server) -> None:
@@ -90,14 +90,14 @@ async def serve(
 
 
 def freeze_gc() -> None:
-    """Exclude all present objects from garbage collection: modules and models stay until the end, and a full collection
-    with torch loaded stops every stream for a quarter of a second."""
+    """Exclude all present objects from garbage collection: with torch loaded, a full collection stops every stream for
+    0.25 s."""
     gc.collect()
     gc.freeze()
 
 
 class Server:
-    """A gRPC server with health, reflection, TLS, metrics, typed errors and an orderly end."""
+    """A gRPC server with health, reflection, TLS, metrics, typed errors and drain."""
 
     def __init__(
         self, services: Sequence[Service], settings: ServerSettings, readiness: Readiness, registry: Registry
@@ -119,11 +119,11 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Its address, "host:port", after ``start``."""
+        """ "host:port", after ``start``."""
         return join_address(self._settings.host, self.port)
 
     async def start(self) -> None:
-        """Listen; alive, not ready. Raises SettingError when an address can't be bound or a TLS file can't be read."""
+        """Listen; alive, not ready. Raises SettingError if an address can't be bound or a TLS file can't be read."""
         names = [service.name for service in self._services]
         for service in self._services:
             service.add(self._server)
@@ -140,7 +140,7 @@ class Server:
         _log.info("serving", address=self.address, tls=self._settings.tls, admin_port=self.admin_port)
 
     async def run(self, *, warm_up: WarmUp | None = None, drain: Drain | None = None) -> bool:
-        """Serve until the end; see ``serve``. Returns whether every call ended by itself."""
+        """Serve until the end, as ``serve``."""
         try:
             if not await race(self._live(warm_up), self._failed()):
                 return False
@@ -173,7 +173,7 @@ class Server:
             return False
 
     async def _end(self) -> None:
-        """Cancel all calls and wait for their cleanup. Nothing is open afterwards."""
+        """Cancel all calls, wait for their cleanup and close everything."""
         self.readiness.stopped()
         await self._server.stop(None)
         try:

@@ -16,8 +16,6 @@ MAX_PENDING_SECONDS = 86_400
 
 
 class ServerSettings(ServerTls):
-    """Settings of a process that serves gRPC."""
-
     host: str = Field(
         default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 or :: is every address"
     )
@@ -33,7 +31,7 @@ class ServerSettings(ServerTls):
 
 
 def bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
-    """Bind the port and return it. Raises SettingError, also for TLS files that can't be read."""
+    """Bind and return the port. Raises SettingError, also for unreadable TLS files."""
     address = join_address(settings.host, settings.port)
     credentials = server_credentials(settings)
     try:
@@ -45,7 +43,6 @@ def bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
 
 
 def server_options(settings: ServerSettings) -> list[tuple[str, int]]:
-    """gRPC options for calls that send nothing for a long time."""
     return [
         ("grpc.max_send_message_length", settings.max_message_bytes),
         ("grpc.max_receive_message_length", settings.max_message_bytes),
@@ -72,7 +69,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it. False for names other than localhost, which may be any address."""
+    """Whether only this machine can reach it. Names other than localhost may be any address: False."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:

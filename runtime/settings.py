@@ -1,12 +1,12 @@
-"""The base of every process's settings: one frozen class per process, made of those of its parts.
+"""Base of a process's settings: one frozen class, combined from those of its parts.
 
     class RouterSettings(LogSettings, ServerSettings):
         queue_limit: int = Field(default=256, ge=1, description="requests that may wait")
 
 The field ``queue_limit`` is the flag ``--queue-limit``, the variable ``DECANT_QUEUE_LIMIT`` and the file's
 ``queue_limit``; ``settings_sources.load`` reads them. Fields are scalars, paths, literals, secrets, or tuples of text
-(commas between the entries of a flag or variable). A default is written here and nowhere else. Validators of classes
-that are combined need different names: of two with the same name, pydantic runs only one.
+(comma separated in a flag or variable). Validators of combined classes need different names: of two with the same name,
+pydantic runs only one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PREFIX = "DECANT_"
 
 
 class Settings(BaseModel):
-    """Frozen, and nothing unknown in it."""
+    """Frozen; refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
 
@@ -40,7 +40,7 @@ class Settings(BaseModel):
 
 
 class SettingError(ValueError):
-    """Raised by validators of several fields: which one is wrong, and why."""
+    """A wrong field and the reason, raised by validators of several fields."""
 
     def __init__(self, field: str, limit: str, value: object) -> None:
         super().__init__(f"{field}: {limit}, got {shorten(value)}")
@@ -50,7 +50,7 @@ class SettingError(ValueError):
 
 
 class InvalidSettings(Exception):
-    """Invalid settings: all violations, each with the name of the flag, variable or key that set it."""
+    """All violations, each with the name of its flag, variable or key."""
 
     def __init__(self, violations: Sequence[Violation]) -> None:
         super().__init__("\n".join(_line(violation) for violation in violations))

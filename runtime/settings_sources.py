@@ -2,7 +2,7 @@
 
 flags  >  environment (DECANT_...)  >  file (TOML, named by --config or DECANT_CONFIG)  >  defaults of the class
 
-Not on pydantic-settings: its sources ignore unknown variables and don't tell which of them a refused value came from.
+pydantic-settings would ignore unknown variables, and its errors do not name the source of a value.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ def load(
     program: str = "decant",
     ignore: Collection[str] = (),
 ) -> _S:
-    """A process's settings from its command line, `environ` (default: its own) and the file that these name.
+    """Settings from a command line, `environ` (default: the process's) and the file that these name.
 
-    `ignore` are variables of other programs. ``--help`` prints every field and ends the process. Raises
-    InvalidSettings.
+    `ignore` are variables of other programs. ``--help`` prints all fields and ends the process. Raises InvalidSettings.
     """
     flags = _flags(kind, arguments, program)
     variables = _variables(kind, os.environ if environ is None else environ, ignore)
@@ -60,7 +59,7 @@ def load(
 
 
 def load_or_exit(kind: type[_S], arguments: Sequence[str], *, program: str = "decant") -> _S:
-    """``load`` for a main: prints errors to standard error and ends the process with status 2."""
+    """As ``load``; prints errors to standard error and ends the process with status 2."""
     try:
         return load(kind, arguments, program=program)
     except InvalidSettings as error:

@@ -1,4 +1,4 @@
-"""Requests to end a process, and the event loop that it runs on."""
+"""Orderly end of a process, and its event loop."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Shutdown:
 
     def __init__(self) -> None:
         self.ends_process = False
-        """Whether a request ends the process at once, with status 0: for times when another thread holds the
-        interpreter's lock for long, so that every turn of the event loop waits."""
+        """Whether a request ends the process at once, with status 0: set while another thread holds the interpreter's
+        lock for long, which delays the event loop."""
         self._requested = asyncio.Event()
         self._forced = asyncio.Event()
 
@@ -47,7 +47,7 @@ class Shutdown:
 
 
 async def race(*coroutines: Coroutine[Any, Any, _T]) -> _T:
-    """The result of the first coroutine to end. The others are cancelled, and have ended, when this returns."""
+    """The result of the first coroutine to end. Cancels the others and waits for their end."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -62,15 +62,15 @@ async def race(*coroutines: Coroutine[Any, Any, _T]) -> _T:
 
 
 def run(main: Coroutine[Any, Any, _T]) -> _T:
-    """Run a process's main on uvloop if it is installed, else on asyncio's loop."""
+    """Run on uvloop if it is installed, else on asyncio's loop."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(main)
 
 
 def end_process(status: int) -> NoReturn:
-    """Flush the output and end the process now. `sys.exit` would wait for every thread, also for one in a long call.
+    """Flush the output and end the process now, where `sys.exit` would wait for threads in long calls.
 
-    Neither ``finally`` blocks nor exit handlers run: release before what outlives the process.
+    Neither ``finally`` blocks nor exit handlers run: first release what outlives the process.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -1,4 +1,4 @@
-"""TLS for both ends of a connection, from files that settings name."""
+"""TLS for both ends of a connection, from files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ class ServerTls(Settings):
 
     @property
     def tls(self) -> str:
-        """The kind of TLS, for the log."""
         if self.tls_certificate is None:
             return "none"
         return "server" if self.tls_client_ca is None else "mutual"
@@ -46,7 +45,7 @@ class ServerTls(Settings):
 
 
 class PeerTls(Settings):
-    """TLS of this process's calls to others of the deployment."""
+    """TLS of calls to other processes of the deployment."""
 
     peer_ca: Path | None = Field(
         default=None, description="PEM roots of the certificates of other processes; unset: plaintext"
@@ -67,10 +66,9 @@ class PeerTls(Settings):
 
 
 class TlsFiles(Generic[T]):
-    """The result of `load` for some files, loaded again when they change. Thread-safe.
+    """The result of `load`, loaded again when the files change. Thread-safe.
 
-    `load` raises SettingError for files that can't be used: the constructor raises it too, a reload keeps the last
-    valid result.
+    If `load` raises SettingError, the constructor raises it; a reload keeps the last valid result.
     """
 
     def __init__(self, paths: Iterable[Path | None], load: Callable[[], T]) -> None:
@@ -83,8 +81,7 @@ class TlsFiles(Generic[T]):
         self.loaded = load()
 
     def reload(self) -> T | None:
-        """The new result if the files have changed, else None. Files that change during the load are left for the next
-        call."""
+        """The new result if the files have changed, else None. Changes during the load are left for the next call."""
         with self._lock:
             version = self._stat()
             if version in (None, self._version):
@@ -111,10 +108,7 @@ class TlsFiles(Generic[T]):
 
 
 def server_credentials(tls: ServerTls) -> grpc.ServerCredentials | None:
-    """None for plaintext. Changed files are read again before the next handshake.
-
-    Raises SettingError for a file that can't be used now.
-    """
+    """None for plaintext. Reads changed files before a handshake. Raises SettingError for files unusable now."""
     if tls.tls_certificate is None:
         return None
     files = TlsFiles((tls.tls_certificate, tls.tls_key, tls.tls_client_ca), partial(_server_configuration, tls))
@@ -126,7 +120,7 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials | None:
 
 
 def check_peers(tls: PeerTls) -> None:
-    """Check that two processes with these files authenticate each other. Raises SettingError for the wrong file."""
+    """Check that two processes with these files authenticate each other. Raises SettingError."""
     for field in ("peer_ca", "peer_certificate", "peer_key"):
         if (path := getattr(tls, field)) is not None:
             _read(field, path)
@@ -164,7 +158,7 @@ def _peer_context(protocol: int, tls: PeerTls) -> ssl.SSLContext:
 
 
 def channel_files(tls: PeerTls) -> TlsFiles[grpc.ChannelCredentials | None]:
-    """The credentials of a channel, None for plaintext. Raises SettingError for a file that can't be used now."""
+    """None for plaintext. Raises SettingError for an unusable file."""
     return TlsFiles((tls.peer_ca, tls.peer_certificate, tls.peer_key), partial(_channel_credentials, tls))
 
 
@@ -201,7 +195,7 @@ def _pair(one: str, first: Path | None, other: str, second: Path | None) -> None
 
 
 def _check_pair(field: str, chain: Path, key: Path) -> None:
-    """Raises SettingError unless the key is that of the chain: gRPC itself reports a bad file as a bad address."""
+    """Raises SettingError unless the key belongs to the chain; gRPC reports a bad file as a bad address."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key, password="")
     except OSError as error:  # ssl.SSLError too

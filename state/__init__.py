@@ -1,13 +1,13 @@
-"""The only code that talks to Redis: requests, journals, registrations, quotas.
+"""All access to Redis: requests, journals, registrations, quotas.
 
 keys.py            every key, its type and its time to live
-store.py           `Store`: connects, and holds the parts below
+store.py           `Store`: connections and the parts below
 client.py          deadlines, reconnects, scripts; one error for an unavailable Redis
 scripts.py         the scripts in lua/, each one atomic step
 ids.py             ids of requests, incarnations of processes, request states
 requests.py        accept, write, read and adopt a request
-owned.py           a request as its owner holds it
-stored.py          a request as Redis has it, validated
+owned.py           a request at its owner
+stored.py          a request read from Redis, validated
 journal.py         output tokens as bytes
 logprobs.py        logprobs as bytes
 directory.py       registered workers and routers

@@ -1,7 +1,7 @@
 """Client of Redis with deadlines and reconnection. Loads missing scripts.
 
-A Redis that is unreachable, starting, or a read-only replica raises StoreUnavailable. Every command of this package may
-be repeated, so a broken connection is retried once, at once.
+Raises StoreUnavailable if Redis is unreachable, starting, or a read-only replica. Every command of this package may be
+repeated, so a broken connection is retried once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REFUSED = (
 
 
 class Client:
-    """A pool of connections to one Redis. Connects at first use; `close` ends it."""
+    """A pool of connections to one Redis. Connects at first use."""
 
     def __init__(self, url: str, deadline_s: float, max_connections: int) -> None:
         """`deadline_s`: of a call, including the wait for a connection. Raises ValueError for an invalid URL."""
@@ -55,7 +55,6 @@ class Client:
         self._redis = Redis.from_pool(self._pool)
 
     async def execute(self, *words: Argument) -> Reply:
-        """One plain command."""
         return await self.run(Command(words))
 
     async def run(self, command: Command) -> Reply:
@@ -83,7 +82,7 @@ class Client:
         return await self._within(deadlines * self._deadline_s, commands) if commands else []
 
     async def wait_for_entry(self, stream: str, after: bytes, timeout_s: float) -> None:
-        """Wait until the stream has an entry after that one, or for `timeout_s`. Occupies a connection."""
+        """Wait at most `timeout_s` for an entry after that one. Occupies a connection."""
         block_ms = max(1, round(timeout_s * 1000))
         command = Command(("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", stream, after))
         (reply,) = await self._within(timeout_s + self._deadline_s, [command])
@@ -115,13 +114,11 @@ class Client:
         return await pipeline.execute(raise_on_error=False)
 
     async def _load(self, commands: Sequence[Command]) -> None:
-        """Load all scripts of these commands, missing or not."""
         texts = {command.script.text for command in commands if command.script}
         await self._send([Command(("SCRIPT", "LOAD", text)) for text in texts])
 
 
 def _translate_error(error: Exception, deadline_s: float) -> StoreUnavailable | StoreFault:
-    """The error of this package for one of redis-py."""
     refused = isinstance(error, _REFUSED) or isinstance(error.__cause__, _REFUSED)  # wrapped while connecting
     if (isinstance(error, _UNAVAILABLE) or str(error).startswith(_UNAVAILABLE_PREFIXES)) and not refused:
         return StoreUnavailable(str(error) or f"no answer within {deadline_s:g} s")

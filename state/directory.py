@@ -1,11 +1,11 @@
-"""Directory of workers and routers. A registration expires unless it is renewed, by the clock of Redis.
+"""Directory of workers and routers. Registrations expire by the clock of Redis unless they are renewed.
 
-Of several incarnations of one id, the one that registered last is the present one:
+Of several incarnations of one id, the last to register is the present one:
 
     incarnation A   register ---- renew ---------------------- renew: replaced     remove: no effect
     incarnation B                           register ---- renew ---------- renew ----------
 
-Readers list the registrations, and wait on a stream for changes.
+Readers list the registrations and wait on a stream for changes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Directory(Generic[Facts]):
         return listing
 
     async def alive(self, incarnation: Incarnation) -> bool:
-        """Whether this incarnation is registered. Raises StoreUnavailable."""
+        """Raises StoreUnavailable."""
         call = scripts.DIRECTORY_ALIVE.call(self._names[:2], incarnation.id, incarnation.hex)
         return bool(await self._client.run(call))
 
@@ -93,7 +93,7 @@ class Directory(Generic[Facts]):
         await self._client.run(scripts.DIRECTORY_REMOVE.call(self._names, incarnation.id, incarnation.hex))
 
     def _parsed(self, packed: bytes | None, load: bytes | None, ends_ms: int) -> DirectoryEntry[Facts] | None:
-        """None if it is unreadable."""
+        """None if unreadable."""
         facts = self._facts()
         try:
             facts.ParseFromString(packed or b"")
@@ -113,7 +113,7 @@ class Directory(Generic[Facts]):
 
 
 class Registration(Generic[Facts]):
-    """Of one incarnation. Its process renews it every `Ttls.renew_every_s`."""
+    """Registration of one incarnation, renewed every `Ttls.renew_every_s` by its process."""
 
     def __init__(self, directory: Directory[Facts], facts: Facts, since: int) -> None:
         self.facts = facts  # the owner may replace it, except for the peer
@@ -126,7 +126,7 @@ class Registration(Generic[Facts]):
             raise IncarnationReplaced(Incarnation.of(self.facts.peer))
 
     async def remove(self) -> None:
-        """A later incarnation's registration stays. Raises StoreUnavailable."""
+        """No effect on a later incarnation. Raises StoreUnavailable."""
         await self._directory.remove(Incarnation.of(self.facts.peer))
 
 

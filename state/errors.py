@@ -2,14 +2,14 @@
 
 StateError
 ├── StoreUnavailable    Redis is unreachable, or exceeds the deadline; retry later
-├── StoreFault          Redis answered with an error that a retry does not cure
+├── StoreFault          Redis answered with a permanent error
 │   └── UnreadableRequest   the stored data of one request is invalid
 ├── Superseded          another router owns the request
 ├── IncarnationReplaced another incarnation is registered under the caller's id
 ├── AlreadyExists       the request id has another payload
 ├── UnknownRequest      unknown, expired, or another tenant's
-├── StoreRefilling      unknown, and Redis was emptied a moment ago; retry later
-├── OwnerAlive          the request's owner is registered, and keeps it
+├── StoreRefilling      unknown, and Redis was emptied; retry later
+├── OwnerAlive          the request's owner is registered
 ├── QuotaExceeded       a tenant has reached a limit
 └── PrivateRedisFailed  a private Redis did not start
 """
@@ -24,12 +24,11 @@ class StateError(Exception):
 
 
 class StoreUnavailable(StateError):
-    """Redis is unreachable, or exceeds the deadline. The command may have run: every write of this package can be
-    repeated."""
+    """Redis is unreachable, or exceeds the deadline. The command may have run, and can be repeated."""
 
 
 class StoreFault(StateError):
-    """Redis answered with an error: wrong password, keys of another program, old version."""
+    """Wrong password, keys of another program, or an old version."""
 
 
 class UnreadableRequest(StoreFault):
@@ -56,24 +55,18 @@ class Superseded(StateError):
 
 
 class IncarnationReplaced(StateError):
-    """Another incarnation has registered under this id."""
-
     def __init__(self, incarnation: Incarnation) -> None:
         super().__init__(f"{incarnation}: another incarnation is registered under this id")
         self.incarnation = incarnation
 
 
 class AlreadyExists(StateError):
-    """The request id has another payload."""
-
     def __init__(self, key: RequestKey) -> None:
         super().__init__(f"request {key} exists with another payload")
         self.key = key
 
 
 class UnknownRequest(StateError):
-    """The tenant has no request with this id, or it expired."""
-
     def __init__(self, key: RequestKey) -> None:
         super().__init__(f"request {key} is unknown")
         self.key = key
@@ -89,8 +82,6 @@ class StoreRefilling(StateError):
 
 
 class OwnerAlive(StateError):
-    """No takeover: the other router is registered."""
-
     def __init__(self, owner: Incarnation) -> None:
         super().__init__(f"{owner} is alive and keeps its requests")
         self.owner = owner

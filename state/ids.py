@@ -19,7 +19,7 @@ _FOLLOWS = {
 
 
 def is_valid_transition(new: State, old: State, *, new_attempt: bool) -> bool:
-    """Whether a request may go from `old` to `new`. Only a new attempt starts, QUEUED."""
+    """Whether a request may change from `old` to `new`. A new attempt starts QUEUED."""
     if old in ENDED:
         return False
     if new_attempt:
@@ -34,7 +34,7 @@ class RequestKey(NamedTuple):
     id: str
 
     def __str__(self) -> str:
-        """`tenant/id`, both quoted: unambiguous, and safe in a hash tag."""
+        """`tenant/id`, both quoted for a hash tag."""
         return f"{quote(self.tenant, safe='')}/{quote(self.id, safe='')}"
 
     @classmethod
@@ -44,7 +44,7 @@ class RequestKey(NamedTuple):
 
 
 class Incarnation(NamedTuple):
-    """One run of one process. After a restart it is another peer."""
+    """One start of a process."""
 
     id: str
     incarnation: int  # 64 bits, drawn when the process starts

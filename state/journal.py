@@ -1,7 +1,7 @@
 """The journal of a request: one entry for each output token, in order.
 
 An entry is four bytes, little-endian: the token's id in the low 24 bits, the output's index in the high 8. With one
-output the journal is its token ids. Redis keeps it as one string: a flush is one append, at the expected length only:
+output the journal is its token ids. In Redis it is one string. A write is appended only at the expected length:
 
     stored   | t0 | t1 | t2 |
     written            | t2 | t3 | t4 |     base 2: t2 is known, t3 and t4 are appended
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 
 
 def pack(entries: Iterable[Entry]) -> bytes:
-    """Raises ValueError for a token or output that an entry can't hold."""
+    """Raises ValueError for a token or output beyond an entry's bits."""
     words = []
     for output, token in entries:
         if not (0 <= token < TOKEN_LIMIT and 0 <= output < OUTPUT_LIMIT):
@@ -43,7 +43,7 @@ def pack(entries: Iterable[Entry]) -> bytes:
 
 
 def unpack(data: bytes | bytearray) -> list[Entry]:
-    """Raises ValueError when the bytes end within an entry."""
+    """Raises ValueError if the bytes end within an entry."""
     count, rest = divmod(len(data), ENTRY_BYTES)
     if rest:
         raise ValueError(f"journal: {len(data)} bytes are not whole entries of {ENTRY_BYTES}")

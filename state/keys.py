@@ -55,7 +55,7 @@ class Ttls:
 
     @property
     def renew_every_s(self) -> float:
-        """How often a registration is renewed: three renewals may be lost."""
+        """Interval at which three renewals may be lost."""
         return self.registration_s / 4
 
 

@@ -1,9 +1,9 @@
-"""Logprobs as bytes: one entry for each token, all entries of one request equally long. Little-endian.
+"""Logprobs as bytes, little-endian: one entry for each token, all of a request equally long.
 
-    | logprob f4 | rank u4 | id u4, logprob f4 of the likeliest token | ... of each alternative requested |
+    | logprob f4 | rank u4 | id u4, logprob f4 of the likeliest token | ... of each alternative |
 
-Those of the output are appended together with the journal, by the same rule; those of the prompt are written once. A
-missing alternative (the vocabulary is smaller) has the id NONE.
+Those of the output are appended with the journal, by its rule; those of the prompt are written once. A missing
+alternative (of a small vocabulary) has the id NONE.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ _ID_LIMIT = 1 << 24
 
 
 def entry_bytes(alternatives: int) -> int:
-    """Size of one entry."""
     return 8 * (1 + alternatives)
 
 
 class Logprobs:
     """Logprobs of consecutive tokens in one packed buffer.
 
-    Values are copied: a protobuf sub-message would keep the whole message in memory.
+    Values are copied, because a protobuf sub-message keeps its whole message in memory.
     """
 
     __slots__ = ("_alternatives", "_data", "_layout")
@@ -64,7 +63,7 @@ class Logprobs:
         self._data += self._layout.pack(token.logprob, token.rank, *self._top(token))
 
     def extend(self, tokens: Iterable[TokenLogprobs]) -> None:
-        """Copy tokens up to the first that `append` refuses. Raises ValueError for that one."""
+        """Copy tokens up to the first invalid one. Raises ValueError for it."""
         for token in tokens:
             self.append(token)
 

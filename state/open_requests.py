@@ -1,8 +1,8 @@
-"""Open sets: per router, its unfinished requests. Others find the requests of a dead router there.
+"""Open sets: the unfinished requests of each router, which others take over if it dies.
 
-A request leaves the open set of its owner when it ends, and that of the previous owner when it is taken over. An entry
-may be stale, if Redis was unavailable then: `Requests.leftovers` finds it. A router that takes entries over calls
-`Requests.adopt_orphan` for each request.
+A request leaves the open set of its owner when it ends, and that of the previous owner when it is taken over.
+`Requests.leftovers` finds entries that are stale because Redis was unavailable then. A router that takes entries over
+calls `Requests.adopt_orphan` for each.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class OpenRequests:
 
 
 def _readable(parse: Callable[[str], Name], members: Iterable[bytes]) -> Iterator[Name]:
-    """An unreadable member stays in the store, and does not affect others."""
+    """Unreadable members stay in the store."""
     for member in members:
         with suppress(ValueError):
             yield parse(member.decode())

@@ -1,4 +1,4 @@
-"""A request at the router that owns it, and as read from the store."""
+"""A request at its owner, and as read from the store."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class LogprobsOptions(NamedTuple):
 
     @property
     def entry_bytes(self) -> int:
-        """Beside each entry of the journal."""
+        """Bytes for each entry of the journal."""
         return 0 if self.output is None else logprobs.entry_bytes(self.output)
 
 
 class OwnedRequest:
-    """All that a router needs to write a request to an empty Redis. Its only writer is its owner.
+    """Everything to write a request to an empty Redis; written only by its owner.
 
     The owner changes the record directly, the rest through methods. `Requests.flush` writes the changes to Redis.
     """
@@ -119,7 +119,6 @@ class OwnedRequest:
 
     @property
     def length(self) -> int:
-        """Number of entries."""
         return len(self._journal) // ENTRY_BYTES
 
     @property
@@ -142,7 +141,7 @@ class OwnedRequest:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether they are complete, or not requested."""
+        """Whether they are complete or not requested."""
         return self.logprobs_options.prompt is None or self.record.prompt_tokens < 2 or bool(self._prompt_logprobs)
 
     def append(self, entries: Iterable[Entry], packed_logprobs: bytes = b"") -> None:
@@ -170,7 +169,7 @@ class OwnedRequest:
 
     @property
     def write_bytes(self) -> int:
-        """Approximate size of its next write."""
+        """Approximate size of the next write."""
         whole = 0 if self.synced_state else len(self.payload)
         entries = self.length - (self.synced_entries if self.synced_state else 0)
         prompt_bytes = len(self._prompt_logprobs) if self.prompt_logprobs_unsynced or not self.synced_state else 0
@@ -181,7 +180,6 @@ class OwnedRequest:
         return bytes(self._journal[first * ENTRY_BYTES :])
 
     def packed_logprobs(self, first: int) -> bytes:
-        """Those of entry `first` and later ones."""
         return bytes(self._logprobs[first * self.logprobs_options.entry_bytes :])
 
     def packed_prompt_logprobs(self) -> bytes:

@@ -1,7 +1,7 @@
-"""A private Redis for one machine: without persistence, and ended with the process that started it.
+"""A private Redis for one machine, without persistence. It ends with the process that started it.
 
-Its parent is a small shell, which reads a pipe from this process. When the pipe closes, by `stop` or because this
-process was killed, the shell kills Redis and removes its folder.
+A shell reads a pipe from this process. When the pipe closes, by `stop` or because this process was killed, the shell
+kills Redis and removes its folder.
 
     this process ==pipe==> shell ---> redis-server
                                       folder with its socket
@@ -24,7 +24,7 @@ from typing import IO, Self
 
 from decant.state.errors import PrivateRedisFailed
 
-# $1: the folder; the rest: the server's command line. A kill loses nothing: there is no persistence.
+# $1: the folder; the rest: the server's command line. A kill loses nothing, without persistence.
 _KEEPER = """
 folder=$1; shift
 exec 3<&0
@@ -58,9 +58,9 @@ class PrivateRedis:
     """Started by `start` or on entering `with` / `async with`, stopped on leaving."""
 
     def __init__(self, *, port: int | None = None, options: Sequence[str] = (), deadline_s: float = 10.0) -> None:
-        """On a Unix socket that only this user can open, or with `port` on that port of the loopback, for anyone here.
+        """On a Unix socket of this user, or with `port` on that port of the loopback, for every user.
 
-        `options` are further words for redis-server's command line; `deadline_s` bounds the start.
+        `options` are arguments of redis-server; `deadline_s` bounds the start.
         """
         self._port = port
         self._options = options
@@ -70,7 +70,7 @@ class PrivateRedis:
 
     @property
     def url(self) -> str:
-        """For StoreSettings. Raises PrivateRedisFailed while it is not started."""
+        """Raises PrivateRedisFailed while it is not started."""
         if not self._keeper:
             raise PrivateRedisFailed("not started")
         return f"unix://{self._address}" if isinstance(self._address, str) else f"redis://127.0.0.1:{self._port}"
@@ -80,7 +80,7 @@ class PrivateRedis:
         return self._keeper is not None and self._keeper.poll() is None
 
     def start(self) -> Self:
-        """Returns once it answers. Raises PrivateRedisFailed with what it said, after which nothing is left."""
+        """Start and wait until it answers. Raises PrivateRedisFailed with its output, after cleanup."""
         server = find_redis_server()
         folder = _make_folder()
         self._address = ("127.0.0.1", self._port) if self._port else f"{folder}/redis.sock"
@@ -93,8 +93,8 @@ class PrivateRedis:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C is for us: we still need it while we drain. Not a session of its own: Linux shares cores out
-                # between sessions first (sched_autogroup), and under load that was seen to starve it for a second.
+                # Own process group, so that Ctrl-C does not end it before the drain. No own session: Linux divides
+                # cores between sessions first (sched_autogroup), which starved it for a second under load.
                 process_group=0,
             )
             try:
@@ -105,7 +105,7 @@ class PrivateRedis:
         return self
 
     def stop(self) -> None:
-        """Returns once neither process nor folder is left. May be repeated. Raises PrivateRedisFailed if one stays."""
+        """End the process and remove its folder; may be repeated. Raises PrivateRedisFailed if one remains."""
         if not self._keeper:
             return
         keeper, self._keeper = self._keeper, None
@@ -117,7 +117,7 @@ class PrivateRedis:
             raise PrivateRedisFailed(f"did not stop within {_STOP_S:g} s (process {keeper.pid})") from error
 
     def wait(self) -> None:
-        """Blocks until it has ended, because of `stop` or by itself."""
+        """Block until the process has ended."""
         if keeper := self._keeper:
             keeper.wait()
 
@@ -127,8 +127,8 @@ class PrivateRedis:
             over = time.monotonic() > ends
             if over or not self.running:
                 output.seek(0)
-                said = output.read().decode(errors="replace").strip()
-                raise PrivateRedisFailed(f"{'did not answer in time' if over else 'ended'}: {said[-2000:]}")
+                text = output.read().decode(errors="replace").strip()
+                raise PrivateRedisFailed(f"{'did not answer in time' if over else 'ended'}: {text[-2000:]}")
             time.sleep(0.005)
 
     def __enter__(self) -> Self:
@@ -155,7 +155,6 @@ class PrivateRedis:
 
 
 def _make_folder() -> str:
-    """Only this user can enter it."""
     folder = os.path.realpath(tempfile.mkdtemp(prefix="decant-redis-"))
     if len(folder) <= _LONGEST_SOCKET_PATH - len("/redis.sock"):
         return folder
@@ -164,7 +163,7 @@ def _make_folder() -> str:
 
 
 def _answers(address: tuple[str, int] | str, folder: str) -> bool:
-    """Whether the one that works in this folder answers: another Redis may have the port."""
+    """Whether the Redis of this folder answers; another one may have the port."""
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)

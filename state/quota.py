@@ -1,7 +1,7 @@
 """Quotas of tenants: requests in flight, and tokens per minute. Leases expire when their router dies.
 
-The tokens are a bucket of `tokens_per_minute` that fills evenly. A lease charges the request's maximum, its release the
-tokens used. A full bucket admits any request, even one larger than the bucket.
+The tokens are a bucket of `tokens_per_minute` that fills evenly. A lease charges the request's maximum, its release
+only the tokens used. A full bucket admits any request, even a larger one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RETRY_IN_FLIGHT_S = 1.0  # it is unknown when one of the tenant's requests ends
 
 @dataclass(frozen=True)
 class TenantLimits:
-    """Of one tenant. None: no limit."""
+    """Limits of a tenant. None: no limit."""
 
     in_flight: int | None = None  # requests
     tokens_per_minute: int | None = None  # of prompt and output, from 1

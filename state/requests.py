@@ -1,4 +1,4 @@
-"""Requests: accepted by one router, written by their owner, read by any router, adopted when the owner is gone.
+"""Requests: accepted by a router, written by their owner, read by any router, adopted when the owner is lost.
 
 A write has (epoch, attempt, state, base length of the journal). Redis compares it in lua/request_write.lua:
 
@@ -6,8 +6,8 @@ A write has (epoch, attempt, state, base length of the journal). Redis compares 
     equal                 the later state is kept; missing entries are appended
     smaller               Superseded, nothing is written
 
-So a write may be repeated, delayed or lost: the last one includes all before it. An `OwnedRequest` is enough to write a
-request to an emptied Redis; `flush` does so by itself.
+So a write may be repeated, delayed or lost: the last one includes all before it. `flush` also writes requests whole to
+an emptied Redis.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ BATCH_BYTES = 256 << 10
 BATCH_WRITES = 100
 
 Displaced = Superseded | AlreadyExists
-"""A request that this router no longer owns, or whose id another payload has."""
+"""This router no longer owns the request, or its id has another payload."""
 Lost = Displaced | StoreFault
-"""Why a request is not written, and an immediate retry will not help."""
+"""Why a request is not written; a retry does not help."""
 
 
 class Requests:
@@ -123,7 +123,7 @@ class Requests:
         return parse(key, reply[1])
 
     async def exists(self, key: RequestKey) -> bool:
-        """Whether a request is stored. Cheaper than `read`. Raises StoreUnavailable."""
+        """Cheaper than `read`. Raises StoreUnavailable."""
         return bool(await self._reads.execute("EXISTS", keys.request(key)))
 
     async def adopt(self, key: RequestKey, router: Incarnation, epoch: int | None = None) -> StoredRequest:
@@ -194,12 +194,12 @@ class Requests:
         return scripts.REQUEST_ADOPT.call(_names(key), str(router), self._open_ms, epoch, ended_ms)
 
     async def _with_open_entry(self, key: RequestKey, router: Incarnation, command: Command) -> Reply:
-        """The open entry first: a stale entry is removed later, but no router finds a request without an entry."""
+        """The open entry first: stale ones are removed later, but a request without an entry is never found."""
         replies = await self._client.run_all([self._open.adding(router, [key]), command])
         return replies[1]
 
     async def _leave_open_set(self, found: StoredRequest, owner_before: bytes) -> None:
-        """Remove it from the open set of the previous owner. If this fails, `leftovers` finds the entry."""
+        """Remove it from the previous owner's open set. If this fails, `leftovers` finds the entry."""
         before = Incarnation.parse(owner_before.decode())
         if before != found.owner:
             with suppress(StateError):
@@ -213,7 +213,7 @@ class Requests:
     async def _write_batches(
         self, requests: Iterable[OwnedRequest], lost: dict[OwnedRequest, Lost]
     ) -> list[OwnedRequest]:
-        """Small writes first, so that a slow large one delays no other. Otherwise as `_write_all`."""
+        """As `_write_all`, small writes first, so that a slow large one delays no other."""
         behind: list[OwnedRequest] = []
         for batch in _batches(sorted(requests, key=lambda request: request.write_bytes)):
             behind += await self._write_all(batch, lost)
@@ -270,7 +270,7 @@ class Requests:
 
 
 def _batches(requests: Iterable[OwnedRequest]) -> Iterator[list[OwnedRequest]]:
-    """In order; each of limited size, or of one request."""
+    """Batches in order, each of limited size or one request."""
     batch: list[OwnedRequest] = []
     size = 0
     for request in requests:
@@ -297,7 +297,6 @@ def _own_names(request: OwnedRequest) -> list[str]:
 
 
 def _is_elsewhere(request: OwnedRequest, error: Lost) -> bool:
-    """Whether another router owns the request, or its id has another payload."""
     return isinstance(error, AlreadyExists) or (isinstance(error, Superseded) and error.owner != request.owner)
 
 

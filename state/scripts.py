@@ -1,4 +1,4 @@
-"""Lua scripts that run in Redis, one file each in lua/. Each is atomic."""
+"""The Lua scripts in lua/, each atomic."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ class Script:
 
 @dataclass(frozen=True)
 class Command:
-    """One command to Redis, and its script, if any."""
-
     words: tuple[Argument, ...]
     script: Script | None = None
 

@@ -1,4 +1,4 @@
-"""Entry of the package: one `Store` per process."""
+"""The package's entry: one `Store` per process."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ class StoreSettings:
 class Store:
     """Connects at first use, and reconnects. Belongs to the event loop that uses it first.
 
-    Registrations and quotas, writes of requests, and reads of requests have separate connections: a load of reads never
-    delays a registration.
+    Registrations with quotas, writes, and reads have separate connections, so that reads delay no registration.
     """
 
     def __init__(self, settings: StoreSettings) -> None:

@@ -1,4 +1,4 @@
-"""Parses and checks a request as Redis has it. Invalid data affects that request only."""
+"""Parses and checks a stored request. Invalid data affects that request only."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from grpc.aio import _channel, _server
 
 from decant.engine.errors import InvalidConfig
 from decant.worker.startup import cpu_build
+from tests.e2e import fork_server
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # a spinning barrier waits for a thread that is not running
@@ -43,6 +44,20 @@ def pytest_configure() -> None:
         cpu_build.check(BUILD, native.kind())
     except InvalidConfig as error:
         raise pytest.UsageError(str(error)) from None
+
+
+LONGEST = "tests/build/test_kernels.py"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests start first, so that other processes run all others beside them."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Engines on torch run in slow tests alone, among those that fork their processes."""
+    if not any(item.get_closest_marker("slow") for item in session.items):
+        fork_server.preload_without_torch()
 
 
 AIO: WeakSet[Any] = WeakSet()

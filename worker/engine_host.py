@@ -1,6 +1,6 @@
 """One engine on its thread, with everything that the services of a worker share.
 
-                     events: handlers in their order, then the sender
+                          events: handlers, sender
     engine thread ──────────────────────────────────────────────────> event loop
          ^                                                               │
          └──────────── commands: services, sender, receiver, load ───────┘
@@ -217,7 +217,6 @@ class EngineHost:
         self._handlers = handlers
 
     def _on_step(self, output: StepOutput) -> None:
-        """The sender comes last: a handler may issue a ticket for a sequence of this step."""
         self._step = output.step
         for handler in self._handlers:
             handler.on_step(output)

@@ -190,6 +190,7 @@ class Worker:
         """Calls are served from now on."""
         prefill, decode = PrefillService(host), DecodeService(host)
         host.connect(_CrashHandler(self.readiness), WorkerMetrics(self.registry, host), prefill, decode.run_manager)
+        self._stack.push_async_callback(prefill.close)
         self._stack.push_async_callback(decode.close)
         audit = AuditService(host, prefill, decode)
         self._deferred["Prefill"].attach(partial(services.add_PrefillServicer_to_server, prefill))

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 
-from bench.metrics import summarise
-from bench.open_loop import WARM_UP, drive
-from bench.subprocess_runner import Job, OnProgress
+from bench.comparison.metrics import summarise
+from bench.comparison.open_loop import WARM_UP, drive
+from bench.comparison.subprocess_runner import Job, OnProgress
 from bench.workloads import Item
 
 SILENCE_S = 600.0

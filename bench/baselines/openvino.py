@@ -17,9 +17,9 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
-from bench.metrics import summarise
-from bench.open_loop import WARM_UP, drive
-from bench.subprocess_runner import Job, OnProgress
+from bench.comparison.metrics import summarise
+from bench.comparison.open_loop import WARM_UP, drive
+from bench.comparison.subprocess_runner import Job, OnProgress
 from bench.workloads import Item
 from decant.bench.model_shapes import cache_folder
 

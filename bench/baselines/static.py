@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bench.metrics import Served, summarise
-from bench.subprocess_runner import Job, OnProgress
+from bench.comparison.metrics import Served, summarise
+from bench.comparison.subprocess_runner import Job, OnProgress
 from bench.workloads import Item
 
 PAD = 0

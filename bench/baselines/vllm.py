@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from bench.metrics import summarise
-from bench.open_loop import WARM_UP, drive
-from bench.subprocess_runner import Job, OnProgress
+from bench.comparison.metrics import summarise
+from bench.comparison.open_loop import WARM_UP, drive
+from bench.comparison.subprocess_runner import Job, OnProgress
 from bench.workloads import Item
 from decant.runtime.cores import usable_cores
 

@@ -1,4 +1,4 @@
-"""The client: one call or one stream to any of several routers, blocking or asyncio; typed errors, retries, resumption.
+"""The client, blocking and asyncio: calls and streams to several routers, typed errors, retries, resumption.
 
 Users import its names from `decant`.
 """

@@ -1,7 +1,7 @@
-"""Addresses of routers: parses what users write into gRPC targets. No I/O.
+"""Parses addresses of routers into gRPC targets. No I/O.
 
 localhost                       localhost:50051
-10.0.0.1:9000, [::1], router    the same, with port 50051 where there is none
+10.0.0.1:9000, [::1], router    the same, with default port 50051
 http://router:9000              router:9000, plaintext; https:// with TLS; grpc:// and grpcs:// likewise
 dns:///router                   dns:///router:50051
 ipv4:, ipv6:, unix:, xds: ...   unchanged: gRPC's own schemes
@@ -22,8 +22,8 @@ _WITH_TLS = {"http": False, "grpc": False, "https": True, "grpcs": True}
 
 
 def targets(addresses: str | Sequence[str], *, tls: bool = False) -> tuple[str, ...]:
-    """gRPC targets of the routers, one for each part between commas; ``ipv4:`` and ``ipv6:`` may list addresses
-    themselves. `tls`: whether the client uses TLS.
+    """gRPC targets of comma separated routers; ``ipv4:`` and ``ipv6:`` may list addresses. `tls`: whether the client
+    uses TLS.
 
     Raises ValueError without an address, for an invalid one, and for a scheme that contradicts `tls`.
     """
@@ -53,12 +53,12 @@ def _target(text: str, tls: bool) -> str:
     if _WITH_TLS[scheme] and not tls:
         raise ValueError(f"address: {scheme}:// means TLS: give its roots too (tls=Tls(ca=...), --ca), got {text!r}")
     if not _WITH_TLS[scheme] and tls:
-        raise ValueError(f"address: {scheme}:// means plaintext, and TLS is asked for: leave one out, got {text!r}")
+        raise ValueError(f"address: {scheme}:// means plaintext, but tls= is set: leave one out, got {text!r}")
     return _with_port(rest.removesuffix("/"), text)
 
 
 def _with_port(host: str, text: str) -> str:
-    """`host` with a port. Raises ValueError, which shows the whole `text`."""
+    """`host` with a port. Raises ValueError that shows `text`."""
     if host.count(":") > 1 and not host.startswith("["):  # IPv6 without brackets
         return f"[{host}]:{PORT}"
     match = re.fullmatch(r"(\[[^\]]+\]|[^\[\]:/?#\s]+)(?::(\d+))?", host)

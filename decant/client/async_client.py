@@ -90,8 +90,8 @@ class AsyncClient:
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> AsyncStream:
-        """The answer as it is generated. It resumes by itself when a connection breaks. Leaving it early, or cancelling
-        the task that reads it, cancels the request, except with ``on_disconnect="detach"``.
+        """The answer as it is generated. It resumes when a connection breaks. Leaving it early, or cancelling the task
+        that reads it, cancels the request, except with ``on_disconnect="detach"``.
 
         >>> async with client.stream("def add(a, b):", temperature=0.7, seed=1) as stream:
         ...     async for delta in stream:
@@ -117,8 +117,8 @@ class AsyncClient:
     async def generation(self, request_id: str) -> Generation:
         """State and output so far of a request, until it expires. Raises NotFound.
 
-        >>> found = await client.generation("6f9c")
-        >>> found.state, found.last_seq, found.text
+        >>> job = await client.generation("6f9c")
+        >>> job.state, job.last_seq, job.text
         (<GenerationState.DECODING: 'decoding'>, 2, 'return a')
         """
         request = fill(pb.GetGenerationRequest(), request_id=request_id)

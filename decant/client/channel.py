@@ -1,4 +1,4 @@
-"""The connection to a router, or to several behind one name."""
+"""The connection to a router, or to several with one name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import grpc.aio
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """The servers' default."""
 
-# Where a name resolves to several routers, each call goes to the next that is ready. gRPC itself repeats nothing:
-# `decant.client.retry` decides what is repeated, and where.
+# If a name resolves to several routers, each call goes to the next that is ready. Only `decant.client.retry` retries.
 _SERVICE_CONFIG = {
     "loadBalancingConfig": [{"round_robin": {}}],
     "healthCheckConfig": {"serviceName": ""},
@@ -23,11 +22,11 @@ _OPTIONS: tuple[tuple[str, str | int], ...] = (
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # Detects a dead connection during a long prefill, when nothing is sent. Not more often than the servers allow.
+    # Detects a dead connection while nothing is sent. Not more often than servers allow.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # Reconnects to a restarted router while its requests can still be resumed.
+    # Reconnect to a restarted router while its requests can be resumed.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # despite its name, the limit for establishing a connection
@@ -36,7 +35,7 @@ _OPTIONS: tuple[tuple[str, str | int], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """How a server is verified, and this client's certificate where servers need one (mutual TLS).
+    """How to verify a server, and this client's certificate for mutual TLS.
 
     ca           PEM file of the roots that the server's certificate chains to; None: gRPC's own
     certificate  PEM chain of this client, with ``key``; None: none
@@ -58,7 +57,7 @@ class Tls:
 
 
 def credentials_of(token: str | None) -> tuple[tuple[str, str], ...]:
-    """Metadata of every call. Raises ValueError, which doesn't repeat the token."""
+    """Metadata of every call. Raises ValueError without the token in it."""
     if token is None:
         return ()
     if not token or not all("!" <= character <= "~" for character in token):

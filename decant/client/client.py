@@ -37,9 +37,9 @@ class Client:
     """A client of one or several routers: "host:port", or "host" for port 50051; several as a sequence or separated by
     commas; or "dns:///name:port" for all addresses of a name. Threads may share one. Close it, or use it in a ``with``.
 
-    Routers are called in turn; one that drains, is not ready or can't be reached is skipped until it is back. A call is
-    repeated where a connection broke or a router can't take it now: not before the server allows it, within the
-    deadline. Errors of the caller are raised at once.
+    Routers are called in turn; one that drains, is not ready or can't be reached is skipped until it is back. Within
+    the deadline, a call is repeated if a connection broke or a router can't take it now, after the delay that the
+    server sets. Errors of the caller are raised at once.
 
     >>> with Client("router-1:50051,router-2:50051") as client:
     ...     print(client.generate("def add(a, b):", max_tokens=40).text)
@@ -58,10 +58,10 @@ class Client:
     ) -> None:
         """Connects with the first call; plaintext without `tls`.
 
-        token           secret of this tenant, sent with every call and shown nowhere
+        token           secret of this tenant, sent with every call
         call_seconds    deadline of every call that does not generate
-        resume_seconds  how long the client tries to resume a stream that broke; 0: not at all
-        backoff         how long a router that failed is skipped
+        resume_seconds  time to resume a broken stream; 0: no resumption
+        backoff         time for which a failed router is skipped
 
         Raises ValueError without an address and for a token that can't be sent, OSError for a TLS file that can't be
         read.
@@ -107,8 +107,8 @@ class Client:
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> Stream:
-        """The answer as it is generated. It resumes by itself when a connection breaks. Leaving it early cancels the
-        request, except with ``on_disconnect="detach"``.
+        """The answer as it is generated. It resumes when a connection breaks. Leaving it early cancels the request,
+        except with ``on_disconnect="detach"``.
 
         >>> with client.stream("def add(a, b):", temperature=0.7, seed=1) as stream:
         ...     for delta in stream:
@@ -136,8 +136,8 @@ class Client:
     def generation(self, request_id: str) -> Generation:
         """State and output so far of a request, until it expires. Raises NotFound.
 
-        >>> found = client.generation("6f9c")
-        >>> found.state, found.last_seq, found.text
+        >>> job = client.generation("6f9c")
+        >>> job.state, job.last_seq, job.text
         (<GenerationState.DECODING: 'decoding'>, 2, 'return a')
         """
         request = fill(pb.GetGenerationRequest(), request_id=request_id)

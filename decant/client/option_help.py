@@ -1,4 +1,4 @@
-"""What `help` shows of the options of `generate` and `stream`: one line each, and a signature that names them all."""
+"""What `help` shows of the options of `generate` and `stream`: one line each, and the full signature."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ OPTION_HELP = {
     "detach_ttl_ms": "milliseconds a detached request runs without a reader; unset: the server's limit",
     "min_chunk_tokens": "minimum tokens of a delta, except the last; 1",
 }
-"""Meaning, range and default of each option; docs/reference/api.md says more."""
+"""Meaning, range and default of each option."""
 
 _WIDTH = max(map(len, OPTION_HELP))
 
 
 def with_options(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Adds the options to the docstring and the signature of a method that ends with ``**options: Unpack[Options]``."""
+    """Add the options to docstring and signature of a method that ends with ``**options: Unpack[Options]``."""
     lines = "\n".join(f"    {name:<{_WIDTH}}  {text}" for name, text in OPTION_HELP.items())
     intro = "Options, each of which may be None for its default:"
     method.__doc__ = f"{inspect.cleandoc(method.__doc__ or '')}\n\n{intro}\n\n{lines}\n"
@@ -67,6 +67,6 @@ def with_options(method: Callable[_P, _R]) -> Callable[_P, _R]:
     keyword = inspect.Parameter.KEYWORD_ONLY
     options = [inspect.Parameter(name, keyword, default=None, annotation=hints[name]) for name in OPTION_HELP]
     signature = inspect.signature(method)
-    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    method.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    parameters = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    method.__signature__ = signature.replace(parameters=[*parameters, *options])  # type: ignore[attr-defined]
     return method

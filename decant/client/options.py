@@ -1,7 +1,6 @@
-"""Options of a request: keyword arguments named as in protos/inference.proto, and the messages that carry them.
+"""Options of a request: keyword arguments with the names of the fields in protos/inference.proto, and the messages.
 
-The groups of GenerateRequest (sampling, stopping, response, guided, cache, stream) are flattened: their field
-names are unique. None is the same as leaving an option out.
+The groups of GenerateRequest (sampling, stopping, ...) are flattened. None is the same as unset.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ M = TypeVar("M", bound=Message)
 Messages: TypeAlias = Sequence[Mapping[str, str]]
 """A conversation, oldest message first: ``{"role": "user", "content": "..."}``."""
 Prompt: TypeAlias = str | Sequence[int] | Messages
-"""Text; token ids; or messages."""
+"""Text, token ids, or messages."""
 
 
 class Options(TypedDict, total=False):
-    """Options of a request. protos/inference.proto defines their meaning and values."""
+    """Options of a request, defined in protos/inference.proto."""
 
     request_id: str | None
     model: str | None
@@ -90,17 +89,19 @@ _GROUP_OF = {field.name: group for group, kind in _GROUPS.items() for field in k
 
 def request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     """Raises InvalidArgument for a value that its field can't hold, TypeError for an unknown option."""
-    made = pb.GenerateRequest()
-    _set_input(made, prompt)
+    message = pb.GenerateRequest()
+    _set_input(message, prompt)
     for name, value in options.items():
         if value is not None:
-            _set_option(made, name, value)
-    return made
+            _set_option(message, name, value)
+    return message
 
 
 def named_request(prompt: Prompt | None, messages: Messages | None, options: Options) -> pb.GenerateRequest:
-    """A request with an id, generated where `options` has none: the service runs an id once, however often it is sent.
-    Raises as `request`, and TypeError unless exactly one of `prompt` and `messages` is given."""
+    """A request with an id, generated if `options` has none, so that repeated calls run once.
+
+    Raises as `request`, and TypeError unless exactly one of `prompt` and `messages` is set.
+    """
     if prompt is None and messages is None:
         request("", options)  # raises for token ids that are passed as token_ids=
     if (prompt is None) == (messages is None):
@@ -109,36 +110,36 @@ def named_request(prompt: Prompt | None, messages: Messages | None, options: Opt
         )
     if messages is not None and not _are_messages(messages):
         raise InvalidArgument("messages", 'a list of {"role": ..., "content": ...}', repr(messages))
-    made = request(cast(Prompt, prompt if messages is None else messages), options)
-    made.request_id = made.request_id or str(uuid.uuid4())
-    return made
+    message = request(cast(Prompt, prompt if messages is None else messages), options)
+    message.request_id = message.request_id or str(uuid.uuid4())
+    return message
 
 
 def tokenize_request(text: str | Sequence[Any], model: str, add_special_tokens: bool | None) -> pb.TokenizeRequest:
     """Raises InvalidArgument."""
-    made = fill(pb.TokenizeRequest(return_tokens=True), model=model, add_special_tokens=add_special_tokens)
+    message = fill(pb.TokenizeRequest(return_tokens=True), model=model, add_special_tokens=add_special_tokens)
     if isinstance(text, str):
-        _set_field(made, "text", text, "text")
+        _set_field(message, "text", text, "text")
     elif _are_messages(text):
-        add_messages(made.messages, text)
+        add_messages(message.messages, text)
     else:
         raise InvalidArgument("text", "a text or messages", repr(text))
-    return made
+    return message
 
 
 def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens: bool | None) -> pb.DetokenizeRequest:
     """Raises InvalidArgument."""
-    made = fill(pb.DetokenizeRequest(), model=model, skip_special_tokens=skip_special_tokens)
-    _set_field(made, "token_ids", token_ids, "token_ids")
-    return made
+    message = fill(pb.DetokenizeRequest(), model=model, skip_special_tokens=skip_special_tokens)
+    _set_field(message, "token_ids", token_ids, "token_ids")
+    return message
 
 
-def fill(made: M, **values: Any) -> M:
-    """Set these fields, except those that are None, and return the message. Raises InvalidArgument."""
+def fill(message: M, **values: Any) -> M:
+    """Set the fields that are not None and return the message. Raises InvalidArgument."""
     for name, value in values.items():
         if value is not None:
-            _set_field(made, name, value, name)
-    return made
+            _set_field(message, name, value, name)
+    return message
 
 
 def add_messages(target: pb.Messages, messages: Sequence[Any]) -> None:
@@ -147,21 +148,21 @@ def add_messages(target: pb.Messages, messages: Sequence[Any]) -> None:
         field = f"messages[{index}]"
         if not isinstance(message, Mapping) or not message.keys() <= {"role", "content"}:
             raise InvalidArgument(field, "role and content, and nothing else", repr(message))
-        made = target.messages.add()
+        added = target.messages.add()
         for name, value in message.items():
-            _set_field(made, name, value, f"{field}.{name}")
+            _set_field(added, name, value, f"{field}.{name}")
 
 
-def _set_input(made: pb.GenerateRequest, prompt: Any) -> None:
+def _set_input(message: pb.GenerateRequest, prompt: Any) -> None:
     if isinstance(prompt, str):
-        _set_field(made, "prompt", prompt, "prompt")
+        _set_field(message, "prompt", prompt, "prompt")
     elif isinstance(prompt, bytes | bytearray | Mapping | Set) or not hasattr(prompt, "__len__"):
         raise InvalidArgument("prompt", _PROMPTS, repr(prompt))
     elif _are_messages(prompt):
-        add_messages(made.messages, prompt)
+        add_messages(message.messages, prompt)
     else:
         try:
-            made.token_ids.ids.extend(prompt)
+            message.token_ids.ids.extend(prompt)
         except (TypeError, ValueError):
             raise InvalidArgument("prompt", f"{_PROMPTS}; token ids are ints from 0", repr(prompt)) from None
 
@@ -173,25 +174,25 @@ def _are_messages(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def _set_option(made: pb.GenerateRequest, name: str, value: object) -> None:
+def _set_option(message: pb.GenerateRequest, name: str, value: object) -> None:
     if name == "add_generation_prompt":
-        if made.WhichOneof("input") != "messages":
+        if message.WhichOneof("input") != "messages":
             raise InvalidArgument(name, "only with messages", value)
-        _set_field(made.messages, name, value, name)
+        _set_field(message.messages, name, value, name)
     elif name == "choice":
-        made.guided.choice.SetInParent()
-        _set_field(made.guided.choice, "choices", value, name)
+        message.guided.choice.SetInParent()
+        _set_field(message.guided.choice, "choices", value, name)
     elif group := _GROUP_OF.get(name):
-        _set_field(getattr(made, group), name, _to_field_value(name, value), name, value)
+        _set_field(getattr(message, group), name, _to_field_value(name, value), name, value)
     elif name in Options.__annotations__:
-        _set_field(made, name, value, name)
+        _set_field(message, name, value, name)
     else:
         near = difflib.get_close_matches(name, [*Options.__annotations__, "timeout", "messages"], n=1)
         raise TypeError(f"no such option: {name}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
 def _to_field_value(name: str, value: object) -> object:
-    """The value for the message's field, of an option that has a shorter form."""
+    """The field's value of an option with a shorter form."""
     if name == "stop" and isinstance(value, str):
         return [value]
     if name == "json_schema" and isinstance(value, Mapping):
@@ -202,13 +203,13 @@ def _to_field_value(name: str, value: object) -> object:
 
 
 def _set_field(message: Message, name: str, value: Any, option: str, given: object = None) -> None:
-    """Set one field to `value`. An error names `option` and shows the value `given` for it."""
+    """Set one field to `value`. An error names `option` and shows its value `given`."""
     field = message.DESCRIPTOR.fields_by_name[name]
     try:
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             getattr(message, name).update(value)
         elif field.is_repeated and isinstance(value, str | bytes | bytearray):
-            raise TypeError("a sequence of its own kind")
+            raise TypeError("a text is not a list of values")
         elif field.is_repeated:
             getattr(message, name).extend(value)
         else:
@@ -219,7 +220,7 @@ def _set_field(message: Message, name: str, value: Any, option: str, given: obje
 
 
 def _expected(field: Any, value: object) -> str:
-    """Values of a field, in Python's terms."""
+    """Valid values of a field, in Python's terms."""
     if field.name == "token_ids" and not field.is_repeated:
         return "True or False; as input, token ids are the prompt: generate([1, 2])"
     if field.name == "on_disconnect":

@@ -1,7 +1,7 @@
 """Results as frozen dataclasses. No I/O.
 
-Unlike the messages they have None for unset fields, and finish reasons as words. Logprobs stay messages
-(`pb.TokenLogprob`): there may be many, and copying them is slow.
+Unset fields are None, finish reasons are words. Logprobs stay messages (`pb.TokenLogprob`), because copying many is
+slow.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Why an output ended; `stop` is the stop string, or the id of the stop token or EOS."""
+    """`stop` is the stop string, or the id of the stop token or EOS."""
 
     reason: FinishReason
     stop: str | int | None = None
@@ -61,7 +61,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens, all outputs together."""
+    """Tokens of all outputs."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -104,7 +104,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer. `text`, `token_ids`, `logprobs` and `finished` are those of the first output."""
+    """A complete answer. `text`, `token_ids`, `logprobs` and `finished` are those of the first output."""
 
     request_id: str
     model: str
@@ -159,7 +159,7 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A request as the service remembers it. Times are in UTC.
+    """The stored state of a request. Times are in UTC.
 
     last_seq     output tokens so far
     answer       output so far; complete once it has succeeded

@@ -1,4 +1,4 @@
-"""Decides after an error: another try, or raise it. No I/O, no waiting.
+"""Decides whether an error leads to another try. No I/O, no waiting.
 
     error                                                   another try
     lost connection: a status without ErrorInfo             yes
@@ -7,17 +7,17 @@
     ABORTED (DRAINING, OWNER_CHANGED, SLOW_READER)          yes
     any other                                               no
 
-Every request of the client may be repeated: one that generates carries an id, and the service runs an id once.
+Every request may be repeated: one that generates has an id, and the service runs an id once.
 
     cause                                          backs off
     a lost connection, no ErrorInfo, DRAINING      the router, for all calls
-    QUOTA_EXCEEDED                                 all routers, for this call: they share the quota
+    QUOTA_EXCEEDED                                 all routers, for this call, as they share the quota
     any other: QUEUE_FULL, NO_WORKER ...           the router, for this call
 
     limit of tries
     before the first message   each router once, and `MORE_TRIES`; after QUOTA_EXCEEDED only these
-    a stream that has begun    `patience` seconds after it broke, counted anew after each new message
-    a deadline                 limits both: a try that would begin after it is not waited for
+    a stream that has begun    `patience` seconds after it broke, from the last new message
+    a deadline                 limits both: no wait for a try that would begin after it
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from decant.runtime.errors import InvalidArgument, ServiceError
 
 MORE_TRIES = 2
 LONGEST_PAUSE_S = 30.0
-"""Before the first message. An error whose server asks for a longer pause is raised."""
+"""Before the first message. An error with a longer retry delay is raised."""
 
 _LOST_CODES = frozenset(
     {
@@ -45,7 +45,7 @@ _LOST_CODES = frozenset(
 )
 _ROUTER_REASONS = frozenset({Reason.UNSPECIFIED, Reason.DRAINING})
 _MOVED_REASONS = frozenset({Reason.DRAINING, Reason.OWNER_CHANGED, Reason.SLOW_READER})
-"""Reasons after which the request runs at another router, or is complete in the store."""
+"""The request runs at another router, or is complete in the store."""
 
 
 def is_retryable(error: ServiceError) -> bool:
@@ -56,11 +56,13 @@ def is_retryable(error: ServiceError) -> bool:
 
 
 class RetryState:
-    """Retries of one call, or of one stream with the calls that resume it."""
+    """Retries of a call, or of a stream and the calls that resume it."""
 
     def __init__(self, selector: RouterSelector, seconds: float | None = None, patience: float = 0.0) -> None:
-        """`seconds` until the deadline, None without one; `patience` as above, 0 for no resumption. The first try
-        begins at once, whatever backoffs there are. Raises InvalidArgument unless `seconds` is a finite number."""
+        """`seconds` until the deadline, None without one; `patience` 0: no resumption. The first try ignores backoffs.
+
+        Raises InvalidArgument unless `seconds` is finite.
+        """
         if seconds is not None and not (isinstance(seconds, int | float) and math.isfinite(seconds)):
             limit = "a finite number of seconds, or None for no deadline"
             raise InvalidArgument("timeout", limit, repr(seconds))
@@ -87,7 +89,7 @@ class RetryState:
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
     def mark_progress(self) -> None:
-        """The router sent a response, or a new message of a stream."""
+        """Call for each response or new message of a stream."""
         if not self._is_healthy:
             self._is_healthy = self._has_begun = True
             self._broke_at = None
@@ -95,7 +97,7 @@ class RetryState:
             self._selector.answered(self._router)
 
     def pause_after(self, error: ServiceError) -> float:
-        """Select the next `router`. Returns the seconds to wait before its call. Raises `error` where it is final."""
+        """Select the next `router`. Returns the seconds to wait before its call. Raises `error` if it is final."""
         if not is_retryable(error):
             raise error
         self._is_healthy = False

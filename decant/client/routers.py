@@ -1,7 +1,7 @@
 """Calls to the routers of a client, with retries, for threads and for an event loop.
 
-The two kinds differ only in how they wait. `decant.client.balancer` selects the router, `decant.client.retry` decides
-what is tried again.
+The two differ only in how they wait. `decant.client.balancer` selects the router, `decant.client.retry` decides about
+retries.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from decant.protos.inference_pb2_grpc import InferenceServiceStub
 from decant.runtime.errors import Cancelled, EndedCall, ServiceError, from_call
 
 CANCEL_SECONDS = 2.0
-"""Deadline of a cancel: a router that is gone must not hold up its client."""
+"""Deadline of a cancel, so that a lost router does not delay its client."""
 
 
 @contextlib.contextmanager
 def typed_errors() -> Iterator[None]:
-    """Raise gRPC's error of a call as the service's typed error."""
+    """Raise gRPC's error as the typed error."""
     try:
         yield
     except grpc.RpcError as error:
@@ -43,8 +43,8 @@ def closed_here() -> Cancelled:
 
 
 class CancelSignal:
-    """Ends the waits of one call or stream. `set` may be called from any thread and from a signal handler, also inside
-    `wait`: a SimpleQueue allows that, an Event does not."""
+    """Ends the waits of a call or stream. `set` may be called from any thread and from a signal handler, also inside
+    `wait`; that needs a SimpleQueue, not an Event."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -62,7 +62,7 @@ class CancelSignal:
 
 
 class Routers:
-    """For threads, which may share it."""
+    """Blocking; thread-safe."""
 
     def __init__(self, addresses: tuple[str, ...], tls: Tls | None, token: str | None, backoff: Backoff) -> None:
         """Connects with the first call. Raises OSError for a TLS file that can't be read, ValueError for a token that
@@ -112,7 +112,7 @@ class Routers:
         return with_advice(error, self.addresses[retries.router], tls=self._has_tls, seconds=retries.seconds)
 
     def cancel_request(self, request_id: str) -> None:
-        """Cancel a request whose stream is closed. Errors are ignored: the end of its call cancels it too, later."""
+        """Cancel a request whose stream is closed. Ignores errors: the end of the call cancels it later."""
         with contextlib.suppress(ServiceError):
             self.call("CancelGeneration", pb.CancelGenerationRequest(request_id=request_id), CANCEL_SECONDS)
 
@@ -175,7 +175,7 @@ def typed_errors_until(signal: AsyncCancelSignal) -> Iterator[None]:
 
 
 class AsyncRouters:
-    """For the tasks of one event loop."""
+    """For one event loop."""
 
     def __init__(self, addresses: tuple[str, ...], tls: Tls | None, token: str | None, backoff: Backoff) -> None:
         """Connects with the first call. Raises OSError for a TLS file that can't be read, ValueError for a token that

@@ -1,10 +1,10 @@
-"""Streams of an answer, blocking and asyncio, which resume at another router when they break.
+"""Streams of an answer, blocking and asyncio, that resume at another router when they break.
 
     GenerateStream --started, deltas--X                                     a connection breaks, a router drains
                                        ResumeStream(id, seq) --deltas----X
                                                                           ResumeStream(id, seq) --deltas, finished
 
-No token is repeated or lost: a seq means the same position at every router.
+No token is repeated or lost, because a seq is the same position at every router.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from decant.protos import inference_pb2 as pb
 from decant.runtime.errors import ServiceError
 
 StreamRequest = pb.GenerateRequest | pb.ResumeStreamRequest
-"""The first request of a stream."""
 
 
 class ResumableStream(Transcript):
-    """Common part of both kinds of stream: its progress, and the request that resumes it."""
+    """Progress of a stream, and the request that resumes it; common to both kinds."""
 
     def __init__(self, request: StreamRequest, addresses: tuple[str, ...], retries: RetryState) -> None:
         super().__init__(request.request_id)
@@ -48,7 +47,7 @@ class ResumableStream(Transcript):
 
     @property
     def _cancels(self) -> bool:
-        """Whether closing the stream cancels the request: it began with this stream and is not detached."""
+        """Whether closing the stream cancels its request: not if it is resumed or detached."""
         request = self._request
         return (
             isinstance(request, pb.GenerateRequest)
@@ -56,8 +55,8 @@ class ResumableStream(Transcript):
         )
 
     def _next_call(self) -> tuple[str, Message]:
-        """Method and request for the rest of the stream. Before the first message it is the first request again: a
-        router attaches to the request that runs under its id, or starts it."""
+        """Method and request for the rest of the stream. Before the first message it is the first request, to which a
+        router attaches or which it starts."""
         if not self.seq and isinstance(self._request, pb.GenerateRequest):
             return "GenerateStream", self._request
         return "ResumeStream", pb.ResumeStreamRequest(request_id=self.request_id, after_seq=self.seq)
@@ -76,11 +75,11 @@ class ResumableStream(Transcript):
 
 
 class Stream(ResumableStream):
-    """The stream of an answer; iterate for its deltas. All that has arrived stays readable: `text`, `outputs`, and
-    after the end `finished`, `usage` and `receipt`.
+    """The stream of an answer; iterate for its deltas. `text` and `outputs` grow with it; after the end it has
+    `finished`, `usage` and `receipt`.
 
-    A stream that breaks resumes at another router by itself; `resumed_at` lists them. Leaving it early (a break, an
-    exception, the end of a ``with``) cancels the request, unless it is detached.
+    A broken stream resumes at another router; `resumed_at` lists them. Leaving it early (a break, an exception, the end
+    of a ``with``) cancels the request, unless it is detached.
     """
 
     def __init__(self, routers: Routers, request: StreamRequest, retries: RetryState) -> None:

@@ -1,4 +1,4 @@
-"""The record of a stream as it arrives. No I/O."""
+"""The received part of a stream. No I/O."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from decant.protos import inference_pb2 as pb
 
 
 class Transcript:
-    """All that has arrived of a stream."""
-
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.seq = 0
-        """Output tokens that have arrived; the position to resume from."""
+        """Received output tokens: the position to resume from."""
         self.started: pb.Started | None = None
-        """Model, number of prompt tokens and seed; arrives right before the first delta."""
+        """Received right before the first delta."""
         self.usage: Usage | None = None
         self.receipt: Receipt | None = None
         self._finished: dict[int, Finished] = {}
@@ -23,7 +21,7 @@ class Transcript:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last message has arrived, the one with the usage."""
+        """Whether the last message, with the usage, was received."""
         return self.usage is not None
 
     @property
@@ -38,7 +36,6 @@ class Transcript:
 
     @property
     def outputs(self) -> tuple[Output, ...]:
-        """All outputs so far."""
         return tuple(
             Output(
                 index=index,
@@ -68,8 +65,8 @@ class Transcript:
         return None
 
     def _add(self, delta: Delta) -> Delta | None:
-        """None for text that has arrived already: a final delta may have text without tokens, and if the stream breaks
-        right after it, the seq does not show that it arrived."""
+        """None for text that was already received: a last delta may have text without tokens, which the seq of a
+        resumed stream does not count."""
         deltas = self._deltas.setdefault(delta.index, [])
         if not delta.num_tokens and deltas and not deltas[-1].num_tokens:
             return None

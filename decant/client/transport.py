@@ -16,7 +16,7 @@ _NO_CONNECTION = re.compile(
     re.DOTALL,
 )
 _CLOSED = "Socket closed"
-"""gRPC's text where a server with TLS gets a plaintext call, or one without the client certificate that it needs."""
+"""gRPC's text if a server with TLS gets a plaintext call, or one without a client certificate."""
 _NO_TLS = "WRONG_VERSION_NUMBER"
 """OpenSSL's text for bytes that are not TLS."""
 _UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
@@ -24,8 +24,7 @@ _OTHER_NAME = "Hostname Verification Check failed"
 
 
 def with_advice(error: ServiceError, router: str, *, tls: bool, seconds: float | None) -> ServiceError:
-    """The error of a call to `router`, typed for a deadline that passed at the client, with the cause for a connection
-    that failed. Any other is returned unchanged.
+    """The error of a call to `router`, with a typed deadline and the cause of a failed connection; others unchanged.
 
     `tls`: whether the client uses TLS. `seconds`: the deadline of the call.
     """
@@ -41,7 +40,7 @@ def with_advice(error: ServiceError, router: str, *, tls: bool, seconds: float |
 
 def _why(text: str, tls: bool) -> str:
     if _NO_TLS in text:
-        return "it speaks plaintext, and TLS is asked for: leave out tls= (--ca)"
+        return "it uses plaintext: leave out tls= (--ca)"
     if _UNTRUSTED in text:
         return "its certificate does not chain to the roots of tls= (--ca)"
     if _OTHER_NAME in text:

@@ -1,9 +1,9 @@
-"""The `decant` command. Importing this package is quick: what a command needs is imported when it runs.
+"""The `decant` command. A command's modules are imported when it runs, so that importing this package is fast.
 
-app.py          every command and its options
+app.py          every command; options.py its options
 generate.py     one request to a deployment
 status.py       routers and workers with their load
-audit.py        every block of every worker, accounted for
+audit.py        owners of all KV blocks
 demo.py         a deployment, one request, the audit, the end
 deployments.py  the deployments that run on this machine
 up/             starts a whole deployment on this machine
@@ -18,7 +18,7 @@ _EXTRA_OF = dict.fromkeys(_ROUTER, "router") | dict.fromkeys(
 
 
 def main() -> None:
-    """The console script. Without the extras it names the one to install."""
+    """The console script. Names the extra to install if one is missing."""
     try:
         from decant.command.app import app
 

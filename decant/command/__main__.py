@@ -1,4 +1,4 @@
-"""`python -m decant.command`, where the console script is not on PATH."""
+"""`python -m decant.command`, if the console script is not on PATH."""
 
 from decant.command import main
 

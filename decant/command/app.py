@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.metadata import version
-from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import typer
 
-from decant.client.channel import Tls
-from decant.client.options import Options, Prompt
 from decant.command import deployments
+from decant.command import options as opt
 from decant.command.bench import bench
 from decant.command.deployments import Deployment
-from decant.command.errors import CommandFailed, one_line_errors
+from decant.command.errors import one_line_errors
 from decant.command.plan import plan
 from decant.command.waiting import Waiting
 
@@ -41,95 +38,50 @@ def decant(
     """Serve large language models, prefill and decode on separate workers."""
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
-RedisUrl = Annotated[
-    str | None, typer.Option(help="Redis of the deployment; unset: of the one on this machine.", show_default=False)
-]
-Ca = Annotated[Path | None, typer.Option(help="PEM roots of the server's certificate; turns TLS on.")]
-Certificate = Annotated[Path | None, typer.Option(help="PEM file with this client's certificate chain; needs --key.")]
-Key = Annotated[Path | None, typer.Option(help="PEM file with the key of --certificate.")]
-ServerName = Annotated[str | None, typer.Option(help="Name in the server's certificate, if it is not its address.")]
-
-
 @app.command()
 def generate(  # noqa: PLR0913 - a command's options are its parameters
     ctx: typer.Context,
-    prompt: Annotated[str | None, typer.Argument(help="Text; '-' or none: standard input.")] = None,
-    address: Annotated[
-        str | None, typer.Option(help="host:port of routers, separated by commas; unset: those on this machine.")
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option(help="Send PROMPT as a user's message, with the model's chat template.")
-    ] = False,
-    model: Annotated[str | None, typer.Option(help="Model id or alias; unset: the server's default.")] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Maximum output tokens; unset: what the context length leaves.")
-    ] = None,
-    min_tokens: Annotated[int | None, typer.Option(help="Minimum output tokens before it may stop.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature; 0 takes the most likely token.")
-    ] = None,
-    top_p: Annotated[float | None, typer.Option(help="Share of probability to draw from.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Number of most likely tokens to draw from; 0: all.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Minimum share of the most likely token's probability.")] = None,
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="Penalty times a token's count in the output.")
-    ] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="Penalty for a token that is in the output.")] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Penalty that counts prompt and output; 1 is off.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the draws: the same one gives the same tokens.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")] = None,
-    stop_token_ids: Annotated[
-        list[int] | None, typer.Option("--stop-token-id", help="Token that ends the output; may be repeated.")
-    ] = None,
-    ignore_eos: Annotated[bool | None, typer.Option(help="Continue past the model's end of sequence.")] = None,
-    logprobs: Annotated[
-        int | None, typer.Option(help="Logprobs with this many alternatives per token, in --json.")
-    ] = None,
-    token_ids: Annotated[bool | None, typer.Option(help="Token ids, in --json.")] = None,
-    priority: Annotated[int | None, typer.Option(help="Priority, -1000 to 1000; larger is more urgent.")] = None,
-    request_id: Annotated[str | None, typer.Option(help="Id of the request; unset: generated.")] = None,
-    timeout: Annotated[float | None, typer.Option(min=0, help="Seconds until the deadline of the request.")] = None,
-    wait: Annotated[
-        float | None,
-        typer.Option(min=0, help="Seconds to wait for a deployment on this machine; unset: 60 while it starts."),
-    ] = None,
-    as_json: Json = False,
-    ca: Ca = None,
-    certificate: Certificate = None,
-    key: Key = None,
-    server_name: ServerName = None,
+    prompt: opt.PromptText = None,
+    address: opt.Address = None,
+    chat: opt.Chat = False,
+    model: opt.ModelId = None,
+    max_tokens: opt.MaxTokens = None,
+    min_tokens: opt.MinTokens = None,
+    temperature: opt.Temperature = None,
+    top_p: opt.TopP = None,
+    top_k: opt.TopK = None,
+    min_p: opt.MinP = None,
+    frequency_penalty: opt.FrequencyPenalty = None,
+    presence_penalty: opt.PresencePenalty = None,
+    repetition_penalty: opt.RepetitionPenalty = None,
+    seed: opt.Seed = None,
+    stop: opt.Stop = None,
+    stop_token_ids: opt.StopTokenIds = None,
+    ignore_eos: opt.IgnoreEos = None,
+    logprobs: opt.Logprobs = None,
+    token_ids: opt.TokenIds = None,
+    priority: opt.Priority = None,
+    request_id: opt.RequestId = None,
+    timeout: opt.Timeout = None,
+    wait: opt.WaitForStart = None,
+    as_json: opt.Json = False,
+    ca: opt.Ca = None,
+    certificate: opt.Certificate = None,
+    key: opt.Key = None,
+    server_name: opt.ServerName = None,
 ) -> None:
     """Send a prompt to a deployment and print the output as it is generated.
 
     The output goes to standard output, its times and workers to standard error.
     """
-    from decant.command import generate as generating
+    from decant.command.generate import run_command
 
-    with one_line_errors():
-        text = _prompt(prompt)
-        content: Prompt = [{"role": "user", "content": text}] if chat else text
-        options = {name: value for name, value in ctx.params.items() if name in Options.__annotations__}
-        chosen = cast(Options, {k: v for k, v in options.items() if v not in (None, [], ())})
-        args = generating.GenerateArgs(address or "", _tls(ca, certificate, key, server_name), timeout, as_json)
-        if address is None:
-            line = generating.run_here(args, content, chosen, Waiting("--address", wait))
-        else:
-            line = generating.run(args, content, chosen)
-        if not as_json:
-            print(line, file=sys.stderr)
+    run_command(ctx.params)
 
 
 @app.command()
 def status(
-    redis_url: RedisUrl = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second, until Ctrl-C.")] = False,
-    wait: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait until a deployment on this machine has started.")
-    ] = 0.0,
-    as_json: Json = False,
+    redis_url: opt.RedisUrl = None, watch: opt.Watch = False, wait: opt.Wait = 0.0, as_json: opt.Json = False
 ) -> None:
     """Show routers and workers: state, model and load.
 
@@ -151,15 +103,14 @@ def status(
 
 @app.command()
 def audit(  # noqa: PLR0913 - a command's options are its parameters
-    redis_url: RedisUrl = None,
-    wait: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait until a deployment on this machine has started.")
-    ] = 0.0,
-    as_json: Json = False,
-    ca: Ca = None,
-    certificate: Certificate = None,
-    key: Key = None,
-    server_name: ServerName = None,
+    ctx: typer.Context,
+    redis_url: opt.RedisUrl = None,
+    wait: opt.Wait = 0.0,
+    as_json: opt.Json = False,
+    ca: opt.Ca = None,
+    certificate: opt.Certificate = None,
+    key: opt.Key = None,
+    server_name: opt.ServerName = None,
 ) -> None:
     """Check that every KV block of every worker has an owner.
 
@@ -169,7 +120,7 @@ def audit(  # noqa: PLR0913 - a command's options are its parameters
     from decant.command import audit as auditing
 
     with one_line_errors():
-        tls = _tls(ca, certificate, key, server_name)
+        tls = opt.tls_from(ctx.params)
         if redis_url is None:
             deployment = Waiting("--redis-url", wait).deployment()
             redis_url, tls = deployment.redis_url, tls or deployment.peer_tls
@@ -182,29 +133,17 @@ def audit(  # noqa: PLR0913 - a command's options are its parameters
 @app.command()
 def up(  # noqa: PLR0913 - a command's options are its parameters
     ctx: typer.Context,
-    model: Annotated[
-        str | None, typer.Option(help="Folder or hub name of the model; unset: the small one of this package.")
-    ] = None,
-    router: Annotated[int, typer.Option(min=1, help="Number of routers.")] = 1,
-    prefill: Annotated[int, typer.Option(min=0, help="Number of prefill workers.")] = 1,
-    decode: Annotated[int, typer.Option(min=0, help="Number of decode workers.")] = 1,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of the first router, others get the next ones; 0: free ports.")
-    ] = 50051,
-    host: Annotated[
-        str, typer.Option(help="Address on which routers listen; 0.0.0.0 or :: is every address.")
-    ] = "127.0.0.1",
-    redis_url: Annotated[str | None, typer.Option(help="Redis to use; unset: a private one.")] = None,
-    dtype: Annotated[
-        str, typer.Option(help="Dtype of weights and KV cache: auto, bfloat16, float16 or float32.")
-    ] = "auto",
-    kv_memory: Annotated[
-        str | None, typer.Option(help="Memory for the KV cache of each worker, such as 512M or 2G; unset: a share.")
-    ] = None,
-    ready_seconds: Annotated[float, typer.Option(min=1, help="Seconds to wait until all processes are ready.")] = 600.0,
-    log_format: Annotated[
-        str, typer.Option(help="auto, json or console; auto: columns on a terminal, JSON elsewhere.")
-    ] = "auto",
+    model: opt.ModelSource = None,
+    router: opt.Routers = 1,
+    prefill: opt.PrefillWorkers = 1,
+    decode: opt.DecodeWorkers = 1,
+    port: opt.Port = 50051,
+    host: opt.Host = "127.0.0.1",
+    redis_url: opt.RedisToUse = None,
+    dtype: opt.Dtype = "auto",
+    kv_memory: opt.KvMemory = None,
+    ready_seconds: opt.ReadySeconds = 600.0,
+    log_format: opt.LogFormat = "auto",
 ) -> None:
     """Run a deployment on this machine: Redis, workers and routers, each in its own process.
 
@@ -255,20 +194,3 @@ def decode_worker(ctx: typer.Context) -> None:
     from decant.decode_worker.main import main
 
     raise SystemExit(main(ctx.args))
-
-
-def _prompt(argument: str | None) -> str:
-    if argument is not None and argument != "-":
-        return argument
-    if argument is None and sys.stdin.isatty():
-        raise CommandFailed("PROMPT: a text, or '-' for standard input", status=2)
-    return sys.stdin.read()
-
-
-def _tls(ca: Path | None, certificate: Path | None, key: Path | None, name: str | None) -> Tls | None:
-    files: dict[str, Any] = {"ca": ca, "certificate": certificate, "key": key, "name": name}
-    if not any(files.values()):
-        return None
-    if (certificate is None) != (key is None):
-        raise CommandFailed("--certificate and --key come together", status=2)
-    return Tls(**files)

@@ -1,4 +1,4 @@
-"""`decant audit`: every worker accounts for its KV blocks."""
+"""`decant audit`: the owners of all KV blocks, as each worker reports them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from decant.runtime.errors import ServiceError
 from decant.runtime.tls import PeerTls
 
 CALL_SECONDS = 30.0
-"""Deadline; a worker answers between two steps."""
+"""Deadline of a call: a worker answers between two steps."""
 
 
 class Audited:
@@ -46,9 +46,9 @@ class Audited:
 
 
 def run(redis_url: str, tls: Tls | None, *, as_json: bool) -> bool:
-    """Print the audit. Returns whether every block of every worker is accounted for.
+    """Print the audit. Returns whether every block has an owner.
 
-    Raises CommandFailed where Redis does not answer, or lists no worker.
+    Raises CommandFailed if Redis does not answer, or lists no worker.
     """
     workers, _ = status.directory(redis_url)
     if not workers.present:

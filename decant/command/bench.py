@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
+from decant.command import options as opt
 from decant.command.bench_batching import batching
 from decant.command.bench_interference import interference
 from decant.command.errors import CommandFailed, one_line_errors
@@ -22,59 +24,60 @@ bench = typer.Typer()
 bench.command()(batching)
 bench.command()(interference)
 
+Up = Annotated[bool, Option("--up", help="Start a deployment on this machine, measure it and end it.")]
+Model = Annotated[str | None, Option(help="Model id; with --up the folder to serve; unset: the default.")]
+Prefill = Annotated[int, Option(min=0, help="Prefill workers of --up.")]
+Decode = Annotated[int, Option(min=0, help="Decode workers of --up.")]
+Workload = Annotated[str, Option(help="random, or anyscale: prompts of 512 tokens, outputs exp:128:1536.")]
+Dataset = Annotated[Path | None, Option(help="Requests of a file: JSON lines, or conversations of ShareGPT (.json).")]
+Trace = Annotated[bool, Option("--trace", help="Send at the arrival times of the dataset.")]
+MultiTurn = Annotated[bool, Option("--multi-turn", help="Send all turns of each conversation, one after the other.")]
+PromptTokens = Annotated[str, Option(help="Prompt lengths: a number, a range, or exp:MEAN:LONGEST.")]
+OutputTokens = Annotated[str, Option(help="Output lengths, which are forced.")]
+PrefixTokens = Annotated[int, Option(min=0, help="Tokens of a shared prefix before each prompt.")]
+Prefixes = Annotated[int, Option(min=1, help="Number of shared prefixes.")]
+Requests = Annotated[int, Option(min=1, help="Number of requests of a run; with --multi-turn of conversations.")]
+Rate = Annotated[float | None, Option(help="Requests per second, at random times; unset: all at once.")]
+RampTo = Annotated[float | None, Option(help="Rate at the end of the run, which changes linearly from --rate.")]
+Burstiness = Annotated[float, Option(help="Shape of the gamma-distributed gaps: 1 is Poisson, less comes in bursts.")]
+Concurrency = Annotated[
+    int | None, Option(min=1, help="Clients that each send one request after another, instead of --rate.")
+]
+Sweep = Annotated[bool, Option("--sweep", help="Search the highest rate that keeps --slo, from --rate on.")]
+WarmUp = Annotated[int, Option(min=0, help="Requests before the measured ones.")]
+Timeout = Annotated[float, Option(min=0.001, help="Deadline of a request in seconds.")]
+Seed = Annotated[int, Option(help="Seed of prompts, lengths and arrivals.")]
+Html = Annotated[Path | None, Option(help="Also write a report with charts, as one HTML file.")]
+
 
 @bench.callback(invoke_without_command=True)
 def measure(  # noqa: PLR0913 - a command's options are its parameters
     ctx: typer.Context,
-    address: Annotated[
-        str | None, typer.Option(help="host:port of routers, separated by commas; unset: those on this machine.")
-    ] = None,
-    up: Annotated[
-        bool, typer.Option("--up", help="Start a deployment on this machine, measure it and end it.")
-    ] = False,
-    model: Annotated[
-        str | None, typer.Option(help="Model id; with --up the folder to serve; unset: the default.")
-    ] = None,
-    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers of --up.")] = 1,
-    decode: Annotated[int, typer.Option(min=0, help="Decode workers of --up.")] = 1,
-    workload: Annotated[
-        str, typer.Option(help="random, or anyscale: prompts of 512 tokens, outputs exp:128:1536.")
-    ] = "random",
-    dataset: Annotated[
-        Path | None, typer.Option(help="Requests of a file: JSON lines, or conversations of ShareGPT (.json).")
-    ] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Send at the arrival times of the dataset.")] = False,
-    multi_turn: Annotated[
-        bool, typer.Option("--multi-turn", help="Send all turns of each conversation, one after the other.")
-    ] = False,
-    prompt_tokens: Annotated[str, typer.Option(help="Prompt lengths: a number, a range, or exp:MEAN:LONGEST.")] = "128",
-    output_tokens: Annotated[str, typer.Option(help="Output lengths, which are forced.")] = "64",
-    prefix_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a shared prefix before each prompt.")] = 0,
-    prefixes: Annotated[int, typer.Option(min=1, help="Number of shared prefixes.")] = 1,
-    requests: Annotated[
-        int, typer.Option(min=1, help="Number of requests of a run; with --multi-turn of conversations.")
-    ] = 64,
-    rate: Annotated[
-        float | None, typer.Option(help="Requests per second, at random times; unset: all at once.")
-    ] = None,
-    ramp_to: Annotated[
-        float | None, typer.Option(help="Rate at the end of the run, which changes linearly from --rate.")
-    ] = None,
-    burstiness: Annotated[
-        float, typer.Option(help="Shape of the gamma-distributed gaps: 1 is Poisson, less comes in bursts.")
-    ] = 1.0,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Clients that each send one request after another, instead of --rate.")
-    ] = None,
-    sweep: Annotated[
-        bool, typer.Option("--sweep", help="Search the highest rate that keeps --slo, from --rate on.")
-    ] = False,
-    slo: Annotated[str, typer.Option(help="Objectives, such as ttft=500ms,tpot=50ms.", show_default=False)] = "",
-    warm_up: Annotated[int, typer.Option(min=0, help="Requests before the measured ones.")] = 4,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Deadline of a request in seconds.")] = 600.0,
-    seed: Annotated[int, typer.Option(help="Seed of prompts, lengths and arrivals.")] = 0,
-    html: Annotated[Path | None, typer.Option(help="Also write a report with charts, as one HTML file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
+    address: opt.Address = None,
+    up: Up = False,
+    model: Model = None,
+    prefill: Prefill = 1,
+    decode: Decode = 1,
+    workload: Workload = "random",
+    dataset: Dataset = None,
+    trace: Trace = False,
+    multi_turn: MultiTurn = False,
+    prompt_tokens: PromptTokens = "128",
+    output_tokens: OutputTokens = "64",
+    prefix_tokens: PrefixTokens = 0,
+    prefixes: Prefixes = 1,
+    requests: Requests = 64,
+    rate: Rate = None,
+    ramp_to: RampTo = None,
+    burstiness: Burstiness = 1.0,
+    concurrency: Concurrency = None,
+    sweep: Sweep = False,
+    slo: opt.Slo = "",
+    warm_up: WarmUp = 4,
+    timeout: Timeout = 600.0,
+    seed: Seed = 0,
+    html: Html = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Measure a deployment: latency, throughput, and the rate that keeps objectives.
 
@@ -83,6 +86,11 @@ def measure(  # noqa: PLR0913 - a command's options are its parameters
     """
     if ctx.invoked_subcommand is not None:
         return
+    with one_line_errors():
+        _measure(ctx.params)
+
+
+def _measure(params: dict[str, Any]) -> None:
     from rich.console import Console
 
     from decant.bench import benchmark, report
@@ -90,56 +98,62 @@ def measure(  # noqa: PLR0913 - a command's options are its parameters
     from decant.bench.html_report import to_html
     from decant.command.status import new_console
 
-    with one_line_errors():
-        try:
-            options = _options(ctx.params)
-            benchmark.check(options)
-            started = ["--prefill", str(prefill), "--decode", str(decode), *(["--model", model] if model else [])]
-            progress = report.LiveProgress(Console(stderr=True))
-            with _target(address, started if up else None) as target, progress:
-                result = asyncio.run(benchmark.run(target, options, progress.notify))
-        except InvalidBenchmark as error:
-            raise CommandFailed(str(error), status=2) from None
-        if html is not None:
-            write_report(html, to_html(result, options.slos))
-        if as_json:
-            print(report.to_json(result))
-        else:
-            report.show(result, new_console())
-        if not any(run["completed"] for run in result.runs):
-            raise SystemExit(1)
+    try:
+        options = _options(params)
+        benchmark.check(options)
+        progress = report.LiveProgress(Console(stderr=True))
+        with _target(params["address"], _up_arguments(params)) as target, progress:
+            result = asyncio.run(benchmark.run(target, options, progress.notify))
+    except InvalidBenchmark as error:
+        raise CommandFailed(str(error), status=2) from None
+    if params["html"] is not None:
+        write_report(params["html"], to_html(result, options.slos))
+    if params["as_json"]:
+        print(report.to_json(result))
+    else:
+        report.show(result, new_console())
+    if not any(run["completed"] for run in result.runs):
+        raise SystemExit(1)
 
 
-def _options(given: dict[str, Any]) -> Any:
+def _up_arguments(params: dict[str, Any]) -> list[str] | None:
+    """Arguments of the `decant up` that --up starts; None without --up."""
+    if not params["up"]:
+        return None
+    model = ["--model", params["model"]] if params["model"] else []
+    return ["--prefill", str(params["prefill"]), "--decode", str(params["decode"]), *model]
+
+
+def _options(params: dict[str, Any]) -> Any:
     from decant.bench.benchmark import BenchOptions, parse_slos
     from decant.bench.errors import InvalidBenchmark
     from decant.bench.workload import SharedPrefix
 
     for name in ("rate", "ramp_to", "burstiness"):
-        if given[name] is not None and not 0 < given[name] < float("inf"):
-            raise InvalidBenchmark(f"--{name.replace('_', '-')}", "above 0", given[name])
-    if given["up"] and given["address"]:
+        if params[name] is not None and not 0 < params[name] < float("inf"):
+            raise InvalidBenchmark(f"--{name.replace('_', '-')}", "above 0", params[name])
+    if params["up"] and params["address"]:
         raise InvalidBenchmark("--up, --address", "one of them", "both")
-    same = [field.name for field in fields(BenchOptions) if field.name not in ("model", "prefix", "slos")]
+    names = [field.name for field in fields(BenchOptions) if field.name not in ("model", "prefix", "slos")]
     return BenchOptions(
-        **{name: given[name] for name in same},
-        model="" if given["up"] else given["model"] or "",
-        prefix=SharedPrefix(given["prefix_tokens"], given["prefixes"]),
-        slos=parse_slos(given["slo"]),
+        **{name: params[name] for name in names},
+        model="" if params["up"] else params["model"] or "",
+        prefix=SharedPrefix(params["prefix_tokens"], params["prefixes"]),
+        slos=parse_slos(params["slo"]),
     )
 
 
 @contextlib.contextmanager
-def _target(address: str | None, started: list[str] | None) -> Iterator[Any]:
-    """The deployment at `address`, a new one with the arguments `started`, or the newest on this machine."""
+def _target(address: str | None, up_arguments: list[str] | None) -> Iterator[Any]:
+    """The deployment at `address`, a new one with `up_arguments`, or the newest on this machine."""
     from decant.bench.benchmark import Target
     from decant.command import deployments
     from decant.command.temporary_deployment import temporary_deployment
 
     token = os.environ.get("DECANT_TOKEN") or None
-    if started is not None:
+    if up_arguments is not None:
         print("decant: starting a deployment", file=sys.stderr, flush=True)
-        with temporary_deployment(*started) as deployment:
+        with temporary_deployment(*up_arguments) as deployment:
             yield Target(deployment.addresses)
     elif address is not None:
         yield Target(address, token=token)

@@ -8,7 +8,7 @@ from decant.command.temporary_deployment import temporary_deployment
 
 PROMPT = 'def is_empty(self):\n    """Return True if the queue is empty."""\n'
 SEED = 2
-"""Gives the same whole function with every build of the kernels."""
+"""Gives the same complete function with each build of the kernels."""
 _END_SECONDS = 120.0
 
 

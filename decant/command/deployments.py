@@ -1,11 +1,11 @@
-"""The deployments that run on this machine, each recorded in a small file that only its user can read.
+"""Running deployments of this machine, each recorded in a file that only its user can read.
 
     decant up ---- writes and locks ----> decant-up-PID.json <---- reads ---- decant generate, status, audit
         |                                        ^
         '== pipe ==> keeper (a shell) -- removes '---- and the folder in which its processes have their temporary files
 
-A file is valid while it is locked: the kernel releases the lock when the process ends, in any way. The keeper then
-removes the files.
+A file is valid while it is locked: the kernel releases the lock when the process ends. The keeper then removes the
+files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from decant.command.errors import CommandFailed
 from decant.command.processes import Process
 
 _PREFIX = "decant-up-"
-# Again a moment later: a process that is being killed may write in between.
+# Again later: a process that is being killed may write in between.
 _KEEPER = 'read -r _; rm -rf -- "$@" || { sleep 1; rm -rf -- "$@"; }'
 _STOP_SECONDS = 5.0
 
@@ -35,9 +35,9 @@ class Deployment:
     """A running deployment, for other commands.
 
     addresses    of its routers; none before they listen
-    peers        fields of the `Tls` with which its workers are called
+    peers        fields of the `Tls` for calls to its workers
     processes    by name
-    has_started  all processes have been ready
+    has_started  all processes were ready
     began        wall clock, in seconds
     is_ending    `decant up` got a signal
     """
@@ -67,8 +67,8 @@ def running() -> list[Deployment]:
 
 
 def latest(option: str) -> Deployment:
-    """The deployment that was started last, perhaps still starting. Raises CommandFailed, which names the `option` that
-    selects another."""
+    """The newest deployment, perhaps still starting. Raises CommandFailed, which names the `option` to select
+    another."""
     deployments = running()
     if not deployments:
         raise CommandFailed(f"no deployment runs on this machine: start one with `decant up`, or give {option}")
@@ -76,12 +76,12 @@ def latest(option: str) -> Deployment:
 
 
 def of(pid: int) -> Deployment | None:
-    """The deployment of the `decant up` with this process id; None once it has ended."""
+    """The deployment of the `decant up` with this process id; None after its end."""
     return _read(_path(pid))
 
 
 def with_redis(redis_url: str) -> Deployment | None:
-    """The newest of this user's deployments that use this Redis."""
+    """The newest of this user's deployments with this Redis."""
     return next((one for one in running() if one.redis_url == redis_url), None)
 
 
@@ -90,8 +90,7 @@ def _path(pid: int) -> Path:
 
 
 class DeploymentRecord:
-    """This process's file, from `write` to the end of the ``with`` or of the process, and `temporary`, a folder that
-    exists from the beginning."""
+    """This process's file, from `write` to the end of the ``with`` or of the process, and the folder `temporary`."""
 
     def __init__(self) -> None:
         self.path = _path(os.getpid())
@@ -100,7 +99,7 @@ class DeploymentRecord:
         self._keeper: subprocess.Popen[bytes] | None = None
 
     def write(self, deployment: Deployment) -> None:
-        """Replace the file atomically. Raises CommandFailed where the folder can't be written."""
+        """Replace the file atomically. Raises CommandFailed if the folder can't be written."""
         new = f"{self.path}.new"
         try:
             descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -130,7 +129,7 @@ class DeploymentRecord:
 
 
 def _read(path: Path) -> Deployment | None:
-    """None for a file that is stale or gone, or that another user or version wrote."""
+    """None for a stale or missing file, or one of another user or version."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:

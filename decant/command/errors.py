@@ -19,7 +19,7 @@ class CommandFailed(Exception):
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn errors that the user can fix into one line and an exit status. All others are bugs."""
+    """Turn errors that the user can fix into one line and an exit status."""
     try:
         yield
     except CommandFailed as error:

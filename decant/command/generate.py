@@ -10,16 +10,20 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from google.protobuf.json_format import MessageToDict
 
 from decant import Cancelled, Client, Options, Prompt, ServiceError, Stream, Tls, Unavailable
-from decant.command.errors import CommandFailed
+from decant.command.errors import CommandFailed, one_line_errors
+from decant.command.options import tls_from
 from decant.command.waiting import Waiting
 
 TOKEN = "DECANT_TOKEN"
-"""Variable with the tenant's secret: other users can read command lines."""
+"""Variable with the tenant's secret, because other users can read command lines."""
+
+UNSET: tuple[Any, ...] = (None, [], ())
+"""Values of options that are not on the command line."""
 
 
 @dataclass
@@ -44,7 +48,7 @@ class Clock:
         return None if self.last is None else (self.last - self.sent) * 1000
 
     def tpot_ms(self, tokens: int) -> float | None:
-        """The mean time of a token after the first."""
+        """Mean time of a token after the first."""
         if self.first is None or self.last is None or tokens < 2:
             return None
         return (self.last - self.first) * 1000 / (tokens - 1)
@@ -52,12 +56,37 @@ class Clock:
 
 @dataclass(frozen=True)
 class GenerateArgs:
-    """Options of the call and its output. `address` as in `decant.Client`."""
+    """`address` as in `decant.Client`."""
 
     address: str | Sequence[str]
     tls: Tls | None = None
     timeout: float | None = None
     as_json: bool = False
+
+
+def run_command(params: dict[str, Any]) -> None:
+    """Run `decant generate` with the parameters of its command line."""
+    with one_line_errors():
+        text = _read_prompt(params["prompt"])
+        prompt: Prompt = [{"role": "user", "content": text}] if params["chat"] else text
+        values = {name: params.get(name) for name in Options.__annotations__}
+        options = cast(Options, {name: value for name, value in values.items() if value not in UNSET})
+        tls, as_json = tls_from(params), params["as_json"]
+        args = GenerateArgs(params["address"] or "", tls, params["timeout"], as_json)
+        if params["address"] is None:
+            line = run_here(args, prompt, options, Waiting("--address", params["wait"]))
+        else:
+            line = run(args, prompt, options)
+        if not as_json:
+            print(line, file=sys.stderr)
+
+
+def _read_prompt(argument: str | None) -> str:
+    if argument is not None and argument != "-":
+        return argument
+    if argument is None and sys.stdin.isatty():
+        raise CommandFailed("PROMPT: a text, or '-' for standard input", status=2)
+    return sys.stdin.read()
 
 
 def run(args: GenerateArgs, prompt: Prompt, options: Options) -> str:
@@ -91,8 +120,7 @@ def run(args: GenerateArgs, prompt: Prompt, options: Options) -> str:
 
 
 def run_here(args: GenerateArgs, prompt: Prompt, options: Options, waiting: Waiting) -> str:
-    """As `run`, with the newest deployment on this machine. Waits while it starts, and while it restarts a process that
-    the request needs."""
+    """As `run`, with the newest deployment on this machine. Waits while it starts, and while it restarts a process."""
     while True:
         deployment = waiting.deployment()
         try:
@@ -122,9 +150,9 @@ def _print_status(line: str) -> None:
 
 @contextlib.contextmanager
 def _until_ctrl_c(client: Client, stream: Stream) -> Iterator[None]:
-    """Ctrl-C ends the stream, cancels its request and is raised then; a second one is raised at once.
+    """Ctrl-C ends the stream, cancels its request and is then raised; a second one is raised at once.
 
-    A KeyboardInterrupt at any point could be raised inside gRPC, and be lost there or leave a lock held.
+    A KeyboardInterrupt inside gRPC could be lost or leave a lock locked.
     """
     is_interrupted = False
 

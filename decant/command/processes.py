@@ -1,7 +1,7 @@
-"""States of a deployment's processes: `decant up` records them, the other commands show them.
+"""States of a deployment's processes, which `decant up` records and other commands show.
 
 starting -> loading 40 % -> warming up -> ready -> draining
-                                            '-- it ended: lost 3 s ago; restarted: lost 3 s ago, loading 40 %
+                                            '-- ended: lost 3 s ago; restarted: lost 3 s ago, loading 40 %
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ STARTING, LOADING, WARMING_UP, READY, DRAINING, LOST = (
 class Process:
     """One process. Times are wall clock, in seconds.
 
-    percent  progress in loading its model; None unless it loads
-    lost_at  when it ended unexpectedly; None if it did not, or is ready since
+    percent  progress of loading its model; None otherwise
+    lost_at  time of an unexpected end; None if it is ready again
     """
 
     pid: int

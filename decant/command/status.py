@@ -1,4 +1,4 @@
-"""`decant status`: the routers and workers in the directory in Redis."""
+"""`decant status`: the routers and workers in Redis."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ Routers = Listing[RouterRegistration]
 
 WATCH_S = 1.0
 SILENT_S = 2 * Ttls().renew_every_s
-"""Age of a registration that is no longer renewed."""
+"""Age at which a registration counts as no longer renewed."""
 
 _NO_TERMINAL = 240  # columns
 
 
 def run(redis_url: str, *, as_json: bool, deployment: Deployment | None = None, watch: bool = False) -> None:
-    """Print it once, or every `WATCH_S` until an interrupt. `deployment`: the one on this machine that uses that Redis.
+    """Print once, or every `WATCH_S` until an interrupt. `deployment`: the one on this machine with that Redis.
 
-    Raises CommandFailed where Redis does not answer.
+    Raises CommandFailed if Redis does not answer.
     """
     console = new_console()
     while True:
@@ -58,7 +58,7 @@ def run(redis_url: str, *, as_json: bool, deployment: Deployment | None = None, 
 
 
 def directory(redis_url: str) -> tuple[Workers, Routers]:
-    """All workers and routers that are registered. Raises CommandFailed."""
+    """All registered workers and routers. Raises CommandFailed."""
     try:
         return asyncio.run(_directory(redis_url))
     except (StateError, ValueError) as error:
@@ -102,7 +102,7 @@ def _host_of(deployment: Deployment | None) -> str:
 
 
 def _state(one: DirectoryEntry[Any], process: Process | None) -> str:
-    """`decant up` knows first when a process ended; only the registration shows that one hangs."""
+    """`decant up` reports ends first; only the registration shows that a process hangs."""
     if process is not None and process.lost_at is not None:
         return process.describe()
     if one.renewed_ago_s > SILENT_S:

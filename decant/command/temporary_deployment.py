@@ -1,4 +1,4 @@
-"""A deployment that a command starts for itself and ends."""
+"""A deployment for the duration of a command."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _started(arguments: tuple[str, ...], variables: Mapping[str, str]) -> Iterat
                 break
         else:
             raise CommandFailed("the deployment did not come up:\n" + "".join(lines[-_LAST_LINES:]))
-        # Its processes would block in a log call once the pipe is full.
+        # Else its processes would block in a log call when the pipe is full.
         threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
         yield process
     finally:

@@ -1,4 +1,4 @@
-"""Waits for a deployment on this machine: while it starts, and while `up` restarts a process."""
+"""Waits for a deployment on this machine, while it starts or restarts a process."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ from decant.command.processes import describe_unready
 
 STARTING_S = 60.0
 POLL_S = 0.1
-SAY_S = 2.0
+REPORT_S = 2.0
 
 
 class Waiting:
-    """Waits at most `seconds` in all; None: `STARTING_S`, but not for a deployment without any trace yet.
+    """Waits at most `seconds` in all; None: `STARTING_S`, but only for a deployment with a record.
 
-    `option` is named in errors: it selects another deployment. `say` is called with the reason of the wait.
+    Errors name `option`, which selects another deployment. `report` receives the reason of the wait.
     """
 
     def __init__(
-        self, option: str, seconds: float | None, say: Callable[[str], None] | None = None, poll_s: float = POLL_S
+        self, option: str, seconds: float | None, report: Callable[[str], None] | None = None, poll_s: float = POLL_S
     ) -> None:
         self._option = option
         self._for_any = seconds is not None
         self._ends = time.monotonic() + (STARTING_S if seconds is None else seconds)
-        self._say = say or _to_stderr
-        self._said = ""
+        self._report = report or _to_stderr
+        self._last_text = ""
         self._poll_s = poll_s
-        self._next_say = 0.0
+        self._next_report = 0.0
 
     def deployment(self) -> Deployment:
-        """The newest deployment here, once it has started. Raises CommandFailed."""
+        """Wait until the newest deployment has started. Raises CommandFailed."""
         while True:
             try:
-                found = deployments.latest(self._option)
+                deployment = deployments.latest(self._option)
             except CommandFailed:
                 if not self._for_any or self._is_over():
                     raise
                 self._pause("waiting for a deployment on this machine")
                 continue
             self._for_any = False  # after this one has ended, no other is waited for
-            if found.has_started:
-                return found
-            unready = describe_unready(found.processes) or "its processes start"
-            text = f"`decant up` (process {found.pid}) is starting: {unready}"
+            if deployment.has_started:
+                return deployment
+            unready = describe_unready(deployment.processes) or "its processes start"
+            text = f"`decant up` (process {deployment.pid}) is starting: {unready}"
             if self._is_over():
                 raise CommandFailed(f"{text}; --wait SECONDS waits for it")
             self._pause(text)
 
     def for_restart(self, deployment: Deployment) -> bool:
-        """Wait until all its processes are ready. Returns False if they were, and when the time is over.
+        """Wait until all its processes are ready. Returns False if they were, or the time is over.
 
-        Raises CommandFailed where the deployment is ending.
+        Raises CommandFailed if the deployment is ending.
         """
         waited = False
-        while (found := deployments.of(deployment.pid)) is not None:
-            if found.is_ending:
-                raise CommandFailed(f"`decant up` (process {found.pid}) is ending")
-            unready = describe_unready(found.processes)
+        while (current := deployments.of(deployment.pid)) is not None:
+            if current.is_ending:
+                raise CommandFailed(f"`decant up` (process {current.pid}) is ending")
+            unready = describe_unready(current.processes)
             if not unready:
                 return waited
             if self._is_over():
@@ -75,9 +75,9 @@ class Waiting:
 
     def _pause(self, text: str) -> None:
         now = time.monotonic()
-        if text != self._said and now >= self._next_say:
-            self._say(text)
-            self._said, self._next_say = text, now + SAY_S
+        if text != self._last_text and now >= self._next_report:
+            self._report(text)
+            self._last_text, self._next_report = text, now + REPORT_S
         time.sleep(self._poll_s)
 
 

@@ -4,5 +4,8 @@
                   ──> Speed: seconds of a prefill and a step    (roofline, or a measured profile)
     Workload, Slo ──> Plan: workers of each role, latency, goodput, bytes/s between the pools   (sizing)
 
-No torch, no network, no clock. Only ``calibrate`` loads a model, to measure this machine.
+    Plan, Workload    ──> Simulation ──> Outcome                 (the router's placement code, in simulated time)
+
+No torch and no network. Only ``calibrate`` loads a model, to measure this machine; only the simulation needs the
+packages of a router.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,12 +13,15 @@ from decant.plan.errors import InvalidPlan
 from decant.plan.memory import Room
 from decant.plan.model_shape import ModelShape, parse_shape, read_shape
 from decant.plan.quantities import Slo, parse_bytes, parse_count, parse_slo, parse_tokens
+from decant.plan.recorded_workload import read as read_trace
 from decant.plan.sizing import Workload
 from decant.plan.speed import Efficiency, Measured, Speed, roofline
 
 FLOATS = ("bfloat16", "float16", "float32")
 QUANTIZATIONS = ("int8", "fp8", "int4")
 KV_DTYPES = (*FLOATS, "int8", "fp8")
+DEFAULT_PROMPT_TOKENS = "1500-2000"
+DEFAULT_OUTPUT_TOKENS = "500"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +40,20 @@ class PlanOptions:
     dtype: str = "bfloat16"
     quantization: str | None = None
     kv_dtype: str | None = None
-    prompt_tokens: str = "1500-2000"
-    output_tokens: str = "500"
-    rate: float = 1.0
+    prompt_tokens: str | None = None
+    output_tokens: str | None = None
+    rate: float | None = None
+    trace: str | None = None
     slo: str = ""
     quantile: float = 0.99
     sequence_lengths: Sequence[int] = ()
     calibrate: str | None = None
     threads: int = 1
+    simulate: int | None = None
+    routers: int | None = None
+    burstiness: float | None = None
+    prefix_tokens: int | None = None
+    prefixes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,8 @@ class Inputs:
     slo: Slo
     lengths: tuple[int, ...] = ()
     profile: Profile | None = None
+    scenario: Mapping[str, float] | None = None
+    """Options of a simulation; None: none is run."""
 
 
 def parse(options: PlanOptions) -> Inputs:
@@ -93,7 +104,20 @@ def parse(options: PlanOptions) -> Inputs:
         slo=parse_slo(options.slo),
         lengths=tuple(options.sequence_lengths),
         profile=profile,
+        scenario=_scenario(options),
     )
+
+
+def _scenario(options: PlanOptions) -> dict[str, float] | None:
+    names = ("routers", "burstiness", "prefix_tokens", "prefixes")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.simulate is None:
+        for name, value in given.items():
+            raise InvalidPlan(f"--{name.replace('_', '-')}", "with --simulate", value)
+        return None
+    if options.trace is not None and options.burstiness is not None:
+        raise InvalidPlan("--burstiness", "without --trace, which has the arrivals", options.burstiness)
+    return {"requests": options.simulate, **given}
 
 
 def _shape(options: PlanOptions) -> ModelShape:
@@ -105,18 +129,30 @@ def _shape(options: PlanOptions) -> ModelShape:
 def _workload(options: PlanOptions, shape: ModelShape) -> Workload:
     if not 0 < options.quantile < 1:
         raise InvalidPlan("--quantile", "above 0 and below 1", options.quantile)
-    if not 0 < options.rate < float("inf"):
+    if options.rate is not None and not 0 < options.rate < float("inf"):
         raise InvalidPlan("--rate", "requests per second above 0", options.rate)
-    workload = Workload(
-        parse_tokens("--prompt-tokens", options.prompt_tokens),
-        parse_tokens("--output-tokens", options.output_tokens),
-        options.rate,
-        options.quantile,
-    )
+    workload = _recorded(options, options.trace) if options.trace is not None else _assumed(options)
     if shape.context is not None and workload.longest > shape.context:
         limit = f"at most {shape.context:,} tokens with the output (the model's context length)"
-        raise InvalidPlan("--prompt-tokens", limit, f"{workload.longest:,}")
+        raise InvalidPlan("--trace" if workload.trace else "--prompt-tokens", limit, f"{workload.longest:,}")
     return workload
+
+
+def _assumed(options: PlanOptions) -> Workload:
+    return Workload(
+        parse_tokens("--prompt-tokens", options.prompt_tokens or DEFAULT_PROMPT_TOKENS),
+        parse_tokens("--output-tokens", options.output_tokens or DEFAULT_OUTPUT_TOKENS),
+        1.0 if options.rate is None else options.rate,
+        options.quantile,
+    )
+
+
+def _recorded(options: PlanOptions, path: str) -> Workload:
+    if options.prompt_tokens is not None or options.output_tokens is not None:
+        raise InvalidPlan("--trace", "without --prompt-tokens and --output-tokens: a trace has the lengths", "both")
+    trace = read_trace(Path(path))
+    rate = trace.rate if options.rate is None else options.rate
+    return Workload(trace.prompt, trace.output, rate, options.quantile, trace)
 
 
 def _profile(options: PlanOptions) -> Profile | None:

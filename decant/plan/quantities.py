@@ -4,13 +4,38 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
+from typing import Protocol
 
 from decant.plan.errors import InvalidPlan
 
 _BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "B": 10**9}
 _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0}
+
+
+class Lengths(Protocol):
+    """A distribution of lengths in tokens."""
+
+    @property
+    def low(self) -> int: ...
+
+    @property
+    def high(self) -> int: ...
+
+    @property
+    def mean(self) -> float: ...
+
+    @property
+    def mean_square(self) -> float: ...
+
+    def mean_of(self, function: Callable[[float], float]) -> float:
+        """Mean of a function of the length."""
+        ...
+
+    def draw(self, rng: Random) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +52,15 @@ class Tokens:
     @property
     def mean_square(self) -> float:
         return ((self.high - self.low + 1) ** 2 - 1) / 12 + self.mean**2
+
+    def mean_of(self, function: Callable[[float], float]) -> float:
+        """By Simpson's rule over two halves."""
+        step = (self.high - self.low) / 4
+        values = [function(self.low + step * number) for number in range(5)]
+        return sum(weight * value for weight, value in zip((1, 4, 2, 4, 1), values, strict=True)) / 12
+
+    def draw(self, rng: Random) -> int:
+        return rng.randint(self.low, self.high)
 
     def __str__(self) -> str:
         return f"{self.low:,}" if self.low == self.high else f"{self.low:,} to {self.high:,}"

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from decant.plan.inputs import Inputs
-from decant.plan.quantities import show_bytes, show_seconds
+from decant.plan.quantities import Lengths, show_bytes, show_seconds
 from decant.plan.sizing import Plan
+
+if TYPE_CHECKING:
+    from decant.plan.outcome import Outcome
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-def document(inputs: Inputs, plan: Plan) -> dict[str, Any]:
+def document(inputs: Inputs, plan: Plan, outcome: Outcome | None = None) -> dict[str, Any]:
     """What ``--json`` prints: sizes in bytes, times in seconds."""
     workload, room = inputs.workload, inputs.room
     return {
@@ -25,7 +28,12 @@ def document(inputs: Inputs, plan: Plan) -> dict[str, Any]:
         "dtype": inputs.dtype,
         "quantization": inputs.quantization,
         "kv_dtype": inputs.kv_dtype,
-        "workload": asdict(workload),
+        "workload": {
+            "prompt": _lengths(workload.prompt),
+            "output": _lengths(workload.output),
+            "rate": workload.rate,
+            "quantile": workload.quantile,
+        },
         "slo": asdict(inputs.slo),
         "memory": {
             "weights_bytes": room.weights,
@@ -38,7 +46,12 @@ def document(inputs: Inputs, plan: Plan) -> dict[str, Any]:
         "tpot_seconds": {str(batch): seconds for batch, seconds in tpots(inputs)},
         "plan": asdict(plan),
         "profile": inputs.profile.document() if inputs.profile else None,
+        "simulation": asdict(outcome) if outcome else None,
     }
+
+
+def _lengths(lengths: Lengths) -> dict[str, float]:
+    return {"low": lengths.low, "high": lengths.high, "mean": lengths.mean}
 
 
 def tpots(inputs: Inputs) -> list[tuple[int, float]]:
@@ -48,11 +61,14 @@ def tpots(inputs: Inputs) -> list[tuple[int, float]]:
     return [(batch, inputs.speed.step(batch, context)) for batch in BATCHES if batch <= fit]
 
 
-def show(inputs: Inputs, plan: Plan, console: Console) -> None:
+def show(inputs: Inputs, plan: Plan, console: Console, outcome: Outcome | None = None) -> None:
     """Print the tables, and the deployment in one sentence."""
     console.print(_facts("memory of a worker", _memory(inputs)))
     console.print(_batches(inputs))
     console.print(_facts(f"{inputs.workload.rate:g} requests/s", _service(inputs, plan)))
+    if outcome is not None:
+        title = f"simulated: {outcome.requests:,} requests in {show_seconds(outcome.seconds)}"
+        console.print(_facts(title, _simulated(outcome)))
     how = "measured costs" if inputs.profile else "peak rates of the device and assumed efficiency"
     console.print(
         f"{_count(plan.prefill_workers, 'prefill worker')} and {_count(plan.decode_workers, 'decode worker')} serve "
@@ -78,12 +94,27 @@ def _service(inputs: Inputs, plan: Plan) -> Sequence[tuple[str, str]]:
     return (
         (f"prefill of {inputs.workload.prompt} tokens", f"{show_seconds(plan.prefill_mean)} on average"),
         ("prefill workers", f"{plan.prefill_workers:,}, busy {plan.prefill_use:.0%} of the time"),
+        ("TTFT p50", show_seconds(plan.ttft_median)),
         (f"TTFT {share}, longest prompt", show_seconds(plan.ttft)),
         ("decode workers", decoding),
         ("TPOT", show_seconds(plan.tpot)),
         ("KV cache in use", f"{plan.kv_use:.0%}"),
         ("from prefill to decode", f"{show_bytes(plan.pool_bytes)}/s"),
         ("goodput", f"{plan.goodput:.3g} requests/s"),
+    )
+
+
+def _simulated(outcome: Outcome) -> Sequence[tuple[str, str]]:
+    balance = f"{outcome.prefill_balance:.2f} (prefill), {outcome.decode_balance:.2f} (decode)"
+    return (
+        ("wait for a prefill worker, p50 / p90 / p99", str(outcome.wait)),
+        ("TTFT, p50 / p90 / p99", str(outcome.ttft)),
+        ("TPOT, p50 / p90 / p99", str(outcome.tpot)),
+        ("requests within the objectives", f"{outcome.within_objectives:.1%}"),
+        ("prefill workers", f"busy {outcome.prefill_use:.0%} of the time"),
+        ("busiest worker over the mean", balance),
+        ("prompt tokens from the prefix cache", f"{outcome.cached_share:.0%}"),
+        ("CPU time to place a request", show_seconds(outcome.placement_cpu)),
     )
 
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from decant.plan.errors import InvalidPlan
 from decant.plan.memory import Room
-from decant.plan.quantities import Slo, Tokens, show_seconds
-from decant.plan.queueing import wait_quantile
+from decant.plan.quantities import Lengths, Slo, show_seconds
+from decant.plan.queueing import ServiceTime, wait_quantile
+from decant.plan.recorded_workload import Trace
 from decant.plan.speed import Speed
 
 MAX_WORKERS = 10_000
@@ -27,16 +28,19 @@ _STEPS = 60  # halvings: more than a double resolves
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests per second, their lengths, and the share of them that has to meet the TTFT objective."""
+    """Requests per second, their lengths, and the share of them that has to meet the TTFT objective. `trace`: the
+    requests that rate and lengths are of, if they are recorded ones."""
 
-    prompt: Tokens
-    output: Tokens
+    prompt: Lengths
+    output: Lengths
     rate: float = 1.0
     quantile: float = 0.99
+    trace: Trace | None = None
 
     @property
     def longest(self) -> int:
-        return self.prompt.high + self.output.high
+        """Tokens of the longest sequence."""
+        return self.trace.longest if self.trace else self.prompt.high + self.output.high
 
     @property
     def context(self) -> float:
@@ -48,6 +52,8 @@ class Workload:
 class Plan:
     """A deployment and what it gives. Seconds; `goodput` in requests/s within all objectives.
 
+    ttft           that `quantile` of the requests stay within, for the longest prompt
+    ttft_median    of a prompt of mean length
     running        sequences of each decode worker, on average
     batch_limit    most sequences of a decode worker within TPOT objective and memory
     kv_use         share of a decode worker's KV blocks in use, on average
@@ -59,6 +65,7 @@ class Plan:
     prefill_mean: float
     prefill_longest: float
     ttft: float
+    ttft_median: float
     tpot: float
     running: float
     batch_limit: int
@@ -102,9 +109,12 @@ class Sizing:
 
     def ttft(self, workers: int, rate: float) -> float:
         """Wait and prefill of the longest prompt, in seconds, that `quantile` of the requests stay within."""
-        return self._speed.prefill(self._workload.prompt.high) + wait_quantile(
-            workers, rate, self._service(), self._workload.quantile
-        )
+        wait = wait_quantile(workers, rate, self._service(), self._workload.quantile)
+        return self._speed.prefill(self._workload.prompt.high) + wait
+
+    def median_ttft(self, workers: int, rate: float) -> float:
+        """Median wait, and the prefill of a prompt of mean length, in seconds."""
+        return self._speed.prefill(self._workload.prompt.mean) + wait_quantile(workers, rate, self._service(), 0.5)
 
     def running(self, rate: float) -> float:
         """Sequences that run on a decode worker at `rate` requests/s; infinite where it can't keep up."""
@@ -139,25 +149,25 @@ class Sizing:
         return Plan(
             prefill_workers=prefill,
             decode_workers=decode,
-            prefill_mean=self._service()[0],
+            prefill_mean=self._service().mean,
             prefill_longest=speed.prefill(workload.prompt.high),
             ttft=self.ttft(prefill, workload.rate),
+            ttft_median=self.median_ttft(prefill, workload.rate),
             tpot=speed.step(max(running, 1.0), workload.context),
             running=running,
             batch_limit=self.batch_limit(),
             kv_use=running * workload.context / room.tokens,
-            prefill_use=workload.rate * self._service()[0] / prefill,
+            prefill_use=workload.rate * self._service().mean / prefill,
             goodput=min(by_prefill, by_decode),
             goodput_limit="prefill" if by_prefill < by_decode else "decode",
             pool_bytes=workload.rate * workload.prompt.mean * room.kv_token,
         )
 
-    def _service(self) -> tuple[float, float]:
-        """First and second moment of a prefill's seconds, by Simpson's rule over the lengths, which is exact for means
-        of a quadratic."""
-        low, high = self._workload.prompt.low, self._workload.prompt.high
-        at = [self._speed.prefill(tokens) for tokens in (low, (low + high) / 2, high)]
-        return tuple((a + 4 * b + c) / 6 for a, b, c in (at, [one**2 for one in at]))  # type: ignore[return-value]
+    def _service(self) -> ServiceTime:
+        """Moments of a prefill's seconds."""
+        prefill, lengths = self._speed.prefill, self._workload.prompt
+        powers = (lengths.mean_of(lambda tokens, power=power: prefill(tokens) ** power) for power in (1, 2, 3))  # type: ignore[misc]
+        return ServiceTime(*powers)
 
     def _check_objectives(self) -> None:
         alone = self._speed.prefill(self._workload.prompt.high)

@@ -26,7 +26,7 @@ and [errors](errors.md) lists every error and what to do. It is defined in
 [protos/inference.proto](../../protos/inference.proto)."""
 UNIMPLEMENTED = "A request that sets one of these fields is refused with `FIELD_NOT_SUPPORTED`:"
 LEFT_OUT = {"ErrorReason"}
-"""It has a page of its own."""
+"""Elements on other pages."""
 
 
 class Element(NamedTuple):
@@ -47,7 +47,7 @@ def render() -> str:
         if element.descriptor.name not in LEFT_OUT:
             parts += _element(file, element, comment)
         elif comment.section:
-            parts.append("The reasons of errors are on [a page of their own](errors.md).")
+            parts.append("[Reasons of errors](errors.md#reasons).")
     parts += ["## Not implemented", UNIMPLEMENTED, "\n".join(f"- `{field}`" for field in UNIMPLEMENTED_FIELDS)]
     return page(parts)
 

@@ -31,7 +31,7 @@ An error is the gRPC status of the call. Its details (`grpc-status-details-bin`)
 - **Call again** means: the same call, with the same request id, after the delay of `RetryInfo`. The trailer
   `grpc-retry-pushback-ms` has the same delay. Nothing runs twice.
 - **Resume** means: `ResumeStream` with the `seq` of the last message that arrived.
-- The Python client does both by itself, and raises an [exception](#exceptions-in-python) when it gives up."""
+- The Python client does both, and raises an [exception](#exceptions-in-python) when it gives up."""
 FORM = """\
 `BadRequest` names the field by its path in the request (`sampling.temperature`), an unimplemented one as the server
 lists it (`SamplingParams.n`). Field, limit and value are also in `ErrorInfo.metadata`, under these names; so are those

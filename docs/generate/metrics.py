@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -25,8 +25,36 @@ WATCH = """\
 | Does the service fail? | `sum(rate(decant_errors_total{blame="server"}[5m]))` |
 | Is a worker missing? | `min by (model, role) (decant_ready_workers)` |
 | Do requests wait? | `sum by (job) (decant_requests_waiting)` |
+| How many seconds of prefill wait? | `sum by (model) (decant_waiting_prompt_seconds)` |
+| Are requests refused? | `sum by (model, reason) (rate(decant_requests_refused_total[5m]))` |
 | Is a KV cache full? | `max(decant_kv_cache_usage_ratio)` |
+| Does prefix caching help? | `sum(rate(decant_prompt_tokens_total{source="local_cache_hit"}[5m]))` |
+| Do attempts fail? | `sum by (model, cause) (rate(decant_failovers_total[5m]))` |
 | Do handoffs fail? | `sum by (cause) (rate(decant_handoff_failures_total[5m]))` |"""
+
+SCALE = """\
+## Scale a pool by its queue
+
+`decant_waiting_prompt_seconds` is the work that waits for the prefill workers of a model: divided by the seconds that a
+prompt may wait, it is the number of workers to add. A worker's own gauges can't wake a pool at zero; the router's can.
+Scale a model from zero on either of
+
+    sum by (model) (decant_waiting_prompt_seconds) > 0
+    sum by (model) (increase(decant_requests_refused_total{reason="no_worker"}[1m])) > 0
+
+because a router that knows no worker of a model refuses its requests with NO_WORKER, which clients retry."""
+
+
+CAUSES = [name.removeprefix("CAUSE_").lower() for name, _ in wire.Cause.items()]
+
+Define = Callable[[metrics.Registry], Any]
+
+DEFINITIONS: Mapping[str, Define] = {
+    "Every process": metrics.ProcessMetrics,
+    "Router": metrics.RequestMetrics,
+    "Workers": lambda registry: metrics.EngineMetrics(registry, CAUSES),
+}
+"""What defines the metrics of a process, by the title of its section."""
 
 
 class Defined(NamedTuple):
@@ -62,31 +90,51 @@ class Recorder(metrics.Registry):
 
 
 def render() -> str:
-    causes = [name.removeprefix("CAUSE_").lower() for name, _ in wire.Cause.items()]
     parts = [head("Metrics", "runtime/metrics.py"), INTRO]
-    parts += ["## Every process", _table(metrics.ProcessMetrics)]
-    parts += ["## Router", _table(metrics.RequestMetrics)]
-    parts += ["## Workers", _table(lambda registry: metrics.EngineMetrics(registry, causes))]
-    parts += ["## Labels", table(("label", "values"), _labels(causes)), WATCH]
+    for title, define in DEFINITIONS.items():
+        parts += [f"## {title}", _table(define)]
+    parts += ["## Labels", table(("label", "values"), _labels(CAUSES)), WATCH, SCALE]
     return page(parts)
 
 
-def _table(define: Callable[[metrics.Registry], Any]) -> str:
+def all_metrics() -> list[Defined]:
+    """Of all kinds of processes; one of the same name may occur twice."""
+    return [metric for define in DEFINITIONS.values() for metric in _defined(define)]
+
+
+def _defined(define: Define) -> list[Defined]:
     registry = Recorder()
     define(registry)
+    return registry.defined
+
+
+def _table(define: Define) -> str:
     rows = [
         (code(metric.name), metric.kind, ", ".join(map(code, metric.labels)), sentence(metric.text))
-        for metric in registry.defined
+        for metric in _defined(define)
     ]
     return table(("metric", "type", "labels", ""), rows)
 
 
 def _labels(causes: Iterable[str]) -> list[tuple[str, str]]:
     return [
-        ("`reason`", "[reasons of errors](errors.md#reasons) in lower case"),
+        (
+            "`reason`",
+            "[reasons of errors](errors.md#reasons) in lower case; of refusals only "
+            + ", ".join(code(reason.value.lower()) for reason in metrics.REFUSALS),
+        ),
         ("`code`", "gRPC status"),
         ("`blame`", ", ".join(code(blame.value) for blame in FaultOwner)),
         ("`model`", "models that the router serves"),
+        (
+            "`tenant`",
+            f"tenants of `--credentials`: the first {metrics.MAX_TENANTS} of the file, then `{metrics.OTHER_TENANTS}`;"
+            " `default` without the file",
+        ),
+        (
+            "`outcome`",
+            "`stop`, `length`, `context_length`, `left` (the client left before the end), or the reason of an error",
+        ),
         ("`role`", "`prefill`, `decode`"),
         ("`source`", ", ".join(code(source.value) for source in metrics.PromptSource)),
         ("`cause`", ", ".join(map(code, causes))),

@@ -75,8 +75,8 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except (RuntimeError, TypeError):
         raise InvalidConfig("device", "auto, cpu, cuda or cuda:N", name) from None
-    found = torch.cuda.device_count() if device.type == "cuda" else int(device.type == "cpu")
-    if (device.index or 0) >= found:
+    count = torch.cuda.device_count() if device.type == "cuda" else int(device.type == "cpu")
+    if (device.index or 0) >= count:
         raise InvalidConfig("device", "a device of this machine", name)
     return device
 
@@ -166,11 +166,10 @@ class Checkpoint:
             return auto, {"pretrained_model_name_or_path": self.path, "revision": self.revision}
         folder = self._download()
         files = weight_files.weight_files(folder, weight_files.read_config(folder))
-        model_class = auto._model_mapping[type(self.config)]  # the auto class wants a path
+        model_class = auto._model_mapping[type(self.config)]  # the auto class needs a path
         return model_class, {"pretrained_model_name_or_path": None, "state_dict": self.weight_format.open(files)}
 
     def _download(self) -> Path:
-        """The folder with all files of the checkpoint."""
         if self.revision is None:
             return Path(self.path)
         patterns = ["*.json", "*.safetensors"]

@@ -1,7 +1,7 @@
 """Model types that transformers knows, without importing it: the import loads torch and takes seconds.
 
-A type counts as known if it occurs in quotes in the files where transformers registers its configurations. Names that
-are no types are refused later, by the import.
+A type is known if it occurs in quotes in the files where transformers registers its configurations. The import refuses
+other names later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ def check(name: str, config: Mapping[str, Any]) -> None:
 
 
 def refusal(name: str, config: Mapping[str, Any]) -> ModelRefused:
-    """The refusal of an unknown ``model_type``."""
     needs = "it wants code of its own to be run" if "auto_map" in config else "transformers has no code for it"
     kind = config.get("model_type")
     return ModelRefused(f"{kind or 'an unnamed model type'} ({name})", f"{needs}; no remote code is run here")

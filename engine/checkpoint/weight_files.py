@@ -135,7 +135,6 @@ def _title(file: Path) -> str:
 
 
 def _is_name(shard: object) -> bool:
-    """Whether ``shard`` is a file name without a folder."""
     return isinstance(shard, str) and Path(shard).name == shard
 
 

@@ -85,7 +85,6 @@ def find_format(name: str, config: Mapping[str, Any]) -> WeightFormat:
 
 
 def _title(settings: object, method: object) -> str:
-    """Name of a format, as refusals show it."""
     if not isinstance(method, str):
         bits = {"load_in_4bit", "load_in_8bit"} & set(settings) if isinstance(settings, dict) else set()
         return "bitsandbytes" if bits else "quantized"

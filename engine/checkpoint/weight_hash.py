@@ -28,7 +28,7 @@ Stamp = tuple[int, int, int, int]
 SETTLED_NS = 2_000_000_000
 """A digest is cached once its file is this old: then a later write has another timestamp."""
 
-KEPT_FROM = 64 << 20
+CACHED_FROM = 64 << 20
 """Least bytes of a file whose digest is cached; a smaller one is read in less than 0.1 s."""
 
 _CHUNK = 8 << 20
@@ -59,14 +59,14 @@ def digest_files(files: Sequence[Path]) -> Digests:
 
 
 def _digest(file: Path, stamp: Stamp) -> str:
-    if stamp[0] < KEPT_FROM:
+    if stamp[0] < CACHED_FROM:
         return read_digest(file)
-    for place in _places(file):
-        if (kept := _load(place, stamp)) is not None:
-            return kept
+    for path in _cache_paths(file):
+        if (cached := _load(path, stamp)) is not None:
+            return cached
     digest = read_digest(file)
     if time.time_ns() - max(stamp[1:3]) > SETTLED_NS:
-        _keep(file, stamp, digest)
+        _write(file, stamp, digest)
     return digest
 
 
@@ -81,11 +81,11 @@ def read_digest(file: Path) -> str:
 
 
 def _stamp(file: Path) -> Stamp:
-    found = file.stat()
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
-def _places(file: Path) -> Iterator[Path]:
+def _cache_paths(file: Path) -> Iterator[Path]:
     """Paths at which the digest of a file may be cached, preferred first."""
     yield file.with_name(f".{file.name}.xxh128")
     with contextlib.suppress(RuntimeError):  # no home
@@ -94,23 +94,23 @@ def _places(file: Path) -> Iterator[Path]:
         yield cache / "decant" / "weights" / f"{path}.xxh128"
 
 
-def _load(place: Path, stamp: Stamp) -> str | None:
-    """The digest cached at ``place``, if it has this stamp."""
+def _load(path: Path, stamp: Stamp) -> str | None:
+    """The digest cached at ``path``, if it has this stamp."""
     try:
-        kept = json.loads(place.read_bytes())
-        digest = kept["digest"] if kept["stamp"] == list(stamp) else None
+        content = json.loads(path.read_bytes())
+        digest = content["digest"] if content["stamp"] == list(stamp) else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return digest if isinstance(digest, str) else None
 
 
-def _keep(file: Path, stamp: Stamp, digest: str) -> None:
-    """Write to the first path that can be written. In place, so that a crash leaves no other file: what another worker
-    reads meanwhile is complete or no JSON."""
+def _write(file: Path, stamp: Stamp, digest: str) -> None:
+    """Write to the first path that can be written. In place, so that a crash leaves no other file; another worker that
+    reads meanwhile gets all of it, or no valid JSON."""
     content = json.dumps({"stamp": stamp, "digest": digest})
-    for place in _places(file):
+    for path in _cache_paths(file):
         with contextlib.suppress(OSError):
-            if place.parent != file.parent:
-                place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(content)
+            if path.parent != file.parent:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
             return

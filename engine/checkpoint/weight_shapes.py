@@ -1,7 +1,7 @@
 """Compares headers of weight files with config.json: layers, embedding and projections. No torch.
 
-Only for model types with Llama's layers and names. Everything refused here transformers would refuse too; it compares
-other model types, and sizes that config.json leaves to a default, when it loads them.
+Only for model types with Llama's layers and names. transformers would refuse the same models, but only when it loads
+them.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
+from decant.engine.cpu import fused_layer
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.cpu.kernels import KERNELS, kind
 from decant.engine.cpu.kv_store import HostKvStore
@@ -20,6 +21,7 @@ from decant.engine.cpu.optimize import optimize
 from decant.engine.cpu.sampler import SCORES_AT_ONCE, NativeSampler
 from decant.engine.cpu.threads import all_for_torch, one_for_torch
 from decant.engine.kv_layout import KvLayout
+from decant.engine.model import calibration
 from decant.engine.model.attention import AttentionBackend
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
@@ -27,7 +29,7 @@ from decant.engine.model.backend import PARTS, TorchBackend
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.sampler import Sampler
 from decant.engine.model.step_batch import FlatBatch, Ints
-from decant.engine.plan import Row
+from decant.engine.plan import Device, Row
 
 
 class CpuBackend(TorchBackend):
@@ -58,6 +60,12 @@ class CpuBackend(TorchBackend):
     def step_threads(self) -> AbstractContextManager[None]:
         return one_for_torch()
 
+    def choose_threads(self, device: Device, most: int) -> int:
+        return calibration.choose_threads(device, most, torch.set_num_threads)
+
+    def fused_layers(self, model: torch.nn.Module) -> int:
+        return len(fused_layer.fused_layers(model))
+
 
 class NativeBackend(CpuBackend):
     """CPUs with compiled kernels: attention over blocks in place, sampling and batch layout too."""
@@ -78,16 +86,15 @@ class NativeBackend(CpuBackend):
 
 def flatten(kernels: ModuleType, rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
     """``step_batch.flatten``, compiled (``kernels/batch_from_python.h``): in Python hundreds of rows take too long."""
-    ordered, row_table, flattened, begun, table, width = kernels.flatten(rows, block_size, blank)
+    ordered, row_table, flattened, new_blocks, table, width = kernels.flatten(rows, block_size, blank)
     return FlatBatch(
         ordered,
         np.frombuffer(row_table, np.int64).reshape(6, -1),
         np.frombuffer(flattened, np.int64).reshape(3, -1),
-        np.frombuffer(begun, np.int64),
+        np.frombuffer(new_blocks, np.int64),
         np.frombuffer(table, np.int32).reshape(-1, width),
     )
 
 
 def make_cpu_backend() -> CpuBackend:
-    """The best backend that this CPU and this build have."""
     return CpuBackend() if KERNELS is None else NativeBackend(KERNELS)

@@ -1,14 +1,13 @@
 """Decoder layers in one compiled call: norm, attention, norm, gated MLP.
 
-Linear layers, norms, rotation and attention are compiled already. Between them the interpreter makes dozens of calls a
-layer, whose code the layer's weights have evicted from the caches: a quarter of a decode step of one sequence.
+Without it the interpreter makes dozens of calls a layer between compiled parts: a quarter of the time of a decode step
+of one sequence.
 
     transformers    __call__ -> norm -> q, k, v -> views -> rotation -> attention -> o -> + -> norm -> ...
     fused           __call__ -> kernels.layers (engine/cpu/kernels/layer.h)
 
-A layer is fused if it has the expected parts and passes a trial: both versions run over the same rows and empty
-blocks, and outputs and blocks must have the same bits. The module stays; only its ``forward`` is replaced, which calls
-the original for calls that the kernel does not support.
+A layer is fused if it has the expected parts and passes a trial: both versions must compute the same bits of outputs
+and blocks. Only the module's ``forward`` is replaced; it passes calls that the kernel does not support to the original.
 """
 
 from __future__ import annotations
@@ -163,7 +162,6 @@ class _Parts:
             raise LookupError("widths that do not fit")
 
     def has_heads_of(self, width: int) -> bool:
-        """Whether heads may have this width."""
         query, key = self.weights[:2]
         fits = width > 0 and not query.outputs % width and not key.outputs % width
         return fits and all(norm is None or norm.width == width for norm in self.norms[1:3])
@@ -199,7 +197,6 @@ def fuse(model: nn.Module, dtype: torch.dtype, kind: type[FusedLayer] = FusedLay
 
 
 def fused_layers(model: nn.Module) -> list[tuple[nn.Module, FusedLayer]]:
-    """Modules whose forward is fused, with that forward."""
     return [(module, module.forward) for module in model.modules() if isinstance(module.forward, FusedLayer)]
 
 

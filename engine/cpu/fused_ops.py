@@ -1,7 +1,7 @@
 """Compiled norms, gated MLPs and rotary embedding: one pass each instead of two to sixteen torch calls.
 
-A module is replaced only if a trial on rows of small, usual and large numbers gives the same result; class names decide
-nothing. A row's bits do not depend on the other rows, before and after.
+A module is replaced only if a trial on rows of small, usual and large numbers has the same result. A row's bits do not
+depend on the other rows, before and after.
 """
 
 from __future__ import annotations
@@ -120,7 +120,6 @@ def fuse(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _norm(kernels: ModuleType, module: nn.Module) -> RmsNorm | None:
-    """A replacement if the module may be an RMS norm."""
     eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     own = dict(module.named_parameters())
     if not isinstance(eps, float) or own.keys() != {"weight"} or own["weight"].dim() != 1:
@@ -129,7 +128,6 @@ def _norm(kernels: ModuleType, module: nn.Module) -> RmsNorm | None:
 
 
 def _mlp(kernels: ModuleType, module: nn.Module) -> GatedMlp | None:
-    """A replacement if the module may be a gated MLP."""
     parts = dict(module.named_children())
     gate, up, down = (parts.pop(name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     if any(True for part in parts.values() for _ in part.parameters()):
@@ -141,7 +139,6 @@ def _mlp(kernels: ModuleType, module: nn.Module) -> GatedMlp | None:
 
 @torch.inference_mode()
 def has_same_bits(rotation: Rotate, original: Rotate, width: int, dtype: torch.dtype) -> bool:
-    """Whether both rotations of heads of ``width`` give the same bits."""
     generator = torch.Generator().manual_seed(0)
     query, key, cos, sin = (
         torch.randn(1, *shape, width, generator=generator).to(dtype) for shape in ((3, 5), (2, 5), (5,), (5,))

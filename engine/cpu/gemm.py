@@ -1,6 +1,6 @@
 """Rows times a packed weight. A row has the same bits for any number of rows and threads.
 
-A general matrix product picks its kernel by the number of rows, so a row's last bits depend on the other rows. Three
+A general matrix product chooses its kernel by the number of rows, so a row's last bits depend on other rows. Three
 kinds of product do not::
 
     PackedWeight   the compiled kernels (engine/cpu/kernels). Weights in bfloat16, twelve bits a number on CPUs that

@@ -1,7 +1,6 @@
-"""Zeroed memory in huge pages, if the system has them.
+"""Zeroed memory in huge pages, if the system has them: a step reads more pages of 4 KiB than the TLB has entries for.
 
-With pages of 4 KiB, a step reads far more pages than a core's address cache holds. A page takes memory only once it is
-written.
+A page takes memory only once it is written.
 """
 
 from __future__ import annotations

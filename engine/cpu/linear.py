@@ -32,9 +32,8 @@ UNSUPPORTED_CALL = (AssertionError, AttributeError, LookupError, RuntimeError, T
 class PackedLinear(nn.Module):
     """``nn.Linear`` with weight [out, in]: x [..., in] -> [..., out].
 
-    Elementwise functions have other last bits in the scalar tail of a vector loop, and where the tail of a dense tensor
-    begins depends on the number of rows. So an output whose width is no multiple of LANES is a view of a wider tensor:
-    torch then loops row by row.
+    An output whose width is no multiple of LANES is a view of a wider tensor, so that torch's elementwise loops go row
+    by row: in a dense tensor the position of the scalar tail, with its other last bits, depends on the number of rows.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -133,8 +132,7 @@ class PackedExperts(nn.Module):
 
 @torch.inference_mode()
 def _pack_experts(experts: Any) -> PackedExperts:
-    """Packed experts, compared with the original: each expert on rows assigned to it, so no router is involved. Raises
-    ValueError if they differ."""
+    """Packed experts. Raises ValueError if they differ from the original on rows assigned to each expert."""
     weight = experts.gate_up_proj if experts.has_gate else experts.up_proj
     count, dtype, width = len(weight), weight.dtype, weight.shape[1 if experts.is_transposed else 2]
     generator = torch.Generator().manual_seed(0)
@@ -189,9 +187,8 @@ def _replace(parent: nn.Module, name: str) -> int:
     return nbytes
 
 
-def _stacks(module: nn.Module) -> bool:
-    """Whether a module has stacked weights of several experts and takes rows sorted by expert. It depends on all rows,
-    so its caller runs on a fixed number of them."""
+def _has_stacked_experts(module: nn.Module) -> bool:
+    """Whether a module has stacked weights of several experts and takes rows sorted by expert."""
     handled = isinstance(module, PackedExperts | FixedRows | nn.Conv1d) or hasattr(module, "is_transposed")
     return not handled and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
 
@@ -205,7 +202,7 @@ def _packed(module: nn.Module) -> nn.Module | None:
         return PackedLinear(module.weight.T, module.bias)
     if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
         return _pack_experts(module)
-    if any(_stacks(child) for child in module.children()):
+    if any(_has_stacked_experts(child) for child in module.children()):
         return FixedRows(module)
     if next(module.children(), None) is not None:
         return None

@@ -1,8 +1,7 @@
-"""Patches of transformers' objects that depend on object identity. Everything of this kind is in this file.
+"""Patches of transformers' objects that depend on object identity: all of them are in this file.
 
-Each saves interpreter time between kernels. None changes bits, and a step without them is correct. Lookahead saves
-0.8 % of a decode step of one sequence (33.4 to 33.2 ms, ``bench/results/kernels-zen4.json``); the others were not
-measured alone::
+Each saves interpreter time between kernels; none changes bits, and a step without them is correct. Lookahead saves
+0.8 % of a decode step of one sequence (``bench/results/kernels-zen4.json``); the others were not measured alone::
 
     LookaheadLayer    A call computes the fused layers that follow in the same kernel call, so that Python does not run
                       between them. Relies on transformers calling the layers in order, each with the tensor that the
@@ -13,8 +12,7 @@ measured alone::
     patch_rotation    An attention module calls its rotation as a global of its module. The module gets a copy of its
                       forward with another function under that name, so that other users of the global are unaffected.
 
-To switch lookahead and list off, call ``fused_layer.fuse`` instead of ``fuse_with_lookahead`` in ``optimize``; to
-switch the rotation off, leave out ``patch_rotation``.
+Without lookahead, ``optimize`` would call ``fused_layer.fuse`` instead of ``fuse_with_lookahead``.
 """
 
 from __future__ import annotations
@@ -90,8 +88,8 @@ class LookaheadLayer(FusedLayer):
             memory = torch.empty(len(layers), *hidden.shape, dtype=self.dtype)
         self._run(layers, hidden, angles, attention, memory)
         outputs = memory.unbind()
-        for (leader, layer), (given, output) in zip(pairwise(layers), pairwise(outputs), strict=True):
-            layer._precomputed = _Precomputed(leader, given, angles, attention, output)
+        for (leader, layer), (layer_input, output) in zip(pairwise(layers), pairwise(outputs), strict=True):
+            layer._precomputed = _Precomputed(leader, layer_input, angles, attention, output)
         return outputs[0]
 
     def _with_followers(self, most: int) -> list[LookaheadLayer]:

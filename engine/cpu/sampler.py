@@ -46,13 +46,13 @@ class NativeSampler(Sampler):
         """Copies only rows whose scores are changed."""
         if scores[0].dtype not in _DTYPES:
             return super()._draw(rows, scores, eos)
-        draws, alive = np.empty(len(rows), _DRAW), []
+        draws, buffers = np.empty(len(rows), _DRAW), []
         for index, (row, of_row) in enumerate(zip(rows, scores, strict=True)):
             sampling, adjusted = row.request.sampling, _contiguous_rows(of_row)
             if sampling.logit_bias or sampling.penalised or forbidden(row, eos):
                 adjusted = adjusted.to(torch.float32, copy=True)
                 adjust(row, adjusted, eos)
-            alive.append(adjusted)  # until the kernel has read it
+            buffers.append(adjusted)  # until the kernel has read it
             draws[index] = (
                 adjusted.data_ptr(),
                 adjusted.dtype == torch.bfloat16,

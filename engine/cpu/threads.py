@@ -1,11 +1,9 @@
 """Threads of a step's kernels, while torch's elementwise loops run on one.
 
-torch splits an elementwise loop into one piece per thread, also inside a row. The tail of a piece after its last whole
-vector takes scalar code, whose e^x and tanh have other last bits::
+torch splits an elementwise loop into one piece per thread, also inside a row. The tail of a piece takes scalar code,
+whose e^x and tanh have other last bits, so a row's bits would depend on the number of rows::
 
-    two threads    | row 0 | row 1 | row 2 : row 2 | row 3 | row 4 |    the split depends on the number of rows
-
-So a row's bits would depend on the number of rows. With one thread the only tail is at the end of the last row.
+    two threads    | row 0 | row 1 | row 2 : row 2 | row 3 | row 4 |
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from decant.engine.cuda import attention_kernels as kernels
+from decant.engine.cuda import layer_kernels
 from decant.engine.model.attention import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
@@ -115,21 +116,47 @@ class TritonAttention:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """-> [1, T, heads, value dim] in the query's dtype. Raises ValueError if the call does not fit the store."""
+        self._check(call)
+        self._write(call)
+        query = call.query if call.query.stride(3) == 1 else call.query.contiguous()
+        return self._attend(call._replace(query=query))
+
+    def attend_rotated(self, call: AttentionCall, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """``attend`` after the rotation of query and key by cos and sin [1, T, key dim]: x cos + rotate_half(x) sin."""
+        self._check(call)
+        store, spec = self._store, self._store.layout.layers[call.layer]
+        query, key, value = (part[0].transpose(0, 1).contiguous() for part in (call.query, call.key, call.value))
+        rotated = torch.empty_like(query)
+        layer_kernels.rotate_and_write[len(query), query.shape[1] + spec.kv_heads](
+            *(query, key, value, cos.contiguous(), sin.contiguous(), rotated, self._slots, store.blocks),
+            *(store.layout.block_elements, *self._offsets(call.layer)),
+            BLOCK=store.layout.block_size,
+            HEADS=query.shape[1],
+            KV_HEADS=spec.kv_heads,
+            KEY_DIM=spec.key_dim,
+            VALUE_DIM=spec.value_dim,
+            HALF_PAD=power_of_two(spec.key_dim // 2),
+            VALUE_PAD=power_of_two(spec.value_dim),
+        )
+        return self._attend(call._replace(query=rotated.transpose(0, 1)[None]))
+
+    def _check(self, call: AttentionCall) -> None:
         spec, heads, tokens = self._store.layout.layers[call.layer], call.query.shape[1], len(self._flat.tokens)
         shapes = call.key.shape[1:], call.value.shape[1:]
         expected = (spec.kv_heads, tokens, spec.key_dim), (spec.kv_heads, tokens, spec.value_dim)
         if shapes != expected or heads % spec.kv_heads or call.query.shape[2:] != call.key.shape[2:]:
             raise ValueError(f"attention of layer {call.layer}: {tuple(call.query.shape)}, {shapes}, for {expected}")
-        self._write(call)
-        group = heads // spec.kv_heads
-        view = self._views[call.layer]
+
+    def _attend(self, call: AttentionCall) -> torch.Tensor:
+        """Over keys and values that are in their blocks; the query's last dimension is contiguous."""
+        spec, heads = self._store.layout.layers[call.layer], call.query.shape[1]
+        group, view = heads // spec.kv_heads, self._views[call.layer]
         if (view, group) not in self._lists:
             self._lists[view, group] = make_lists(self._flat, view, group, self._device)
-        query = call.query if call.query.stride(3) == 1 else call.query.contiguous()
-        out = query.new_empty(1, tokens, heads, spec.value_dim)
+        out = call.query.new_empty(1, call.query.shape[2], heads, spec.value_dim)
         visible, lists = self._lists[view, group]
         for part in lists:
-            self._launch(call._replace(query=query), out, part, visible)
+            self._launch(call, out, part, visible)
         return out
 
     def _offsets(self, layer: int) -> tuple[int, int]:

@@ -15,8 +15,6 @@ result depends on neither the other rows nor the number of splits of the batch. 
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -31,7 +29,7 @@ WIDEN = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def product(left: Any, right: Any) -> Any:
+def product(left, right):
     """left [m, k] @ right [k, n] in float32."""
     if WIDEN:
         left, right = left.to(tl.float32), right.to(tl.float32)
@@ -40,11 +38,11 @@ def product(left: Any, right: Any) -> Any:
 
 @triton.jit
 def write_kv(
-    key: Any, value: Any, slots: Any, memory: Any, key_token: Any, key_head: Any,
-    value_token: Any, value_head: Any, block_elements: Any, key_offset: Any, value_offset: Any,
+    key, value, slots, memory, key_token, key_head,
+    value_token, value_head, block_elements, key_offset, value_offset,
     BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Write one head of one token's key [KEY_DIM] and value [VALUE_DIM] to its slot. Grid: (T, KV_HEADS).
 
     ``slots`` [T]: block * BLOCK + slot in the block.
@@ -63,7 +61,7 @@ def write_kv(
 
 
 @triton.jit
-def merge(highest: Any, total: Any, output: Any, highest_of: Any, total_of: Any, output_of: Any) -> Any:
+def merge(highest, total, output, highest_of, total_of, output_of):
     """Add the softmax state of one split to the running state."""
     most = tl.maximum(highest, highest_of)
     decay, weight = tl.exp2(highest - most), tl.exp2(highest_of - most)
@@ -72,7 +70,7 @@ def merge(highest: Any, total: Any, output: Any, highest_of: Any, total_of: Any,
 
 
 @triton.jit
-def finish(highest: Any, total: Any, output: Any, sink: Any) -> Any:
+def finish(highest, total, output, sink):
     """The output of a state; ``sink``: a score that takes part in the softmax without a value, -inf for none."""
     most = tl.maximum(highest, sink)
     decay = tl.exp2(highest - most)
@@ -82,13 +80,13 @@ def finish(highest: Any, total: Any, output: Any, sink: Any) -> Any:
 
 @triton.jit
 def attend(
-    query: Any, out: Any, memory: Any, sinks: Any, visible: Any, items: Any, rows: Any, table: Any,
-    states: Any, query_token: Any, query_head: Any, block_elements: Any, key_offset: Any, value_offset: Any, width: Any,
-    scaling: Any, softcap: Any,
+    query, out, memory, sinks, visible, items, rows, table,
+    states, query_token, query_head, block_elements, key_offset, value_offset, width,
+    scaling, softcap,
     BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, TILE_ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Attend a tile of query rows over a range of splits. Grid: (items, KV_HEADS).
 
     items [n, 5]   row, first query position, first split, last split + 1, index of its state or -1: writes ``out``
@@ -156,18 +154,18 @@ def attend(
         at = out + (token * (KV_HEADS * GROUP) + head)[:, None] * VALUE_DIM + value_dims[None, :]
         tl.store(at, result, is_row[:, None] & (value_dims < VALUE_DIM)[None, :])
     else:
-        at = states + ((state.to(tl.int64) * KV_HEADS + kv_head) * TILE_ROWS + folded) * (2 + VALUE_DIM)
-        tl.store(at, highest)
-        tl.store(at + 1, total)
-        tl.store(at[:, None] + 2 + value_dims[None, :], output, (value_dims < VALUE_DIM)[None, :])
+        state_at = states + ((state.to(tl.int64) * KV_HEADS + kv_head) * TILE_ROWS + folded) * (2 + VALUE_DIM)
+        tl.store(state_at, highest)
+        tl.store(state_at + 1, total)
+        tl.store(state_at[:, None] + 2 + value_dims[None, :], output, (value_dims < VALUE_DIM)[None, :])
 
 
 @triton.jit
 def merge_splits(
-    states: Any, out: Any, sinks: Any, merges: Any,
+    states, out, sinks, merges,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     TILE_ROWS: tl.constexpr, SINKS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Merge the states of a single query token in order of position, and write its output. Grid: (n, KV_HEADS).
 
     merges [n, 3]: flattened position of the query, index of its first state, how many there are.

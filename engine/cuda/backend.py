@@ -1,7 +1,8 @@
 """The CUDA backend: the only module of ``engine.cuda`` that the rest of the engine uses.
 
 Used on request only (``ModelConfig.cuda_kernels``): the kernels have never run on a GPU, only in triton's interpreter
-on CPU tensors. Attention is a Triton kernel where a trial at load passes; the rest is torch's.
+on CPU tensors. Attention, the operations between the products of a layer, and sampling are Triton kernels where a
+trial at load passes; the products are torch's.
 """
 
 from __future__ import annotations
@@ -9,29 +10,48 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import triton
 from triton.errors import TritonError
 
+from decant.engine.cuda import fused_layer
 from decant.engine.cuda.attention import TritonAttention
-from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.cuda.sampler import TritonSampler
+from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
 from decant.engine.model.attention import AttentionBackend, AttentionCall
-from decant.engine.model.attention.masks import AttentionWindow, Kind
+from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
 from decant.engine.model.backend import TorchBackend
 from decant.engine.model.kv_store import KvStore
+from decant.engine.model.sampler import Sampler
 from decant.engine.model.step_batch import FlatBatch, Ints, flatten
 from decant.engine.plan import Row
-from decant.engine.request import Request
+from decant.engine.request import Request, SamplingParams
+from decant.engine.sampler_state import SamplerState
 
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-3}
 """Largest difference of a kernel from torch in a trial, relative to the norm of torch's result."""
 
+PARTS = ("attention", "layers", "sampling")
+"""What Triton kernels compute."""
+
 TRIAL_SPANS = ((0, 5), (18, 19), (2, 4))
 """First and last + 1 position of the rows of a trial."""
+
+TRIAL_SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "logit_bias": {1: 9.0}},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 50},
+    {"temperature": 1.3, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 2.0, "top_k": 500, "top_p": 0.95, "min_p": 0.01},
+)
+TRIAL_VOCABULARY = 3000
 
 Attention = Callable[[KvStore, Sequence[AttentionWindow], FlatBatch], AttentionBackend]
 
@@ -41,19 +61,36 @@ class CudaBackend(TorchBackend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self.sampler = TritonSampler()
         self.fallbacks: dict[str, str] = {}
 
     @property
     def kind(self) -> str:
-        parts = "torch" if "attention" in self.fallbacks else "triton"
-        return f"{super().kind}, attention {parts}, triton {triton.__version__}"
+        parts = [part for part in PARTS if part not in self.fallbacks]
+        return f"{super().kind}, triton {triton.__version__}: {', '.join(parts)}"
+
+    def prepare(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        if "attention" not in self.fallbacks:  # a fused layer needs it
+            self._try("layers", lambda: _try_layers(model, dtype))
+        self._try("sampling", lambda: try_sampler(self.sampler, self.device))
+        if "sampling" in self.fallbacks:
+            self.sampler = Sampler()
+
+    def _try(self, part: str, trial: Callable[[], str | None]) -> None:
+        """Note and log why a part is not computed by its kernels, if ``trial`` returns or raises it."""
+        try:
+            reason = trial()
+        except (TritonError, RuntimeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        if reason is not None:
+            self.fallbacks[part] = reason
+            logger.warning("%s computed by torch, not by Triton kernels: %s", part, reason)
 
     def make_store(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> KvStore:
         """Also tries the kernels on the layout's shapes."""
         for spec in dict.fromkeys(layout.layers):
-            if "attention" not in self.fallbacks and (reason := try_attention(spec, layout, dtype, self.device)):
-                self.fallbacks["attention"] = reason
-                logger.warning("attention runs in torch instead of its Triton kernel: %s", reason)
+            if "attention" not in self.fallbacks:
+                self._try("attention", partial(try_attention, spec, layout, dtype, self.device))
         return super().make_store(layout, num_blocks, dtype)
 
     def make_attention(
@@ -66,11 +103,9 @@ class CudaBackend(TorchBackend):
 
 @torch.inference_mode()
 def try_attention(spec: LayerSpec, layout: KvLayout, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the kernel can't be used for this layer on this device; None if it agrees with torch."""
-    try:
-        ours, theirs = (_attend(make, spec, layout, dtype, device) for make in (TritonAttention, PagedAttention))
-    except (TritonError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
+    """Why the kernel can't be used for this layer on this device; None if it agrees with torch. Raises what its launch
+    raises."""
+    ours, theirs = (_attend(make, spec, layout, dtype, device) for make in (TritonAttention, PagedAttention))
     difference = float((ours - theirs).norm() / theirs.norm())
     if difference < TOLERANCE[dtype]:
         return None
@@ -101,3 +136,20 @@ def _attend(
     )
     call = AttentionCall(0, query, key, value, spec.key_dim**-0.5, None, None, None)
     return make(store, [AttentionWindow(Kind.SLIDING, 16)], flat).attend(call).float()
+
+
+def _try_layers(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Layers that differ keep torch's operations, which is no failure: many models have other layers."""
+    logger.info("%d decoder layers have Triton kernels", fused_layer.fuse(model, dtype))
+
+
+@torch.inference_mode()
+def try_sampler(sampler: Sampler, device: torch.device) -> str | None:
+    """Why the sampler can't be used on this device; None if it draws torch's tokens. Raises what its launch raises."""
+    rows = []
+    for seed, mix in enumerate(TRIAL_SAMPLING):
+        request = Request("trial", (0,), sampling=SamplingParams(seed=seed, **mix))
+        rows.append(Row(request, [0], 0, 1, array("i"), True, SamplerState(request)))
+    logits = torch.randn(len(rows), TRIAL_VOCABULARY, generator=torch.Generator().manual_seed(0)).to(device)
+    ours, theirs = (kind.sample(rows, logits, frozenset()) for kind in (sampler, Sampler()))
+    return None if ours == theirs else f"draws tokens {ours} instead of {theirs}"

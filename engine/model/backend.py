@@ -21,7 +21,7 @@ from decant.engine.model.attention.paged import PagedAttention
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.sampler import Sampler
 from decant.engine.model.step_batch import FlatBatch, Ints, flatten
-from decant.engine.plan import Row
+from decant.engine.plan import Device, Row
 
 CudaKernels = Literal["none", "triton"]
 
@@ -72,6 +72,14 @@ class Backend(Protocol):
         """Entered around a step: makes torch's elementwise loops independent of the number of rows."""
         ...
 
+    def choose_threads(self, device: Device, most: int) -> int:
+        """Have torch use the number of CPU threads, at most ``most``, with which steps are fastest; returns it."""
+        ...
+
+    def fused_layers(self, model: torch.nn.Module) -> int:
+        """Number of decoder layers of a prepared model that run in one call; for logs."""
+        ...
+
 
 class TorchBackend:
     """Plain torch: the model's own modules, paged attention in torch's products, sampling in tensor operations."""
@@ -103,6 +111,12 @@ class TorchBackend:
 
     def step_threads(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def choose_threads(self, device: Device, most: int) -> int:
+        return most
+
+    def fused_layers(self, model: torch.nn.Module) -> int:
+        return 0
 
 
 def make_backend(device: torch.device, cuda_kernels: CudaKernels = "none") -> Backend:

@@ -2,8 +2,7 @@
 
     a few steps of the real model ──> seconds of each ──> StepCostModel with the least error
 
-Steps run on the device before an engine uses its blocks: only bytes in free blocks remain. The time is bounded, so a
-slow machine runs fewer steps; the most informative ones come first.
+Steps run on the device before an engine uses its blocks. The time is bounded: a slow machine runs fewer steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Runs a model in float32 on its weights, whatever their dtype, without a copy of the model.
 
-In bfloat16 a comparison of two computations can't tell an error from rounding: near a router's tie the last bit
-chooses the expert, and logits differ as much as those of a wrong model.
+In bfloat16 a comparison can't distinguish an error from rounding: near a router's tie the last bit chooses the expert.
 """
 
 from __future__ import annotations

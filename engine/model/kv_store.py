@@ -14,7 +14,7 @@ PREFAULT_BYTES = 256 << 20
 
 
 class KvStore:
-    """``num_blocks`` blocks of ``layout`` on one device. Owners are the block pool's matter."""
+    """``num_blocks`` blocks of ``layout`` on one device. The block pool tracks their owners."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         if num_blocks < 1:
@@ -27,7 +27,7 @@ class KvStore:
             size = num_blocks * layout.block_bytes
             raise InvalidConfig("kv_bytes", f"what {device} can allocate beside the weights", size) from None
         self.blocks = self._memory[:num_blocks]
-        self.blank = num_blocks  # a block of zeros without owner that is never written: pads block tables
+        self.blank = num_blocks  # a block of zeros: pads block tables, and is the pool's null block
         layers = range(len(layout.layers))
         self._layers = [self._split(index) for index in layers]
         self._descriptors = np.array([self._descriptor(index) for index in layers], np.int64)
@@ -49,8 +49,8 @@ class KvStore:
     def _descriptor(self, layer: int) -> tuple[int, ...]:
         spec, size, keys = self.layout.layers[layer], self.layout.block_size, self.layout.offsets[layer]
         values = keys + size * spec.kv_heads * spec.key_dim
-        place = self._memory.data_ptr(), self.layout.block_elements, size, keys, values
-        return *place, spec.kv_heads, spec.key_dim, spec.value_dim, self.num_blocks
+        block = self._memory.data_ptr(), self.layout.block_elements, size, keys, values
+        return *block, spec.kv_heads, spec.key_dim, spec.value_dim, self.num_blocks + 1
 
     def _split(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One layer's part of all blocks, and its keys and values, as views of the store."""
@@ -94,5 +94,4 @@ class KvStore:
         return data
 
     def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
-        """Replace the bytes of a block."""
         self.blocks[block].copy_(torch.frombuffer(bytearray(data), dtype=self.blocks.dtype))

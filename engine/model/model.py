@@ -11,7 +11,7 @@ from decant.engine.checkpoint import checkpoint
 from decant.engine.checkpoint.checkpoint import DTYPES
 from decant.engine.costs import StepCostModel
 from decant.engine.errors import InvalidConfig, check_whole
-from decant.engine.kv_layout import KvLayout
+from decant.engine.kv_layout import KvLayout, Window, widest
 from decant.engine.model import rope
 from decant.engine.model.attention.paged import TILE
 from decant.engine.model.backend import PARTS, Backend, CudaKernels, make_backend
@@ -63,6 +63,10 @@ class ModelConfig:
             check_whole("window", self.context_length, least=1)
         check_whole("kv_bytes", self.kv_bytes, least=1)
 
+    def make_backend(self) -> Backend:
+        """The backend for ``device`` and ``cuda_kernels``. Raises InvalidConfig."""
+        return make_backend(checkpoint.choose_device(self.device), self.cuda_kernels)
+
 
 @dataclass(slots=True)
 class ModelDevice:
@@ -90,6 +94,10 @@ class ModelDevice:
         return self.store.layout.block_size
 
     @property
+    def window(self) -> Window:
+        return self.store.layout.window
+
+    @property
     def block_bytes(self) -> int:
         return self.store.block_bytes
 
@@ -107,14 +115,16 @@ HASHED, READ = 5, 20
 """Percent of a load done when the weight files are hashed, and when they are read."""
 
 
-def load(config: ModelConfig, progress: Callable[[int], None] = lambda percent: None) -> ModelDevice:
+def load(
+    config: ModelConfig, progress: Callable[[int], None] = lambda percent: None, backend: Backend | None = None
+) -> ModelDevice:
     """Load a checkpoint and decide whether it is served. Raises ModelRefused, InvalidConfig.
 
     The reference is computed by transformers' own attention before anything is replaced. ``progress`` gets the percent
-    done.
+    done. ``backend``: by default ``config.make_backend()``.
     """
     progress(0)
-    backend = make_backend(checkpoint.choose_device(config.device), config.cuda_kernels)
+    backend = backend or config.make_backend()
     source = checkpoint.open(config.model, config.revision)
     dtype = source.choose_dtype(config.dtype, backend.dtypes)
     context_length = source.choose_context_length(config.context_length)
@@ -130,7 +140,7 @@ def load(config: ModelConfig, progress: Callable[[int], None] = lambda percent: 
     progress(60)
     views, specs = learn_attention(model, source.name, context_length)
     progress(70)
-    layout = KvLayout(specs, config.block_size, dtype.itemsize)
+    layout = KvLayout(specs, config.block_size, dtype.itemsize, widest(views))
     if config.kv_bytes < layout.block_bytes:
         raise InvalidConfig("kv_bytes", f"at least one block of {layout.block_bytes} bytes", config.kv_bytes)
     subject = Subject(model, source.name, context_length, backend)

@@ -1,17 +1,13 @@
 """Probe: tests at load whether a model is computed correctly. No list of model names decides.
 
-Three short random sequences, one of them at the end of the context length, in one flattened batch, must give the
-logits that transformers' own attention gives each alone. Attention must be called exactly once per layer. A refusal
-names what differs. The comparison is made twice:
+Three short random sequences in one batch must have the logits that transformers' own attention computes for each
+alone. One is at the end of the context length and sees nothing before its start: it detects models that count rows
+instead of positions. The comparison is made twice:
 
-- In float32, on the model's own modules: equal up to rounding. Shows that masks, positions and scales are right. In
-  bfloat16 it can't be shown: near a tie of a router rounding may choose another expert, and then logits differ as
-  much as those of a wrong model.
-- As it will be served, after ``Backend.prepare``: on an exact backend bit for bit the same alone as in a batch; and
-  not much further from float32 than rounding takes transformers' own.
-
-The sequence at the end sees nothing before its start. It finds models that count rows instead of positions, such as a
-scale of the scores that grows every few thousand tokens.
+- In float32, on the model's own modules: equal up to rounding, so masks, positions and scales are right. bfloat16 would
+  not show it: near a router's tie rounding chooses another expert, and logits differ as much as those of a wrong model.
+- As served, after ``Backend.prepare``: on an exact backend the same bits alone and in a batch, and about as far from
+  float32 as transformers' own.
 """
 
 from __future__ import annotations
@@ -38,13 +34,12 @@ from decant.engine.plan import Row
 from decant.engine.request import Request
 
 LENGTHS = (22, 13, 9)
-"""Most tokens of the sequences: different, odd and even, more than a block of 16 in one. The last one is at the
-end of the context length."""
+"""Most tokens of the sequences. The last one is at the end of the context length."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Root mean square difference of logits, relative to their spread, that rounding explains."""
 
-MORE_NOISE = 2.0
+NOISE_FACTOR = 2.0
 """Beyond TOLERANCE, a served model may be this many times as far from float32 as transformers' own."""
 
 
@@ -69,7 +64,6 @@ class ProbeSequence:
 
 
 def probe_sequences(model: PreTrainedModel, context_length: int) -> list[ProbeSequence]:
-    """The sequences that a model is probed with."""
     generator = torch.Generator().manual_seed(0)
     lengths = [min(length, context_length) for length in LENGTHS]
     starts = [0] * (len(LENGTHS) - 1) + [context_length - lengths[-1]]
@@ -95,7 +89,7 @@ class Reference:
 
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel, name: str, context_length: int) -> Reference:
-    """What the probe sequences must give. Call it before anything is replaced. Raises ModelRefused."""
+    """The logits of the probe sequences before anything is replaced. Raises ModelRefused."""
     with refusing(name, "transformers' own attention failed"):
         *early, last = probe_sequences(model, context_length)
         exact, noise = _exact(model, early)
@@ -110,15 +104,14 @@ def reference_logits(model: PreTrainedModel, name: str, context_length: int) -> 
 def _exact(model: PreTrainedModel, sequences: Sequence[ProbeSequence]) -> tuple[list[torch.Tensor], float]:
     """Logits of sequences with one start in float32, and how far at most the model's own dtype is from them."""
     with Float32():
-        exact = _alone(model, sequences)
+        exact = _reference_batch(model, sequences)
     if token_embeddings(model).weight.dtype == torch.float32:
         return exact, 0.0
-    return exact, max(map(_typical_difference, _alone(model, sequences), exact))
+    return exact, max(map(_typical_difference, _reference_batch(model, sequences), exact))
 
 
-def _alone(model: PreTrainedModel, sequences: Sequence[ProbeSequence]) -> list[torch.Tensor]:
-    """Logits of sequences with one start, in one batch, since each pass widens all weights. Padded on the right, which
-    a causal model does not see."""
+def _reference_batch(model: PreTrainedModel, sequences: Sequence[ProbeSequence]) -> list[torch.Tensor]:
+    """Logits of sequences with one start, in one batch padded on the right: each pass widens all weights."""
     start, length = sequences[0].start, max(len(sequence.tokens) for sequence in sequences)
     ids = torch.tensor(
         [sequence.tokens + [0] * (length - len(sequence.tokens)) for sequence in sequences], device=model.device
@@ -179,11 +172,11 @@ def learn_attention(
     if calls != layers or not layers:
         reason = f"transformers' attention functions were called {calls} times for {layers} layers"
         raise ModelRefused(name, f"its attention can't be replaced: {reason}")
-    _check_kept(model, name, recorder.views, context_length)
+    _check_window(model, name, recorder.views, context_length)
     return tuple(recorder.views), tuple(recorder.specs)
 
 
-def _check_kept(model: PreTrainedModel, name: str, views: Sequence[AttentionWindow], context_length: int) -> None:
+def _check_window(model: PreTrainedModel, name: str, views: Sequence[AttentionWindow], context_length: int) -> None:
     """Refuse a model that sees more of a prompt than transformers' own cache keeps for decoding."""
     with refusing(name, "making transformers' own cache failed"):
         layers = DynamicCache(config=model.config).layers
@@ -218,7 +211,7 @@ def check_attention(
     wide = KvLayout(layout.layers, layout.block_size, torch.float32.itemsize)
     name, rows = subject.name, subject.rows(layout.block_size)
     with refusing(name, "a step of several sequences failed"), Float32():
-        together = _together(_runner(subject, wide, views, rows, torch.float32), rows)
+        together = _batched_logits(_runner(subject, wide, views, rows, torch.float32), rows)
     worst = 0.0
     for ours, theirs in zip(together, reference.logits, strict=False):
         worst = max(worst, difference := _difference(ours, theirs))
@@ -235,21 +228,21 @@ def check_attention(
 def probe(subject: Subject, layout: KvLayout, views: Sequence[AttentionWindow], reference: Reference) -> bool:
     """Compare a batch with single rows, and with the reference, as the model will be served. Raises ModelRefused.
 
-    Returns whether batch and single rows are equal to the bit. The median difference over positions counts: a router
-    near a tie moves a few positions far, a wrongly packed weight moves all.
+    Returns whether batch and single rows have the same bits. Differences are medians over positions: a router near a
+    tie changes a few positions, a wrongly packed weight all.
     """
     dtype = token_embeddings(subject.model).weight.dtype
     name, rows = subject.name, subject.rows(layout.block_size)
     with refusing(name, "a step of several sequences failed"):
         runner = _runner(subject, layout, views, rows, dtype)
-        together, apart = _together(runner, rows), _apart(runner, rows)
+        together, apart = _batched_logits(runner, rows), _separate_logits(runner, rows)
     pairs = [(one[-len(other) :], other) for others in apart for one, other in zip(together, others, strict=True)]
     exact = all(torch.equal(one, other) for one, other in pairs)
     mixed = max(_typical_difference(one, other) for one, other in pairs)
     if not mixed < TOLERANCE[dtype] or (subject.backend.exact >= PARTS and not exact):
         raise ModelRefused(name, f"a sequence's logits depend on its neighbours, by {mixed:.2g} of their spread")
     rounded = max(map(_typical_difference, together, reference.logits))
-    if not rounded < max(TOLERANCE[dtype], MORE_NOISE * reference.noise):
+    if not rounded < max(TOLERANCE[dtype], NOISE_FACTOR * reference.noise):
         reason = (
             f"its logits in {str(dtype).removeprefix('torch.')} differ from float32 by {rounded:.2g} of their spread"
         )
@@ -267,7 +260,7 @@ def _runner(
     return ModelRunner(subject.model, store, late, frozenset(), subject.backend)
 
 
-def _together(runner: ModelRunner, rows: Sequence[Row]) -> list[torch.Tensor]:
+def _batched_logits(runner: ModelRunner, rows: Sequence[Row]) -> list[torch.Tensor]:
     """Logits of each row, all rows in one step."""
     inverted = [rows[-1], *rows[:-1]]  # the longest context first
     lengths = [row.end - row.start for row in inverted]
@@ -275,7 +268,7 @@ def _together(runner: ModelRunner, rows: Sequence[Row]) -> list[torch.Tensor]:
     return [*others, last]
 
 
-def _apart(runner: ModelRunner, rows: Sequence[Row]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _separate_logits(runner: ModelRunner, rows: Sequence[Row]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Logits of each row in its own step, and of each last position in a step that keeps only those."""
     separate = [runner.logits([row], np.arange(row.end - row.start)).float() for row in rows]
     inverted = [rows[-1], *rows[:-1]]

@@ -1,7 +1,7 @@
 """Refuses models with a state other than keys and values: recurrent ones (Mamba, linear attention) and hybrids.
 
-Only blocks are transferred, shared and recomputed, so such a model would give wrong output. The state is found where
-transformers keeps it: in the caches that a pass returns, or in attributes of modules.
+Only blocks are transferred, shared and recomputed, so such a model would generate wrong output. transformers stores the
+state in the caches that a pass returns, or in attributes of modules.
 """
 
 from __future__ import annotations

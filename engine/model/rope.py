@@ -38,13 +38,12 @@ def default_length(config: Any, positions: int) -> int:
 
 
 def _scaling(config: Any) -> tuple[dict[str, Any], float]:
-    """Parameters of the rotary embedding, and its scaling factor."""
     scaling = getattr(config, "rope_parameters", None) or {}
     return scaling, float(scaling.get("factor") or 1.0)
 
 
 def freeze(model: torch.nn.Module, context_length: int) -> None:
-    """Fix every length-dependent rotary embedding of ``model`` at the frequencies of ``window`` positions."""
+    """Fix every length-dependent rotary embedding of ``model`` at the frequencies of ``context_length`` positions."""
     for module in map(_untyped, model.modules()):
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str) and _depends_on_length(kinds):

@@ -49,7 +49,6 @@ class ModelRunner:
             return step.result(logits, self._eos)
 
     def flatten(self, rows: Sequence[Row]) -> FlatBatch:
-        """The flattened batch of these rows."""
         return self._backend.flatten(rows, self._store.layout.block_size, self._store.blank)
 
     def logits(self, rows: Sequence[Row], keep: Ints) -> torch.Tensor:
@@ -58,7 +57,7 @@ class ModelRunner:
 
     def forward(self, flat: FlatBatch, keep: Ints) -> torch.Tensor:
         """Logits [kept, vocabulary] at the flattened positions ``keep``; computes all rows' KV."""
-        self._store.clear(flat.begun)
+        self._store.clear(flat.new_blocks)
         attention = self._backend.make_attention(self._store, self._views, flat, keep)
         kept = torch.from_numpy(keep).to(self._device)
         inputs: dict[str, Any] = {
@@ -116,12 +115,10 @@ class _StepLogits:
         return StepResult(sampled, logprobs, prompts, failed)
 
     def _span(self, index: int) -> slice:
-        """Indexes of a row's logits among those kept."""
         stop = int(self._kept[: index + 1].sum())
         return slice(stop - int(self._kept[index]), stop)
 
     def _invalid_rows(self, finite: npt.NDArray[np.bool_]) -> set[int]:
-        """Rows with logits that are NaN or infinite."""
         owners = np.repeat(np.arange(len(self._rows)), self._kept)
         return set(owners[~finite].tolist())
 
@@ -149,7 +146,6 @@ class _StepLogits:
 
 
 def _needs_prompt_logprobs(row: Row) -> bool:
-    """Whether a row computes prompt positions whose log-probabilities are requested."""
     return row.request.prompt_logprobs is not None and row.start < row.request.prompt_len - 1
 
 

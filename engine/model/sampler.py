@@ -40,7 +40,6 @@ class Sampler:
         self._scores_at_once = scores_at_once
 
     def top_tokens(self, logits: torch.Tensor) -> TopToken:
-        """Of logits [n, vocabulary]."""
         return top_tokens(logits)
 
     def sample(

@@ -21,14 +21,14 @@ class FlatBatch:
     row_table [6, n]    of each row: its index in the plan, its start and end, its first and last + 1 flattened
                         position, and whether the next token is drawn
     flattened [3, T]    of each token: its id, its position, and its slot: block * block_size + slot in the block
-    begun [b]           blocks that get their first token but not all: they are cleared first
+    new_blocks [b]      blocks that get their first token but not all: they are cleared first
     table [n, W]        block tables up to each row's end, padded with ``blank``
     """
 
     rows: Sequence[Row]
     row_table: Ints
     flattened: Ints
-    begun: Ints
+    new_blocks: Ints
     table: npt.NDArray[np.int32]
 
     @property
@@ -92,8 +92,8 @@ def flatten(rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
     sampled = np.array([row.sample for row in rows], np.int64)
     row_table = np.stack([order, starts, ends, stops - lengths, stops, sampled])
     flattened = np.stack([np.array(tokens, np.int64), positions, slots])
-    begun = (positions % block_size == 0) & (positions + block_size > np.repeat(ends, lengths))
-    return FlatBatch(rows, row_table, flattened, slots[begun] // block_size, table)
+    is_new = (positions % block_size == 0) & (positions + block_size > np.repeat(ends, lengths))
+    return FlatBatch(rows, row_table, flattened, slots[is_new] // block_size, table)
 
 
 def cut_before(flat: FlatBatch, keep: Ints) -> tuple[Ints, Ints]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -65,6 +65,8 @@ class AuthenticatedCall:
 class Authenticator(Protocol):
     limits: Mapping[str, TenantLimits]
     """Of the tenants that have any, by name."""
+    tenants: Sequence[str]
+    """Names of all tenants."""
 
     def tenant_of(self, metadata: Metadata) -> Tenant:
         """Raises Unauthenticated."""
@@ -75,6 +77,7 @@ class NoAuthentication:
 
     def __init__(self, models: Models) -> None:
         self.limits: Mapping[str, TenantLimits] = {}
+        self.tenants: Sequence[str] = (DEFAULT_TENANT,)
         self._tenant = Tenant(DEFAULT_TENANT, models)
 
     def tenant_of(self, metadata: Metadata) -> Tenant:
@@ -88,6 +91,7 @@ class Credentials:
         self.limits: Mapping[str, TenantLimits] = {
             tenant.name: tenant.limits for tenant in tenants.values() if tenant.limits != NO_LIMITS
         }
+        self.tenants: Sequence[str] = tuple(dict.fromkeys(tenant.name for tenant in tenants.values()))
         self._tenants = dict(tenants)
 
     def tenant_of(self, metadata: Metadata) -> Tenant:

@@ -111,9 +111,21 @@ class InferenceService:
         # Before any other work: an overloaded router must refuse a request cheaply.
         check_id(request.request_id)
         key = RequestKey(tenant.name, request.request_id)
-        await self._registry.check_wait(key, model, request.priority, deadline)
-        valid = await validate(request, tenant.models, self._registry.max_context_length, deadline, tenant.name)
-        return await self._registry.begin(valid)
+        with self._counted_refusals(model, tenant.name):
+            await self._registry.check_wait(key, model, request.priority, deadline)
+            valid = await validate(request, tenant.models, self._registry.max_context_length, deadline, tenant.name)
+            return await self._registry.begin(valid)
+
+    @contextmanager
+    def _counted_refusals(self, model: str, tenant: str) -> Iterator[None]:
+        metrics = self._metrics[model]
+        try:
+            yield
+        except ServiceError as error:
+            if error.reason in metrics.refused:
+                metrics.refused[error.reason].inc()
+                metrics.tenants.count_refusal(tenant)
+            raise
 
     async def _stream(self, stream: TokenStream, after_seq: int, call: AuthenticatedCall) -> None:
         with self._attached_reader(stream) as reader:

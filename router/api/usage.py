@@ -51,7 +51,7 @@ class RequestMeter:
 
     def close(self, outcome: str) -> None:
         """The call has ended: count the request and log it in one line."""
-        self._count()
+        self._count(outcome)
         stream = self._stream
         receipt = self.receipt()
         times = {field.name: value for field, value in receipt.ListFields() if field.name.endswith("_ms")}
@@ -71,20 +71,25 @@ class RequestMeter:
             **times,
         )
 
-    def _count(self) -> None:
+    def _count(self, outcome: str) -> None:
         stream, metrics = self._stream, self._metrics
+        tenant = stream.request.key.tenant
         written = len(stream.tokens)
         before, stream.counted = stream.counted, written
         metrics.generated.inc(written - (before or 0))
+        metrics.tenants.count_tokens(tenant, written - (before or 0))
         if written and not before:
             metrics.prompt[PromptSource.CACHED].inc(stream.cached_tokens)
             metrics.prompt[PromptSource.COMPUTED].inc(max(0, stream.request.prompt_tokens - stream.cached_tokens))
         if before is not None:
             return
+        metrics.count_request(outcome.removeprefix("FINISH_REASON_").lower())
+        metrics.tenants.count_request(tenant, stream.request.prompt_tokens)
         metrics.e2e.observe(self._now() - stream.request.accepted_at)
         for histogram, seconds in (
             (metrics.queue, queue_s(stream)),
             (metrics.prefill, stream.path.prefill_s),
+            (metrics.handoff, stream.path.handoff_s),
             (metrics.decode, decode_s(stream)),
         ):
             if seconds is not None:

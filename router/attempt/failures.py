@@ -90,6 +90,12 @@ def error_for(failure: wire.Failure, sender: Incarnation) -> ServiceError | Atte
             return AttemptFailed(failure, Incarnation.of(failure.peer) if failure.HasField("peer") else sender)
 
 
+def cause_label(cause: wire.Cause) -> str:
+    """Metric label: "peer_lost" for CAUSE_PEER_LOST; "unspecified" for a cause that only a newer build knows."""
+    known = cause if cause in wire.Cause.values() else wire.CAUSE_UNSPECIFIED
+    return wire.Cause.Name(known).removeprefix("CAUSE_").lower()
+
+
 def _violation(failure: wire.Failure) -> tuple[str, str, str]:
     violation = failure.violation
     limit = violation.limit or failure.detail or "what a worker can run"

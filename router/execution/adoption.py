@@ -87,6 +87,7 @@ class Adoptions:
         execution = self._table.find(stored.key)  # another call may have been faster
         if execution is not None or stored.ended:
             return execution
+        self._router.metrics.adopted.labels(request.engine_request.model).inc()
         _log.info("request adopted", request_id=stored.key.id, epoch=stored.epoch, entries=stored.length)
         execution = self._table.launch(request, stored)
         if on_adopted is not None:

@@ -76,6 +76,11 @@ class JournalWriter:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def num_unwritten(self) -> int:
+        """Ended requests whose end is not written yet."""
+        return len(self._ended)
+
     def begin(self, request: JournaledRequest) -> None:
         """Write the request from now on, until its end is written."""
         self._running[request.owned] = request

@@ -13,6 +13,7 @@ from decant.router.settings import RouterSettings
 from decant.router.timings import RouterTimings
 from decant.router.workers.pool import WorkerPool
 from decant.runtime.admission import Admission
+from decant.runtime.metrics import RequestMetrics
 from decant.state.requests import Requests
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class RouterServices:
     journal_writer: JournalWriter
     quota_leases: QuotaLeases
     restore: RestoreRequest
+    metrics: RequestMetrics
     ended_s: float
     """How long the store keeps an ended request."""
     timings: RouterTimings = field(default_factory=RouterTimings)

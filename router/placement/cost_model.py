@@ -93,6 +93,12 @@ class PrefillTransferCosts:
         self._transfer.add(max(0, tokens), max(0.0, seconds), self._now())
 
     @property
+    def prefill_s_per_token(self) -> float | None:
+        """As measured last, however long ago: of prefill workers, else of decode workers. None before the first
+        prompt."""
+        return self._on_prefill_worker.per_token or self._on_decode_worker.per_token or None
+
+    @property
     def handoff_min_tokens(self) -> int:
         """Prompts with fewer uncached tokens are computed on their decode worker. 0: none, or the costs are unknown."""
         now = self._now()

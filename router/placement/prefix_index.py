@@ -1,7 +1,9 @@
 """Hashes of a prompt's blocks, and which of them each worker has in its prefix cache.
 
-    prompt  | block 0 | block 1 | block 2 | ...        hash: first 8 bytes of a digest of the block and all before it
-    cached  |   x     |    x    |         |            2 blocks need not be computed there
+    prompt     | block 0 | block 1 | block 2 | ...     hash: first 8 bytes of a digest of the block and all before it
+    worker 0   |   x     |    x    |         |         2 blocks need not be computed there
+    worker 1   |         |         |    x    |         none: only leading blocks count
+    holders    |  0b01   |  0b01   |  0b10   |         what ``PrefixIndex`` keeps: a bit for each worker
 
 A worker reports its prefix cache in heartbeats (``PrefixCacheUpdate`` in worker.proto, which also defines the hash).
 Blocks that this router has just sent there count too: the next request with the same prefix follows at once.
@@ -11,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
 from decant.engine.block_hashes import REPORTED_BYTES, hash_blocks, root_hash
@@ -63,6 +66,72 @@ class PromptBlocks:
         most = (len(self._request.prompt) // 4 - 1) // block_tokens
         return min(cache.leading(self.hashes(block_tokens)), most) * block_tokens
 
+    def cached_by_worker(self, index: PrefixIndex) -> dict[int, int]:
+        """The same for all workers of an index at once, by their numbers there. Workers with nothing are left out."""
+        cached: dict[int, int] = {}
+        if self.may_hit:
+            for block_tokens in index.block_sizes:
+                most = (len(self._request.prompt) // 4 - 1) // block_tokens
+                leading = index.leading(self.hashes(block_tokens)[:most])
+                cached.update((worker, blocks * block_tokens) for worker, blocks in leading.items())
+        return cached
+
+
+class PrefixIndex:
+    """The workers of one model that have a block: a lookup costs as much as the prompt has cached blocks, not as there
+    are workers. Workers have small numbers, which are used again."""
+
+    def __init__(self) -> None:
+        self.block_sizes = Counter[int]()
+        """Workers by the tokens of their blocks."""
+        self._holders: dict[int, int] = {}  # bit n: worker n has the block
+        self._free: list[int] = []
+        self._workers = 0
+
+    def add_worker(self, block_tokens: int) -> int:
+        """Return its number. ``remove_worker`` ends it, once its blocks are discarded."""
+        self.block_sizes[block_tokens] += 1
+        if self._free:
+            return self._free.pop()
+        self._workers += 1
+        return self._workers - 1
+
+    def remove_worker(self, worker: int, block_tokens: int) -> None:
+        self.block_sizes -= Counter((block_tokens,))
+        self._free.append(worker)
+
+    def add(self, worker: int, hashes: Iterable[int]) -> None:
+        holders, bit = self._holders, 1 << worker
+        for digest in hashes:
+            holders[digest] = holders.get(digest, 0) | bit
+
+    def discard(self, worker: int, hashes: Iterable[int]) -> None:
+        holders, others = self._holders, ~(1 << worker)
+        for digest in hashes:
+            remaining = holders.pop(digest, 0) & others
+            if remaining:
+                holders[digest] = remaining
+
+    def leading(self, hashes: Sequence[int]) -> dict[int, int]:
+        """Number of leading blocks by worker, of those that have any."""
+        counts: dict[int, int] = {}
+        having, number = (self._holders.get(hashes[0], 0) if hashes else 0), 0
+        while having:
+            number += 1
+            following = having & self._holders.get(hashes[number], 0) if number < len(hashes) else 0
+            if following != having:
+                counts.update(dict.fromkeys(_bits(having ^ following), number))
+                having = following
+        return counts
+
+
+def _bits(mask: int) -> Iterator[int]:
+    """Positions of the ones."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
+
 
 class ExpectedBlocks:
     """Blocks of one request that a worker will have soon."""
@@ -77,9 +146,11 @@ class ExpectedBlocks:
 
 
 class WorkerPrefixCache:
-    """What one worker's prefix cache is known to hold."""
+    """What one worker's prefix cache is known to hold; ``index`` has the same under the number ``worker``."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: PrefixIndex | None = None, worker: int = 0) -> None:
+        self._index = index or PrefixIndex()
+        self._worker = worker
         self.leaving: list[tuple[int, ExpectedBlocks]] = []
         """Heartbeats left, and what is forgotten after them."""
         self._cached: set[int] = set()  # reported and expected
@@ -94,6 +165,7 @@ class WorkerPrefixCache:
         expected = ExpectedBlocks(self, hashes)
         new = [digest for digest in hashes if digest not in self._cached or digest in self._expected]
         self._cached.update(new)
+        self._index.add(self._worker, new)
         self._expected.update(dict.fromkeys(new, expected))
         return expected
 
@@ -102,11 +174,18 @@ class WorkerPrefixCache:
         published, dropped = (array("Q", hashes) for hashes in (beat.cache.published, beat.cache.dropped))
         self._cached.update(published)
         self._cached.difference_update(dropped)
+        self._index.add(self._worker, published)
+        self._index.discard(self._worker, dropped)
         if self._expected:
             for digest in (*published, *dropped):
                 self._expected.pop(digest, None)
         if self.leaving:
             self._forget()
+
+    def close(self) -> None:
+        """Remove its blocks from the index. Requests that are still there change the index no more."""
+        self._index.discard(self._worker, self._cached)
+        self._index = PrefixIndex()
 
     def _forget(self) -> None:
         leaving, self.leaving = self.leaving, []
@@ -118,3 +197,4 @@ class WorkerPrefixCache:
                 if self._expected.get(digest) is expected:
                     del self._expected[digest]
                     self._cached.discard(digest)
+                    self._index.discard(self._worker, (digest,))

@@ -12,7 +12,7 @@ import sys
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.router.placement.policy import WorkerSnapshot
-from decant.router.placement.prefix_index import ExpectedBlocks, PromptBlocks, WorkerPrefixCache
+from decant.router.placement.prefix_index import ExpectedBlocks, PrefixIndex, PromptBlocks, WorkerPrefixCache
 from decant.state.ids import Incarnation
 
 SLOW_START_SEQUENCES = 16
@@ -42,11 +42,15 @@ class CorrectedCounter:
 
 
 class WorkerLoad:
-    """What placement uses of one incarnation of one worker."""
+    """What placement uses of one incarnation of one worker. ``index`` is shared by the workers of its model; ``close``
+    removes it there."""
 
-    def __init__(self, facts: WorkerRegistration) -> None:
+    def __init__(self, facts: WorkerRegistration, index: PrefixIndex | None = None) -> None:
         self.incarnation = Incarnation.of(facts.peer)
         self.block_tokens = facts.capacity.block_tokens or 1
+        self._index = index or PrefixIndex()
+        self.number = self._index.add_worker(self.block_tokens)
+        """Its number in the index."""
         self.work = CorrectedCounter()
         """Prompt tokens to compute."""
         self.sequences = CorrectedCounter()
@@ -54,7 +58,9 @@ class WorkerLoad:
         self._routers: frozenset[Incarnation] | None = None
         """Routers with a session at the worker, by its last report; None before the first in this session."""
         self._load = wire.Load(role=facts.role, free_blocks=facts.capacity.total_blocks, takes_prompts=True)
-        self._cached = WorkerPrefixCache()
+        self._cached = WorkerPrefixCache(self._index, self.number)
+        self._snapshots: dict[tuple[int, bool], WorkerSnapshot] = {}
+        """Since the last change, by cached tokens and whether it is avoided."""
         self._is_full = False
         self._slow_start_limit = sys.maxsize  # sequences sent before the next load report
         self._sent_sequences = 0  # since the last one
@@ -83,6 +89,17 @@ class WorkerLoad:
 
     def snapshot(self, prefix: PromptBlocks | None = None, *, avoided: bool = False) -> WorkerSnapshot:
         """For a request with that prompt; None: for any."""
+        return self.snapshot_with(0 if prefix is None else self.cached_tokens(prefix), avoided)
+
+    def snapshot_with(self, cached_tokens: int, avoided: bool) -> WorkerSnapshot:
+        """For a request that has so many tokens cached there."""
+        key = cached_tokens, avoided
+        snapshot = self._snapshots.get(key)
+        if snapshot is None:
+            snapshot = self._snapshots[key] = self._new_snapshot(*key)
+        return snapshot
+
+    def _new_snapshot(self, cached_tokens: int, avoided: bool) -> WorkerSnapshot:
         load, has_capacity = self._load, self.has_capacity
         return WorkerSnapshot(
             incarnation=self.incarnation,
@@ -92,7 +109,7 @@ class WorkerLoad:
             free_blocks=load.free_blocks + load.cached_blocks - self._sent_tokens // self.block_tokens,
             sequences=self.sequences.now,
             queued_tokens=self.work.now,
-            cached_tokens=self.cached_tokens(prefix) if prefix is not None and has_capacity else 0,
+            cached_tokens=cached_tokens if has_capacity else 0,
             takes_prompts=load.takes_prompts,
             has_capacity=has_capacity,
             avoided=avoided,
@@ -110,6 +127,12 @@ class WorkerLoad:
         self._sent_tokens += fresh
         return LoadReservation(self, fresh if computed else 0, self._cached.expect(prefix.hashes(self.block_tokens)))
 
+    def add(self, sequences: int, work: int) -> None:
+        """Add to this router's part; negative: remove."""
+        self.sequences.add(sequences)
+        self.work.add(work)
+        self._snapshots.clear()
+
     def apply_heartbeat(self, beat: wire.Heartbeat) -> None:
         """The worker's report."""
         if beat.HasField("load"):
@@ -126,13 +149,21 @@ class WorkerLoad:
         if not self._is_full:
             self._slow_start_limit *= 2
         self._is_full = False
+        self._snapshots.clear()
 
     def reset(self) -> None:
         """A new session: its heartbeats list the whole prefix cache and all routers again."""
-        self._cached, self._routers = WorkerPrefixCache(), None
+        self._cached.close()
+        self._cached, self._routers = WorkerPrefixCache(self._index, self.number), None
+
+    def close(self) -> None:
+        """The worker is gone: another one may get its number in the index."""
+        self._cached.close()
+        self._index.remove_worker(self.number, self.block_tokens)
 
     def mark_full(self) -> None:
         """The worker refused a sequence: send none before its next load report, then few."""
+        self._snapshots.clear()
         self._is_full = True
         self._slow_start_limit = SLOW_START_SEQUENCES
 
@@ -145,18 +176,17 @@ class LoadReservation:
         self._work = work
         self._expected = expected
         self._is_released = False
-        load.sequences.add(1)
-        load.work.add(work)
+        load.add(1, work)
 
     def mark_prefilled(self) -> None:
         """Its prompt is computed."""
         work, self._work = self._work, 0
-        self._load.work.add(-work)
+        self._load.add(0, -work)
 
     def release(self) -> None:
         """It has left the worker."""
         if not self._is_released:
             self._is_released = True
             self.mark_prefilled()
-            self._load.sequences.add(-1)
+            self._load.add(-1, 0)
             self._expected.release()

@@ -38,6 +38,8 @@ class RouterRegistrar:
         self._load = load
         self._registration: Registration[RouterRegistration] | None = None
         self._instance: str | None = None
+        self.is_store_available = False
+        """Whether the last renewal was answered."""
 
     async def close(self) -> None:
         """Leave the directory, after `run` was cancelled, if Redis is available."""
@@ -48,19 +50,19 @@ class RouterRegistrar:
                 _log.warning("this router stays registered until its registration expires", error=str(error))
 
     async def run(self, renew_every_s: float) -> None:
-        is_unavailable = False
+        is_logged = False
         while True:
             try:
                 await self._renew()
-                is_unavailable = False
+                self.is_store_available, is_logged = True, False
             except IncarnationReplaced as error:
                 _log.error("another process has this router's id", error=str(error))
                 self._on_replaced()
                 return
             except StateError as error:
-                if not is_unavailable:
+                if not is_logged:
                     _log.warning("this router can't be registered now", error=str(error))
-                is_unavailable = True
+                self.is_store_available, is_logged = False, True
             await asyncio.sleep(renew_every_s)
 
     async def _renew(self) -> None:

@@ -27,23 +27,16 @@ class Steps:
 
     def __init__(self, timings: WorkerTimings) -> None:
         self._timings = timings
-        self._heartbeat = wire.Heartbeat()
-
-    @property
-    def is_stuck(self) -> bool:
+        self.is_stuck = False
         """New requests go elsewhere."""
-        return self._is_older_than(self._timings.stuck_ms)
-
-    @property
-    def is_given_up(self) -> bool:
+        self.is_given_up = False
         """Running requests go elsewhere too."""
-        return self._is_older_than(self._timings.given_up_ms)
 
     def update(self, heartbeat: wire.Heartbeat) -> None:
-        self._heartbeat = heartbeat
+        self.is_stuck = self._is_older_than(self._timings.stuck_ms, heartbeat)
+        self.is_given_up = self._is_older_than(self._timings.given_up_ms, heartbeat)
 
-    def _is_older_than(self, ms: int) -> bool:
-        heartbeat = self._heartbeat
+    def _is_older_than(self, ms: int, heartbeat: wire.Heartbeat) -> bool:
         limit_ms = max(ms, STUCK_STEPS * heartbeat.longest_step_ms)
         return heartbeat.HasField("step_age_ms") and heartbeat.step_age_ms > limit_ms
 
@@ -70,6 +63,11 @@ class Connection:
         self._outgoing = outgoing
         self._owner = owner
         self._timings = timings
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the worker sends messages and its step is not stuck."""
+        return not (self.steps.is_stuck or self.silence.is_suspect)
 
     async def run(self) -> None:
         """Returns when the worker has ended the session. Raises StreamBroken, TimeoutError, and ValueError for a

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import WorkerRegistration
+from decant.router.placement.prefix_index import PrefixIndex
 from decant.router.timings import WorkerTimings
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import SessionObserver
@@ -51,6 +52,8 @@ class WorkerMembership:
         self._router = router
         self._directory = directory
         self._tokenizers = tokenizers
+        self.prefix_indexes = {model: PrefixIndex() for model in tokenizers}
+        """Of the workers of each model."""
         self._connector = Connector(tls)
         self._observer = observer
         self._timings = timings
@@ -131,7 +134,8 @@ class WorkerMembership:
         generation = self._connector.generation()
         channel = self._connector.open(facts.address)
         session = WorkerSession(self._router, facts.peer, channel, self._observer, self._timings)
-        worker = WorkerHandle(facts, channel, session, generation, self._timings)
+        index = self.prefix_indexes[facts.model]
+        worker = WorkerHandle(facts, channel, session, generation, self._timings, index)
         self._workers[worker.incarnation] = worker
         self._tasks[worker.incarnation] = asyncio.create_task(self._serve(worker))
         role = enum_name(wire.Role, facts.role)
@@ -146,6 +150,7 @@ class WorkerMembership:
             if worker.is_registered and not reopens:
                 self._over.add(worker.incarnation)
             del self._workers[worker.incarnation], self._tasks[worker.incarnation]
+            worker.load.close()
             _log.info("worker gone", worker=worker.incarnation.id)
             self._observer.on_members_changed(worker.facts.model)
             await worker.channel.close()

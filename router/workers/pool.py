@@ -54,14 +54,18 @@ class WorkerPool:
 
     def of(self, model: str) -> Iterator[WorkerHandle]:
         """All known workers of a model, usable or not."""
-        return (worker for worker in self.membership if worker.facts.model == model)
+        return (worker for worker in self.membership if worker.model == model)
 
     def snapshot(
         self, model: str, excluded: AbstractSet[Incarnation], prefix: PromptBlocks | None = None
     ) -> list[WorkerSnapshot]:
         """The usable workers, for a request with that prompt. Those in ``excluded`` are marked as avoided."""
-        usable = [worker for worker in self.of(model) if worker.is_usable]
-        return [worker.snapshot(prefix, avoided=worker.incarnation in excluded) for worker in usable]
+        cached = {} if prefix is None else prefix.cached_by_worker(self.membership.prefix_indexes[model])
+        return [
+            worker.snapshot(cached.get(worker.load.number, 0), avoided=worker.incarnation in excluded)
+            for worker in self.of(model)
+            if worker.is_usable
+        ]
 
     def handoff_min_tokens(self, model: str) -> int:
         """Prompts with at least as many uncached tokens are computed on a prefill worker."""

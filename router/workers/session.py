@@ -68,6 +68,12 @@ class WorkerSession:
         return self._outgoing.is_open
 
     @property
+    def is_usable(self) -> bool:
+        """Whether new requests may go there: it is open, not silent, and its step is not stuck."""
+        connection = self._connection
+        return self._outgoing.is_open and (connection is None or connection.is_healthy)
+
+    @property
     def is_busy(self) -> bool:
         """Whether the worker has anything of this router's."""
         return bool(self.runs.table or self.guests)

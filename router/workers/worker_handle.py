@@ -9,7 +9,7 @@ import grpc
 from decant.protos import worker_pb2_grpc as services
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.router.placement.policy import WorkerSnapshot
-from decant.router.placement.prefix_index import PromptBlocks
+from decant.router.placement.prefix_index import PrefixIndex
 from decant.router.placement.worker_load import WorkerLoad
 from decant.router.timings import WorkerTimings
 from decant.router.workers.session import WorkerSession
@@ -27,10 +27,12 @@ class WorkerHandle:
         session: WorkerSession,
         generation: int,
         timings: WorkerTimings = WorkerTimings(),
+        index: PrefixIndex | None = None,
     ) -> None:
         self.facts = facts
+        self.model = facts.model
         self.generation = generation
-        self.load = WorkerLoad(facts)
+        self.load = WorkerLoad(facts, index)
         self.incarnation = self.load.incarnation
         self.channel = channel
         self.prefill = services.PrefillStub(channel)
@@ -43,8 +45,7 @@ class WorkerHandle:
     @property
     def is_usable(self) -> bool:
         """Whether new requests may go there."""
-        session = self.session
-        return session.is_open and not (session.is_suspect or session.is_stuck or self.load.is_draining)
+        return self.session.is_usable and not self.load.is_draining
 
     @property
     def is_wanted(self) -> bool:
@@ -54,11 +55,11 @@ class WorkerHandle:
     @property
     def is_avoided(self) -> bool:
         """Whether it lost a request in the last seconds."""
-        return asyncio.get_running_loop().time() < self._avoided_until
+        return self._avoided_until > 0 and asyncio.get_running_loop().time() < self._avoided_until
 
-    def snapshot(self, prefix: PromptBlocks | None, *, avoided: bool) -> WorkerSnapshot:
-        """For a request with that prompt; None: for any."""
-        return self.load.snapshot(prefix, avoided=avoided or self.is_avoided)
+    def snapshot(self, cached_tokens: int, *, avoided: bool) -> WorkerSnapshot:
+        """For a request that has so many tokens cached there."""
+        return self.load.snapshot_with(cached_tokens, avoided or self.is_avoided)
 
     def record_failure(self) -> None:
         """It lost a request: others come first for a time that doubles. A broken worker has the least load."""

@@ -1,4 +1,4 @@
-"""``bench.subprocess_runner.run`` in a fork of a process with torch imported, on a tiny scale.
+"""``bench.comparison.subprocess_runner.run`` in a fork of a process with torch imported, on a tiny scale.
 
 Only test_engine.py and test_baselines.py start an interpreter per measurement. Job, progress and result are JSON here
 too.
@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.subprocess_runner import ChildFailed, Job, OnProgress
+from bench.comparison.subprocess_runner import ChildFailed, Job, OnProgress
 
 READ_BYTES = 1 << 24
 TRIES = 2

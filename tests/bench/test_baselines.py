@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+import venv
 from collections.abc import Iterable
 from io import StringIO
 from pathlib import Path
@@ -10,16 +11,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import contenders, engine, report, workloads
-from bench import subprocess_runner as child
+from bench import engine, workloads
 from bench.baselines import environment
-from bench.contenders import CONTENDERS, Contender
-from bench.open_loop import drive
-from bench.subprocess_runner import ChildFailed, Job
+from bench.comparison import contenders, report
+from bench.comparison import subprocess_runner as child
+from bench.comparison.contenders import CONTENDERS, Contender
+from bench.comparison.open_loop import drive
+from bench.comparison.subprocess_runner import ChildFailed, Job
 from bench.workloads import Item
 
 WORKS = """
-    from bench.metrics import Served, summarise
+    from bench.comparison.metrics import Served, summarise
 
     def measure(job, on_progress):
         print("chatter of a library")
@@ -65,6 +67,12 @@ def test_a_silent_one_is_ended(scripts: None, tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ChildFailed) as caught:
         child.run("baseline_hangs", JOB, lambda _: None)
     assert caught.value.reason == "ended by SIGKILL"
+
+
+def test_the_child_needs_no_installed_package(tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare")
+    with pytest.raises(ChildFailed, match=r"module 'bench\.workloads' has no attribute 'measure'"):
+        child.run("bench.workloads", JOB, lambda _: None, tmp_path / "bare" / "bin" / "python")
 
 
 @pytest.mark.slow

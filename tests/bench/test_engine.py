@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from bench import engine, machine, workloads
+from bench.comparison.subprocess_runner import ChildFailed
 from bench.engine import Bench
-from bench.subprocess_runner import ChildFailed
 from bench.workloads import Item
 from tests.e2e.fork_server import completed
 
@@ -109,7 +109,7 @@ def test_what_cannot_be_run_is_told_in_a_line(
 def test_what_was_measured_outlives_what_fails_after_it(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
     def workload(_: Bench, name: str) -> dict[str, Any]:
         if name == "mixed":
-            raise ChildFailed("bench.own_engine", -9, "")
+            raise ChildFailed("bench.comparison.own_engine", -9, "")
         return {"num_prompts": len(name)}
 
     out = tmp_path / "out.json"

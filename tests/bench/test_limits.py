@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from bench import medians
-from bench.metrics import Served, summarise
-from bench.roofline import Rates, Weights
-from bench.table import Line, allowed
+from bench.comparison.metrics import Served, summarise
+from bench.comparison.roofline import Rates, Weights
+from bench.comparison.table import Line, allowed
 
 WEIGHTS = Weights(body=100, head=50, table=50, itemsize=2)
 RATES = Rates(bandwidth=1000.0, products=4000.0)

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.baselines.static import Pace
-from bench.metrics import Served, details, summarise
+from bench.comparison.metrics import Served, details, summarise
 from bench.workloads import Item
 
 TWO = [

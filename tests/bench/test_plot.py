@@ -3,7 +3,7 @@
 from typing import Any
 from xml.etree import ElementTree
 
-from bench import plot
+from bench.comparison import plot
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -10,16 +10,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
 import psutil
 import pytest
 from rich.console import Console
 
-from bench import frames, load, router
-from bench import grpc_baseline as bare
-from bench.deployment import free_port
-from bench.load import Job
+from bench import router
+from bench.deployment import frames, load
+from bench.deployment import grpc_baseline as bare
+from bench.deployment.load import Job
 from bench.router import GOALS, Goal, LoadFailed
+from tests.ports import reserved_port
 
 PATIENCE = 120.0
 
@@ -27,12 +27,11 @@ PATIENCE = 120.0
 @asynccontextmanager
 async def server(first_ms: float, step_ms: float) -> AsyncIterator[str]:
     """A gRPC server that knows the answers."""
-    address = f"127.0.0.1:{free_port()}"
-    serving = asyncio.create_task(bare.serve(int(address.rpartition(":")[2]), first_ms, step_ms))
+    port = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(bare.serve(first_ms, step_ms, port.set_result))
     try:
-        async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(PATIENCE):
-            await channel.channel_ready()
-        yield address
+        async with asyncio.timeout(PATIENCE):
+            yield f"127.0.0.1:{await port}"
     finally:
         serving.cancel()
         await asyncio.wait([serving])
@@ -91,16 +90,19 @@ class NoScene:
 
 
 async def test_a_load_generator_with_errors_has_no_result() -> None:
-    job = Job("e", f"127.0.0.1:{free_port()}", "closed", 0.1)
-    with pytest.raises(LoadFailed, match="UNAVAILABLE"):
-        await router.load(job, NoScene())  # type: ignore[arg-type]
+    with reserved_port() as port:
+        job = Job("e", f"127.0.0.1:{port}", "closed", 0.1)
+        with pytest.raises(LoadFailed, match="UNAVAILABLE"):
+            await router.load(job, NoScene())  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
 async def test_a_session_takes_in_what_a_scripted_worker_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "WARM_SECONDS", 0.05)
     assert await frames.tokens_per_second(3, 0.3) > 0
-    assert not [child for child in psutil.Process().children(recursive=True) if "bench.frames" in child.cmdline()]
+    assert not [
+        child for child in psutil.Process().children(recursive=True) if "bench.deployment.frames" in child.cmdline()
+    ]
 
 
 @pytest.mark.parametrize(

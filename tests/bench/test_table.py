@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from bench import engine
-from bench import subprocess_runner as child
-from bench.own_engine import make_engine
-from bench.steps import Profile
+from bench.comparison import subprocess_runner as child
+from bench.comparison.own_engine import make_engine
+from bench.comparison.steps import Profile
 from decant.engine.cpu.fused_layer import FusedLayer
 from decant.engine.model.model import ModelConfig, load
 from tests.bench import fork_server as forked

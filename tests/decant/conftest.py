@@ -1,4 +1,4 @@
-"""Shared routers; starting one costs a thread and a port."""
+"""Scripted servers and clients; starting a server costs a thread and a port."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from decant import Client
 from tests.decant.scripted import Script, serving
 from tests.decant.two_routers import Two
 
@@ -28,3 +29,20 @@ def two(both: Two) -> Two:
 def some(two: Two, request: pytest.FixtureRequest) -> Two:
     """One router, or two."""
     return Two(",".join(two.address.split(",")[: request.param]), two.routers[: request.param])
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def address(script: Script) -> Iterator[str]:
+    with serving(script) as address:
+        yield address
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[Client]:
+    with Client(address) as client:
+        yield client

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +109,24 @@ class Up:
         return self.process.stderr.read()
 
 
-def nothing_left(descendants: list[psutil.Process], ports: list[int], folder: Path) -> None:
-    """Wait until nothing is left; the kernel or a keeper may need a moment. Raises AssertionError."""
+def nothing_left(descendants: list[psutil.Process], folder: Path) -> None:
+    """Wait until no process and no file is left; the kernel or a keeper may need a moment. Raises AssertionError."""
     _, alive = psutil.wait_procs(descendants, timeout=PATIENCE_S)
     assert not alive
     ends = time.monotonic() + PATIENCE_S
-    while left := list(folder.iterdir()):
+    while left := [*folder.iterdir(), *_processes_with(folder)]:
         assert time.monotonic() < ends, left
         time.sleep(0.02)
-    for port in ports:
-        socket.create_server(("127.0.0.1", port)).close()
+
+
+def _processes_with(folder: Path) -> list[psutil.Process]:
+    """Every process whose temporary files belong there, including those that were started later."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get("TMPDIR") == str(folder):
+                found.append(process)
+    return found
 
 
 @contextmanager

@@ -307,7 +307,7 @@ def test_a_scheme_must_agree_with_tls() -> None:
     assert targets("https://a:1, grpcs://b", tls=True) == ("a:1", "b:50051")
     with pytest.raises(ValueError, match=r"https:// means TLS: give its roots too \(tls=Tls\(ca=...\), --ca\)"):
         targets("https://a:1")
-    with pytest.raises(ValueError, match="http:// means plaintext, and TLS is asked for"):
+    with pytest.raises(ValueError, match="http:// means plaintext, but tls= is set"):
         targets("http://a:1", tls=True)
 
 

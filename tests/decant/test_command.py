@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 import decant
 from decant.command.app import app
 from decant.protos import inference_pb2 as pb
-from tests.decant.scripted import PATIENCE_S, Break, Script, for_ever, refuse, serving
+from tests.decant.scripted import PATIENCE_S, Break, Script, for_ever, refuse
 
 KEYS = {
     "request_id",
@@ -36,17 +36,6 @@ KEYS = {
     "receipt",
     "resumed_at",
 }
-
-
-@pytest.fixture
-def script() -> Script:
-    return Script()
-
-
-@pytest.fixture
-def address(script: Script) -> Iterator[str]:
-    with serving(script) as address:
-        yield address
 
 
 def run(*arguments: str, **options: Any) -> Result:

@@ -23,6 +23,8 @@ from decant.command.deployments import Deployment
 from decant.command.up import exec_child as lifelines
 from tests.decant.supervisor_harness import PATIENCE_S, Up, nothing_left, plan, stand_ins, up
 
+pytestmark = pytest.mark.slow
+
 PAIR = {"prefill-1": "", "decode-1": ""}
 ROUTER = {"router-1": ""}
 
@@ -34,7 +36,6 @@ def port_of(running: Up, name: str, count: int = 1) -> int:
 def test_routers_start_when_the_workers_are_ready_and_end_before_them(tmp_path: Path) -> None:
     with up(tmp_path, stand_ins(PAIR, ROUTER)) as running:
         running.until("up", "ready")
-        ports = [port_of(running, name) for name in (*PAIR, *ROUTER)]
         ready = [line["process"] for line in running.lines if line["event"] == "readiness"]
         first_of_router = next(i for i, line in enumerate(running.lines) if line["process"] == "router-1")
         assert all(
@@ -47,7 +48,7 @@ def test_routers_start_when_the_workers_are_ready_and_end_before_them(tmp_path: 
         ended = [line["process"] for line in running.lines if line["event"] == "asked to end"]
         assert ended[0] == "router-1"
         assert set(ended[1:]) == set(PAIR)
-        nothing_left(descendants, ports, tmp_path)
+        nothing_left(descendants, tmp_path)
 
 
 def test_the_processes_of_a_run_share_private_credentials_which_are_gone_afterwards(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_the_processes_of_a_run_share_private_credentials_which_are_gone_afterwa
         assert stat.S_IMODE(key.stat().st_mode) == 0o600
         assert {stat.S_IMODE(folder.stat().st_mode) for folder in (key.parent, key.parent.parent)} == {0o700}
         assert running.end() == 0
-        nothing_left([], [], tmp_path)
+        nothing_left([], tmp_path)
 
 
 def test_lines_that_are_no_json_are_passed_on_with_their_process(tmp_path: Path) -> None:
@@ -78,12 +79,11 @@ def test_a_kill_of_up_takes_everything_along(tmp_path: Path) -> None:
     """SIGKILL cannot be caught: the processes, Redis and the files must disappear by themselves."""
     with up(tmp_path, stand_ins(PAIR, ROUTER)) as running:
         running.until("up", "ready")
-        ports = [port_of(running, name) for name in (*PAIR, *ROUTER)]
         descendants = running.descendants()
         assert len(descendants) >= 5  # three stand-ins, Redis, keepers
         assert list(tmp_path.iterdir())
         assert running.end(signal.SIGKILL) == -signal.SIGKILL
-        nothing_left(descendants, ports, tmp_path)
+        nothing_left(descendants, tmp_path)
 
 
 def test_a_process_that_refuses_its_settings_ends_all_with_its_own_words(tmp_path: Path) -> None:
@@ -91,32 +91,32 @@ def test_a_process_that_refuses_its_settings_ends_all_with_its_own_words(tmp_pat
         assert running.ended() == 2
         assert "decode-1: stand-in: --speed: below 3, got 4" in running.stderr()
         assert running.said("router-1") == []
-        nothing_left([], [], tmp_path)
+        nothing_left([], tmp_path)
 
 
 def test_a_process_that_crashes_at_once_ends_all(tmp_path: Path) -> None:
     with up(tmp_path, stand_ins({"prefill-1": "", "decode-1": "crash"}, ROUTER)) as running:
         assert running.ended() == 1
         assert "decode-1: ended with 1 before it was ready" in running.stderr()
-        nothing_left([], [], tmp_path)
+        nothing_left([], tmp_path)
 
 
 def test_a_process_that_is_never_ready_ends_all_in_time(tmp_path: Path) -> None:
     command = stand_ins({"prefill-1": "", "decode-1": "never-ready"}, ROUTER, ready_seconds=6.0)
     with up(tmp_path, command) as running:
-        port = port_of(running, "decode-1")
+        running.until("decode-1", "serving")
         descendants = running.descendants()
         assert running.ended() == 1
         assert "decode-1: not ready within 6 s" in running.stderr()
-        nothing_left(descendants, [port], tmp_path)
+        nothing_left(descendants, tmp_path)
 
 
 def test_up_can_be_ended_while_it_starts(tmp_path: Path) -> None:
     with up(tmp_path, stand_ins({"decode-1": "never-ready"}, ROUTER)) as running:
-        port = port_of(running, "decode-1")
+        running.until("decode-1", "serving")
         descendants = running.descendants()
         assert running.end() == 0
-        nothing_left(descendants, [port], tmp_path)
+        nothing_left(descendants, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["decode-1", "router-1"])
@@ -133,7 +133,7 @@ def test_a_process_that_dies_is_started_again_and_said(tmp_path: Path, name: str
         socket.create_connection(("127.0.0.1", after), PATIENCE_S).close()
         descendants = running.descendants()
         assert running.end() == 0
-        nothing_left(descendants, [after], tmp_path)
+        nothing_left(descendants, tmp_path)
 
 
 def test_a_redis_of_its_own_that_ends_ends_all(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_redis_of_its_own_that_ends_ends_all(tmp_path: Path) -> None:
         redis.kill()
         assert running.ended() == 1
         assert "Redis: it ended" in running.stderr()
-        nothing_left(descendants, [], tmp_path)
+        nothing_left(descendants, tmp_path)
 
 
 def test_what_lies_in_the_folder_one_stands_in_is_not_run(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_second_signal_ends_at_once_and_until_then_commands_say_that_it_ends(
         done = CliRunner().invoke(app, ["generate", "x"])
         assert (done.exit_code, done.stderr) == (1, f"decant: {ending}\n")
         assert running.end() == 1
-        nothing_left(descendants, [], tmp_path)
+        nothing_left(descendants, tmp_path)
 
 
 def test_an_end_that_cut_something_off_is_told(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_process_that_does_not_end_is_killed_when_its_drain_is_over(tmp_path: 
         descendants = running.descendants()
         assert running.end() == 1
         running.until("up", "did not end when asked", name="decode-1")
-        nothing_left(descendants, [], tmp_path)
+        nothing_left(descendants, tmp_path)
 
 
 def test_a_running_deployment_is_found_by_its_user_alone_and_only_while_it_runs(

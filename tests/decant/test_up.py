@@ -51,12 +51,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(folder: Path) -> Iterator[Up]:
     """Ends `up` with SIGKILL; nothing may be left afterwards."""
     with up(folder, UP) as running:
-        ready = running.until("up", "ready")
+        running.until("up", "ready")
         descendants = running.descendants()
         yield running
         descendants += running.descendants()
         assert running.end(signal.SIGKILL) == -signal.SIGKILL
-        nothing_left(descendants, [int(ready["address"].rpartition(":")[2])], folder)
+        nothing_left(descendants, folder)
 
 
 def deployment(folder: Path) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def test_a_model_that_is_not_there_is_refused_before_anything_is_started(tmp_pat
         assert running.ended() == 2
         assert running.lines == []
         assert running.stderr() == f"decant: --model: no such folder: {tmp_path}/nowhere\n"
-        nothing_left([], [], tmp_path)
+        nothing_left([], tmp_path)
 
 
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
             assert running.ended() == 2
             assert running.lines == []
             assert f"--port: {port} is in use by process {os.getpid()} " in running.stderr()
-            nothing_left([], [], tmp_path)
+            nothing_left([], tmp_path)
 
 
 def test_the_demo_shows_it_all_and_leaves_nothing(tmp_path: Path) -> None:
@@ -147,4 +147,4 @@ def test_the_demo_shows_it_all_and_leaves_nothing(tmp_path: Path) -> None:
     assert re.search(r"\d+ tokens", line)
     left = [one for one in psutil.process_iter(["cmdline"]) if one.pid not in before]
     assert not [one for one in left if str(tmp_path) in " ".join(one.info["cmdline"] or [])]
-    nothing_left([], [], tmp_path)
+    nothing_left([], tmp_path)

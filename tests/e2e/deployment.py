@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -22,6 +21,7 @@ from decant.protos import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from decant.state.private_redis import PrivateRedis
 from tests.e2e.fork_server import Forked
 from tests.e2e.proxy import Proxy
+from tests.ports import kept
 
 PATIENCE_S = 120.0
 """For anything that a busy machine does slowly."""
@@ -171,16 +171,6 @@ class Deployment:
                 return audits
             assert time.monotonic() < ends, busy
             time.sleep(0.05)
-
-
-@contextmanager
-def kept(address: str) -> Iterator[None]:
-    """Nobody else is given this port, also once its server is dead: its clients must not meet another test's."""
-    host, _, port = address.rpartition(":")
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind((host, int(port)))
-        yield
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from decant.runtime.packed import pack
 from decant.state.owned import StoredRequest
 from decant.state.store import Store
 from tests.e2e.proxy import FETCH, PREFILL, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
-from tests.router.fake_worker import TOKENIZER
+from tests.router.fake_script import TOKENIZER
 from tests.router.harness import Core, core, make_request
 from tests.worker.harness import MODEL, Place, alone, tokens, worker
 

@@ -22,6 +22,11 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.e2e.loaded"])
 
 
+def preload_without_torch() -> None:
+    """For a session whose tests start no engine on torch: importing it takes six seconds of processor time."""
+    _CONTEXT.set_forkserver_preload(["tests.e2e.loaded_without_torch"])
+
+
 class Forked:
     """``python -m module arguments``, with methods of subprocess.Popen. ``environ``: beside this process's."""
 

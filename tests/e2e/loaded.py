@@ -1,11 +1,9 @@
-"""What the processes of a deployment import, for the one that they are forked from."""
+"""What the processes of a deployment import, for the process that they are forked from."""
 
 import gc
 
-import decant.decode_worker.main
 import decant.engine.model.calibration
-import decant.engine.model.model
-import decant.prefill_worker.main
-import decant.router.main  # noqa: F401
+import decant.engine.model.model  # noqa: F401
+import tests.e2e.loaded_without_torch  # noqa: F401
 
-gc.freeze()  # what is shared by all stays out of the collections of each
+gc.freeze()

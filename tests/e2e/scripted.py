@@ -18,7 +18,8 @@ from decant.runtime.errors import ServiceError, from_call
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from tests.e2e.fork_server import Forked
-from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import PATIENCE, until
 from tests.router.test_router_process import become_ready, router, usable
 
@@ -34,6 +35,7 @@ class Scene:
     workers: list[FakeWorker]
     address: str
     process: Forked
+    admin_port: int | None = None
 
     def stream(self, count: int = 5, **fields: Any) -> Any:
         return self.stub.GenerateStream(asked(count, **fields), timeout=PATIENCE)
@@ -79,7 +81,8 @@ async def scripted(
             await store.workers.register(worker.facts)
         await until(lambda: all(worker.hellos for worker in workers))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(running.address, NO_LIMITS))
-        yield Scene(InferenceServiceStub(channel), channel, workers, running.address, running.process)
+        stub = InferenceServiceStub(channel)
+        yield Scene(stub, channel, workers, running.address, running.process, running.admin_port)
 
 
 async def read(call: Any) -> list[int]:

@@ -25,7 +25,7 @@ from decant.state.ids import Incarnation, RequestKey
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from tests.e2e.scripted import PROMPT, Scene, asked, read, scripted
-from tests.router.fake_worker import answer
+from tests.router.fake_script import answer
 from tests.router.harness import PATIENCE, pass_on, until
 from tests.router.test_auth import OTHER, SECRET, bearer, digest
 from tests.router.test_router_process import MODEL

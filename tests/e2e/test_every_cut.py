@@ -18,6 +18,8 @@ from tests.e2e.proxy import SESSION, Cut
 from tests.router.harness import Core, ended
 from tests.state.conftest import bare, server, store
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["bare", "server", "store"]
 
 
@@ -42,7 +44,6 @@ async def test_after_any_message(scene: Cutting, line: Line, arrives: bool) -> N
             break
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first", LINES, ids=str)
 async def test_after_any_two_messages(scene: Cutting, first: Line) -> None:
     """The second is often one that the first break brought about: of the next session, or of the next attempt."""
@@ -141,7 +142,6 @@ async def test_the_other_router_is_asked_before_the_request_has_come(scene: Cutt
         check_taken(stream, taken, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first", LINES, ids=str)
 async def test_the_other_router_takes_over_and_then_a_session_breaks(scene: Cutting, first: Line) -> None:
     for number in range(MOST):

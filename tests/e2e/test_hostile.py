@@ -19,7 +19,7 @@ from decant.runtime.errors import InvalidArgument, NotFound, QueueFull, ServiceE
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from tests.e2e.scripted import PROMPT, Scene, asked, read, scripted
-from tests.router.fake_worker import answer
+from tests.router.fake_script import answer
 from tests.router.harness import PATIENCE, until
 from tests.state.conftest import bare, server, store
 

@@ -2,9 +2,13 @@
 
 import asyncio
 
+import pytest
+
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
 from tests.e2e.client_checks import asked, decode_started, open_stub
 from tests.e2e.deployment import PATIENCE_S, Deployment, Worker, deployment
+
+pytestmark = pytest.mark.slow
 
 PROMPT = "def total(values):\n    result = 0\n" * 12
 TOKENS = 300

@@ -24,7 +24,7 @@ from decant.state.private_redis import PrivateRedis
 from tests.e2e.checkpoints import small_with
 from tests.e2e.client_checks import Answer, ask, asked, open_stub
 from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
-from tests.state.ports import free_port
+from tests.ports import reserved_port
 
 pytestmark = pytest.mark.slow
 
@@ -276,9 +276,12 @@ async def test_a_tail_that_only_its_reader_has_comes_out_the_same_again() -> Non
 
 
 async def test_streams_outlive_a_redis_that_comes_back_empty(tmp_path: Path) -> None:
-    redis = PrivateRedis(port=free_port())
     model = str(small_with(tmp_path / "small", "config.json", max_position_embeddings=LONG + 100))
-    with deployment(routers=2, model=model, redis=redis, worker=(*SMALL_KV, "--lease-ms", "3000")) as running:
+    worker = (*SMALL_KV, "--lease-ms", "3000")
+    with (
+        reserved_port() as port,
+        deployment(routers=2, model=model, redis=(redis := PrivateRedis(port=port)), worker=worker) as running,
+    ):
         first, one = open_stub(running.addresses[0])
         second, other = open_stub(running.addresses[1])
         async with first, second:

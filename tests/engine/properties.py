@@ -1,4 +1,4 @@
-"""What must hold after every action. Each raises AssertionError, and ``test_mutations`` shows that each can."""
+"""Properties checked after every action. Each raises AssertionError; the tests in ``mutations`` show that each can."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import pairwise
 from decant.engine.block_hashes import BlockHash
 from decant.engine.engine import Engine
 from decant.engine.fake import FakeDevice, slot_bytes
+from decant.engine.kv_layout import Window
 from decant.engine.plan import StepPlan
 from decant.engine.request import FinishReason, Request
 from decant.engine.sequence import Sequence as EngineSequence
@@ -88,7 +89,8 @@ def holders(engine: Engine) -> dict[int, list[tuple[EngineSequence, int]]]:
     arriving = [arrival.sequence for arrival in engine.transfers.arrivals.values()]
     for sequence in (*live(engine).values(), *arriving):
         for index, block in enumerate(sequence.block_table.blocks if sequence.block_table else ()):
-            found[block].append((sequence, index))
+            if block != engine.pool.null:
+                found[block].append((sequence, index))
     return found
 
 
@@ -137,9 +139,11 @@ class Contents:
         device, size = engine.device, engine.pool.block_size
         assert isinstance(device, FakeDevice)
         for sequence in live(engine).values():
-            slots = _slots(sequence)
+            slots = _slots(sequence, device.window)
             blocks = sequence.block_table.blocks if sequence.block_table else ()
             for index, block in enumerate(blocks[: engine.pool.blocks_for(sequence.computed)]):
+                if block == engine.pool.null:
+                    continue
                 expected = b"".join(slots[index * size : (index + 1) * size])
                 found = bytes(device.read(block)[: len(expected)])
                 assert found == expected, f"block {block} does not hold the tokens of {sequence.id}"
@@ -153,12 +157,23 @@ class Contents:
             assert kept is None or bytes(device.read(block)) == kept, f"published block {block} holds other bytes"
 
 
-def _slots(sequence: EngineSequence) -> list[bytes]:
+def _slots(sequence: EngineSequence, window: Window) -> list[bytes]:
     """Slots that the fake device fills for the computed tokens of a sequence."""
     slots = [b""]
     for position in range(sequence.computed):
-        slots.append(slot_bytes(sequence.tokens[position], position, slots[-1]))
+        before = slots[-1] if window.first_visible(position) < position else b""
+        slots.append(slot_bytes(sequence.tokens[position], position, before))
     return slots[1:]
+
+
+def no_unseen_block_is_held(engine: Engine) -> None:
+    """A sequence's first block is one that its next token sees, or a block border was not crossed since."""
+    pool = engine.pool
+    for sequence in live(engine).values():
+        if sequence.block_table:
+            at_border = sequence.computed // pool.block_size * pool.block_size
+            first = min(pool.first_block(at_border), len(sequence.block_table.blocks))
+            assert sequence.block_table.freed >= first, f"{sequence.id} holds a block that no later token sees"
 
 
 def leases_keep_their_bytes(engine: Engine) -> None:

@@ -13,6 +13,7 @@ from decant.engine.costs import StepCostModel
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidRequest, OutOfBlocks
 from decant.engine.fake import FakeDevice
+from decant.engine.kv_layout import FULL, Kind, Window
 from decant.engine.plan import StepPlan, StepResult
 from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
 from decant.engine.scheduler import Limits
@@ -26,6 +27,7 @@ VOCABULARY = 64
 EOS = frozenset({3, 5})
 COSTS = (StepCostModel(), StepCostModel(token=0.1, pair=0.002))
 """Nothing is known of a step, so that the token budget rules alone; or a few tokens take all the time of one."""
+WINDOWS = (FULL, Window(Kind.SLIDING, 7), Window(Kind.CHUNKED, 6))
 MEMORY: dict[str, SequenceOutput] = {}
 """Texts of requests, for they are needed again and again."""
 
@@ -43,18 +45,21 @@ class Watched(FakeDevice):
         return super().run(plan)
 
 
-def _device(kind: type[FakeDevice], num_blocks: int) -> FakeDevice:
-    return kind(
+def _device(kind: type[FakeDevice], num_blocks: int, window: Window = FULL) -> FakeDevice:
+    device = kind(
         num_blocks=num_blocks, block_size=BLOCK, vocab_size=VOCABULARY, context_length=CONTEXT_LENGTH, eos_token_ids=EOS
     )
+    device.window = window
+    return device
 
 
-def expected(request: Request) -> SequenceOutput:
+def expected(request: Request, window: Window = FULL) -> SequenceOutput:
     """Output of a request without batch, cache or engine."""
     same = replace(request, id="alone", park_after=None, priority=0, salt=b"", use_prefix_cache=True)
-    if repr(same) not in MEMORY:
-        MEMORY[repr(same)] = recompute_each_step(_device(FakeDevice, BLOCKS + 1), same, CONTEXT_LENGTH)
-    return MEMORY[repr(same)]
+    key = f"{window} {same}"
+    if key not in MEMORY:
+        MEMORY[key] = recompute_each_step(_device(FakeDevice, BLOCKS + 1, window), same, CONTEXT_LENGTH)
+    return MEMORY[key]
 
 
 @dataclass(slots=True)
@@ -71,8 +76,11 @@ class Move:
 class World:
     """The actions. ``n`` picks one of what can be acted on."""
 
-    def __init__(self, budget: int = 6, max_running: int = 4, costs: StepCostModel = COSTS[0]) -> None:
+    def __init__(
+        self, budget: int = 6, max_running: int = 4, costs: StepCostModel = COSTS[0], window: Window = FULL
+    ) -> None:
         limits = Limits(token_budget=max(budget, max_running), max_running=max_running, context_length=CONTEXT_LENGTH)
+        self.window = window
         self.engines = [self._engine(limits, costs), self._engine(limits, costs)]
         self.log = OutputLog()
         self.contents = [properties.Contents(), properties.Contents()]
@@ -83,9 +91,8 @@ class World:
         self.joined = 0
         self.forked: set[str] = set()  # forks and their sources
 
-    @staticmethod
-    def _engine(limits: Limits, costs: StepCostModel) -> Engine:
-        device = _device(Watched, BLOCKS)
+    def _engine(self, limits: Limits, costs: StepCostModel) -> Engine:
+        device = _device(Watched, BLOCKS, self.window)
         assert isinstance(device, Watched)
         device.costs = costs
         device.engine = Engine(device, limits, clock=ticking())
@@ -224,6 +231,7 @@ class World:
             properties.shared_blocks_are_published_prefixes(engine, self.forked)
             properties.published_blocks_are_filled(engine)
             properties.leases_keep_their_bytes(engine)
+            properties.no_unseen_block_is_held(engine)
             contents.check(engine)
 
     def finish(self) -> None:
@@ -233,7 +241,7 @@ class World:
             self.check()
         steps = properties.steps_needed(list(self.requests.values()), CONTEXT_LENGTH)
         while any(engine.has_work or properties.parked(engine) for engine in self.engines):
-            assert steps, "somebody never finishes"
+            assert steps, "a sequence never finishes"
             steps -= 1
             self.resume(0)
             for where in (0, 1):
@@ -242,7 +250,7 @@ class World:
         for engine in self.engines:
             properties.nothing_is_held(engine)
         for id, request in self.requests.items():
-            properties.same_output_as_alone(self.log[id], expected(request))
+            properties.same_output_as_alone(self.log[id], expected(request, self.window))
             cancelled = self.log[id].reason is FinishReason.CANCELLED
             assert not cancelled or id in self.cancelled, f"{id} was cancelled by nobody"
 
@@ -293,10 +301,10 @@ def random_request(rng: random.Random) -> Request:
     )
 
 
-def play(seed: int, actions: int = 80, *, forks: bool = False) -> World:
+def play(seed: int, actions: int = 80, *, forks: bool = False, window: Window = FULL) -> World:
     """A random script on a fresh world, checked after every action and at its end."""
     rng = random.Random(seed)
-    machine = World(rng.choice([1, 3, 6, 16]), rng.choice([1, 2, 4]), COSTS[seed % 2])
+    machine = World(rng.choice([1, 3, 6, 16]), rng.choice([1, 2, 4]), COSTS[seed % 2], window)
     choices: list[tuple[Callable[[], object], int]] = [
         (lambda: machine.add(rng.randrange(2), random_request(rng)), 4),
         (lambda: machine.step(rng.randrange(2)), 10),

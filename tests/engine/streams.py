@@ -1,4 +1,4 @@
-"""One asynchronous stream per sequence on top of an ``EngineLoop``: what a program without frames of its own wants."""
+"""One asynchronous stream per sequence on top of an ``EngineLoop``: for tests."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Streams:
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Events of one sequence, ``SequenceFinished`` last. Leaving the iteration early cancels the sequence.
 
-        Raises InvalidRequest when it is not taken, EngineStopped when the engine's thread ends before it. An id that
-        was left early is free again once the engine has let go of it.
+        Raises InvalidRequest if it is refused, EngineStopped if the engine's thread ends first. An id that was left
+        early is free again once the engine has cancelled it.
         """
         if request.id in self._queues:
             raise InvalidRequest("id", "not alive already", request.id)
-        # Before the sequence exists: the answer to ``add`` and its first token may come in one hand-over.
+        # Before the sequence exists: the answer to ``add`` and its first token may arrive in one callback.
         queue = self._queues[request.id] = asyncio.Queue()
         over = False
         try:
@@ -55,8 +55,8 @@ class Streams:
             self._leave(request.id, over)
 
     def _leave(self, id: str, over: bool) -> None:
-        """Forget a sequence: at once when it is over, else when it is cancelled, so that no later one of that id
-        hears its end. (A cancel right behind an ``add`` whose caller has gone finds it, or it never ran.)"""
+        """Remove a sequence: at once if it has ended, else once it is cancelled, so that no later one of that id gets
+        its end."""
         if over:
             del self._queues[id]
         else:
@@ -70,6 +70,6 @@ class Streams:
                 queue.put_nowait(event)
 
     def _fail(self, stopped: EngineStopped) -> None:
-        """Nothing more will come for anyone."""
+        """End all streams with an error."""
         for queue in self._queues.values():
             queue.put_nowait(stopped)

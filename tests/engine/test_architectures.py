@@ -16,9 +16,10 @@ from decant.engine.cpu import gemm as products
 from decant.engine.cpu import linear as linears
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidConfig, ModelRefused
+from decant.engine.kv_layout import Kind
 from decant.engine.model.attention import NAME
 from decant.engine.model.attention import masks as views
-from decant.engine.model.attention.masks import AttentionWindow, Kind
+from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.scheduler import Limits
 from tests.engine import tiny
 from tests.engine.served import serve

@@ -20,7 +20,8 @@ from decant.engine.model.runner import ModelRunner
 from decant.engine.scheduler import Limits
 from tests.engine import tiny
 
-ENGINE = Path(__file__).parents[2] / "engine"
+ROOT = Path(__file__).parents[2]
+ENGINE = ROOT / "engine"
 CPU = torch.device("cpu")
 
 
@@ -55,9 +56,22 @@ def test_a_cpu_gets_its_own_backend_and_promises_exact_rows() -> None:
 
 
 def test_only_backends_ask_for_the_device_or_the_kernels() -> None:
-    """Every other module of the engine works on what its backend gives it."""
-    question = re.compile(r"\bKERNELS\b|device\.type ==|\bis_cpu\b|from decant\.engine\.cpu")
+    """Every other module of the engine and the workers works on what its backend gives it."""
+    question = re.compile(r"\bKERNELS\b|device\.type ==|\bis_cpu\b|(from|import) decant\.engine\.cpu")
     allowed = {ENGINE / "model" / "backend.py"}
+    folders = [ROOT / name for name in ("worker", "prefill_worker", "decode_worker", "handoff")]
     files = [path for path in ENGINE.rglob("*.py") if "cpu" not in path.relative_to(ENGINE).parts]
+    files += [path for folder in folders for path in folder.rglob("*.py")]
     asking = {path for path in files if question.search(path.read_text(encoding="utf-8"))}
     assert asking - allowed == {ENGINE / "checkpoint" / "checkpoint.py"}, "which names devices of the machine"
+
+
+def test_only_a_cpu_tries_numbers_of_threads(tmp_path: Path) -> None:
+    device = load(ModelConfig(str(tiny.save(tiny.config("llama"), tmp_path)), device="cpu", kv_bytes=1 << 20))
+    threads = torch.get_num_threads()
+    try:
+        assert CpuBackend().choose_threads(device, 2) == torch.get_num_threads() <= 2
+    finally:
+        torch.set_num_threads(threads)
+    assert TorchBackend(CPU).choose_threads(device, 64) == 64
+    assert torch.get_num_threads() == threads

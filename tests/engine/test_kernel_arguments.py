@@ -23,9 +23,9 @@ from decant.engine.cpu.backend import flatten
 from decant.engine.cpu.fused_ops import RmsNorm
 from decant.engine.cpu.gemm import PackedWeight
 from decant.engine.cpu.kernels import KERNELS
-from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
 from decant.engine.model.attention import AttentionCall
-from decant.engine.model.attention.masks import AttentionWindow, Kind
+from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
 from decant.engine.model.backend import make_backend
 from decant.engine.model.kv_store import KvStore
@@ -33,8 +33,8 @@ from decant.engine.model.step_batch import flatten as flatten_in_numpy
 from decant.engine.plan import Row
 from decant.engine.request import Request
 from decant.engine.sampler_state import SamplerState
-from tests.engine.test_sampler import MIXES
-from tests.engine.test_sampler import row as sampled_row
+from tests.engine.sampler.harness import MIXES
+from tests.engine.sampler.harness import row as sampled_row
 
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="this CPU has no AVX2, or no compiler was here")
 
@@ -166,7 +166,7 @@ def test_attention_is_right_or_refused(kernels: str, data: st.DataObject) -> Non
     except REFUSED:
         assert other or not all(0 <= block < BLOCKS for row in rows for block in row.blocks)
         return
-    assert found.shape == (1, count, kv_heads * group, value_dim)
+    assert found.shape == (1, count, query.shape[1], value_dim)  # any multiple of the KV heads may attend
     used = [block for row in rows for block in row.blocks]
     if other or any(row.start for row in rows) or len(set(used)) < len(used):
         return  # another dtype; blocks that nothing wrote, or that two sequences write
@@ -281,7 +281,7 @@ def test_no_memory_within_a_parallel_region_is_a_memory_error(kernels: str) -> N
         from decant.engine.cpu.attention import NativeAttention
         from decant.engine.model.attention.masks import AttentionWindow
         from decant.engine.model.step_batch import flatten
-        from decant.engine.kv_layout import KvLayout, LayerSpec
+        from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
         from decant.engine.model.kv_store import KvStore
         from decant.engine.plan import Row
         from decant.engine.cpu.gemm import PackedWeight

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from decant.engine.checkpoint import checkpoint
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidConfig
+from decant.engine.kv_layout import Kind
 from decant.engine.model import rope
-from decant.engine.model.attention.masks import Kind
 from decant.engine.model.backend import TorchBackend
 from decant.engine.model.model import ModelConfig, ModelDevice, load
 from decant.engine.model.probe import learn_attention

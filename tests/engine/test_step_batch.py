@@ -29,7 +29,7 @@ ARRAYS = (
     "tokens",
     "positions",
     "slot_mapping",
-    "begun",
+    "new_blocks",
     "table",
 )
 
@@ -77,13 +77,13 @@ def test_every_token_stands_where_its_row_says(rows: list[Row]) -> None:
         needed = -(-row.end // SIZE)
         assert flat.table[index, :needed].tolist() == row.blocks[:needed].tolist()
         assert (flat.table[index, needed:] == BLANK).all()
-    begun = [
+    new_blocks = [
         row.blocks[at // SIZE]
         for row in flat.rows
         for at in range(row.start, row.end)
         if at % SIZE == 0 and at + SIZE > row.end
     ]
-    assert flat.begun.tolist() == begun
+    assert flat.new_blocks.tolist() == new_blocks
 
 
 def test_spans_are_the_last_positions_of_each_row() -> None:

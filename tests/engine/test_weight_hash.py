@@ -26,7 +26,7 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         return read(file)
 
     monkeypatch.setattr(weight_hash, "read_digest", noted)
-    monkeypatch.setattr(weight_hash, "KEPT_FROM", 0)
+    monkeypatch.setattr(weight_hash, "CACHED_FROM", 0)
     monkeypatch.setattr(weight_hash, "SETTLED_NS", -1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return names

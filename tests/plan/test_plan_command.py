@@ -39,7 +39,7 @@ def test_json_has_the_figures_of_the_table() -> None:
     document = plan(*A100, "--sequence-length", "2048", "--prompt-tokens", "100", "--output-tokens", "10-30")
     assert document["memory"]["kv_bytes_per_token"] == 819200
     assert document["memory"]["sequences_of"] == {"2048": 7}
-    assert document["workload"]["output"] == {"low": 10, "high": 30}
+    assert document["workload"]["output"] == {"low": 10, "high": 30, "mean": 20}
     assert document["plan"]["prefill_workers"] >= 1
 
 
@@ -107,3 +107,46 @@ def test_profiles_with_impossible_costs_are_refused(change: dict[str, object], t
     status, output = run(*A100, "--calibrate", str(profile))
     assert status == 1
     assert f"costs.{next(iter(change))}" in output
+
+
+SIMULATED = (*A100, "--rate", "1", "--simulate", "40", "--slo", "ttft=2s,tpot=50ms")
+
+
+def test_a_simulation_runs_the_planned_workers_and_is_part_of_the_json() -> None:
+    document = plan(*SIMULATED, "--routers", "2", "--prefix-tokens", "800", "--prefixes", "2")
+    simulated = document["simulation"]
+    assert simulated["requests"] == 40
+    assert 0.3 < simulated["cached_share"] < 0.6
+    assert simulated["ttft"]["p50"] < document["plan"]["ttft"]
+    assert simulated["tpot"]["p50"] == pytest.approx(document["plan"]["tpot"], rel=0.2)
+    assert plan(*A100)["simulation"] is None
+
+
+def test_a_simulation_is_shown_as_a_table() -> None:
+    status, output = run(*SIMULATED, "--burstiness", "0.2")
+    assert status == 0
+    for text in ("simulated: 40 requests", "TTFT, p50 / p90 / p99", "busiest worker over the mean"):
+        assert text in output
+
+
+def test_a_simulated_trace_arrives_at_its_own_times(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,1000,5\n0.01,1000,5\n50,1000,5\n")
+    simulated = plan(*A100, "--trace", str(trace), "--simulate", "99")["simulation"]
+    assert simulated["requests"] == 3
+    assert simulated["seconds"] > 50
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--routers", "2"), "--routers: with --simulate, got 2"),
+        (("--prefix-tokens", "9"), "--prefix-tokens: with --simulate, got 9"),
+        (("--simulate", "9", "--prefix-tokens", "1500"), "below the shortest prompt (1,500 tokens)"),
+        (("--simulate", "9", "--burstiness", "0"), "--burstiness: above 0"),
+    ],
+)
+def test_options_of_a_simulation_that_cannot_be_are_refused(arguments: tuple[str, ...], message: str) -> None:
+    status, output = run(*A100, *arguments)
+    assert status == 1
+    assert message in output

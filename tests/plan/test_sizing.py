@@ -15,7 +15,7 @@ from decant.plan.errors import InvalidPlan
 from decant.plan.memory import Room
 from decant.plan.model_shape import from_config
 from decant.plan.quantities import Slo, Tokens
-from decant.plan.queueing import wait_probability, wait_quantile
+from decant.plan.queueing import ServiceTime, wait_probability, wait_quantile
 from decant.plan.sizing import Sizing, Workload
 from decant.plan.speed import Efficiency, Measured, roofline
 from tests.plan.test_sizes import LLAMA_3_8B
@@ -46,19 +46,38 @@ def test_erlang_c_has_its_tabulated_values() -> None:
     assert wait_probability(10, 8.0) == pytest.approx(0.4092, abs=1e-4)
 
 
-@pytest.mark.parametrize(("servers", "rate"), [(1, 1.6), (4, 7.0)])
+def moments(milliseconds: Tokens) -> ServiceTime:
+    return ServiceTime(*(milliseconds.mean_of(lambda one, power=power: (one / 1e3) ** power) for power in (1, 2, 3)))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("servers", "rate"), [(1, 1.4), (1, 1.6), (1, 2.0), (4, 7.0), (4, 8.0)])
 def test_wait_quantiles_agree_with_a_simulated_queue(servers: int, rate: float) -> None:
     service = Tokens(300, 500)
-    moments = (service.mean / 1e3, service.mean_square / 1e6)
     simulated = waits(servers, rate, service)
-    for quantile in (0.9, 0.99):
+    for quantile in (0.5, 0.9, 0.99):
         expected = simulated[int(quantile * len(simulated))]
-        assert wait_quantile(servers, rate, moments, quantile) == pytest.approx(expected, rel=0.15, abs=0.02)
+        assert wait_quantile(servers, rate, moments(service), quantile) == pytest.approx(expected, rel=0.15, abs=0.02)
+
+
+@pytest.mark.parametrize("load", [0.6, 0.9])
+def test_wait_quantiles_of_exponential_service_times_are_those_of_the_closed_form(load: float) -> None:
+    """M/M/1: the wait exceeds t with probability load x exp(-(1 - load) t), for a mean service time of 1."""
+    for quantile in (0.5, 0.9, 0.99):
+        expected = math.log(load / (1 - quantile)) / (1 - load)
+        assert wait_quantile(1, load, ServiceTime(1, 2, 6), quantile) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_median_wait_for_a_regular_server_is_that_of_erlang() -> None:
+    """M/D/1: within one service time the wait is at most t with probability (1 - load) x exp(load t)."""
+    load = 0.55
+    expected = math.log(0.5 / (1 - load)) / load
+    assert wait_quantile(1, load, ServiceTime(1, 1, 1), 0.5) == pytest.approx(expected, rel=0.1)
 
 
 def test_a_pool_with_more_load_than_workers_waits_without_bound() -> None:
-    assert math.isinf(wait_quantile(2, 20.0, (0.1, 0.01), 0.5))
-    assert wait_quantile(50, 20.0, (0.1, 0.01), 0.99) == 0.0
+    service = ServiceTime(0.1, 0.01, 0.001)
+    assert math.isinf(wait_quantile(2, 20.0, service, 0.5))
+    assert wait_quantile(50, 20.0, service, 0.99) == 0.0
 
 
 def test_the_roofline_reproduces_a_device_s_bounds() -> None:

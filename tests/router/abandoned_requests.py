@@ -19,7 +19,7 @@ from decant.state.keys import Ttls
 from decant.state.owned import OwnedRequest
 from decant.state.store import Store
 from decant.state.store_instance import StoreInstance
-from tests.router.fake_worker import MODEL
+from tests.router.fake_script import MODEL
 from tests.router.harness import (
     Core,
     make_request,

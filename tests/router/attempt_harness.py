@@ -16,13 +16,14 @@ from decant.router.settings import RouterSettings
 from decant.router.workers.pool import WorkerPool
 from decant.runtime.admission import Admission
 from decant.runtime.background import BackgroundTask
+from decant.runtime.metrics import Registry, RequestMetrics
 from decant.runtime.peer import new_peer
 from decant.runtime.tls import PeerTls
 from decant.state.directory import DirectoryEntry, Listing
 from decant.state.errors import StoreUnavailable
 from decant.state.ids import Incarnation
 from decant.state.owned import OwnedRequest, StoredRequest
-from tests.router.fake_worker import MODEL, TOKENIZER
+from tests.router.fake_script import MODEL, TOKENIZER
 from tests.router.harness import make_request
 from tests.router.scripted_runs import EOS, PROMPT, token_at
 from tests.router.scripted_workers import Channel, ScriptedWorker, World
@@ -137,6 +138,7 @@ class Trial:
             "journal_writer": self.listener,
             "quota_leases": self.listener,
             "restore": None,
+            "metrics": RequestMetrics(Registry(process=False)),
         }
         peer = new_peer("router")
         self.router = RouterServices(peer, checked, Admission(10, 10), self.pool, ended_s=60.0, **parts)

@@ -28,6 +28,7 @@ from decant.runtime.admission import Admission
 from decant.runtime.background import BackgroundTask
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import ServiceError
+from decant.runtime.metrics import Registry, RequestMetrics
 from decant.runtime.packed import pack
 from decant.runtime.peer import new_peer
 from decant.runtime.tls import PeerTls
@@ -35,7 +36,8 @@ from decant.state.ids import Incarnation, RequestKey
 from decant.state.owned import OwnedRequest, StoredRequest
 from decant.state.quota import TenantLimits
 from decant.state.store import Store
-from tests.router.fake_worker import MODEL, TOKENIZER, FakeWorker
+from tests.router.fake_script import MODEL, TOKENIZER
+from tests.router.fake_worker import FakeWorker
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 P2, D2 = ("p2", wire.ROLE_PREFILL), ("d2", wire.ROLE_DECODE)
@@ -136,6 +138,19 @@ async def written(stream: TokenStream, count: int) -> None:
         await stream.wait_beyond(count - 1)
 
 
+async def begin_paused(
+    scene: Core, worker: FakeWorker, tokens: int, *, request: ValidRequest | None = None, is_stored: bool = False
+) -> TokenStream:
+    """A stream whose decode worker pauses after so many tokens, when they are there; `is_stored`: and in the store."""
+    worker.script.pause_at = tokens
+    request = request or make_request()
+    stream = await scene.dispatcher.begin(request)
+    await written(stream, tokens)
+    if is_stored:
+        await until(lambda: scene.owned(request.key.id).synced_entries == tokens)
+    return stream
+
+
 async def until(condition: Callable[[], object], *workers: FakeWorker) -> None:
     """Until something holds that these workers' news, or a moment's time, may bring about."""
     async with asyncio.timeout(PATIENCE):
@@ -164,8 +179,9 @@ async def core(
     checked = RouterSettings(**options)
     admission = Admission(checked.max_active, checked.queue_limit)
     quota_leases = QuotaLeases(store.quotas, quotas)
+    metrics = RequestMetrics(Registry(process=False))
     router = RouterServices(
-        peer, checked, admission, pool, store.requests, journal_writer, quota_leases, restore, 3600.0, timings
+        peer, checked, admission, pool, store.requests, journal_writer, quota_leases, restore, metrics, 3600.0, timings
     )
     dispatcher = RequestRegistry(router)
     async with AsyncExitStack() as stack:

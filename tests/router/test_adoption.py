@@ -16,10 +16,12 @@ from decant.state import keys
 from decant.state.errors import StoreUnavailable
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.store import Store
-from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import (
     D,
     P,
+    begin_paused,
     core,
     ended,
     make_request,
@@ -43,16 +45,14 @@ def lose_runs(worker: FakeWorker) -> None:
 
 async def test_another_router_takes_over_where_it_runs(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as one:
-        workers[1].script.pause_at = 3
-        first = await one.dispatcher.begin(make_request())
-        await written(first, 3)
-        await until(lambda: one.owned("r").synced_entries == 3)
+        first = await begin_paused(one, workers[1], 3, is_stored=True)
         async with core(store, workers) as two:
             second = await two.dispatcher.resume(KEY)
             assert isinstance((await ended(first)).end, Aborted)
             workers[1].go.set()
             assert tokens_of(await ended(second)) == answer(PROMPT, 5)
             assert (len(workers[1].adopts), len(workers[1].starts)) == (1, 1), "nothing is begun again"
+            assert two.router.metrics.adopted.labels("m")._value.get() == 1
             await until(lambda: two.store_is_done)
             found = await store.requests.read(KEY)
             assert (found.epoch, found.attempt, found.state) == (2, 1, Generation.STATE_SUCCEEDED)
@@ -61,10 +61,7 @@ async def test_another_router_takes_over_where_it_runs(store: Store) -> None:
 
 async def test_a_request_without_a_worker_continues_from_its_stored_tokens(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as one:
-        workers[1].script.pause_at = 3
-        first = await one.dispatcher.begin(make_request())
-        await written(first, 3)
-        await until(lambda: one.owned("r").synced_entries == 3)
+        await begin_paused(one, workers[1], 3, is_stored=True)
         async with core(store, workers) as two:
             lose_runs(workers[1])
             second = await two.dispatcher.resume(KEY)
@@ -80,10 +77,7 @@ async def test_a_request_without_a_worker_continues_from_its_stored_tokens(store
 
 async def test_another_router_cancels_it_where_it_runs(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as one:
-        workers[1].script.pause_at = 3
-        first = await one.dispatcher.begin(make_request())
-        await written(first, 3)
-        await until(lambda: one.owned("r").synced_entries == 3)
+        first = await begin_paused(one, workers[1], 3, is_stored=True)
         async with core(store, workers) as two:
             assert isinstance(await two.dispatcher.cancel(KEY), Cancelled)
             await until(lambda: workers[1].cancels)
@@ -97,10 +91,7 @@ async def test_another_router_cancels_it_where_it_runs(store: Store) -> None:
 
 async def test_a_cancel_at_another_router_ends_the_stream_as_cancelled(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        workers[1].script.pause_at = 3
-        stream = await scene.dispatcher.begin(make_request())
-        await written(stream, 3)
-        await until(lambda: scene.owned("r").synced_entries == 3)
+        stream = await begin_paused(scene, workers[1], 3, is_stored=True)
         await store.requests.cancel(KEY, Incarnation("other", 1))
         pass_on(workers[1], 4)
         assert isinstance((await ended(stream)).end, Cancelled)
@@ -112,9 +103,7 @@ async def test_without_redis_the_epoch_decides_whether_a_client_may_resume(
 ) -> None:
     """Only a client's stream begins an epoch that runs already at a worker; a greater epoch is a takeover's."""
     async with fleet(P, D) as workers, core(store, workers, flush_ms=10_000) as scene:
-        workers[1].script.pause_at = 3
-        stream = await scene.dispatcher.begin(make_request())
-        await written(stream, 3)
+        stream = await begin_paused(scene, workers[1], 3)
         with monkeypatch.context() as patch:
             patch.setattr(store.requests, "read", raising(StoreUnavailable("away")))
             (run,) = workers[1].runs.values()
@@ -131,9 +120,7 @@ async def test_a_stream_ends_with_a_reason_to_resume_unless_a_newer_stream_took_
 ) -> None:
     flush_ms = 10 if notified_by == "store" else 10_000
     async with fleet(P, D) as workers, core(store, workers, flush_ms=flush_ms) as scene:
-        workers[1].script.pause_at = 3
-        stream = await scene.dispatcher.begin(make_request())
-        await written(stream, 3)
+        stream = await begin_paused(scene, workers[1], 3)
         await store.requests.adopt(KEY, Incarnation("other", 1), None if resumed_by_client else 1)
         if notified_by == "worker":
             (run,) = workers[1].runs.values()
@@ -163,9 +150,7 @@ async def test_a_takeover_before_the_first_token_is_answered_as_unavailable(stor
 
 async def test_who_owns_it_no_longer_cancels_it_where_it_is_owned(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, flush_ms=10_000) as scene:
-        workers[1].script.pause_at = 3
-        stream = await scene.dispatcher.begin(make_request())
-        await written(stream, 3)
+        await begin_paused(scene, workers[1], 3)
         await store.requests.adopt(KEY, Incarnation("other", 1))
         assert isinstance(await scene.dispatcher.cancel(KEY), Cancelled)
         found = await store.requests.read(KEY)
@@ -185,10 +170,7 @@ def has_prompt_logprobs(stream: TokenStream) -> bool:
 @pytest.mark.parametrize("holder_is_there", [True, False])
 async def test_logprobs_go_along_to_another_router(store: Store, holder_is_there: bool) -> None:
     async with fleet(P, D) as workers, core(store, workers) as one:
-        workers[1].script.pause_at = 3
-        first = await one.dispatcher.begin(make_request(shown=SHOWN))
-        await written(first, 3)
-        await until(lambda: one.owned("r").synced_entries == 3)
+        first = await begin_paused(one, workers[1], 3, request=make_request(shown=SHOWN), is_stored=True)
         seen = (await one.dispatcher.get(KEY)).stream
         assert has_prompt_logprobs(seen)
         async with core(store, workers) as two:
@@ -215,10 +197,7 @@ async def test_logprobs_go_along_to_another_router(store: Store, holder_is_there
 async def test_a_prompt_whose_logprobs_were_lost_with_their_router_is_read_again(store: Store) -> None:
     """The worker that continues sends each token once."""
     async with fleet(P, D) as workers, core(store, workers) as one:
-        workers[1].script.pause_at = 3
-        first = await one.dispatcher.begin(make_request(shown=SHOWN))
-        await written(first, 3)
-        await until(lambda: one.owned("r").synced_entries == 3)
+        await begin_paused(one, workers[1], 3, request=make_request(shown=SHOWN), is_stored=True)
         await store._client.execute("HDEL", keys.request(KEY), "prompt_logprobs")
         async with core(store, workers) as two:
             second = await two.dispatcher.resume(KEY)

@@ -22,7 +22,7 @@ from decant.state.ids import Incarnation
 from decant.state.journal import Entry
 from decant.state.owned import StoredRequest
 from tests.router.attempt_harness import Case, Trial
-from tests.router.fake_worker import LAYOUT, MODEL
+from tests.router.fake_script import LAYOUT, MODEL
 from tests.router.scripted_runs import PROMPT, ScriptedRun
 from tests.router.virtual_time import run, settle
 

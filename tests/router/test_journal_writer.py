@@ -22,10 +22,11 @@ from decant.state.errors import StateError
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
-from tests.router.fake_worker import answer, fleet
-from tests.router.harness import PATIENCE, core, ended, make_request, pass_on, tokens_of, until, written
+from tests.ports import reserved_port
+from tests.router.fake_script import answer
+from tests.router.fake_worker import fleet
+from tests.router.harness import PATIENCE, begin_paused, core, ended, make_request, pass_on, tokens_of, until
 from tests.state.factories import make_store
-from tests.state.ports import free_port
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 PROMPT = [1, 2, 3]
@@ -35,10 +36,8 @@ KEY = RequestKey("default", "r")
 @pytest.fixture
 def own() -> Iterator[PrivateRedis]:
     """A Redis that a test may stop."""
-    server = PrivateRedis(port=free_port())
-    server.start()
-    yield server
-    server.stop()
+    with reserved_port() as port, PrivateRedis(port=port) as server:
+        yield server
 
 
 def writes(bare: sync_redis.Redis) -> int:
@@ -49,10 +48,7 @@ def writes(bare: sync_redis.Redis) -> int:
 
 async def test_what_runs_is_written_while_it_runs(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        workers[1].script.pause_at = 3
-        stream = await scene.dispatcher.begin(make_request())
-        await written(stream, 3)
-        await until(lambda: scene.owned("r").synced_entries == 3)
+        stream = await begin_paused(scene, workers[1], 3, is_stored=True)
         found = await store.requests.read(KEY)
         assert found.length == 3
         assert found.state == Generation.STATE_DECODING
@@ -82,9 +78,7 @@ async def test_commands_do_not_grow_with_tokens(store: Store, bare: sync_redis.R
 async def test_without_redis_requests_go_on_and_are_written_when_it_is_back(own: PrivateRedis) -> None:
     store = make_store(own.url, 0.5)
     async with store, fleet(P, D) as workers, core(store, workers) as scene:
-        workers[1].script.pause_at = 2
-        begun = await scene.dispatcher.begin(make_request())
-        await written(begun, 2)
+        begun = await begin_paused(scene, workers[1], 2)
         own.stop()
         await until(lambda: scene.router.journal_writer.is_unavailable)
         meanwhile = await scene.dispatcher.begin(make_request("meanwhile"))
@@ -114,9 +108,7 @@ async def test_a_router_may_refuse_what_it_could_not_record(own: PrivateRedis) -
 
 async def test_a_request_that_another_router_owns_ends_here(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
-        await written(stream, 2)
+        stream = await begin_paused(scene, workers[1], 2)
         await store.requests.adopt(KEY, Incarnation("other", 1))
         pass_on(workers[1], until=3)
         end = (await ended(stream)).end
@@ -128,9 +120,7 @@ async def test_a_request_that_another_router_owns_ends_here(store: Store) -> Non
 
 async def test_what_redis_forgot_is_written_again(store: Store, bare: sync_redis.Redis) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
-        await written(stream, 2)
+        stream = await begin_paused(scene, workers[1], 2)
         await until(lambda: scene.owned("r").state == Generation.STATE_DECODING)
         facts = RouterRegistration(peer=new_peer("me"), address="x:1")
         calls: list[str] = []
@@ -159,9 +149,7 @@ async def test_what_redis_forgot_is_written_again(store: Store, bare: sync_redis
 
 async def test_a_token_that_is_none_harms_its_own_request_alone(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        workers[1].script.pause_at = 3
-        stream = await scene.dispatcher.begin(make_request(max_tokens=9))
-        await written(stream, 3)
+        stream = await begin_paused(scene, workers[1], 3, request=make_request(max_tokens=9))
         run = next(iter(workers[1].runs.values()))
         workers[1]._frame(run, run.base + 3, [1 << 30])
         workers[1].go.set()

@@ -25,7 +25,7 @@ from decant.state.requests import BATCH_BYTES, BATCH_WRITES, Displaced
 from decant.state.scripts import Command
 from decant.state.store import Store
 from tests.router.fake_worker import fleet
-from tests.router.harness import PATIENCE, core, ended, make_request, until, written
+from tests.router.harness import PATIENCE, begin_paused, core, ended, make_request, until
 from tests.state.factories import NOW, SUCCEEDED, router
 from tests.state.factories import make_request as make_owned
 from tests.state.factories import written as entries
@@ -199,9 +199,7 @@ async def test_a_request_that_redis_refuses_concerns_no_other(store: Store, bare
 
 async def test_a_key_of_another_type_does_not_mark_the_store_as_away(store: Store, bare: sync_redis.Redis) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        workers[1].script.pause_at = 3
-        stream = await scene.dispatcher.begin(make_request("a", max_tokens=50))
-        await written(stream, 3)
+        stream = await begin_paused(scene, workers[1], 3, request=make_request("a", max_tokens=50))
         await until(lambda: scene.owned("a").synced_entries == 3)
         poison(bare, RequestKey("default", "a"))
         workers[1].script.pause_at = None

@@ -29,7 +29,7 @@ from decant.runtime.packed import pack
 from decant.state.store import Store
 from decant.worker.decode.session import SessionLimits
 from tests.e2e.proxy import FETCH, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
-from tests.router.fake_worker import TOKENIZER
+from tests.router.fake_script import TOKENIZER
 from tests.router.harness import Core, core, ended, make_request, until, written
 from tests.worker.harness import MODEL, Place, alone, tokens, worker
 

@@ -6,7 +6,8 @@ from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.state.ids import RequestKey
 from decant.state.store import Store
-from tests.router.fake_worker import answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import fleet
 from tests.router.harness import core, make_request, tokens_of, until
 
 P, P2, D = ("p", wire.ROLE_PREFILL), ("p2", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)

@@ -9,7 +9,8 @@ from decant.state.errors import OwnerAlive
 from decant.state.ids import Incarnation
 from decant.state.store import Store
 from tests.router.abandoned_requests import KEY, PROMPT, left_behind, watching
-from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import (
     D,
     P,

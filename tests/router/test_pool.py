@@ -10,8 +10,10 @@ from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
 from decant.state.store import Store
-from tests.router.fake_worker import FakeWorker, Fleet, answer, fleet
-from tests.router.harness import Core, core, ended, make_request, tokens_of, until, written
+from tests.router.fake_script import answer
+from tests.router.fake_state import Fleet
+from tests.router.fake_worker import FakeWorker, fleet
+from tests.router.harness import Core, begin_paused, core, ended, make_request, tokens_of, until, written
 
 P, P2 = ("p", wire.ROLE_PREFILL), ("p2", wire.ROLE_PREFILL)
 D, D2 = ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
@@ -43,13 +45,12 @@ async def test_workers_that_register_later_are_found_and_removed_ones_forgotten(
         await workers[1].stop()
         await until(lambda: len(list(scene.router.pool.of("m"))) == 1)
         assert names(scene) == {"p"}
+        assert scene.router.pool.membership.prefix_indexes["m"].block_sizes.total() == 1
 
 
 async def test_a_registration_that_ran_out_ends_nothing_while_the_session_lives(store: Store) -> None:
     async with fleet(D) as workers, core(store, workers) as scene:
-        workers[0].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
-        await written(stream, 2)
+        stream = await begin_paused(scene, workers[0], 2)
         await store.workers.remove(Incarnation.of(workers[0].facts.peer))
         (worker,) = scene.router.pool.of("m")
         await until(lambda: not worker.is_registered)
@@ -64,9 +65,7 @@ async def test_a_registration_that_ran_out_ends_nothing_while_the_session_lives(
 
 async def test_a_restarted_worker_on_the_same_address_is_another_one(store: Store) -> None:
     async with fleet(D) as (old,), core(store, [old]) as scene:
-        old.script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
-        await written(stream, 2)
+        stream = await begin_paused(scene, old, 2)
         await old.stop()
         new = FakeWorker(Fleet(), "d", wire.ROLE_DECODE)
         await new.start(int(old.facts.address.rpartition(":")[2]))

@@ -11,7 +11,7 @@ from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.router.placement.prefix_index import PromptBlocks
 from decant.router.request.valid_request import ValidRequest
 from decant.state.store import Store
-from tests.router.fake_worker import TOKENIZER
+from tests.router.fake_script import TOKENIZER
 from tests.router.harness import core, make_request, tokens_of, until
 from tests.worker.decode_harness import BLOCK, Node
 

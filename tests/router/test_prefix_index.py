@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from decant.engine.block_hashes import hash_blocks, root_hash
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.router.placement.prefix_index import MAX_INLINE_TOKENS, PromptBlocks, WorkerPrefixCache, reported_hashes
+from decant.router.placement.prefix_index import (
+    MAX_INLINE_TOKENS,
+    PrefixIndex,
+    PromptBlocks,
+    WorkerPrefixCache,
+    reported_hashes,
+)
 from decant.router.placement.worker_load import WorkerLoad
 from decant.runtime.packed import pack
 
@@ -158,3 +164,60 @@ def test_only_reported_blocks_remain_after_all_requests_ended(
     assert {name for name in range(8) if cache.leading([name])} == held
     assert not cache._expected
     assert not cache.leaving
+
+
+changes = st.tuples(st.sampled_from(["heartbeat", "sent", "over", "reset"]), st.integers(0, 2), names, names)
+
+
+@given(st.lists(changes, max_size=40), names)
+def test_an_index_has_the_same_as_the_caches_of_its_workers(
+    story: list[tuple[str, int, list[int], list[int]]], prompt: list[int]
+) -> None:
+    index = PrefixIndex()
+    numbers = [index.add_worker(BLOCK) for _ in range(3)]
+    caches, here = [WorkerPrefixCache(index, number) for number in numbers], []
+
+    def check() -> None:
+        for hashes in (prompt, *([name] for name in range(8))):
+            leading = {number: cache.leading(hashes) for number, cache in zip(numbers, caches, strict=True)}
+            assert index.leading(hashes) == {number: blocks for number, blocks in leading.items() if blocks}
+
+    for kind, place, some, others in story:
+        if kind == "heartbeat":
+            caches[place].apply_heartbeat(heartbeat(some, [name for name in others if name not in some]))
+        elif kind == "sent":
+            here.append(caches[place].expect(some))
+        elif kind == "over" and here:
+            here.pop(0).release()
+        elif kind == "reset":
+            caches[place].close()
+            caches[place] = WorkerPrefixCache(index, numbers[place])
+        check()
+    for sent in here:
+        sent.release()
+    for _ in range(2):
+        for cache in caches:
+            cache.apply_heartbeat(wire.Heartbeat())
+        check()
+    for cache in caches:
+        cache.close()
+    assert not index._holders, "closed caches leave nothing"
+
+
+def test_cached_tokens_of_all_workers_are_those_of_each() -> None:
+    index, prefix = PrefixIndex(), PromptBlocks(work(5 * BLOCK))
+    small, large, empty = (
+        WorkerLoad(WorkerRegistration(capacity=Capacity(total_blocks=100, block_tokens=size)), index)
+        for size in (BLOCK, 2 * BLOCK, BLOCK)
+    )
+    for load in (small, large):
+        load.apply_heartbeat(heartbeat(prefix.hashes(load.block_tokens)))
+    assert prefix.cached_by_worker(index) == {small.number: 4 * BLOCK, large.number: 4 * BLOCK}
+    assert prefix.cached_by_worker(index) == {each.number: each.cached_tokens(prefix) for each in (small, large)}
+    assert empty.cached_tokens(prefix) == 0
+    assert not PromptBlocks(work(5 * BLOCK, bypass_prefix_cache=True)).cached_by_worker(index)
+    small.close()
+    assert prefix.cached_by_worker(index) == {large.number: 4 * BLOCK}
+    again = WorkerLoad(WorkerRegistration(capacity=Capacity(total_blocks=100, block_tokens=BLOCK)), index)
+    assert again.number == small.number
+    assert prefix.cached_by_worker(index) == {large.number: 4 * BLOCK}, "the number is new, its blocks are not"

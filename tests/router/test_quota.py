@@ -23,8 +23,9 @@ from decant.state.ids import RequestKey
 from decant.state.private_redis import PrivateRedis
 from decant.state.quota import Quotas, TenantLimits
 from decant.state.store import Store
-from tests.router.fake_worker import FakeWorker, answer, fleet
-from tests.router.harness import Core, core, ended, make_request, tokens_of, until, written
+from tests.router.fake_script import answer
+from tests.router.fake_worker import FakeWorker, fleet
+from tests.router.harness import Core, begin_paused, core, ended, make_request, tokens_of, until
 from tests.state.factories import make_store
 from tests.state.test_every_operation import Tape
 
@@ -72,9 +73,7 @@ async def test_what_is_beyond_the_share_is_refused_until_something_ends(
 async def test_the_minute_is_charged_for_what_was_used(store: Store, at_work: Callable[[], set[str]]) -> None:
     minute = {"default": TenantLimits(tokens_per_minute=100)}
     async with fleet(P, D) as workers, core(store, workers, quotas=minute) as scene:
-        workers[1].script.pause_at = 2
-        first = await scene.dispatcher.begin(make_request(max_tokens=80))
-        await written(first, 2)
+        await begin_paused(scene, workers[1], 2, request=make_request(max_tokens=80))
         with pytest.raises(QuotaExceeded) as refusal:
             await scene.dispatcher.begin(make_request("next", max_tokens=80))
         assert refusal.value.field == "tokens_per_minute"
@@ -135,9 +134,7 @@ async def by_its_workers(scene: Core, workers: list[FakeWorker]) -> None:
 @pytest.mark.parametrize("way", [by_itself, by_cancel, by_its_client, by_its_workers])
 async def test_however_it_ends_its_share_is_free(store: Store, at_work: Callable[[], set[str]], way: Way) -> None:
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE, resume_grace_ms=10) as scene:
-        workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
-        await written(stream, 2)
+        stream = await begin_paused(scene, workers[1], 2)
         assert at_work() == {"r"}
         await way(scene, workers)
         await ended(stream)
@@ -201,10 +198,7 @@ async def test_one_that_leaves_while_it_is_booked_takes_no_share(
 async def test_a_request_counts_once_wherever_it_goes(store: Store, at_work: Callable[[], set[str]]) -> None:
     """Asked for again and gone on with at another router, it is never refused, and free when it ends."""
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as one:
-        workers[1].script.pause_at = 2
-        first = await one.dispatcher.begin(make_request())
-        await written(first, 2)
-        await until(lambda: one.owned("r").synced_entries == 2)
+        first = await begin_paused(one, workers[1], 2, is_stored=True)
         async with core(store, workers, id="two", quotas=ONE) as two:
             second = await two.dispatcher.begin(make_request())
             assert at_work() == {"r"}
@@ -219,9 +213,7 @@ async def test_a_request_counts_once_wherever_it_goes(store: Store, at_work: Cal
 
 async def test_a_cancel_at_another_router_frees_its_share(store: Store, at_work: Callable[[], set[str]]) -> None:
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as one:
-        workers[1].script.pause_at = 2
-        first = await one.dispatcher.begin(make_request())
-        await written(first, 2)
+        first = await begin_paused(one, workers[1], 2)
         async with core(store, workers, id="two", quotas=ONE) as two:
             assert isinstance(await two.dispatcher.cancel(KEY), Cancelled)
             await until(lambda: not at_work())
@@ -233,9 +225,7 @@ async def test_requests_left_by_a_drain_still_count_for_the_quota(
 ) -> None:
     async with fleet(P, D) as workers:
         async with core(store, workers, quotas=ONE) as one:
-            workers[1].script.pause_at = 2
-            first = await one.dispatcher.begin(make_request())
-            await written(first, 2)
+            first = await begin_paused(one, workers[1], 2)
             await one.dispatcher.drain(0)
             assert (await ended(first)).end is not None
         assert at_work() == {"r"}
@@ -285,9 +275,7 @@ async def test_what_runs_is_renewed_and_comes_back_to_an_emptied_redis(
         fleet(P, D) as workers,
         core(store, workers, quotas=ONE) as scene,
     ):
-        workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
-        await written(stream, 2)
+        await begin_paused(scene, workers[1], 2)
         bare.delete(*keys.quota("default"))
         await until(lambda: at_work() == {"r"})
         lease = bare.zscore(keys.quota("default")[0], "r")

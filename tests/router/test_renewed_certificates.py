@@ -15,7 +15,8 @@ from decant.runtime.peer import new_peer
 from decant.runtime.settings import SettingError
 from decant.runtime.tls import PeerTls, ServerTls, server_credentials
 from decant.state.store import Store
-from tests.router.fake_worker import MODEL, TOKENIZER, FakeWorker, fleet
+from tests.router.fake_script import MODEL, TOKENIZER
+from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import until
 
 D, D2 = ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)

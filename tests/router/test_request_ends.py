@@ -22,7 +22,8 @@ from decant.runtime.errors import (
 )
 from decant.state.ids import RequestKey
 from decant.state.store import Store
-from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import (
     CANCELLED,
     DECODING,
@@ -30,6 +31,7 @@ from tests.router.harness import (
     SUCCEEDED,
     D,
     P,
+    begin_paused,
     core,
     ended,
     error_of,
@@ -112,9 +114,7 @@ async def test_its_deadline_ends_it_in_every_state(store: Store, phase: str) -> 
 
 async def test_a_lost_stream_has_a_grace_unless_its_id_was_generated(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=50) as scene:
-        workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
-        await written(stream, 2)
+        stream = await begin_paused(scene, workers[1], 2)
         scene.dispatcher.on_disconnect(stream)
         scene.dispatcher.on_disconnect(stream)
         assert stream.end is None
@@ -127,9 +127,7 @@ async def test_a_lost_stream_has_a_grace_unless_its_id_was_generated(store: Stor
 
 async def test_a_lost_stream_whose_answer_ends_within_the_grace_stays_a_success(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
-        await written(stream, 2)
+        stream = await begin_paused(scene, workers[1], 2)
         scene.dispatcher.on_disconnect(stream)
         workers[1].go.set()
         assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
@@ -169,9 +167,7 @@ async def test_a_deadline_reaches_those_that_wait_for_admission(store: Store) ->
 
 async def test_a_superseded_request_ends_and_writes_nothing_more(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
-        await written(stream, 2)
+        stream = await begin_paused(scene, workers[1], 2)
         workers[1]._say(wire.WorkerMessage(superseded=wire.Superseded(run=workers[1].starts[0].run, epoch=2)))
         error = error_of(await ended(stream))
         assert isinstance(error, Aborted)
@@ -196,9 +192,7 @@ async def test_a_router_that_drains_finishes_what_it_has_and_takes_no_more(store
 
 async def test_a_router_that_ends_ends_every_stream(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
-        await written(stream, 2)
+        stream = await begin_paused(scene, workers[1], 2)
         await scene.dispatcher.close()
         assert isinstance(stream.end, Aborted)
         assert stream.end.resume == ResumePoint(0, 2)
@@ -243,9 +237,7 @@ async def test_a_cancel_leaves_no_unretrieved_exception(store: Store) -> None:
     unseen: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=0, max_active=1) as scene:
-        workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request("runs", max_tokens=50))
-        await written(stream, 2)
+        stream = await begin_paused(scene, workers[1], 2, request=make_request("runs", max_tokens=50))
         waiting = asyncio.create_task(scene.dispatcher.begin(make_request("waits")))
         await until(lambda: len(scene.dispatcher.executions.open) == 2)
         waiting.cancel()

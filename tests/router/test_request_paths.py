@@ -11,7 +11,8 @@ from decant.protos import worker_pb2 as wire
 from decant.router.request.token_stream import Finish
 from decant.runtime.packed import unpack
 from decant.state.store import Store
-from tests.router.fake_worker import EOS, answer, fleet
+from tests.router.fake_script import EOS, answer
+from tests.router.fake_worker import fleet
 from tests.router.harness import (
     D2,
     DECODING,

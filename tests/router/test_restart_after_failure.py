@@ -15,18 +15,19 @@ from decant.runtime.errors import Aborted, AlreadyExists, Unavailable
 from decant.state.errors import StoreUnavailable
 from decant.state.ids import RequestKey
 from decant.state.store import Store
-from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import (
     Core,
     D,
     P,
+    begin_paused,
     core,
     ended,
     make_request,
     raising,
     tokens_of,
     until,
-    written,
 )
 
 PROMPT = [1, 2, 3]
@@ -107,10 +108,7 @@ async def test_while_the_store_is_away_the_newer_one_of_two_is_written_last(
 
 async def test_a_look_from_another_router_takes_nothing_over(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as one:
-        workers[1].script.pause_at = 3
-        first = await one.dispatcher.begin(make_request())
-        await written(first, 3)
-        await until(lambda: one.owned("r").synced_entries == 3)
+        first = await begin_paused(one, workers[1], 3, is_stored=True)
         async with core(store, workers) as two:
             seen = await two.dispatcher.get(KEY)
             assert (seen.stream.tokens, seen.stream.end) == (first.tokens, None)

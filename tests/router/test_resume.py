@@ -13,10 +13,12 @@ from decant.runtime.errors import AlreadyExists, Cancelled, DeadlineExceeded, No
 from decant.state.ids import RequestKey
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
-from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import (
     D,
     P,
+    begin_paused,
     core,
     ended,
     ended_run,
@@ -33,9 +35,7 @@ KEY = RequestKey("default", "r")
 
 async def test_an_equal_request_attaches_to_the_one_that_runs(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
-        await written(stream, 2)
+        stream = await begin_paused(scene, workers[1], 2)
         assert await scene.dispatcher.begin(make_request()) is stream
         assert await scene.dispatcher.resume(KEY) is stream
         workers[1].go.set()
@@ -117,9 +117,7 @@ async def test_a_stream_that_is_resumed_within_its_grace_is_not_cancelled(store:
 
 async def test_a_detached_request_continues_without_a_reader(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=0) as scene:
-        workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request(detach_ms=60_000))
-        await written(stream, 2)
+        stream = await begin_paused(scene, workers[1], 2, request=make_request(detach_ms=60_000))
         scene.dispatcher.on_disconnect(stream)
         assert stream.end is None
         workers[1].go.set()
@@ -128,9 +126,7 @@ async def test_a_detached_request_continues_without_a_reader(store: Store) -> No
 
 async def test_a_detached_request_is_cancelled_when_its_time_is_over(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request(detach_ms=50))
-        await written(stream, 2)
+        stream = await begin_paused(scene, workers[1], 2, request=make_request(detach_ms=50))
         scene.dispatcher.on_disconnect(stream)
         assert isinstance((await ended(stream)).end, Cancelled)
 
@@ -154,9 +150,7 @@ async def test_a_cancel_may_be_repeated_at_any_time(store: Store, from_store: bo
 
 async def test_get_returns_a_request_from_memory_and_from_the_store(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
-        await written(stream, 2)
+        stream = await begin_paused(scene, workers[1], 2)
         await until(lambda: scene.owned("r").state == Generation.STATE_DECODING)
         here = await scene.dispatcher.get(KEY)
         assert (here.stream, here.state, here.expires_in_s) == (stream, Generation.STATE_DECODING, None)

@@ -24,7 +24,8 @@ from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from tests.e2e.fork_server import Forked, completed
 from tests.router.factories import tiny
-from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import PATIENCE
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
@@ -79,6 +80,7 @@ class Running:
     stdout: asyncio.StreamReader
     address: str
     lines: list[dict[str, object]]
+    admin_port: int | None = None
 
     async def line(self, event: str) -> dict[str, object]:
         async with asyncio.timeout(PATIENCE):
@@ -105,7 +107,9 @@ async def router(server: PrivateRedis, *arguments: str) -> AsyncIterator[Running
         os.close(written)
     try:
         running = Running(process, stdout, "", [])
-        running.address = str((await running.line("serving"))["address"])
+        serving = await running.line("serving")
+        running.address, port = str(serving["address"]), serving["admin_port"]
+        running.admin_port = port if isinstance(port, int) else None
         yield running
     finally:
         if process.returncode is None:
@@ -197,7 +201,7 @@ def ready_workers(metrics: str) -> dict[str, float]:
 
 async def test_workers_that_take_requests_are_counted_by_model_and_role(server: PrivateRedis, store: Store) -> None:
     async with fleet(P) as workers, router(server, "--admin-port", "0") as running:
-        port = running.lines[-1]["admin_port"]
+        port = running.admin_port
         await become_ready(running)
         assert "200 OK" in await page(port, "/ready"), "a router is ready without workers"
         assert ready_workers(await page(port, "/metrics")) == {"prefill": 0, "decode": 0}

@@ -15,7 +15,8 @@ from decant.runtime.errors import AlreadyExists
 from decant.state.errors import StoreUnavailable
 from decant.state.store import Store
 from tests.e2e.fault_injection import GIVER, TAKER, Cutting, cutting
-from tests.router.fake_worker import answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import fleet
 from tests.router.harness import core, ended, make_request, tokens_of, until
 
 

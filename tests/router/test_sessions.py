@@ -23,7 +23,8 @@ from decant.runtime.channel import open_channel
 from decant.runtime.packed import pack, unpack
 from decant.runtime.peer import new_peer
 from decant.runtime.tls import PeerTls
-from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import PATIENCE, ended_run, make_request, until
 from tests.router.run_recorder import RunRecorder
 

@@ -21,7 +21,8 @@ from decant.router.text.stop_strings import StopStrings
 from decant.router.workers.subscription import WriteError
 from decant.state.store import Store
 from tests.router.factories import tiny, valid
-from tests.router.fake_worker import answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import fleet
 from tests.router.harness import core, ended, make_request, until
 from tests.router.test_response_writer import Reader, settle
 

@@ -22,7 +22,8 @@ from decant.state.errors import StateError, UnreadableRequest
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.store import Store
 from tests.router.abandoned_requests import KEY, PROMPT, left_behind, watching
-from tests.router.fake_worker import answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import fleet
 from tests.router.harness import core, ended, make_request, until
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)

@@ -20,7 +20,8 @@ from decant.state.ids import Incarnation, RequestKey, State
 from decant.state.owned import StoredRequest
 from decant.state.store import Store
 from tests.router.abandoned_requests import KEY, PROMPT, left_behind, watching
-from tests.router.fake_worker import MODEL, answer, fleet
+from tests.router.fake_script import MODEL, answer
+from tests.router.fake_worker import fleet
 from tests.router.harness import core, ended, make_request, tokens_of, until, written
 from tests.state.factories import router_facts
 from tests.worker.decode_harness import eventually

@@ -13,7 +13,8 @@ from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import Aborted, Cancelled, OutOfRange
 from decant.state.store import Store
 from tests.router.abandoned_requests import KEY, PROMPT, left_behind
-from tests.router.fake_worker import LAYOUT, answer, fleet
+from tests.router.fake_script import LAYOUT, answer
+from tests.router.fake_worker import fleet
 from tests.router.harness import (
     PATIENCE,
     D,

@@ -27,7 +27,8 @@ from decant.runtime.tls import PeerTls
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.store import Store
 from tests.router.factories import model
-from tests.router.fake_worker import MODEL, fleet
+from tests.router.fake_script import MODEL
+from tests.router.fake_worker import fleet
 from tests.router.harness import Core, core, ended, make_request, until
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
@@ -143,6 +144,7 @@ async def test_what_waits_for_a_place_counts_against_the_limit(store: Store) -> 
         assert len(scene.router.pool.wait_predictors[MODEL]) == 0
 
 
+@pytest.mark.slow
 async def test_every_call_of_a_burst_ends_with_tokens_or_with_a_named_error(store: Store) -> None:
     """Far more at once than gRPC itself lets wait by default."""
     calls = 1500

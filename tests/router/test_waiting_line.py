@@ -16,7 +16,8 @@ from decant.router.placement.policy import WorkerSnapshot
 from decant.router.workers.waiting_line import Kind, Waiter, WaitingLine, WaitsFor
 from decant.state.ids import Incarnation
 from decant.state.store import Store
-from tests.router.fake_worker import FakeWorker, answer, fleet
+from tests.router.fake_script import answer
+from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import Core, core, ended, make_request, tokens_of, until, written
 
 P, P2 = ("p", wire.ROLE_PREFILL), ("p2", wire.ROLE_PREFILL)

@@ -18,7 +18,8 @@ from decant.runtime.errors import (
 )
 from decant.runtime.packed import unpack
 from decant.state.store import Store
-from tests.router.fake_worker import EOS, answer, fleet
+from tests.router.fake_script import EOS, answer
+from tests.router.fake_worker import fleet
 from tests.router.harness import (
     D2,
     DECODING,
@@ -28,6 +29,7 @@ from tests.router.harness import (
     SUCCEEDED,
     D,
     P,
+    begin_paused,
     core,
     ended,
     error_of,
@@ -206,9 +208,7 @@ async def test_a_prefill_worker_that_dies_before_its_first_token_is_replaced(sto
 
 async def test_a_break_of_the_session_is_no_failure_when_it_comes_back(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        workers[1].script.pause_at = 3
-        stream = await scene.dispatcher.begin(make_request(max_tokens=8))
-        await written(stream, 3)
+        stream = await begin_paused(scene, workers[1], 3, request=make_request(max_tokens=8))
         workers[1].break_session()
         workers[1].go.set()  # decodes while no router is connected
         assert tokens_of(await ended(stream)) == answer(PROMPT, 8)
@@ -219,9 +219,7 @@ async def test_a_break_of_the_session_is_no_failure_when_it_comes_back(store: St
 
 async def test_lost_frames_are_requested_again(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request(max_tokens=8))
-        await written(stream, 2)
+        stream = await begin_paused(scene, workers[1], 2, request=make_request(max_tokens=8))
         workers[1].script.drop_frames = 2
         pass_on(workers[1], until=6)
         await written(stream, 6)  # and not only at its end
@@ -232,9 +230,7 @@ async def test_lost_frames_are_requested_again(store: Store) -> None:
 
 async def test_a_lost_last_frame_is_requested_again(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        workers[1].script.pause_at = 4
-        stream = await scene.dispatcher.begin(make_request())
-        await written(stream, 4)
+        stream = await begin_paused(scene, workers[1], 4)
         workers[1].script.drop_frames = 1
         workers[1].go.set()
         assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
@@ -291,9 +287,7 @@ async def test_without_any_worker_a_request_is_refused_at_once(store: Store) -> 
 async def test_when_the_last_worker_goes_for_good_the_request_is_not_left_hanging(store: Store) -> None:
     timings = RouterTimings(workers=WorkerTimings(no_worker_patience_s=0.5))
     async with fleet(D) as workers, core(store, workers, timings=timings) as scene:
-        workers[0].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
-        await written(stream, 2)
+        stream = await begin_paused(scene, workers[0], 2)
         await store.workers.remove(life_of(workers[0]))
         await workers[0].stop()
         error = error_of(await ended(stream))

@@ -76,3 +76,26 @@ def test_nothing_of_ours_is_left_when_all_is_over() -> None:
     for each in sent:
         each.release()
     assert (known.work.ours, known.sequences.ours) == (0, 0)
+
+
+steps = st.tuples(
+    st.sampled_from(["reserve", "prefilled", "release", "heartbeat", "full"]), st.integers(0, 99), st.booleans()
+)
+
+
+@given(st.lists(steps, max_size=30))
+def test_a_snapshot_is_never_older_than_the_last_change(story: list[tuple[str, int, bool]]) -> None:
+    known, sent = view(), list[LoadReservation]()
+    for kind, amount, flag in story:
+        if kind == "reserve":
+            sent.append(known.reserve(ANY, amount, computed=flag))
+        elif kind == "prefilled" and sent:
+            sent[amount % len(sent)].mark_prefilled()
+        elif kind == "release" and sent:
+            sent.pop(amount % len(sent)).release()
+        elif kind == "heartbeat":
+            known.apply_heartbeat(load(running=amount, queued_tokens=amount, takes_prompts=flag))
+        elif kind == "full":
+            known.mark_full()
+        for cached_tokens in (0, 16):
+            assert known.snapshot_with(cached_tokens, flag) == known._new_snapshot(cached_tokens, flag)

@@ -31,8 +31,9 @@ from decant.runtime.errors import Aborted, ServiceError, Unavailable
 from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
 from decant.state.store import Store
-from tests.router import fake_worker
-from tests.router.fake_worker import FakeWorker, fleet, logprobs_from_wire
+from tests.router import fake_prefill, fake_script, fake_session
+from tests.router.fake_script import logprobs_from_wire
+from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import Core, core, ended, make_request, until, written
 from tests.router.run_recorder import RunRecorder
 
@@ -98,7 +99,7 @@ FAULTS = [more_ids_than_logprobs, fewer_ids_than_logprobs, an_id_that_no_token_h
 
 def spoil(patch: pytest.MonkeyPatch, fault: Callable[[wire.TokenLogprobs], None], times: int) -> None:
     """The next logprobs of an output token, of any worker, are wrong in this way."""
-    real, left = fake_worker._logprobs, iter(range(times))
+    real, left = fake_script.output_logprobs, iter(range(times))
 
     def odd(work: wire.EngineRequest, entry: int, token: int) -> wire.TokenLogprobs | None:
         found = real(work, entry, token)
@@ -106,7 +107,8 @@ def spoil(patch: pytest.MonkeyPatch, fault: Callable[[wire.TokenLogprobs], None]
             fault(found)
         return found
 
-    patch.setattr(fake_worker, "_logprobs", odd)
+    for module in (fake_prefill, fake_session):
+        patch.setattr(module, "output_logprobs", odd)
 
 
 async def all_goes_on(scene: Core) -> None:
@@ -317,7 +319,7 @@ async def test_the_router_survives_any_message_of_a_worker(store: Store, seed: i
             worker.script.pause_at = None
             worker.go.set()
         await ended(stream)
-        await until(lambda: any(worker.is_usable for worker in scene.router.pool.of(fake_worker.MODEL)))
+        await until(lambda: any(worker.is_usable for worker in scene.router.pool.of(fake_script.MODEL)))
         await all_goes_on(scene)
 
 

@@ -7,7 +7,15 @@ import grpc
 
 from decant.protos import worker_pb2
 from decant.runtime.errors import Internal, QueueFull
-from decant.runtime.metrics import EngineMetrics, ProcessMetrics, PromptSource, Registry, RequestMetrics
+from decant.runtime.metrics import (
+    MAX_TENANTS,
+    OTHER_TENANTS,
+    EngineMetrics,
+    ProcessMetrics,
+    PromptSource,
+    Registry,
+    RequestMetrics,
+)
 from decant.runtime.peer import PROTOCOL
 
 
@@ -75,3 +83,29 @@ def test_every_process_names_its_build() -> None:
 
 def test_a_process_tells_its_own_memory() -> None:
     assert "process_resident_memory_bytes" in names(Registry())
+
+
+def test_tenants_beyond_the_limit_share_one_label() -> None:
+    registry = Registry(process=False)
+    names = [f"t{number}" for number in range(MAX_TENANTS + 5)]
+    tenants = RequestMetrics(registry, names).tenants
+    for name in (*names, "unknown"):
+        tenants.count_request(name, prompt_tokens=3)
+        tenants.count_tokens(name, 2)
+        tenants.count_refusal(name)
+    text = registry.text().decode()
+    for name, value in (("t0", 1), (f"t{MAX_TENANTS - 1}", 1), (OTHER_TENANTS, 6)):
+        assert f'decant_tenant_requests_total{{tenant="{name}"}} {value}.0' in text
+        assert f'decant_tenant_requests_refused_total{{tenant="{name}"}} {value}.0' in text
+        assert f'decant_tenant_prompt_tokens_total{{tenant="{name}"}} {3 * value}.0' in text
+        assert f'decant_tenant_generation_tokens_total{{tenant="{name}"}} {2 * value}.0' in text
+    assert text.count("decant_tenant_requests_total{") == MAX_TENANTS + 1
+
+
+def test_gauges_are_set_before_each_scrape() -> None:
+    registry = Registry(process=False)
+    waiting = RequestMetrics(registry).queues.waiting.labels("m")
+    counts = iter([3, 5])
+    registry.before_scrape(lambda: waiting.set(next(counts)))
+    assert 'decant_requests_waiting{model="m"} 3.0' in registry.text().decode()
+    assert 'decant_requests_waiting{model="m"} 5.0' in registry.text().decode()

@@ -15,9 +15,9 @@ from decant.state.errors import StoreFault
 from decant.state.private_redis import PrivateRedis
 from decant.state.scripts import Command, Script
 from decant.state.store import Store
+from tests.ports import reserved_port
 from tests.state.every_operation import walk
 from tests.state.factories import DECODING, NOW, everything, make_request, make_store, written
-from tests.state.ports import free_port
 
 Patch = pytest.MonkeyPatch
 
@@ -119,7 +119,7 @@ async def test_only_requests_with_logprobs_send_them(store: Store, bare: sync_re
 async def test_a_cluster_takes_every_operation() -> None:
     """A cluster of one node rejects a script whose keys are in several slots."""
     options = ("--cluster-enabled", "yes")
-    with PrivateRedis(port=free_port(), options=options) as server:
+    with reserved_port() as port, PrivateRedis(port=port, options=options) as server:
         bare: Any = sync_redis.Redis.from_url(server.url, protocol=2)
         bare.execute_command("CLUSTER", "ADDSLOTS", *range(16384))
         async with make_store(server.url) as store:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import redis as sync_redis
 
 from decant.state.errors import PrivateRedisFailed
 from decant.state.private_redis import PrivateRedis
-from tests.state.ports import free_port
+from tests.ports import reserved_port
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 10.0
@@ -53,10 +53,15 @@ def pid_of(url: str) -> int:
         return int(info["process_id"])
 
 
-@pytest.mark.parametrize("port", [None, "free"])
-def test_it_leaves_nothing_when_it_is_stopped(folder: Path, port: str | None) -> None:
-    number = free_port() if port else None
-    with PrivateRedis(port=number) as server:
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_port() as port:
+        yield port
+
+
+@pytest.mark.parametrize("on_port", [False, True])
+def test_it_leaves_nothing_when_it_is_stopped(folder: Path, port: int, on_port: bool) -> None:
+    with PrivateRedis(port=port if on_port else None) as server:
         assert psutil.pid_exists(pid := pid_of(server.url))
         assert list(folder.iterdir())
         assert len(processes_in(folder)) >= 2
@@ -64,10 +69,8 @@ def test_it_leaves_nothing_when_it_is_stopped(folder: Path, port: str | None) ->
     assert not psutil.pid_exists(pid)
     assert list(folder.iterdir()) == []
     assert processes_in(folder) == []
-    if number:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", number))
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # it can be listened on again
     server.stop()
 
 
@@ -140,8 +143,7 @@ def test_a_redis_that_does_not_start_raises_with_its_output(folder: Path) -> Non
     assert processes_in(folder) == []
 
 
-def test_anothers_redis_on_the_port_is_not_taken_for_ours(folder: Path) -> None:
-    port = free_port()
+def test_anothers_redis_on_the_port_is_not_taken_for_ours(folder: Path, port: int) -> None:
     with PrivateRedis(port=port) as first:
         with pytest.raises(PrivateRedisFailed):
             PrivateRedis(port=port).start()

@@ -242,6 +242,7 @@ async def worker(
                 assert audit.free_blocks + audit.cached_blocks + audit.leased_blocks == blocks
         finally:
             device.go_on()
+            await place.prefill.close()
             await place.channel.close()
             await place.transport.close()
             await server.stop(None)

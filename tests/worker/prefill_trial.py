@@ -38,6 +38,7 @@ class PrefillCall:
         self.is_disturbed = False
         """The receiver released the cache early, or the fetch met a fault."""
         self._next_logprobs = 1
+        self._called = asyncio.get_running_loop().time()
         self._task = asyncio.create_task(self._read())
 
     @property
@@ -81,6 +82,10 @@ class PrefillCall:
             assert self.first is not None, "the call ended without the first token"
             self.end = "complete"
         assert self.end == "superseded" or not self.is_at_worker, "the call ended before its run"
+        work, seconds = self.request.engine_request, asyncio.get_running_loop().time() - self._called
+        assert not work.HasField("remaining_ms") or seconds <= work.remaining_ms / 1000 + 0.01, (
+            "ended after its deadline"
+        )
 
     def _on_ticket(self, ticket: wire.Ticket) -> None:
         assert self.request.handoff
@@ -210,6 +215,7 @@ class PrefillTrial:
                 await self.drain
         for node in self.nodes.values():
             await node.decode.close()
+            await node.prefill.close()
             await node.host.__aexit__(None, None, None)
         await settle()
         assert asyncio.all_tasks() == {asyncio.current_task()}

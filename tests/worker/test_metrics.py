@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+
 import pytest
 
+from decant.engine.engine import Engine
 from decant.handoff.errors import HandoffFailed
 from decant.protos import worker_pb2 as wire
 from decant.runtime.metrics import Registry
@@ -56,3 +60,50 @@ async def test_a_failed_handoff_is_counted_by_its_cause() -> None:
         found = values(registry)
         assert found['handoff_failures_total{cause="lease_over"}'] == 1
         assert found["handoff_seconds_count"] == 0
+
+
+async def test_gauges_follow_the_engine() -> None:
+    async with worker(blocks=128) as place:
+        registry = Registry(process=False)
+        place.connect(WorkerMetrics(registry, place.host))
+        assert values(registry)['worker_info{model="m",role="prefill"}'] == 1
+        place.device.hold()
+        requests = [to_request(f"r{seed}", make_work(30, 4, seed=seed), model=MODEL) for seed in range(9)]
+
+        def add_all(engine: Engine) -> None:
+            for request in requests:
+                engine.add(request)
+
+        await place.host.loop.call(add_all)
+        sample = asyncio.create_task(place.host.sample_load())
+        await asyncio.sleep(0)  # it is posted: it runs after the first step
+        place.device.let(1)
+        await sample
+        found = values(registry)
+        assert found["requests_running"] >= 1
+        assert found["requests_waiting"] >= 1
+        assert found["queued_prompt_tokens"] == 9 * 30 - 16
+        assert 0 < found["kv_cache_usage_ratio"] <= 1
+        place.device.go_on()
+        for request in requests:
+            await place.written(request.id)
+        await place.host.sample_load()
+        assert values(registry)["requests_waiting"] == values(registry)["queued_prompt_tokens"] == 0
+        call = place.ask(make_work(30, 4))
+        await call.expect("ticket")
+        await place.host.sample_load()
+        assert values(registry)["handoff_leases"] == 1
+        await call.break_off()
+
+
+async def test_preemptions_are_counted() -> None:
+    async with worker("d", blocks=16, role=wire.ROLE_DECODE) as place:
+        registry = Registry(process=False)
+        place.connect(WorkerMetrics(registry, place.host))
+        for seed in range(3):
+            request = to_request(f"r{seed}", make_work(12, 30, seed=seed), model=MODEL)
+            await place.host.loop.call(partial(Engine.add, request=request))
+        for seed in range(3):
+            assert len(await place.written(f"r{seed}")) == 30
+        await place.host.sample_load()
+        assert values(registry)["preemptions_total"] == place.engine.load().preemptions > 0

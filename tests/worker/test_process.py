@@ -27,6 +27,7 @@ from decant.runtime.packed import pack
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store, StoreSettings
 from tests.e2e.fork_server import Forked
+from tests.ports import reserved_port
 
 PATIENCE_S = 120.0
 ROUTER = wire.Peer(id="router", incarnation=7, protocol=1)
@@ -287,11 +288,7 @@ def metrics_at(port: int) -> dict[str, str]:
 
 
 def test_metrics_are_served_on_the_admin_port(run: Run) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    worker = run(FAKE, *SMALL, "--admin-port", str(port))
-    with channel_to(worker.ready()) as channel:
+    with reserved_port() as port, channel_to(run(FAKE, *SMALL, "--admin-port", str(port)).ready()) as channel:
         list(prefill(channel, audit(channel).worker, handoff=False))
         ends = time.monotonic() + PATIENCE_S
         values = metrics_at(port)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
@@ -18,21 +17,16 @@ from decant.state.keys import Ttls
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store, StoreSettings
 from decant.worker.startup.registration import Registrar
+from tests.ports import reserved_port
 from tests.worker.harness import PATIENCE_S, eventually
 
 EVERY_S = 0.05
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def server() -> Iterator[PrivateRedis]:
     """On a port, so that another can take its place."""
-    with PrivateRedis(port=free_port()) as server:
+    with reserved_port() as port, PrivateRedis(port=port) as server:
         yield server
 
 

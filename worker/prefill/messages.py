@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from decant.engine.output import PromptLogprobs, SequenceFinished, Token
+from decant.engine.output import PromptLogprobs, Token
 from decant.protos import worker_pb2 as wire
-from decant.worker.prefill.prefill_queue import PrefillRun
+from decant.worker.prefill.run import PrefillRun
 from decant.worker.wire_codec import end_reason, logprobs_to_wire
 
 
-def first_tokens(run: PrefillRun, ended: SequenceFinished | None = None) -> wire.FirstTokens:
-    """``ended``: the event if the first token is also the output's last."""
+def first_tokens(run: PrefillRun) -> wire.FirstTokens:
+    """The first token, marked if it is also the output's last."""
     begun, token = run.begun, run.first
     assert begun is not None
     assert token is not None
@@ -17,7 +17,7 @@ def first_tokens(run: PrefillRun, ended: SequenceFinished | None = None) -> wire
     assert timeline.scheduled is not None
     assert timeline.first_token is not None
     return wire.FirstTokens(
-        tokens=[_first(run, token, ended)],
+        tokens=[_first(run, token)],
         cached_tokens=min(begun.cached, run.request.prompt_len),
         queued_us=_microseconds(timeline.scheduled - run.received),
         prefill_us=_microseconds(timeline.first_token - timeline.scheduled),
@@ -35,13 +35,13 @@ def prompt_logprobs(run: PrefillRun, part: PromptLogprobs) -> wire.PromptLogprob
     return wire.PromptLogprobs(run=run.ref, first_position=part.position, logprobs=entries)
 
 
-def _first(run: PrefillRun, token: Token, ended: SequenceFinished | None) -> wire.FirstTokens.First:
+def _first(run: PrefillRun, token: Token) -> wire.FirstTokens.First:
     first = wire.FirstTokens.First(output=run.output, token=token.token)
     if token.logprobs is not None:
         first.logprobs.CopyFrom(logprobs_to_wire(0, token.logprobs))
-    if ended is not None:
+    if run.finished is not None:
         first.finished.output = run.output
-        first.finished.reason = end_reason(ended.reason, run.stopping)
+        first.finished.reason = end_reason(run.finished.reason, run.stopping)
         first.finished.end_position = run.request.prompt_len + token.position + 1
     return first
 

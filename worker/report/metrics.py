@@ -21,9 +21,19 @@ class WorkerMetrics(HostHandler):
         self._host = host
         self._preemptions = 0
         self._arriving: set[str] = set()  # sequences whose KV cache is fetched
+        registry.before_scrape(self._count_preemptions)
+        metrics.info.labels(host.model, wire.Role.Name(host.role).removeprefix("ROLE_").lower()).set(1)
+        metrics.queued_tokens.set_function(lambda: host.load().queued_tokens)
+        metrics.leases.set_function(lambda: len(host.sender.leases.all()))
         metrics.running.set_function(lambda: host.load().running)
         metrics.waiting.set_function(lambda: host.load().waiting)
         metrics.cache_usage.set_function(lambda: host.last_load.held_blocks / host.total_blocks)
+
+    def _count_preemptions(self) -> None:
+        """As of the last sample of the load, which comes after the last step too."""
+        preemptions = self._host.last_load.preemptions
+        self._metrics.preemptions.inc(preemptions - self._preemptions)
+        self._preemptions = preemptions
 
     def on_step(self, output: StepOutput) -> None:
         if output.tokens:
@@ -34,9 +44,6 @@ class WorkerMetrics(HostHandler):
             else:
                 self._metrics.prompt[PromptSource.CACHED].inc(begun.cached)
                 self._metrics.prompt[PromptSource.COMPUTED].inc(begun.tokens - begun.cached)
-        if self._host.last_load.preemptions > self._preemptions:
-            self._metrics.preemptions.inc(self._host.last_load.preemptions - self._preemptions)
-            self._preemptions = self._host.last_load.preemptions
 
     def on_fetch(self, arrival: IncomingSequence) -> None:
         self._arriving.add(arrival.id)

@@ -33,16 +33,12 @@ def load_model(settings: WorkerSettings) -> Device:
     import torch
     from transformers.utils import logging
 
-    from decant.engine.cpu import kernels as native
-    from decant.engine.cpu.fused_layer import fused_layers
     from decant.engine.model import calibration
     from decant.engine.model.model import HASHED, READ, ModelConfig, load
 
     logging.disable_progress_bar()
     threads = settings.threads or own_cores()
     torch.set_num_threads(threads)  # for this thread and those that start later
-    cpu_build.check(settings.kernels, native.kind())
-    _log.info("loading", model=settings.model, kernels=native.kind(), threads=threads)
     config = ModelConfig(
         model=settings.model,
         revision=settings.model_revision,
@@ -53,11 +49,14 @@ def load_model(settings: WorkerSettings) -> Device:
         block_size=settings.block_size,
         cuda_kernels=settings.cuda_kernels,
     )
+    backend = config.make_backend()
+    cpu_build.check(settings.kernels, backend.kind)
+    _log.info("loading", model=settings.model, kernels=backend.kind, threads=threads)
     with _reporting(logging.set_tqdm_hook, HASHED, READ):
-        device = load(config, _report)
-    _log.info("loaded", layers=len(device.store.layout.layers), layers_in_one_call=len(fused_layers(device.model)))
-    if settings.threads is None and device.store.blocks.device.type == "cpu":
-        threads = calibration.choose_threads(device, threads, torch.set_num_threads)
+        device = load(config, _report, backend)
+    _log.info("loaded", layers=len(device.store.layout.layers), layers_in_one_call=backend.fused_layers(device.model))
+    if settings.threads is None:
+        threads = backend.choose_threads(device, threads)
     device.costs = calibration.measure(device)
     _log_measured(device.costs, threads=threads, token_budget=limits_of(settings, device).token_budget)
     return device

@@ -39,7 +39,7 @@ def run(options: UpOptions) -> int:
 
 
 def check(options: UpOptions) -> None:
-    """Check everything that can be checked before a process starts. Raises CommandFailed."""
+    """All checks before a process starts. Raises CommandFailed."""
     checks.check_model(options)
     try:
         plan = make_plan(options, options.redis_url or "redis://")

@@ -1,7 +1,7 @@
-"""Check of `decant up` before it starts a process: model, certificates, memory, ports, Redis.
+"""Checks of `decant up` before it starts a process: model, certificates, memory, ports, Redis.
 
-They do not import torch, and take less than a second for a local model. For a hub name without local weights, only the
-small files are fetched and checked; the workers fetch the weights.
+They take less than a second for a local model, without torch. Of a hub model without local weights only the small files
+are downloaded and checked.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def check_peers(plan: Plan) -> None:
 
 
 def check_memory(options: UpOptions, plan: Plan) -> None:
-    """Check that weights and KV caches of all workers fit the memory that is free. Raises CommandFailed."""
+    """Check that weights and KV caches of all workers fit the free memory. Raises CommandFailed."""
     weights = resources.weights_size(model_of(options), options.dtype)
     needed, free = len(plan.workers) * (weights + plan.kv_bytes + PROCESS_BYTES), resources.available_memory()
     if needed > free:
@@ -87,7 +87,7 @@ async def _ping(settings: StoreSettings) -> None:
 
 
 def check_ports(plan: Plan, host: str) -> None:
-    """Check that every router can listen on its port. Raises CommandFailed, which names the process in the way."""
+    """Check that every router can listen on its port. Raises CommandFailed, which names the process that uses it."""
     for spec in plan.routers:
         _check_port(host.strip("[]"), spec.port)
 
@@ -104,8 +104,8 @@ def _check_port(host: str, port: int) -> None:
             probe.listen()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                found = listener(port) or "another process"
+                process = listener(port) or "another process"
                 advice = "give another --port, or 0 for a free one"
-                raise CommandFailed(f"--port: {port} is in use by {found}; {advice}", status=2) from None
+                raise CommandFailed(f"--port: {port} is in use by {process}; {advice}", status=2) from None
             where = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
             raise CommandFailed(f"{where}: can't listen on {host}:{port}: {error.strerror}", status=2) from None

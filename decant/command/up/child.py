@@ -25,7 +25,7 @@ _REST_SECONDS = 2.0  # for the rest of its output, once it has ended
 
 
 class Child:
-    """A running process. Its log shows its address, its progress in loading, and when it is ready."""
+    """A running process. Address, progress and readiness are read from its log."""
 
     def __init__(
         self, spec: Spec, process: asyncio.subprocess.Process, output: Output, on_change: Callable[[], None]
@@ -34,7 +34,7 @@ class Child:
         self.spec = spec
         self.pid = process.pid
         self.address: str | None = None
-        """Where it listens; None before."""
+        """None until it listens."""
         self.process = processes.Process(process.pid)
         """Its state."""
         self._subprocess = process
@@ -47,8 +47,8 @@ class Child:
 
     @classmethod
     async def start(cls, spec: Spec, output: Output, on_change: Callable[[], None] = lambda: None) -> Child:
-        """Start it in its own process group: a terminal's Ctrl-C is for `up`, which ends the others in order.
-        `on_change` is called when its state or address changes."""
+        """Start it in its own process group, because Ctrl-C is for `up`. `on_change` is called when its state or
+        address changes."""
         exec_child = (sys.executable, "-I", "-S", str(_EXEC_CHILD), str(os.getpid()), ",".join(map(str, spec.cores)))
         process = await asyncio.create_subprocess_exec(
             *exec_child,
@@ -71,7 +71,7 @@ class Child:
 
     @property
     def recent_output(self) -> str:
-        """Last lines of its output outside the log: why it could not start."""
+        """Last lines of its output outside the log, with the reason of a failed start."""
         return "\n".join(self._unstructured)
 
     async def ready(self) -> bool:
@@ -132,7 +132,7 @@ class Child:
         self._on_change()
 
     async def _lines(self) -> AsyncIterator[str]:
-        """Whole lines. A line without an end is cut, so that a process never blocks on its output."""
+        """Complete lines. An endless line is cut, so that a process never blocks on its output."""
         assert self._subprocess.stdout is not None
         rest = b""
         while chunk := await self._subprocess.stdout.read(_CHUNK):

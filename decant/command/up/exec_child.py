@@ -1,10 +1,10 @@
-"""Replaces itself by another program that is killed when its parent ends.
+"""Replaces itself by a program that is killed when its parent ends.
 
     python exec_child.py PARENT CORES PROGRAM ARGUMENTS...
 
 PARENT is the parent's process id, CORES "0,1" or "" for all; platforms without CPU affinity ignore it. Where the kernel
 has prctl, it kills this process when the parent ends, and the new program inherits that. Elsewhere a forked process
-watches both. Only the standard library is imported: this delays every start.
+watches both. Imports only the standard library, because it delays every start.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ def main(parent: int, cores: str, command: list[str]) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Have this process killed when `parent` ends, also after exec."""
+    """Kill this process when `parent` ends, also after exec."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "prctl"):
         watch(parent)
@@ -38,7 +38,7 @@ def end_with(parent: int) -> None:
 def watch(parent: int) -> None:
     """Fork a process that kills this one within `_WATCH_S` of the end of `parent`, and ends with this one.
 
-    It polls: no event for the end of a process that is not one's child exists on all platforms without prctl.
+    It polls, because platforms without prctl have no common event for the end of another's child.
     """
     watched = os.getpid()
     if os.fork():

@@ -11,7 +11,7 @@ _LONGEST = 40  # characters of a command
 
 
 def listener(port: int) -> str | None:
-    """ "process 4242 (redis-server *:6379)"; None where there is none, or this user or platform can't see it."""
+    """ "process 4242 (redis-server *:6379)"; None if there is none, or it is not visible to this user or platform."""
     inodes = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _inodes(_PROC / "net" / table, port)}
     for process in _PROC.glob("[0-9]*"):
         try:
@@ -23,14 +23,14 @@ def listener(port: int) -> str | None:
 
 
 def _command(process: Path) -> str:
-    """Its program and the beginning of its arguments."""
+    """Program and first arguments."""
     program, *arguments = (process / "cmdline").read_text(errors="replace").rstrip("\0").split("\0")
     text = " ".join([Path(program).name, *arguments])
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _inodes(table: Path, port: int) -> list[str]:
-    """Of the sockets that listen on `port`."""
+    """Inodes of the sockets that listen on `port`."""
     try:
         rows = [line.split() for line in table.read_text().splitlines()[1:]]
     except OSError:

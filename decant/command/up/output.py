@@ -1,4 +1,4 @@
-"""The logs of several processes as one: JSON lines with ``process`` added, or columns for people."""
+"""Merged logs of several processes: JSON lines with ``process`` added, or columns."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _WIDTH = 10
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _LEVEL_COLOURS = {"warning": 33, "error": 31, "critical": 31}
 _SHOWN_APART = {"time", "level", "event", "service", "module", "process", "exception"}
-"""Fields with their own column, or not shown."""
+"""Fields with a column, or not shown."""
 
 
 class Output:
-    """Merged output. After a broken pipe it writes nothing more."""
+    """Merged output; writes nothing after a broken pipe."""
 
     def __init__(self, out: TextIO, *, console: bool) -> None:
         self._out = out
@@ -78,7 +78,7 @@ def _fields(raw: str) -> Mapping[str, Any]:
 
 
 def _clock(time: object) -> str:
-    """The hour by this machine's clock."""
+    """Time of day in this machine's time zone."""
     try:
         then = datetime.fromisoformat(str(time)).astimezone()
     except ValueError:

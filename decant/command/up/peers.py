@@ -1,10 +1,9 @@
-"""How the processes of a deployment authenticate each other: mutual TLS, with certificates made for this run.
+"""Mutual TLS between the processes of a deployment, with certificates made for this run.
 
     DECANT_PEER_CA, _CERTIFICATE, _KEY, _NAME     shown to workers, by routers, by other workers and by `decant audit`
-    DECANT_TLS_CERTIFICATE, _KEY, _CLIENT_CA      a worker's own end; those of a router are for its clients
+    DECANT_TLS_CERTIFICATE, _KEY, _CLIENT_CA      a worker's server; those of a router are for its clients
 
-Where the environment has DECANT_PEER_*, these files are used instead: for several deployments on one Redis, whose
-routers reach each other's workers.
+DECANT_PEER_* of the environment replace them, for several deployments on one Redis whose routers share workers.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _NEEDED = tuple(variable_name(f"peer_{name}") for name in ("ca", "certificate", 
 
 @dataclass(frozen=True)
 class PeerCredentials:
-    """PEM files that all processes of a deployment share; `name` is the one in the certificate, None: the address."""
+    """PEM files that all processes share. `name` in the certificate, None: the address."""
 
     ca: str
     certificate: str
@@ -32,17 +31,17 @@ class PeerCredentials:
     name: str | None = None
 
     def of_router(self) -> dict[str, str]:
-        """Variables for a router: how it calls workers."""
+        """Variables of a router, for its calls to workers."""
         return {variable_name(f"peer_{name}"): value for name, value in asdict(self).items() if value is not None}
 
     def of_worker(self) -> dict[str, str]:
-        """Variables for a worker: how it calls others, and that only they may call it."""
+        """Variables of a worker, for its calls and its server."""
         served = {"tls_certificate": self.certificate, "tls_key": self.key, "tls_client_ca": self.ca}
         return self.of_router() | {variable_name(name): value for name, value in served.items()}
 
 
 def make(folder: Path) -> PeerCredentials:
-    """Create credentials in a new `folder` that only this user can read. Raises CommandFailed."""
+    """Create credentials in a new `folder`. Raises CommandFailed."""
     try:
         from decant.runtime import certificates
     except ModuleNotFoundError as error:

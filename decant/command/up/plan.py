@@ -1,7 +1,4 @@
-"""The processes of a deployment, and the settings that each is started with.
-
-Every process's settings are parsed here as the process itself does, so that errors are found before the start.
-"""
+"""The processes of a deployment and their settings, parsed here as each process does, to find errors early."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from decant.runtime.settings_sources import CLIENT_VARIABLES, load
 from decant.worker.settings import WorkerSettings
 
 _DIFFERS = {variable_name(name) for name in ("id", "port", "admin_port", "advertise", "config", "threads")}
-"""Settings that differ between processes, or that `up` divides: an environment that all inherit can't have them."""
+"""Settings that differ between processes, or that `up` divides; refused in the environment."""
 
 _EVERY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
 
@@ -46,7 +43,7 @@ class UpOptions:
 
 @dataclass(frozen=True)
 class Spec:
-    """One process. `port` 0: a free one; `cores`: the cores that it may use, empty for all."""
+    """One process. `port` 0: a free one; `cores`: empty for all."""
 
     name: str
     module: str
@@ -63,7 +60,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Plan:
-    """Processes to start, workers first. `facts` is for the log: how the machine is divided."""
+    """Processes to start, workers first. `facts`, for the log: the division of the machine."""
 
     workers: tuple[Spec, ...]
     routers: tuple[Spec, ...]
@@ -73,12 +70,12 @@ class Plan:
     drain_seconds: float
     facts: Mapping[str, object]
     peers: PeerCredentials | None = None
-    """The user's; None: created for this run."""
+    """None: created for this run."""
     kv_bytes: int = 0  # of each worker
 
 
 def make_plan(options: UpOptions, redis_url: str, environ: Mapping[str, str] | None = None) -> Plan:
-    """Raises InvalidSettings for settings that a process refuses, CommandFailed for resources that can't be divided."""
+    """Raises InvalidSettings, and CommandFailed for resources that can't be divided."""
     environment = dict(os.environ if environ is None else environ)
     _check_variables(environment)
     workers = _workers(options, redis_url, environment)
@@ -146,7 +143,7 @@ def _routers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
 
 
 def _id(options: UpOptions, name: str) -> str:
-    """Unique among the deployments that share a Redis."""
+    """Unique among deployments with a common Redis."""
     return name if options.redis_url is None else f"{name}@{os.uname().nodename}:{os.getpid()}"
 
 
@@ -172,7 +169,7 @@ def _check_variables(environment: Mapping[str, str]) -> None:
 
 
 def _only(environment: Mapping[str, str], kind: type[Settings], without: Set[str]) -> dict[str, str]:
-    """Drop the DECANT_* variables that a process of that kind would refuse, and those in `without`, which `up` sets."""
+    """Drop the DECANT_* variables that a process of `kind` refuses, and those in `without`."""
     names = _names(kind) - without
     return {name: value for name, value in environment.items() if not name.startswith(PREFIX) or name in names}
 

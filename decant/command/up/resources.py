@@ -23,7 +23,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def divide_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
-    """The cores of each worker: equal shares, the rest to the first ones; one each in turn where there are fewer cores
+    """The cores of each worker: equal shares, the rest to the first ones; one each in turn if there are fewer cores
     than workers."""
     if len(cores) < workers:
         return [(cores[index % len(cores)],) for index in range(workers)]
@@ -39,7 +39,7 @@ def divide_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
 def kv_share(available: int, weights: int, workers: int) -> int:
     """Bytes for each worker's KV cache from the available memory, at most `KV_CAP`.
 
-    Raises CommandFailed when the weights leave too little.
+    Raises CommandFailed if the weights leave too little.
     """
     share = int(available * (1 - _KEPT_FREE) / workers - weights * _COPIES)
     if share < KV_FLOOR:
@@ -49,14 +49,14 @@ def kv_share(available: int, weights: int, workers: int) -> int:
 
 
 def available_memory() -> int:
-    """Bytes that this process and its children may still use, limited by the machine and its control group."""
+    """Available bytes, limited by the machine and the control group."""
     machine = _machine_memory()
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     return machine if limit is None or used is None else min(machine, limit - used)
 
 
 def _machine_memory() -> int:
-    """Linux' available memory in bytes; half of the installed memory on other platforms."""
+    """Available bytes on Linux; half of the installed memory elsewhere."""
     try:
         words = _MEMINFO.read_text().split()
     except OSError:
@@ -65,7 +65,7 @@ def _machine_memory() -> int:
 
 
 def folder_of(model: str) -> Path | None:
-    """Folder with the files of a folder or hub name; None where they are not on this machine."""
+    """Folder of a folder or hub name; None if it is not on this machine."""
     folder = Path(model)
     if folder.is_dir():
         return folder
@@ -80,7 +80,7 @@ def folder_of(model: str) -> Path | None:
 
 
 def weights_size(model: str, dtype: str = "auto") -> int:
-    """Bytes of a model's weights in memory as `dtype`; 0 where its files are not on this machine, or no model's."""
+    """Bytes of a model's weights in memory as `dtype`; 0 if its files are not here, or not a model's."""
     folder = folder_of(model)
     if folder is None:
         return 0
@@ -113,7 +113,7 @@ def size(count: int) -> str:
 
 
 def _number(file: Path) -> int | None:
-    """None where there is no such file, or no limit."""
+    """None without such a file or limit."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

@@ -29,9 +29,9 @@ from decant.runtime.shutdown import Shutdown, race
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 30.0
 STEADY_S = 60.0
-"""The backoff starts anew for a process that ran so long."""
+"""A process that ran this long starts without backoff."""
 BEYOND_DRAIN_S = 15.0
-"""A process that takes so much longer than its drain is killed."""
+"""A process is killed this long after the end of its drain."""
 
 # -SIGTERM: before the process installed its signal handler.
 _ORDERLY_STATUSES = (0, -signal.SIGTERM)
@@ -40,7 +40,7 @@ _log = logs.get("up")
 
 
 class StartFailed(Exception):
-    """A process ended before it was ready, or was not ready in time. `status` is the exit status of `decant up`."""
+    """A process ended before it was ready, or was not ready in time. `status`: of `decant up`."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ class StartFailed(Exception):
 
 
 class Supervisor:
-    """Starts the processes of a plan, restarts those that end, and ends all before `run` returns or raises."""
+    """Starts the processes of a plan, restarts those that end, and ends all before `run` returns."""
 
     def __init__(self, plan: Plan, output: Output) -> None:
         self._plan = plan
@@ -115,7 +115,7 @@ class Supervisor:
             raise StartFailed(f"{child.spec.name}: {words}", 2 if status == 2 else 1)
 
     async def _restart_when_ended(self, child: Child) -> None:
-        """Restart a process whenever it ends, with a growing backoff while it ends soon."""
+        """Restart a process when it ends, with a growing backoff."""
         backoff = FIRST_BACKOFF_S
         while True:
             since = time.monotonic()
@@ -131,7 +131,7 @@ class Supervisor:
                 self._changed.set()
 
     def _again(self, child: Child) -> Spec:
-        """A router keeps its port, which its clients know. A worker registers a new one."""
+        """A router keeps its port; a worker registers a new one."""
         if child.spec.name in self._router_names and child.address is not None:
             return replace(child.spec, port=int(child.address.rpartition(":")[2]))
         return child.spec
@@ -146,7 +146,7 @@ class Supervisor:
                 _log.warning("can't be announced to other commands", reason=str(error))
 
     def _write_record(self) -> None:
-        """Raises CommandFailed where the file can't be written."""
+        """Raises CommandFailed if the file can't be written."""
         deployment = Deployment(
             os.getpid(),
             self._addresses(),
@@ -160,7 +160,7 @@ class Supervisor:
         self._record.write(deployment)
 
     def _processes(self) -> dict[str, Process]:
-        """All processes; during the end only those that still run."""
+        """All processes; during the end only running ones."""
         return {
             name: replace(child.process, lost_at=self._lost_at.get(name, child.process.lost_at))
             for name, child in self._children.items()
@@ -173,7 +173,7 @@ class Supervisor:
         return tuple(address_of(self._plan, int(port)) for port in ports)
 
     async def _drain(self) -> int:
-        """Routers first: they stop taking requests while the workers finish those that are running."""
+        """Routers first, while the workers finish running requests."""
         self._is_ending = True
         self._changed.set()
         await self._stop_restarts()
@@ -181,7 +181,7 @@ class Supervisor:
         return 0 if all(orderly) else 1
 
     async def _stop(self, specs: Sequence[Spec]) -> bool:
-        """End them; those that do not end in time are killed. Returns whether all ended in order."""
+        """End these processes and kill those that exceed their time. Returns whether all ended in order."""
         named = [self._children[spec.name] for spec in specs if spec.name in self._children]
         ending = {asyncio.create_task(child.ended()): child for child in named if child.running}
         for child in ending.values():
@@ -209,7 +209,7 @@ class Supervisor:
             await asyncio.wait(self._restarters)
 
     async def _end(self) -> None:
-        """Kill all that still run and wait for their end."""
+        """Kill all running processes and wait for their end."""
         await self._stop_restarts()
         children = list(self._children.values())
         for child in children:

@@ -1,7 +1,7 @@
 """Attention, plugged into transformers' own modelling code through its attention interface.
 
-The registry is one per process, and some architectures pass no keywords to attention. So the function registered here
-calls the thread's current ``AttentionBackend``: a step's attention, or a recorder while a model is being learnt.
+The registry is one per process, and some architectures pass no keywords to attention, so the function registered here
+calls the thread's current ``AttentionBackend``: a step's attention, or at load a recorder.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ def calls_made() -> int:
 
 
 def current() -> AttentionBackend | None:
-    """The thread's current attention."""
     return _current.backend
 
 

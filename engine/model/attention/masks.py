@@ -1,8 +1,7 @@
-"""What each layer sees, learnt from transformers' mask functions rather than from configuration names."""
+"""The window of each layer, found by calling transformers' mask functions; configuration names are not used."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,28 +11,16 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface
 
 from decant.engine.errors import ModelRefused
-from decant.engine.kv_layout import LayerSpec
+from decant.engine.kv_layout import Kind, LayerSpec, Window
 from decant.engine.model.attention import NAME, AttentionCall
 
 MaskFunction = Callable[..., torch.Tensor]
 """transformers' (batch, head, query position, key position) -> visible."""
 
 
-class Kind(enum.Enum):
-    FULL = "full"
-    SLIDING = "sliding"
-    CHUNKED = "chunked"
-
-
 @dataclass(frozen=True, slots=True)
-class AttentionWindow:
-    """Keys that a query at position q sees: from ``first(q)`` to q.
-
-    FULL from 0; SLIDING the last ``size`` positions; CHUNKED from the start of q's chunk of ``size``.
-    """
-
-    kind: Kind = Kind.FULL
-    size: int = 0
+class AttentionWindow(Window):
+    """A layer's window, for tensors of positions."""
 
     def first(self, positions: torch.Tensor) -> torch.Tensor:
         """First visible key of each query position; same shape."""
@@ -71,7 +58,6 @@ def _candidates(
 
 
 def _step(starts: list[int]) -> int:
-    """The chunk size: greatest common divisor of the chunk starts."""
     size = starts[0]
     for start in starts[1:]:
         size = int(torch.gcd(torch.tensor(size), torch.tensor(start)))

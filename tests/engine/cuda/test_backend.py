@@ -15,6 +15,8 @@ from decant.engine.cuda import attention
 from decant.engine.cuda import backend as cuda_backend
 from decant.engine.cuda.attention import TritonAttention
 from decant.engine.cuda.backend import CudaBackend
+from decant.engine.cuda.fused_layer import FusedLayer
+from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import KvLayout, LayerSpec
@@ -22,6 +24,7 @@ from decant.engine.model import backend as model_backend
 from decant.engine.model import model as model_module
 from decant.engine.model.attention import AttentionCall
 from decant.engine.model.model import ModelConfig, load
+from decant.engine.model.sampler import Sampler
 from decant.engine.scheduler import Limits
 from tests.engine import tiny
 
@@ -37,28 +40,32 @@ class InterpretedBackend(CudaBackend):
         return "interpreted" if self.device.type == "cpu" else super().kind
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize(("name", "layers"), [("gemma2", 0), ("gpt_oss", 0), ("llama", 1)])
 def test_a_model_generates_what_transformers_generates(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in chunks beside decodes, with sliding windows, softcap and sinks."""
+    """Prompts in chunks beside decodes, with sliding windows, softcap and sinks, and with fused layers."""
     monkeypatch.setattr(attention, "SPLIT", 32)
+    monkeypatch.setattr(cuda_backend, "TRIAL_SAMPLING", cuda_backend.TRIAL_SAMPLING[:2])
     monkeypatch.setattr(model_module, "make_backend", lambda device, _: InterpretedBackend(device))
     calls: list[AttentionCall] = []
-    attend = TritonAttention.attend
+    attend = TritonAttention._attend
 
     def counted(self: TritonAttention, call: AttentionCall) -> torch.Tensor:
         calls.append(call)
         return attend(self, call)
 
-    monkeypatch.setattr(TritonAttention, "attend", counted)
-    folder = tiny.save(tiny.config(name), tmp_path)
+    monkeypatch.setattr(TritonAttention, "_attend", counted)
+    config = tiny.config(name)
+    config.num_hidden_layers = layers or 2
+    folder = tiny.save(config, tmp_path)
     device = load(ModelConfig(str(folder), dtype="float32", device=DEVICE.type, context_length=128, kv_bytes=1 << 20))
     assert isinstance(device.backend, CudaBackend)
     assert device.backend.fallbacks == {}
     assert not device.equal_bits, "linear layers are torch's"
+    assert sum(isinstance(module.forward, FusedLayer) for module in device.model.modules()) == layers
     calls.clear()
-    prompts = {"long": tiny.prompt(40, 1), "short": tiny.prompt(9, 2)}
+    prompts = {"long": tiny.prompt(34, 1), "short": tiny.prompt(3, 2)}
     engine = Engine(device, Limits(token_budget=32, max_running=4, context_length=128))
     result = tiny.run(engine, [tiny.greedy(id, tokens, 3) for id, tokens in prompts.items()])
     assert calls, "attention ran in the kernel"
@@ -90,6 +97,32 @@ def test_a_kernel_that_fails_its_trial_is_replaced_by_torch(
     monkeypatch.setattr(cuda_backend, "PagedAttention", lambda *args: made.append(args))
     backend.make_attention(*[None] * 4)  # type: ignore[arg-type]
     assert made
+
+
+class _WrongSampler(TritonSampler):
+    def _draw(self, *args: Any) -> list[int]:
+        return [token + 1 for token in super()._draw(*args)]
+
+
+class _FailingSampler(TritonSampler):
+    def _draw(self, *args: Any) -> list[int]:
+        raise RuntimeError("out of shared memory")
+
+
+@pytest.mark.parametrize(
+    ("sampler", "reason"),
+    [(_WrongSampler, "draws tokens"), (_FailingSampler, "out of shared memory"), (TritonSampler, None)],
+)
+def test_a_sampler_that_fails_its_trial_is_replaced_by_torch(
+    sampler: type[TritonSampler], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_backend, "TritonSampler", sampler)
+    monkeypatch.setattr(cuda_backend, "TRIAL_VOCABULARY", 300)
+    backend = InterpretedBackend(DEVICE)
+    backend.prepare(torch.nn.Module(), torch.float32)
+    assert (type(backend.sampler) is Sampler) == (reason is not None)
+    assert (reason or "") in backend.fallbacks.get("sampling", "")
+    assert ("sampling" in backend.kind) == (reason is None) or DEVICE.type == "cpu"
 
 
 def test_a_cuda_device_gets_the_kernels_on_request_only() -> None:

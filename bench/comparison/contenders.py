@@ -1,0 +1,56 @@
+"""The contenders of a benchmark: the engine and the baselines, each with its environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from bench.baselines import environment
+from bench.comparison import subprocess_runner as child
+from bench.comparison.subprocess_runner import Job, OnProgress
+
+
+class Contender(NamedTuple):
+    """``module`` measures it in an environment with ``requirements``; None means this environment."""
+
+    title: str
+    module: str
+    requirements: Path | None = None
+
+
+OURS = "decant"
+_NEEDS = Path(environment.__file__).parent
+CONTENDERS: Mapping[str, Contender] = MappingProxyType(
+    {
+        OURS: Contender("Decant", "bench.comparison.own_engine"),
+        "static": Contender("transformers, static batches", "bench.baselines.static"),
+        "continuous": Contender("transformers, continuous batching", "bench.baselines.continuous"),
+        "vllm": Contender("vLLM", "bench.baselines.vllm", _NEEDS / "vllm.txt"),
+        "openvino": Contender("OpenVINO GenAI", "bench.baselines.openvino", _NEEDS / "openvino.txt"),
+    }
+)
+BASELINES = tuple(name for name in CONTENDERS if name != OURS)
+
+
+def title_of(name: str) -> str:
+    """The display name of a contender."""
+    return CONTENDERS[name].title
+
+
+class Unavailable(RuntimeError):
+    """A baseline cannot run here; the message is the reason in one line."""
+
+
+def run(contender: Contender, job: Job, on_progress: OnProgress, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run a contender once; ``say`` gets installation progress. Raises ChildFailed (engine), Unavailable (baseline)."""
+    if contender == CONTENDERS[OURS]:
+        return child.run(contender.module, job, on_progress)
+    try:
+        python = None if contender.requirements is None else environment.python(contender.requirements, say)
+        return child.run(contender.module, job, on_progress, python)
+    except environment.NotInstallable as error:
+        raise Unavailable(f"it can't be installed: {error}") from error
+    except child.ChildFailed as error:
+        raise Unavailable(error.reason) from error

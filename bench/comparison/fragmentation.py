@@ -1,0 +1,60 @@
+"""KV memory lost in partly filled blocks, counted over a random mix of sequences in a real engine.
+
+    a sequence's blocks   [################][################][######..........]
+                                                                     lost
+
+Prompt and output lengths are random, with an average context of 500 tokens per running sequence. A new sequence
+replaces each one that ends. The device computes nothing.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from bench.comparison.subprocess_runner import Job, OnProgress
+from bench.scheduler_overhead import VOCABULARY, NullDevice
+from decant.engine.engine import Engine
+from decant.engine.model.model import ModelConfig
+from decant.engine.request import Request, StopParams
+from decant.engine.scheduler import Limits
+
+RUNNING = 64
+PROMPT = (100, 700)
+OUTPUT = 100
+"""Mean of an exponential distribution. A sequence found running is halfway through an output of twice that."""
+
+WINDOW = 4096
+ROUNDS = 2000
+
+
+def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
+    """Share of occupied slots over all steps except the first quarter."""
+    block_size = ModelConfig(job.model).block_size
+    device = NullDevice(RUNNING * WINDOW // block_size, block_size)
+    engine = Engine(device, Limits(RUNNING * PROMPT[1], RUNNING, WINDOW))
+    rng, added = Random(0), 0
+    held = lost = context = sequences = 0
+    for round_ in range(ROUNDS):
+        while len(engine.scheduler.running) + len(engine.scheduler.waiting) < RUNNING:
+            engine.add(_request(rng, added))
+            added += 1
+        engine.step()
+        if round_ < ROUNDS // 4:
+            continue
+        for sequence in engine.scheduler.running:
+            assert sequence.block_table is not None
+            slots, used = (
+                len(sequence.block_table.blocks) * block_size,
+                max(sequence.computed, sequence.request.prompt_len),
+            )
+            held, lost, context, sequences = held + slots, lost + slots - used, context + used, sequences + 1
+        if round_ % 100 == 0:
+            on_progress(round_ / ROUNDS)
+    return {"lost": lost / held, "context": context / sequences, "block_size": block_size, "sequences": added}
+
+
+def _request(rng: Random, number: int) -> Request:
+    prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(*PROMPT))]
+    written = min(WINDOW - len(prompt), 1 + int(rng.expovariate(1 / OUTPUT)))
+    return Request(f"s{number}", tuple(prompt), stop=StopParams(max_tokens=written, ignore_eos=True))

@@ -1,0 +1,157 @@
+"""Runs a measurement in its own process, with its own memory, threads and caches.
+
+parent                                  python -m bench.comparison.subprocess_runner MODULE
+  job, one JSON object  ── stdin ──>    MODULE.measure(job, on_progress)
+  {"progress": 0.25}    <── stdout ──   at each progress report
+  {"result": {...}}     <── stdout ──   last
+
+This module and what it imports need only the standard library, because the environment of a baseline runs it too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from bench.workloads import Item
+
+OnProgress = Callable[[float], None]
+"""Called with the share of a job that is done, from 0 to 1."""
+
+ROOT = Path(__file__).resolve().parents[2]
+QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The workload and settings of a contender.
+
+    batch_size       sequences of a static batch
+    static_batches   number of static batches to run; the others are predicted; 0 runs all
+    """
+
+    model: str
+    dtype: str
+    threads: int
+    items: tuple[Item, ...] = ()
+    token_budget: int = 512
+    kv_bytes: int = 1 << 30
+    batch_size: int = 8
+    static_batches: int = 0
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        raw = json.loads(text)
+        return cls(**{**raw, "items": tuple(Item(*item) for item in raw["items"])})
+
+
+SILENCE_S = 1800.0
+"""A child that says nothing for so long is ended."""
+
+
+class ChildFailed(RuntimeError):
+    """A measurement ended without a result; the message has the end of its stderr, ``reason`` is one line."""
+
+    def __init__(self, module: str, status: int, errors: str) -> None:
+        last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "")
+        ended = f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        self.reason = (last or ended if status >= 0 else ended)[:300]
+        super().__init__(f"{module} {ended} and gave no result:\n{errors[-2000:]}")
+
+
+def run(module: str, job: Job, on_progress: OnProgress, python: Path | None = None) -> dict[str, Any]:
+    """Run ``job`` in a fresh process, with the ``python`` of another environment if given. Raises ChildFailed."""
+    env = {**os.environ, **QUIET, "OMP_NUM_THREADS": str(job.threads)}
+    with tempfile.TemporaryDirectory(prefix="decant-bench-") as folder, tempfile.TemporaryFile("w+") as errors:
+        if python is not None:
+            # Another environment has its own dependencies; what is imported of these needs none.
+            for name in ("bench", "decant"):
+                (Path(folder) / name).symlink_to(ROOT / name)
+            env["PYTHONPATH"] = folder
+        process = subprocess.Popen(
+            [str(python or sys.executable), "-m", "bench.comparison.subprocess_runner", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=env,
+            cwd=folder if python else None,
+            text=True,
+        )
+        try:
+            result = _converse(process, job, on_progress)
+            if result is None:
+                with suppress(subprocess.TimeoutExpired):  # after its last line the child ends shortly
+                    process.wait(10)
+        finally:
+            process.kill()
+            status = process.wait()
+        if result is None:
+            errors.seek(0)
+            raise ChildFailed(module, status, errors.read())
+        return result
+
+
+def _converse(process: subprocess.Popen[str], job: Job, on_progress: OnProgress) -> dict[str, Any] | None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps(asdict(job)))
+        process.stdin.close()
+    except BrokenPipeError:
+        return None
+    for line in _lines(process):
+        message: Mapping[str, Any] = json.loads(line)
+        if "result" in message:
+            return dict(message["result"])
+        on_progress(message["progress"])
+    return None
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
+    """The child's output lines until it ends or stays silent too long."""
+    assert process.stdout is not None
+    line = "\n"
+    while line:
+        watchdog = threading.Timer(SILENCE_S, process.kill)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            line = process.stdout.readline()
+        finally:
+            watchdog.cancel()
+        if line:
+            yield line
+
+
+def main() -> None:
+    """Entry point of the child."""
+    channel = _channel()
+
+    def send(message: Mapping[str, Any]) -> None:
+        channel.write(json.dumps(message) + "\n")
+        channel.flush()
+
+    job = Job.from_json(sys.stdin.read())
+    module = importlib.import_module(sys.argv[1])
+    send({"result": module.measure(job, lambda share: send({"progress": share}))})
+
+
+def _channel() -> TextIO:
+    """The pipe to the parent. Standard output becomes standard error, so prints of libraries go there."""
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return channel
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Clients of a router in their own process: ``python -m bench.deployment.load``.
+
+    parent                                   here
+      job, one JSON object  ── stdin ──>     opens a channel, starts
+      {"window": "begin"}   <── stdout ──    the measured window starts
+      {"window": "end"}     <── stdout ──
+      {"result": {...}}     <── stdout ──    last
+
+closed    each client sends its next request after the last answer; the window is the whole run
+open      requests start at random instants (Poisson) at a fixed rate, independent of earlier answers
+streams   concurrent answers; the window lies within all of them
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import grpc
+
+from decant.protos import inference_pb2 as pb
+from decant.protos import inference_pb2_grpc as services
+from decant.runtime.server import freeze_gc
+
+WARM_SECONDS = 1.0
+"""Streams are written for so long before their window begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A load to run. ``clients`` is for closed and streams, ``rate`` (requests per second) for open."""
+
+    name: str  # prefix of the ids of its requests
+    address: str
+    kind: Literal["closed", "open", "streams"]
+    seconds: float
+    clients: int = 1
+    rate: float = 1.0
+    prompt_tokens: int = 64
+    output_tokens: int = 16
+    text: bool = True
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Seen:
+    """One answer as its client saw it. Times are seconds of the machine's monotonic clock."""
+
+    id: str
+    sent: float
+    first: float = 0.0
+    last: float = 0.0
+    tokens: int = 0
+    messages: int = 0  # deltas
+
+
+class Clients:
+    """All clients of one job, over one channel."""
+
+    def __init__(self, job: Job, channel: grpc.aio.Channel, send: Callable[[dict[str, Any]], None]) -> None:
+        self.seen: list[Seen] = []
+        self.errors: list[str] = []
+        self.in_window: int | None = None  # messages, of streams
+        self._job = job
+        self._stub = services.InferenceServiceStub(channel)
+        self._send = send
+        self._random = random.Random(job.seed)
+
+    async def closed(self) -> None:
+        self._send({"window": "begin"})
+        until = time.monotonic() + self._job.seconds
+
+        async def client() -> None:
+            while time.monotonic() < until:
+                await self._ask()
+
+        await asyncio.gather(*[client() for _ in range(self._job.clients)])
+        self._send({"window": "end"})
+
+    async def open(self) -> None:
+        self._send({"window": "begin"})
+        at = time.monotonic()
+        until = at + self._job.seconds
+        async with asyncio.TaskGroup() as group:
+            while (at := at + self._random.expovariate(self._job.rate)) < until:
+                await asyncio.sleep(at - time.monotonic())
+                group.create_task(self._ask())
+        self._send({"window": "end"})
+
+    async def streams(self) -> None:
+        """Cancels the answers after the window. Raises ValueError when an answer ends before the window does."""
+        began = [asyncio.Event() for _ in range(self._job.clients)]
+        asking = [asyncio.create_task(self._ask(event)) for event in began]
+        await asyncio.gather(*[event.wait() for event in began])
+        await asyncio.sleep(WARM_SECONDS)
+        before = self._count()
+        self._send({"window": "begin"})
+        await asyncio.sleep(self._job.seconds)
+        self.in_window = self._count() - before
+        self._send({"window": "end"})
+        if any(task.done() for task in asking):
+            raise ValueError(f"{self._job.output_tokens} tokens were written before {self._job.seconds} s had passed")
+        for task in asking:
+            task.cancel()
+        await asyncio.wait(asking)
+
+    def _count(self) -> int:
+        return sum(one.messages for one in self.seen)
+
+    async def _ask(self, began: asyncio.Event | None = None) -> None:
+        request = self._request(len(self.seen))
+        seen = Seen(request.request_id, time.monotonic())
+        self.seen.append(seen)
+        try:
+            async for message in self._stub.GenerateStream(request):
+                if message.HasField("delta"):
+                    self._hear(seen, message.delta)
+                    if began is not None:
+                        began.set()
+        except grpc.aio.AioRpcError as error:
+            self.errors.append(f"{error.code().name}: {error.details()}")
+        finally:
+            if began is not None:
+                began.set()
+
+    def _hear(self, seen: Seen, delta: pb.Delta) -> None:
+        seen.last = time.monotonic()
+        seen.first = seen.first or seen.last
+        seen.messages += 1
+        seen.tokens += delta.num_tokens
+
+    def _request(self, number: int) -> pb.GenerateRequest:
+        """An uncached prompt: it starts with its number."""
+        job = self._job
+        digits = (job.seed % 1000, number // 1000 % 1000, number % 1000)
+        prompt = [2 + digit for digit in digits] + [2 + (7 * k) % 1000 for k in range(job.prompt_tokens - 3)]
+        return pb.GenerateRequest(
+            request_id=f"{job.name}-{number}",
+            token_ids=pb.TokenIds(ids=prompt),
+            sampling=pb.SamplingParams(seed=number, temperature=1.0),
+            stopping=pb.StoppingParams(max_tokens=job.output_tokens, ignore_eos=True),
+            response=pb.ResponseOptions(text=job.text),
+        )
+
+
+async def serve(job: Job, send: Callable[[dict[str, Any]], None]) -> None:
+    """Run a job; the result has the answers and the errors."""
+    async with grpc.aio.insecure_channel(job.address) as channel:
+        clients = Clients(job, channel, send)
+        freeze_gc()
+        await getattr(clients, job.kind)()
+    result = {"seen": [asdict(one) for one in clients.seen], "errors": clients.errors, "in_window": clients.in_window}
+    send({"result": result})
+
+
+def main() -> None:
+    """Entry point of the process."""
+    job = Job(**json.loads(sys.stdin.readline()))
+    asyncio.run(serve(job, lambda message: print(json.dumps(message), flush=True)))
+
+
+if __name__ == "__main__":
+    main()

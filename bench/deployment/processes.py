@@ -1,0 +1,151 @@
+"""A deployment to measure: Redis, a router and one worker of each role, each in its own process.
+
+The engines compute nothing and take a known time; the rest of a request's time is overhead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from decant import models
+from decant.state.client import Client
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store, StoreSettings
+
+READY_SECONDS = 120.0
+END_SECONDS = 10.0
+MODEL = "m"
+ROLES = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Engine times: up to a prompt's first token, and per decode step."""
+
+    first_ms: float = 20.0
+    step_ms: float = 10.0
+
+
+class Deployment:
+    """A running deployment. ``address`` is the router's, ``bare`` that of ``bench.deployment.grpc_baseline``."""
+
+    def __init__(
+        self, address: str, bare: str, folder: Path, processes: dict[str, psutil.Process], redis: Client
+    ) -> None:
+        self.address = address
+        self.bare = bare
+        self._folder = folder
+        self._processes = processes
+        self._redis = redis
+
+    def cpu(self) -> dict[str, float]:
+        """CPU seconds that each process has used so far."""
+        times = {name: process.cpu_times() for name, process in self._processes.items()}
+        return {name: spent.user + spent.system for name, spent in times.items()}
+
+    async def scripts(self) -> int:
+        """Number of Redis scripts so far; every write of a router is one script."""
+        stats = await self._redis.execute("INFO", "commandstats")
+        return int(stats.get("cmdstat_evalsha", {"calls": 0})["calls"])
+
+    def engine_ms(self) -> dict[str, float]:
+        """The engine's part of the time to first token, by request id, for each computed prompt."""
+        lines = (self._folder / "prefill.times").read_text().splitlines()
+        times = [json.loads(line) for line in lines]
+        return {one["id"].partition("/")[2]: one["engine_ms"] for one in times}
+
+
+@asynccontextmanager
+async def deployment(speed: Speed, folder: Path) -> AsyncIterator[Deployment]:
+    """Start a deployment and wait until it is ready. Raises TimeoutError; the logs in the folder say why."""
+    async with AsyncExitStack() as stack:
+        redis = await stack.enter_async_context(PrivateRedis())
+        client = Client(redis.url, deadline_s=10.0, max_connections=2)
+        stack.push_async_callback(client.close)
+        processes = {"redis": psutil.Process((await client.execute("INFO", "server"))["process_id"])}
+        shared = ["--redis-url", redis.url]
+        for role in ROLES:
+            fake = [str(folder / f"{role}.times"), str(speed.first_ms), str(speed.step_ms)]
+            model = ["--model", str(models.path()), "--model-id", MODEL, "--id", role, "--port", "0"]
+            command = ["bench.deployment.fake_worker", role, *fake, *model, *shared]
+            started = await stack.enter_async_context(_process(command, folder / f"{role}.log"))
+            processes[role] = psutil.Process(started.pid)
+        command = ["bench.deployment.grpc_baseline", str(speed.first_ms), str(speed.step_ms)]
+        baseline = await stack.enter_async_context(_process(command, folder / "bare.log", stdout=PIPE))
+        processes["bare"] = psutil.Process(baseline.pid)
+        async with asyncio.timeout(READY_SECONDS):
+            await _registered(redis.url)
+            command = ["router", "--models", f"{MODEL}={models.path()}", "--port", "0", *shared]
+            command += ["--handoff-min-tokens", "0"]  # every prompt uses the handoff
+            started = await stack.enter_async_context(_process(command, folder / "router.log"))
+            processes["router"] = psutil.Process(started.pid)
+            address = await _router_address(redis.url)
+            await _serving(address)
+            bare = f"127.0.0.1:{await _printed_port(baseline)}"
+        yield Deployment(address, bare, folder, processes, client)
+
+
+@asynccontextmanager
+async def _process(command: Sequence[str], log: Path, stdout: int | None = None) -> AsyncIterator[Process]:
+    """Run one of our modules; terminate it and wait at the end. Its output goes to the file, or to `stdout`."""
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", *command, stdout=stdout or output, stderr=output
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+async def _registered(url: str) -> None:
+    """Wait until the directory has a worker of each role."""
+    async with Store(StoreSettings(url)) as store:
+        listing = await store.workers.listing()
+        while len(listing.present) < len(ROLES):
+            listing = await store.workers.change(listing, READY_SECONDS)
+
+
+async def _router_address(url: str) -> str:
+    """Wait until the directory has the router."""
+    async with Store(StoreSettings(url)) as store:
+        listing = await store.routers.listing()
+        while not listing.present:
+            listing = await store.routers.change(listing, READY_SECONDS)
+        return listing.present[0].facts.address
+
+
+async def _printed_port(process: Process) -> int:
+    assert process.stdout
+    line = await process.stdout.readline()
+    if not line:
+        raise RuntimeError("bench.deployment.grpc_baseline ended before it served")
+    return int(line)
+
+
+async def _serving(address: str) -> None:
+    """Wait until the server at that address is ready."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        async for answer in watch:
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                return

@@ -1,0 +1,88 @@
+"""Types of the options of `decant`: flag, bounds and help of each. A command's signature sets the defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
+from decant.client.channel import Tls
+from decant.command.errors import CommandFailed
+
+Json = Annotated[bool, Option("--json", help="Print one JSON document instead.")]
+
+# Which deployment
+Address = Annotated[str | None, Option(help="host:port of routers, separated by commas; unset: those on this machine.")]
+RedisUrl = Annotated[
+    str | None, Option(help="Redis of the deployment; unset: of the one on this machine.", show_default=False)
+]
+Wait = Annotated[float, Option(min=0, help="Seconds to wait until a deployment on this machine has started.")]
+Ca = Annotated[Path | None, Option(help="PEM roots of the server's certificate; turns TLS on.")]
+Certificate = Annotated[Path | None, Option(help="PEM file with this client's certificate chain; needs --key.")]
+Key = Annotated[Path | None, Option(help="PEM file with the key of --certificate.")]
+ServerName = Annotated[str | None, Option(help="Name in the server's certificate, if it is not its address.")]
+
+# generate
+PromptText = Annotated[str | None, Argument(help="Text; '-' or none: standard input.")]
+Chat = Annotated[bool, Option(help="Send PROMPT as a user's message, with the model's chat template.")]
+ModelId = Annotated[str | None, Option(help="Model id or alias; unset: the server's default.")]
+MaxTokens = Annotated[int | None, Option(help="Maximum output tokens; unset: what the context length leaves.")]
+MinTokens = Annotated[int | None, Option(help="Minimum output tokens before it may stop.")]
+Temperature = Annotated[float | None, Option(help="Sampling temperature; 0 takes the most likely token.")]
+TopP = Annotated[float | None, Option(help="Share of probability to draw from.")]
+TopK = Annotated[int | None, Option(help="Number of most likely tokens to draw from; 0: all.")]
+MinP = Annotated[float | None, Option(help="Minimum share of the most likely token's probability.")]
+FrequencyPenalty = Annotated[float | None, Option(help="Penalty times a token's count in the output.")]
+PresencePenalty = Annotated[float | None, Option(help="Penalty for a token that is in the output.")]
+RepetitionPenalty = Annotated[float | None, Option(help="Penalty that counts prompt and output; 1 is off.")]
+Seed = Annotated[int | None, Option(help="Seed of the draws: the same one gives the same tokens.")]
+Stop = Annotated[list[str] | None, Option(help="Text that ends the output; may be repeated.")]
+StopTokenIds = Annotated[
+    list[int] | None, Option("--stop-token-id", help="Token that ends the output; may be repeated.")
+]
+IgnoreEos = Annotated[bool | None, Option(help="Continue past the model's end of sequence.")]
+Logprobs = Annotated[int | None, Option(help="Logprobs with this many alternatives per token, in --json.")]
+TokenIds = Annotated[bool | None, Option(help="Token ids, in --json.")]
+Priority = Annotated[int | None, Option(help="Priority, -1000 to 1000; larger is more urgent.")]
+RequestId = Annotated[str | None, Option(help="Id of the request; unset: generated.")]
+Timeout = Annotated[float | None, Option(min=0, help="Seconds until the deadline of the request.")]
+WaitForStart = Annotated[
+    float | None, Option(min=0, help="Seconds to wait for a deployment on this machine; unset: 60 while it starts.")
+]
+
+# status
+Watch = Annotated[bool, Option("--watch", help="Refresh every second, until Ctrl-C.")]
+
+# up
+ModelSource = Annotated[
+    str | None, Option(help="Folder or hub name of the model; unset: the small one of this package.")
+]
+Routers = Annotated[int, Option(min=1, help="Number of routers.")]
+PrefillWorkers = Annotated[int, Option(min=0, help="Number of prefill workers.")]
+DecodeWorkers = Annotated[int, Option(min=0, help="Number of decode workers.")]
+Port = Annotated[
+    int, Option(min=0, max=65535, help="Port of the first router, others get the next ones; 0: free ports.")
+]
+Host = Annotated[str, Option(help="Address on which routers listen; 0.0.0.0 or :: is every address.")]
+RedisToUse = Annotated[str | None, Option(help="Redis to use; unset: a private one.")]
+Dtype = Annotated[str, Option(help="Dtype of weights and KV cache: auto, bfloat16, float16 or float32.")]
+KvMemory = Annotated[
+    str | None, Option(help="Memory for the KV cache of each worker, such as 512M or 2G; unset: a share.")
+]
+ReadySeconds = Annotated[float, Option(min=1, help="Seconds to wait until all processes are ready.")]
+LogFormat = Annotated[str, Option(help="auto, json or console; auto: columns on a terminal, JSON elsewhere.")]
+
+# bench and plan
+Slo = Annotated[str, Option(help="Objectives, such as ttft=500ms,tpot=50ms.", show_default=False)]
+
+
+def tls_from(params: dict[str, Any]) -> Tls | None:
+    """TLS of the options Ca, Certificate, Key and ServerName; None without any. Raises CommandFailed."""
+    files = {"ca": params["ca"], "certificate": params["certificate"], "key": params["key"]}
+    name = params["server_name"]
+    if not any(files.values()) and not name:
+        return None
+    if (files["certificate"] is None) != (files["key"] is None):
+        raise CommandFailed("--certificate and --key come together", status=2)
+    return Tls(**files, name=name)

@@ -1,0 +1,90 @@
+"""What a simulation showed: latency, use and balance of the pools, prefix hits, and the cost of placement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from decant.plan.quantities import Slo, show_seconds
+from decant.plan.simulation import Simulation
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """In seconds; NaN where there are no values."""
+
+    p50: float
+    p90: float
+    p99: float
+
+    def __str__(self) -> str:
+        return " / ".join(map(show_seconds, (self.p50, self.p90, self.p99)))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of all requests. Seconds.
+
+    wait                from arrival to the beginning of the prefill
+    within_objectives   share of the requests that met all
+    prefill_use         share of the time that prefill workers computed, from the first arrival to the last first token
+    prefill_balance     seconds computed by the busiest prefill worker over the mean
+    decode_balance      sequences of the decode worker with the most over the mean
+    cached_share        of the prompt tokens, in a prefill worker's cache
+    placement_cpu       measured CPU time of a request's two searches
+    """
+
+    requests: int
+    seconds: float
+    wait: Percentiles
+    ttft: Percentiles
+    tpot: Percentiles
+    within_objectives: float
+    prefill_use: float
+    prefill_balance: float
+    decode_balance: float
+    cached_share: float
+    placement_cpu: float
+
+
+def outcome(simulation: Simulation, slo: Slo) -> Outcome:
+    """Of a simulation that has run."""
+    requests = simulation.requests
+    first_arrival = requests[0].arrival
+    busy = [worker.busy_seconds for worker in simulation.prefill_workers]
+    computing = max(request.first_token for request in requests) - first_arrival
+    met = sum(
+        (slo.ttft is None or request.first_token - request.arrival <= slo.ttft)
+        and (slo.tpot is None or not request.tpot > slo.tpot)
+        for request in requests
+    )
+    return Outcome(
+        requests=len(requests),
+        seconds=max(request.end for request in requests) - first_arrival,
+        wait=percentiles(request.prefill_began - request.arrival for request in requests),
+        ttft=percentiles(request.first_token - request.arrival for request in requests),
+        tpot=percentiles(request.tpot for request in requests if request.output_tokens > 1),
+        within_objectives=met / len(requests),
+        prefill_use=sum(busy) / len(busy) / computing,
+        prefill_balance=_imbalance(busy),
+        decode_balance=_imbalance([worker.taken for worker in simulation.decode_workers]),
+        cached_share=sum(request.cached_tokens for request in requests)
+        / sum(request.prompt_tokens for request in requests),
+        placement_cpu=sum(router.placement_seconds for router in simulation.routers) / len(requests),
+    )
+
+
+def percentiles(values: Iterable[float]) -> Percentiles:
+    """By nearest rank."""
+    ordered = sorted(values)
+    if not ordered:
+        return Percentiles(math.nan, math.nan, math.nan)
+    ranks = (math.ceil(share * len(ordered)) - 1 for share in (0.5, 0.9, 0.99))
+    return Percentiles(*(ordered[rank] for rank in ranks))
+
+
+def _imbalance(loads: Sequence[float]) -> float:
+    """The largest over the mean; 1 where all are 0."""
+    mean = sum(loads) / len(loads)
+    return max(loads) / mean if mean else 1.0

@@ -1,0 +1,178 @@
+"""Workers of a simulated deployment: what they take, how long it takes, and what they report in heartbeats.
+
+prefill    one prompt after another; computed blocks stay in a prefix cache, the least recently used leave first
+decode     all running sequences gain a token in each step; as many run as fit in memory, the others wait
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from array import array
+from collections import deque
+from dataclasses import dataclass
+
+from decant.plan.memory import Room
+from decant.plan.speed import Speed
+from decant.protos import worker_pb2 as wire
+from decant.router.placement.prefix_index import PromptBlocks
+from decant.router.placement.worker_load import LoadReservation
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedRequest:
+    """One request: its size, and the times (seconds) and places of its parts as they become known."""
+
+    arrival: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: PromptBlocks
+    router: int = 0
+    cached_tokens: int = 0
+    prefill_worker: int = -1
+    decode_worker: int = -1
+    prefill_began: float = math.nan
+    first_token: float = math.nan
+    end: float = math.nan
+    reservation: LoadReservation | None = None
+
+    @property
+    def tpot(self) -> float:
+        """Seconds per token after the first; NaN for a single token."""
+        return (self.end - self.first_token) / (self.output_tokens - 1) if self.output_tokens > 1 else math.nan
+
+
+class PrefillWorker:
+    """Computes prompts in order of arrival."""
+
+    def __init__(self, speed: Speed, room: Room) -> None:
+        self.busy_seconds = 0.0
+        self.queue = deque[SimulatedRequest]()
+        self.current: SimulatedRequest | None = None
+        self._speed = speed
+        self._block_size = room.block_size
+        self._capacity = room.tokens // room.block_size
+        self._cache: dict[int, None] = {}  # least recently used first
+        self._published: dict[int, None] = {}
+        self._dropped: dict[int, None] = {}
+
+    def begin(self, now: float) -> float:
+        """Start the next prompt; return its duration."""
+        request = self.current = self.queue.popleft()
+        request.cached_tokens, request.prefill_began = self._cached_tokens(request), now
+        seconds = self._seconds(request)
+        self.busy_seconds += seconds
+        return seconds
+
+    def finish(self) -> SimulatedRequest:
+        """The current prompt is computed, and its full blocks are cached."""
+        request, self.current = self.current, None
+        assert request is not None
+        for digest in request.blocks.hashes(self._block_size):
+            if digest not in self._cache:
+                self._published[digest] = None
+                self._dropped.pop(digest, None)
+            self._cache.pop(digest, None)
+            self._cache[digest] = None
+        while len(self._cache) > self._capacity:
+            digest = next(iter(self._cache))
+            del self._cache[digest]
+            if self._published.pop(digest, digest) is not None:
+                self._dropped[digest] = None
+        return request
+
+    def heartbeat(self) -> wire.Heartbeat:
+        """Load now, and what the prefix cache gained and lost since the last one."""
+        queued = sum(request.prompt_tokens - self._cached_tokens(request) for request in self.queue)
+        current = self.current.prompt_tokens - self.current.cached_tokens if self.current else 0
+        load = wire.Load(
+            free_blocks=self._capacity - len(self._cache),
+            cached_blocks=len(self._cache),
+            running=1 if self.current else 0,
+            waiting=len(self.queue),
+            queued_tokens=queued + current,
+            takes_prompts=True,
+            role=wire.ROLE_PREFILL,
+        )
+        published, dropped = (array("Q", hashes).tobytes() for hashes in (self._published, self._dropped))
+        self._published.clear()
+        self._dropped.clear()
+        return wire.Heartbeat(load=load, cache=wire.PrefixCacheUpdate(published=published, dropped=dropped))
+
+    def _cached_tokens(self, request: SimulatedRequest) -> int:
+        """Leading tokens that need not be computed; never all."""
+        hashes = request.blocks.hashes(self._block_size)[: (request.prompt_tokens - 1) // self._block_size]
+        return sum(1 for _ in itertools.takewhile(self._cache.__contains__, hashes)) * self._block_size
+
+    def _seconds(self, request: SimulatedRequest) -> float:
+        """Of the uncached tokens, which attend to the cached ones too."""
+        tokens, cached, prefill = request.prompt_tokens, request.cached_tokens, self._speed.prefill
+        return max(prefill(tokens - cached), prefill(tokens) - prefill(cached)) if cached else prefill(tokens)
+
+
+class DecodeWorker:
+    """Sequences advance together, by one token in each step."""
+
+    def __init__(self, speed: Speed, room: Room, context: float) -> None:
+        self.taken = 0
+        """Sequences so far."""
+        self.version = 0
+        """Grows when the next end changes."""
+        self._speed = speed
+        self._context = context
+        self._block_size = room.block_size
+        self._free_blocks = room.tokens // room.block_size
+        self._steps = 0.0  # so far
+        self._now = 0.0
+        self._running: list[tuple[float, int, SimulatedRequest]] = []  # a heap by the step of the end
+        self._waiting = deque[SimulatedRequest]()
+        self._order = itertools.count()
+
+    def add(self, request: SimulatedRequest, now: float) -> None:
+        """The request's KV cache is here."""
+        self._advance(now)
+        self.taken += 1
+        self._waiting.append(request)
+        self._start_waiting()
+
+    def next_end(self) -> float | None:
+        """Time of the next end, if no sequence is added before; None: nothing runs."""
+        return self._now + (self._running[0][0] - self._steps) * self._step_seconds() if self._running else None
+
+    def finish(self, now: float) -> SimulatedRequest:
+        """Remove the sequence that ends now."""
+        self._advance(now)
+        request = heapq.heappop(self._running)[2]
+        self._free_blocks += self._blocks(request)
+        self._start_waiting()
+        return request
+
+    def heartbeat(self) -> wire.Heartbeat:
+        """Load now."""
+        load = wire.Load(
+            free_blocks=self._free_blocks,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            takes_prompts=True,
+            role=wire.ROLE_DECODE,
+        )
+        return wire.Heartbeat(load=load)
+
+    def _advance(self, now: float) -> None:
+        if self._running:
+            self._steps += (now - self._now) / self._step_seconds()
+        self._now = now
+
+    def _start_waiting(self) -> None:
+        self.version += 1
+        while self._waiting and self._blocks(self._waiting[0]) <= self._free_blocks:
+            request = self._waiting.popleft()
+            self._free_blocks -= self._blocks(request)
+            heapq.heappush(self._running, (self._steps + request.output_tokens - 1, next(self._order), request))
+
+    def _step_seconds(self) -> float:
+        return self._speed.step(len(self._running), self._context)
+
+    def _blocks(self, request: SimulatedRequest) -> int:
+        return -(-(request.prompt_tokens + request.output_tokens) // self._block_size)

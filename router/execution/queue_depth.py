@@ -1,0 +1,51 @@
+"""Gauges of the open requests of each model, and of the prompts among them that wait.
+
+A request waits until a worker has scheduled its present attempt; the prompt that waits includes the output tokens of
+earlier attempts, which are computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from decant.router.execution.execution import Execution
+from decant.router.workers.pool import WorkerPool
+from decant.runtime.metrics import QueueMetrics
+
+ASSUMED_PREFILL_S_PER_TOKEN = 0.001
+"""Until a prompt has been computed: a pool without workers has to show that work waits."""
+
+
+@dataclass(slots=True)
+class QueueDepth:
+    """Of one model. ``oldest_at``: when the oldest waiting request was accepted, by the event loop's clock."""
+
+    running: int = 0
+    waiting: int = 0
+    oldest_at: float | None = None
+    prompt_tokens: int = 0
+
+    def add(self, execution: Execution) -> None:
+        if execution.is_scheduled:
+            self.running += 1
+            return
+        stream = execution.stream
+        accepted_at = stream.request.accepted_at
+        self.waiting += 1
+        self.oldest_at = accepted_at if self.oldest_at is None else min(self.oldest_at, accepted_at)
+        self.prompt_tokens += stream.request.prompt_tokens + len(stream.tokens)
+
+
+def set_queue_metrics(metrics: QueueMetrics, executions: Iterable[Execution], pool: WorkerPool, now: float) -> None:
+    """One pass over the open ``executions``. ``now``: by the event loop's clock."""
+    depths = {model: QueueDepth() for model in pool.costs}
+    for execution in executions:
+        depths[execution.stream.request.engine_request.model].add(execution)
+    for model, depth in depths.items():
+        per_token = pool.costs[model].prefill_s_per_token or ASSUMED_PREFILL_S_PER_TOKEN
+        metrics.running.labels(model).set(depth.running)
+        metrics.waiting.labels(model).set(depth.waiting)
+        metrics.oldest.labels(model).set(0.0 if depth.oldest_at is None else max(0.0, now - depth.oldest_at))
+        metrics.prompt_tokens.labels(model).set(depth.prompt_tokens)
+        metrics.prompt_seconds.labels(model).set(depth.prompt_tokens * per_token)

@@ -1,0 +1,78 @@
+"""The Grafana dashboard and the alerting rules in deploy/grafana fit the metrics and the guide."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from docs.generate.metrics import all_metrics
+
+ROOT = Path(__file__).parents[2]
+GRAFANA = ROOT / "deploy" / "grafana"
+GUIDE = (ROOT / "docs" / "guides" / "monitor.md").read_text()
+DASHBOARD = json.loads((GRAFANA / "decant.json").read_text())
+RULES = [rule for group in yaml.safe_load((GRAFANA / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
+OF_PROMETHEUS = {"instance", "le"}
+SELECTOR = re.compile(r"(decant_\w+)\{([^}]*)\}")
+PART = re.compile(r"_(bucket|sum|count)$")
+
+
+def labels_of(series: str) -> set[str]:
+    """Labels of all metrics of that name."""
+    name = PART.sub("", series)
+    return {label for metric in all_metrics() if metric.name == name for label in metric.labels}
+
+
+def panels() -> Iterator[dict[str, Any]]:
+    yield from (panel for panel in DASHBOARD["panels"] if panel["type"] != "row")
+
+
+EXPRESSIONS = [rule["expr"] for rule in RULES] + [t["expr"] for panel in panels() for t in panel["targets"]]
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_an_expression_uses_labels_that_its_metrics_have(expression: str) -> None:
+    assert expression.count("(") == expression.count(")")
+    for series, matchers in SELECTOR.findall(expression):
+        used = set(re.findall(r"(\w+)\s*(?:=|!)", matchers))
+        assert used
+        assert used <= labels_of(series), series
+    known = OF_PROMETHEUS.union(*(labels_of(series) for series in re.findall(r"decant_\w+", expression)))
+    for names in re.findall(r"(?:by|on|group_left) \(([^)]*)\)", expression):
+        assert set(re.split(r",\s*", names)) <= known, names
+
+
+def test_each_alert_has_a_section_that_says_what_to_do() -> None:
+    alerts = [rule["alert"] for rule in RULES]
+    assert re.findall(r"^### (\w+)$", GUIDE, re.MULTILINE) == alerts
+    assert set(re.findall(r"\bDecant[A-Z]\w+", GUIDE)) == set(alerts)
+
+
+def test_each_alert_has_a_severity_and_a_summary() -> None:
+    for rule in RULES:
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert rule["annotations"]["summary"]
+        assert re.fullmatch(r"\d+m", rule.get("for", "0m"))
+
+
+def test_the_panels_of_the_dashboard_do_not_overlap() -> None:
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(ids) == len(set(ids))
+    cells: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        own = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert at["x"] + at["w"] <= 24
+        assert not own & cells, panel["title"]
+        cells |= own
+
+
+def test_the_guide_names_panels_that_exist() -> None:
+    titles = {panel["title"] for panel in panels()}
+    assert set(re.findall(r'panels? "([^"]+)"', GUIDE.replace("\n", " "))) <= titles

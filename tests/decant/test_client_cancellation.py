@@ -1,0 +1,134 @@
+"""What an abandoned stream does to its request, in both clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from typing import Any
+
+import pytest
+
+import decant
+from decant import AsyncClient, Client
+from decant.protos import inference_pb2 as pb
+from tests.decant.scripted import PATIENCE_S, Script, for_ever, never
+
+
+def break_out(client: Client) -> None:
+    for _ in client.stream("x", request_id="r"):
+        break
+
+
+def raise_inside(client: Client) -> None:
+    with contextlib.suppress(ZeroDivisionError):
+        for _ in client.stream("x", request_id="r"):
+            raise ZeroDivisionError
+
+
+def end_with_block(client: Client) -> None:
+    with client.stream("x", request_id="r") as stream:
+        assert next(iter(stream)).text == "a"
+
+
+def close(client: Client) -> None:
+    stream = client.stream("x", request_id="r")
+    next(reading := iter(stream))
+    stream.close()
+    stream.close()
+    with pytest.raises(decant.Cancelled):
+        list(reading)
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [break_out, raise_inside, end_with_block, close],
+    ids=lambda f: f.__name__,
+)
+def test_an_abandoned_stream_cancels_its_request_and_ends_its_call(client: Client, script: Script, leave: Any) -> None:
+    script.answering = for_ever
+    leave(client)
+    assert script.was_cancelled.wait(PATIENCE_S)
+    assert script.call_ended.wait(PATIENCE_S)
+    assert script.cancelled == ["r"]
+
+
+def test_each_request_has_a_generated_id_by_which_it_is_cancelled(client: Client, script: Script) -> None:
+    script.answering = for_ever
+    with client.stream("x") as stream:
+        next(iter(stream))
+    assert script.was_cancelled.wait(PATIENCE_S)
+    assert script.cancelled == [stream.request_id]
+    script.answering = None
+    client.generate("x")
+    ids = {request.request_id for request in script.asked}
+    assert len(ids) == 2
+    assert all(uuid.UUID(id) for id in ids)
+
+
+def test_an_abandoned_detached_stream_is_not_cancelled(client: Client, script: Script) -> None:
+    script.answering = for_ever
+    with client.stream("x", on_disconnect="detach") as stream:
+        next(iter(stream))
+    assert script.call_ended.wait(PATIENCE_S)
+    assert script.cancelled == []
+    assert script.asked[0].stream.on_disconnect == pb.StreamOptions.ON_DISCONNECT_DETACH
+
+
+def test_a_stream_abandoned_before_its_first_message_ends_its_call(client: Client, script: Script) -> None:
+    script.answering = never
+    with client.stream("x"):
+        pass
+    client.server_info()
+    if script.asked:  # otherwise the stream closed before it arrived
+        assert script.call_ended.wait(PATIENCE_S)
+
+
+async def break_out_async(client: AsyncClient) -> None:
+    async for _ in client.stream("x", request_id="r"):
+        break
+
+
+async def end_with_block_async(client: AsyncClient) -> None:
+    async with client.stream("x", request_id="r") as stream:
+        async for _ in stream:
+            break
+
+
+async def cancel_the_reader(client: AsyncClient) -> None:
+    arrived = asyncio.Event()
+
+    async def read() -> None:
+        async for _ in client.stream("x", request_id="r"):
+            arrived.set()
+
+    reading = asyncio.create_task(read())
+    await arrived.wait()
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+
+
+async def time_out_around_generate(client: AsyncClient) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await client.generate("x", request_id="r")
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        break_out_async,
+        end_with_block_async,
+        cancel_the_reader,
+        time_out_around_generate,
+    ],
+    ids=lambda f: f.__name__,
+)
+async def test_an_abandoned_async_call_cancels_its_request_and_ends(address: str, script: Script, leave: Any) -> None:
+    script.answering = for_ever
+    async with AsyncClient(address) as client:
+        await leave(client)
+        assert await asyncio.to_thread(script.was_cancelled.wait, PATIENCE_S)
+        assert await asyncio.to_thread(script.call_ended.wait, PATIENCE_S)
+    assert script.cancelled == ["r"]

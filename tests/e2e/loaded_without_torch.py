@@ -1,0 +1,9 @@
+"""What routers and workers with a fake engine import, for the process that they are forked from."""
+
+import gc
+
+import decant.decode_worker.main
+import decant.prefill_worker.main
+import decant.router.main  # noqa: F401
+
+gc.freeze()  # collections of a fork leave out what all of them share

@@ -1,0 +1,112 @@
+"""Every metric of a router changes in a run that provokes it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+import redis as sync_redis
+
+from decant.runtime.metrics import ProcessMetrics, RequestMetrics
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store
+from docs.generate.metrics import Recorder
+from tests.e2e.deployment import PATIENCE_S
+from tests.e2e.metrics_page import Totals, read_totals, until_metric
+from tests.e2e.scripted import PROMPT, Scene, asked, read, scripted
+from tests.router.test_auth import SECRET, bearer, digest
+from tests.state.conftest import bare, server, store
+
+__all__ = ["bare", "server", "store"]
+
+ELSEWHERE = {"decant_requests_adopted_total": "needs a second router: tests/router/test_adoption.py"}
+ONE_AT_A_TIME = ("--max-active", "1", "--queue-limit", "1", "--admin-port", "0")
+
+
+def defined_names() -> set[str]:
+    recorder = Recorder()
+    ProcessMetrics(recorder)
+    RequestMetrics(recorder)
+    return {metric.name for metric in recorder.defined}
+
+
+def start(scene: Scene, count: int = 5) -> asyncio.Future[list[int]]:
+    call = scene.stub.GenerateStream(asked(count), metadata=bearer(SECRET))
+    return asyncio.ensure_future(read(call))
+
+
+async def until_refused(request: asyncio.Future[list[int]]) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await asyncio.wait_for(request, PATIENCE_S)
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def answer_one(scene: Scene) -> Totals:
+    """After a failed attempt and another one."""
+    scene.workers[1].script.fails_at = [2]
+    assert len(await start(scene)) == 5
+    totals = await until_metric(scene.admin_port, "decant_requests_total", lambda count: count == 1)
+    assert totals["decant_failovers_total"] == 1
+    assert totals["decant_generation_tokens_total"] == totals["decant_tenant_generation_tokens_total"] == 5
+    assert totals["decant_prompt_tokens_total"] == totals["decant_tenant_prompt_tokens_total"] == len(PROMPT)
+    return totals
+
+
+async def fill_queue(scene: Scene) -> Totals:
+    """One request runs, one waits, one is refused."""
+    decode = scene.workers[1]
+    decode.script.pause_at = 2
+    running = start(scene)
+    await until_metric(scene.admin_port, "decant_requests_running", lambda count: count == 1)
+    waiting = start(scene)
+    await until_metric(scene.admin_port, "decant_requests_waiting", lambda count: count == 1)
+    await until_refused(start(scene))
+    totals = await asyncio.to_thread(read_totals, scene.admin_port)
+    assert totals["decant_waiting_prompt_tokens"] == len(PROMPT)
+    assert totals["decant_waiting_prompt_seconds"] > 0
+    assert totals["decant_oldest_waiting_request_seconds"] > 0
+    assert totals["decant_requests_refused_total"] == totals["decant_tenant_requests_refused_total"] == 1
+    decode.script.pause_at = None
+    decode.go.set()
+    await asyncio.gather(running, waiting)
+    return totals
+
+
+async def lose_store(scene: Scene, redis: sync_redis.Redis) -> Totals:
+    """Redis answers no write while a request ends."""
+    await until_metric(scene.admin_port, "decant_state_store_unwritten_requests", lambda count: count == 0)
+    redis.client_pause(60_000, all=False)
+    assert len(await start(scene)) == 5
+    await until_metric(scene.admin_port, "decant_state_store_available", lambda value: value == 0)
+    totals = await until_metric(scene.admin_port, "decant_state_store_unwritten_requests", lambda count: count == 1)
+    redis.client_unpause()
+    await until_metric(scene.admin_port, "decant_state_store_available", lambda value: value == 1)
+    await until_metric(scene.admin_port, "decant_state_store_unwritten_requests", lambda count: count == 0)
+    return totals
+
+
+async def test_every_metric_of_a_router_changes(
+    server: PrivateRedis, store: Store, bare: sync_redis.Redis, tmp_path: Path
+) -> None:
+    credentials = tmp_path / "tenants.toml"
+    credentials.write_text(f'[tenants.acme]\ntokens = ["{digest(SECRET)}"]\n')
+    async with scripted(server, store, *ONE_AT_A_TIME, "--credentials", str(credentials)) as scene:
+        pages = [await until_metric(scene.admin_port, "decant_ready_workers", lambda count: count == 2)]
+        assert {name for name in pages[0] if name.startswith("decant_")} == defined_names()
+        pages += [await answer_one(scene), await fill_queue(scene), await lose_store(scene, bare)]
+        await scene.workers[0].stop()
+        await until_metric(scene.admin_port, "decant_ready_workers", lambda count: count == 1)
+    still = {name for name in defined_names() if all(page[name] == 0 for page in pages)}
+    assert still == ELSEWHERE.keys()
+
+
+async def test_prompts_that_no_worker_can_take_are_counted(server: PrivateRedis, store: Store) -> None:
+    """A pool without workers is scaled by them."""
+    async with scripted(server, store, "--admin-port", "0", pools=()) as scene:
+        assert (await asyncio.to_thread(read_totals, scene.admin_port))["decant_known_workers"] == 0
+        with pytest.raises(grpc.aio.AioRpcError):
+            await scene.stub.Generate(asked(5))
+        totals = await asyncio.to_thread(read_totals, scene.admin_port)
+        assert totals["decant_requests_refused_total"] == 1

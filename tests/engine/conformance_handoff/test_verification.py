@@ -1,0 +1,119 @@
+"""Blocks and commits that do not match are rejected; on a fake and a real device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from decant.engine.errors import TransferRejected
+from decant.engine.transfer import TransferCommit, block_checksum, default_checksum, transfer_checksum
+from tests.engine.conformance_handoff.harness import MOVED, engine_of, expected, flip_a_bit, parked_sender
+from tests.engine.conftest import MakeDevice
+from tests.engine.factories import (
+    Payload,
+    export_sequence,
+    import_sequence,
+    make_request,
+    prompt,
+    run,
+)
+from tests.engine.properties import nothing_is_held, same_output_as_alone
+
+
+def _change(payload: Payload, **commit: object) -> Payload:
+    return replace(payload, commit=replace(payload.commit, **commit))  # type: ignore[arg-type]
+
+
+BROKEN: dict[str, tuple[str, Callable[[Payload], Payload]]] = {
+    "a byte is flipped": (
+        "bytes of block 0",
+        lambda c: replace(c, runs=[(c.runs[0][0], flip_a_bit(c.runs[0][1]), c.runs[0][2]), *c.runs[1:]]),
+    ),
+    "a checksum is that of another block": (
+        "bytes of block 0",
+        lambda c: replace(c, runs=[(*c.runs[0][:2], c.runs[1][2]), *c.runs[1:]]),
+    ),
+    "two blocks are swapped": (
+        "bytes of block 1",
+        lambda c: replace(c, runs=[(1, *c.runs[0][1:]), (0, *c.runs[1][1:]), *c.runs[2:]]),
+    ),
+    "a block is cut short": (
+        "block 0 has",
+        lambda c: replace(c, runs=[(0, c.runs[0][1][:-1], c.runs[0][2]), *c.runs[1:]]),
+    ),
+    "a block is too long": (
+        "block 0 has",
+        lambda c: replace(c, runs=[(0, c.runs[0][1] + b"\0", c.runs[0][2]), *c.runs[1:]]),
+    ),
+    "a block is empty": ("block 0 has 0", lambda c: replace(c, runs=[(0, b"", c.runs[0][2]), *c.runs[1:]])),
+    "the first block is missing": (r"blocks \[0\] missing", lambda c: replace(c, runs=c.runs[1:])),
+    "the last block is missing": (r"blocks \[5\] missing", lambda c: replace(c, runs=c.runs[:-1])),
+    "all blocks are missing": (r"blocks \[0, .* missing", lambda c: replace(c, runs=[])),
+    "a block is beyond the commit": (
+        r"blocks \[\] missing, 7 here",
+        lambda c: replace(c, runs=[*c.runs, (6, c.runs[0][1], block_checksum(default_checksum, 6, c.runs[0][1]))]),
+    ),
+    "the commit's checksum is flipped": (
+        "does not match its checksum",
+        lambda c: _change(c, checksum=c.commit.checksum ^ 1),
+    ),
+    "the commit says fewer tokens": ("not of this sequence", lambda c: _change(c, computed=c.commit.computed - 1)),
+    "the commit says more tokens": ("not of this sequence", lambda c: _change(c, computed=c.commit.computed + 1)),
+    "the commit's output is changed": (
+        "does not match its checksum",
+        lambda c: _change(c, output=(c.commit.output[0] ^ 1, *c.commit.output[1:])),
+    ),
+    "the commit's output is cut": ("not of this sequence", lambda c: _change(c, output=c.commit.output[:-1])),
+    "the commit has no output": ("not of this sequence", lambda c: _change(c, output=())),
+    "the commit is of a shorter output": (
+        "does not match its checksum",
+        lambda c: _change(c, output=c.commit.output[:-1], computed=c.commit.computed - 1),
+    ),
+}
+"""Changes of a payload, and the message of the check that detects each."""
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_an_inconsistent_transfer_is_rejected(make: MakeDevice, fault: str) -> None:
+    """Nothing of it is kept, and the next attempt gives the right output."""
+    sender, _ = parked_sender(make)
+    receiver = engine_of(make)
+    log = run(receiver, make_request("other", prompt(9, 4)), steps=2)
+    found_by, change = BROKEN[fault]
+    with pytest.raises(TransferRejected, match=found_by):
+        import_sequence(receiver, MOVED, change(export_sequence(sender, "moved")))
+    receiver.check_integrity()
+    run(receiver, log=log)
+    nothing_is_held(receiver)
+    assert "moved" not in log.by_id
+    again = replace(MOVED, park_after=None)
+    same_output_as_alone(run(receiver, again)["moved"], expected(make))
+
+
+def test_a_byte_that_flips_before_the_export_is_detected(make: MakeDevice) -> None:
+    """The checksum is computed when the block is filled."""
+    sender, _ = parked_sender(make)
+    table = sender.sequences["moved"].block_table
+    assert table is not None
+    sender.device.write(table.blocks[1], flip_a_bit(bytes(sender.device.read(table.blocks[1]))))
+    with pytest.raises(TransferRejected, match="block 1"):
+        import_sequence(engine_of(make), MOVED, export_sequence(sender, "moved"))
+    nothing_is_held(sender)
+
+
+def test_an_output_that_does_not_start_with_the_known_tokens_is_refused(make: MakeDevice) -> None:
+    sender, _ = parked_sender(make)
+    payload, receiver = export_sequence(sender, "moved"), engine_of(make)
+    known = (*MOVED.token_ids, payload.commit.output[0] ^ 1)
+    request = replace(MOVED, token_ids=known, prompt_tokens=MOVED.prompt_len)
+    with pytest.raises(TransferRejected, match="not of this sequence"):
+        import_sequence(receiver, request, payload)
+    nothing_is_held(receiver)
+
+
+def test_the_checksum_of_a_commit_covers_blocks_output_and_length() -> None:
+    commit = TransferCommit(3, (5,), transfer_checksum(default_checksum, 3, (5,), (7, 8)))
+    others = [(4, (5,), (7, 8)), (3, (6,), (7, 8)), (3, (5,), (8, 7)), (3, (5, 7), (8,)), (3, (), (5, 7, 8))]
+    assert commit.checksum not in {transfer_checksum(default_checksum, *words) for words in others}

@@ -1,0 +1,83 @@
+"""Fused decoder layers: which layers are replaced, and that they compute the same."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+pytest.importorskip("triton")
+
+from decant.engine.cuda import fused_layer
+from decant.engine.cuda.fused_layer import FusedLayer, Norm, fuse
+from decant.engine.model.attention import NAME, AttentionCall
+from tests.engine import tiny
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+
+
+def model_of(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    saved = tiny.save(tiny.config(name), folder)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(saved, dtype=dtype, attn_implementation=NAME)
+    model.to(DEVICE)  # type: ignore[arg-type]
+    return model
+
+
+def fused(model: nn.Module) -> list[FusedLayer]:
+    return [module.forward for module in model.modules() if isinstance(module.forward, FusedLayer)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama_mha", torch.float32), ("qwen3", torch.bfloat16)])
+def test_layers_with_the_usual_parts_are_fused(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = model_of(name, tmp_path, dtype)
+    assert fuse(model, dtype) == 2
+    assert len(fused(model)) == 2
+
+
+def test_layers_with_other_parts_are_left_alone(tmp_path: Path) -> None:
+    model = model_of("gemma2", tmp_path)
+    assert fuse(model, torch.bfloat16) == 0
+    assert not fused(model)
+
+
+def test_a_layer_with_another_activation_fails_its_trial(tmp_path: Path) -> None:
+    model = model_of("llama", tmp_path)
+    model.model.layers[1].mlp.act_fn = nn.GELU()
+    assert fuse(model, torch.bfloat16) == 1
+    assert isinstance(model.model.layers[0].forward, FusedLayer)
+
+
+def test_no_layer_is_fused_if_a_launch_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama", tmp_path)
+    launches = []
+    run = Norm._run
+
+    def failing(*args: torch.Tensor) -> torch.Tensor:
+        launches.append(args)
+        if len(launches) > 2:
+            raise RuntimeError("out of shared memory")
+        return run(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Norm, "_run", failing)
+    with pytest.raises(RuntimeError, match="shared memory"):
+        fuse(model, torch.bfloat16)
+    assert not fused(model)
+
+
+def test_a_call_outside_a_step_goes_to_the_original(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama", tmp_path)
+    layer = model.model.layers[0]
+    monkeypatch.setattr(layer, "forward", lambda hidden, *args, **kwargs: "original")
+    layer_of = FusedLayer(layer.forward, fused_layer.Parts(layer), tiny_call())
+    hidden = torch.zeros(1, 1, 64, device=DEVICE, dtype=torch.bfloat16)
+    angles = (torch.zeros(1, 1, 16, device=DEVICE, dtype=torch.bfloat16),) * 2
+    assert layer_of(hidden, position_embeddings=angles) == "original"
+
+
+def tiny_call() -> AttentionCall:
+    part = torch.zeros(1, 2, 0, 16, dtype=torch.bfloat16)
+    return AttentionCall(0, part, part, part, 1.0, None, None, None)

@@ -1,0 +1,66 @@
+"""The sampling kernel draws what the documentation orders, in triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from decant.engine.cuda import sampler as cuda_sampler
+from decant.engine.cuda.sampler import TritonSampler
+from decant.engine.model.sampler import Sampler, random_number
+from tests.engine.sampler.harness import EOS, MIXES, VOCAB, exact, logits_of, row
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+SEEDS = 3
+NAMES = ["plain", "top-k beyond the vocabulary", "top-p", "everything", "greedy, biased"]
+BORDER = 1e-5
+"""Random numbers closer than this to the border between two tokens may draw either."""
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a small vocabulary has several, the last one in part."""
+    monkeypatch.setattr(cuda_sampler, "TILE", 32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_agree_with_float64(name: str) -> None:
+    logits = logits_of(3, SEEDS)
+    rows = [row(MIXES[name], seed=seed, min_tokens=9 * (seed % 2)) for seed in range(SEEDS)]
+    tokens = TritonSampler().sample(rows, logits.to(DEVICE), EOS)
+    for drawn, of_row, token in zip(rows, logits, tokens, strict=True):
+        shares = exact(drawn, of_row)
+        assert shares[token] > 0
+        if drawn.request.sampling.greedy:
+            continue
+        ends, number = shares.cumsum(), random_number(drawn)
+        assert ends[token] - shares[token] - BORDER <= number <= ends[token] + BORDER
+
+
+def test_the_same_seed_gives_the_token_of_the_plain_sampler_in_any_batch() -> None:
+    rows = [row(MIXES[name], seed=seed) for seed, name in enumerate(["all three, hot", "min-p", "cool", "penalties"])]
+    logits = logits_of(5, len(rows)).to(DEVICE)
+    together = TritonSampler().sample(rows, logits, EOS)
+    assert together == Sampler().sample(rows, logits, EOS)
+    for index in (0, 2):
+        assert TritonSampler().sample([rows[index]], logits[index : index + 1], EOS) == [together[index]]
+
+
+def test_ties_at_the_border_of_top_k_are_all_kept() -> None:
+    logits = torch.zeros(1, VOCAB, device=DEVICE)
+    logits[0, 40] = 1.0
+    tokens = {TritonSampler().sample([row({"top_k": 2}, seed=seed)], logits, EOS)[0] for seed in range(4)}
+    assert len(tokens) > 2
+
+
+def test_the_last_token_is_drawn_by_the_highest_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none without probability, whatever rounding does."""
+    monkeypatch.setattr(cuda_sampler, "random_number", lambda row: float(np.nextafter(1.0, 0.0)))
+    logits = torch.linspace(0.0, 1.0, VOCAB, device=DEVICE)[None].flip(-1)
+    assert TritonSampler().sample([row({})], logits, EOS) == [VOCAB - 1]
+    assert TritonSampler().sample([row({"top_k": 3})], logits, EOS) == [2]

@@ -1,0 +1,80 @@
+"""A command whose caller was cancelled is undone or never runs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from decant.engine.engine import Engine
+from decant.engine.request import FinishReason
+from tests.engine.factories import make_request
+from tests.engine.loop.harness import STEP_SECONDS, running
+from tests.engine.properties import nothing_is_held
+
+
+async def test_a_command_of_a_cancelled_caller_is_undone() -> None:
+    async with running() as scene:
+        started, release = threading.Event(), threading.Event()
+
+        def command(engine: Engine) -> str:
+            started.set()
+            release.wait(20)
+            engine.add(make_request(max_tokens=80))
+            return "result"
+
+        undone: list[tuple[str, str]] = []
+
+        def undo(engine: Engine, result: str) -> None:
+            undone.append((result, threading.current_thread().name))
+            engine.cancel("a")
+
+        scene.device.seconds = STEP_SECONDS
+        task = asyncio.create_task(scene.loop.call(command, undo))
+        assert await asyncio.to_thread(started.wait, 20)
+        task.cancel()
+        await asyncio.sleep(0)
+        release.set()
+        assert (await scene.until_ended("a")).reason is FinishReason.CANCELLED
+        assert undone == [("result", "engine")]
+        assert task.cancelled()
+    nothing_is_held(scene.engine)
+
+
+async def test_an_answered_command_is_undone_if_its_caller_is_cancelled_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as scene:
+        scene.device.seconds = STEP_SECONDS
+        original = scene.loop._post
+
+        def post(callback: Callable[[], None]) -> None:
+            def and_cancel() -> None:
+                callback()
+                task.cancel()  # behind the answer, before the task goes on
+
+            original(and_cancel)
+
+        monkeypatch.setattr(scene.loop, "_post", post)
+        add = scene.loop.call(
+            lambda engine: engine.add(make_request(max_tokens=80)), lambda engine, _: engine.cancel("a")
+        )
+        task = asyncio.create_task(add)
+        assert (await scene.until_ended("a")).reason is FinishReason.CANCELLED
+        assert task.cancelled()
+    nothing_is_held(scene.engine)
+
+
+async def test_a_pending_command_of_a_cancelled_caller_never_runs() -> None:
+    async with running() as scene:
+        release, ran = threading.Event(), list[str]()
+        blocking = asyncio.create_task(scene.loop.call(lambda _: release.wait(20)))
+        await asyncio.sleep(0.05)
+        task = asyncio.create_task(scene.loop.call(lambda _: ran.append("ran"), lambda *_: ran.append("undone")))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+        release.set()
+        await blocking
+        await scene.loop.call(lambda _: None)
+        assert not ran

@@ -1,0 +1,109 @@
+"""Commands run between steps on the engine's thread, and are answered on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from decant.engine.errors import InvalidRequest, UnknownSequence
+from decant.engine.loop import EngineLoop
+from decant.engine.request import FinishReason
+from tests.engine.factories import make_engine, make_request, prompt, run_alone
+from tests.engine.loop.harness import STEP_SECONDS, running
+
+
+async def test_commands_run_on_the_engines_thread_and_answer() -> None:
+    async with running() as scene:
+        assert await scene.loop.call(lambda _: threading.current_thread().name) == "engine"
+        await scene.add(make_request())
+        await scene.until_ended("a")
+        assert scene.text("a") == run_alone(make_request()).text
+        assert scene.device.threads == {"engine"}
+        load = await scene.loop.call(lambda engine: engine.load())
+        assert load.held_blocks == 0
+
+
+async def test_the_listener_runs_on_the_event_loop() -> None:
+    result: set[str] = set()
+    engine = make_engine()
+    loop = EngineLoop(engine, lambda _: result.add(threading.current_thread().name))
+    loop.start()
+    await loop.call(lambda engine: engine.add(make_request()))
+    await loop.stop()
+    assert result == {threading.current_thread().name}
+
+
+async def test_an_error_of_a_command_reaches_only_its_caller() -> None:
+    async with running() as scene:
+        await scene.add(make_request(max_tokens=80))
+        with pytest.raises(InvalidRequest):
+            await scene.add(make_request(max_tokens=80))
+        with pytest.raises(UnknownSequence):
+            await scene.loop.call(lambda engine: engine.park("unknown"))
+        with pytest.raises(ZeroDivisionError):
+            await scene.loop.call(lambda _: 1 // 0)
+        assert (await scene.until_ended("a")).reason is FinishReason.LENGTH
+        assert scene.loop.healthy
+        assert scene.text("a") == run_alone(make_request(max_tokens=80)).text
+
+
+async def test_a_step_is_delivered_in_one_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All calls made meanwhile run in one batch, too."""
+    async with running() as scene:
+        posts: list[object] = []
+        original = scene.loop._post
+
+        def post(callback: Callable[[], None]) -> None:
+            posts.append(callback)
+            original(callback)
+
+        monkeypatch.setattr(scene.loop, "_post", post)
+        scene.device.seconds = STEP_SECONDS
+        requests = [make_request(f"r{index}", prompt(4, index)) for index in range(6)]
+        await asyncio.gather(*(scene.add(request) for request in requests))
+        for request in requests:
+            await scene.until_ended(request.id)
+        assert scene.steps == len(scene.outputs)
+        assert len(posts) - scene.steps <= 2, "answers to six calls that came together"
+        assert scene.steps < len(requests) * 8 / 2, "requests that come together are stepped together"
+
+
+async def test_a_call_during_a_step_waits_for_one_step() -> None:
+    async with running() as scene:
+        begun, let = threading.Event(), threading.Semaphore(0)
+
+        def wait() -> None:
+            begun.set()
+            assert let.acquire(timeout=20)
+
+        scene.device.before = wait
+        await scene.add(make_request(max_tokens=3))  # answered before its first step
+        assert await asyncio.to_thread(begun.wait, 20)
+        call = asyncio.create_task(scene.loop.call(lambda engine: engine.steps))
+        await asyncio.sleep(0)
+        steps = scene.engine.steps
+        let.release()  # the step under way, and no other
+        async with asyncio.timeout(20):
+            assert await call == steps + 1
+        for _ in range(10):
+            let.release()
+        assert (await scene.until_ended("a")).reason is FinishReason.LENGTH
+
+
+async def test_calls_are_answered_before_their_step_and_posted_commands_after_it() -> None:
+    async with running() as scene:
+        let, items = threading.Event(), asyncio.Event()
+        scene.device.before = lambda: let.wait(20)
+        scene.loop.post(lambda engine: None, then=items.set)
+        await scene.add(make_request("a", max_tokens=1))  # returns, though its step does not
+        assert not scene.outputs
+        again = asyncio.Event()
+        scene.loop.post(lambda engine: None, then=again.set)
+        let.set()
+        async with asyncio.timeout(20):
+            await again.wait()
+        assert [token.id for output in scene.outputs for token in output.tokens] == ["a"]
+        assert items.is_set()

@@ -1,0 +1,32 @@
+"""Runs the random scripts of ``state_machine`` with a fault patched in, until a property breaks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from tests.engine import state_machine as machine
+from tests.engine.state_machine import play
+
+Patch = pytest.MonkeyPatch
+SEEDS = range(60)
+
+
+def first_failure() -> str:
+    """The message of the first script that breaks a property; empty when all pass."""
+    for seed in SEEDS:
+        try:
+            play(seed)
+        except AssertionError as broken:
+            return str(broken)
+    return ""
+
+
+def check_found(fault: Callable[[Patch], None], expected: str, patch: Patch) -> None:
+    """With the fault, a script breaks a property with the ``expected`` message."""
+    patch.setattr(machine, "MEMORY", {})  # a fault may change the expected output too
+    fault(patch)
+    message = first_failure()
+    assert re.search(expected, message), f"found by: {message or 'nothing'}"

@@ -1,0 +1,102 @@
+"""One deliberate fault for each property of the block pool, and the message that reports it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from decant.engine import block_hashes
+from decant.engine.blocks import BlockPool, BlockTable
+from tests.engine.mutations.harness import Patch, check_found
+
+pytestmark = pytest.mark.slow
+
+
+def leak_a_block(patch: Patch) -> None:
+    def give_back(pool: BlockPool, table: BlockTable) -> None:
+        if len(table.blocks) > 2:
+            table.blocks.pop()
+        original(pool, table)
+
+    original = BlockPool.give_back
+    patch.setattr(BlockPool, "give_back", give_back)
+
+
+def release_no_table(patch: Patch) -> None:
+    """Its references are never dropped."""
+    patch.setattr(BlockTable, "release", lambda table: None)
+
+
+def free_a_block_twice(patch: Patch) -> None:
+    def give_back(pool: BlockPool, table: BlockTable) -> None:
+        original(pool, table)
+        if pool._free:
+            pool._free.append(pool._free[-1])
+
+    original = BlockPool.give_back
+    patch.setattr(BlockPool, "give_back", give_back)
+
+
+def share_without_counting(patch: Patch) -> None:
+    def acquire(pool: BlockPool, block: int) -> None:
+        if pool._refs[block] == 0:
+            original(pool, block)
+
+    original = BlockPool.acquire
+    patch.setattr(BlockPool, "acquire", acquire)
+
+
+def allocate_a_held_block(patch: Patch) -> None:
+    def take(pool: BlockPool, count: int) -> list[int]:
+        taken = original(pool, count)
+        held = [block for block, refs in enumerate(pool._refs) if refs and block not in taken]
+        if taken and held:
+            pool._refs[taken[0]] = 0
+            pool._free.append(taken[0])
+            pool._refs[held[0]] += 1
+            taken[0] = held[0]
+        return taken
+
+    original = BlockPool.take
+    patch.setattr(BlockPool, "take", take)
+
+
+def keep_the_hash_of_an_evicted_block(patch: Patch) -> None:
+    def evict(pool: BlockPool, count: int) -> list[int]:
+        return [pool._cached.popitem(last=False)[0] for _ in range(count)]
+
+    patch.setattr(BlockPool, "_evict", evict)
+
+
+def hash_without_the_parent(patch: Patch) -> None:
+    """Blocks of equal tokens after other tokens are taken for each other."""
+
+    def hash_blocks(parent: bytes, tokens: Sequence[int], size: int) -> list[bytes]:
+        return [original(b"", tokens[at : at + size], size)[0] for at in range(0, len(tokens) - size + 1, size)]
+
+    original = block_hashes.hash_blocks
+    patch.setattr("decant.engine.sequence.hash_blocks", hash_blocks)
+
+
+def mix_the_salts(patch: Patch) -> None:
+    """Blocks of one salt are found with another."""
+    original = block_hashes.root_hash
+    patch.setattr("decant.engine.sequence.root_hash", lambda salt: original(b""))
+
+
+FAULTS: dict[Callable[[Patch], None], str] = {
+    leak_a_block: "reference counts differ",
+    release_no_table: "are not alive",
+    free_a_block_twice: "free twice",
+    share_without_counting: "reference counts differ",
+    allocate_a_held_block: "lists a block twice|is shared|shares a block",
+    keep_the_hash_of_an_evicted_block: "published|free block has a hash|does not hold|is shared",
+    hash_without_the_parent: "stands for two|sequences that differ",
+    mix_the_salts: "stands for two|sequences that differ",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_the_properties_find(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    check_found(fault, FAULTS[fault], monkeypatch)

@@ -1,0 +1,43 @@
+"""Samplers and a loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from decant.engine.cpu.kernels import KERNELS
+from decant.engine.cpu.sampler import SCORES_AT_ONCE
+from decant.engine.model.model import ModelDevice
+from decant.engine.model.sampler import Sampler
+from tests.engine import tiny
+from tests.engine.sampler.harness import SAMPLER, serve
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def each_sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled, if there are kernels, and in tensor operations."""
+    if request.param == "torch":
+        monkeypatch.setitem(SAMPLER, "sampler", Sampler(SCORES_AT_ONCE))
+    elif KERNELS is None:
+        pytest.skip("this CPU has no AVX2, or no compiler was here")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tiny.config("llama"), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def device(folder: Path) -> ModelDevice:
+    return serve(folder)

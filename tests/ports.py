@@ -1,0 +1,36 @@
+"""Ports of the loopback that no other process takes meanwhile."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+LAST = 55_000  # the bus of a Redis cluster takes the port 10,000 above
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that the kernel gives to no one who asks for any port, until the end of the block.
+
+    Only a server that names it, with SO_REUSEADDR as Redis does, can listen on it; until then it refuses connections.
+    """
+    while True:
+        with socket.socket() as holder:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(("127.0.0.1", 0))
+            port: int = holder.getsockname()[1]
+            if port < LAST:
+                yield port
+                return
+
+
+@contextmanager
+def kept(address: str) -> Iterator[None]:
+    """Reserve the port of a server that listens with SO_REUSEPORT, also for the time after its end: its clients would
+    meet a server of another test."""
+    host, _, port = address.rpartition(":")
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind((host, int(port)))
+        yield

@@ -1,0 +1,123 @@
+"""The life of a prefill run as one coroutine, from its turn until the worker keeps nothing of it.
+
+execute:  turn ──> in the engine ──> first chunk: ticket ──> first token ──> cache released ──> call ends
+            │            │                                     └── no handoff, or it was the last token ──^
+            └────────────┴── deadline, lease over, call broken, superseded, engine crashed: released at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from decant.engine.engine import Engine
+from decant.engine.errors import InvalidRequest
+from decant.protos import worker_pb2 as wire
+from decant.runtime import logs
+from decant.worker.engine_host import EngineHost
+from decant.worker.prefill.messages import first_logprobs, first_tokens
+from decant.worker.prefill.prefill_queue import PrefillQueue
+from decant.worker.prefill.run import PrefillFailed, PrefillRun, StaleOwner
+from decant.worker.wire_codec import RequestRejected
+
+_log = logs.get(__name__)
+
+
+class PrefillExecutor:
+    """Runs the coroutines. ``close`` stops them and waits for all."""
+
+    def __init__(self, host: EngineHost) -> None:
+        self.queue = PrefillQueue(host)
+        self._host = host
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, run: PrefillRun) -> None:
+        self.queue.add(run)
+        task = asyncio.create_task(self.execute(run))
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._on_done, run))
+
+    async def execute(self, run: PrefillRun) -> None:
+        """Compute a prompt and hand its cache over; at the return nothing of the run is left, and its call ends."""
+        failure: wire.Failure | None = None
+        last_event: dict[str, object] = {}
+        try:
+            async with asyncio.timeout(run.remaining_s):
+                await run.until(lambda: run.is_admitted)
+                self._add_to_engine(run)
+                await run.until(lambda: run.begun is not None)
+                if run.handoff and not run.has_first_token:
+                    self._issue_ticket(run)  # the router chooses the receiver while the other chunks are computed
+                await run.until(lambda: run.has_first_token)
+                run.send(first=first_tokens(run))
+                if run.handoff and run.finished is None:
+                    if run.ticket is None:  # one step computed the prompt: first tokens do not wait for tickets
+                        self._issue_ticket(run)
+                    await run.until(lambda: run.is_released)
+        except RequestRejected as rejection:
+            last_event["refused"] = wire.Refused(run=run.ref, failure=rejection.failure)
+        except StaleOwner as stale:
+            last_event["superseded"] = stale.superseded
+        except PrefillFailed as failed:
+            failure = failed.failure
+        except TimeoutError:
+            failure = wire.Failure(cause=wire.CAUSE_DEADLINE, detail="the deadline has passed")
+        finally:
+            self._release(run, failure)
+        if failure is not None:
+            last_event["failed"] = wire.Failed(run=run.ref, failure=failure)
+        run.close(**last_event)
+
+    def _add_to_engine(self, run: PrefillRun) -> None:
+        """The answer comes with a step; the run does not wait for it, as its deadline may be earlier."""
+
+        def add(engine: Engine) -> None:
+            try:
+                engine.add(run.request)
+            except InvalidRequest as error:
+                rejections.append(RequestRejected.of(error))
+
+        def on_answer() -> None:
+            for rejection in rejections:
+                run.stop(rejection)
+
+        rejections: list[RequestRejected] = []
+        self._host.loop.post(add, then=on_answer)
+
+    def _issue_ticket(self, run: PrefillRun) -> None:
+        ticket = wire.Ticket(
+            run=run.ref,
+            sender=self._host.peer,
+            address=self._host.address,
+            layout=self._host.layout,
+            salt=run.request.salt,
+            tokens=len(run.request.token_ids),
+            outputs=[run.output],
+        )
+        sender, logprobs = self._host.sender, partial(first_logprobs, run)
+        run.ticket = sender.issue(ticket, run.id, run.request.prompt_len, logprobs, is_parked=run.is_parked)
+        run.send(ticket=run.ticket)
+
+    def _release(self, run: PrefillRun, failure: wire.Failure | None) -> None:
+        """Free the run's turn, ticket and blocks; ``failure`` goes to an open fetch."""
+        self.queue.remove(run)
+        # The ticket of a finished sequence stays: a late fetch is answered that nothing is left.
+        if run.ticket is not None and run.finished is None:
+            self._host.sender.reclaim(run.ticket.id, failure or wire.Failure(cause=wire.CAUSE_RECLAIMED))
+        if run.is_admitted:
+            self._host.loop.post(lambda engine: engine.cancel(run.id))
+
+    def _on_done(self, run: PrefillRun, task: asyncio.Task[None]) -> None:
+        """End the call of a run that an unexpected exception ended, or the end of the process."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            _log.error("a prefill run failed", request_id=run.ref.request, exc_info=error)
+        detail = f"{type(error).__name__}: {error}" if error is not None else "the worker stops"
+        run.close(failed=wire.Failed(run=run.ref, failure=wire.Failure(cause=wire.CAUSE_ENGINE, detail=detail)))
+
+    async def close(self) -> None:
+        for run in self.queue:
+            run.stop(PrefillFailed.because(wire.CAUSE_RECLAIMED, "the worker stops"))
+        if self._tasks:
+            await asyncio.wait(self._tasks)

@@ -1,0 +1,101 @@
+"""A prefill run: facts that the coroutine of `PrefillExecutor` waits for, and the events of its call.
+
+The engine's steps, leases and calls record facts or `stop` the run; only the coroutine decides what follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from decant.engine.output import SequenceFinished, SequenceStarted, Token
+from decant.engine.request import Request
+from decant.protos import worker_pb2 as wire
+from decant.worker.wire_codec import RequestRejected
+
+
+class PrefillFailed(Exception):
+    """The run ends before its cache is released; ``failure`` goes to its call and to an open fetch."""
+
+    def __init__(self, failure: wire.Failure) -> None:
+        super().__init__(failure.detail)
+        self.failure = failure
+
+    @classmethod
+    def because(cls, cause: wire.Cause, detail: str, peer: wire.Peer | None = None) -> PrefillFailed:
+        return cls(wire.Failure(cause=cause, detail=detail, peer=peer))
+
+
+class StaleOwner(Exception):
+    """The request has a newer owner."""
+
+    def __init__(self, superseded: wire.Superseded) -> None:
+        self.superseded = superseded
+
+
+@dataclass(slots=True, eq=False)
+class PrefillRun:
+    """A prompt to compute. Call `wake` after a change of a fact."""
+
+    ref: wire.Run
+    request: Request  # ``request.id`` identifies the sequence in the engine
+    stopping: wire.Stopping
+    handoff: bool
+    received: float  # time.monotonic
+    queue_key: float  # the smallest is admitted first
+    remaining_s: float | None  # until the deadline; None: there is none
+    is_admitted: bool = False
+    begun: SequenceStarted | None = None
+    first: Token | None = None
+    is_parked: bool = False  # the first token is sampled, and more may follow
+    finished: SequenceFinished | None = None  # the first token is the last
+    ticket: wire.Ticket | None = None
+    is_released: bool = False  # the receiver has the cache
+    error: PrefillFailed | RequestRejected | StaleOwner | None = None
+    events: asyncio.Queue[wire.PrefillEvent | None] = field(default_factory=asyncio.Queue)  # None ends the call
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def output(self) -> int:
+        """Index of the output."""
+        return self.request.sampling.output_index
+
+    @property
+    def phase(self) -> wire.RunStatus.Phase:
+        return wire.RunStatus.PHASE_RUNNING if self.begun else wire.RunStatus.PHASE_WAITING
+
+    @property
+    def has_first_token(self) -> bool:
+        return self.is_parked or self.finished is not None
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        """Wait for a fact. Raises the error of `stop` unless the fact came first."""
+        while not reached():
+            if self.error is not None:
+                raise self.error
+            self._changed.clear()
+            await self._changed.wait()
+
+    def wake(self) -> None:
+        """Let the coroutine look at the facts again."""
+        self._changed.set()
+
+    def stop(self, error: PrefillFailed | RequestRejected | StaleOwner) -> None:
+        """End the run at its next wait. The first error counts."""
+        self.error = self.error or error
+        self.wake()
+
+    def send(self, **event: object) -> None:
+        """Send an event to the call. Events after its end are ignored."""
+        self.events.put_nowait(wire.PrefillEvent(**event))  # type: ignore[arg-type]
+
+    def close(self, **event: object) -> None:
+        """End the call, with ``event`` as its last. May be repeated."""
+        if event:
+            self.send(**event)
+        self.events.put_nowait(None)
