@@ -6,14 +6,14 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from decant.bench.benchmark import Result
+from decant.bench.console import Bars, make_table
 from decant.bench.records import Record
 
 LATENCIES = (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("second token", "second_token"), ("E2E", "e2el"))
@@ -73,7 +73,7 @@ def _totals(run: Mapping[str, Any]) -> Table:
 
 
 def _latencies(title: str, rows: Sequence[tuple[str, str]], run: Mapping[str, Any]) -> Table:
-    table = _table(title, ("", *_COLUMNS))
+    table = make_table(title, ("", *_COLUMNS))
     for label, name in rows:
         table.add_row(label, *(f"{run[f'{column}_{name}_ms']:,.1f}" for column in _COLUMNS))
     return table
@@ -81,7 +81,7 @@ def _latencies(title: str, rows: Sequence[tuple[str, str]], run: Mapping[str, An
 
 def _sweep(runs: Sequence[Mapping[str, Any]]) -> Table:
     columns = ("requests/s", "done/s", "goodput", "tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "failed")
-    table = _table("milliseconds, by rate", columns)
+    table = make_table("milliseconds, by rate", columns)
     for run in runs:
         names = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms")
         rates = (run["request_rate"], run["request_throughput"], run["request_goodput"])
@@ -90,20 +90,12 @@ def _sweep(runs: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left")
-    return table
-
-
-class LiveProgress:
+class LiveProgress(Bars):
     """A bar per run, with requests done and failed, tokens/s, and the last TTFT. Nothing without a terminal."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, TextColumn("{task.fields[live]}"), console=console)
-        self._progress.disable = not console.is_terminal
+        super().__init__(console, *columns, TextColumn("{task.fields[live]}"))
         self._bars: dict[str, TaskID] = {}
         self._began = self._tokens = 0.0
         self._failed = 0
@@ -111,7 +103,7 @@ class LiveProgress:
     def notify(self, name: str, record: Record | None, count: int) -> None:
         """As `benchmark.Notify`."""
         if name not in self._bars:
-            self._bars[name] = self._progress.add_task(name, total=count, live="")
+            self._bars[name] = self.progress.add_task(name, total=count, live="")
             self._began, self._tokens, self._failed = time.monotonic(), 0, 0
         if record is None:
             return
@@ -120,13 +112,4 @@ class LiveProgress:
         rate = self._tokens / max(time.monotonic() - self._began, 1e-9)
         live = f"{rate:.0f} tokens/s" + (f", {self._failed} failed" if self._failed else "")
         live += f", TTFT {record.ttft * 1e3:.0f} ms" if record.tokens else ""
-        self._progress.update(self._bars[name], advance=1, live=live)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
+        self.progress.update(self._bars[name], advance=1, live=live)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from decant.bench.console import Bars, make_table
 from decant.bench.machine_load import busy
 
 _Document = Mapping[str, Any]
@@ -81,7 +81,7 @@ def ratio_rows(document: _Document) -> list[tuple[str, ...]]:
 
 
 def _sizes(document: _Document) -> Table:
-    table = _table("sequences that decode together", ("batch size", "TPOT, ms", "tokens/s", "E2E, ms"))
+    table = make_table("sequences that decode together", ("batch size", "TPOT, ms", "tokens/s", "E2E, ms"))
     for one in document["batch_sizes"]:
         cells = f"{one['tpot_ms']:.2f}", f"{one['output_throughput']:,.0f}", f"{one['e2el_ms']:,.0f}"
         table.add_row(str(one["batch_size"]), *cells)
@@ -89,50 +89,33 @@ def _sizes(document: _Document) -> Table:
 
 
 def _queue(queue: _Document) -> Table:
-    table = _table(title(queue), ("", *(name for name, _ in COLUMNS)))
+    table = make_table(title(queue), ("", *(name for name, _ in COLUMNS)))
     for contender, run in queue["runs"].items():
         table.add_row(contender, *(cell(run) for _, cell in COLUMNS))
     return table
 
 
 def _ratios(document: _Document) -> Table:
-    table = _table("continuous, paged, against static batches", RATIO_COLUMNS)
+    table = make_table("continuous, paged, against static batches", RATIO_COLUMNS)
     for row in ratio_rows(document):
         table.add_row(*row)
     return table
 
 
-def _table(heading: str, columns: tuple[str, ...]) -> Table:
-    table = Table(title=heading, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left")
-    return table
-
-
-class TokenProgress:
+class TokenProgress(Bars):
     """A bar per part of the experiment, with tokens/s. Nothing without a terminal."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, TextColumn("{task.fields[live]}"), console=console)
-        self._progress.disable = not console.is_terminal
+        super().__init__(console, *columns, TextColumn("{task.fields[live]}"))
         self._bar: tuple[str, TaskID] | None = None
         self._began = self._tokens = 0.0
 
     def notify(self, name: str, tokens: int, total: int) -> None:
         """As `experiment.Notify`."""
         if self._bar is None or self._bar[0] != name:
-            self._bar = name, self._progress.add_task(name, total=total, live="")
+            self._bar = name, self.progress.add_task(name, total=total, live="")
             self._began, self._tokens = time.monotonic(), 0
         self._tokens += tokens
         rate = self._tokens / max(time.monotonic() - self._began, 1e-9)
-        self._progress.update(self._bar[1], completed=self._tokens, live=f"{rate:,.0f} tokens/s")
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
+        self.progress.update(self._bar[1], completed=self._tokens, live=f"{rate:,.0f} tokens/s")

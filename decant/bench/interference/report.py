@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
+from decant.bench.console import Bars, make_table
 from decant.bench.machine_load import busy
 
 _Document = Mapping[str, Any]
@@ -45,9 +44,7 @@ def cells(row: _Document) -> tuple[str, ...]:
 
 def show(document: _Document, console: Console) -> None:
     """Table and answer."""
-    table = Table(title=title(document), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("", *(name for name, _, _ in COLUMNS)):
-        table.add_column(column, justify="right" if column else "left")
+    table = make_table(title(document), ("", *(name for name, _, _ in COLUMNS)))
     for row in document["configurations"]:
         table.add_row(*cells(row))
     console.print(table)
@@ -57,24 +54,14 @@ def show(document: _Document, console: Console) -> None:
     console.print(document["sentence"])
 
 
-class PartProgress:
+class PartProgress(Bars):
     """One bar over deployments and trials. Nothing without a terminal."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-        self._progress = Progress(*columns, TimeElapsedColumn(), console=console)
-        self._progress.disable = not console.is_terminal
-        self._task = self._progress.add_task("")
+        super().__init__(console, *columns, TimeElapsedColumn())
+        self._task = self.progress.add_task("")
 
     def notify(self, what: str, done: int, parts: int) -> None:
         """As `experiment.Notify`."""
-        self._progress.update(self._task, description=what, completed=done, total=parts)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
+        self.progress.update(self._task, description=what, completed=done, total=parts)
