@@ -26,14 +26,14 @@ def more(costs: StepCostModel, work: StepWork) -> float:
 @settings(deadline=None)
 @given(COSTS, st.floats(0, 10), st.integers(0, 100_000), st.integers(1, 4096), st.booleans())
 def test_the_tokens_within_a_time_fit_and_one_more_does_not(
-    costs: StepCostModel, seconds: float, context: int, most: int, explained: bool
+    costs: StepCostModel, seconds: float, context: int, most: int, all_logits: bool
 ) -> None:
-    fitting = costs.max_tokens_within(seconds, context, most, all_logits=explained)
+    fitting = costs.max_tokens_within(seconds, context, most, all_logits=all_logits)
     assert 0 <= fitting <= most
     if fitting:
-        assert more(costs, chunk(context, fitting, all_logits=explained)) <= seconds + ROUNDING
+        assert more(costs, chunk(context, fitting, all_logits=all_logits)) <= seconds + ROUNDING
     if fitting < most:
-        assert more(costs, chunk(context, fitting + 1, all_logits=explained)) >= seconds - ROUNDING
+        assert more(costs, chunk(context, fitting + 1, all_logits=all_logits)) >= seconds - ROUNDING
 
 
 @settings(deadline=None)

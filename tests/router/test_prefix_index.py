@@ -71,11 +71,11 @@ def test_one_token_is_always_computed() -> None:
 
 
 def test_requests_with_prompt_logprobs_or_bypass_get_no_cache_hits() -> None:
-    explained, bypassing = PromptBlocks(work(prompt_logprobs=0)), PromptBlocks(work(bypass_prefix_cache=True))
+    with_logprobs, bypassing = PromptBlocks(work(prompt_logprobs=0)), PromptBlocks(work(bypass_prefix_cache=True))
     cache = WorkerPrefixCache()
     cache.apply_heartbeat(heartbeat(PromptBlocks(work()).hashes(BLOCK)))
-    assert explained.cached_tokens(cache, BLOCK) == bypassing.cached_tokens(cache, BLOCK) == 0
-    assert len(explained.hashes(BLOCK)) == 5, "others will find what it computes"
+    assert with_logprobs.cached_tokens(cache, BLOCK) == bypassing.cached_tokens(cache, BLOCK) == 0
+    assert len(with_logprobs.hashes(BLOCK)) == 5, "others will find what it computes"
     assert not bypassing.hashes(BLOCK)
 
 

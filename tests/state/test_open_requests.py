@@ -41,17 +41,17 @@ async def test_an_earlier_incarnation_of_a_live_router_is_dead(store: Store) -> 
 
 async def test_of_several_routers_one_takes_each_request(store: Store) -> None:
     await store.open.add(router(1), named(50))
-    takers = [router(n) for n in range(2, 7)] * 2
-    taken = await asyncio.gather(*(store.open.take(router(1), taker, most=7) for taker in takers))
+    adopters = [router(n) for n in range(2, 7)] * 2
+    taken = await asyncio.gather(*(store.open.take(router(1), adopter, most=7) for adopter in adopters))
     assert sorted(key for part in taken for key in part) == sorted(named(50))
-    open_by_taker = defaultdict[Incarnation, set[RequestKey]](set)
-    for taker, part in zip(takers, taken, strict=True):
-        open_by_taker[taker].update(part)
-    for taker, keys in open_by_taker.items():
-        assert await store.open.of(taker) == keys
-    # Redis runs the calls in any order: both calls of one taker may be among the last two, which find nothing left.
-    with_requests = {taker for taker, keys in open_by_taker.items() if keys}
-    assert await store.open.orphaned() == with_requests, "what its taker doesn't finish is found again"
+    open_by_adopter = defaultdict[Incarnation, set[RequestKey]](set)
+    for adopter, part in zip(adopters, taken, strict=True):
+        open_by_adopter[adopter].update(part)
+    for adopter, keys in open_by_adopter.items():
+        assert await store.open.of(adopter) == keys
+    # Redis runs the calls in any order: both calls of one adopter may be among the last two, which find nothing left.
+    with_requests = {adopter for adopter, keys in open_by_adopter.items() if keys}
+    assert await store.open.orphaned() == with_requests, "what its adopter doesn't finish is found again"
 
 
 async def test_more_than_one_command_holds(store: Store) -> None:
