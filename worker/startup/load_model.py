@@ -32,8 +32,8 @@ _log = logs.get(__name__)
 async def in_own_thread(load: Callable[[WorkerSettings], Device], settings: WorkerSettings) -> Device:
     """Run ``load`` in a thread that ends with it, as the pool of OpenMP threads does that it makes for itself.
 
-    The engine's thread makes another pool. With more pooled threads than cores, libgomp puts the threads of every pool
-    to sleep at each barrier instead of letting them spin: a step of a small model then takes a fifth longer.
+    The engine's thread makes another pool. With more pooled threads than cores, libgomp puts the engine's threads to
+    sleep at every barrier instead of letting them spin.
     """
     executor = ThreadPoolExecutor(1, "load")
     try:
