@@ -49,7 +49,7 @@ class TransferLayout:
 
 @dataclass(frozen=True, slots=True)
 class FilledBlock:
-    """A block: its index in the sequence, its bytes, and the engine's checksum of both."""
+    """``index`` in the sequence; ``checksum`` of both."""
 
     index: int
     data: bytes | memoryview
@@ -67,7 +67,7 @@ def message_sum(run: wire.Run, shape: TransferLayout, message: wire.KvChunk, siz
 
 
 def pack(run: wire.Run, shape: TransferLayout, blocks: list[FilledBlock]) -> Iterator[bytes]:
-    """Encoded messages of consecutive blocks. The bytes are copied when the iterator yields their message."""
+    """Bytes are copied when the iterator yields their message."""
     if shape.block_bytes > MESSAGE_BYTES:
         for block in blocks:
             yield from _pieces(run, shape, block)
@@ -95,10 +95,7 @@ def _message(run: wire.Run, shape: TransferLayout, head: wire.KvChunk, data: Seq
 
 
 class Unpacker:
-    """Turns the messages of one fetch into blocks. Rejects messages of another run, position or order.
-
-    It does not verify the bytes of a block: the caller compares them with the block's checksum.
-    """
+    """Rejects messages of another run, position or order. The caller compares blocks with their checksums."""
 
     def __init__(self, run: wire.Run, shape: TransferLayout) -> None:
         self.received = 0  # bytes of cache
@@ -123,7 +120,6 @@ class Unpacker:
         return [FilledBlock(index + at, data[at * size : (at + 1) * size], total) for at, total in enumerate(sums)]
 
     def _assemble(self, index: int, message: wire.KvChunk, data: memoryview) -> list[FilledBlock]:
-        """Append a piece to the pieces before it; returns the block if it is complete."""
         end = self._filled + len(data)
         if message.offset != self._filled or end > len(self._whole):
             raise _corrupt(f"a piece at {message.offset} of block {index} came after {self._filled} bytes")

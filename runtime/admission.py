@@ -23,7 +23,7 @@ _Waiter = tuple[float, int, asyncio.Future[None]]
 
 
 class Admission:
-    """At most ``max_active`` slots and ``queue_limit`` waiters, on one event loop."""
+    """On one event loop."""
 
     def __init__(self, max_active: int, queue_limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.active = 0
@@ -49,7 +49,7 @@ class Admission:
         return AdmissionSlot(self)
 
     def enter_at_once(self) -> AdmissionSlot:
-        """A slot for a request that another router admitted, also beyond ``max_active``."""
+        """For a request that another router admitted, also beyond ``max_active``."""
         self.active += 1
         return AdmissionSlot(self)
 

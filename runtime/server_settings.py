@@ -31,7 +31,7 @@ class ServerSettings(ServerTls):
 
 
 def bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
-    """Bind and return the port. Raises SettingError, also for unreadable TLS files."""
+    """Return the port. Raises SettingError, also for unreadable TLS files."""
     address = join_address(settings.host, settings.port)
     credentials = server_credentials(settings)
     try:
@@ -69,7 +69,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it. Names other than localhost may be any address: False."""
+    """Names other than localhost may be any address: False."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -26,7 +26,7 @@ class Shutdown:
         self._forced = asyncio.Event()
 
     def request(self, why: str) -> None:
-        """Request a drain, or the end if a drain was requested before; `why` is for the log."""
+        """`why` is for the log."""
         _log.info("shutdown", why=why, at_once=self.ends_process or self._requested.is_set())
         if self.ends_process:
             _log.info("ended")
@@ -34,7 +34,7 @@ class Shutdown:
         (self._forced if self._requested.is_set() else self._requested).set()
 
     def on_signals(self) -> None:
-        """Let SIGTERM and SIGINT request it. Main thread only."""
+        """For SIGTERM and SIGINT. Main thread only."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request, number.name)
@@ -47,7 +47,7 @@ class Shutdown:
 
 
 async def race(*coroutines: Coroutine[Any, Any, _T]) -> _T:
-    """The result of the first coroutine to end. Cancels the others and waits for their end."""
+    """The first result. Cancels the others and waits for their end."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -62,7 +62,6 @@ async def race(*coroutines: Coroutine[Any, Any, _T]) -> _T:
 
 
 def run(main: Coroutine[Any, Any, _T]) -> _T:
-    """Run on uvloop if it is installed, else on asyncio's loop."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(main)
 

@@ -19,7 +19,7 @@ _FOLLOWS = {
 
 
 def is_valid_transition(new: State, old: State, *, new_attempt: bool) -> bool:
-    """Whether a request may change from `old` to `new`. A new attempt starts QUEUED."""
+    """A new attempt starts QUEUED."""
     if old in ENDED:
         return False
     if new_attempt:
@@ -44,8 +44,6 @@ class RequestKey(NamedTuple):
 
 
 class Incarnation(NamedTuple):
-    """One start of a process."""
-
     id: str
     incarnation: int  # 64 bits, drawn when the process starts
 
