@@ -66,7 +66,7 @@ class LeaseTable:
             self.renew(id)
 
     def renew(self, id: bytes) -> bool:
-        """False if there is no such lease."""
+        """Return False if there is no such lease."""
         lease = self._leases.get(id)
         if lease is None:
             return False

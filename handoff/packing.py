@@ -49,7 +49,7 @@ class TransferLayout:
 
 @dataclass(frozen=True, slots=True)
 class FilledBlock:
-    """``index`` in the sequence; ``checksum`` of both."""
+    """A block: its ``index`` in the sequence, its bytes, and the ``checksum`` over both."""
 
     index: int
     data: bytes | memoryview

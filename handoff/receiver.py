@@ -74,7 +74,7 @@ class KvReceiver:
             self._send_release(source, ticket, outcome)
 
     def decline(self, source: KvSource, ticket: wire.Ticket) -> None:
-        """The sender need not wait for the lease. May be repeated."""
+        """Release an unused ticket, so that the sender need not wait for its lease. May be repeated."""
         self._send_release(source, ticket, wire.ReleaseRequest.OUTCOME_ABANDONED)
 
     async def close(self) -> None:

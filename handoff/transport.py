@@ -25,7 +25,7 @@ IDLE_SECONDS = 60.0
 
 class KvSource(Protocol):
     def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncIterator[Received]:
-        """Ends when either side ends the call. Raises ConnectionError when it breaks."""
+        """The sender's messages; ends when either side ends the call. Raises ConnectionError when it breaks."""
         ...
 
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:

@@ -129,7 +129,7 @@ def greedy_records(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[s
 
 
 def samples(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Unselected, with seeds from zero."""
+    """Unselected samples, with seeds from zero."""
     drawn = []
     for seed, prompt in enumerate(SAMPLE_PROMPTS[:SAMPLES_ON_CARD]):
         tokens = evaluate.sample(model, tokenizer.encode(prompt).ids, seed, TEMPERATURE)

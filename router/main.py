@@ -201,7 +201,7 @@ class RouterProcess:
     async def _run(
         self, name: str, run: Callable[[], Coroutine[Any, Any, None]], *closes: Callable[[], Awaitable[None]]
     ) -> None:
-        """Until the process closes: then the task is cancelled and its `closes` are awaited."""
+        """Run a part until the process closes: then its task is cancelled and its `closes` are awaited."""
         for close in closes:
             self._ends.push_async_callback(close)
         await self._ends.enter_async_context(BackgroundTask(name, run, self._part_failed))

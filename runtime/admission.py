@@ -23,7 +23,7 @@ _Waiter = tuple[float, int, asyncio.Future[None]]
 
 
 class Admission:
-    """On one event loop."""
+    """Slots and waiters on one event loop."""
 
     def __init__(self, max_active: int, queue_limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.active = 0
@@ -49,7 +49,7 @@ class Admission:
         return AdmissionSlot(self)
 
     def enter_at_once(self) -> AdmissionSlot:
-        """For a request that another router admitted, also beyond ``max_active``."""
+        """A slot for a request that another router admitted, also beyond ``max_active``."""
         self.active += 1
         return AdmissionSlot(self)
 

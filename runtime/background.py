@@ -23,8 +23,8 @@ _log = logs.get(__name__)
 
 
 class BackgroundTask:
-    """From `start` to `close`, or inside ``async with``. Without `on_crash`, `close` raises the exception. The task may
-    also return. `start` works once; `close` may be repeated, also before `start`.
+    """Runs `run()` from `start` to `close`, or inside ``async with``. Without `on_crash`, `close` raises the exception.
+    The task may also return. `start` works once; `close` may be repeated, also before `start`.
     """
 
     def __init__(

@@ -39,19 +39,19 @@ NAME_OVERRIDE = "grpc.ssl_target_name_override"
 
 
 class Connector:
-    """With the newest valid TLS files. The constructor raises SettingError."""
+    """Opens channels with the newest valid TLS files. The constructor raises SettingError."""
 
     def __init__(self, tls: PeerTls) -> None:
         self._name = tls.peer_name
         self._files = channel_files(tls)
 
     def generation(self) -> int:
-        """Of the TLS files of a new channel. A channel keeps its files."""
+        """Generation of the TLS files of a new channel. A channel keeps its files."""
         self._files.reload()
         return self._files.generation
 
     def open(self, target: str) -> grpc.aio.Channel:
-        """The caller closes it."""
+        """A new channel; the caller closes it."""
         self._files.reload()
         options: list[tuple[str, str | int]] = list(CHANNEL_OPTIONS)
         credentials = self._files.loaded
@@ -82,7 +82,7 @@ def remaining(context: HasTime) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """On this process's monotonic clock, or none. Messages carry the remaining time."""
+    """A time on this process's monotonic clock, or none. Messages carry the remaining time."""
 
     at: float | None = None
 
@@ -99,7 +99,7 @@ class Deadline:
         return None if self.at is None else max(0.0, self.at - time.monotonic())
 
     def remaining_ms(self) -> int | None:
-        """Rounded down."""
+        """Remaining time, rounded down; None without a deadline."""
         left = self.remaining()
         return None if left is None else int(left * 1000)
 

@@ -66,7 +66,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Of a limit (BadRequest), or of a quota (QuotaFailure)."""
+    """A violated limit (BadRequest) or an exhausted quota (QuotaFailure)."""
 
     field: str
     limit: str
@@ -122,7 +122,7 @@ def to_status(fault: ErrorDetail) -> Status:
 
 
 def trailers(fault: ErrorDetail) -> tuple[tuple[str, str | bytes], ...]:
-    """With the pushback for gRPC's retries."""
+    """Trailing metadata, with the pushback for gRPC's retries."""
     pairs: list[tuple[str, str | bytes]] = [(DETAILS_KEY, to_status(fault).SerializeToString())]
     if fault.retry_after is not None:
         pairs.append((PUSHBACK_KEY, str(_milliseconds(fault.retry_after))))

@@ -35,7 +35,7 @@ class LogSettings(Settings):
 
 
 def start(service: str, settings: LogSettings, *, stream: TextIO | None = None) -> None:
-    """On standard output unless `stream` is given."""
+    """Configure this process's logs, on standard output unless `stream` is given."""
     out = stream or sys.stdout
     console = settings.log_format == "console" or (settings.log_format == "auto" and out.isatty())
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]

@@ -68,7 +68,7 @@ class Registry:
             ProcessCollector(registry=self.collectors)
 
     def before_scrape(self, update: Callable[[], None]) -> None:
-        """For gauges that are computed together."""
+        """Call ``update`` before each scrape, for gauges that are computed together."""
         self._updates.append(update)
 
     def text(self) -> bytes:

@@ -53,7 +53,7 @@ class ModelFiles:
 
 
 def find(model: str, revision: str | None = None, *, id: str | None = None) -> ModelFiles:
-    """Download a hub model. Raises ModelUnreadable."""
+    """Read a folder, or download a hub model. Raises ModelUnreadable."""
     folder = Path(model)
     if folder.is_dir():
         folder = folder.resolve()

@@ -69,7 +69,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Names other than localhost may be any address: False."""
+    """Whether only this machine can reach it. Names other than localhost may be any address: False."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -34,7 +34,7 @@ class Shutdown:
         (self._forced if self._requested.is_set() else self._requested).set()
 
     def on_signals(self) -> None:
-        """For SIGTERM and SIGINT. Main thread only."""
+        """Let SIGTERM and SIGINT request it. Main thread only."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request, number.name)
@@ -47,7 +47,7 @@ class Shutdown:
 
 
 async def race(*coroutines: Coroutine[Any, Any, _T]) -> _T:
-    """The first result. Cancels the others and waits for their end."""
+    """Return the first result. Cancels the other coroutines and waits for their end."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -141,7 +141,7 @@ def check_peers(tls: PeerTls) -> None:
 
 
 def _peer_context(protocol: int, tls: PeerTls) -> ssl.SSLContext:
-    """As lenient as gRPC."""
+    """A context as lenient as gRPC's."""
     assert tls.peer_certificate is not None
     context = ssl.SSLContext(protocol)
     context.check_hostname = False

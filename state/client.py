@@ -56,12 +56,12 @@ class Client:
         return await self.run(Command(words))
 
     async def run(self, command: Command) -> Reply:
-        """One round trip. Raises StoreUnavailable, StoreFault."""
+        """Run one command in one round trip. Raises StoreUnavailable, StoreFault."""
         (reply,) = await self.run_all([command])
         return reply
 
     async def run_all(self, commands: Sequence[Command]) -> list[Reply]:
-        """One round trip, in order, not atomic. Raises StoreUnavailable, StoreFault; some commands may have run."""
+        """Run commands in one round trip, in order, not atomic. Raises StoreUnavailable, StoreFault; some may have run."""
         replies = await self.try_all(commands)
         for reply in replies:
             if isinstance(reply, StateError):

@@ -110,7 +110,7 @@ class Directory(Generic[Facts]):
 
 
 class Registration(Generic[Facts]):
-    """Renewed every `Ttls.renew_every_s` by its process."""
+    """A registration, renewed every `Ttls.renew_every_s` by its process."""
 
     def __init__(self, directory: Directory[Facts], facts: Facts, since: int) -> None:
         self.facts = facts  # the owner may replace it, except for the peer

@@ -19,7 +19,7 @@ _FOLLOWS = {
 
 
 def is_valid_transition(new: State, old: State, *, new_attempt: bool) -> bool:
-    """A new attempt starts QUEUED."""
+    """Whether a request may change from `old` to `new`. A new attempt starts QUEUED."""
     if old in ENDED:
         return False
     if new_attempt:

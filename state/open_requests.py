@@ -31,7 +31,7 @@ class OpenRequests:
         self._open_ms = round(ttls.open_s * 1000)
 
     def adding(self, router: Incarnation, requests: Sequence[RequestKey]) -> Command:
-        """At most BATCH requests, for a pipeline."""
+        """A command for a pipeline, for at most BATCH requests."""
         names = [keys.open_set(router), keys.OWNERS]
         return scripts.OPEN_ADD.call(names, str(router), self._open_ms, *map(str, requests))
 
@@ -47,7 +47,7 @@ class OpenRequests:
         await self._client.run_all([_removing(router, batch) for batch in cut(requests)])
 
     async def remove_all(self, requests: Iterable[OwnedRequest]) -> None:
-        """Each from its owner's set. Raises StoreUnavailable."""
+        """Remove each from its owner's set. Raises StoreUnavailable."""
         await self._client.run_all([_removing(router, batch) for router, batch in _batches(requests)])
 
     async def of(self, router: Incarnation) -> set[RequestKey]:
@@ -60,9 +60,8 @@ class OpenRequests:
         return set(_readable(Incarnation.parse, await self._client.run(scripts.OPEN_ORPHANED.call(names))))
 
     async def take(self, dead: Incarnation, router: Incarnation, most: int = BATCH) -> list[RequestKey]:
-        """Of several routers one gets each entry. If the reply is lost, the entries are in `of(router)`.
-
-        Raises OwnerAlive, StoreUnavailable.
+        """Move at most `most` entries to `router`. Of several routers one gets each entry. If the reply is lost, the
+        entries are in `of(router)`. Raises OwnerAlive, StoreUnavailable.
         """
         names = [keys.expiry("routers"), keys.peers("routers"), keys.OWNERS, keys.open_set(dead), keys.open_set(router)]
         reply = await self._client.run(

@@ -42,7 +42,7 @@ WRITE_BYTES = 1024
 
 
 class LogprobsOptions(NamedTuple):
-    """Alternatives for each token; None: no logprobs."""
+    """Numbers of alternatives for each token; None: no logprobs."""
 
     output: int | None
     prompt: int | None
@@ -157,7 +157,7 @@ class OwnedRequest:
         self._journal += packed
 
     def add_prompt_logprobs(self, packed_logprobs: bytes) -> None:
-        """All of them, as `Logprobs.packed`. Ignored if not requested."""
+        """Add all of them, as `Logprobs.packed`. Ignored if not requested."""
         if self.logprobs_options.prompt is not None:
             self._prompt_logprobs = packed_logprobs
             self.prompt_logprobs_unsynced = bool(self._prompt_logprobs)
@@ -187,7 +187,7 @@ class OwnedRequest:
         self._enter(state, at, new_attempt=False)
 
     def start_attempt(self, at: datetime) -> None:
-        """QUEUED again, with its tokens. Raises ValueError after the end."""
+        """Return to QUEUED, with the request's tokens. Raises ValueError after the end."""
         self._enter(Generation.STATE_QUEUED, at, new_attempt=True)
 
     def _enter(self, state: State, at: datetime, *, new_attempt: bool) -> None:

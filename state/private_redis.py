@@ -78,7 +78,7 @@ class PrivateRedis:
         return self._keeper is not None and self._keeper.poll() is None
 
     def start(self) -> Self:
-        """Wait until it answers. Raises PrivateRedisFailed with its output, after cleanup."""
+        """Start, and wait until it answers. Raises PrivateRedisFailed with its output, after cleanup."""
         server = find_redis_server()
         folder = _make_folder()
         self._address = ("127.0.0.1", self._port) if self._port else f"{folder}/redis.sock"
@@ -103,7 +103,7 @@ class PrivateRedis:
         return self
 
     def stop(self) -> None:
-        """May be repeated. Raises PrivateRedisFailed if a process remains."""
+        """End the process. May be repeated. Raises PrivateRedisFailed if one remains."""
         if not self._keeper:
             return
         keeper, self._keeper = self._keeper, None

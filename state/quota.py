@@ -23,7 +23,7 @@ RETRY_IN_FLIGHT_S = 1.0  # it is unknown when one of the tenant's requests ends
 
 @dataclass(frozen=True)
 class TenantLimits:
-    """None: no limit."""
+    """A limit of None is none."""
 
     in_flight: int | None = None  # requests
     tokens_per_minute: int | None = None  # of prompt and output, from 1
@@ -36,7 +36,7 @@ class TenantLimits:
 
 
 class QuotaUsage(NamedTuple):
-    """Prompt and output tokens."""
+    """Prompt and output tokens of a request."""
 
     key: RequestKey
     tokens: int
@@ -70,7 +70,7 @@ class Quotas:
         await self._client.run_all([self._renewing(tenant, ids) for tenant, ids in by_tenant.items()])
 
     async def release(self, key: RequestKey, tokens: int, limits: TenantLimits) -> None:
-        """Charge the tokens used. May be repeated. Raises StoreUnavailable."""
+        """Release a lease and charge the tokens used. May be repeated. Raises StoreUnavailable."""
         await self.release_all([QuotaUsage(key, tokens, limits)])
 
     async def release_all(self, ended: Iterable[QuotaUsage]) -> None:

@@ -64,7 +64,7 @@ class Requests:
         self._ended_ms = round(ttls.ended_s * 1000)
 
     async def accept(self, request: OwnedRequest) -> StoredRequest | None:
-        """One round trip. Returns None, or the request with this id and an equal payload.
+        """Store a new request, in one round trip. Returns None, or the request with this id and an equal payload.
 
         An equal request that failed without a token is replaced, in a greater epoch. Raises AlreadyExists for an id
         with another payload, StoreUnavailable.
@@ -94,7 +94,7 @@ class Requests:
             raise error
 
     async def flush(self, requests: Sequence[OwnedRequest]) -> dict[OwnedRequest, Lost]:
-        """One command for each request, in round trips of limited size.
+        """Write changes: one command for each request, in round trips of limited size.
 
         Requests that Redis lost are written again in full. Returns the requests that are not written, with the reason.
         Raises StoreUnavailable: requests that were answered before count as written.

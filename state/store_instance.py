@@ -28,7 +28,7 @@ class StoreInstance:
         self._refill_s = ttls.refill_s
 
     async def current(self) -> EraNow:
-        """Created if there is none. Raises StoreUnavailable."""
+        """Create the identity if there is none. Raises StoreUnavailable."""
         id_, age_ms = await self._client.run(scripts.ERA.call([keys.ERA], secrets.token_hex(8)))
         age_s = max(0, age_ms) / 1000
         return EraNow(id_.decode(), age_s, max(0.0, self._refill_s - age_s))

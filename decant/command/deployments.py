@@ -61,13 +61,13 @@ def folder() -> Path:
 
 
 def running() -> list[Deployment]:
-    """The newest first."""
+    """This user's deployments, the newest first."""
     records = (_read(path) for path in folder().glob(f"{_PREFIX}*.json"))
     return sorted((one for one in records if one is not None), key=lambda one: one.began, reverse=True)
 
 
 def latest(option: str) -> Deployment:
-    """Perhaps still starting. Raises CommandFailed, which names the `option` to select another."""
+    """The newest deployment, perhaps still starting. Raises CommandFailed, which names the `option` to select another."""
     deployments = running()
     if not deployments:
         raise CommandFailed(f"no deployment runs on this machine: start one with `decant up`, or give {option}")
@@ -75,7 +75,7 @@ def latest(option: str) -> Deployment:
 
 
 def of(pid: int) -> Deployment | None:
-    """None after its end."""
+    """The deployment of this process; None after its end."""
     return _read(_path(pid))
 
 

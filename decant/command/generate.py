@@ -28,7 +28,7 @@ UNSET: tuple[Any, ...] = (None, [], ())
 
 @dataclass
 class Clock:
-    """In seconds."""
+    """Times of a stream, in seconds."""
 
     sent: float
     first: float | None = None

@@ -36,7 +36,7 @@ class QuotaLeases:
         self._has_work = asyncio.Event()
 
     async def acquire(self, key: RequestKey, tokens: int) -> None:
-        """``tokens``: at most, prompt and output. Raises QuotaExceeded."""
+        """Acquire a lease for at most ``tokens`` of prompt and output. Raises QuotaExceeded."""
         limits = self._limits.get(key.tenant)
         if limits is None:
             return

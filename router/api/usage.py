@@ -97,7 +97,7 @@ class RequestMeter:
 
 
 class RecordedMeter(RequestMeter):
-    """Of a request that has ended or is only read: counts nothing, repeats the recorded usage and receipt."""
+    """Meter of a request that ended or is only read: counts nothing, repeats the recorded usage and receipt."""
 
     __slots__ = ()
 

@@ -193,7 +193,7 @@ class Attempt:
             self._prefill.target = None
 
     async def _until_prompt_logprobs(self) -> None:
-        """Their stream may be slower than the answer."""
+        """Wait for the prompt's logprobs: their stream may be slower than the output's."""
         prefill, stream = self._prefill, self._context.stream
         if prefill is not None:
             await self._legs.until_over(

@@ -51,7 +51,7 @@ class AttemptContext:
         return wire.Run(request=str(owned.key), epoch=owned.epoch, attempt=owned.attempt, digest=owned.digest)
 
     def engine_request(self, num_output_tokens: int) -> wire.EngineRequest:
-        """With these output tokens, its age and the rest of its time."""
+        """The request with these output tokens, its age and the rest of its time."""
         request = self.stream.request
         message = wire.EngineRequest()
         message.CopyFrom(request.engine_request)
@@ -75,7 +75,7 @@ class AttemptContext:
         decode_worker: WorkerHandle | None,
         failure: wire.Failure | None = None,
     ) -> None:
-        """An adopting router looks for the run there."""
+        """Record the workers: an adopting router looks for the run there."""
         attempts = self.owned.record.attempts
         if not attempts or attempts[-1].attempt != self.owned.attempt:
             attempts.add(attempt=self.owned.attempt)

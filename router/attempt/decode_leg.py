@@ -19,7 +19,7 @@ from decant.router.workers.worker_handle import WorkerHandle
 
 class DecodeLegOwner(LegOwner, Protocol):
     def on_draining(self, leg: DecodeLeg) -> None:
-        """Repeated with each heartbeat."""
+        """Called with each heartbeat of a draining worker."""
 
     def on_resumed(self, leg: DecodeLeg) -> None:
         """What the worker sent while the session was broken may be lost."""

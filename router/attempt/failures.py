@@ -74,7 +74,7 @@ class NoWorker(Exception):
 
 
 def error_for(failure: wire.Failure, sender: Incarnation) -> ServiceError | AttemptFailed:
-    """For other causes than those of RETRY_ELSEWHERE."""
+    """The error of a failure whose cause is not in RETRY_ELSEWHERE."""
     match failure.cause:
         case wire.CAUSE_INVALID:
             return InvalidArgument(*_violation(failure))

@@ -61,7 +61,7 @@ class Leg(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """This router's reservation and ticket. May be repeated."""
+        """Release this router's reservation and ticket. May be repeated."""
 
     @abstractmethod
     def _leave(self, cancel: wire.Cancel | None) -> None: ...
@@ -85,7 +85,7 @@ class Leg(ABC):
         self._owner.wake()
 
     def _error(self, cause: wire.Cause, detail: str) -> AttemptFailed:
-        """This leg's worker is to blame."""
+        """An error for which this leg's worker is to blame."""
         return AttemptFailed(wire.Failure(cause=cause, detail=detail), self.worker.incarnation)
 
     def _finish_with(self, end: wire.OutputEnd) -> None:

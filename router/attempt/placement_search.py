@@ -37,7 +37,7 @@ class Search(ABC, Generic[_T]):
 
     @abstractmethod
     def choose(self) -> _T | None:
-        """None: none has capacity."""
+        """Return None while no worker has capacity."""
 
     @abstractmethod
     def _kind(self) -> Kind:
@@ -59,7 +59,7 @@ class Search(ABC, Generic[_T]):
 
 
 class PromptSearch(Search[Placement]):
-    """The first worker: one that prefills for another, or that also decodes."""
+    """Search for the first worker: one that prefills for another, or that also decodes."""
 
     def choose(self) -> Placement | None:
         return choose_first_worker(self._workers(), self._request())
@@ -92,7 +92,7 @@ class CacheSearch(Search[Incarnation]):
 def choose_migration_target(
     context: AttemptContext, pool: WorkerPool, source: WorkerHandle, excluded: set[Incarnation]
 ) -> Incarnation | None:
-    """None of ``excluded``, and none that failed of late."""
+    """A target that is not in ``excluded`` and did not fail of late."""
     workers = pool.snapshot(context.model, context.excluded_workers | excluded, context.prefix)
     candidates = [worker for worker in workers if not worker.avoided]
     return choose_decode_worker(

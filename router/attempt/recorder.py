@@ -74,7 +74,7 @@ class AttemptRecorder:
         self.advance(Generation.STATE_PREFILLING)
 
     def on_finished_at_first_token(self) -> None:
-        """A decode worker that was chosen has no part in the answer."""
+        """The output has one token: a decode worker that was chosen has no part in it."""
         self._trace.decode_worker = ""
 
     # A decode worker's reports; None: the report was lost

@@ -82,12 +82,12 @@ class PrefillTransferCosts:
         self._transfer = DecayedRegression()
 
     def add_prefill(self, tokens: int, seconds: float, *, on_decode_worker: bool) -> None:
-        """``tokens``: uncached ones."""
+        """``tokens`` counts uncached ones."""
         measured = self._on_decode_worker if on_decode_worker else self._on_prefill_worker
         measured.add(max(1, tokens), seconds, self._now())
 
     def add_transfer(self, tokens: int, seconds: float) -> None:
-        """An output paused for its KV transfer. ``tokens``: uncached ones."""
+        """``seconds`` is the pause of an output; ``tokens`` counts uncached ones."""
         self._transfer.add(max(0, tokens), max(0.0, seconds), self._now())
 
     @property

@@ -62,7 +62,7 @@ class Placement:
 
 
 def choose_first_worker(workers: Sequence[WorkerSnapshot], request: PlacementRequest) -> Placement | None:
-    """None: no worker can now."""
+    """Return None while no worker has capacity."""
     decode = [worker for worker in workers if worker.role != wire.ROLE_PREFILL]
     layouts = {worker.layout for worker in decode}
     prefill = [worker for worker in workers if worker.role == wire.ROLE_PREFILL and worker.layout in layouts]

@@ -150,7 +150,7 @@ class WorkerLoad:
         self._index.remove_worker(self.number, self.block_tokens)
 
     def mark_full(self) -> None:
-        """Send none before its next load report, then few."""
+        """Send no sequence before the worker's next load report, then few."""
         self._snapshots.clear()
         self._is_full = True
         self._slow_start_limit = SLOW_START_SEQUENCES

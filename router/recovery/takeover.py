@@ -104,7 +104,7 @@ class OrphanRecovery:
                 _log.warning("a request can't be continued", request_id=key.id, error=str(error))
 
     async def _take(self, owner: Incarnation, key: RequestKey) -> Exception | None:
-        """Why the request stays with its owner. Raises StoreUnavailable."""
+        """Return why the request stays with its owner. Raises StoreUnavailable."""
         try:
             await self._registry.take_over(key)
         except StoreUnavailable:

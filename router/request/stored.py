@@ -99,7 +99,7 @@ def finish_to_record(end: Finish | ServiceError) -> tuple[State, pb.Finished | N
 
 
 def finish_from_record(found: StoredRequest) -> Finish | ServiceError | None:
-    """None while it runs. Raises UnreadableRequest if the record has no end."""
+    """Return None while the request runs. Raises UnreadableRequest if the record has no end."""
     if not found.ended:
         return None
     if found.state == Generation.STATE_CANCELLED:  # the router that cancelled it may not have recorded the error yet
@@ -149,7 +149,7 @@ def recorded_layout(stored: StoredRequest, pool: WorkerPool) -> int:
 
 
 def record_end(owned: OwnedRequest, stream: TokenStream, end: Finish | ServiceError) -> None:
-    """All tokens are recorded before."""
+    """Call it when all tokens are recorded."""
     record = owned.record
     if stream.certain_tokens is None:  # later readers get the tokens of this router
         record.ClearField("certain_seq")

@@ -36,7 +36,9 @@ class Finish:
 
 @dataclass(slots=True)
 class AttemptTrace:
-    """In seconds; ``*_at`` by the event loop's clock. What did not happen is None."""
+    """Workers and times of the present attempt, in seconds; ``*_at`` by the event loop's clock. What did not happen is
+    None.
+    """
 
     attempts: int = 1
     prefill_worker: str = ""
@@ -91,7 +93,7 @@ class TokenStream:
                 waiter.set_result(None)
 
     async def wait_beyond(self, count: int) -> None:
-        """Or for the end."""
+        """Wait for more than ``count`` tokens, or the end."""
         while len(self.tokens) <= count and self.end is None:
             await self._changed()
 
@@ -111,7 +113,7 @@ class TokenStream:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Also true if they are not requested."""
+        """Whether the prompt's logprobs are complete, or not requested."""
         is_requested = self.request.output_options.prompt_logprobs is not None
         return not is_requested or len(self.prompt_logprobs) >= self.request.prompt_tokens - 1
 

@@ -46,7 +46,7 @@ class TokenWriter:
 
     @property
     def position(self) -> int:
-        """The first missing one."""
+        """Position of the first missing token."""
         return self._base + len(self._tokens)
 
     @property

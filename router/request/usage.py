@@ -39,7 +39,7 @@ def receipt_of(stream: TokenStream, now: float) -> pb.Receipt:
 
 
 def queue_s(stream: TokenStream) -> float | None:
-    """None before a worker scheduled it."""
+    """None before a worker has scheduled the request."""
     path = stream.path
     return _between(stream.request.accepted_at, path.scheduled_at) if path.queue_s is None else path.queue_s
 

@@ -61,7 +61,7 @@ class Detokenizer(ABC):
         """The text that these tokens complete."""
 
     def end(self) -> str:
-        """With U+FFFD for an incomplete character."""
+        """The text held back, with U+FFFD for an incomplete character."""
         text, self._held = self._held + self._last(), ""
         return text
 
@@ -92,7 +92,7 @@ class TokenTable(ABC):
 
     @abstractmethod
     def bytes_of(self, id: int) -> bytes:
-        """Those of special tokens too."""
+        """The token's bytes; special tokens have some too."""
 
     @abstractmethod
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer: ...

@@ -68,7 +68,7 @@ class WorkerMembership:
         return self._workers.get(incarnation)
 
     async def settled(self) -> None:
-        """Until the directory was read and each worker's session was opened, or could not be."""
+        """Wait until the directory was read and each worker's session was opened, or could not be."""
         await self._is_listed.wait()
         for worker in list(self):
             await worker.session.tried.wait()
@@ -155,5 +155,5 @@ class WorkerMembership:
             self._add(worker.facts)
 
     def _is_outdated(self, worker: WorkerHandle) -> bool:
-        """Newer TLS files, and this router has no runs there."""
+        """Whether TLS files are newer than its channel, and this router has no runs there."""
         return not worker.session.is_busy and worker.generation != self._connector.generation()

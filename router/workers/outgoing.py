@@ -56,7 +56,7 @@ class Outgoing:
             self._cancels[key_of(cancel.run)] = cancel
 
     def forget(self, run: wire.Run) -> None:
-        """With the next heartbeat or with many others."""
+        """Have the worker forget a run, with the next heartbeat or with many others."""
         self._to_forget.append(run)
         if len(self._to_forget) >= self._forget_batch:
             self._send_to_forget()

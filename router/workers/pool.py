@@ -52,7 +52,7 @@ class WorkerPool:
         return sum(map(len, self.waiting_lines.values()))
 
     def of(self, model: str) -> Iterator[WorkerHandle]:
-        """Usable or not."""
+        """All workers of a model, usable or not."""
         return (worker for worker in self.membership if worker.model == model)
 
     def snapshot(
@@ -80,7 +80,7 @@ class WorkerPool:
         return layouts.pop() if len(layouts) == 1 else 0
 
     def max_context_length(self, model: str) -> int | None:
-        """The least of usable workers; None while there are none."""
+        """The least of all usable workers; None while there are none."""
         usable = [worker for worker in self.of(model) if worker.is_usable]
         return min((worker.facts.capacity.max_context_length for worker in usable), default=None)
 
@@ -121,7 +121,9 @@ class WorkerPool:
             worker.session.cancel(wire.Cancel(run=run, reason=reason))
 
     def is_connected(self, router: Incarnation) -> bool:
-        """By what the workers report. A session that has reported nothing yet counts as connected to any router."""
+        """Whether a worker reports a session with that router. One that has reported nothing yet counts as connected to
+        any.
+        """
         return any(worker.session.is_open and worker.load.may_reach(router) for worker in self.membership)
 
     # What sessions report

@@ -87,7 +87,7 @@ class WorkerSession:
     # What the router sends
 
     def start(self, run: RunSubscription) -> None:
-        """While no session is open, the next one does."""
+        """Start or adopt a run; while no session is open, the next one does."""
         self.runs.table.add(run)
         if self.is_open:
             self._outgoing.send(run.opening_message())

@@ -34,12 +34,12 @@ class SessionRuns:
         return [run.owned() for run in self.table]
 
     def abandon(self, run: RunSubscription, cancel: wire.Cancel) -> None:
-        """In any state. Nothing more is reported of it."""
+        """Cancel a run in any state. Nothing more is reported of it."""
         if self.table.remove(run):
             self._outgoing.cancel(cancel)
 
     def retire(self, run: RunSubscription) -> None:
-        """For a run that another worker has, with all its tokens. Nothing more is reported of it."""
+        """Drop a run that another worker has, with all its tokens. Nothing more is reported of it."""
         if self.table.remove(run):
             self._outgoing.forget(run.run)
 

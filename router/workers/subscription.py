@@ -27,7 +27,7 @@ class WriteError(Enum):
 class TokenSink(Protocol):
     @property
     def position(self) -> int:
-        """The first missing one."""
+        """Position of the first missing token."""
 
     @property
     def end_limit(self) -> int:
@@ -64,7 +64,7 @@ class RunListener(Protocol):
         """For the target of a migration."""
 
     def on_draining(self) -> None:
-        """Repeated with each heartbeat."""
+        """Called with each heartbeat of a draining worker."""
 
     def on_ended(self, ended: wire.Ended) -> None: ...
 
@@ -89,7 +89,7 @@ class RunSubscription:
 
     @property
     def position(self) -> int:
-        """The first missing one."""
+        """Position of the first missing token."""
         return self.sink.position
 
     @property
@@ -125,14 +125,14 @@ class RunTable:
         return len(self._by_key)
 
     def __iter__(self) -> Iterator[RunSubscription]:
-        """A copy: runs may be removed meanwhile."""
+        """Iterate over a copy: runs may be removed meanwhile."""
         return iter(list(self._by_key.values()))
 
     def get(self, run: wire.Run) -> RunSubscription | None:
         return self._by_key.get(key_of(run))
 
     def reported(self, run: wire.Run) -> RunSubscription | None:
-        """The worker has received it."""
+        """The run that a message names: the worker has received it."""
         subscription = self.get(run)
         if subscription is not None:
             subscription.start = None
@@ -148,7 +148,7 @@ class RunTable:
         self._by_key[run.key] = run
 
     def remove(self, run: RunSubscription) -> bool:
-        """Whether it was here."""
+        """Return whether the run was here."""
         if self._by_key.get(run.key) is not run:
             return False
         del self._by_key[run.key]

@@ -84,7 +84,7 @@ class WaitingLine:
         return waiter is self._awake
 
     def placed(self, waiter: Waiter) -> None:
-        """Also one that has ended. May be repeated."""
+        """Remove a request that was placed or has ended. May be repeated."""
         queue = self._queues.get(waiter.kind, [])
         index = bisect_left(queue, (waiter.order, waiter.number, waiter))
         if index < len(queue) and queue[index][2] is waiter:

@@ -44,7 +44,9 @@ class Child:
 
     @classmethod
     async def start(cls, spec: Spec, output: Output, on_change: Callable[[], None] = lambda: None) -> Child:
-        """In its own process group, because Ctrl-C is for `up`. `on_change`: of state or address."""
+        """Start it in its own process group, because Ctrl-C is for `up`. `on_change` is called when state or address
+        change.
+        """
         exec_child = (sys.executable, "-I", "-S", str(_EXEC_CHILD), str(os.getpid()), ",".join(map(str, spec.cores)))
         process = await asyncio.create_subprocess_exec(
             *exec_child,
@@ -67,11 +69,11 @@ class Child:
 
     @property
     def recent_output(self) -> str:
-        """Outside the log, with the reason of a failed start."""
+        """Output outside the log, with the reason of a failed start."""
         return "\n".join(self._unstructured)
 
     async def ready(self) -> bool:
-        """Wait; whether it did not end before."""
+        """Wait until it is ready or has ended; return whether it is ready."""
         being_ready = asyncio.create_task(self._ready.wait())
         try:
             await asyncio.wait([being_ready, self._ending], return_when=asyncio.FIRST_COMPLETED)
@@ -80,7 +82,7 @@ class Child:
         return self.is_ready
 
     async def ended(self) -> int:
-        """Wait until its output was read. The exit status is negative for a signal."""
+        """Wait until it has ended and its output was read. Returns the exit status, negative for a signal."""
         return await asyncio.shield(self._ending)
 
     def terminate(self) -> None:

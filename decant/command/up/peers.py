@@ -39,7 +39,7 @@ class PeerCredentials:
 
 
 def make(folder: Path) -> PeerCredentials:
-    """In a new `folder`. Raises CommandFailed."""
+    """Create credentials in a new `folder`. Raises CommandFailed."""
     try:
         from decant.runtime import certificates
     except ModuleNotFoundError as error:
@@ -50,7 +50,7 @@ def make(folder: Path) -> PeerCredentials:
 
 
 def from_environment(environment: Mapping[str, str]) -> PeerCredentials | None:
-    """None without any. Raises CommandFailed unless they are complete."""
+    """Return None without any. Raises CommandFailed unless they are complete."""
     named = OF_PEERS & environment.keys()
     if not named:
         return None

@@ -34,7 +34,7 @@ def divide_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
 
 
 def kv_share(available: int, weights: int, workers: int) -> int:
-    """At most `KV_CAP` per worker. Raises CommandFailed if the weights leave too little."""
+    """Bytes for each worker, at most `KV_CAP`. Raises CommandFailed if the weights leave too little."""
     share = int(available * (1 - _KEPT_FREE) / workers - weights * _COPIES)
     if share < KV_FLOOR:
         text = f"memory: {workers} workers with {size(weights)} of weights each, got {size(available)} that are free"
@@ -43,7 +43,7 @@ def kv_share(available: int, weights: int, workers: int) -> int:
 
 
 def available_memory() -> int:
-    """Limited by the machine and the control group."""
+    """Bytes, limited by the machine and the control group."""
     machine = _machine_memory()
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     return machine if limit is None or used is None else min(machine, limit - used)
@@ -59,7 +59,7 @@ def _machine_memory() -> int:
 
 
 def folder_of(model: str) -> Path | None:
-    """None if it is not on this machine."""
+    """Return None if it is not on this machine."""
     folder = Path(model)
     if folder.is_dir():
         return folder
@@ -74,7 +74,7 @@ def folder_of(model: str) -> Path | None:
 
 
 def weights_size(model: str, dtype: str = "auto") -> int:
-    """In memory as `dtype`; 0 if its files are not here, or not a model's."""
+    """Bytes in memory as `dtype`; 0 if its files are not here, or not a model's."""
     folder = folder_of(model)
     if folder is None:
         return 0

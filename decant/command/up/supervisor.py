@@ -64,7 +64,7 @@ class Supervisor:
         self._changed = asyncio.Event()
 
     async def run(self) -> int:
-        """Until a signal. Returns 0 after an orderly end. Raises StartFailed."""
+        """Run until a signal. Returns 0 after an orderly end. Raises StartFailed."""
         self._shutdown.on_signals()
         with self._record:
             self._peers = self._plan.peers or peers.make(self._record.temporary / "peers")
@@ -113,7 +113,7 @@ class Supervisor:
             raise StartFailed(f"{child.spec.name}: {words}", 2 if status == 2 else 1)
 
     async def _restart_when_ended(self, child: Child) -> None:
-        """With a growing backoff."""
+        """Restart it with a growing backoff."""
         backoff = FIRST_BACKOFF_S
         while True:
             since = time.monotonic()
