@@ -61,7 +61,7 @@ class Client:
         return reply
 
     async def run_all(self, commands: Sequence[Command]) -> list[Reply]:
-        """Run commands in one round trip, in order, not atomic. Raises StoreUnavailable, StoreFault; some may have run."""
+        """Run commands in one round trip, in order. Raises StoreUnavailable, StoreFault; some may have run."""
         replies = await self.try_all(commands)
         for reply in replies:
             if isinstance(reply, StateError):

@@ -67,7 +67,7 @@ def running() -> list[Deployment]:
 
 
 def latest(option: str) -> Deployment:
-    """The newest deployment, perhaps still starting. Raises CommandFailed, which names the `option` to select another."""
+    """The newest deployment, perhaps still starting. Raises CommandFailed, which names `option`, to select another."""
     deployments = running()
     if not deployments:
         raise CommandFailed(f"no deployment runs on this machine: start one with `decant up`, or give {option}")
