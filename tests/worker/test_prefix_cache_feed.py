@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from decant.engine.block_hashes import hash_blocks, root_hash
 from decant.engine.blocks import BlockPool, BlockTable
 from decant.protos import worker_pb2 as wire
-from decant.worker.report import prefix_cache_feed as cache_news
 from decant.worker.report.prefix_cache_feed import PrefixCacheFeed
 from tests.worker.decode_harness import BLOCK, Node, Router, eventually, make_run, make_work, routed
 
@@ -87,11 +85,8 @@ def test_every_session_gets_exactly_the_cached_blocks(story: Sequence[tuple[str,
         assert not listener.take(), "nothing is published twice"
 
 
-def test_many_changes_take_several_heartbeats_and_a_prefix_precedes_its_continuations(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cache_news, "AT_ONCE", 3)
-    news, digests = PrefixCacheFeed(), [digest(number) for number in range(8)]
+def test_many_changes_take_several_heartbeats_and_a_prefix_precedes_its_continuations() -> None:
+    news, digests = PrefixCacheFeed(blocks_per_heartbeat=3), [digest(number) for number in range(8)]
     news.note(digests)
     news.collect()
     news.begin("s")
