@@ -18,7 +18,7 @@ from decant.state.store import Store
 from tests.router.factories import AT_LENGTH, tiny, valid, write
 from tests.router.fake_worker import fleet
 from tests.router.harness import core, ended, make_request, until
-from tests.router.test_response_writer import Reader, options, read, settle
+from tests.router.response_reader import Reader, options, read, settle
 
 P, D, D2 = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
 PROMPT = (1, 2, 3, 4, 5, 6)

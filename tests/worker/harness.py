@@ -208,6 +208,12 @@ class Call:
         self.call.cancel()
 
 
+async def ticket_of(call: Call) -> wire.Ticket:
+    ticket = await call.expect("ticket")
+    assert isinstance(ticket, wire.Ticket)
+    return ticket
+
+
 @asynccontextmanager
 async def worker(
     name: str = "p",
