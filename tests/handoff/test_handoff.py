@@ -105,7 +105,7 @@ async def test_blocks_that_the_receiver_has_cached_are_not_sent() -> None:
     assert sum(moved) == sender.engine.device.block_bytes  # seven of eight blocks were there
 
 
-async def test_many_at_once_each_get_their_own() -> None:
+async def test_concurrent_requests_get_their_own_tokens() -> None:
     requests = [ask(f"r{n}", length=9 + 3 * n, seed=n) for n in range(8)]
     async with Worker("p", blocks=128) as sender, Worker("d", blocks=128) as receiver:
         await asyncio.gather(*(hand_over(sender, receiver, request) for request in requests))

@@ -197,7 +197,7 @@ def test_bytes_are_bound_to_their_place_and_their_run(size: int, fault: str) -> 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("fault", ["first_position", "offset", "checksum", "size", "sums"])
-def test_a_wrong_place_is_refused_before_a_byte_is_looked_at(size: int, fault: str) -> None:
+def test_a_wrong_position_is_refused_before_any_byte_is_read(size: int, fault: str) -> None:
     shape = TransferLayout(16, size, layout=7)
     first = received(shape, blocks_of(shape, 0, 2))[0]
     head, data = first.response.kv_chunk, first.data

@@ -29,7 +29,7 @@ THEIRS = [-1.0, -2.0, -3.0, -4.0, -5.0]
 # ------------------------------------------------------------------------------------------------- echo
 
 
-async def test_the_prompt_stands_before_the_output_once():
+async def test_the_prompt_is_sent_once_before_the_output():
     tokens = await tiny().encode("return x", special=False)
     reader = await read(tokens, **options(echo=True))
     assert reader.text == "def f(x):return x"
@@ -132,7 +132,7 @@ async def test_an_answer_that_is_written_waits_for_those_that_are_on_their_way(s
 
 
 @pytest.mark.parametrize("fault", ["prefill_fails_after_ticket", "prefill_breaks_after_ticket"])
-async def test_half_of_them_from_a_lost_worker_are_made_whole_by_the_next(store: Store, fault: str) -> None:
+async def test_prompt_logprobs_of_a_lost_worker_are_completed_by_the_next(store: Store, fault: str) -> None:
     async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as scene:
         setattr(prefill.script, fault, 1)
         stream = await scene.answer(asked())

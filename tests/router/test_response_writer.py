@@ -49,7 +49,7 @@ async def test_usage_and_receipt_stand_on_the_last_message_alone():
     assert not any(message.HasField("usage") or message.HasField("receipt") for message in others)
 
 
-async def test_what_has_gathered_comes_in_one_delta():
+async def test_tokens_that_arrive_together_come_in_one_delta():
     gate = asyncio.Event()
     reader = Reader(TokenStream(await valid(**options(token_ids=True))), gate.wait)
     write(reader.stream, 5)

@@ -142,7 +142,7 @@ async def test_a_router_that_registers_again_during_its_takeover_keeps_its_entri
         await ended(stream)
 
 
-async def test_requests_that_no_router_can_run_are_looked_at_ever_less_often(
+async def test_requests_that_no_router_can_run_are_tried_with_backoff(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await left_behind(store, *answer(PROMPT, 2))

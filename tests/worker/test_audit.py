@@ -10,7 +10,7 @@ from decant.worker.wire_codec import to_request
 from tests.worker.harness import MODEL, make_work, worker
 
 
-async def test_rows_and_counts_of_a_worker_at_work() -> None:
+async def test_rows_and_counts_match_a_busy_worker() -> None:
     async with worker(blocks=64) as place:
         call = place.ask(make_work(30))
         ticket = await call.expect("ticket")

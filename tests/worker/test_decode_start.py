@@ -53,7 +53,7 @@ async def test_output_of_earlier_attempts_is_continued() -> None:
             await sender.audit()
 
 
-async def test_many_at_once_each_get_their_own() -> None:
+async def test_concurrent_requests_get_their_own_tokens() -> None:
     works = {f"t/{n}": make_work(6 + 3 * n, 10, seed=n) for n in range(12)}
     async with Node("p", blocks=256) as sender, routed(blocks=256) as (node, router):
         for n, (name, work) in enumerate(works.items()):
@@ -204,7 +204,7 @@ async def test_a_lower_epoch_is_superseded_and_a_higher_one_starts_a_new_run() -
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17])
-async def test_any_length_comes_over(length: int) -> None:
+async def test_prompts_of_every_length_are_handed_over(length: int) -> None:
     run, work = make_run(), make_work(length, 6)
     async with Node("p") as sender, routed() as (_, router):
         await router.start(run, work, await sender.offer(run, work))
