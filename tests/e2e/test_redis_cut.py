@@ -23,8 +23,8 @@ from tests.router.harness import PATIENCE, Core, core, ended, tokens_of, written
 from tests.router.test_migration import asked, registered
 from tests.state.conftest import bare, server
 from tests.state.factories import make_store
-from tests.worker.decode_harness import eventually
 from tests.worker.harness import Place, alone, worker
+from tests.worker.waiting import eventually
 
 __all__ = ["bare", "server"]
 

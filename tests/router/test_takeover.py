@@ -24,7 +24,7 @@ from tests.router.fake_script import MODEL, answer
 from tests.router.fake_worker import fleet
 from tests.router.harness import core, ended, make_request, tokens_of, until, written
 from tests.state.factories import router_facts
-from tests.worker.decode_harness import eventually
+from tests.worker.waiting import eventually
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 GONE = Incarnation("gone", 1)

@@ -33,10 +33,10 @@ from decant.worker.engine_host import EngineHost, HostHandler, Identity, WorkerL
 from decant.worker.prefill.service import PrefillService
 from decant.worker.report.audit import AuditService
 from decant.worker.wire_codec import to_request
+from tests.worker.waiting import PATIENCE, eventually
 
 BLOCK = 4
 VOCABULARY = 64
-PATIENCE_S = 60.0
 MODEL = "m"
 ROUTER = wire.Peer(id="router", incarnation=7, protocol=1)
 
@@ -53,13 +53,13 @@ class Device(FakeDevice):
 
     def run(self, plan: StepPlan) -> StepResult:
         if not self.free.is_set():
-            self.steps.acquire(timeout=PATIENCE_S)
+            self.steps.acquire(timeout=PATIENCE)
         if self.broken:
             raise ZeroDivisionError("the device is broken")
         return super().run(plan)
 
     def hold(self) -> None:
-        """No step ends from now on, unless ``let`` says how many do."""
+        """Steps wait from now on; ``let`` releases a number of them."""
         self.free.clear()
 
     def let(self, steps: int) -> None:
@@ -68,15 +68,6 @@ class Device(FakeDevice):
     def go_on(self) -> None:
         self.free.set()
         self.steps.release(1)
-
-
-async def eventually(holds: Callable[[], bool]) -> None:
-    """Until that is true of something that tells nobody."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            if holds():
-                return
-            await asyncio.sleep(0.005)
 
 
 class Place(HostHandler):
@@ -124,7 +115,7 @@ class Place(HostHandler):
 
     async def written(self, id: str) -> list[int]:
         """What the engine wrote under a name, once it has ended."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(PATIENCE):
             await self.ends.setdefault(id, asyncio.Event()).wait()
         return self.outputs.get(id, [])
 
@@ -138,7 +129,7 @@ class Place(HostHandler):
         )
 
     async def audit(self) -> wire.AuditResponse:
-        """What the worker says of its blocks, over the wire; healthy, or this fails."""
+        """The audit of the worker over the wire. Fails if it has violations."""
         answer: wire.AuditResponse = await services.AuditStub(self.channel).Audit(wire.AuditRequest())
         assert not answer.violations, list(answer.violations)
         return answer
@@ -146,7 +137,7 @@ class Place(HostHandler):
     async def until(self, holds: Callable[[wire.AuditResponse], bool]) -> wire.AuditResponse:
         """The first audit of which that is true; a lease's end is no event here."""
         answer = await self.audit()
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(PATIENCE):
             while not holds(answer):
                 await asyncio.sleep(0.02)
                 answer = await self.audit()
@@ -183,7 +174,7 @@ class Call:
 
     async def next(self) -> wire.PrefillEvent | None:
         """None at an orderly end."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(PATIENCE):
             event = await self.call.read()
         if event == grpc.aio.EOF:
             assert await self.call.code() is grpc.StatusCode.OK
@@ -228,7 +219,7 @@ async def worker(
     step_s: float = 0.0,
     session_limits: SessionLimits | None = None,
 ) -> AsyncIterator[Place]:
-    """A worker that must hold nothing when it is left, leases that nobody ends excepted."""
+    """A worker that must hold nothing at the end but leases that only expire."""
     stops = frozenset(() if eos is None else (eos,))
     device = Device(num_blocks=blocks, eos_token_ids=stops, cost=lambda _: step_s)
     engine = Engine(device, Limits(budget, min(8, budget), blocks * BLOCK), checksum=checksum)
@@ -278,7 +269,7 @@ def alone(work: wire.EngineRequest, *, eos: int | None = None) -> list[int]:
     device = FakeDevice(num_blocks=256, block_size=BLOCK, vocab_size=VOCABULARY, eos_token_ids=stops)
     engine = Engine(device)
     engine.add(replace(to_request("alone", work, model=MODEL), park_after=None))
-    told: list[int] = []
+    tokens: list[int] = []
     while engine.has_work:
-        told.extend(token.token for token in engine.step().tokens)
-    return told
+        tokens.extend(token.token for token in engine.step().tokens)
+    return tokens

@@ -1,4 +1,4 @@
-"""A worker runs the build of the kernels that it is asked for, or says why not."""
+"""A worker runs the requested build of the kernels or refuses it."""
 
 from __future__ import annotations
 

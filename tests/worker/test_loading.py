@@ -1,4 +1,4 @@
-"""What a worker takes for granted is what it was told; the rest is what its device and its machine have."""
+"""A worker's limits come from its settings, and by default from its device and machine."""
 
 from __future__ import annotations
 

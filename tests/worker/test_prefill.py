@@ -79,16 +79,16 @@ async def test_prefill_continues_the_output_of_earlier_attempts(place: Place) ->
 async def test_logprobs_of_prompt_and_first_token(place: Place) -> None:
     work = make_work(40, 1)
     work.logprobs, work.prompt_logprobs = 2, 1
-    call, told, position = place.ask(work, handoff=False), 0, 1
+    call, chunks, position = place.ask(work, handoff=False), 0, 1
     while (event := await call.next()) is not None and event.HasField("prompt_logprobs"):
         part = event.prompt_logprobs
         assert part.first_position == position
         assert [entry.entry for entry in part.logprobs] == list(range(len(part.logprobs)))
         assert all(len(entry.top_ids) == 1 for entry in part.logprobs)
         position += len(part.logprobs)
-        told += 1
+        chunks += 1
     assert position == 40
-    assert told > 1, "as chunks are computed"
+    assert chunks > 1, "as chunks are computed"
     assert event is not None
     logprobs = event.first.tokens[0].logprobs
     assert (logprobs.entry, len(logprobs.top_ids)) == (0, 2)
