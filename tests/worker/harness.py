@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -23,6 +23,7 @@ from decant.handoff.service import KvSourceService
 from decant.handoff.transport import GrpcTransport
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
+from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.runtime.channel import open_channel
 from decant.runtime.interceptor import ErrorInterceptor
 from decant.runtime.packed import pack
@@ -33,6 +34,7 @@ from decant.worker.engine_host import EngineHost, HostHandler, Identity, WorkerL
 from decant.worker.prefill.service import PrefillService
 from decant.worker.report.audit import AuditService
 from decant.worker.wire_codec import to_request
+from tests.router.fake_script import TOKENIZER
 from tests.worker.waiting import PATIENCE, eventually
 
 BLOCK = 4
@@ -197,6 +199,35 @@ class Call:
 
     async def break_off(self) -> None:
         self.call.cancel()
+
+
+@dataclass(frozen=True)
+class Registered:
+    """What a router's directory has of a worker."""
+
+    facts: WorkerRegistration
+
+
+def registered(place: Place, *, equal_bits: bool = True) -> Any:
+    host = place.host
+    capacity = Capacity(
+        total_blocks=host.total_blocks,
+        block_tokens=host.block_size,
+        max_context_length=host.window,
+        max_running=host.max_running,
+    )
+    return Registered(
+        WorkerRegistration(
+            peer=host.peer,
+            address=host.address,
+            role=host.role,
+            model=MODEL,
+            layout=host.layout,
+            tokenizer=TOKENIZER,
+            capacity=capacity,
+            equal_bits=equal_bits,
+        )
+    )
 
 
 async def ticket_of(call: Call) -> wire.Ticket:
