@@ -178,7 +178,7 @@ def test_a_shape_is_served_with_random_weights_and_other_models_as_they_are(
     assert found == name
 
 
-def test_what_can_not_be_measured_is_refused() -> None:
+def test_invalid_options_are_refused() -> None:
     assert parse_chunks("256, 64") == (64, 256)
     for text in ("", "0", "x"):
         with pytest.raises(InvalidBenchmark, match="--chunks: whole numbers from 1"):
