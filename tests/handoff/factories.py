@@ -1,4 +1,4 @@
-"""Two workers' ends with torch-free engines, and what stands between them."""
+"""Senders and receivers with torch-free engines, and the transports between them."""
 
 from __future__ import annotations
 
