@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +27,19 @@ _REPORT_INTERVAL_S = 1.0
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 _log = logs.get(__name__)
+
+
+async def in_own_thread(load: Callable[[WorkerSettings], Device], settings: WorkerSettings) -> Device:
+    """Run ``load`` in a thread that ends with it, as the pool of OpenMP threads does that it makes for itself.
+
+    The engine's thread makes another pool. With more pooled threads than cores, libgomp puts the engine's threads to
+    sleep at every barrier instead of letting them spin.
+    """
+    executor = ThreadPoolExecutor(1, "load")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(executor, load, settings)
+    finally:
+        executor.shutdown(wait=False)
 
 
 def load_model(settings: WorkerSettings) -> Device:
