@@ -16,12 +16,14 @@ from typer import Option
 
 from decant.command import options as opt
 from decant.command.bench_batching import batching
+from decant.command.bench_calibrate import calibrate
 from decant.command.bench_interference import interference
 from decant.command.errors import CommandFailed, one_line_errors
 from decant.command.files import write_report
 
 bench = typer.Typer()
 bench.command()(batching)
+bench.command()(calibrate)
 bench.command()(interference)
 
 Up = Annotated[bool, Option("--up", help="Start a deployment on this machine, measure it and end it.")]

@@ -123,7 +123,7 @@ def _plan(params: dict[str, Any]) -> None:
     options = inputs.PlanOptions(**{**values, "sequence_lengths": params["sequence_lengths"] or ()})
     try:
         parsed = inputs.parse(options)
-        plan = Sizing(parsed.speed, parsed.room, parsed.workload, parsed.slo).plan()
+        plan = Sizing(parsed.speed, parsed.room, parsed.workload, parsed.slo, parsed.overheads).plan()
         outcome = None if parsed.scenario is None else _simulated(parsed, plan)
     except (InvalidPlan, ModelRefused) as error:
         raise CommandFailed(str(error)) from None
