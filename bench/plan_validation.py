@@ -36,6 +36,7 @@ from decant.command.temporary_deployment import temporary_deployment
 from decant.command.up.resources import parse_size
 from decant.plan import cost_profile
 from decant.plan.cost_profile import Profile
+from decant.plan.errors import InvalidPlan
 from decant.plan.memory import Room
 from decant.plan.model_shape import read_shape
 from decant.plan.quantities import Slo, parse_tokens
@@ -46,8 +47,8 @@ from decant.plan.workload import Workload
 GOAL = 0.2
 SHARES = (0.3, 0.6)
 _CALIBRATION_SEED, _FIRST_SEED = 1_000_000, 0
-_FLOOD = 40
-"""Requests at once, to measure the saturation."""
+_CLIENTS, _SATURATION_REQUESTS = 24, 150
+"""Of a closed loop that measures the saturation."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,10 @@ def planned(options: Options, profile: Profile, rate: float) -> Plan:
     room = Room(parse_size(options.kv_memory), 0, read_shape(Path(options.model)).kv_bytes("bfloat16"), share=1.0)
     prompt, output = (parse_tokens("", text) for text in (options.prompt_tokens, options.output_tokens))
     speed = Measured(profile.prefill, profile.decode)
-    return Sizing(speed, room, Workload(prompt, output, rate), Slo(), profile.overheads).plan()
+    plan = Sizing(speed, room, Workload(prompt, output, rate), Slo(), profile.overheads).plan()
+    if (plan.prefill_workers, plan.decode_workers) != (1, 1):
+        raise InvalidPlan("rate", "one prefill and one decode worker", f"{rate:.3g} requests/s")
+    return plan
 
 
 def measure(options: Options, notify: Callable[[str], None]) -> tuple[float, list[dict[str, float]]]:
@@ -102,8 +106,9 @@ def measure(options: Options, notify: Callable[[str], None]) -> tuple[float, lis
 
         def run(what: str, rate: float | None) -> dict[str, Any]:
             notify(what)
-            requests = _FLOOD if rate is None else max(2, round(rate * options.seconds))
-            one = replace(load, requests=requests, rate=rate, seed=next(seeds))
+            one = replace(load, requests=_SATURATION_REQUESTS, concurrency=_CLIENTS, seed=next(seeds))
+            if rate is not None:
+                one = replace(one, requests=max(2, round(rate * options.seconds)), concurrency=None, rate=rate)
             (document,) = loop.run_until_complete(
                 benchmark.run(Target(deployment.addresses), one, lambda *_: None)
             ).runs
@@ -124,18 +129,16 @@ def measure(options: Options, notify: Callable[[str], None]) -> tuple[float, lis
 
 
 def throughput(document: Mapping[str, Any]) -> float:
-    """Requests/s, without the begin and the end of a run, when only one pool computes."""
-    ends = sorted(last for _, _, last in document["spans"])
-    first, last = len(ends) // 4, 3 * len(ends) // 4
-    return (last - first) / (ends[last] - ends[first])
+    """Requests/s, without the first of each client, which begin together, and the last ones."""
+    ends = sorted(last for _, _, last in document["spans"])[2 * _CLIENTS : -_CLIENTS]
+    return (len(ends) - 1) / (ends[-1] - ends[0])
 
 
 def compare(
     options: Options, profile: Profile, saturation: float, rounds: Sequence[Mapping[str, float]]
 ) -> list[Figure]:
     """Predicted and measured."""
-    lowest = planned(options, profile, min(SHARES) * saturation)
-    predicted = {"saturation": lowest.goodput}
+    predicted = {"saturation": planned(options, profile, saturation / 1000).goodput}
     for share in SHARES:
         plan = planned(options, profile, share * saturation)
         predicted |= {f"ttft at {share:.0%}": plan.ttft_median * 1e3, f"tpot at {share:.0%}": plan.tpot * 1e3}
@@ -165,15 +168,20 @@ def main() -> None:
     parser.add_argument("--output-tokens", default="64")
     parser.add_argument("--kv-memory", default="512M")
     parser.add_argument("--rounds", type=positive, default=3)
-    parser.add_argument("--seconds", type=float, default=28.0, help="of a run at a rate")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a run at a rate")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="output of `decant bench calibrate` instead")
     parser.add_argument("--json", metavar="OUT", help="write the figures there; - for standard output")
     args = parser.parse_args()
     names = ("prompt_tokens", "output_tokens", "kv_memory", "rounds", "seconds")
     options = Options(str(model_shapes.checkpoint(args.model)), **{name: getattr(args, name) for name in names})
     progress = Console(stderr=True)
-    progress.print("calibration")
-    calibration = calibrate(options)
+    if args.calibration is None:
+        progress.print("calibration")
+        calibration = calibrate(options)
+    else:
+        calibration = json.loads(args.calibration.read_text(encoding="utf-8"))
     saturation, rounds = measure(options, progress.print)
+    progress.print(f"{saturation:.3g} requests/s", rounds)
     figures = compare(options, cost_profile.from_document(calibration), saturation, rounds)
     document = {
         "machine": machine.facts(),

@@ -111,9 +111,8 @@ def test_a_pool_is_as_slow_as_the_use_of_the_other_one_makes_it() -> None:
     prefill, step = SPEED.prefill(1000), SPEED.step(1, 1000)
     assert at(1e-6) == pytest.approx((prefill, step), rel=0.01)
     assert at(1e3) == pytest.approx((1.5 * prefill, 2 * step))
-    uses = [at(rate)[1] / step - 1 for rate in (0.5, 1.0)]  # the prefill pool's
-    expected = [rate * at(rate)[0] / 1000 * 1750 for rate in (0.5, 1.0)]
-    assert uses == pytest.approx(expected, rel=0.03)
+    slower = Sizing(SPEED, ROOM, WORKLOAD, Slo(), Overheads(contention=Contention(1.5, 2.0))).slowed(1, 1, 1.0)
+    assert at(1.0)[1] / step - 1 == pytest.approx(slower.prefill_use(1, 1.0), rel=1e-3)
 
 
 def test_goodput_and_ttft_count_latency_and_contention() -> None:
