@@ -11,7 +11,9 @@ from decant.command.errors import CommandFailed, one_line_errors
 
 
 def calibrate(
-    model: Annotated[str | None, typer.Option(help="Folder of the model; unset: the small one.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder of the model, or a shape such as smollm2-135m; unset: the small one.")
+    ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=8, help="Length of the longest prompts.")] = 2000,
     output_tokens: Annotated[int, typer.Option(min=2, help="Mean length of the outputs.")] = 500,
     kv_memory: Annotated[
@@ -44,10 +46,12 @@ def calibrate(
 
 def measure(model: str | None, kv_memory: str | None, options: Any, notify: Any) -> dict[str, Any]:
     """Of a new deployment, which ends before this returns."""
+    from decant.bench import model_shapes
     from decant.command.temporary_deployment import temporary_deployment
 
-    shared = [*(["--model", model] if model else []), *(["--kv-memory", kv_memory] if kv_memory else [])]
-    with temporary_deployment("--prefill", "1", "--decode", "1", *shared) as deployment:
+    served = ["--model", model_shapes.source(model)] if model else []
+    memory = ["--kv-memory", kv_memory] if kv_memory else []
+    with temporary_deployment("--prefill", "1", "--decode", "1", *served, *memory) as deployment:
         return asyncio.run(_measure(deployment.addresses, options, notify))
 
 
