@@ -113,13 +113,16 @@ class _Calibration:
         )
 
     def _batch(self, prefill: float, step: float) -> int:
-        """Sequences that run when the prefill worker is always busy, by Little's law and a step of one."""
+        """Sequences that run when the prefill worker is always busy, by Little's law and a step of one.
+
+        Costs are fitted up to this batch: a line through larger ones is less exact within.
+        """
         running = self._options.output_tokens * step / prefill
-        return min(max(2, ceil(running)), LARGEST_BATCH // 2)
+        return min(max(2, ceil(running)), LARGEST_BATCH)
 
     def _scenes(self, batch: int) -> Sequence[tuple[int, int]]:
         context = self._options.context
-        return (batch, min(SHORT_CONTEXT, context)), (batch, context), (2 * batch, context)
+        return (batch, min(SHORT_CONTEXT, context)), (ceil(batch / 2), context), (batch, context)
 
     async def _alone(self, tokens: int, count: int) -> list[Record]:
         return await self._send(tokens, count, 2, 1)
