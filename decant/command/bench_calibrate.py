@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
 
 from decant.command.errors import CommandFailed, one_line_errors
+
+HAND_ALL_OFF = MappingProxyType({"DECANT_HANDOFF_MIN_TOKENS": "0"})
+"""Settings of a deployment that computes no prompt on a decode worker, as a plan assumes."""
 
 
 def calibrate(
@@ -51,7 +55,8 @@ def measure(model: str | None, kv_memory: str | None, options: Any, notify: Any)
 
     served = ["--model", model_shapes.source(model)] if model else []
     memory = ["--kv-memory", kv_memory] if kv_memory else []
-    with temporary_deployment("--prefill", "1", "--decode", "1", *served, *memory) as deployment:
+    workers = ("--prefill", "1", "--decode", "1")
+    with temporary_deployment(*workers, *served, *memory, variables=HAND_ALL_OFF) as deployment:
         return asyncio.run(_measure(deployment.addresses, options, notify))
 
 

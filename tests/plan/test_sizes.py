@@ -50,7 +50,12 @@ def test_kv_cache_of_a_token_agrees_with_the_engine_s_layout() -> None:
 
 @pytest.mark.parametrize(
     ("config", "billions", "active"),
-    [(LLAMA_3_8B, 8.03, 7.50), (MIXTRAL_8X7B, 46.70, 12.75), (SHAPES["qwen2.5-0.5b"], 0.494, 0.494), (SHAPES["smollm2-135m"], 0.1345, 0.1345)],
+    [
+        (LLAMA_3_8B, 8.03, 7.50),
+        (MIXTRAL_8X7B, 46.70, 12.75),
+        (SHAPES["qwen2.5-0.5b"], 0.494, 0.494),
+        (SHAPES["smollm2-135m"], 0.1345, 0.1345),
+    ],
 )
 def test_parameters_of_known_models_are_counted(config: Mapping[str, Any], billions: float, active: float) -> None:
     shape = from_config("", config)
