@@ -19,7 +19,7 @@ class PromptSample(NamedTuple):
 
 
 class StepSample(NamedTuple):
-    """Mean seconds of a decode step of so many sequences, with so many tokens of context each."""
+    """Seconds of a decode step of so many sequences, with so many tokens of context each."""
 
     sequences: int
     context: int

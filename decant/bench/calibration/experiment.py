@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from math import ceil
+from statistics import median
 from typing import Any
 
 from decant.bench.calibration.costs import PromptSample, Samples, StepSample, costs
@@ -27,11 +29,12 @@ from decant.protos import inference_pb2 as pb
 
 SHORT_CONTEXT = 64
 LARGEST_BATCH = 16
-_LONE, _QUEUED = 4, 8
+_LONE, _QUEUED = 5, 10
 """Prompts of each length, one at a time and in a queue."""
 _CLIENTS = 3
 """Of a queue: one prompt is computed, and another one waits even while a client sends its next."""
-_STEPS = 32
+_PARTS, _STEPS = 5, 8
+"""Of a measurement of running answers, and the steps of each part."""
 
 Notify = Callable[[str, int, int], None]
 """Is called with what happens now, the parts that are done, and the number of parts."""
@@ -133,20 +136,20 @@ class _Calibration:
 
     async def _steps(self, count: int, context: int) -> StepSample:
         """Answers whose context is `context` in the middle of the measurement."""
-        prompt = max(1, context - _STEPS // 2)
+        prompt = max(1, context - _PARTS * _STEPS // 2)
         async with RunningAnswers(self._client, self._model, count, prompt, self._next_seed()) as answers:
-            began = time.monotonic()
-            await answers.more(_STEPS)
-            return answers.step(began, time.monotonic())
+            times = [time.monotonic()]
+            for _ in range(_PARTS):
+                await answers.more(_STEPS)
+                times.append(time.monotonic())
+            return answers.step(times)
 
     async def _both(self, batch: int) -> tuple[PromptSample, StepSample]:
         tokens = self._options.lengths[-1]
         async with RunningAnswers(self._client, self._model, batch, tokens, self._next_seed()) as answers:
             records = await self._send(tokens, 2 * _QUEUED, 2, _CLIENTS)
-            firsts = sorted(record.tokens[0] for record in records)
-            # The last prompts are not followed by others.
-            firsts = firsts[: 1 - _CLIENTS]
-            return PromptSample(tokens, _interval(firsts)), answers.step(firsts[0], firsts[-1])
+            firsts = sorted(record.tokens[0] for record in records)[: 1 - _CLIENTS]  # others follow on these
+            return PromptSample(tokens, _interval(firsts)), answers.step(firsts)
 
     async def _send(self, tokens: int, count: int, output: int, clients: int) -> list[Record]:
         """Raises InvalidBenchmark if a request fails."""
@@ -164,5 +167,5 @@ class _Calibration:
 
 
 def _interval(times: Sequence[float]) -> float:
-    """Mean seconds from one to the next."""
-    return (max(times) - min(times)) / (len(times) - 1)
+    """Median seconds from one to the next."""
+    return median(after - before for before, after in pairwise(sorted(times)))

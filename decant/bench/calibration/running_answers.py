@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from random import Random
+from statistics import median
 from types import TracebackType
 from typing import Self
 
@@ -53,12 +55,14 @@ class RunningAnswers:
             self._check()
             await asyncio.sleep(_POLL_SECONDS)
 
-    def step(self, begin: float, end: float) -> StepSample:
-        """Mean of the steps between two times of the monotonic clock."""
-        counts = [sum(begin < at <= end for at in arrived) for arrived in self._tokens]
-        before = sum(sum(at <= begin for at in arrived) for arrived in self._tokens) / len(self._tokens)
-        mean = sum(counts) / len(counts)
-        return StepSample(len(self._tokens), round(self._prompt_tokens + before + mean / 2), (end - begin) / mean)
+    def step(self, times: Sequence[float]) -> StepSample:
+        """Seconds of a step: the median of its means from each time of the monotonic clock to the next one."""
+        means = []
+        for begin, end in pairwise(times):
+            steps = sum(begin < at <= end for arrived in self._tokens for at in arrived) / len(self._tokens)
+            means.append((end - begin) / steps if steps else end - begin)
+        before = sum(at <= times[len(times) // 2] for arrived in self._tokens for at in arrived) / len(self._tokens)
+        return StepSample(len(self._tokens), round(self._prompt_tokens + before), median(means))
 
     async def _receive(self, prompt: Sequence[int], arrived: list[float]) -> None:
         async with self._client.stream(prompt, max_tokens=self._output, ignore_eos=True) as stream:
