@@ -25,8 +25,8 @@ from bench import machine
 from bench.options import positive
 from decant.bench.console import make_table
 from decant.plan.inputs import Inputs, PlanOptions, parse
-from decant.plan.outcome import outcome
-from decant.plan.simulation import Scenario, Simulation
+from decant.plan.simulation.outcome import outcome
+from decant.plan.simulation.simulation import Scenario, Simulation
 from decant.plan.sizing import Sizing
 
 LLAMA_3_8B = "layers=32,hidden=4096,heads=32,kv_heads=8,intermediate=14336,vocab=128256"
@@ -71,8 +71,8 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         )
     console.print(table)
     console.print(
-        "busiest: seconds computed by the busiest prefill worker over the mean; hits: share of the prompt tokens in the "
-        "prefix cache; placement: CPU time of a request's two searches"
+        "busiest: seconds computed by the busiest prefill worker over the mean; hits: share of the prompt tokens that "
+        "were cached; placement: CPU time of a request's two searches"
     )
 
 

@@ -35,14 +35,14 @@ from decant.bench.console import make_table
 from decant.command import bench_calibrate
 from decant.command.temporary_deployment import temporary_deployment
 from decant.command.up.resources import parse_size
-from decant.plan import cost_profile
-from decant.plan.cost_profile import Profile
+from decant.plan.capacity.memory import Room
+from decant.plan.capacity.model_shape import read_shape
+from decant.plan.costs import cost_profile
+from decant.plan.costs.cost_profile import Profile
+from decant.plan.costs.speed import Measured
 from decant.plan.errors import InvalidPlan
-from decant.plan.memory import Room
-from decant.plan.model_shape import read_shape
 from decant.plan.quantities import Slo, parse_tokens
 from decant.plan.sizing import Plan, Sizing
-from decant.plan.speed import Measured
 from decant.plan.workload import Workload
 
 GOAL = 0.2

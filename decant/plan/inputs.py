@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from decant.plan import cost_profile
-from decant.plan.cost_profile import Profile
-from decant.plan.devices import PRESETS, Device
+from decant.plan.capacity.devices import PRESETS, Device
+from decant.plan.capacity.memory import Room
+from decant.plan.capacity.model_shape import ModelShape, parse_shape, read_shape
+from decant.plan.costs import cost_profile
+from decant.plan.costs.cost_profile import Profile
+from decant.plan.costs.overheads import NO_OVERHEADS, Overheads
+from decant.plan.costs.speed import Efficiency, Measured, Speed, roofline
 from decant.plan.errors import InvalidPlan
-from decant.plan.memory import Room
-from decant.plan.model_shape import ModelShape, parse_shape, read_shape
-from decant.plan.overheads import NO_OVERHEADS, Overheads
 from decant.plan.quantities import Slo, parse_bytes, parse_count, parse_slo, parse_tokens
 from decant.plan.recorded_workload import read as read_trace
-from decant.plan.speed import Efficiency, Measured, Speed, roofline
 from decant.plan.workload import Workload
 
 FLOATS = ("bfloat16", "float16", "float32")

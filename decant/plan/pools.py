@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
-from decant.plan.memory import Room
-from decant.plan.overheads import Overheads
+from decant.plan.capacity.memory import Room
+from decant.plan.costs.overheads import Overheads
+from decant.plan.costs.speed import Speed
 from decant.plan.queueing import ServiceTime, Wait
-from decant.plan.speed import Speed
 from decant.plan.workload import Workload
 
 _DEVIATIONS = 3.0

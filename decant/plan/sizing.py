@@ -15,12 +15,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from decant.plan.capacity.memory import Room
+from decant.plan.costs.overheads import NO_OVERHEADS, Overheads
+from decant.plan.costs.speed import Slowed, Speed
 from decant.plan.errors import InvalidPlan
-from decant.plan.memory import Room
-from decant.plan.overheads import NO_OVERHEADS, Overheads
 from decant.plan.pools import Pools
 from decant.plan.quantities import Slo, show_seconds
-from decant.plan.speed import Slowed, Speed
 from decant.plan.workload import Workload
 
 MAX_WORKERS = 10_000

@@ -14,7 +14,7 @@ from decant.bench.calibration.costs import PromptSample, Samples, StepSample, co
 from decant.bench.calibration.experiment import CalibrationOptions, measure
 from decant.bench.errors import InvalidBenchmark
 from decant.engine.costs import StepCostModel, chunk
-from decant.plan import cost_profile
+from decant.plan.costs import cost_profile
 from decant.protos import inference_pb2 as pb
 
 PREFILL = StepCostModel(fixed=0.004, token=5e-4, pair=3e-7)

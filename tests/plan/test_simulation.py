@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from decant.plan.capacity.memory import Room
 from decant.plan.errors import InvalidPlan
-from decant.plan.memory import Room
-from decant.plan.outcome import outcome, percentiles
 from decant.plan.quantities import Slo, Tokens
 from decant.plan.queueing import ServiceTime, Wait
 from decant.plan.recorded_workload import Trace, TraceRequest
-from decant.plan.simulation import Scenario, Simulation
+from decant.plan.simulation.outcome import outcome, percentiles
+from decant.plan.simulation.simulation import Scenario, Simulation
 from decant.plan.workload import Workload
 
 ROOM = Room(memory=1 << 30, weights=0, kv_token=1 << 10, share=1.0)

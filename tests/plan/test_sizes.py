@@ -10,10 +10,10 @@ import pytest
 
 from decant.bench.model_shapes import SHAPES
 from decant.engine.kv_layout import KvLayout, LayerSpec
-from decant.plan.devices import PRESETS
+from decant.plan.capacity.devices import PRESETS
+from decant.plan.capacity.memory import Room
+from decant.plan.capacity.model_shape import from_config, parse_shape, read_shape
 from decant.plan.errors import InvalidPlan
-from decant.plan.memory import Room
-from decant.plan.model_shape import from_config, parse_shape, read_shape
 from decant.plan.quantities import parse_bytes, parse_count, parse_slo, parse_tokens
 
 GIB, MIB = 1 << 30, 1 << 20

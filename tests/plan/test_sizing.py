@@ -10,16 +10,16 @@ from random import Random
 import pytest
 
 from decant.engine.costs import StepCostModel
-from decant.plan.devices import Device
+from decant.plan.capacity.devices import Device
+from decant.plan.capacity.memory import Room
+from decant.plan.capacity.model_shape import from_config
+from decant.plan.costs.overheads import NO_OVERHEADS, Contention, Overheads
+from decant.plan.costs.speed import Efficiency, Measured, roofline
 from decant.plan.errors import InvalidPlan
-from decant.plan.memory import Room
-from decant.plan.model_shape import from_config
-from decant.plan.overheads import NO_OVERHEADS, Contention, Overheads
 from decant.plan.pools import Pools
 from decant.plan.quantities import Slo, Tokens
 from decant.plan.queueing import ServiceTime, Wait, wait_probability
 from decant.plan.sizing import Sizing
-from decant.plan.speed import Efficiency, Measured, roofline
 from decant.plan.workload import Workload
 from tests.plan.test_sizes import LLAMA_3_8B
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from decant.engine.costs import StepCostModel, StepWork, chunk
-from decant.plan.devices import Device
-from decant.plan.model_shape import BYTES, ModelShape
+from decant.plan.capacity.devices import Device
+from decant.plan.capacity.model_shape import BYTES, ModelShape
 
 
 class Speed(Protocol):

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from decant.engine.costs import StepCostModel
+from decant.plan.costs.overheads import NO_OVERHEADS, Contention, Overheads
 from decant.plan.errors import InvalidPlan
-from decant.plan.overheads import NO_OVERHEADS, Contention, Overheads
 
 _KV_BYTES = 256 << 20
 """Enough for eight sequences of 1,024 tokens at 32 KiB a token; steps that do not fit are not measured."""
