@@ -1,5 +1,3 @@
-"""Settings of a router's process."""
-
 from __future__ import annotations
 
 from pathlib import Path

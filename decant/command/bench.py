@@ -122,7 +122,7 @@ def _measure(params: dict[str, Any]) -> None:
 
 
 def _up_arguments(params: dict[str, Any]) -> list[str] | None:
-    """Arguments of the `decant up` that --up starts; None without --up."""
+    """None without --up."""
     if not params["up"]:
         return None
     from decant.bench import model_shapes
