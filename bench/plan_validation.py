@@ -132,7 +132,7 @@ def measure(options: Options, notify: Callable[[str], None]) -> tuple[float, lis
 def throughput(document: Mapping[str, Any]) -> float:
     """Requests/s, without the first of each client, which begin together, and the last ones."""
     ends = sorted(last for _, _, last in document["spans"])[2 * _CLIENTS : -_CLIENTS]
-    return (len(ends) - 1) / (ends[-1] - ends[0])
+    return float((len(ends) - 1) / (ends[-1] - ends[0]))
 
 
 def compare(
