@@ -89,7 +89,7 @@ def compare(alone: Sequence[Mapping[str, Any]], served: Sequence[Mapping[str, An
     """Medians over the runs: the ratio of throughputs, and the CPU of each part in microseconds a token."""
 
     def middle(runs: Sequence[Mapping[str, Any]], key: str) -> float:
-        return statistics.median(run[key] for run in runs)
+        return float(statistics.median(run[key] for run in runs))
 
     ratio = middle(served, "output_throughput") / middle(alone, "output_throughput")
     parts = {name: 1e6 / tokens * statistics.median(_seconds(run["cpu"][name]) for run in served) for name in PARTS}

@@ -149,7 +149,7 @@ class KvSender:
         if lease.committed:
             return
         failure = _reclaimed("the fetch was closed here")
-        if state.final_message is None:
+        if state.final_message is None or state.export is not None:  # neither refused nor ended here
             failure = wire.Failure(cause=wire.CAUSE_PEER_LOST, detail=detail, peer=lease.receiver)
         self.reclaim(lease.ticket.id, failure)
 

@@ -102,11 +102,14 @@ def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
     return folder
 
 
+def source(model: str) -> str:
+    """The folder of a shape, generated when absent; any other model as it is."""
+    return str(make(model)) if model in SHAPES and not Path(model).is_dir() else model
+
+
 def checkpoint(model: str) -> Path:
     """The folder of a named checkpoint or of a shape, generated when absent. Raises FileNotFoundError."""
-    folder = Path(model)
-    if not folder.is_dir() and model in SHAPES:
-        folder = make(model)
+    folder = Path(source(model))
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"--model {model}: neither a checkpoint's folder nor one of {', '.join(SHAPES)}")
     return folder

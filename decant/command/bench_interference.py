@@ -85,7 +85,7 @@ def _starter(model: str | None, kv_memory: str | None) -> tuple[str, Any]:
     from decant.command.temporary_deployment import temporary_deployment
 
     name = Path(model).resolve().name if model else models.DEFAULT_MODEL
-    if model in model_shapes.SHAPES and not Path(model).is_dir():
+    if model is not None and model in model_shapes.SHAPES and not Path(model).is_dir():
         name, model = model, str(model_shapes.make(model))
     shared = [*(["--model", model] if model else []), *(["--kv-memory", kv_memory] if kv_memory else [])]
 

@@ -123,17 +123,17 @@ class WorkerLoad:
         self.work.add(work)
         self._snapshots.clear()
 
-    def apply_heartbeat(self, beat: wire.Heartbeat) -> None:
-        if beat.HasField("load"):
+    def apply_heartbeat(self, heartbeat: wire.Heartbeat) -> None:
+        if heartbeat.HasField("load"):
             role = self._load.role
             self._load = wire.Load()  # a copy: a part of a message keeps the whole message in memory
-            self._load.CopyFrom(beat.load)
-            self._load.role = beat.load.role or role
+            self._load.CopyFrom(heartbeat.load)
+            self._load.role = heartbeat.load.role or role
         self.work.set_reported(self._load.queued_tokens)
         self.sequences.set_reported(self._load.running + self._load.waiting)
-        self._cached.apply_heartbeat(beat)
-        if beat.routers or self._routers is None:
-            self._routers = frozenset(Incarnation.of(router) for router in beat.routers)
+        self._cached.apply_heartbeat(heartbeat)
+        if heartbeat.routers or self._routers is None:
+            self._routers = frozenset(Incarnation.of(router) for router in heartbeat.routers)
         self._sent_sequences = self._sent_tokens = 0
         if not self._is_full:
             self._slow_start_limit *= 2

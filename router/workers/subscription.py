@@ -42,7 +42,7 @@ class SessionObserver(Protocol):
     def opened(self, session: WorkerSession) -> None:
         """The worker takes new work. Its next heartbeats list its whole prefix cache."""
 
-    def on_heartbeat(self, session: WorkerSession, beat: wire.Heartbeat) -> None: ...
+    def on_heartbeat(self, session: WorkerSession, heartbeat: wire.Heartbeat) -> None: ...
 
 
 class SessionDependent(Protocol):

@@ -19,6 +19,8 @@ from decant.worker.settings import WorkerSettings
 from decant.worker.startup import cpu_build
 
 _T = TypeVar("_T")
+_Settings = TypeVar("_Settings")
+_Loaded = TypeVar("_Loaded")
 
 _WEIGHTS = "Loading weights"
 """The name of transformers' progress bar over the tensors of a checkpoint."""
@@ -29,7 +31,7 @@ _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _log = logs.get(__name__)
 
 
-async def in_own_thread(load: Callable[[WorkerSettings], Device], settings: WorkerSettings) -> Device:
+async def in_own_thread(load: Callable[[_Settings], _Loaded], settings: _Settings) -> _Loaded:
     """Run ``load`` in a thread that ends with it, as the pool of OpenMP threads does that it makes for itself.
 
     The engine's thread makes another pool. With more pooled threads than cores, libgomp puts the engine's threads to
