@@ -81,11 +81,10 @@ class RetryState:
 
     @property
     def router(self) -> int:
-        """Index of the router to call."""
         return self._router
 
     def remaining(self) -> float | None:
-        """Seconds until the deadline, at least 0; None without one."""
+        """At least 0; None without a deadline."""
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
     def mark_progress(self) -> None:

@@ -1,1 +1,1 @@
-"""A worker's reports: audit, metrics, changes of its prefix cache."""
+"""Audit, metrics, and changes of the prefix cache."""

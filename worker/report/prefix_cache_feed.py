@@ -30,11 +30,10 @@ class PrefixCacheFeed:
         self._noted = deque[list[BlockHash]]()
 
     def note(self, changed: list[BlockHash]) -> None:
-        """Keep changes until ``collect``. From any thread."""
+        """From any thread."""
         self._noted.append(changed)
 
     def collect(self) -> None:
-        """Apply the noted changes."""
         while self._noted:
             changed = self._noted.popleft()
             apply_changes(self._cached, changed)
@@ -42,15 +41,15 @@ class PrefixCacheFeed:
                 apply_changes(unsent, changed)
 
     def begin(self, session: Hashable) -> None:
-        """Add a session: all cached blocks are unsent."""
+        """All cached blocks are unsent."""
         self._unsent[session] = dict(self._cached)
 
     def end(self, session: Hashable) -> None:
-        """Remove a session. May be repeated."""
+        """May be repeated."""
         self._unsent.pop(session, None)
 
     def take(self, session: Hashable) -> wire.PrefixCacheUpdate | None:
-        """The next part for a heartbeat; None: nothing has changed."""
+        """None: nothing has changed."""
         unsent = self._unsent.get(session)
         if not unsent:
             return None

@@ -1,4 +1,4 @@
-"""Loads and measures the model: the only place where a worker imports torch."""
+"""The only place where a worker imports torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def in_own_thread(load: Callable[[_Settings], _Loaded], settings: _Setting
 
 
 def load_model(settings: WorkerSettings) -> Device:
-    """Load the model and measure its steps. Raises ModelRefused, InvalidConfig."""
+    """Measure its steps too. Raises ModelRefused, InvalidConfig."""
     cpu_build.choose(settings.kernels)
     import torch
     from transformers.utils import logging
@@ -88,7 +88,7 @@ def _report(percent: int) -> None:
 def _reporting(
     set_hook: Callable[[Any], Any], first: int, last: int, interval_s: float = _REPORT_INTERVAL_S
 ) -> Iterator[None]:
-    """Report the loading of tensors every ``interval_s`` as `first` to `last` percent."""
+    """Loading tensors is `first` to `last` percent, reported every ``_REPORT_S``."""
 
     def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and kwargs.get("desc") == _WEIGHTS:
@@ -121,7 +121,7 @@ def limits_of(settings: WorkerSettings, device: Device) -> Limits:
 
 
 def own_cores(quota: Path = _CPU_QUOTA) -> int:
-    """Usable cores, limited by the CPU quota of the control group."""
+    """Limited by the CPU quota of the control group."""
     cores = len(usable_cores())
     try:
         share, period = (int(word) for word in quota.read_text().split())
