@@ -73,7 +73,7 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
 
     @property
     def is_open(self) -> bool:
-        """Callers on other machines are served without authentication."""
+        """Whether callers on other machines are served without authentication."""
         return self.tls_client_ca is None and not is_loopback(self.host)
 
     @field_validator("redis_url")

@@ -54,7 +54,7 @@ _HEALTHY = _Health()
 
 
 class Backoffs:
-    """Of routers 0 to `count` - 1."""
+    """Backoffs of routers 0 to `count` - 1."""
 
     def __init__(self, count: int, clock: Callable[[], float], chance: Callable[[], float], backoff: Backoff) -> None:
         self._clock = clock

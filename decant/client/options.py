@@ -133,7 +133,7 @@ def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens
 
 
 def fill(message: M, **values: Any) -> M:
-    """Skips None. Raises InvalidArgument."""
+    """Set the fields that are not None. Raises InvalidArgument."""
     for name, value in values.items():
         if value is not None:
             _set_field(message, name, value, name)

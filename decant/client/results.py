@@ -209,7 +209,7 @@ def cancel_status(message: pb.CancelGenerationResponse) -> CancelStatus:
 
 
 def plain(kind: type[_T], message: Message) -> _T:
-    """Unset fields are None."""
+    """A dataclass with the message's fields; unset ones are None."""
     values: dict[str, Any] = {}
     for field in fields(kind):  # type: ignore[arg-type]
         has = not message.DESCRIPTOR.fields_by_name[field.name].has_presence or message.HasField(field.name)

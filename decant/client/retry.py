@@ -84,7 +84,7 @@ class RetryState:
         return self._router
 
     def remaining(self) -> float | None:
-        """At least 0; None without a deadline."""
+        """Seconds until the deadline, at least 0; None without one."""
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
     def mark_progress(self) -> None:

@@ -68,7 +68,7 @@ def refusing(name: str, what: str) -> Iterator[None]:
 
 
 def choose_device(name: str) -> torch.device:
-    """CUDA when there is one, unless named otherwise. Raises InvalidConfig."""
+    """The named device; by default CUDA when there is one. Raises InvalidConfig."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -83,7 +83,7 @@ def choose_device(name: str) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Weights are not read yet. ``revision``: commit of a hub name."""
+    """A checkpoint whose weights are not read yet. ``revision``: commit of a hub name."""
 
     path: str
     revision: str | None
@@ -113,8 +113,8 @@ class Checkpoint:
         return dtype
 
     def choose_context_length(self, context_length: int | None) -> int:
-        """At most the length after rotary scaling; by default ``rope.default_length``. Raises InvalidConfig,
-        ModelRefused.
+        """The served length: at most that after rotary scaling, by default ``rope.default_length``. Raises
+        InvalidConfig, ModelRefused.
         """
         text = self.config.get_text_config()
         most = getattr(text, "max_position_embeddings", None)
@@ -128,7 +128,7 @@ class Checkpoint:
         return context_length or rope.default_length(text, most)
 
     def read(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-        """Towers of other media are dropped. Raises ModelRefused."""
+        """Load the weights; towers of other media are dropped. Raises ModelRefused."""
         with refusing(self.name, "transformers can't load it"):
             model_class, source = self._source()
             loaded: Any = model_class.from_pretrained(
@@ -175,7 +175,7 @@ class Checkpoint:
         return Path(snapshot_download(self.path, revision=self.revision, allow_patterns=patterns))
 
     def weights(self) -> Digests:
-        """A hub commit, or digests of a folder's configuration and weight files, which are read unless cached. Raises
+        """Identity of the weights: a hub commit, or digests of a folder's files, which are read unless cached. Raises
         ModelRefused.
         """
         if self.revision is not None:
@@ -186,7 +186,7 @@ class Checkpoint:
             return digest_files([folder / "config.json", *files])
 
     def eos_token_ids(self, model: PreTrainedModel) -> frozenset[int]:
-        """Those in the vocabulary, from the generation config if it names any."""
+        """End tokens in the vocabulary, from the generation config if it names any."""
         generation = getattr(model, "generation_config", None)
         named = generation.eos_token_id if generation is not None else None
         named = self.config.get_text_config().eos_token_id if named is None else named
@@ -226,7 +226,7 @@ def open(path: str, revision: str | None = None) -> Checkpoint:
 
 
 def _fetch_small(name: str, revision: str | None) -> Path:
-    """The folder is named by the commit."""
+    """Return a folder that is named by the commit."""
     return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", "adapter_config.json"]))
 
 

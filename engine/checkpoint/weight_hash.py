@@ -49,8 +49,8 @@ class Digests:
 
 
 def digest_files(files: Sequence[Path]) -> Digests:
-    """A cached digest counts while the stamp is the same. Releases the interpreter's lock while it reads. Raises
-    OSError.
+    """Digest each file; a cached digest counts while the stamp is the same. Releases the interpreter's lock while it
+    reads. Raises OSError.
     """
     stamps = {file: _stamp(file) for file in files}
     values = tuple(f"{file.name}:{_digest(file, stamp)}" for file, stamp in stamps.items())
@@ -85,7 +85,7 @@ def _stamp(file: Path) -> Stamp:
 
 
 def _cache_paths(file: Path) -> Iterator[Path]:
-    """Preferred ones first."""
+    """Paths for the digest of a file, preferred ones first."""
     yield file.with_name(f".{file.name}.xxh128")
     with contextlib.suppress(RuntimeError):  # no home
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

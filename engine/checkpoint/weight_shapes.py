@@ -55,7 +55,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """``count`` is None if config.json does not determine it."""
+    """A dimension; ``count`` is None if config.json does not determine it."""
 
     field: str
     count: int | None

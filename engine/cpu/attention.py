@@ -42,7 +42,7 @@ class _Call(ctypes.Structure):
 
 
 class NativeAttention:
-    """``store`` is on the CPU, in float32 or bfloat16. ``keep``: flattened tokens whose logits are needed; None: all."""
+    """``store``: on the CPU, in float32 or bfloat16. ``keep``: flattened tokens whose logits are needed; None: all."""
 
     def __init__(
         self,

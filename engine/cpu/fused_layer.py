@@ -253,7 +253,7 @@ class _Trial:
 
 @torch.inference_mode()
 def _fused(module: nn.Module, parts: _Parts, dtype: torch.dtype, kind: type[FusedLayer]) -> FusedLayer | None:
-    """None unless it gives the same output and leaves the same blocks, bit for bit."""
+    """Return None unless it gives the same output and leaves the same blocks, bit for bit."""
     assert KERNELS is not None
     original_forward, key = module.forward, parts.weights[1]
     widths: list[Any] = [getattr(part, "head_dim", None) for part in module.children()]

@@ -95,7 +95,7 @@ class Rotation:
 
 
 def _is_supported(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """One sequence, the whole width, one dtype, strides that the kernel reads."""
+    """Whether it is one sequence, the whole width, one dtype, with strides that the kernel reads."""
     return (
         (1, *x.shape[2:]) == cos.shape == sin.shape
         and len(x) == 1
@@ -109,7 +109,7 @@ def _is_supported(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool
 
 
 def fuse(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace what passes the trial. ``dtype`` is that of the whole model."""
+    """Replace the modules that pass the trial. ``dtype`` is that of the whole model."""
     if KERNELS is None or dtype not in TOLERANCE:
         return
     for parent in list(model.modules()):

@@ -175,7 +175,7 @@ def pack(model: nn.Module) -> None:
 
 
 def _replace(parent: nn.Module, name: str) -> int:
-    """Return the bytes of its replaced parameters."""
+    """Pack a child; return the bytes of its replaced parameters."""
     child = parent.get_submodule(name)
     nbytes = sum(parameter.nbytes for parameter in child.parameters(recurse=False))
     packed = _packed(child)
@@ -186,13 +186,13 @@ def _replace(parent: nn.Module, name: str) -> int:
 
 
 def _has_stacked_experts(module: nn.Module) -> bool:
-    """With rows sorted by expert."""
+    """Whether it has stacked weights of several experts, and takes rows sorted by expert."""
     handled = isinstance(module, PackedExperts | FixedRows | nn.Conv1d) or hasattr(module, "is_transposed")
     return not handled and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
 
 
 def _packed(module: nn.Module) -> nn.Module | None:
-    """None: the module stays, and its children are looked at."""
+    """Return None where the module stays and its children are looked at."""
     # A router may be a Linear whose forward does more.
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return PackedLinear(module.weight, module.bias)

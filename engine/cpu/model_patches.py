@@ -46,7 +46,7 @@ class _Precomputed(NamedTuple):
     output: torch.Tensor
 
     def matches(self, hidden: torch.Tensor, angles: Any, attention: AttentionBackend | None) -> bool:
-        """The call has the same objects, and nothing was written to ``hidden`` since."""
+        """Whether the call has the same objects, and nothing was written to ``hidden`` since."""
         return (
             hidden is self.hidden
             and hidden._version == 0
@@ -90,7 +90,7 @@ class LookaheadLayer(FusedLayer):
         return outputs[0]
 
     def _with_followers(self, most: int) -> list[LookaheadLayer]:
-        """At most ``most`` layers if that is more than one."""
+        """The layer and its followers, at most ``most`` layers if that is more than one."""
         layers = [self]
         while len(layers) < most and (follower := layers[-1].follower) is not None:
             if follower._precomputed is not None:  # the last precomputed output was not used

@@ -18,7 +18,7 @@ _kernel_threads = threading.local()
 
 
 def num_threads() -> int:
-    """For kernels that have the same bits on any number of threads."""
+    """Threads for kernels that have the same bits on any number of threads."""
     return getattr(_kernel_threads, "count", None) or torch.get_num_threads()
 
 

@@ -1,1 +1,1 @@
-"""Audit, metrics, and changes of the prefix cache."""
+"""A worker's reports: audit, metrics, changes of its prefix cache."""

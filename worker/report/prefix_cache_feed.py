@@ -30,7 +30,7 @@ class PrefixCacheFeed:
         self._noted = deque[list[BlockHash]]()
 
     def note(self, changed: list[BlockHash]) -> None:
-        """From any thread."""
+        """Keep changes until ``collect``. From any thread."""
         self._noted.append(changed)
 
     def collect(self) -> None:
@@ -41,15 +41,15 @@ class PrefixCacheFeed:
                 apply_changes(unsent, changed)
 
     def begin(self, session: Hashable) -> None:
-        """All cached blocks are unsent."""
+        """Add a session: all cached blocks are unsent."""
         self._unsent[session] = dict(self._cached)
 
     def end(self, session: Hashable) -> None:
-        """May be repeated."""
+        """Remove a session. May be repeated."""
         self._unsent.pop(session, None)
 
     def take(self, session: Hashable) -> wire.PrefixCacheUpdate | None:
-        """None: nothing has changed."""
+        """The next part for a heartbeat; None: nothing has changed."""
         unsent = self._unsent.get(session)
         if not unsent:
             return None

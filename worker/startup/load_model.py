@@ -1,4 +1,4 @@
-"""The only place where a worker imports torch."""
+"""Loads and measures the model: the only place where a worker imports torch."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _report(percent: int) -> None:
 def _reporting(
     set_hook: Callable[[Any], Any], first: int, last: int, interval_s: float = _REPORT_INTERVAL_S
 ) -> Iterator[None]:
-    """Loading tensors is `first` to `last` percent, reported every ``_REPORT_S``."""
+    """Report tensors as `first` to `last` percent, every ``_REPORT_S``."""
 
     def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and kwargs.get("desc") == _WEIGHTS:
@@ -121,7 +121,7 @@ def limits_of(settings: WorkerSettings, device: Device) -> Limits:
 
 
 def own_cores(quota: Path = _CPU_QUOTA) -> int:
-    """Limited by the CPU quota of the control group."""
+    """Usable cores, limited by the CPU quota of the control group."""
     cores = len(usable_cores())
     try:
         share, period = (int(word) for word in quota.read_text().split())

@@ -70,7 +70,7 @@ class Registrar:
                 await registration.remove()
 
     def renew_now(self) -> None:
-        """The load has changed in a way that matters."""
+        """Renew at once, because the load has changed in a way that matters."""
         self._now.set()
 
     async def _renew_always(self) -> None:

@@ -15,7 +15,7 @@ AMX = bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
 def load() -> ModuleType | None:
-    """None without AVX2, or if the package was built without a C++ compiler."""
+    """The best module for this CPU; None without AVX2, or if the package was built without a C++ compiler."""
     for name in fitting():
         try:
             return import_module(f"decant.engine.cpu.kernels.{name}")
@@ -25,7 +25,7 @@ def load() -> ModuleType | None:
 
 
 def fitting() -> list[str]:
-    """The best first."""
+    """Modules that this CPU can run, the best first."""
     has = torch.cpu.get_capabilities()
     match torch.backends.cpu.get_cpu_capability():
         case "AVX512" if all(has.get(f"avx512_{part}") for part in ("bf16", "vbmi", "vbmi2")):
