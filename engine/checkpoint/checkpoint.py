@@ -68,7 +68,7 @@ def refusing(name: str, what: str) -> Iterator[None]:
 
 
 def choose_device(name: str) -> torch.device:
-    """The named device; by default CUDA when there is one. Raises InvalidConfig."""
+    """The named device, or CUDA when there is one. Raises InvalidConfig."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -83,7 +83,7 @@ def choose_device(name: str) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint whose weights are not read yet. ``revision``: commit of a hub name."""
+    """A checkpoint that may be opened; weights are not read yet. ``revision``: commit of a hub name."""
 
     path: str
     revision: str | None
@@ -98,8 +98,8 @@ class Checkpoint:
     def choose_dtype(self, name: str, fast: Set[torch.dtype]) -> torch.dtype:
         """The named dtype, or the checkpoint's own. Raises InvalidConfig.
 
-        ``fast``: dtypes that the device multiplies at full speed. Without float16 among them, a float16 checkpoint is
-        loaded as bfloat16, and float16 by name is refused.
+        ``fast``: dtypes that the device multiplies at full speed. If float16 is not among them, a float16 checkpoint
+        is loaded as bfloat16, and float16 by name is refused.
         """
         stored = self.config.get_text_config().dtype or self.config.dtype or "float32"
         named = str(stored).removeprefix("torch.") if name == "auto" else name
@@ -113,8 +113,9 @@ class Checkpoint:
         return dtype
 
     def choose_context_length(self, context_length: int | None) -> int:
-        """The served length: at most that after rotary scaling, by default ``rope.default_length``. Raises
-        InvalidConfig, ModelRefused.
+        """The served context length, at most what the checkpoint is made for. Raises InvalidConfig, ModelRefused.
+
+        The limit is the length after rotary scaling. The default is ``rope.default_length``.
         """
         text = self.config.get_text_config()
         most = getattr(text, "max_position_embeddings", None)
@@ -128,7 +129,7 @@ class Checkpoint:
         return context_length or rope.default_length(text, most)
 
     def read(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-        """Load the weights; towers of other media are dropped. Raises ModelRefused."""
+        """Load the weights into transformers' causal model; towers of other media are dropped. Raises ModelRefused."""
         with refusing(self.name, "transformers can't load it"):
             model_class, source = self._source()
             loaded: Any = model_class.from_pretrained(
@@ -175,8 +176,9 @@ class Checkpoint:
         return Path(snapshot_download(self.path, revision=self.revision, allow_patterns=patterns))
 
     def weights(self) -> Digests:
-        """Identity of the weights: a hub commit, or digests of a folder's files, which are read unless cached. Raises
-        ModelRefused.
+        """Identity of the weights: a hub commit, or digests of a folder's configuration and weight files.
+
+        Files are read unless their digests are cached. Raises ModelRefused.
         """
         if self.revision is not None:
             return Digests((f"{self.path}@{self.revision}",), {})
@@ -186,7 +188,7 @@ class Checkpoint:
             return digest_files([folder / "config.json", *files])
 
     def eos_token_ids(self, model: PreTrainedModel) -> frozenset[int]:
-        """End tokens in the vocabulary, from the generation config if it names any."""
+        """End tokens that are in the vocabulary, from the generation config if it names any."""
         generation = getattr(model, "generation_config", None)
         named = generation.eos_token_id if generation is not None else None
         named = self.config.get_text_config().eos_token_id if named is None else named
@@ -198,7 +200,7 @@ class Checkpoint:
 
 
 def open(path: str, revision: str | None = None) -> Checkpoint:
-    """Raises ModelRefused."""
+    """Read the configuration of a folder or hub name. Raises ModelRefused."""
     local = Path(path).exists()
     if local:
         weight_files.check(Path(path))
@@ -226,12 +228,12 @@ def open(path: str, revision: str | None = None) -> Checkpoint:
 
 
 def _fetch_small(name: str, revision: str | None) -> Path:
-    """Return a folder that is named by the commit."""
+    """Download the small files of a hub name; the folder is named by the commit."""
     return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", "adapter_config.json"]))
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    """The text class of a multimodal checkpoint would report surplus weights."""
+    """The model class of a checkpoint: the text class of a multimodal one would report surplus weights."""
     multimodal: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM if multimodal is None else AutoModelForImageTextToText
@@ -268,7 +270,7 @@ def _drop_other_media(model: PreTrainedModel) -> None:
 def layout_hash(
     weights: Digests, layout: KvLayout, context_length: int, dtype: torch.dtype, hardware: tuple[str, str]
 ) -> str:
-    """Equal exactly when two devices can exchange blocks."""
+    """Equal exactly when two devices can exchange blocks: same weights, shapes, software, device type and kind."""
     facts = [
         str(layout),
         str(context_length),

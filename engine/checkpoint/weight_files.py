@@ -28,8 +28,9 @@ _MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 def check(folder: Path) -> None:
-    """Reads config.json and the headers of the weight files: milliseconds per file. Raises ModelRefused with the file
-    and the reason.
+    """Check a folder before weights are read. Raises ModelRefused with the file and the reason.
+
+    Reads config.json and the headers of the weight files: milliseconds per file.
     """
     if not folder.is_dir():
         raise ModelRefused(str(folder), "it is a file; a folder or a hub name is needed")
@@ -41,14 +42,14 @@ def check(folder: Path) -> None:
 
 
 def check_format(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelRefused for adapters and unknown weight formats."""
+    """Refuse adapters and unknown weight formats. Raises ModelRefused."""
     name = describe(folder, config)
     check_adapters(folder, name)
     find_format(name, config)
 
 
 def check_adapters(folder: Path, name: str) -> None:
-    """Raises ModelRefused."""
+    """Raises ModelRefused for a folder with an adapter."""
     if adapters := sorted(file.name for pattern in ADAPTERS for file in folder.glob(pattern)):
         reason = f"it has an adapter ({adapters[0]}), and adapters are not served yet: merge it into the weights"
         raise ModelRefused(name, reason)
@@ -86,7 +87,7 @@ def _stored(name: str, file: Path, tensor: str, entry: Mapping[str, Any]) -> Sto
 
 
 def weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
-    """Sorted by name. Raises ModelRefused if one is missing."""
+    """The weight files, sorted by name. Raises ModelRefused if one is missing."""
     name = describe(folder, config)
     if "transformers_weights" in config:
         raise ModelRefused(name, f"config.json names weight files of its own (transformers_weights); use {SINGLE}")
@@ -105,14 +106,14 @@ def weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """Raises ModelRefused."""
+    """config.json. Raises ModelRefused."""
     if not (folder / "config.json").is_file():
         raise ModelRefused(str(folder), "the folder has no config.json")
     return read_json(folder / "config.json", str(folder))
 
 
 def read_json(file: Path, name: str) -> Mapping[str, Any]:
-    """Raises ModelRefused for ``name``."""
+    """A JSON object. Raises ModelRefused for ``name``."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -123,6 +124,7 @@ def read_json(file: Path, name: str) -> Mapping[str, Any]:
 
 
 def describe(folder: Path, config: Mapping[str, Any]) -> str:
+    """Architecture and folder, as refusals name a checkpoint."""
     architectures = config.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
     return f"{named or 'an unnamed model type'} ({folder})"
@@ -148,7 +150,7 @@ def _no_weights(folder: Path) -> str:
 
 
 def _header(name: str, file: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Raises ModelRefused for an incomplete file."""
+    """Tensor name -> dtype, shape and offsets. Raises ModelRefused for an incomplete file."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))

@@ -29,6 +29,8 @@ class Slice(Protocol):
 
 
 class WeightFormat(Protocol):
+    """One way of storing weights."""
+
     def allows(self, tensor: str, dtype: str) -> bool:
         """Whether a file may have a tensor of that name and safetensors dtype."""
         ...
@@ -43,7 +45,7 @@ class WeightFormat(Protocol):
 
 
 class Plain:
-    """Tensors in a floating-point dtype, as the model has them."""
+    """Each tensor is stored as the model has it, in a floating-point dtype."""
 
     def allows(self, tensor: str, dtype: str) -> bool:
         if dtype == "U8":
@@ -64,7 +66,7 @@ FORMATS: dict[str, WeightFormat] = {}
 
 
 def find_format(name: str, config: Mapping[str, Any]) -> WeightFormat:
-    """``config`` may name it in a part. Raises ModelRefused for an unknown one."""
+    """The format that a config.json names, in itself or in a part. Raises ModelRefused for an unknown one."""
     chosen = PLAIN
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key in ("quantization_config", "compression_config"):

@@ -42,7 +42,10 @@ class _Call(ctypes.Structure):
 
 
 class NativeAttention:
-    """``store``: on the CPU, in float32 or bfloat16. ``keep``: flattened tokens whose logits are needed; None: all."""
+    """The attention of one step: writes its keys and values to their blocks, then attends over them.
+
+    ``store`` is on the CPU, in float32 or bfloat16. ``keep``: flattened tokens whose logits are needed; None: all.
+    """
 
     def __init__(
         self,
@@ -99,6 +102,7 @@ class NativeAttention:
         return out
 
     def _check(self, call: AttentionCall) -> None:
+        """The kernel relies on these shapes."""
         spec, tokens = self._store.layout.layers[call.layer], len(self._flat.tokens)
         heads = call.query.shape[1]
         _check_shape("query", call.query, (1, heads, tokens, spec.key_dim))

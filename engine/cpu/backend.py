@@ -33,7 +33,7 @@ from decant.engine.plan import Device, Row
 
 
 class CpuBackend(TorchBackend):
-    """Packed linear layers (oneDNN), the rest in torch."""
+    """CPUs without compiled kernels: packed linear layers (oneDNN), the rest in torch."""
 
     dtypes = frozenset({torch.bfloat16, torch.float32})  # float16 products are a thousand times as slow
     exact = PARTS
@@ -68,6 +68,8 @@ class CpuBackend(TorchBackend):
 
 
 class NativeBackend(CpuBackend):
+    """CPUs with compiled kernels: attention over blocks in place, sampling and batch layout too."""
+
     def __init__(self, kernels: ModuleType) -> None:
         super().__init__()
         self._kernels = kernels

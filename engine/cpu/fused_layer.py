@@ -71,7 +71,7 @@ class _Layer(ctypes.Structure):
 
 
 class FusedLayer:
-    """Forward of a decoder layer: hidden [1, T, hidden] -> [1, T, hidden]."""
+    """Replaces a decoder layer's forward: hidden [1, T, hidden] -> [1, T, hidden]."""
 
     def __init__(self, kernels: ModuleType, original_forward: Forward, parts: _Parts, call: AttentionCall) -> None:
         self._kernel = kernels.layers
@@ -134,7 +134,7 @@ class FusedLayer:
 
 
 class _Parts:
-    """Raises LookupError if a part is missing or of another kind."""
+    """The parts of a module that may be a decoder layer. Raises LookupError if one is missing or of another kind."""
 
     def __init__(self, module: nn.Module) -> None:
         children = dict(module.named_children())
@@ -146,6 +146,7 @@ class _Parts:
         self._check()
 
     def _check(self) -> None:
+        """The kernel relies on widths that fit together."""
         query, key, value, out, gate, up, down = self.weights
         before, _, _, after = self.norms
         assert before is not None
@@ -180,7 +181,7 @@ def _packed_weight(part: nn.Module) -> PackedWeight:
 
 
 def fuse(model: nn.Module, dtype: torch.dtype, kind: type[FusedLayer] = FusedLayer) -> list[FusedLayer]:
-    """Call it after ``fused_ops.fuse``. Returns the fused layers in the model's order."""
+    """Fuse every decoder layer that passes the trial; after ``fused_ops.fuse``. Returns them in the model's order."""
     if KERNELS is None or dtype not in TOLERANCE:
         return []
     layers = []
@@ -208,6 +209,8 @@ def unfuse(model: nn.Module) -> list[tuple[nn.Module, FusedLayer]]:
 
 
 class _RecordingAttention:
+    """Attends over heads of one shape, and records the call."""
+
     def __init__(self, attention: AttentionBackend, spec: LayerSpec) -> None:
         self._attention = attention
         self._spec = spec
@@ -253,7 +256,7 @@ class _Trial:
 
 @torch.inference_mode()
 def _fused(module: nn.Module, parts: _Parts, dtype: torch.dtype, kind: type[FusedLayer]) -> FusedLayer | None:
-    """Return None unless it gives the same output and leaves the same blocks, bit for bit."""
+    """The fused layer, if it gives the same output and leaves the same blocks, bit for bit."""
     assert KERNELS is not None
     original_forward, key = module.forward, parts.weights[1]
     widths: list[Any] = [getattr(part, "head_dim", None) for part in module.children()]
