@@ -36,6 +36,8 @@ from decant.worker.report.prefix_cache_feed import PrefixCacheFeed
 
 @dataclass(frozen=True, slots=True)
 class Identity:
+    """A worker's incarnation, its role, the id of its model, and its address (host:port)."""
+
     peer: wire.Peer
     role: wire.Role
     model: str
@@ -61,10 +63,11 @@ class _LoadSample:
 class HostHandler:
     """A receiver of a host's events, all on the event loop. Override those that matter."""
 
-    def on_step(self, output: StepOutput) -> None: ...
+    def on_step(self, output: StepOutput) -> None:
+        """After each step of the engine."""
 
     def on_crash(self, stopped: EngineStopped) -> None:
-        """No event of the engine follows."""
+        """The engine has crashed: no event of it follows."""
 
     def on_new_owner(self, ref: wire.Run) -> None:
         """A request has a new owner, which names this attempt, under a higher epoch."""
@@ -72,13 +75,16 @@ class HostHandler:
     def on_lease_end(self, lease: Lease) -> None:
         """A ticket has ended; ``lease.failure`` gives the reason, unless the receiver released it."""
 
-    def on_fetch(self, arrival: IncomingSequence) -> None: ...
+    def on_fetch(self, arrival: IncomingSequence) -> None:
+        """A fetch begins."""
 
     def on_fetched(self, arrival: IncomingSequence, outcome: TransferResult | HandoffFailed | None) -> None:
         """A fetch has ended; None: nothing was left to fetch, or the run was cancelled."""
 
 
 class ObservedReceiver(KvReceiver):
+    """A receiver that reports the start and the outcome of each fetch to its host."""
+
     def __init__(self, host: EngineHost) -> None:
         super().__init__(host.loop, host.shape, host.peer, host.step_heartbeat)
         self._host = host
@@ -145,6 +151,7 @@ class EngineHost:
             await self.loop.stop()
 
     def blocks_for(self, tokens: int) -> int:
+        """Number of blocks for so many tokens."""
         return -(-tokens // self.block_size)
 
     # -- load ---------------------------------------------------------------------------------------------------
@@ -181,6 +188,7 @@ class EngineHost:
 
     @property
     def last_load(self) -> Load:
+        """The engine's load as of the last sample."""
         return self._last_load.engine
 
     async def sample_load(self) -> None:
@@ -236,5 +244,5 @@ class EngineHost:
 
 
 def layout_number(layout: str) -> int:
-    """For tickets and registrations."""
+    """The hash of a device's layout, for tickets and registrations."""
     return int.from_bytes(hashlib.blake2b(layout.encode(), digest_size=8).digest(), "little")
