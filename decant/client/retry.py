@@ -81,7 +81,6 @@ class RetryState:
 
     @property
     def router(self) -> int:
-        """Index of the router to call."""
         return self._router
 
     def remaining(self) -> float | None:

@@ -70,7 +70,7 @@ class NoCapacity(Exception):
 
 
 class NoWorker(Exception):
-    pass
+    """No worker took the request while its patience lasted."""
 
 
 def error_for(failure: wire.Failure, sender: Incarnation) -> ServiceError | AttemptFailed:

@@ -93,7 +93,8 @@ class ChatTemplate:
         return json.loads(reply), text.decode()
 
 
-def _nothing() -> None: ...
+def _nothing() -> None:
+    """There is no process to end."""
 
 
 def _start() -> subprocess.Popen[bytes]:

@@ -32,7 +32,8 @@ _log = logs.get(__name__)
 
 
 class MembershipObserver(SessionObserver, Protocol):
-    def on_members_changed(self, model: str) -> None: ...
+    def on_members_changed(self, model: str) -> None:
+        """A worker of that model was removed."""
 
 
 class WorkerMembership:

@@ -83,7 +83,7 @@ def completed(module: str, *arguments: str, timeout: float = 120) -> subprocess.
 
 
 def _become(module: str, arguments: Sequence[str], environ: Mapping[str, str], written: Sequence[Any]) -> None:
-    """In the fork: the module's main program, writing where it was told to."""
+    """In the fork: the module's main program, writing to the given streams."""
     for ours, theirs in enumerate(written, start=1):
         number = theirs.detach()
         os.dup2(number, ours)

@@ -81,7 +81,7 @@ class Proxy(grpc.GenericRpcHandler):
         self.address = ""
         self.target = ""
         self.tamper: Tamper | None = None
-        self.is_mute = False  # fetches hear nothing at all, and no end either
+        self.is_mute = False  # fetches receive nothing, not even an end
         self.fetches = 0
         self.cuts: tuple[Cut, ...] = ()
 

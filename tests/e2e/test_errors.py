@@ -157,7 +157,7 @@ async def test_invalid_requests_are_refused_by_reason(scene: Scene) -> None:
 @reason("STATE_STORE_AWAY")
 @reason("REQUEST_NOT_FOUND")
 async def test_an_unknown_id_is_not_found(scene: Scene) -> None:
-    """Right after the store was new it can't tell whether it lost it: it says when it can."""
+    """A new store can't know whether it lost the request: the error says when to ask again."""
     asking = pb.GetGenerationRequest(request_id="nobody")
     unsure = await told(scene.stub.GetGeneration(asking))
     assert (unsure.code, unsure.reason) == (Code.UNAVAILABLE, "STATE_STORE_AWAY")
@@ -197,7 +197,7 @@ async def test_overload_deadline_and_unavailable_have_their_reasons(scene: Scene
     await first.read()
     others = [asyncio.ensure_future(read(scene.stream(5))) for _ in range(3)]
     ended = iter(asyncio.as_completed(others))
-    for _ in range(2):  # the third has the place of one who waits
+    for _ in range(2):  # the third waits
         full = await told(next(ended))
         assert (full.code, full.reason) == (Code.RESOURCE_EXHAUSTED, "QUEUE_FULL")
         assert full.retry_ms > 0

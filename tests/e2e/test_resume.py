@@ -131,7 +131,7 @@ def with_echo(_: str) -> pb.GenerateRequest:
 async def test_both_parts_of_a_cut_stream_are_the_complete_output(
     two: Two, variant: Callable[[str], pb.GenerateRequest]
 ) -> None:
-    """Text, tokens, logprobs: of a stream that goes on elsewhere, of its replay after any token, and as it is told."""
+    """Text, tokens and logprobs of a stream that goes on elsewhere, of its replay, and of GetGeneration."""
     plain = await ask(two.one, shortened())
     extra = variant(plain.text)
     whole = await ask(two.one, shortened(extra))
@@ -155,7 +155,7 @@ async def test_both_parts_of_a_cut_stream_are_the_complete_output(
 
 
 async def told_to_its_end(stub: InferenceServiceStub, asking: pb.GenerateRequest, whole: Answer) -> pb.Generation:
-    """What is told of a request once its end is written: that may be later than its last message is read."""
+    """GetGeneration once the end is written, which may be after the last message is read."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             told: pb.Generation = await stub.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
@@ -177,7 +177,7 @@ def resumed(asking: pb.GenerateRequest, after_seq: int) -> pb.ResumeStreamReques
 
 
 def check_beginning(told: pb.GenerateResponse, whole: Answer) -> None:
-    """What is told of a request is how the whole answer begins."""
+    """The result so far is a beginning of the whole answer."""
     (output,) = told.outputs
     count = len(output.token_ids)
     assert list(output.token_ids) == whole.ids[:count]
@@ -245,7 +245,7 @@ async def test_detached_requests_of_a_router_that_dies_are_finished_by_the_other
 
 
 async def test_a_tail_that_only_its_reader_has_comes_out_the_same_again() -> None:
-    """Router and decode worker die together; nobody else has what was shown since the journal was last written."""
+    """Router and decode worker die together; tokens sent since the last journal write are lost."""
     with (
         deployment(routers=2, worker=(*SMALL_KV, "--lease-ms", "3000")) as running,
         sync_redis.Redis.from_url(running.redis.url, protocol=2) as bare,
@@ -292,7 +292,7 @@ async def test_streams_outlive_a_redis_that_comes_back_empty(tmp_path: Path) -> 
             begun = await read(call, 5)
             redis.stop()
             error = await failed(other.ResumeStream(resumed(asking, 5), timeout=PATIENCE_S))
-            assert (type(error), error.reason) == (Unavailable, Reason.STATE_STORE_AWAY), "nobody adopts without Redis"
+            assert (type(error), error.reason) == (Unavailable, Reason.STATE_STORE_AWAY), "no adoption without Redis"
             await asyncio.to_thread(running.routers[0].until, "the state store is unavailable: requests continue")
             meanwhile = await ask(one, asked(PROMPT, max_tokens=10))
             assert (meanwhile.ids, meanwhile.started.resumable) == (whole.ids[:10], False)

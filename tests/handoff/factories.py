@@ -29,7 +29,7 @@ Cost = Callable[[StepPlan], float] | None
 
 
 class Worker:
-    """An engine on its thread with both ends of a handoff; ``told`` keeps what its steps said."""
+    """An engine on its thread with both ends of a handoff; ``tokens`` by sequence."""
 
     def __init__(
         self,

@@ -135,7 +135,7 @@ async def test_runs_of_a_broken_session_are_kept_for_one_lease_in_every_state(st
         await scene.router.leave()
         await eventually(lambda: not list(scene.node.decode.runs()))
         assert scene.node.decode.orphans == 0
-        assert not await scene.node.host.loop.call(lambda engine: set(engine.sequences)), "it is decoded for nobody"
+        assert not await scene.node.host.loop.call(lambda engine: set(engine.sequences)), "it is not decoded"
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -37,7 +37,7 @@ async def store(server: PrivateRedis) -> AsyncIterator[Store]:
 
 
 class Scene:
-    """A registrar's owner: the load that it tells, and whether it heard that it is over."""
+    """A registrar's owner: its reported load, and whether it was replaced."""
 
     def __init__(self, store: Store, incarnation: int = 1) -> None:
         self.load = Load(running=1)
@@ -52,7 +52,7 @@ class Scene:
 
 
 async def present(store: Store, running: int) -> DirectoryEntry[WorkerRegistration]:
-    """The one that is there, once it tells that load."""
+    """Wait for the registration to report this load."""
     async with asyncio.timeout(PATIENCE):
         while True:
             found = (await store.workers.listing()).present

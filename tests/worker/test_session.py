@@ -143,7 +143,7 @@ async def test_an_adopted_run_continues_under_its_new_owner() -> None:
         held = await new.until_message(run, "run_status")
         assert (held.run.epoch, held.slots[0].position) == (2, 9)
         assert (await old.until_message(run, "superseded")).epoch == 2
-        await old.forget(run)  # it is no longer his
+        await old.forget(run)  # the run is no longer this router's
         await old.cancel(run)
         await new.until_message(run, "ended")
         assert new.record_of(run).text(8) == alone(work)[1:]

@@ -34,7 +34,6 @@ class PrefixCacheFeed:
         self._noted.append(changed)
 
     def collect(self) -> None:
-        """Apply the noted changes."""
         while self._noted:
             changed = self._noted.popleft()
             apply_changes(self._cached, changed)

@@ -45,7 +45,7 @@ async def in_own_thread(load: Callable[[_Settings], _Loaded], settings: _Setting
 
 
 def load_model(settings: WorkerSettings) -> Device:
-    """Load the model and measure its steps. Raises ModelRefused, InvalidConfig."""
+    """Measure its steps too. Raises ModelRefused, InvalidConfig."""
     cpu_build.choose(settings.kernels)
     import torch
     from transformers.utils import logging
@@ -88,7 +88,7 @@ def _report(percent: int) -> None:
 def _reporting(
     set_hook: Callable[[Any], Any], first: int, last: int, interval_s: float = _REPORT_INTERVAL_S
 ) -> Iterator[None]:
-    """Report the loading of tensors every ``interval_s`` as `first` to `last` percent."""
+    """Report tensors as `first` to `last` percent, every ``_REPORT_S``."""
 
     def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and kwargs.get("desc") == _WEIGHTS:
