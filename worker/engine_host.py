@@ -196,7 +196,7 @@ class EngineHost:
         ticketed = [lease.sequence for lease in self.sender.leases.all()]
 
         def sample(engine: Engine) -> _LoadSample:
-            self.cache.note(engine.pool.changed())
+            self.cache.note(engine.pool.index.changed())
             return _LoadSample(engine.load(), engine.blocks_of(ticketed))
 
         self._last_load = await self.loop.call(sample)

@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decant.engine.transfer import block_checksum
+from decant.engine.transfer import BlockAddress, block_checksum
 from decant.handoff import packing
 from decant.handoff.codec import Received, decode, encode
 from decant.handoff.errors import HandoffFailed
@@ -27,7 +27,8 @@ def blocks_of(shape: TransferLayout, first: int, count: int, salt: bytes = b"") 
     made = []
     for index in range(first, first + count):
         data = ((salt + index.to_bytes(4, "little")) * (shape.block_bytes // 4 + 1))[: shape.block_bytes]
-        made.append(FilledBlock(index, data, block_checksum(checksum, index, data)))
+        address = BlockAddress(1, index)
+        made.append(FilledBlock(address, data, block_checksum(checksum, address, data)))
     return made
 
 
@@ -35,14 +36,14 @@ def received(shape: TransferLayout, blocks: list[FilledBlock], run: wire.Run = R
     return [decode(message) for message in pack(run, shape, blocks)]
 
 
-def taken(shape: TransferLayout, messages: Iterable[Received], run: wire.Run = RUN) -> dict[int, bytes]:
+def taken(shape: TransferLayout, messages: Iterable[Received], run: wire.Run = RUN) -> dict[BlockAddress, bytes]:
     """What a receiver has in the end: every block verified by its sum, as an arrival does it."""
     unpacker, found = Unpacker(run, shape), {}
     for message in messages:
         for block in unpacker.unpack(message.response.kv_chunk, message.data):
-            if block_checksum(checksum, block.index, block.data) != block.checksum:
+            if block_checksum(checksum, block.address, block.data) != block.checksum:
                 raise HandoffFailed(wire.CAUSE_CORRUPT, "by the arrival")
-            found[block.index] = bytes(block.data)
+            found[block.address] = bytes(block.data)
     return found
 
 

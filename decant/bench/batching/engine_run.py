@@ -133,4 +133,4 @@ def _record_memory(trace: Trace, engine: Engine, ends: dict[str, int]) -> None:
     running = engine.scheduler.running
     trace.used.append(sum(min(one.computed, ends[one.id]) for one in running))
     size = engine.pool.block_size
-    trace.held.append(sum(len(one.block_table.blocks) for one in running if one.block_table) * size)
+    trace.held.append(sum(one.block_table.num_blocks for one in running if one.block_table) * size)

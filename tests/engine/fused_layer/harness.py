@@ -50,7 +50,7 @@ def fused(device: ModelDevice) -> list[LookaheadLayer]:
 
 
 def row(tokens: list[int], start: int, end: int, blocks: array[int]) -> Row:
-    return Row(Request("r", tuple(tokens)), tokens, start, end, blocks, True)
+    return Row(Request("r", tuple(tokens)), tokens, start, end, (blocks,), True)
 
 
 @torch.inference_mode()
@@ -62,7 +62,7 @@ def compute_steps(device: ModelDevice) -> list[torch.Tensor]:
     found = []
     for step in STEPS:
         rows = [
-            Row(Request(id, tuple(tokens[id])), tokens[id], start, end, blocks[id], True) for id, start, end in step
+            Row(Request(id, tuple(tokens[id])), tokens[id], start, end, (blocks[id],), True) for id, start, end in step
         ]
         rows.sort(key=lambda row: row.end - row.start > 1)
         found.append(device.runner.logits(rows, np.arange(sum(row.end - row.start for row in rows))).clone())
