@@ -18,6 +18,7 @@ from decant.engine.blocks import BlockPool
 from decant.engine.costs import StepTimePredictor
 from decant.engine.errors import InvalidConfig, InvalidRequest, OutOfBlocks, UnknownSequence
 from decant.engine.exports import KvTransfers
+from decant.engine.kv_layout import longest_sequence
 from decant.engine.output import Load, PromptLogprobs, SequenceFinished, SequenceStarted, StepOutput, Token
 from decant.engine.plan import Device, FurtherToken, StepPlan, StepResult, TokenLogprobs
 from decant.engine.prefix_index import GroupBlocks
@@ -40,11 +41,11 @@ class Engine:
     ) -> None:
         limits = limits or Limits(context_length=device.context_length)
         self.pool = BlockPool(device.num_blocks, device.block_size, device.windows)
-        capacity = device.num_blocks * device.block_size
         length = limits.context_length
         if length > device.context_length:
             raise InvalidConfig("window", f"at most the model's {device.context_length}", length)
-        if self.pool.blocks_at_once(self.pool.blocks_for(length)) > device.num_blocks:
+        capacity = longest_sequence(device.windows, device.num_blocks, device.block_size, length)
+        if length > capacity:
             raise InvalidConfig("window", f"at most the {capacity} tokens that the KV memory holds", length)
         if not 0 <= device.lookahead < device.block_size:
             raise InvalidConfig("lookahead", f"less than a block of {device.block_size} tokens", device.lookahead)

@@ -13,6 +13,7 @@ its layers only; blocks of all groups have the same size, so that one pool serve
 from __future__ import annotations
 
 import enum
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,11 +54,25 @@ class Window:
         return self.first_visible(position) // block_size
 
     def blocks_at_once(self, count: int, block_size: int) -> int:
-        """How many of its ``count`` blocks a sequence needs at the same time: those of a window, and the next one."""
-        return count if self.kind is Kind.FULL else min(count, -(-self.size // block_size) + 2)
+        """How many of its ``count`` blocks a sequence needs at the same time."""
+        return count if self.kind is Kind.FULL else min(count, self.most_blocks(block_size))
+
+    def most_blocks(self, block_size: int) -> int:
+        """Most blocks that a sequence needs at once, unless it sees everything: those of a window, and the next one."""
+        return -(-self.size // block_size) + 2
 
 
 FULL = Window()
+
+
+def longest_sequence(windows: Sequence[Window], num_blocks: int, block_size: int, most: int) -> int:
+    """The longest sequence, of at most ``most`` tokens, that ``num_blocks`` blocks hold."""
+
+    def needed(count: int) -> int:
+        return sum(window.blocks_at_once(count, block_size) for window in windows)
+
+    counts = range(-(-most // block_size) + 1)
+    return min(most, (bisect_right(counts, num_blocks, key=needed) - 1) * block_size)
 
 
 @dataclass(frozen=True, slots=True)

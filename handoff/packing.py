@@ -68,7 +68,7 @@ def message_sum(run: wire.Run, shape: TransferLayout, message: wire.KvChunk, siz
 
 
 def pack(run: wire.Run, shape: TransferLayout, blocks: list[FilledBlock]) -> Iterator[bytes]:
-    """Encoded messages of consecutive blocks of a group. The bytes are copied when the iterator yields their message."""
+    """Encoded messages of consecutive blocks of a group. The bytes are copied when the iterator yields a message."""
     if shape.block_bytes > MESSAGE_BYTES:
         for block in blocks:
             yield from _pieces(run, shape, block)

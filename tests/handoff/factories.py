@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from decant.engine.engine import Engine
 from decant.engine.fake import FakeDevice
+from decant.engine.kv_layout import FULL, Window
 from decant.engine.loop import EngineLoop
 from decant.engine.output import SequenceFinished, StepOutput, Token
 from decant.engine.plan import StepPlan
@@ -39,10 +40,13 @@ class Worker:
         lease_ms: int = 10_000,
         cost: Cost = None,
         timing: SenderTiming | None = None,
+        windows: tuple[Window, ...] = (FULL,),
     ) -> None:
+        device = FakeDevice(num_blocks=blocks, block_size=BLOCK, vocab_size=64, cost=cost)
+        device.windows = windows
         self.engine = Engine(
-            FakeDevice(num_blocks=blocks, block_size=BLOCK, vocab_size=64, cost=cost),
-            Limits(token_budget=budget, max_running=8, context_length=blocks * BLOCK),
+            device,
+            Limits(token_budget=budget, max_running=8, context_length=blocks * BLOCK // len(windows)),
             checksum=checksum,
         )
         self.peer = wire.Peer(id=name, incarnation=1, protocol=1)
@@ -136,8 +140,8 @@ class Wire:
         await self._sender.release(request)
 
 
-async def alone(request: Request) -> list[int]:
+async def alone(request: Request, windows: tuple[Window, ...] = (FULL,)) -> list[int]:
     """What a request writes on one engine from beginning to end."""
-    async with Worker("alone") as worker:
+    async with Worker("alone", blocks=64 * len(windows), windows=windows) as worker:
         await worker.loop.call(lambda engine: engine.add(request))
         return await worker.finished(request.id)

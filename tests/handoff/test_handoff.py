@@ -15,8 +15,10 @@ import grpc
 import pytest
 
 from decant.engine.engine import Engine
+from decant.engine.kv_layout import FULL, Kind, Window
 from decant.engine.plan import StepPlan
 from decant.engine.request import Request
+from decant.engine.transfer import BlockAddress
 from decant.handoff import packing
 from decant.handoff.codec import Received, decode
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
@@ -82,22 +84,54 @@ async def test_a_handoff_generates_the_text_of_one_engine(transport: Transport, 
         await receiver.emptied()
 
 
+GROUPS = (FULL, Window(Kind.SLIDING, 9), Window(Kind.CHUNKED, 6))
+
+
+@pytest.mark.parametrize("message_bytes", [MESSAGE_BYTES, 20])
+@pytest.mark.parametrize("length", [1, 5, 30, 64])
+async def test_the_blocks_of_all_cache_groups_are_handed_over(
+    length: int, message_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a window only those that a later token sees; many blocks in a message, and one in two."""
+    monkeypatch.setattr(packing, "MESSAGE_BYTES", message_bytes)
+    request, positions = ask(length=length), set[tuple[int, int]]()
+
+    def note(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+        if message.HasField("kv_chunk"):
+            count = max(1, len(message.kv_chunk.block_checksums))
+            first = message.kv_chunk.first_position // 4
+            positions.update((message.kv_chunk.group, first + at) for at in range(count))
+        return [message]
+
+    workers = [Worker(name, blocks=192, windows=GROUPS) for name in "pd"]
+    async with workers[0] as sender, workers[1] as receiver:
+        await hand_over(sender, receiver, request, note)
+        assert sender.tokens["r"] + await receiver.finished("r") == await alone(request, GROUPS)
+        await sender.emptied()
+        await receiver.emptied()
+    stop = -(-length // 4)
+    firsts = [window.first_block(length, 4) for window in GROUPS]
+    for group, first in enumerate(firsts):
+        sent = {index for of, index in positions if of == group}
+        assert set(range(first, stop)) <= sent <= set(range(max(0, first - 1), stop))
+
+
 @TRANSPORTS
 async def test_blocks_travel_while_the_prompt_is_still_being_computed(transport: Transport) -> None:
     """The fetch is opened before the prompt is read, on a device whose steps take a while."""
     request = ask(length=64)
     async with Worker("p", cost=lambda _: 0.02) as sender, Worker("d") as receiver, transport(sender) as source:
         room = await receiver.room(request)
-        began: dict[int, int] = {}
+        began: dict[tuple[int, int], int] = {}
 
-        def wrote(index: int, *rest: Any, write: Any = room.write) -> None:
-            began.setdefault(index, sender.engine.load().parked)
-            write(index, *rest)
+        def wrote(address: BlockAddress, *rest: Any, write: Any = room.write) -> None:
+            began.setdefault(address, sender.engine.load().parked)
+            write(address, *rest)
 
         room.write = wrote  # type: ignore[method-assign, assignment]
         await receiver.receiver.receive(source, await sender.offer(request), room)
         await receiver.finished("r")
-    assert began[0] == 0, "the first block waited for the last"
+    assert began[0, 0] == 0, "the first block waited for the last"
 
 
 @pytest.mark.slow
@@ -230,6 +264,12 @@ def early_seal(message: wire.FetchResponse) -> list[wire.FetchResponse]:
     return [message] if message.HasField("heartbeat") else [wire.FetchResponse(commit=wire.TransferCommit(computed=4))]
 
 
+def regroup(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    if message.HasField("kv_chunk"):
+        message.kv_chunk.group += 1
+    return [message]
+
+
 def forge_sum(message: wire.FetchResponse) -> list[wire.FetchResponse]:
     if message.kv_chunk.block_checksums:
         message.kv_chunk.block_checksums[0] ^= 1
@@ -261,7 +301,20 @@ def swap(message: wire.FetchResponse) -> list[wire.FetchResponse]:
     return [message]
 
 
-TAMPERS = [flip, truncate, drop_runs, move, forge_sum, another_run, double, swap, forge_seal, odd_logprobs, early_seal]
+TAMPERS = [
+    flip,
+    truncate,
+    drop_runs,
+    move,
+    regroup,
+    forge_sum,
+    another_run,
+    double,
+    swap,
+    forge_seal,
+    odd_logprobs,
+    early_seal,
+]
 
 
 @pytest.mark.parametrize("message_bytes", [MESSAGE_BYTES, 20])

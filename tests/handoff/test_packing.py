@@ -145,6 +145,7 @@ def test_a_flipped_bit_anywhere_in_a_message_is_refused_or_changes_nothing(size:
     [
         "data",
         "first_position",
+        "group",
         "offset",
         "checksum",
         "block_checksums",
@@ -167,7 +168,7 @@ def test_bytes_are_bound_to_their_place_and_their_run(size: int, fault: str) -> 
     match fault:
         case "data":
             data = memoryview(bytes(data[:-1]) + b"?")
-        case "first_position" | "offset" | "checksum":
+        case "first_position" | "group" | "offset" | "checksum":
             setattr(head, fault, getattr(head, fault) + 16)
         case "block_checksums":
             messages[-1].response.kv_chunk.block_checksums[0] ^= 1
@@ -191,7 +192,7 @@ def test_bytes_are_bound_to_their_place_and_their_run(size: int, fault: str) -> 
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-@pytest.mark.parametrize("fault", ["first_position", "offset", "checksum", "size", "sums"])
+@pytest.mark.parametrize("fault", ["first_position", "group", "offset", "checksum", "size", "sums"])
 def test_a_wrong_place_is_refused_before_a_byte_is_looked_at(size: int, fault: str) -> None:
     shape = TransferLayout(16, size, layout=7)
     first = received(shape, blocks_of(shape, 0, 2))[0]
