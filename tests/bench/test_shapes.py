@@ -37,7 +37,7 @@ def test_weights_are_bf16_and_the_head_is_tied(tiny: Path) -> None:
     assert json.loads((tiny / "config.json").read_text())["tie_word_embeddings"]
 
 
-def test_what_is_there_is_used_and_what_is_not_a_checkpoint_is_left_alone(tiny: Path, tmp_path: Path) -> None:
+def test_an_existing_checkpoint_is_used_and_other_folders_are_left_alone(tiny: Path, tmp_path: Path) -> None:
     made = (tiny / "model.safetensors").stat().st_mtime_ns
     assert shapes.make("tiny", tiny) == tiny
     assert (tiny / "model.safetensors").stat().st_mtime_ns == made

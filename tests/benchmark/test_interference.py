@@ -154,7 +154,7 @@ def test_reports_have_every_configuration_and_the_answer(document: dict[str, Any
     assert any("split 100 ms" in (text.text or "") for text in charts[0].iter(f"{SVG}text"))
 
 
-def test_what_can_not_be_measured_is_refused() -> None:
+def test_invalid_options_are_refused() -> None:
     assert parse_chunks("256, 64") == (64, 256)
     for text in ("", "0", "x"):
         with pytest.raises(InvalidBenchmark, match="--chunks: whole numbers from 1"):

@@ -151,7 +151,7 @@ def test_every_reason_has_its_statuses_and_details_and_says_whether_to_call_agai
         assert meaning
 
 
-def test_limits_are_those_of_a_router_as_it_comes() -> None:
+def test_limits_are_the_defaults_of_a_router() -> None:
     settings = {name: RouterSettings.model_fields[name].default for name in ("queue_limit", "resume_grace_ms")}
     message = limits(
         max_queued_requests=settings["queue_limit"],
@@ -163,7 +163,7 @@ def test_limits_are_those_of_a_router_as_it_comes() -> None:
     }
 
 
-def test_what_is_not_implemented_is_what_a_server_lists() -> None:
+def test_unimplemented_fields_are_those_that_a_server_lists() -> None:
     section = API.partition("## Not implemented")[2]
     assert tuple(re.findall(r"^- `(.+)`$", section, re.MULTILINE)) == UNIMPLEMENTED_FIELDS
 

@@ -13,7 +13,6 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from decant.protos import worker_pb2 as wire
-from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.router.request.token_stream import Finish
 from decant.router.request.valid_request import ValidRequest
 from decant.router.timings import RouterTimings
@@ -21,9 +20,8 @@ from decant.runtime.packed import pack
 from decant.state.owned import StoredRequest
 from decant.state.store import Store
 from tests.e2e.proxy import FETCH, PREFILL, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
-from tests.router.fake_script import TOKENIZER
 from tests.router.harness import Core, core, make_request
-from tests.worker.harness import MODEL, Place, alone, tokens, worker
+from tests.worker.harness import MODEL, Place, alone, registered, tokens, worker
 
 LEASE_MS = 300
 STEP_S = 0.001
@@ -133,31 +131,6 @@ async def _restore(found: StoredRequest) -> ValidRequest:
     return replace(_request(int(found.key.id[1:])), payload=found.payload)
 
 
-@dataclass
-class Registered:
-    facts: WorkerRegistration
-
-
-def _registered(place: Place) -> Any:
-    host = place.host
-    capacity = Capacity(
-        total_blocks=host.total_blocks,
-        block_tokens=host.block_size,
-        max_context_length=host.window,
-        max_running=host.max_running,
-    )
-    facts = WorkerRegistration(
-        peer=host.peer,
-        address=host.address,
-        role=host.role,
-        model=MODEL,
-        layout=host.layout,
-        tokenizer=TOKENIZER,
-        capacity=capacity,
-    )
-    return Registered(facts)
-
-
 @asynccontextmanager
 async def cutting(store: Store, timings: RouterTimings = RouterTimings()) -> AsyncIterator[Cutting]:
     """Nothing may be left anywhere at its end."""
@@ -171,7 +144,7 @@ async def cutting(store: Store, timings: RouterTimings = RouterTimings()) -> Asy
                 worker(name, role=role, advertise=between.address, **terms)
             )
             between.target = place.address
-        known = [_registered(place) for place in places.values()]
+        known = [registered(place, equal_bits=False) for place in places.values()]
         one = await stack.enter_async_context(core(store, known, id="r", restore=_restore, timings=timings))
         other = await stack.enter_async_context(core(store, [], id="s", restore=_restore, timings=timings))
         made = Cutting(one, other, places, proxies)

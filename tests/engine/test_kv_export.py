@@ -14,7 +14,7 @@ LIVE = make_request("live", 22, 12, sampling=SamplingParams(temperature=1.0, see
 
 
 @pytest.mark.parametrize("windows", [(FULL,), (FULL, Window(Kind.SLIDING, 7))])
-def test_it_is_finalized_when_only_its_last_block_is_unsent(windows: tuple[Window, ...]) -> None:
+def test_an_export_is_finalized_when_only_its_last_block_is_unsent(windows: tuple[Window, ...]) -> None:
     """That of each cache group."""
     device = make_device()
     device.windows = windows

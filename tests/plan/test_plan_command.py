@@ -28,7 +28,7 @@ def plan(*arguments: str) -> dict[str, Any]:
     return document
 
 
-def test_it_prints_memory_steps_workers_and_a_sentence() -> None:
+def test_the_plan_has_memory_steps_workers_and_a_sentence() -> None:
     status, output = run(*A100, "--slo", "ttft=2s,tpot=50ms", "--sequence-length", "512")
     assert status == 0
     for text in ("800.0 KiB", "sequences of 512 tokens", "TTFT p99", "decode workers", "within the objectives"):

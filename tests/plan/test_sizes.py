@@ -182,13 +182,13 @@ def test_quantities_are_parsed_with_their_units() -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "20-10", "a", "-5", "1-2-3"])
-def test_lengths_that_are_none_are_refused(text: str) -> None:
+def test_invalid_lengths_are_refused(text: str) -> None:
     with pytest.raises(InvalidPlan, match=r"--prompt-tokens.*got"):
         parse_tokens("--prompt-tokens", text)
 
 
 @pytest.mark.parametrize("text", ["ttft", "e2e=1s", "ttft=0ms", "ttft=-1s"])
-def test_objectives_that_are_none_are_refused(text: str) -> None:
+def test_invalid_objectives_are_refused(text: str) -> None:
     with pytest.raises(InvalidPlan, match="--slo"):
         parse_slo(text)
 

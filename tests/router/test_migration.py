@@ -20,7 +20,6 @@ from decant.engine.engine import Engine
 from decant.engine.request import Request, StopParams
 from decant.engine.transfer import IncomingSequence
 from decant.protos import worker_pb2 as wire
-from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.router.request.token_stream import Finish, TokenStream
 from decant.router.request.valid_request import ValidRequest
 from decant.router.timings import RouterTimings, WorkerTimings
@@ -29,9 +28,8 @@ from decant.runtime.packed import pack
 from decant.state.store import Store
 from decant.worker.decode.session import SessionLimits
 from tests.e2e.proxy import FETCH, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
-from tests.router.fake_script import TOKENIZER
 from tests.router.harness import Core, core, ended, make_request, until, written
-from tests.worker.harness import MODEL, Place, alone, tokens, worker
+from tests.worker.harness import MODEL, Place, alone, registered, tokens, worker
 
 PROMPT = 21
 WANTED = 60
@@ -40,33 +38,6 @@ LEASE_MS = 300_000
 """Longer than a test waits: a lease that is neither used nor released fails the test, and a stall ends no lease."""
 SHORT_LEASE_MS = 500
 """Where a worker is lost: only the end of a lease frees what was reserved for it."""
-
-
-@dataclass
-class Registered:
-    facts: WorkerRegistration
-
-
-def registered(place: Place) -> Any:
-    host = place.host
-    capacity = Capacity(
-        total_blocks=host.total_blocks,
-        block_tokens=host.block_size,
-        max_context_length=host.window,
-        max_running=host.max_running,
-    )
-    return Registered(
-        WorkerRegistration(
-            peer=host.peer,
-            address=host.address,
-            role=host.role,
-            model=MODEL,
-            layout=host.layout,
-            tokenizer=TOKENIZER,
-            capacity=capacity,
-            equal_bits=True,
-        )
-    )
 
 
 @dataclass

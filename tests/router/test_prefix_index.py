@@ -101,7 +101,7 @@ def test_expected_blocks_count_at_once_and_are_forgotten_unless_reported() -> No
     assert known.cached_tokens(prefix) == 8
 
 
-def test_of_two_that_sent_the_same_the_last_one_decides() -> None:
+def test_of_two_equal_prompts_the_last_placement_decides() -> None:
     known, prefix = view(), PromptBlocks(work())
     first = known.reserve(prefix, 20, computed=True)
     second = known.reserve(prefix, 20, computed=True)

@@ -18,7 +18,7 @@ from decant.state.store import Store
 from tests.router.factories import AT_LENGTH, tiny, valid, write
 from tests.router.fake_worker import fleet
 from tests.router.harness import core, ended, make_request, until
-from tests.router.test_response_writer import Reader, options, read, settle
+from tests.router.response_reader import Reader, options, read, settle
 
 P, D, D2 = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
 PROMPT = (1, 2, 3, 4, 5, 6)
@@ -29,7 +29,7 @@ THEIRS = [-1.0, -2.0, -3.0, -4.0, -5.0]
 # ------------------------------------------------------------------------------------------------- echo
 
 
-async def test_the_prompt_stands_before_the_output_once():
+async def test_the_prompt_is_sent_once_before_the_output():
     tokens = await tiny().encode("return x", special=False)
     reader = await read(tokens, **options(echo=True))
     assert reader.text == "def f(x):return x"
@@ -132,7 +132,7 @@ async def test_an_answer_that_is_written_waits_for_those_that_are_on_their_way(s
 
 
 @pytest.mark.parametrize("fault", ["prefill_fails_after_ticket", "prefill_breaks_after_ticket"])
-async def test_half_of_them_from_a_lost_worker_are_made_whole_by_the_next(store: Store, fault: str) -> None:
+async def test_prompt_logprobs_of_a_lost_worker_are_completed_by_the_next(store: Store, fault: str) -> None:
     async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as scene:
         setattr(prefill.script, fault, 1)
         stream = await scene.answer(asked())

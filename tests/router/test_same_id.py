@@ -79,7 +79,7 @@ async def test_the_same_payload_is_answered_once_while_the_store_is_away(
         await scene.quiet()
 
 
-async def test_of_two_payloads_the_one_that_is_not_stored_ends_when_the_store_is_back(
+async def test_of_two_payloads_the_unstored_one_ends_when_the_store_is_back(
     store: Store, scene: Cutting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its stream is not resumed: it would go on with the other's tokens."""

@@ -24,7 +24,7 @@ from tests.router.factories import tiny, valid
 from tests.router.fake_script import answer
 from tests.router.fake_worker import fleet
 from tests.router.harness import core, ended, make_request, until
-from tests.router.test_response_writer import Reader, settle
+from tests.router.response_reader import Reader, settle
 
 EOS = 1
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)

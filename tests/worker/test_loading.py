@@ -1,4 +1,4 @@
-"""What a worker takes for granted is what it was told; the rest is what its device and its machine have."""
+"""A worker's limits come from its settings, and by default from its device and machine."""
 
 from __future__ import annotations
 
@@ -48,10 +48,9 @@ def test_the_time_of_a_step_is_that_of_the_settings() -> None:
     assert limits_of(settings(step_ms=80), device(SLOW)).step_seconds == 0.08
 
 
-def test_the_reading_of_tensors_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reading_of_tensors_is_reported() -> None:
     """With transformers' own loop over the tensors, which the report depends on."""
-    monkeypatch.setattr(loading, "_REPORT_S", 0.0)
-    with capture_logs() as logged, loading._reporting(set_tqdm_hook, 10, 30):
+    with capture_logs() as logged, loading._reporting(set_tqdm_hook, 10, 30, interval_s=0):
         AutoModelForCausalLM.from_pretrained(path())
     percents = [line["percent"] for line in logged if line["event"] == "loading steps"]
     assert percents[0] == 10

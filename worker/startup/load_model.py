@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 _WEIGHTS = "Loading weights"
 """The name of transformers' progress bar over the tensors of a checkpoint."""
-_REPORT_S = 1.0
+_REPORT_INTERVAL_S = 1.0
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -69,12 +69,14 @@ def _report(percent: int) -> None:
 
 
 @contextmanager
-def _reporting(set_hook: Callable[[Any], Any], first: int, last: int) -> Iterator[None]:
-    """Report the loading of tensors every ``_REPORT_S`` as `first` to `last` percent."""
+def _reporting(
+    set_hook: Callable[[Any], Any], first: int, last: int, interval_s: float = _REPORT_INTERVAL_S
+) -> Iterator[None]:
+    """Report the loading of tensors every ``interval_s`` as `first` to `last` percent."""
 
     def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and kwargs.get("desc") == _WEIGHTS:
-            return _with_progress(args[0], first, last)
+            return _with_progress(args[0], first, last, interval_s)
         return factory(*args, **kwargs)
 
     before = set_hook(hook)
@@ -84,12 +86,12 @@ def _reporting(set_hook: Callable[[Any], Any], first: int, last: int) -> Iterato
         set_hook(before)
 
 
-def _with_progress(tensors: Collection[_T], first: int, last: int) -> Iterator[_T]:
-    next_at = time.monotonic() + _REPORT_S
+def _with_progress(tensors: Collection[_T], first: int, last: int, interval_s: float) -> Iterator[_T]:
+    next_at = time.monotonic() + interval_s
     for index, tensor in enumerate(tensors):
         if time.monotonic() >= next_at:
             _report(first + (last - first) * index // len(tensors))
-            next_at = time.monotonic() + _REPORT_S
+            next_at = time.monotonic() + interval_s
         yield tensor
 
 
