@@ -148,10 +148,10 @@ class BlockPool:
         """
         prefix = prefix or [GroupBlocks()] * len(self.windows)
         cached = [block for group in prefix for block in group.blocks]
-        fresh = [
-            max(0, window.blocks_at_once(count - group.freed, self.block_size) - len(group.blocks))
-            for window, group in zip(self.windows, prefix, strict=True)
-        ]
+        fresh = []
+        for window, (freed, blocks) in zip(self.windows, prefix, strict=True):
+            count = min(count, freed + window.blocks_at_once(count - freed, self.block_size))
+            fresh.append(max(0, count - freed - len(blocks)))
         needed = sum(fresh) + sum(1 for block in cached if self._refs[block] == 0) + spare
         if needed > self.available:
             raise OutOfBlocks(needed, self.available)

@@ -54,5 +54,7 @@ def check_integrity(engine: Engine) -> None:
         capacity = table.num_blocks * pool.block_size if table else 0
         if table and any(freed > pool.first_block(group, sequence.computed) for group, freed in enumerate(table.freed)):
             raise AssertionError(f"{sequence.id} has freed blocks that its next token sees")
+        if table and table.num_blocks != min(map(len, table.blocks)):
+            raise AssertionError(f"{sequence.id} has more blocks of the narrowest window than of another")
         if sequence.computed > capacity:
             raise AssertionError(f"{sequence.id} has {sequence.computed} computed tokens in {capacity} slots")
