@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from decant.engine.engine import Engine
 from decant.engine.fake import FakeDevice
+from decant.engine.kv_layout import longest_sequence
 from decant.engine.output import SequenceFinished, SequenceStarted, StepOutput, Token
 from decant.engine.plan import Device, Row, StepPlan, TokenLogprobs
 from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
@@ -42,7 +43,7 @@ def make_engine(
 ) -> Engine:
     """An engine, by default on a fake device; the context length is at most the capacity of the blocks."""
     device = device or make_device(num_blocks)
-    room = device.num_blocks * device.block_size
+    room = longest_sequence(device.windows, device.num_blocks, device.block_size, device.context_length)
     limits = Limits(token_budget=budget, max_running=min(budget, max_running), context_length=min(context_length, room))
     return Engine(device, limits, clock=ticking())
 
