@@ -133,7 +133,7 @@ class KvLayout:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Offset of each layer's keys in a block of its group, in elements."""
-        offsets = {}
+        offsets = dict[int, int]()
         for group in self.groups:
             sizes = (self.block_size * self.layers[layer].slot_elements for layer in group.layers)
             offsets.update(zip(group.layers, accumulate(sizes, initial=0), strict=False))

@@ -32,13 +32,13 @@ class Timeline:
 
 
 class BlockAddress(NamedTuple):
-    """A block in a sequence: its cache group, and its index there from the sequence's start."""
+    """A block in a sequence: its cache group, and its index there, counted from the sequence's start."""
 
     group: int
-    index: int
+    block: int
 
     def __str__(self) -> str:
-        return f"block {self.index} of group {self.group}"
+        return f"block {self.block} of group {self.group}"
 
 
 class Sequence:
@@ -99,7 +99,7 @@ class Sequence:
         """Take over the tokens and the progress of another sequence; the first ``full_blocks`` blocks are shared."""
         self.tokens = list(source.tokens)
         self.prompt_logprobs_sent = source.prompt_logprobs_sent
-        self.block_checksums = {at: sum for at, sum in source.block_checksums.items() if at.index < full_blocks}
+        self.block_checksums = {at: sum for at, sum in source.block_checksums.items() if at.block < full_blocks}
         self._chain = list(source._chain)
 
     def hashes(self, blocks: range, block_size: int) -> list[BlockHash]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from decant.engine.blocks import BlockTable
 from decant.engine.errors import TransferRejected
 from decant.engine.plan import BlockBytes
-from decant.engine.sequence import BlockAddress
+from decant.engine.sequence import BlockAddress as BlockAddress
 from decant.engine.sequence import Sequence as EngineSequence
 
 Checksum = Callable[[bytes | memoryview], int]
@@ -201,7 +201,7 @@ class IncomingSequence:
         if list(commit.output[: len(known)]) != known or commit.computed != tokens - 1:
             raise TransferRejected(f"{self.id}: the commit is not of this sequence")
         missing = [str(address) for address in needed if address not in self._checksums]
-        if missing or any(address.index >= stop for address in self._checksums):
+        if missing or any(address.block >= stop for address in self._checksums):
             here = len(self._checksums)
             raise TransferRejected(f"{self.id}: committed with {', '.join(missing) or 'none'} missing, {here} here")
         sums = [self._checksums[address] for address in sorted(self._checksums)]

@@ -91,7 +91,7 @@ def _pieces(run: wire.Run, shape: TransferLayout, block: FilledBlock) -> Iterato
 
 
 def _head(shape: TransferLayout, first: BlockAddress, checksums: Sequence[int]) -> wire.KvChunk:
-    position = first.index * shape.block_size
+    position = first.block * shape.block_size
     return wire.KvChunk(group=first.group, first_position=position, block_checksums=checksums)
 
 

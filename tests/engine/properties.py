@@ -104,7 +104,7 @@ def shared_blocks_are_published_prefixes(engine: Engine, forked: Set[str] = froz
         if len(found) > 1:
             is_published = block in engine.pool.index.published or all(sequence.id in forked for sequence, _ in found)
             assert is_published, f"block {block} is shared and not published"
-            meanings = {(at.group, _meaning(sequence, (at.index + 1) * size)) for sequence, at in found}
+            meanings = {(at.group, _meaning(sequence, (at.block + 1) * size)) for sequence, at in found}
             assert len(meanings) == 1, f"block {block} is shared by sequences that differ"
 
 
@@ -117,9 +117,9 @@ def published_blocks_are_filled(engine: Engine) -> None:
         for sequence, at in found:
             arrival = engine.transfers.arrivals.get(sequence.id)
             if arrival is None:
-                assert (at.index + 1) * size <= sequence.computed, f"block {block} was published before it was filled"
+                assert (at.block + 1) * size <= sequence.computed, f"block {block} was published before it was filled"
             else:
-                assert at.index < arrival.cached_blocks or at in arrival._checksums, (
+                assert at.block < arrival.cached_blocks or at in arrival._checksums, (
                     f"block {block} was published before it came"
                 )
 

@@ -188,7 +188,7 @@ class World:
         if move and not move.arrival.closed:
             for run in move.export.runs[move.sent : move.sent + most]:
                 try:
-                    move.arrival.extend(BLOCK * (run.address.index + 1) - 1)
+                    move.arrival.extend(BLOCK * (run.address.block + 1) - 1)
                 except OutOfBlocks:
                     return
                 move.arrival.write(run.address, bytes(move.export.read(run.address)), run.checksum)

@@ -30,7 +30,7 @@ def test_an_output_continues_on_another_engine(make: MakeDevice, cached_blocks: 
     if cached_blocks:
         run(receiver, make_request("before", MOVED.token_ids[: cached_blocks * 4 + 1], 1))
     payload = export_sequence(sender, "moved", cached_blocks)
-    assert [address.index for address, _, _ in payload.runs] == list(range(cached_blocks, 6))
+    assert [address.block for address, _, _ in payload.runs] == list(range(cached_blocks, 6))
     import_sequence(receiver, MOVED, payload)
     assert receiver.scheduler.running[0].remaining == 1, "nothing is computed again"
     run(receiver, log=log)

@@ -47,7 +47,7 @@ def accept_a_missing_block(patch: Patch) -> None:
     """A block is lost, and the count is not checked."""
 
     def write(arrival: IncomingSequence, address: BlockAddress, data: bytes, total: int) -> None:
-        if address.index == arrival.cached_blocks + 1:
+        if address.block == arrival.cached_blocks + 1:
             arrival._checksums[address] = total
         else:
             original(arrival, address, data, total)
