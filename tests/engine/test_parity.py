@@ -194,7 +194,7 @@ def test_preemption_and_recomputation_generate_the_tokens_of_generate(name, subj
             dtype="float32",
             device="cpu",
             context_length=tiny.CONTEXT_LENGTH,
-            kv_bytes=8 * subject.device.block_bytes,
+            kv_bytes=7 * subject.device.block_bytes,
         )
     )
     engine = engine_on(device, 64)

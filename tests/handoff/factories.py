@@ -20,6 +20,7 @@ from decant.handoff.packing import MESSAGE_BYTES, TransferLayout, checksum
 from decant.handoff.receiver import KvReceiver
 from decant.handoff.sender import KvSender, SenderTiming
 from decant.protos import worker_pb2 as wire
+from decant.runtime.peer import PROTOCOL
 
 BLOCK = 4
 LAYOUT = 0x1234
@@ -50,7 +51,7 @@ class Worker:
             Limits(token_budget=budget, max_running=8, context_length=blocks * BLOCK // len(windows)),
             checksum=checksum,
         )
-        self.peer = wire.Peer(id=name, incarnation=1, protocol=1)
+        self.peer = wire.Peer(id=name, incarnation=1, protocol=PROTOCOL)
         self.shape = TransferLayout(BLOCK, self.engine.device.block_bytes, LAYOUT, message_bytes)
         self.loop = EngineLoop(self.engine, self._on_step)
         self.sender = KvSender(self.loop, self.shape, wire.Heartbeat, lease_ms, timing=timing)

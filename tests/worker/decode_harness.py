@@ -23,6 +23,7 @@ from decant.runtime.error_details import Reason
 from decant.runtime.errors import ServiceError
 from decant.runtime.interceptor import ErrorInterceptor
 from decant.runtime.packed import pack
+from decant.runtime.peer import PROTOCOL
 from decant.worker.decode.service import DecodeService
 from decant.worker.decode.session import SessionLimits
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
@@ -77,7 +78,7 @@ class Node:
             Limits(token_budget=budget, max_running=running, context_length=blocks * BLOCK),
             checksum=checksum,
         )
-        self.peer = wire.Peer(id=name, incarnation=7, protocol=1)
+        self.peer = wire.Peer(id=name, incarnation=7, protocol=PROTOCOL)
         self.errors: list[ServiceError] = []
         self._transport = GrpcTransport(grpc.aio.insecure_channel)
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor(self._record)])
