@@ -108,9 +108,9 @@ class TritonAttention:
         self._views = views
         self._flat = flat
         self._device = store.blocks.device
-        # [G, ...]: of each cache group
-        self._table = torch.from_numpy(flat.table).to(self._device)
-        self._slots = torch.from_numpy(flat.slot_mapping).to(self._device)
+        # of each cache group
+        self._tables = torch.from_numpy(flat.table).to(self._device).unbind()
+        self._slots = torch.from_numpy(flat.slot_mapping).to(self._device).unbind()
         rows = np.stack([flat.firsts, flat.starts, flat.ends], 1).astype(np.int32)
         self._rows = torch.from_numpy(rows).to(self._device)
         self._lists: dict[tuple[AttentionWindow, int], StepLists] = {}
@@ -130,7 +130,7 @@ class TritonAttention:
         rotated = torch.empty_like(query)
         layer_kernels.rotate_and_write[len(query), query.shape[1] + spec.kv_heads](
             *(query, key, value, cos.contiguous(), sin.contiguous(), rotated),
-            *(self._group(call, self._slots), store.blocks),
+            *(self._slots[self._group(call)], store.blocks),
             *(store.layout.block_elements, *self._offsets(call.layer)),
             BLOCK=store.layout.block_size,
             HEADS=query.shape[1],
@@ -142,9 +142,9 @@ class TritonAttention:
         )
         return self._attend(call._replace(query=rotated.transpose(0, 1)[None]))
 
-    def _group(self, call: AttentionCall, parts: torch.Tensor) -> torch.Tensor:
-        """The part of the layer's cache group."""
-        return parts[self._store.layout.group_of[call.layer]]
+    def _group(self, call: AttentionCall) -> int:
+        """The layer's cache group."""
+        return self._store.layout.group_of[call.layer]
 
     def _check(self, call: AttentionCall) -> None:
         spec, heads, tokens = self._store.layout.layers[call.layer], call.query.shape[1], len(self._flat.tokens)
@@ -176,7 +176,7 @@ class TritonAttention:
         key, value = (part if part.stride(3) == 1 else part.contiguous() for part in (key, value))
         strides = (key.stride(2), key.stride(1), value.stride(2), value.stride(1))
         kernels.write_kv[key.shape[2], spec.kv_heads](
-            *(key, value, self._group(call, self._slots), store.blocks, *strides),
+            *(key, value, self._slots[self._group(call)], store.blocks, *strides),
             *(store.layout.block_elements, *self._offsets(call.layer)),
             BLOCK=store.layout.block_size,
             KV_HEADS=spec.kv_heads,
@@ -197,7 +197,7 @@ class TritonAttention:
             "SINKS": call.sinks is not None,
         }
         sinks = out if call.sinks is None else call.sinks.contiguous()
-        width, table = 2 + spec.value_dim, self._group(call, self._table)
+        width, table = 2 + spec.value_dim, self._tables[self._group(call)]
         states = out.new_empty((max(1, part.num_states), spec.kv_heads, part.tile_rows, width), dtype=torch.float32)
         kernels.attend[len(part.items), spec.kv_heads](
             *(call.query, out, store.blocks, sinks, visible, part.items, self._rows, table, states),
