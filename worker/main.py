@@ -210,6 +210,7 @@ class Worker:
             capacity=Capacity(
                 total_blocks=host.total_blocks,
                 block_tokens=host.block_size,
+                group_blocks=host.group_blocks,
                 max_context_length=host.window,
                 max_running=host.max_running,
             ),

@@ -216,7 +216,9 @@ async def test_tokens_behind_a_stop_string_are_not_cached_as_output(ends_by_itse
         size = node.host.block_size
 
         def cached(engine: Engine) -> int:
-            return sum(bool(engine.pool.match([digest])) for digest in hash_blocks(root_hash(work.salt), tokens, size))
+            return sum(
+                bool(engine.pool.index.find(digest)) for digest in hash_blocks(root_hash(work.salt), tokens, size)
+            )
 
         assert await node.host.loop.call(cached) == 19 // size
 

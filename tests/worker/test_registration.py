@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.protos.worker_pb2 import ROLE_DECODE, Load, Peer
+from decant.runtime.peer import PROTOCOL
 from decant.state.directory import DirectoryEntry
 from decant.state.errors import IncarnationReplaced
 from decant.state.keys import Ttls
@@ -43,7 +44,7 @@ class Scene:
         self.load = Load(running=1)
         self.replaced = asyncio.Event()
         facts = WorkerRegistration(
-            peer=Peer(id="w", incarnation=incarnation, protocol=1), address="127.0.0.1:1", role=ROLE_DECODE
+            peer=Peer(id="w", incarnation=incarnation, protocol=PROTOCOL), address="127.0.0.1:1", role=ROLE_DECODE
         )
         self.registrar = Registrar(store.workers, facts, lambda: self.load, EVERY_S, self._on_replaced)
 

@@ -14,6 +14,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, from_call
+from decant.runtime.peer import PROTOCOL
 from decant.worker.decode.session import RouterSession, SessionLimits
 from tests.worker.decode_harness import Node, alone, make_run, make_work, owned, routed
 from tests.worker.session_client import Router
@@ -34,7 +35,7 @@ async def refusal(node: Node, *words: wire.RouterMessage) -> grpc.aio.AioRpcErro
 
 
 def hello(node: Node, **changed: int) -> wire.RouterMessage:
-    router = wire.Peer(id="router", incarnation=1, protocol=changed.get("protocol", 1))
+    router = wire.Peer(id="router", incarnation=1, protocol=changed.get("protocol", PROTOCOL))
     worker = wire.Peer(id=node.peer.id, incarnation=changed.get("incarnation", node.peer.incarnation))
     return wire.RouterMessage(hello=wire.Hello(router=router, worker=worker))
 

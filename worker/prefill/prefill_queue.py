@@ -75,8 +75,8 @@ class PrefillQueue:
 
     def _blocks(self, run: PrefillRun) -> int:
         """Blocks that the run needs beyond its cached prefix."""
-        blocks = self._host.blocks_for(len(run.request.token_ids) + 1)
-        return blocks if run.begun is None else blocks - run.begun.cached // self._host.block_size
+        cached = 0 if run.begun is None else run.begun.cached
+        return self._host.blocks_for(len(run.request.token_ids) + 1 - cached)
 
 
 def _order(run: PrefillRun) -> float:

@@ -165,7 +165,8 @@ def _ratios(
 
 def _check_memory(planned: Sequence[Queue], device: Device) -> None:
     """Static batches hold no more than the KV memory of their queue, and a block per sequence."""
-    size, has = device.block_size, device.num_blocks * device.block_size
+    size = device.block_size
+    has = device.num_blocks // len(device.windows) * size
     needed = max(curve.kv_tokens(size), *(queue.kv_tokens + size * queue.batch_size for queue in planned))
     if has < needed:
         raise InvalidBenchmark("--kv-memory", f"room for at least {needed:,} tokens", f"{has:,}")
