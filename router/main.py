@@ -38,7 +38,7 @@ from decant.router.settings import RouterSettings
 from decant.router.text.served_model import Models, load
 from decant.router.timings import RouterTimings
 from decant.router.workers.pool import WorkerPool
-from decant.runtime import logs, shutdown
+from decant.runtime import logs, shutdown, tracing
 from decant.runtime.admission import Admission
 from decant.runtime.background import BackgroundTask
 from decant.runtime.health import Readiness
@@ -73,7 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ModelUnreadable, InvalidSettings, ValueError) as error:
         return _refuse(error)
     try:
-        return 0 if shutdown.run(_serve(settings, models, callers)) else 1
+        with tracing.exporting("decant-router"):
+            return 0 if shutdown.run(_serve(settings, models, callers)) else 1
+    except tracing.NotInstalled as error:
+        return _refuse(error)
     except SettingError as error:
         return _refuse(f"{flag_name(error.field)}: {error.limit}, got {error.value}")
     except StateError as error:
