@@ -23,7 +23,7 @@ from decant.handoff.errors import HandoffFailed
 from decant.protos import worker_pb2 as wire
 
 MESSAGE_BYTES = 1 << 20
-"""Maximum bytes of cache in one message."""
+"""Default maximum bytes of cache in one message. Both sides must agree."""
 
 MESSAGE_BLOCKS = 64
 """Maximum blocks in one message, so that handling a message takes at most a millisecond or two."""
@@ -41,15 +41,16 @@ class TransferLayout:
     block_size: int
     block_bytes: int
     layout: int
+    message_bytes: int = MESSAGE_BYTES
 
     @property
     def blocks_per_message(self) -> int:
-        return max(1, min(MESSAGE_BLOCKS, MESSAGE_BYTES // self.block_bytes))
+        return max(1, min(MESSAGE_BLOCKS, self.message_bytes // self.block_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class FilledBlock:
-    """A block: its index in the sequence, its bytes, and the engine's checksum of both."""
+    """A block: its ``index`` in the sequence, its bytes, and the ``checksum`` over both."""
 
     index: int
     data: bytes | memoryview
@@ -67,8 +68,8 @@ def message_sum(run: wire.Run, shape: TransferLayout, message: wire.KvChunk, siz
 
 
 def pack(run: wire.Run, shape: TransferLayout, blocks: list[FilledBlock]) -> Iterator[bytes]:
-    """Encoded messages of consecutive blocks. The bytes are copied when the iterator yields their message."""
-    if shape.block_bytes > MESSAGE_BYTES:
+    """Encoded messages of consecutive blocks. Bytes are copied when the iterator yields their message."""
+    if shape.block_bytes > shape.message_bytes:
         for block in blocks:
             yield from _pieces(run, shape, block)
         return
@@ -82,8 +83,8 @@ def pack(run: wire.Run, shape: TransferLayout, blocks: list[FilledBlock]) -> Ite
 
 def _pieces(run: wire.Run, shape: TransferLayout, block: FilledBlock) -> Iterator[bytes]:
     data = memoryview(block.data)
-    for offset in range(0, shape.block_bytes, MESSAGE_BYTES):
-        piece = data[offset : offset + MESSAGE_BYTES]
+    for offset in range(0, shape.block_bytes, shape.message_bytes):
+        piece = data[offset : offset + shape.message_bytes]
         sums = [block.checksum] if offset + len(piece) == shape.block_bytes else []
         head = wire.KvChunk(first_position=block.index * shape.block_size, offset=offset, block_checksums=sums)
         yield _message(run, shape, head, [piece])
@@ -95,16 +96,14 @@ def _message(run: wire.Run, shape: TransferLayout, head: wire.KvChunk, data: Seq
 
 
 class Unpacker:
-    """Turns the messages of one fetch into blocks. Rejects messages of another run, position or order.
-
-    It does not verify the bytes of a block: the caller compares them with the block's checksum.
-    """
+    """Rejects messages of another run, position or order. The caller compares blocks with their checksums."""
 
     def __init__(self, run: wire.Run, shape: TransferLayout) -> None:
         self.received = 0  # bytes of cache
         self._run = run
         self._shape = shape
-        self._whole = bytearray(shape.block_bytes if shape.block_bytes > MESSAGE_BYTES else 0)  # of a block in pieces
+        in_pieces = shape.block_bytes > shape.message_bytes
+        self._whole = bytearray(shape.block_bytes if in_pieces else 0)
         self._filled = 0
 
     def unpack(self, message: wire.KvChunk, data: memoryview) -> list[FilledBlock]:
@@ -112,7 +111,7 @@ class Unpacker:
         index, rest = divmod(message.first_position, self._shape.block_size)
         if message_sum(self._run, self._shape, message, len(data)) != message.checksum:
             raise _corrupt(f"the message at position {message.first_position} does not agree with its sum")
-        if rest or not 0 < len(data) <= MESSAGE_BYTES:
+        if rest or not 0 < len(data) <= self._shape.message_bytes:
             raise _corrupt(f"a message of {len(data)} bytes at position {message.first_position}")
         self.received += len(data)
         if self._whole:
@@ -123,7 +122,6 @@ class Unpacker:
         return [FilledBlock(index + at, data[at * size : (at + 1) * size], total) for at, total in enumerate(sums)]
 
     def _assemble(self, index: int, message: wire.KvChunk, data: memoryview) -> list[FilledBlock]:
-        """Append a piece to the pieces before it; returns the block if it is complete."""
         end = self._filled + len(data)
         if message.offset != self._filled or end > len(self._whole):
             raise _corrupt(f"a piece at {message.offset} of block {index} came after {self._filled} bytes")

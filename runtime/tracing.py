@@ -18,7 +18,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -121,7 +121,7 @@ def span(name: str, parent: str = "", kind: str = "internal", **attributes: Valu
     return recording
 
 
-def parent_of(metadata: Sequence[tuple[str, str | bytes]] | None) -> str:
+def parent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     """The traceparent in a call's metadata; empty if there is none, or an invalid one."""
     values = [value for key, value in metadata or () if key == KEY]
     return values[0] if len(values) == 1 and isinstance(values[0], str) and _VALID.fullmatch(values[0]) else ""

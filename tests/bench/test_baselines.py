@@ -96,7 +96,7 @@ def test_the_others_go_on(scripts: None, tiny: Path, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_what_cannot_be_installed_is_unavailable_and_leaves_nothing_complete(
+def test_baselines_that_cannot_be_installed_are_unavailable_and_not_marked_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "cache_folder", lambda: tmp_path / "bench")

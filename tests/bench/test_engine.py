@@ -76,14 +76,14 @@ def test_static_batches_are_run_to_the_longest_and_the_report_says_what_was_run(
     assert static["mean_batch"] == pytest.approx(19 / 15)
 
 
-def test_the_engine_batches_continuously_and_its_bookkeeping_is_told(measured: dict[str, Any]) -> None:
+def test_the_engine_batches_continuously_and_its_bookkeeping_is_reported(measured: dict[str, Any]) -> None:
     ours = measured["contenders"]["decant"]
     assert ours["steps"] <= 6 + 4
     assert 0 < ours["median_outside_model_ms"] < ours["median_step_ms"]
     assert ours["max_model_ms"] <= ours["max_step_ms"]
 
 
-def test_the_machine_and_the_ratio_are_told(measured: dict[str, Any]) -> None:
+def test_the_report_has_the_machine_and_the_ratio(measured: dict[str, Any]) -> None:
     rates = {name: figures["output_throughput"] for name, figures in measured["contenders"].items()}
     assert measured["ratio"]["output_throughput"] == pytest.approx(rates["decant"] / rates["static"])
     assert set(measured["machine"]) >= {"cpu", "flags", "cores", "torch", "transformers", "date"}
@@ -94,7 +94,7 @@ def test_the_machine_and_the_ratio_are_told(measured: dict[str, Any]) -> None:
     ("model", "workload", "told"),
     [("nowhere", "exponential", "neither a checkpoint"), (None, "bad.jsonl", "line 1: output_len")],
 )
-def test_what_cannot_be_run_is_told_in_a_line(
+def test_an_unavailable_baseline_is_reported_in_one_line(
     model: str | None, workload: str, told: str, tiny: Path, tmp_path: Path
 ) -> None:
     bad = {"id": "a", "prompt_token_ids": [1], "output_len": 0, "arrival_s": 0}
@@ -106,7 +106,7 @@ def test_what_cannot_be_run_is_told_in_a_line(
     assert "Traceback" not in run.stderr
 
 
-def test_what_was_measured_outlives_what_fails_after_it(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_measurements_are_kept_when_a_later_one_fails(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
     def workload(_: Bench, name: str) -> dict[str, Any]:
         if name == "mixed":
             raise ChildFailed("bench.comparison.own_engine", -9, "")

@@ -46,18 +46,18 @@ def test_a_run_is_allowed_what_its_own_steps_are() -> None:
     assert least["output_throughput"] == pytest.approx(11 / (0.525 + 0.3 + 0.5 + 0.525 + 0.6))
 
 
-def test_who_comes_last_waits_for_the_steps_since_then() -> None:
+def test_the_last_request_waits_for_the_steps_since_its_arrival() -> None:
     least = allowed(RATES, figures(last_ttft_ms=3000.0), last_sent=3.0)
     assert least is not None
     assert least["last_ttft_ms"] == pytest.approx(1e3 * (0.5 + 0.525))
     assert least["longest_step_ms"] == pytest.approx(600)
 
 
-def test_nothing_is_said_of_a_model_that_reads_some_of_its_weights() -> None:
+def test_mixture_of_experts_models_have_no_bandwidth_limit() -> None:
     assert allowed(RATES, figures(weights=None), last_sent=0.0) is None
 
 
-def test_of_times_less_is_better_and_of_rates_more() -> None:
+def test_lower_times_and_higher_rates_are_better() -> None:
     slow, fast = Line("", "ms", measured=20.0, limit=10.0, share_goal=0.6), Line("", "tok/s", 20.0, 10.0, 0.6)
     assert (slow.share, slow.met) == (0.5, False)
     assert (fast.share, fast.met) == (2.0, True)
@@ -80,7 +80,7 @@ def test_medians_are_taken_of_numbers_wherever_they_are() -> None:
     assert medians.of(runs) == {"case": {"s": 2.0, "name": "n"}, "steps": [3.0]}
 
 
-def test_the_run_of_median_throughput_is_told_and_what_each_gave() -> None:
+def test_the_run_of_median_throughput_is_reported_beside_the_figures_of_each() -> None:
     runs = [{"output_throughput": rate, "peak_rss_bytes": 10**9 * rate, "requests": [rate]} for rate in (3, 1, 2)]
     chosen = medians.run_of_median(runs)
     assert (chosen["output_throughput"], chosen["requests"], chosen["peak_rss_gb"]) == (2, [2], 3)

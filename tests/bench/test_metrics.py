@@ -38,7 +38,7 @@ def test_throughput_is_from_the_first_sending_to_the_last_token() -> None:
         ("max_itl_ms", 1500),
     ],
 )
-def test_latencies(key: str, expected: float) -> None:
+def test_latencies_are_those_computed_by_hand(key: str, expected: float) -> None:
     assert summarise(TWO)[key] == pytest.approx(expected)
 
 
@@ -48,7 +48,7 @@ def test_gaps_are_pooled_and_requests_are_not_weighted() -> None:
     assert summary["mean_tpot_ms"] == pytest.approx((1 + 4) / 2 * 1e3)
 
 
-def test_each_request_is_told_by_itself() -> None:
+def test_each_request_is_reported() -> None:
     first, second = details(TWO)
     assert (first["ttft_ms"], first["e2el_ms"], first["max_itl_ms"]) == (1000, 3000, 1500)
     assert (second["output_len"], second["max_itl_ms"]) == (1, 0)

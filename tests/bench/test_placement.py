@@ -23,7 +23,7 @@ def test_more_is_found_and_first_tokens_come_sooner_where_prefixes_are_shared(fi
         assert found["placement"]["p99_ttft_ms"] < found[other]["p99_ttft_ms"]
 
 
-def test_it_is_never_much_worse(figures: Figures) -> None:
+def test_prefix_aware_placement_is_never_much_worse(figures: Figures) -> None:
     for load in figures.values():
         for other in ("load alone", "round robin", "random"):
             assert load["placement"]["cached_share"] >= 0.95 * load[other]["cached_share"]

@@ -16,7 +16,7 @@ def result(rates: dict[str, float], limit: float | None) -> dict[str, Any]:
     return {**facts, "machine": {"cpu": "a CPU"}, "workloads": {"w": workload}, "unavailable": unavailable}
 
 
-def test_every_contender_has_a_bar_to_scale_and_the_limit_stands_beyond_ours() -> None:
+def test_every_contender_has_a_bar_to_scale_and_the_limit_is_beyond_the_engines() -> None:
     drawn = ElementTree.fromstring(plot.svg(result({"decant": 30.0, "static": 10.0}, limit=40.0)))
     _, ours, static = drawn.iter(f"{SVG}rect")
     assert float(ours.attrib["width"]) == 3 * float(static.attrib["width"])
@@ -28,7 +28,7 @@ def test_every_contender_has_a_bar_to_scale_and_the_limit_stands_beyond_ours() -
     assert any("vLLM was left out: ERROR: <no> wheel & more" in text for text in texts)
 
 
-def test_everything_lies_on_the_paper() -> None:
+def test_all_shapes_lie_within_the_plot() -> None:
     drawn = ElementTree.fromstring(plot.svg(result({"decant": 30.0, "static": 90.0}, limit=40.0)))
     paper, *bars = drawn.iter(f"{SVG}rect")
     width, height = float(paper.attrib["width"]), float(paper.attrib["height"])

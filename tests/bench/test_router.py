@@ -70,7 +70,7 @@ async def test_open_requests_begin_whatever_became_of_the_earlier_ones() -> None
     assert len(first) == len(again), "the same seed, the same instants"
 
 
-async def test_of_streams_only_what_lies_within_the_window_is_counted() -> None:
+async def test_only_tokens_within_the_window_are_counted() -> None:
     async with server(1, 5) as address:
         windows, result = await done(Job("s", address, "streams", 0.5, clients=2, output_tokens=5000))
         assert windows == ["begin", "end"]

@@ -22,7 +22,7 @@ def test_contenders_draw_the_same_tokens(name: str) -> None:
     assert sampling.in_tensor_operations(rows, logits) == drawn
 
 
-def test_it_measures_every_kind() -> None:
+def test_every_kind_of_sampling_is_measured() -> None:
     options = ("--rows", "3", "--vocabulary", "1000", "--runs", "1", "--json", "-")
     result = json.loads(completed("bench.sampling", *options).stdout)
     assert set(result["kinds"]) == set(sampling.KINDS)

@@ -51,7 +51,7 @@ def test_weights_are_counted_as_the_shape_has_them(measured: dict[str, Any]) -> 
     assert measured["steps"]["weights"] == {"body": 2 * layer, "head": 512 * 64, "table": 512 * 64, "itemsize": 2}
 
 
-def test_memory_for_blocks_is_none_of_the_weights(measured: dict[str, Any]) -> None:
+def test_memory_for_blocks_is_not_counted_as_weights(measured: dict[str, Any]) -> None:
     assert 0 < measured["steps"]["held_bytes"] < measured["kv_bytes"] / 2
 
 
@@ -83,7 +83,7 @@ def test_a_profile_looks_into_layers_that_are_one_call_and_leaves_them_so(tmp_pa
     assert [module.forward for module in device.model.modules() if isinstance(module.forward, FusedLayer)] == before
 
 
-def test_half_a_block_is_lost_to_each_sequence(measured: dict[str, Any]) -> None:
+def test_each_sequence_wastes_half_a_block_on_average(measured: dict[str, Any]) -> None:
     waste = measured["waste"]
     assert 400 < waste["context"] < 600
     assert waste["lost"] * waste["context"] == pytest.approx(waste["block_size"] / 2, rel=0.15)

@@ -74,7 +74,7 @@ def test_a_missing_field_is_named(field: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "\n", "{", "[]", f"{json.dumps(GOOD)}\n{json.dumps(GOOD)}"])
-def test_what_is_no_workload_is_refused(text: str, tmp_path: Path) -> None:
+def test_an_invalid_workload_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "w.jsonl"
     path.write_text(text)
     with pytest.raises(InvalidWorkload):
@@ -85,7 +85,7 @@ def test_what_is_no_workload_is_refused(text: str, tmp_path: Path) -> None:
     ("item", "field", "value"),
     [(Item("a", [511, 512], 1, 0.0), "prompt_token_ids", 512), (Item("a", [1] * 60, 5, 0.0), "output_len", 65)],
 )
-def test_a_model_too_small_for_the_workload_is_told(item: Item, field: str, value: int, tmp_path: Path) -> None:
+def test_a_model_too_small_for_the_workload_is_refused(item: Item, field: str, value: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 512, "max_position_embeddings": 64}))
     workloads.write([item], tmp_path / "w.jsonl")
     with pytest.raises(InvalidWorkload) as caught:

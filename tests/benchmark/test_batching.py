@@ -74,7 +74,7 @@ def test_slot_arithmetic_of_two_batches_is_that_computed_by_hand() -> None:
     assert slots.paged(queue, block=8) == 20 / 8
 
 
-def test_equal_answers_gain_nothing_in_slots() -> None:
+def test_equal_output_lengths_gain_nothing_in_slots() -> None:
     assert slots.ratios(queues.uniform(64, 64)) == pytest.approx((1.0, 1.0), rel=0.02)
 
 
@@ -233,7 +233,7 @@ def test_the_html_report_has_a_timeline_of_slots_with_padding(document: dict[str
         ({"kv_tokens": 1 << 20}, "--kv-memory: room for at least"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_runs(options: dict[str, Any], message: str) -> None:
+def test_a_queue_that_does_not_fit_is_refused_before_anything_runs(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidBenchmark, match=message):
         experiment.measure("m", device(), BatchingOptions(**options), lambda *_: pytest.fail("it ran"))
 

@@ -40,7 +40,7 @@ def test_the_small_model_is_measured_and_padding_costs_throughput(tmp_path: Path
         (("--model", "/nowhere"), "--model /nowhere: neither a checkpoint's folder nor one of"),
     ],
 )
-def test_what_can_not_be_measured_is_refused_in_one_line(arguments: tuple[str, ...], message: str) -> None:
+def test_invalid_options_are_refused_in_one_line(arguments: tuple[str, ...], message: str) -> None:
     done = batching(*arguments)
     assert done.returncode == 2
     assert message in done.stderr

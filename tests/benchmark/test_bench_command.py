@@ -148,9 +148,7 @@ def test_failures_are_counted_by_reason_and_end_with_1(address: str) -> None:
         (("--dataset", "/nowhere.jsonl"), "--dataset: a file of JSON lines"),
     ],
 )
-def test_what_can_not_be_measured_is_refused_in_one_line(
-    address: str, arguments: tuple[str, ...], message: str
-) -> None:
+def test_invalid_options_are_refused_in_one_line(address: str, arguments: tuple[str, ...], message: str) -> None:
     done = bench("--address", address, *arguments)
     assert done.returncode == 2
     assert message in done.stderr

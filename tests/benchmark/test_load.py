@@ -90,7 +90,7 @@ def test_the_anyscale_workload_has_its_published_lengths() -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "5-2", "exp:0:4", "exp:4", "x", ""])
-def test_lengths_that_are_none_are_refused(text: str) -> None:
+def test_invalid_lengths_are_refused(text: str) -> None:
     with pytest.raises(InvalidBenchmark, match="--prompt-tokens: a number, a range"):
         parse_lengths("--prompt-tokens", text)
 

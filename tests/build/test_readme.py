@@ -42,7 +42,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_names_exists(page: Path) -> None:
+def test_paths_and_commands_of_a_page_exist(page: Path) -> None:
     text = page.read_text()
     for target, _, anchor in re.findall(r"\]\(([^)#:]*)(#([^)]+))?\)", text):
         linked = page.parent / target if target else page

@@ -169,7 +169,7 @@ def test_a_stream_that_has_begun_is_tried_for_its_patience() -> None:
     assert 28 < clock.now - 100 < 30
 
 
-def test_patience_is_counted_anew_after_a_message() -> None:
+def test_patience_starts_again_after_a_message() -> None:
     clock = Clock()
     tries = RetryState(make_selector(1, clock), patience=3)
     for _ in range(20):

@@ -41,7 +41,7 @@ def refusal(**options: Any) -> str:
     return line
 
 
-def test_what_can_be_served_is_not_refused(model: Path) -> None:
+def test_servable_models_are_accepted(model: Path) -> None:
     check(UpOptions(model=str(model), port=0, kv_memory="32M"))
     check(UpOptions(port=0))
 

@@ -24,7 +24,7 @@ def test_tls_needs_certificate_and_key_together() -> None:
         Client("localhost:1", tls=decant.Tls(ca="nowhere.pem"))
 
 
-async def test_mutual_tls_connects_and_a_missing_certificate_is_explained(tmp_path: Path) -> None:
+async def test_mutual_tls_connects_and_the_error_names_a_missing_certificate(tmp_path: Path) -> None:
     ours = Certificates(tmp_path)
     mutual: dict[str, Any] = {"tls_certificate": ours.certificate, "tls_key": ours.key, "tls_client_ca": ours.ca}
     async with scene(**mutual) as served:
@@ -44,7 +44,7 @@ async def test_mutual_tls_connects_and_a_missing_certificate_is_explained(tmp_pa
             assert str(caught.value) == f"no connection to {address}: it closed the connection: {advice}"
 
 
-async def test_a_tls_mismatch_is_explained_in_the_error(tmp_path: Path, address: str) -> None:
+async def test_a_tls_mismatch_is_named_in_the_error(tmp_path: Path, address: str) -> None:
     ours = Certificates(tmp_path)
     async with scene(tls_certificate=ours.certificate, tls_key=ours.key) as served:
         for where, tls, advice in (

@@ -144,7 +144,7 @@ def test_a_stream_that_breaks_is_resumed_and_it_says_where(address: str, script:
     assert (answer["text"], answer["resumed_at"]) == ("abc", [address])
 
 
-def test_an_address_that_is_none_is_one_line() -> None:
+def test_an_invalid_address_is_refused_in_one_line() -> None:
     done = run("generate", "x", "--address", ",")
     assert done.exit_code == 2
     assert done.stderr.startswith("decant: --address: ")
@@ -198,7 +198,7 @@ def test_every_command_explains_itself() -> None:
         assert name in done.stdout
 
 
-def test_the_secret_of_who_asks_comes_from_the_environment(script: Script, address: str) -> None:
+def test_the_token_of_the_caller_comes_from_the_environment(script: Script, address: str) -> None:
     for token, brought in (("s3cret", ["Bearer s3cret"]), ("", [])):
         done = run("generate", "x", "--address", address, env={"DECANT_TOKEN": token})
         assert done.exit_code == 0

@@ -16,14 +16,14 @@ def test_json_gains_the_process_and_loses_nothing() -> None:
     assert json.loads(out.getvalue()) == {"process": "router-1", **json.loads(LINE)}
 
 
-def test_what_is_no_json_becomes_an_event() -> None:
+def test_a_line_without_json_becomes_an_event() -> None:
     for text in ("Traceback:", "[1, 2]", '"x"', ""):
         out = io.StringIO()
         Output(out, console=False).line("router-1", text)
         assert json.loads(out.getvalue()) == {"process": "router-1", "event": text}
 
 
-def test_columns_tell_who_what_and_the_rest() -> None:
+def test_columns_are_process_event_and_fields() -> None:
     out = io.StringIO()
     output = Output(out, console=True)
     output.line("router-1", LINE)

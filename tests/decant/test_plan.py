@@ -44,7 +44,7 @@ def test_every_worker_has_cores_and_no_core_idles(cores: set[int], workers: int)
 
 
 @given(st.integers(0, 1 << 40), st.integers(0, 1 << 37), st.integers(1, 64))
-def test_caches_and_weights_fit_into_what_is_free_or_it_is_said(available: int, weights: int, workers: int) -> None:
+def test_caches_and_weights_that_exceed_free_memory_are_refused(available: int, weights: int, workers: int) -> None:
     try:
         each = resources.kv_share(available, weights, workers)
     except CommandFailed:
@@ -57,16 +57,16 @@ def test_caches_and_weights_fit_into_what_is_free_or_it_is_said(available: int, 
 @pytest.mark.parametrize(
     ("text", "count"), [("512M", 512 * MIB), ("2G", 2048 * MIB), ("1.5g", 1536 * MIB), ("64MiB", 64 * MIB), ("7", 7)]
 )
-def test_sizes_as_people_write_them(text: str, count: int) -> None:
+def test_sizes_are_parsed_with_their_units(text: str, count: int) -> None:
     assert resources.parse_size(text) == count
 
 
-def test_what_is_no_size_is_refused() -> None:
+def test_an_invalid_size_is_refused() -> None:
     with pytest.raises(CommandFailed, match="--kv-memory"):
         resources.parse_size("much")
 
 
-def test_memory_that_is_free_is_a_number_of_this_machine() -> None:
+def test_available_memory_is_read_from_this_machine() -> None:
     assert 0 < resources.available_memory() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -172,7 +172,7 @@ def test_a_setting_that_a_process_would_refuse_is_refused_before_it_starts() -> 
 
 
 @pytest.mark.parametrize("options", [{"prefill": 0, "decode": 0}, {"port": 65535, "router": 2}])
-def test_what_cannot_be_is_refused(options: dict[str, Any]) -> None:
+def test_impossible_deployments_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(CommandFailed):
         plan(**options)
 

@@ -66,7 +66,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
 
 
-def test_status_tells_who_is_there_and_how_loaded(redis: str) -> None:
+def test_status_shows_processes_and_their_load(redis: str) -> None:
     register(redis, "h:2")
     done = run("status", "--redis-url", redis)
     assert done.exit_code == 0
@@ -132,7 +132,7 @@ def test_a_worker_that_does_not_answer_is_no_worker_that_adds_up(redis: str, wor
     assert (first["faults"], bool(second["faults"])) == ([], True)
 
 
-def test_an_audit_of_nobody_is_no_audit(redis: str) -> None:
+def test_an_audit_without_workers_fails(redis: str) -> None:
     done = run("audit", "--redis-url", redis)
     assert done.exit_code == 2
     assert done.stderr == "decant: no worker is registered: there is nothing to audit\n"

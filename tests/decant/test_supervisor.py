@@ -68,14 +68,14 @@ def test_the_processes_of_a_run_share_private_credentials_which_are_gone_afterwa
         nothing_left([], tmp_path)
 
 
-def test_lines_that_are_no_json_are_passed_on_with_their_process(tmp_path: Path) -> None:
+def test_lines_without_json_are_passed_on_with_their_process(tmp_path: Path) -> None:
     with up(tmp_path, stand_ins(PAIR, ROUTER)) as running:
         running.until("decode-1", "not JSON")
         running.until("up", "ready")
         assert running.end(signal.SIGINT) == 0
 
 
-def test_a_kill_of_up_takes_everything_along(tmp_path: Path) -> None:
+def test_killing_up_ends_all_its_processes(tmp_path: Path) -> None:
     """SIGKILL cannot be caught: the processes, Redis and the files must disappear by themselves."""
     with up(tmp_path, stand_ins(PAIR, ROUTER)) as running:
         running.until("up", "ready")
@@ -86,7 +86,7 @@ def test_a_kill_of_up_takes_everything_along(tmp_path: Path) -> None:
         nothing_left(descendants, tmp_path)
 
 
-def test_a_process_that_refuses_its_settings_ends_all_with_its_own_words(tmp_path: Path) -> None:
+def test_a_process_that_refuses_its_settings_ends_all_with_its_own_message(tmp_path: Path) -> None:
     with up(tmp_path, stand_ins({"prefill-1": "", "decode-1": "refuse"}, ROUTER)) as running:
         assert running.ended() == 2
         assert "decode-1: stand-in: --speed: below 3, got 4" in running.stderr()
@@ -120,7 +120,7 @@ def test_up_can_be_ended_while_it_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["decode-1", "router-1"])
-def test_a_process_that_dies_is_started_again_and_said(tmp_path: Path, name: str) -> None:
+def test_a_process_that_dies_is_restarted_and_reported(tmp_path: Path, name: str) -> None:
     with up(tmp_path, stand_ins(PAIR, ROUTER)) as running:
         running.until("up", "ready")
         before = port_of(running, name)
@@ -147,7 +147,7 @@ def test_a_redis_of_its_own_that_ends_ends_all(tmp_path: Path) -> None:
         nothing_left(descendants, tmp_path)
 
 
-def test_what_lies_in_the_folder_one_stands_in_is_not_run(tmp_path: Path) -> None:
+def test_modules_in_the_current_folder_are_not_imported(tmp_path: Path) -> None:
     (spec,) = plan({}, {"router-1": ""}, "redis://").routers
     here = tmp_path / "here"
     (here / "decant" / "router").mkdir(parents=True)
@@ -178,7 +178,7 @@ def test_a_second_signal_ends_at_once_and_until_then_commands_say_that_it_ends(
         nothing_left(descendants, tmp_path)
 
 
-def test_an_end_that_cut_something_off_is_told(tmp_path: Path) -> None:
+def test_a_shutdown_that_cut_requests_off_is_reported(tmp_path: Path) -> None:
     with up(tmp_path, stand_ins({"decode-1": "end-badly"}, ROUTER)) as running:
         running.until("up", "ready")
         assert running.end() == 1

@@ -86,8 +86,8 @@ def test_observations_of_two_routers_are_merged() -> None:
 
 
 def test_a_history_keeps_the_last_minute() -> None:
+    assert History().window is None
     history = History()
-    assert history.window is None
     for at in range(0, 200, 10):
         history.add(sample(float(at), f"c_total {at}"))
     assert history.window is not None

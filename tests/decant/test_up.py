@@ -66,7 +66,7 @@ def deployment(folder: Path) -> dict[str, Any]:
     return announced
 
 
-def test_it_is_found_and_asked(running: Up, folder: Path) -> None:
+def test_generate_finds_the_deployment(running: Up, folder: Path) -> None:
     done = command(folder, "generate", "def add(a, b):\n", "--max-tokens", "8", "--temperature", "0", "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
@@ -84,7 +84,7 @@ def test_a_refusal_is_one_line(running: Up, folder: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_everybody_is_there_and_every_block_accounted_for(running: Up, folder: Path) -> None:
+def test_all_processes_are_ready_and_every_block_is_accounted_for(running: Up, folder: Path) -> None:
     report = json.loads(command(folder, "status", "--json").stdout)
     assert [one["peer"]["id"] for one in report["routers"]] == ["router-1"]
     assert {one["peer"]["id"] for one in report["workers"]} == {"prefill-1", "decode-1"}
@@ -157,7 +157,7 @@ def test_a_model_that_is_not_there_is_refused_before_anything_is_started(tmp_pat
         nothing_left([], tmp_path)
 
 
-def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with up(tmp_path, [*UP, "--port", str(port)]) as running:

@@ -51,7 +51,7 @@ READY, LOADING = Process(2, "ready"), Process(3, "loading", 40)
 LOST = Process(3, "lost", lost_at=0.0)
 
 
-def test_a_deployment_that_starts_is_waited_for_and_said(here: Here) -> None:
+def test_commands_wait_for_a_starting_deployment_and_say_so(here: Here) -> None:
     starting = deployment(has_started=False, decode_1=LOADING)
     here.states = [starting, starting, deployment(decode_1=READY)]
     said: list[str] = []
@@ -60,9 +60,7 @@ def test_a_deployment_that_starts_is_waited_for_and_said(here: Here) -> None:
 
 
 @pytest.mark.parametrize("command", ["audit", "status"])
-def test_audit_and_status_wait_as_long_as_they_are_told_to(
-    here: Here, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_audit_and_status_wait_for_their_wait_option(here: Here, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     asked: list[str] = []
 
     def answer(redis_url: str, *_: object, **__: object) -> bool:
@@ -210,5 +208,5 @@ def test_a_process_is_found_by_its_name_on_a_redis_that_deployments_share() -> N
         (Process(1, "loading", 40, lost_at=97.0), "lost 3 s ago, loading 40 %"),
     ],
 )
-def test_a_state_in_words(process: Process, text: str) -> None:
+def test_each_state_has_a_description(process: Process, text: str) -> None:
     assert process.describe(now=100.0) == text

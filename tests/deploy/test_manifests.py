@@ -192,14 +192,14 @@ def test_an_overlay_leaves_cert_manager_out_as_documented(tmp_path: Path) -> Non
 
 
 @each_of_ours
-def test_there_is_time_to_leave_to_drain_and_to_end(name: str) -> None:
+def test_the_grace_period_covers_deregistration_drain_and_shutdown(name: str) -> None:
     before = container(OURS[name])["lifecycle"]["preStop"]["sleep"]["seconds"]
     grace = pod(OURS[name])["terminationGracePeriodSeconds"]
     assert before >= 10
     assert grace >= before + settings(name).drain_seconds + CLEANUP_SECONDS
 
 
-def test_workers_have_the_threads_and_the_memory_that_they_are_told() -> None:
+def test_workers_get_the_threads_and_memory_of_their_settings() -> None:
     for name in ("prefill-worker", "decode-worker"):
         given, limits = settings(name), container(OURS[name])["resources"]["limits"]
         assert given.threads == int(limits["cpu"])
@@ -239,7 +239,7 @@ def test_a_disruption_budget_covers_the_pods(name: str) -> None:
     assert spec["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 
 
-def test_surges_prefill_replaces_decode_adds() -> None:
+def test_prefill_replaces_pods_in_an_upgrade_and_decode_adds_them() -> None:
     surges = {name: OURS[name]["spec"]["strategy"]["rollingUpdate"] for name in PROCESSES}
     assert surges["prefill-worker"] == {"maxSurge": 0, "maxUnavailable": 1}
     assert surges["decode-worker"] == surges["router"] == {"maxSurge": 1, "maxUnavailable": 0}
@@ -262,7 +262,7 @@ def test_a_pod_may_do_no_more_than_it_needs(name: str) -> None:
 
 
 @each_pod
-def test_selectors_and_mounts_fit(name: str) -> None:
+def test_selectors_and_mounts_match(name: str) -> None:
     deployment = DEPLOYMENTS[name]
     assert deployment["spec"]["selector"]["matchLabels"].items() <= labels(deployment).items()
     mounted = {mount["name"] for mount in container(deployment)["volumeMounts"]}
@@ -276,7 +276,7 @@ def test_workers_have_shared_memory() -> None:
         assert {"name": "shm", "mountPath": "/dev/shm"} in container(OURS[name])["volumeMounts"]
 
 
-def test_the_inside_is_reached_from_inside_alone() -> None:
+def test_internal_ports_are_reachable_from_the_deployment_alone() -> None:
     spec = of_kind("NetworkPolicy")["decant-inside"]["spec"]
     (rule,) = spec["podSelector"]["matchExpressions"]
     inside = {name for name in DEPLOYMENTS if labels(DEPLOYMENTS[name])[rule["key"]] in rule["values"]}
@@ -298,14 +298,14 @@ class TestContainerfile:
             assert f"\nCOPY {package} {package}\n" in self.TEXT
             assert f"!{package}" in ignored
 
-    def test_its_user_is_the_one_that_pods_run_as(self) -> None:
+    def test_the_user_of_the_image_is_the_one_that_pods_run_as(self) -> None:
         (user,) = re.findall(r"^USER (\d+):\d+$", self.TEXT, re.MULTILINE)
         assert {pod(one)["securityContext"]["runAsUser"] for one in OURS.values()} == {int(user)}
 
-    def test_its_entrypoint_is_the_command(self) -> None:
+    def test_the_entrypoint_of_the_image_is_the_command(self) -> None:
         assert '\nENTRYPOINT ["decant"]\n' in self.TEXT
 
-    def test_the_small_model_lies_where_the_manifests_look(self) -> None:
+    def test_the_tiny_model_is_where_the_manifests_expect_it(self) -> None:
         assert "/opt/decant/models" in self.TEXT
         assert settings("router").models == ("/opt/decant/models/tiny-python",)
         assert (ROOT / "models" / "tiny-python").is_dir()

@@ -1,4 +1,4 @@
-"""Routers and workers in one process, their engines fake and all between them real, each worker behind a proxy.
+"""Routers and workers in one process: fake engines, real connections, each worker behind a proxy.
 
 router r ──┬──> proxy ──> prefill worker p
 router s ──┴──> proxy ──> decode worker d ──> p's proxy: fetches, releases
@@ -13,7 +13,6 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from decant.protos import worker_pb2 as wire
-from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.router.request.token_stream import Finish
 from decant.router.request.valid_request import ValidRequest
 from decant.router.timings import RouterTimings
@@ -21,9 +20,8 @@ from decant.runtime.packed import pack
 from decant.state.owned import StoredRequest
 from decant.state.store import Store
 from tests.e2e.proxy import FETCH, PREFILL, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
-from tests.router.fake_script import TOKENIZER
 from tests.router.harness import Core, core, make_request
-from tests.worker.harness import MODEL, Place, alone, tokens, worker
+from tests.worker.harness import MODEL, Place, alone, registered, tokens, worker
 
 LEASE_MS = 300
 STEP_S = 0.001
@@ -32,7 +30,7 @@ WANTED = 7
 MOST = 100
 """Messages of one kind that no request here takes."""
 
-GIVER, TAKER = "p", "d"
+SENDER, RECEIVER = "p", "d"
 
 
 class Line(NamedTuple):
@@ -48,7 +46,13 @@ class Line(NamedTuple):
 
 LINES = tuple(
     Line(worker, method, direction)
-    for worker, method in ((TAKER, SESSION), (GIVER, SESSION), (GIVER, PREFILL), (GIVER, FETCH), (GIVER, RELEASE))
+    for worker, method in (
+        (RECEIVER, SESSION),
+        (SENDER, SESSION),
+        (SENDER, PREFILL),
+        (SENDER, FETCH),
+        (SENDER, RELEASE),
+    )
     for direction in (TO_WORKER, TO_CALLER)
 )
 
@@ -101,9 +105,11 @@ class Cutting:
         return cuts
 
     async def quiet(self) -> None:
-        """Until no request is at work any more: whatever is said from now on belongs to the next."""
-        await self.places[TAKER].until(lambda seen: not (seen.owners or seen.fetches or seen.orphans or seen.unretired))
-        await self.places[GIVER].until(lambda seen: not seen.fetches)
+        """Until no request is at work any more: messages from now on belong to the next."""
+        await self.places[RECEIVER].until(
+            lambda seen: not (seen.owners or seen.fetches or seen.orphans or seen.unretired)
+        )
+        await self.places[SENDER].until(lambda seen: not seen.fetches)
 
     async def settle(self) -> None:
         """Until nothing is left of anything at either worker, and every block is accounted for."""
@@ -133,35 +139,10 @@ async def _restore(found: StoredRequest) -> ValidRequest:
     return replace(_request(int(found.key.id[1:])), payload=found.payload)
 
 
-@dataclass
-class Registered:
-    facts: WorkerRegistration
-
-
-def _registered(place: Place) -> Any:
-    host = place.host
-    capacity = Capacity(
-        total_blocks=host.total_blocks,
-        block_tokens=host.block_size,
-        max_context_length=host.window,
-        max_running=host.max_running,
-    )
-    facts = WorkerRegistration(
-        peer=host.peer,
-        address=host.address,
-        role=host.role,
-        model=MODEL,
-        layout=host.layout,
-        tokenizer=TOKENIZER,
-        capacity=capacity,
-    )
-    return Registered(facts)
-
-
 @asynccontextmanager
 async def cutting(store: Store, timings: RouterTimings = RouterTimings()) -> AsyncIterator[Cutting]:
     """Nothing may be left anywhere at its end."""
-    roles = {GIVER: wire.ROLE_PREFILL, TAKER: wire.ROLE_DECODE}
+    roles = {SENDER: wire.ROLE_PREFILL, RECEIVER: wire.ROLE_DECODE}
     async with AsyncExitStack() as stack:
         places, proxies = {}, {}
         for name, role in roles.items():
@@ -171,7 +152,7 @@ async def cutting(store: Store, timings: RouterTimings = RouterTimings()) -> Asy
                 worker(name, role=role, advertise=between.address, **terms)
             )
             between.target = place.address
-        known = [_registered(place) for place in places.values()]
+        known = [registered(place, equal_bits=False) for place in places.values()]
         one = await stack.enter_async_context(core(store, known, id="r", restore=_restore, timings=timings))
         other = await stack.enter_async_context(core(store, [], id="s", restore=_restore, timings=timings))
         made = Cutting(one, other, places, proxies)

@@ -1,4 +1,4 @@
-"""A request may be given up at any instant, in three ways; afterwards every block of every worker is accounted for."""
+"""A request is cancelled at any instant, in three ways; afterwards every block of every worker has an owner."""
 
 import asyncio
 import contextlib
@@ -74,7 +74,7 @@ async def scene(processes: tuple[Deployment, Proxy]) -> AsyncIterator[Scene]:
         yield Scene(running, between, stub)
         between.tamper = None
         async with asyncio.timeout(PATIENCE_S):
-            while not await is_handed_over(stub):  # a worker that stood still is avoided until its beats come again
+            while not await is_handed_over(stub):  # a worker that stalled is avoided until its heartbeats resume
                 pass
     await asyncio.to_thread(running.settled)
 
@@ -131,7 +131,7 @@ def by_name(instant: Callable[..., object]) -> str:
 
 
 @pytest.mark.parametrize("instant", INSTANTS, ids=by_name)
-async def test_by_a_call(scene: Scene, instant: Callable[[Scene], Any]) -> None:
+async def test_a_cancel_call_ends_a_request_and_frees_its_blocks(scene: Scene, instant: Callable[[Scene], Any]) -> None:
     call, others = await instant(scene)
     assert await scene.cancel("it") == pb.CancelGenerationResponse.STATUS_CANCELLED
     with pytest.raises(grpc.aio.AioRpcError) as ended:
@@ -146,7 +146,7 @@ async def test_by_a_call(scene: Scene, instant: Callable[[Scene], Any]) -> None:
 
 
 @pytest.mark.parametrize("instant", INSTANTS, ids=by_name)
-async def test_by_leaving(scene: Scene, instant: Callable[[Scene], Any]) -> None:
+async def test_a_disconnect_ends_a_request_and_frees_its_blocks(scene: Scene, instant: Callable[[Scene], Any]) -> None:
     call, others = await instant(scene)
     for one in (call, *others):
         one.cancel()
@@ -170,7 +170,7 @@ def standing_still(running: Deployment) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("instant", INSTANTS, ids=by_name)
-async def test_by_the_deadline(scene: Scene, instant: Callable[[Scene], Any]) -> None:
+async def test_the_deadline_ends_a_request_and_frees_its_blocks(scene: Scene, instant: Callable[[Scene], Any]) -> None:
     begin = scene.begin
 
     def hurried(request_id: str, prompt: int = 200, output: int = 1800, timeout: float = PATIENCE_S) -> Any:
@@ -186,7 +186,7 @@ async def test_by_the_deadline(scene: Scene, instant: Callable[[Scene], Any]) ->
         other.cancel()
 
 
-async def test_at_any_instant_and_in_any_way(scene: Scene) -> None:
+async def test_a_cancel_at_any_instant_and_of_any_kind_frees_all_blocks(scene: Scene) -> None:
     chance = random.Random(7)
 
     async def give_up(n: int) -> None:

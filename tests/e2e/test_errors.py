@@ -1,4 +1,4 @@
-"""Every reason for which a request is refused or ends badly, with the details that a client reads off the wire.
+"""Every reason for which a request is refused or fails, with the details that a client receives.
 
 The details are read as any client does, by google.rpc's own messages, not by this project's.
 """
@@ -53,7 +53,7 @@ def reason(name: str) -> Callable[[Any], Any]:
     return lambda test: test
 
 
-def test_every_reason_is_brought_about_or_it_is_said_why_not() -> None:
+def test_every_reason_is_provoked_or_excused() -> None:
     named = {name.removeprefix("ERROR_REASON_") for name, _ in pb.ErrorReason.items()}
     assert _tested | UNTESTED.keys() == named
     assert not _tested & UNTESTED.keys()
@@ -132,7 +132,7 @@ def go_on(scene: Scene) -> None:
 @reason("PROMPT_TOO_LONG")
 @reason("FIELD_NOT_SUPPORTED")
 @reason("MODEL_NOT_FOUND")
-async def test_what_can_be_seen_from_the_request_alone(scene: Scene) -> None:
+async def test_invalid_requests_are_refused_by_reason(scene: Scene) -> None:
     hot = await told(scene.stub.Generate(asked(5, sampling=pb.SamplingParams(temperature=101))))
     assert (hot.code, hot.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
     assert hot.violation == ("sampling.temperature", "0 to 100", "101.0")
@@ -156,7 +156,7 @@ async def test_what_can_be_seen_from_the_request_alone(scene: Scene) -> None:
 
 @reason("STATE_STORE_AWAY")
 @reason("REQUEST_NOT_FOUND")
-async def test_an_id_that_nobody_knows(scene: Scene) -> None:
+async def test_an_unknown_id_is_not_found(scene: Scene) -> None:
     """Right after the store was new it can't tell whether it lost it: it says when it can."""
     asking = pb.GetGenerationRequest(request_id="nobody")
     unsure = await told(scene.stub.GetGeneration(asking))
@@ -177,7 +177,7 @@ async def test_an_id_that_nobody_knows(scene: Scene) -> None:
 
 @reason("REQUEST_ID_REUSED")
 @reason("SEQ_NOT_KEPT")
-async def test_an_id_that_is_known_for_something_else(scene: Scene) -> None:
+async def test_an_id_of_another_payload_is_refused(scene: Scene) -> None:
     await scene.stub.Generate(asked(5, request_id="mine"))
     other = await told(scene.stub.Generate(asked(6, request_id="mine")))
     assert (other.code, other.reason) == (Code.ALREADY_EXISTS, "REQUEST_ID_REUSED")
@@ -191,7 +191,7 @@ async def test_an_id_that_is_known_for_something_else(scene: Scene) -> None:
 @reason("QUEUE_FULL")
 @reason("SUPERSEDED")
 @reason("CANCELLED")
-async def test_who_comes_too_many_too_late_or_is_sent_away(scene: Scene) -> None:
+async def test_overload_deadline_and_unavailable_have_their_reasons(scene: Scene) -> None:
     paused(scene, 2)
     first = scene.stream(5, request_id="one")
     await first.read()
@@ -228,7 +228,7 @@ async def test_a_stream_whose_router_lost_the_request_says_where_to_resume(scene
 
 
 @reason("NO_WORKER")
-async def test_a_model_that_nobody_serves_now(server: PrivateRedis, store: Store) -> None:
+async def test_a_model_without_workers_is_unavailable(server: PrivateRedis, store: Store) -> None:
     async with scripted(server, store, pools=()) as scene:
         nobody = await told(scene.stub.Generate(asked(5)))
     assert (nobody.code, nobody.reason) == (Code.UNAVAILABLE, "NO_WORKER")
@@ -236,7 +236,7 @@ async def test_a_model_that_nobody_serves_now(server: PrivateRedis, store: Store
 
 
 @reason("WORKERS_LOST")
-async def test_workers_that_all_fail(scene: Scene) -> None:
+async def test_a_request_fails_when_all_workers_do(scene: Scene) -> None:
     """Before the first token it may be asked again; after it, resumed."""
     script = scene.workers[1].script
     scene.workers[0].script.prefill_fails_before_ticket = 99
@@ -278,7 +278,7 @@ async def test_a_deadline_that_passes_leaves_what_was_written(scene: Scene) -> N
 
 
 @reason("DRAINING")
-async def test_a_router_that_drains(scene: Scene) -> None:
+async def test_a_draining_router_refuses_with_its_reason(scene: Scene) -> None:
     paused(scene, 2)
     call = scene.stream(5)
     await call.read()
@@ -308,7 +308,7 @@ tokens_per_minute = 10
 @reason("NO_CREDENTIALS")
 @reason("NOT_ALLOWED")
 @reason("QUOTA_EXCEEDED")
-async def test_who_asks_and_how_much_he_may(
+async def test_unauthenticated_and_over_quota_calls_are_refused_by_reason(
     server: PrivateRedis, store: Store, bare: sync_redis.Redis, tmp_path: Path
 ) -> None:
     file = tmp_path / "tenants.toml"

@@ -1,5 +1,4 @@
-"""Whatever two processes say to each other may break off at any message: the request ends once and right, nothing is
-left."""
+"""Any call may break at any message: the request ends once and right, and nothing is left."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -13,7 +12,7 @@ from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, Cancelled, Unavailable
 from decant.state.store import Store
-from tests.e2e.fault_injection import LINES, MOST, TAKER, Cutting, Line, Spot, cutting
+from tests.e2e.fault_injection import LINES, MOST, RECEIVER, Cutting, Line, Spot, cutting
 from tests.e2e.proxy import SESSION, Cut
 from tests.router.harness import Core, ended
 from tests.state.conftest import bare, server, store
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.slow
 __all__ = ["bare", "server", "store"]
 
 
-SESSIONS = [line for line in LINES if line.method == SESSION and line.worker == TAKER]
+SESSIONS = [line for line in LINES if line.method == SESSION and line.worker == RECEIVER]
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ async def scene(store: Store) -> AsyncIterator[Cutting]:
 
 @pytest.mark.parametrize("line", LINES, ids=str)
 @pytest.mark.parametrize("arrives", [False, True])
-async def test_after_any_message(scene: Cutting, line: Line, arrives: bool) -> None:
+async def test_a_stream_cut_after_any_message_is_completed(scene: Cutting, line: Line, arrives: bool) -> None:
     for number in range(MOST):
         (cut,) = await scene.answered(Spot(line, number, arrives))
         if not cut.happened:
@@ -45,7 +44,7 @@ async def test_after_any_message(scene: Cutting, line: Line, arrives: bool) -> N
 
 
 @pytest.mark.parametrize("first", LINES, ids=str)
-async def test_after_any_two_messages(scene: Cutting, first: Line) -> None:
+async def test_a_stream_cut_after_any_two_messages_is_completed(scene: Cutting, first: Line) -> None:
     """The second is often one that the first break brought about: of the next session, or of the next attempt."""
     for number in range(MOST):
         for second in LINES:
@@ -105,7 +104,7 @@ async def done_at(
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "on the other router"])
 @pytest.mark.parametrize("line", LINES, ids=str)
-async def test_a_cancel_at_any_message(scene: Cutting, line: Line, elsewhere: bool) -> None:
+async def test_a_cancel_at_any_message_ends_the_request(scene: Cutting, line: Line, elsewhere: bool) -> None:
     for number in range(MOST):
         core = scene.other if elsewhere else scene.one
         stream, expected, end, (cut,) = await done_at(scene, cancel, core, Spot(line, number))

@@ -1,4 +1,4 @@
-"""A cache that arrives wrong is never decoded: the request goes on by another way and its text is the same."""
+"""A corrupted cache is never decoded: the request continues another way with the same text."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
@@ -109,7 +109,7 @@ KINDS = [flipped, truncated, lost, swapped, of_another, resealed, cut]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-async def test_what_is_wrong_is_refused_and_the_answer_is_right(
+async def test_corrupt_transfers_are_refused_and_the_output_is_right(
     scene: tuple[Deployment, Proxy], kind: Callable[[], Tamper]
 ) -> None:
     running, between = scene
@@ -133,7 +133,7 @@ async def test_what_is_wrong_is_refused_and_the_answer_is_right(
     await asyncio.to_thread(running.settled)
 
 
-async def test_a_giver_that_falls_silent_is_lost_and_the_answer_is_right(scene: tuple[Deployment, Proxy]) -> None:
+async def test_a_silent_sender_is_lost_and_the_output_is_right(scene: tuple[Deployment, Proxy]) -> None:
     running, between = scene
     channel, stub = open_stub(running.address)
     async with channel:

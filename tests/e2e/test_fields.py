@@ -1,4 +1,4 @@
-"""Every field of a request does over the wire what protos/inference.proto says of it."""
+"""Every field of a request has the effect that protos/inference.proto documents, over gRPC."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_every_field_has_a_check_or_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", UNIMPLEMENTED_FIELDS)
-async def test_what_is_refused_is_refused_by_name(stub: Stub, name: str) -> None:
+async def test_unsupported_fields_are_refused_by_name(stub: Stub, name: str) -> None:
     asking = request()
     asking.MergeFrom(UNIMPLEMENTED[name])
     with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -173,7 +173,7 @@ async def _priority(stub: Stub) -> None:
     assert ended == [1000, 0, -1000]
 
 
-async def test_the_user_stands_in_the_log_and_changes_nothing(running: Deployment, stub: Stub) -> None:
+async def test_the_user_is_logged_and_changes_nothing(running: Deployment, stub: Stub) -> None:
     assert (await ask(stub, request(user="somebody"))).ids == (await plain(stub)).ids
     await asyncio.to_thread(running.routers[0].until, "request ended", user="somebody")
 
@@ -364,5 +364,5 @@ async def _chunks(stub: Stub) -> None:
 
 
 @pytest.mark.parametrize("check", dict.fromkeys(CHECKS.values()), ids=lambda check: check.__name__)
-async def test_it_does_what_is_said_of_it(stub: Stub, check: Check) -> None:
+async def test_every_field_has_its_documented_effect(stub: Stub, check: Check) -> None:
     await check(stub)

@@ -1,4 +1,4 @@
-"""Slow and hostile clients: what they cost is bounded, what they get is typed, and nobody else is harmed.
+"""Slow and hostile clients: their cost is bounded, their errors are typed, and others are not affected.
 
 Before scripted workers, so that the router's load is the clients' alone.
 """
@@ -64,7 +64,7 @@ async def test_a_message_that_is_too_large_is_refused_by_name(scene: Scene) -> N
     assert await read(other) == answer(PROMPT, 500), "the connection goes on"
 
 
-async def test_too_many_streams_are_told_to_come_later(server: PrivateRedis, store: Store) -> None:
+async def test_too_many_streams_get_a_retry_delay(server: PrivateRedis, store: Store) -> None:
     async with scripted(server, store, "--max-active", "2", "--queue-limit", "3") as scene:
         scene.workers[1].script.pause_at = 2
         taken = [scene.stream(5) for _ in range(2)]
@@ -166,7 +166,7 @@ ABSURD: dict[str, tuple[pb.GenerateRequest, str]] = {
 }
 
 
-async def test_absurd_values_are_refused_by_field_limit_and_value(scene: Scene) -> None:
+async def test_extreme_values_are_refused_by_field_limit_and_value(scene: Scene) -> None:
     other = asyncio.ensure_future(read(scene.stream(2000)))
     for name, (absurd, field) in ABSURD.items():
         error = await scene.refused(scene.stub.Generate(merged(absurd), timeout=PATIENCE))
@@ -204,7 +204,7 @@ NO_UTF8 = b"\x0a\x02\xff\xfe"  # field 1, a text of two bytes that are none
 CUT_OFF = b"\x0a\x7f"
 
 
-async def test_bytes_that_are_no_message_are_refused_by_name(scene: Scene) -> None:
+async def test_undecodable_bytes_are_refused_by_name(scene: Scene) -> None:
     for method in METHODS:
         path = f"/decant.v1.InferenceService/{method}"
         streams = method in ("GenerateStream", "ResumeStream")
@@ -216,7 +216,7 @@ async def test_bytes_that_are_no_message_are_refused_by_name(scene: Scene) -> No
     await scene.is_unharmed()
 
 
-async def test_connections_that_speak_no_http2_stop_nobody(scene: Scene) -> None:
+async def test_connections_without_http2_stop_no_other_call(scene: Scene) -> None:
     host, _, port = scene.address.rpartition(":")
     open_ = []
     for index in range(200):
@@ -235,7 +235,7 @@ PING = struct.pack(">I", 8)[1:] + b"\x06\0\0\0\0\0" + b"12345678"
 GOAWAY = 7
 
 
-async def test_who_pings_too_often_is_sent_away_alone(scene: Scene) -> None:
+async def test_a_client_that_pings_too_often_loses_its_own_connection_only(scene: Scene) -> None:
     other = asyncio.ensure_future(read(scene.stream(2000)))
     host, _, port = scene.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))

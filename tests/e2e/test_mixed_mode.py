@@ -1,4 +1,4 @@
-"""Prompts take the way that costs less, sessions keep their prefixes, and the receipt says which way it was."""
+"""Prompts take the cheaper path, sessions keep their prefixes, and the receipt names the path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def measured() -> Iterator[Deployment]:
         yield running
 
 
-async def test_short_prompts_come_to_be_read_where_they_are_decoded(measured: Deployment) -> None:
+async def test_short_prompts_are_prefilled_by_the_decode_worker(measured: Deployment) -> None:
     channel, stub = open_stub(measured.address)
     ways = []
     async with channel:
@@ -37,7 +37,7 @@ async def test_short_prompts_come_to_be_read_where_they_are_decoded(measured: De
     await asyncio.to_thread(measured.settled)
 
 
-async def test_a_fixed_border_is_kept() -> None:
+async def test_a_fixed_threshold_is_kept() -> None:
     context = deployment(prefill=2, handoff_min_tokens=50)
     running = await asyncio.to_thread(context.__enter__)
     try:

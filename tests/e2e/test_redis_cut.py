@@ -1,4 +1,4 @@
-"""A router that loses Redis for longer than a registration lasts: every stream goes on where it is."""
+"""A router that loses Redis for longer than a registration lasts: every stream continues there."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from decant.state.keys import Ttls
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from tests.router.harness import PATIENCE, Core, core, ended, tokens_of, written
-from tests.router.test_migration import asked, registered
+from tests.router.test_migration import asked
 from tests.state.conftest import bare, server
 from tests.state.factories import make_store
-from tests.worker.decode_harness import eventually
-from tests.worker.harness import Place, alone, worker
+from tests.worker.harness import Place, alone, registered, worker
+from tests.worker.waiting import eventually
 
 __all__ = ["bare", "server"]
 

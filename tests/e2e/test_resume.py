@@ -1,4 +1,4 @@
-"""Two routers on one Redis: a request is come back to on either, and what was shown of it is never shown otherwise."""
+"""Two routers on one Redis: either resumes a request, and text that was sent never changes."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def with_echo(_: str) -> pb.GenerateRequest:
 
 
 @pytest.mark.parametrize("variant", [with_logprobs, with_text_held_back, with_echo])
-async def test_wherever_a_stream_is_cut_both_parts_are_the_whole(
+async def test_both_parts_of_a_cut_stream_are_the_complete_output(
     two: Two, variant: Callable[[str], pb.GenerateRequest]
 ) -> None:
     """Text, tokens, logprobs: of a stream that goes on elsewhere, of its replay after any token, and as it is told."""
@@ -207,7 +207,7 @@ async def test_the_other_router_cancels(two: Two) -> None:
     assert isinstance(await failed(call), Cancelled), "its client learns that, and not that somebody else reads it"
 
 
-async def test_a_router_that_dies_takes_no_answer_with_it() -> None:
+async def test_a_killed_router_loses_no_output() -> None:
     with deployment(routers=2, worker=(*SMALL_KV, "--lease-ms", "3000")) as running:
         first, one = open_stub(running.addresses[0])
         second, other = open_stub(running.addresses[1])

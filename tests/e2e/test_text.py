@@ -1,4 +1,4 @@
-"""A deployment answers what the model itself would: whatever the path, the company, the length, the pools."""
+"""A deployment answers as the model itself would, whatever the path, batch, length and pools."""
 
 import asyncio
 from typing import Any
@@ -38,7 +38,7 @@ def counted(answer: Answer, prompt: int, output: int) -> None:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-async def test_greedy_text_is_that_of_generate(stub: InferenceServiceStub, prompt: str) -> None:
+async def test_greedy_text_equals_transformers_generate(stub: InferenceServiceStub, prompt: str) -> None:
     ids = ids_of(prompt)
     answer = await ask(stub, asked(prompt, max_tokens=48))
     expected = generated(ids, 48)
@@ -51,7 +51,7 @@ async def test_greedy_text_is_that_of_generate(stub: InferenceServiceStub, promp
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 33, 500, 1025, WINDOW - 2, WINDOW - 1])
-async def test_prompts_of_any_length(stub: InferenceServiceStub, length: int) -> None:
+async def test_prompts_of_every_length_are_served(stub: InferenceServiceStub, length: int) -> None:
     source = ids_of("\n\n".join(PROMPTS) * 200)
     start = length % 97  # another prefix for each, so that no cached one shortens the way
     ids = [0, *source[start : start + length - 1]]
@@ -74,7 +74,7 @@ async def test_one_token_needs_no_decode_worker(stub: InferenceServiceStub) -> N
     assert answer.finished.finish_reason == pb.FINISH_REASON_LENGTH
 
 
-async def test_sixty_four_at_once(pair: Deployment, stub: InferenceServiceStub) -> None:
+async def test_sixty_four_concurrent_requests_are_served(pair: Deployment, stub: InferenceServiceStub) -> None:
     prompts = [f"{PROMPTS[index % len(PROMPTS)]}# {index}\n" for index in range(64)]
     limits = [8 + index % 23 for index in range(64)]
     answers = await asyncio.gather(
@@ -86,7 +86,7 @@ async def test_sixty_four_at_once(pair: Deployment, stub: InferenceServiceStub) 
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (1, 3)])
-async def test_any_shape_of_the_pools(prefill: int, decode: int) -> None:
+async def test_every_size_of_the_pools_gives_the_same_text(prefill: int, decode: int) -> None:
     def shape() -> Any:
         return deployment(prefill=prefill, decode=decode)
 
@@ -128,7 +128,7 @@ def half() -> Any:
 
 
 @pytest.mark.parametrize("seeded", [False, True])
-async def test_in_bfloat16_it_is_the_engines_own_to_the_bit(half: Deployment, seeded: bool) -> None:
+async def test_bfloat16_text_equals_the_engine_s_own(half: Deployment, seeded: bool) -> None:
     """The log-probabilities are compared as floats, not nearly: equal bits of the logits give equal ones."""
     channel, stub = open_stub(half.address)
     async with channel:
@@ -152,7 +152,7 @@ async def test_in_bfloat16_it_is_the_engines_own_to_the_bit(half: Deployment, se
             assert answer.started.seed == 2**63 + 11
 
 
-async def test_characters_of_many_bytes_come_out_whole(stub: InferenceServiceStub) -> None:
+async def test_multibyte_characters_are_never_split(stub: InferenceServiceStub) -> None:
     text = "# Grüße, 世界 👩‍👩‍👧 — наука\n" * 3
     ids = ids_of(text)
     for seed in range(6):
@@ -162,7 +162,7 @@ async def test_characters_of_many_bytes_come_out_whole(stub: InferenceServiceStu
         assert answer.deltas <= len(answer.ids) + 1
 
 
-async def test_an_answer_at_once_is_the_stream_joined(stub: InferenceServiceStub) -> None:
+async def test_a_unary_answer_equals_the_joined_stream(stub: InferenceServiceStub) -> None:
     request = asked(PROMPTS[1], max_tokens=24)
     request.response.logprobs = 2
     whole = await stub.Generate(request)

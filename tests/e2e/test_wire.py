@@ -1,4 +1,4 @@
-"""What others see of a deployment: a client made from the .proto alone, reflection, health, refusals."""
+"""A deployment as other software sees it: a client generated from the .proto, reflection, health, refusals."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ print("".join(message.delta.text for message in messages))
 """
 
 
-def test_a_client_made_from_the_proto_alone(pair: Deployment, tmp_path: Path) -> None:
+def test_a_client_generated_from_the_proto_alone_works(pair: Deployment, tmp_path: Path) -> None:
     """Compiled elsewhere, run in another process that can't see this project."""
     folder = ROOT / "protos"
     compile_ = [sys.executable, "-m", "grpc_tools.protoc", f"-I{folder}"]
@@ -84,7 +84,7 @@ async def test_refusals_name_field_limit_and_value(stub: InferenceServiceStub) -
     assert "chat template" in untemplated.limit
 
 
-async def test_what_is_not_built_is_told_beforehand_and_refused_by_name(stub: InferenceServiceStub) -> None:
+async def test_unimplemented_features_are_listed_and_refused_by_name(stub: InferenceServiceStub) -> None:
     info = await stub.GetServerInfo(pb.GetServerInfoRequest())
     assert "GenerateRequest.guided" in info.unimplemented_fields
     request = pb.GenerateRequest(prompt="x", guided=pb.GuidedDecoding(regex="a+"))

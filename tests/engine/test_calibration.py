@@ -35,7 +35,7 @@ MIXED = chunk(1500, 200).plus(DECODES)
         StepCostModel, st.floats(0.001, 0.1), st.floats(1e-5, 0.01), st.floats(1e-5, 0.01), st.floats(1e-8, 1e-5)
     ),
 )
-def test_steps_that_were_not_measured_take_what_is_said(costs: StepCostModel) -> None:
+def test_unmeasured_steps_take_the_stated_costs(costs: StepCostModel) -> None:
     device = Timed(costs)
     found = measure(device, patience=1e9, clock=device.clock)
     for work in (DECODES, MIXED, chunk(0, 512), chunk(1800, 16)):

@@ -136,7 +136,7 @@ def test_truncated_weights_are_refused(kept, reason, copy):
         serve(copy)
 
 
-def test_missing_weights_are_refused_and_not_made_up(copy):
+def test_missing_weights_are_refused_and_not_initialized(copy):
     file = copy / "model.safetensors"
     weights = {name: tensor for name, tensor in load_file(file).items() if "layers.1.self_attn.q_proj" not in name}
     save_file(weights, file, metadata={"format": "pt"})
@@ -280,7 +280,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return repository
 
 
-def test_a_hub_name_is_served_and_stands_for_the_commit_that_it_was(hub):
+def test_a_hub_name_is_served_at_its_resolved_commit(hub):
     main, first, second = (serve("org/tiny", revision=revision) for revision in (None, "a" * 40, "b" * 40))
     assert main.layout == second.layout != first.layout
     (hub / "refs" / "main").write_text("a" * 40)

@@ -58,7 +58,7 @@ def test_the_work_of_a_prompt_is_that_of_its_chunks(context: int, first: int, se
     assert parts._replace(logits=1) == chunk(context, first + second)
 
 
-def test_nothing_is_known_of_costs_of_nought() -> None:
+def test_costs_of_zero_count_as_unknown() -> None:
     assert StepCostModel().max_tokens_within(0.25, 100_000, 512) == 512
 
 
@@ -112,7 +112,7 @@ def test_a_machine_that_stood_still_is_forgotten_in_a_few_steps() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=100))
-def test_whatever_is_noted_steps_as_said_set_it_right(noted: list[tuple[float, bool]]) -> None:
+def test_estimates_converge_to_the_true_costs(noted: list[tuple[float, bool]]) -> None:
     predictor = StepTimePredictor(SAID)
     for seconds, run_alone in noted:
         predictor.note(DECODES, NO_WORK if run_alone else PROMPT, seconds)

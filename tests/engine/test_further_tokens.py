@@ -81,7 +81,7 @@ def test_the_output_is_that_of_single_tokens(name: str) -> None:
     nothing_is_held(engine)
 
 
-def test_it_takes_fewer_steps() -> None:
+def test_several_tokens_a_step_take_fewer_steps() -> None:
     one, several = single_tokens(), several_tokens()
     for engine in (one, several):
         run(engine, REQUESTS["greedy"])
@@ -118,7 +118,7 @@ def test_kv_of_rejected_tokens_is_not_counted_as_computed() -> None:
     checked(engine, check)
 
 
-def test_what_is_dropped_behind_an_end_is_neither_emitted_nor_cached() -> None:
+def test_tokens_behind_the_end_are_neither_emitted_nor_cached() -> None:
     """A request ends within a step's tokens; then another one continues its text and finds right blocks."""
     for most in range(4, 12):
         engine = several_tokens()

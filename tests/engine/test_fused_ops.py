@@ -90,7 +90,7 @@ def test_a_gated_layer_is_what_transformers_computes(width: int, inner: int, dty
 
 
 @torch.inference_mode()
-def test_the_activation_is_silu_wherever_it_is_looked_at() -> None:
+def test_silu_is_recognised_in_every_form_of_the_activation() -> None:
     """Through a gate of ones and an identity: what comes out is silu, from the smallest number to the largest."""
     theirs = mlp(1, 1, torch.float32)
     for linear in (theirs.gate_proj, theirs.up_proj, theirs.down_proj):
@@ -158,12 +158,12 @@ def others() -> Iterator[nn.Module]:
 
 
 @pytest.mark.parametrize("module", list(others()), ids=lambda module: type(module).__name__)
-def test_what_computes_something_else_stays(module: nn.Module) -> None:
+def test_modules_that_compute_something_else_are_left_alone(module: nn.Module) -> None:
     module = module.to(torch.bfloat16)
     assert fused(module, torch.bfloat16) is module
 
 
-def test_what_is_kept_in_another_dtype_stays() -> None:
+def test_modules_of_another_dtype_are_left_alone() -> None:
     module = norm(64, torch.float32)
     assert fused(module, torch.bfloat16) is module
 
@@ -207,7 +207,7 @@ def test_a_rotation_has_the_bits_of_transformers(tokens: int, width: int, dtype:
 
 
 @torch.inference_mode()
-def test_what_is_laid_out_otherwise_is_turned_by_theirs() -> None:
+def test_other_layouts_are_rotated_by_transformers() -> None:
     """Angles of a part of the width, of several sequences, in another dtype."""
     result = list[torch.Size]()
 
@@ -233,7 +233,7 @@ def test_what_is_laid_out_otherwise_is_turned_by_theirs() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.inference_mode()
-def test_attention_calls_ours_and_answers_the_same(dtype: torch.dtype) -> None:
+def test_attention_calls_the_fused_rotation_with_the_same_result(dtype: torch.dtype) -> None:
     module = attention(dtype)
     x, where = rows(9, 256, dtype), angles(9, 64, dtype)
     expected, _ = module(x, where, None)
@@ -248,7 +248,7 @@ def test_attention_calls_ours_and_answers_the_same(dtype: torch.dtype) -> None:
     ("kind", "config"),
     [(CohereAttention, CohereConfig), (GlmAttention, GlmConfig)],  # neighbours are pairs; only a part is turned
 )
-def test_another_rotation_stays(kind: type[nn.Module], config: Callable[..., PreTrainedConfig]) -> None:
+def test_another_rotation_is_left_alone(kind: type[nn.Module], config: Callable[..., PreTrainedConfig]) -> None:
     module = kind(config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16), layer_idx=0)
     patch_rotation(module, torch.float32)
     assert "forward" not in vars(module)

@@ -36,7 +36,7 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_is_the_product_up_to_rounding(shape: tuple[int, int], dtype: torch.dtype, bias: bool) -> None:
+def test_the_product_is_right_up_to_rounding(shape: tuple[int, int], dtype: torch.dtype, bias: bool) -> None:
     product, weight, add = made(shape, dtype, bias)
     rows = torch.randn(37, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
     exact = rows.double() @ weight.double().T + add.double()

@@ -49,7 +49,7 @@ def test_a_tensor_outlives_its_arena_and_its_neighbours() -> None:
     assert holds(kept, 7)
 
 
-def test_what_is_larger_than_an_arena_is_mapped_at_once() -> None:
+def test_a_tensor_larger_than_an_arena_is_mapped_by_itself() -> None:
     arena = Arena()
     large = arena.zeros((ARENA // 4 + 1,), torch.float32)
     assert holds(large[-1], 0)

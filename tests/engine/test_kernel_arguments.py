@@ -239,7 +239,7 @@ MIXED = sampled_row({"top_k": 5, "top_p": 0.9}).request.sampling
 
 @every_build
 @given(data=st.data())
-def test_sizes_that_are_none_are_refused(kernels: str, data: st.DataObject) -> None:
+def test_invalid_sizes_are_refused(kernels: str, data: st.DataObject) -> None:
     """Each kernel by itself, with memory for any size up to 4 and sizes that are negative, zero, or without memory."""
     module = build(kernels)
     memory = torch.zeros(1 << 14, dtype=torch.uint8)

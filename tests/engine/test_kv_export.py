@@ -12,7 +12,7 @@ from tests.engine.properties import nothing_is_held, same_output_as_alone
 LIVE = make_request("live", 22, 12, sampling=SamplingParams(temperature=1.0, seed=3))
 
 
-def test_it_is_finalized_when_only_its_last_block_is_unsent() -> None:
+def test_an_export_is_finalized_when_only_its_last_block_is_unsent() -> None:
     engine, log = make_engine(budget=8), OutputLog()
     engine.add(LIVE)
     log.record(engine.step())

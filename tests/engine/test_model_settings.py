@@ -84,7 +84,7 @@ def test_float16_is_for_cuda(device, copy):
         assert source.choose_dtype("float16", dtypes) == torch.float16
 
 
-def test_an_end_token_that_the_vocabulary_lacks_is_none(copy):
+def test_an_end_token_outside_the_vocabulary_is_dropped(copy):
     """The sampler has no logit to forbid for it, and it ends nothing."""
     (copy / "generation_config.json").unlink()
     device = serve(edit(copy, eos_token_id=[-1, 7, tiny.VOCAB]), dtype="float32")

@@ -60,7 +60,7 @@ def test_compiled_and_in_numpy_rows_are_the_same_arrays(rows: list[Row]) -> None
 
 
 @given(st.lists(any_row(), min_size=1, max_size=12))
-def test_every_token_stands_where_its_row_says(rows: list[Row]) -> None:
+def test_every_token_is_at_the_position_of_its_row(rows: list[Row]) -> None:
     flat = flatten(rows, SIZE, BLANK)
     assert sorted(flat.order.tolist()) == list(range(len(rows)))
     singles = [end for start, end in zip(flat.starts, flat.ends, strict=True) if end - start == 1]
@@ -104,7 +104,7 @@ def test_a_row_that_reaches_beyond_what_it_has_is_refused(start: int, end: int, 
 
 
 @compiled
-def test_what_is_no_row_is_refused() -> None:
+def test_an_invalid_row_is_refused() -> None:
     row = Row(Request("r", (1,)), [1], 0, 1, array("i", [0]), True)
     wrong: list[dict[str, Any]] = [{"tokens": 7}, {"tokens": ["a"]}, {"start": "0"}, {"end": None}]
     wrong += [{"blocks": [0]}, {"blocks": array("q", [0])}]

@@ -157,7 +157,7 @@ def test_decodes_that_were_measured_far_too_slow_do_not_keep_prompts_from_going_
     lengths=st.lists(st.integers(2, 120), min_size=1, max_size=8),
     budget=st.integers(8, 64),
 )
-def test_with_any_costs_everybody_ends_and_every_step_keeps_both_limits(
+def test_with_any_costs_all_sequences_end_and_every_step_keeps_both_limits(
     costs: StepCostModel, lengths: Sequence[int], budget: int
 ) -> None:
     engine, device = make(costs, budget=budget)

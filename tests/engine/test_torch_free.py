@@ -106,7 +106,7 @@ def test_the_arguments_of_a_draw_are_not_confused_with_each_other() -> None:
 # -- hashes -----------------------------------------------------------------------------------------------------
 
 
-def test_a_hash_stands_for_all_tokens_before_it_and_the_salt() -> None:
+def test_a_hash_depends_on_all_tokens_before_it_and_the_salt() -> None:
     chains = []
     for salt, tokens in itertools.product((b"", b"a", b"b"), itertools.product((1, 2), repeat=4)):
         first, second = hash_blocks(root_hash(salt), tokens, 2)

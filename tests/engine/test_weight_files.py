@@ -45,7 +45,7 @@ def test_a_good_folder_passes(tmp_path):
     ],
     ids=str,
 )
-def test_what_is_not_served_is_refused_with_the_folder_and_the_reason(changes, reason, tmp_path):
+def test_unservable_files_are_refused_with_the_folder_and_the_reason(changes, reason, tmp_path):
     with pytest.raises(ModelRefused, match=reason) as refused:
         weight_files.check(make(tmp_path, **changes))
     assert str(tmp_path) in refused.value.model

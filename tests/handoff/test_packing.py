@@ -1,4 +1,4 @@
-"""Blocks into messages and back, whatever their size; whatever is changed on the way is refused."""
+"""Blocks of any size survive packing into messages; changed messages are refused."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decant.engine.transfer import block_checksum
-from decant.handoff import packing
 from decant.handoff.codec import Received, decode, encode
 from decant.handoff.errors import HandoffFailed
-from decant.handoff.packing import MESSAGE_BYTES, FilledBlock, TransferLayout, Unpacker, checksum, pack
+from decant.handoff.packing import (
+    MESSAGE_BLOCKS,
+    MESSAGE_BYTES,
+    FilledBlock,
+    TransferLayout,
+    Unpacker,
+    checksum,
+    message_sum,
+    pack,
+)
 from decant.protos import worker_pb2 as wire
 
 RUN = wire.Run(request="tenant/r", epoch=1, attempt=2)
@@ -66,7 +74,7 @@ def test_packed_blocks_are_unpacked_and_no_message_is_too_large(size: int, first
 def test_a_message_has_a_maximum_number_of_tiny_blocks() -> None:
     shape = TransferLayout(16, 8, layout=7)
     messages = received(shape, blocks_of(shape, 0, 1000))
-    assert max(len(message.response.kv_chunk.block_checksums) for message in messages) == packing.MESSAGE_BLOCKS
+    assert max(len(message.response.kv_chunk.block_checksums) for message in messages) == MESSAGE_BLOCKS
     assert len(taken(shape, messages)) == 1000
 
 
@@ -120,22 +128,20 @@ def test_repeated_data_are_merged_as_protobuf_does() -> None:
 @settings(max_examples=300, deadline=None)
 @given(size=st.sampled_from([40, 90]), at=st.integers(0), bit=st.integers(0, 7))
 def test_a_flipped_bit_anywhere_in_a_message_is_refused_or_changes_nothing(size: int, at: int, bit: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "MESSAGE_BYTES", 80)  # two blocks a message, or one in two
-        shape = TransferLayout(16, size, layout=7)
-        blocks = blocks_of(shape, 1, 4)
-        messages = list(pack(RUN, shape, blocks))
-        flat, place = bytearray(b"".join(messages)), 0
-        flat[at % len(flat)] ^= 1 << bit
-        changed = []
-        for message in messages:
-            changed.append(bytes(flat[place : place + len(message)]))
-            place += len(message)
-        try:
-            found = taken(shape, map(decode, changed))
-        except (HandoffFailed, DecodeError):
-            return
-        assert found == {block.index: block.data for block in blocks}
+    shape = TransferLayout(16, size, layout=7, message_bytes=80)  # two blocks a message, or one in two
+    blocks = blocks_of(shape, 1, 4)
+    messages = list(pack(RUN, shape, blocks))
+    flat, place = bytearray(b"".join(messages)), 0
+    flat[at % len(flat)] ^= 1 << bit
+    changed = []
+    for message in messages:
+        changed.append(bytes(flat[place : place + len(message)]))
+        place += len(message)
+    try:
+        found = taken(shape, map(decode, changed))
+    except (HandoffFailed, DecodeError):
+        return
+    assert found == {block.index: block.data for block in blocks}
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
@@ -191,7 +197,7 @@ def test_bytes_are_bound_to_their_place_and_their_run(size: int, fault: str) -> 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("fault", ["first_position", "offset", "checksum", "size", "sums"])
-def test_a_wrong_place_is_refused_before_a_byte_is_looked_at(size: int, fault: str) -> None:
+def test_a_wrong_position_is_refused_before_any_byte_is_read(size: int, fault: str) -> None:
     shape = TransferLayout(16, size, layout=7)
     first = received(shape, blocks_of(shape, 0, 2))[0]
     head, data = first.response.kv_chunk, first.data
@@ -222,7 +228,7 @@ def test_a_block_ends_with_its_message_and_one_checksum(size: int, sums: list[in
     shape = TransferLayout(16, LARGE, layout=7)
     pieces = received(shape, blocks_of(shape, 0, 1))
     head = wire.KvChunk(offset=2 * MESSAGE_BYTES, block_checksums=sums)
-    head.checksum = packing.message_sum(RUN, shape, head, size)
+    head.checksum = message_sum(RUN, shape, head, size)
     with pytest.raises(HandoffFailed):
         Unpacker(RUN, shape).unpack(head, pieces[0].data[:size])
     unpacker = Unpacker(RUN, shape)

@@ -76,7 +76,7 @@ def test_a_plan_uses_the_rate_and_lengths_of_a_trace(tmp_path: Path) -> None:
         ("arrival_s,prompt_tokens,output_tokens\n1,2,3\n1,2,3\n", "--trace: at least two requests, at different times"),
     ],
 )
-def test_what_is_no_trace_is_refused_with_its_line(text: str, message: str, tmp_path: Path) -> None:
+def test_an_invalid_trace_is_refused_with_its_line(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidPlan) as error:
         recorded_workload.read(trace(tmp_path, text))
     assert message in str(error.value)

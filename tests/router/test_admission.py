@@ -1,4 +1,4 @@
-"""Who gets in, and when."""
+"""Order and bounds of admission."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def full(places: int = 1, queue_limit: int = 8) -> tuple[Admission, list[A
     return door, [await door.enter(0, NEVER) for _ in range(places)]
 
 
-async def test_no_more_are_at_work_than_there_are_places():
+async def test_admitted_requests_never_exceed_the_limit():
     door, inside = await full(places=2)
     third = asyncio.create_task(door.enter(0, NEVER))
     await settle()
@@ -107,7 +107,7 @@ async def test_a_deadline_that_is_over_does_not_enter():
     assert door.active == 0
 
 
-async def test_who_is_cancelled_while_waiting_leaves_nothing_behind():
+async def test_a_request_cancelled_while_waiting_leaves_nothing_behind():
     door, [inside] = await full()
     task = asyncio.create_task(door.enter(0, NEVER))
     await settle()

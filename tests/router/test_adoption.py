@@ -148,7 +148,7 @@ async def test_a_takeover_before_the_first_token_is_answered_as_unavailable(stor
         workers[0].go.set()
 
 
-async def test_who_owns_it_no_longer_cancels_it_where_it_is_owned(store: Store) -> None:
+async def test_a_former_owner_cancels_a_request_at_its_new_owner(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, flush_ms=10_000) as scene:
         await begin_paused(scene, workers[1], 3)
         await store.requests.adopt(KEY, Incarnation("other", 1))

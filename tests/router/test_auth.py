@@ -1,4 +1,4 @@
-"""Who asks is known before anything is done, sees what is his alone, and nobody's secret is ever shown."""
+"""Calls are authenticated first, show the caller's requests and models only, and never show a secret."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_all_wrong_credentials_get_the_same_error(callers: Authenticator, metada
     assert refusal.value.fault == Unauthenticated().fault
 
 
-def test_without_a_file_everybody_may() -> None:
+def test_without_a_file_every_caller_is_allowed() -> None:
     callers = load(None, MODELS)
     tenant = callers.tenant_of(())
     assert (tenant.name, tenant.models, callers.limits) == (DEFAULT_TENANT, MODELS, {})
@@ -137,7 +137,7 @@ def test_a_file_is_refused_by_key_limit_and_value(tmp_path: Path, text: str, key
     assert "Hush!" not in str(refusal.value)
 
 
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidSettings, match="readable TOML"):
         loaded(tmp_path, "[tenants")
     with pytest.raises(InvalidSettings, match="readable TOML"):
@@ -155,7 +155,7 @@ async def test_every_method_is_authenticated(callers: Authenticator, method: Any
         assert s.dispatcher.streams.empty()
 
 
-async def test_what_one_may_use_is_all_that_he_is_shown(callers: Authenticator) -> None:
+async def test_tenants_see_only_the_models_they_may_use(callers: Authenticator) -> None:
     async with scene(MODELS, callers) as s:
         mine, others = bearer(SECRET), bearer(OTHER)
         listed = await s.stub.ListModels(pb.ListModelsRequest(), metadata=mine)

@@ -1,4 +1,4 @@
-"""Conversations become the prompts that transformers makes of them, and a template can do nothing else."""
+"""Conversations become the prompts that transformers makes, and a template can do nothing else."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def chat_of(place: Path) -> ChatTemplate | None:
     return served(find(str(place))).chat
 
 
-async def test_of_several_the_one_called_default_is_taken(tmp_path):
+async def test_the_template_named_default_is_used(tmp_path):
     named = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "it"}]
     for count, several in enumerate((named, {"rag": "rag", "default": "it"})):
         chat = chat_of(folder(tmp_path / str(count), byte_level(), {"chat_template": several}))
@@ -142,7 +142,7 @@ async def test_of_several_the_one_called_default_is_taken(tmp_path):
     assert chat_of(folder(tmp_path / "bare", byte_level())) is None
 
 
-async def test_a_file_of_its_own_stands_over_the_configuration(tmp_path):
+async def test_a_template_file_overrides_the_configuration(tmp_path):
     place = folder(tmp_path / "m", byte_level(), {"chat_template": "old"})
     (place / "chat_template.jinja").write_text("new é")
     chat = chat_of(place)
@@ -200,7 +200,7 @@ async def test_a_template_reaches_nothing(text):
         "{{ messages[7].content.strip() }}",
     ],
 )
-async def test_what_can_not_be_rendered_is_refused_and_the_next_is_served(text):
+async def test_a_failed_rendering_is_refused_and_the_next_is_served(text):
     refusal = await failure(text)
     assert refusal.value
     either = template("{% if messages[0].content == 'x' %}" + text + "{% else %}fine{% endif %}")
@@ -249,7 +249,7 @@ async def test_a_process_that_died_is_replaced():
     assert await chat.render(HELLO, add_generation_prompt=True) == "hello"
 
 
-async def test_its_process_ends_with_its_model():
+async def test_the_template_process_ends_with_its_model():
     chat = template("{{ messages[0].content }}")
     await chat.render(HELLO, add_generation_prompt=True)
     process = chat._process

@@ -1,4 +1,4 @@
-"""From what was measured follows which prompts are worth handing over; from nothing, that all are."""
+"""Measured costs decide which prompts are handed off; without measurements all are."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_where_a_token_moves_as_slowly_as_it_is_computed_nothing_is_handed_over(
     assert scene.threshold == NEVER
 
 
-def test_where_nothing_stands_still_everything_is_handed_over() -> None:
+def test_without_a_cost_beside_decodes_all_prompts_are_handed_over() -> None:
     scene = Scene()
     scene.read(0.001)
     scene.moved(0.0, 0.0)
@@ -77,7 +77,7 @@ def test_the_cost_beside_answers_is_what_counts_once_it_is_known() -> None:
     assert scene.threshold == pytest.approx(10, abs=1)
 
 
-def test_it_follows_what_changes() -> None:
+def test_estimates_follow_changing_costs() -> None:
     scene = Scene()
     scene.read(0.001)
     scene.moved(0.1, 0.0, sizes=(100,) * 100)
@@ -86,7 +86,7 @@ def test_it_follows_what_changes() -> None:
     assert scene.threshold == pytest.approx(20, rel=0.5)
 
 
-def test_what_is_not_measured_any_more_is_forgotten_within_minutes_and_then_measured_again() -> None:
+def test_old_measurements_expire_within_minutes_and_are_taken_again() -> None:
     scene = Scene()
     scene.read(0.001, times=100)
     scene.moved(5.0, 0.0, sizes=(100,) * 100)
@@ -99,7 +99,7 @@ def test_what_is_not_measured_any_more_is_forgotten_within_minutes_and_then_meas
     assert scene.threshold == pytest.approx(10, abs=1)
 
 
-def test_a_negative_slope_is_none() -> None:
+def test_a_negative_slope_counts_as_zero() -> None:
     scene = Scene()
     scene.read(0.001)
     scene.costs.add_transfer(100, 0.03)

@@ -1,4 +1,4 @@
-"""Text while it is written: whole characters, nothing lost, the same text for any cut."""
+"""Incremental text: whole characters, nothing lost, the same text for any division of the tokens."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_character_comes_out_whole(kind, text):
         assert part.strip(" ").replace("x", "") in (text, text * 2, "日", "本")
 
 
-def test_of_a_row_of_flags_only_the_unfinished_one_is_held_back():
+def test_only_the_incomplete_flag_of_several_is_held_back():
     for count in range(1, 7):
         ids = tokenizer("byte_level").encode("🇩" * count, add_special_tokens=False).ids
         stream = words("byte_level").detokenizer(skip_special_tokens=True)
@@ -125,7 +125,7 @@ def test_a_piece_of_a_character_has_its_bytes_and_a_special_token_its_name():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_kept_does_not_grow_with_the_text(kind):
+def test_memory_does_not_grow_with_the_text(kind):
     """The cost of a token is that of what is held back, and of what it adds."""
     stream = words(kind).detokenizer(skip_special_tokens=True)
     size = tokenizer(kind).get_vocab_size()

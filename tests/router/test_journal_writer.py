@@ -1,4 +1,4 @@
-"""Redis behind the tokens: everything gets there, few commands do it, and nothing stops while it is away."""
+"""The journal writer: every token reaches Redis, in few commands, and nothing waits while Redis is unavailable."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def writes(bare: sync_redis.Redis) -> int:
     return sum(int(each["calls"]) for name, each in stats.items() if name == "cmdstat_evalsha")
 
 
-async def test_what_runs_is_written_while_it_runs(store: Store) -> None:
+async def test_running_requests_are_written_while_they_run(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         stream = await begin_paused(scene, workers[1], 3, is_stored=True)
         found = await store.requests.read(KEY)
@@ -118,7 +118,7 @@ async def test_a_request_that_another_router_owns_ends_here(store: Store) -> Non
         assert (await store.requests.read(KEY)).owner == Incarnation("other", 1)
 
 
-async def test_what_redis_forgot_is_written_again(store: Store, bare: sync_redis.Redis) -> None:
+async def test_tokens_that_redis_lost_are_written_again(store: Store, bare: sync_redis.Redis) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         stream = await begin_paused(scene, workers[1], 2)
         await until(lambda: scene.owned("r").state == Generation.STATE_DECODING)
@@ -147,7 +147,7 @@ async def test_what_redis_forgot_is_written_again(store: Store, bare: sync_redis
         await ended(stream)
 
 
-async def test_a_token_that_is_none_harms_its_own_request_alone(store: Store) -> None:
+async def test_an_invalid_token_affects_its_own_request_only(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         stream = await begin_paused(scene, workers[1], 3, request=make_request(max_tokens=9))
         run = next(iter(workers[1].runs.values()))

@@ -1,4 +1,4 @@
-"""Flushes of many requests: in bounded round trips, each reply counts, and a faulty request holds up no other."""
+"""Flushes of many requests: bounded round trips, every reply counts, and a faulty request delays no other."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def test_a_request_larger_than_a_round_trip_is_written_by_itself(store: St
     assert (await store.requests.read(large.key)).payload.prompt == "x" * 3 * BATCH_BYTES
 
 
-async def test_what_was_answered_before_redis_went_away_is_not_sent_again(store: Store, monkeypatch: Patch) -> None:
+async def test_writes_acknowledged_before_an_outage_are_not_repeated(store: Store, monkeypatch: Patch) -> None:
     await store.requests.flush([make_owned(RequestKey("t", "first"))])
     requests = many(30, "x" * 50_000)
     trips = Trips(monkeypatch, away_from=3)
@@ -233,7 +233,7 @@ async def test_an_ended_request_that_redis_refuses_is_given_up(
 
 
 @pytest.mark.parametrize("error", ["BUSY Redis is busy running a script", "MISCONF no snapshot", "OOM no memory"])
-async def test_what_concerns_every_write_is_a_store_that_is_away(store: Store, monkeypatch: Patch, error: str) -> None:
+async def test_an_error_of_every_write_counts_as_an_outage(store: Store, monkeypatch: Patch, error: str) -> None:
     kind = OutOfMemoryError if error.startswith("OOM") else ResponseError
     original = Client._send
 

@@ -1,4 +1,4 @@
-"""A worker that drains gives its live sequences to others: the text is the same at every instant, nothing is left.
+"""A draining worker migrates its live sequences: the text is the same at every instant, and nothing is left.
 
 Routers, workers and what goes between them are real, the engines are fake, with real bytes: a cache that came over
 wrong would change the text.
@@ -20,7 +20,6 @@ from decant.engine.engine import Engine
 from decant.engine.request import Request, StopParams
 from decant.engine.transfer import IncomingSequence
 from decant.protos import worker_pb2 as wire
-from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.router.request.token_stream import Finish, TokenStream
 from decant.router.request.valid_request import ValidRequest
 from decant.router.timings import RouterTimings, WorkerTimings
@@ -29,9 +28,8 @@ from decant.runtime.packed import pack
 from decant.state.store import Store
 from decant.worker.decode.session import SessionLimits
 from tests.e2e.proxy import FETCH, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
-from tests.router.fake_script import TOKENIZER
 from tests.router.harness import Core, core, ended, make_request, until, written
-from tests.worker.harness import MODEL, Place, alone, tokens, worker
+from tests.worker.harness import MODEL, Place, alone, registered, tokens, worker
 
 PROMPT = 21
 WANTED = 60
@@ -40,33 +38,6 @@ LEASE_MS = 300_000
 """Longer than a test waits: a lease that is neither used nor released fails the test, and a stall ends no lease."""
 SHORT_LEASE_MS = 500
 """Where a worker is lost: only the end of a lease frees what was reserved for it."""
-
-
-@dataclass
-class Registered:
-    facts: WorkerRegistration
-
-
-def registered(place: Place) -> Any:
-    host = place.host
-    capacity = Capacity(
-        total_blocks=host.total_blocks,
-        block_tokens=host.block_size,
-        max_context_length=host.window,
-        max_running=host.max_running,
-    )
-    return Registered(
-        WorkerRegistration(
-            peer=host.peer,
-            address=host.address,
-            role=host.role,
-            model=MODEL,
-            layout=host.layout,
-            tokenizer=TOKENIZER,
-            capacity=capacity,
-            equal_bits=True,
-        )
-    )
 
 
 @dataclass
@@ -81,7 +52,7 @@ class Scene:
         await self._servers[name].aclose()
 
     def drain(self, name: str) -> None:
-        """As at SIGTERM: it takes nothing new, and says so with its next beat."""
+        """As at SIGTERM: it takes nothing new, and says so with its next heartbeat."""
         self.places[name].host.draining = True
 
     def runs(self, name: str) -> int:
@@ -267,13 +238,13 @@ async def test_losing_the_target_of_a_migration_costs_at_most_one_attempt(store:
             others = sorted({*"def"} - {first})
             scene.drain(first)
             await asyncio.sleep(steps * 0.006)
-            taker = next((name for name in others if scene.runs(name)), others[0])
-            await scene.lose(taker)
+            target = next((name for name in others if scene.runs(name)), others[0])
+            await scene.lose(target)
             await ended(stream)
             assert isinstance(stream.end, Finish), stream.end
             assert stream.tokens == expected
             assert stream.path.attempts <= 2
-            assert scene.at(stream) not in (first, taker)
+            assert scene.at(stream) not in (first, target)
 
 
 def _reserve(engine: Engine, number: int) -> IncomingSequence:
@@ -324,9 +295,9 @@ async def test_a_ticket_is_renewed_while_its_receiver_waits_for_free_blocks(stor
 
 
 LINES = [
-    *(("giver", FETCH, way) for way in (TO_WORKER, TO_CALLER)),
-    *(("giver", RELEASE, way) for way in (TO_WORKER, TO_CALLER)),
-    *((name, SESSION, way) for name in ("giver", "taker") for way in (TO_WORKER, TO_CALLER)),
+    *(("source", FETCH, way) for way in (TO_WORKER, TO_CALLER)),
+    *(("source", RELEASE, way) for way in (TO_WORKER, TO_CALLER)),
+    *((name, SESSION, way) for name in ("source", "target") for way in (TO_WORKER, TO_CALLER)),
 ]
 
 
@@ -339,11 +310,11 @@ async def test_the_text_is_the_same_whatever_breaks_in_a_drain(store: Store, lin
         async with moving(store) as scene:
             stream, expected = await scene.begin(number)
             await written(stream, 3)
-            names = {"giver": scene.at(stream)}
-            (names["taker"],) = {"d", "e"} - {names["giver"]}
+            names = {"source": scene.at(stream)}
+            (names["target"],) = {"d", "e"} - {names["source"]}
             cut = Cut(method, direction, number, arrives=number % 2 == 1)
             scene.proxies[names[who]].cuts = (cut,)
-            scene.drain(names["giver"])
+            scene.drain(names["source"])
             await ended(stream)
             assert isinstance(stream.end, Finish), stream.end
             assert stream.tokens == expected

@@ -1,4 +1,4 @@
-"""Short prompts are computed where they are decoded; sessions stay where they are at home."""
+"""Short prompts are computed where they are decoded; sessions stay at the worker with their prefix."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_without_measurements_all_are_handed_over_and_each_answer_is_one(s
         assert read == 2.0 / (len(SHORT) - 3), "as the scripted worker reported, without what it had cached"
 
 
-async def test_the_way_follows_what_was_measured_and_is_measured_on_either(store: Store) -> None:
+async def test_the_choice_of_mode_follows_measurements_of_both(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, handoff_min_tokens=None) as scene:
         costs = scene.router.pool.costs["m"]
         for _ in range(100):
@@ -76,7 +76,7 @@ async def test_a_session_has_one_home_and_sessions_are_spread(store: Store) -> N
         assert homes == {"p", "p2"}
 
 
-async def test_who_takes_no_hits_has_no_home(store: Store) -> None:
+async def test_requests_without_prefix_reuse_have_no_preferred_worker(store: Store) -> None:
     async with fleet(P, P2, D) as workers, core(store, workers) as scene:
         home = (await scene.answer(make_request("shared", session="s"))).path.prefill_worker
         other = next(worker for worker in workers[:2] if worker.facts.peer.id != home)

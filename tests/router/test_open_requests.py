@@ -1,4 +1,4 @@
-"""An open request is in its owner's open set, whatever happens, and in the end in no other."""
+"""An open request is always in its owner's open set, and in the end in no other."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_a_request_that_is_taken_over_is_in_its_new_owners_open_set_alone(
     assert await store.open.of(router(2)) == {KEY}
 
 
-async def test_a_takeover_stands_where_the_former_entry_cannot_be_removed(store: Store, monkeypatch: Patch) -> None:
+async def test_a_takeover_holds_though_the_former_entry_cannot_be_removed(store: Store, monkeypatch: Patch) -> None:
     await store.requests.accept(make_request())
     lose_removals(monkeypatch, lost=True)
     assert (await store.requests.adopt(KEY, router(2))).owner == router(2)
@@ -82,7 +82,7 @@ async def test_an_entry_that_was_left_over_is_removed_by_the_second_sweep(
     assert await store.open.of(router(1)) == {KEY}
 
 
-async def test_a_request_that_begins_anew_keeps_its_entry_when_the_failed_ones_removal_is_repeated(
+async def test_a_restarted_request_keeps_its_entry_when_the_removal_is_repeated(
     store: Store, monkeypatch: Patch
 ) -> None:
     losing = [True]
@@ -102,7 +102,7 @@ async def test_a_request_that_begins_anew_keeps_its_entry_when_the_failed_ones_r
         assert isinstance((await ended(stream)).end, Finish)
 
 
-async def test_a_late_write_of_a_failed_request_leaves_the_entry_of_the_one_that_began_anew(store: Store) -> None:
+async def test_a_late_write_of_a_failed_request_leaves_the_entry_of_its_restart(store: Store) -> None:
     failed = make_request()
     await store.requests.accept(failed)
     failed.transition(FAILED, NOW)

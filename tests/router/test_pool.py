@@ -1,4 +1,4 @@
-"""Who is there: registrations begin it, sessions decide it."""
+"""The worker pool: registrations begin a worker, sessions decide whether it is alive."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_many_at_once_are_spread(store: Store) -> None:
         await asyncio.gather(*[ended(stream) for stream in streams])
 
 
-async def test_who_refused_gets_few_before_the_next_word(store: Store) -> None:
+async def test_a_worker_that_refused_gets_few_requests_before_its_next_heartbeat(store: Store) -> None:
     async with fleet(D) as workers, core(store, workers) as scene:
         (worker,) = scene.router.pool.of("m")
         view = worker.load

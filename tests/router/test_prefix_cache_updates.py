@@ -1,4 +1,4 @@
-"""Real workers tell, a real router understands: it comes to know what their engines have cached, and goes by it."""
+"""A router learns from real workers' heartbeats what their engines have cached, and places requests by it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def asked(id: str, *tail: int) -> ValidRequest:
     return request
 
 
-async def test_a_router_learns_what_engines_hold_and_forgets_what_they_gave_up(store: Store) -> None:
+async def test_a_router_follows_the_cached_blocks_of_its_workers(store: Store) -> None:
     async with nodes("a", "b", blocks=32) as pair:
         registered = [listed for _, listed in pair]
         async with core(store, registered, id="first") as scene:  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A tenant has no more at work than its quota, over all routers, and whatever becomes of a request, its share is free.
+"""A tenant's quota holds over all routers, and every end of a request frees its share.
 
 Leases are long here: what is free again was given back.
 """
@@ -49,7 +49,7 @@ def at_work(bare: Any) -> Callable[[], set[str]]:
     return lambda: {id.decode() for id in bare.zrange(keys.quota("default")[0], 0, -1)}
 
 
-async def test_what_is_beyond_the_share_is_refused_until_something_ends(
+async def test_requests_beyond_the_share_are_refused_until_one_ends(
     store: Store, at_work: Callable[[], set[str]]
 ) -> None:
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as scene:
@@ -150,7 +150,7 @@ async def test_a_deadline_frees_its_share(store: Store, at_work: Callable[[], se
         await until(lambda: not at_work())
 
 
-async def test_what_is_refused_before_it_runs_takes_no_share(store: Store, at_work: Callable[[], set[str]]) -> None:
+async def test_a_request_refused_before_it_runs_takes_no_share(store: Store, at_work: Callable[[], set[str]]) -> None:
     quotas = {"default": TenantLimits(in_flight=9)}
     async with (
         fleet(P, D) as workers,
@@ -175,7 +175,7 @@ async def test_what_is_refused_before_it_runs_takes_no_share(store: Store, at_wo
         await until(lambda: not at_work())
 
 
-async def test_one_that_leaves_while_it_is_booked_takes_no_share(
+async def test_a_request_cancelled_while_it_is_booked_takes_no_share(
     store: Store, at_work: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     acquire, booked = Quotas.acquire, asyncio.Event()
@@ -267,7 +267,7 @@ async def test_a_router_that_wants_redis_takes_nothing_without_it(
         assert not at_work()
 
 
-async def test_what_runs_is_renewed_and_comes_back_to_an_emptied_redis(
+async def test_bookings_are_renewed_and_restored_in_an_emptied_redis(
     server: PrivateRedis, bare: sync_redis.Redis, at_work: Callable[[], set[str]]
 ) -> None:
     async with (

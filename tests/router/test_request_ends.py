@@ -97,7 +97,7 @@ async def test_a_cancel_ends_it_at_once_in_every_state(store: Store, phase: str)
 
 
 @pytest.mark.parametrize("phase", PHASES)
-async def test_its_deadline_ends_it_in_every_state(store: Store, phase: str) -> None:
+async def test_the_deadline_ends_a_request_in_every_state(store: Store, phase: str) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         hold(workers, phase)
         stream = await scene.dispatcher.begin(make_request(seconds=1.0))

@@ -1,9 +1,8 @@
-"""A course becomes messages: nothing missing, nothing twice, the same text for any pace."""
+"""A token stream becomes messages: nothing is missing or repeated, and the text is the same at any pace."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,63 +10,11 @@ from hypothesis import strategies as st
 
 from decant.protos import inference_pb2 as pb
 from decant.router.api.response_writer import ResponseWriter
-from decant.router.api.usage import RequestMeter
 from decant.router.request.token_stream import Finish, TokenStream
 from decant.runtime.error_details import Reason, ResumePoint
-from decant.runtime.errors import Aborted, InvalidArgument
-from decant.runtime.metrics import Registry, RequestMetrics
+from decant.runtime.errors import Aborted
 from tests.router.factories import AT_LENGTH, STOPPED, model, tiny, valid, write
-
-EOS = 1
-
-
-class Reader:
-    """Keeps copies of what is sent; `pace` is awaited before each message is taken."""
-
-    def __init__(self, stream: TokenStream, pace: Any = None, after_seq: int = 0) -> None:
-        self.stream = stream
-        self.messages: list[pb.GenerateStreamResponse] = []
-        self.answer = ResponseWriter(stream, tiny(), after_seq)
-        self.account = RequestMeter(stream, RequestMetrics(Registry(process=False)).of("tiny-python"))
-        self._pace = pace
-
-    async def __call__(self, message: pb.GenerateStreamResponse) -> None:
-        self.messages.append(pb.GenerateStreamResponse.FromString(message.SerializeToString()))
-        if self._pace is not None:
-            await self._pace()
-
-    async def read(self) -> list[pb.GenerateStreamResponse]:
-        await self.answer.stream(self, self.account)
-        return self.messages
-
-    @property
-    def deltas(self) -> list[pb.Delta]:
-        return [message.delta for message in self.messages if message.HasField("delta")]
-
-    @property
-    def text(self) -> str:
-        return "".join(delta.text for delta in self.deltas)
-
-
-async def read(tokens: list[int], end: Finish = AT_LENGTH, **fields: Any) -> Reader:
-    """All is there before it is read."""
-    reader = Reader(TokenStream(await valid(**fields)))
-    write(reader.stream, *tokens, end=end)
-    await reader.read()
-    return reader
-
-
-def options(**fields: Any) -> dict[str, Any]:
-    return {"response": pb.ResponseOptions(**fields)}
-
-
-async def ids_of(text: str) -> list[int]:
-    return await tiny().encode(text, special=False)
-
-
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
+from tests.router.response_reader import EOS, Reader, ids_of, options, read, settle
 
 
 async def test_a_stream_reads_started_deltas_finished():
@@ -102,7 +49,7 @@ async def test_usage_and_receipt_stand_on_the_last_message_alone():
     assert not any(message.HasField("usage") or message.HasField("receipt") for message in others)
 
 
-async def test_what_has_gathered_comes_in_one_delta():
+async def test_tokens_that_arrive_together_come_in_one_delta():
     gate = asyncio.Event()
     reader = Reader(TokenStream(await valid(**options(token_ids=True))), gate.wait)
     write(reader.stream, 5)
@@ -237,7 +184,7 @@ async def test_logprobs_without_requested_alternatives_have_none():
     assert entry.HasField("logprob")
 
 
-async def test_a_courses_error_is_raised_after_what_is_certain():
+async def test_an_error_is_raised_after_the_text_that_is_certain():
     lost = Aborted(Reason.WORKERS_LOST, "no worker is left", resume=ResumePoint(0, 2))
     reader = Reader(TokenStream(await valid()))
     write(reader.stream, 5, 6, end=lost)
@@ -288,119 +235,16 @@ async def test_the_whole_answer_is_the_stream_joined(tokens, stops):
     assert response.HasField("receipt")
 
 
-async def test_the_whole_answer_raises_the_courses_error():
+async def test_the_whole_answer_raises_the_streams_error():
     reader = Reader(TokenStream(await valid()))
     write(reader.stream, 5, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
     with pytest.raises(Aborted):
         await reader.answer.whole(reader.account)
 
 
-async def test_what_a_stop_is_depends_on_the_models_own_ends():
+async def test_stop_tokens_are_those_of_the_model():
     stream = TokenStream(await valid())
     write(stream, 5, 6, end=Finish(pb.FINISH_REASON_STOP, eos_token_id=6))
     other = model(eos_token_ids=frozenset({6}))
     response, _ = await ResponseWriter(stream, other).whole(Reader(stream).account)
     assert response.outputs[0].text == tiny().tokenizer.decode([5])
-
-
-# ------------------------------------------------------------------------------------- beginning later
-
-
-@given(st.data())
-@settings(max_examples=80, deadline=None)
-async def test_a_reader_that_starts_later_gets_the_rest_of_the_same_text(data):
-    """Whatever was cut off by a lost stream: what came before it and what comes now is the whole, once."""
-    some = st.lists(st.integers(0, 4095).filter(lambda id: id != EOS), min_size=1, max_size=20)
-    emoji = await ids_of("x😀👨‍👩‍👧")
-    tokens = data.draw(some) + emoji[: data.draw(st.integers(0, len(emoji)))]
-    end = data.draw(st.sampled_from([AT_LENGTH, STOPPED]))
-    tokens = [*tokens, EOS] if end is STOPPED else tokens
-    fields: dict[str, Any] = {
-        "stopping": pb.StoppingParams(max_tokens=len(tokens)),
-        "sampling": pb.SamplingParams(seed=1),
-    }
-    fields |= options(token_ids=True)
-    first = Reader(TokenStream(await valid(request_id="r", **fields)))
-    task = asyncio.create_task(first.read())
-    for token in tokens:
-        write(first.stream, token)
-        await settle()
-    write(first.stream, end=end)
-    await task
-    cut = data.draw(st.integers(0, len(first.messages) - 1))
-    seen = first.messages[: cut + 1]
-    later = Reader(first.stream, after_seq=seen[-1].seq)
-    await later.read()
-    assert later.messages[0].started == first.messages[0].started
-    assert later.messages[0].seq == seen[-1].seq
-    assert [message.WhichOneof("event") for message in later.messages].count("finished") == 1
-    both = [message.delta for message in [*seen, *later.messages] if message.HasField("delta")]
-    assert "".join(delta.text for delta in both) == first.text
-    assert [id for delta in both for id in delta.token_ids] == tokens
-    assert later.messages[-1].seq == len(tokens)
-
-
-async def test_a_reader_with_more_tokens_than_the_stream_waits():
-    """What a lost router wrote last may have to be computed once more."""
-    reader = Reader(TokenStream(await valid(**options(token_ids=True))), after_seq=3)
-    write(reader.stream, 5, 6)
-    task = asyncio.create_task(reader.read())
-    await settle()
-    assert not reader.messages
-    write(reader.stream, 7, 8, end=AT_LENGTH)
-    await task
-    assert [message.seq for message in reader.messages] == [3, 4, 4]
-    assert [list(delta.token_ids) for delta in reader.deltas] == [[8]]
-
-
-async def test_who_claims_more_than_was_ever_written_is_refused():
-    reader = Reader(TokenStream(await valid()), after_seq=3)
-    write(reader.stream, 5, 6, end=AT_LENGTH)
-    with pytest.raises(InvalidArgument) as refused:
-        await reader.read()
-    assert (refused.value.field, refused.value.value) == ("after_seq", "3")
-    lost = Reader(TokenStream(await valid()), after_seq=3)
-    write(lost.stream, 5, 6, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
-    with pytest.raises(Aborted):
-        await lost.read()
-    assert not reader.messages
-    assert not lost.messages
-
-
-# ------------------------------------------------------------------------------------- fewer, larger deltas
-
-
-@given(st.data())
-@settings(max_examples=60, deadline=None)
-async def test_a_delta_waits_for_min_chunk_tokens_except_at_the_end(data):
-    chunk = data.draw(st.integers(0, 6))
-    tokens = data.draw(st.lists(st.integers(2, 4095), min_size=1, max_size=20))
-    fields = {"stream": pb.StreamOptions(min_chunk_tokens=chunk), **options(token_ids=True)}
-    reader = Reader(TokenStream(await valid(**fields)))
-    task = asyncio.create_task(reader.read())
-    for done, token in enumerate(tokens, 1):
-        write(reader.stream, token)
-        await settle()
-        least = max(1, chunk)
-        assert sum(delta.num_tokens for delta in reader.deltas) == done - done % least
-        assert bool(reader.messages) == (done >= least)
-    write(reader.stream, end=AT_LENGTH)
-    await task
-    assert [id for delta in reader.deltas for id in delta.token_ids] == tokens
-    assert all(delta.num_tokens >= chunk for delta in reader.deltas[:-2])
-    after = data.draw(st.integers(0, len(tokens)))
-    later = Reader(reader.stream, after_seq=after)
-    await later.read()
-    assert [id for delta in later.deltas for id in delta.token_ids] == tokens[after:]
-
-
-async def test_an_error_flushes_what_waits_for_more():
-    reader = Reader(TokenStream(await valid(stream=pb.StreamOptions(min_chunk_tokens=9))))
-    task = asyncio.create_task(reader.read())
-    write(reader.stream, 5, 6)
-    await settle()
-    assert not reader.messages
-    write(reader.stream, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
-    with pytest.raises(Aborted):
-        await task
-    assert [delta.num_tokens for delta in reader.deltas] == [2]

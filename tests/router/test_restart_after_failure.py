@@ -43,7 +43,9 @@ async def failed_at_once(scene: Core, worker: FakeWorker, id: str = "r") -> Toke
 
 
 @pytest.mark.parametrize("from_store", [False, True])
-async def test_what_failed_before_its_first_token_is_tried_again_under_its_id(store: Store, from_store: bool) -> None:
+async def test_a_request_that_failed_before_its_first_token_may_be_retried_under_its_id(
+    store: Store, from_store: bool
+) -> None:
     async with fleet(P, D) as workers, core(store, workers, attempts=1) as scene:
         old = await failed_at_once(scene, workers[0])
         if from_store:
@@ -71,7 +73,7 @@ async def test_another_payload_does_not_get_the_id_of_one_that_failed(store: Sto
             await until(lambda: scene.store_is_done)
 
 
-async def test_of_two_routers_that_try_again_at_once_one_begins_and_the_other_attaches(store: Store) -> None:
+async def test_of_two_concurrent_retries_one_starts_and_the_other_attaches(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, attempts=1) as one, core(store, workers) as two:
         for id in "abcde":
             await failed_at_once(one, workers[0], id)

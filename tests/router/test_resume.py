@@ -73,7 +73,7 @@ async def test_an_id_is_good_for_one_payload(store: Store) -> None:
 
 
 @pytest.mark.parametrize("from_store", [False, True])
-async def test_what_succeeded_is_replayed(store: Store, from_store: bool) -> None:
+async def test_a_finished_request_is_replayed(store: Store, from_store: bool) -> None:
     async with fleet(P, D) as workers, core(store, workers, flush_ms=10) as scene:
         first = await scene.answer(make_request())
         if from_store:
@@ -90,7 +90,7 @@ async def test_what_succeeded_is_replayed(store: Store, from_store: bool) -> Non
             assert record.receipt.e2e_ms > 0
 
 
-async def test_what_failed_is_replayed_with_its_error(store: Store) -> None:
+async def test_a_failed_request_is_replayed_with_its_error(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
         stream = await scene.dispatcher.begin(make_request(seconds=0.5))

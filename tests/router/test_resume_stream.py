@@ -225,7 +225,7 @@ async def test_a_cancel_may_be_repeated():
         assert isinstance(await refused(all_of(call)), Cancelled)
 
 
-async def test_what_has_ended_by_itself_is_not_cancelled():
+async def test_a_finished_request_is_not_cancelled_by_a_resume():
     async with scene() as s:
         s.dispatcher.plan = writes(5, 1)
         await all_of(s.stub.GenerateStream(asked(request_id="r")))

@@ -46,7 +46,7 @@ MODEL = str(trained.path())
         (("--models", MODEL, "--queue-limt=3"), "did you mean --queue-limit?"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_exit_code_2(arguments: tuple[str, ...], words: str) -> None:
+def test_invalid_settings_are_one_line_and_exit_code_2(arguments: tuple[str, ...], words: str) -> None:
     ended = completed("decant.router", *arguments, timeout=PATIENCE)
     assert ended.returncode == 2
     assert words in ended.stderr

@@ -1,4 +1,4 @@
-"""Requests without a router: when one is taken over, and that a request is never left without an execution."""
+"""Takeover of requests without a router: when it happens, and that no request is left without an execution."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.router.fake_script import MODEL, answer
 from tests.router.fake_worker import fleet
 from tests.router.harness import core, ended, make_request, tokens_of, until, written
 from tests.state.factories import router_facts
-from tests.worker.decode_harness import eventually
+from tests.worker.waiting import eventually
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 GONE = Incarnation("gone", 1)
@@ -142,7 +142,7 @@ async def test_a_router_that_registers_again_during_its_takeover_keeps_its_entri
         await ended(stream)
 
 
-async def test_requests_that_no_router_can_run_are_looked_at_ever_less_often(
+async def test_requests_that_no_router_can_run_are_tried_with_backoff(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await left_behind(store, *answer(PROMPT, 2))

@@ -1,4 +1,4 @@
-"""Work on long texts is bounded: calls at once, bytes in memory, and what waits."""
+"""Work on long texts is bounded in concurrency, memory and queue."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def begun(held: Held, count: int) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_no_more_texts_are_at_work_than_there_are_places() -> None:
+async def test_concurrent_texts_never_exceed_the_limit() -> None:
     texts, held = TextWork(max_concurrent=2), Held()
     calls = [asyncio.create_task(texts.run(1, NEVER, held)) for _ in range(5)]
     await begun(held, 2)
@@ -101,7 +101,7 @@ async def test_a_deadline_ends_the_wait_for_running_work() -> None:
     held.go.set()
 
 
-async def test_what_the_work_raises_comes_back_and_frees_its_place() -> None:
+async def test_an_exception_of_the_work_is_raised_and_frees_its_place() -> None:
     texts = TextWork(max_concurrent=1)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):

@@ -38,7 +38,7 @@ async def test_tokens_go_there_and_back():
         assert (await s.stub.Detokenize(request)).text == "<|begin|>x = 😀"
 
 
-async def test_what_can_not_fit_the_context_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch):
+async def test_text_beyond_the_context_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch):
     async def never(*_: Any, **__: Any) -> list[int]:
         raise AssertionError
 
@@ -81,7 +81,7 @@ async def test_a_conversation_is_tokenized_as_its_model_writes_it():
         assert made.token_ids == (await s.stub.Tokenize(plain)).token_ids
 
 
-async def test_what_can_not_be_tokenized_is_refused():
+async def test_text_that_can_not_be_tokenized_is_refused():
     async with scene() as s:
         messages = pb.Messages(messages=[pb.Message(role="user", content="x")])
         assert isinstance(await refused(s.stub.Tokenize(pb.TokenizeRequest())), InvalidArgument)
@@ -96,7 +96,7 @@ async def test_what_can_not_be_tokenized_is_refused():
 
 
 @pytest.mark.parametrize("method", ["ListModels", "GetModel", "GetServerInfo"])
-async def test_what_a_newer_client_asks_is_refused_by_its_number_everywhere(method: str):
+async def test_unknown_fields_are_refused_by_number_in_every_call(method: str):
     newer: dict[str, Any] = {
         "ListModels": pb.ListModelsRequest,
         "GetModel": pb.GetModelRequest,

@@ -53,7 +53,7 @@ def exporter() -> Iterator[InMemorySpanExporter]:
 async def serving(running: Core) -> AsyncIterator[str]:
     """The public service over a router's core: its address."""
     registry = Registry(process=False)
-    service = made(running.dispatcher, registry, Models([model(id="m", aliases=())])).service()  # type: ignore[arg-type]
+    service = made(running.dispatcher, registry, Models([model(id="m")])).service()  # type: ignore[arg-type]
     server = Server([service], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
     await server.start()
     task = asyncio.create_task(server.run())

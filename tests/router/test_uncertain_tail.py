@@ -47,7 +47,7 @@ async def test_an_equal_tail_is_resumed(store: Store) -> None:
 
 
 @pytest.mark.parametrize("alike", [True, False])
-async def test_of_one_that_was_just_accepted_the_tail_is_what_all_workers_write(store: Store, alike: bool) -> None:
+async def test_the_tail_of_a_new_request_is_what_all_workers_generate(store: Store, alike: bool) -> None:
     await left_behind(store, layout=None)
     async with fleet(P, D) as workers:
         workers[0].facts.equal_bits = alike
@@ -95,7 +95,7 @@ async def test_one_worker_that_promises_nothing_is_enough_to_refuse(store: Store
 
 
 @pytest.mark.parametrize("is_read", [False, True])
-async def test_what_is_uncertain_stays_so_in_the_store_until_somebody_reads_it_anew(
+async def test_an_uncertain_tail_stays_uncertain_in_the_store_until_it_is_generated_again(
     store: Store, is_read: bool
 ) -> None:
     await left_behind(store, *answer(PROMPT, 2), layout=0)
@@ -118,7 +118,7 @@ async def test_what_is_uncertain_stays_so_in_the_store_until_somebody_reads_it_a
             await begun_behind(again, 2)
 
 
-async def test_what_was_uncertain_to_one_router_is_to_the_next(store: Store) -> None:
+async def test_an_uncertain_tail_stays_uncertain_for_the_next_router(store: Store) -> None:
     await left_behind(store, *answer(PROMPT, 2), layout=0)
     async with fleet(P, D) as workers, core(store, workers) as one, core(store, workers) as two:
         workers[1].script.pause_at = 4

@@ -1,4 +1,4 @@
-"""What a request has cost: for its client, the metrics, the log."""
+"""Usage and times of a request: for its client, the metrics, the log."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_a_phase_that_never_was_is_unset(clock, stream, registry):
     assert receipt.attempts == 1
 
 
-async def test_without_a_workers_word_the_queue_ends_when_it_was_taken_up(clock, stream, registry):
+async def test_without_a_report_of_the_worker_queueing_ends_at_the_dispatch(clock, stream, registry):
     stream.path.scheduled_at = 100.5
     assert account(stream, registry).receipt().queue_ms == 500
 

@@ -87,7 +87,7 @@ def stopping(**fields: Any) -> dict[str, Any]:
         ({"messages": pb.Messages()}, "messages"),
     ],
 )
-async def test_what_is_out_of_range_is_refused_by_field_limit_and_value(fields, field):
+async def test_values_out_of_range_are_refused_by_field_limit_and_value(fields, field):
     with pytest.raises(InvalidArgument) as refused:
         await valid(**fields)
     assert (refused.value.field, refused.value.reason) == (field, Reason.INVALID_FIELD)
@@ -106,7 +106,7 @@ async def test_what_is_out_of_range_is_refused_by_field_limit_and_value(fields, 
         {"priority": -1000, "request_id": "é" * 64, "response": pb.ResponseOptions(logprobs=MAX_LOGPROBS)},
     ],
 )
-async def test_the_ends_of_every_range_are_taken(fields):
+async def test_the_bounds_of_every_range_are_accepted(fields):
     assert await valid(**fields)
 
 
@@ -225,7 +225,7 @@ async def test_an_unset_seed_is_drawn_from_all_that_there_are():
     assert (await valid(sampling=Sampling(seed=0))).engine_request.sampling.seed == 0
 
 
-async def test_an_empty_id_is_made_up_and_a_given_one_is_kept():
+async def test_an_empty_id_is_generated_and_a_given_one_is_kept():
     made, other = await valid(), await valid()
     assert made.id_generated
     assert made.key.id != other.key.id

@@ -1,4 +1,4 @@
-"""What can't be answered in time is refused at once, by what was measured and never by a guess."""
+"""Requests that can't be answered in time are refused at once, by measured waits only."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_a_wait_is_predicted_by_those_of_the_requests_before() -> None:
     assert waits.predict(0) == pytest.approx(0.5 + 0.5 * 10, rel=0.01)
 
 
-def test_it_counts_only_what_goes_before() -> None:
+def test_a_prediction_counts_only_requests_ahead() -> None:
     clock = Clock()
     waits, _ = queue(clock, 0.5, arriving=40, begun=20)
     assert waits.predict(1000) == pytest.approx(0.5, rel=0.01)
     assert waits.predict(-1000) == waits.predict(0)
 
 
-def test_it_follows_workers_that_became_faster() -> None:
+def test_a_prediction_follows_workers_that_became_faster() -> None:
     clock = Clock()
     waits, left = queue(clock, 1.0, arriving=200, begun=20)
     before = waits.predict(0)
@@ -79,7 +79,7 @@ def test_it_follows_workers_that_became_faster() -> None:
     assert waits.predict(0) < before / 2
 
 
-def test_nothing_is_predicted_of_a_burst_that_has_only_begun() -> None:
+def test_nothing_is_predicted_at_the_start_of_a_burst() -> None:
     clock = Clock()
     waits, _ = queue(clock, 1.0, arriving=1, begun=1)
     late = [waits.enter(0) for _ in range(1000)]
@@ -129,7 +129,7 @@ async def test_a_request_whose_wait_exceeds_its_time_is_refused_with_the_wait(
         await ended(running)
 
 
-async def test_what_waits_for_a_place_counts_against_the_limit(store: Store) -> None:
+async def test_requests_that_wait_for_a_place_count_against_the_limit(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, queue_limit=2) as scene:
         workers[0].load.takes_prompts = False
         (view,) = [worker.load for worker in scene.router.pool.of(MODEL) if worker.load.role == wire.ROLE_PREFILL]

@@ -1,4 +1,4 @@
-"""What frees n places wakes n waiting requests, the first by order, and one more that finds none left."""
+"""Capacity for n requests wakes n waiting ones in order, and one more that finds none left."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_n_places_wake_n_requests_and_one_that_finds_none(waiting: int, places: 
     assert len(scene.line) == max(0, waiting - places)
 
 
-def test_what_waits_for_another_kind_of_place_keeps_nothing_waiting() -> None:
+def test_a_request_that_waits_for_another_kind_of_place_blocks_no_other() -> None:
     scene = Scene({})
     first, second = scene.join("first", 1.0, TOKENS), scene.join("second", 2.0)
     scene.open(PREFILL, 1, first, second)
@@ -77,7 +77,7 @@ def test_what_waits_for_another_kind_of_place_keeps_nothing_waiting() -> None:
     assert scene.line.kinds == (TOKENS,)
 
 
-def test_of_several_open_kinds_the_first_by_order_goes_first() -> None:
+def test_of_several_available_kinds_the_first_in_order_goes_first() -> None:
     scene = Scene({})
     late, early = scene.join("late", 2.0), scene.join("early", 1.0, TOKENS)
     scene.places = {PREFILL: 1, TOKENS: 1}
@@ -86,7 +86,7 @@ def test_of_several_open_kinds_the_first_by_order_goes_first() -> None:
     assert scene.placed == ["early", "late"]
 
 
-def test_one_that_leaves_when_its_turn_has_come_passes_it_on() -> None:
+def test_a_request_that_leaves_at_its_turn_passes_it_on() -> None:
     scene = Scene({PREFILL: 1})
     leaving, next = scene.join("leaving"), scene.join("next")
     scene.line.open([PREFILL])
@@ -99,7 +99,7 @@ def test_one_that_leaves_when_its_turn_has_come_passes_it_on() -> None:
     assert not scene.line
 
 
-def test_one_that_leaves_before_its_turn_changes_no_turn() -> None:
+def test_a_request_that_leaves_the_queue_changes_no_order() -> None:
     scene = Scene({PREFILL: 1})
     first, leaving = scene.join("first"), scene.join("leaving")
     scene.line.open([PREFILL])
@@ -132,12 +132,12 @@ async def heartbeats(scene: Core, count: int) -> None:
         hear = worker.load.apply_heartbeat
 
         def counted(
-            beat: wire.Heartbeat,
+            heartbeat: wire.Heartbeat,
             incarnation: Incarnation = worker.incarnation,
             hear: Callable[[wire.Heartbeat], None] = hear,
         ) -> None:
             received[incarnation] += 1
-            hear(beat)
+            hear(heartbeat)
 
         worker.load.apply_heartbeat = counted  # type: ignore[method-assign]
     await until(lambda: min(received.values()) >= count)
@@ -206,7 +206,7 @@ async def test_a_draining_worker_that_no_other_can_relieve_costs_no_placement(
             assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
 
 
-async def test_one_that_is_cancelled_at_its_turn_keeps_nothing_waiting(store: Store) -> None:
+async def test_a_request_cancelled_at_its_turn_blocks_no_other(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         line = await waiting(scene, workers[:1], 4)
         line.open(line.kinds)

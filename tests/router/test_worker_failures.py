@@ -147,7 +147,7 @@ async def test_attempts_are_spent_after_the_first_token(store: Store) -> None:
     ],
 )
 @pytest.mark.parametrize("pools", [(P, D), (D,)])
-async def test_a_clients_mistake_is_reported_once_and_blames_no_worker(
+async def test_a_client_error_is_reported_once_and_blames_no_worker(
     store: Store, cause: wire.Cause, kind: type[ServiceError], pools: tuple[tuple[str, wire.Role], ...]
 ) -> None:
     async with fleet(*pools) as workers, core(store, workers) as scene:

@@ -1,4 +1,4 @@
-"""What a worker reported, corrected by what this router has started there."""
+"""A worker's reported load, corrected by what this router has started there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load(**fields: int) -> wire.Heartbeat:
     return wire.Heartbeat(load=wire.Load(free_blocks=1000, **fields))  # type: ignore[arg-type]
 
 
-def test_what_was_just_sent_counts_until_it_is_over() -> None:
+def test_requests_just_sent_count_until_they_end() -> None:
     known = view()
     sent = known.reserve(ANY, 160, computed=True)
     assert figures(known) == (1, 160, 990)

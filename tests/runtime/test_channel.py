@@ -44,7 +44,7 @@ async def refused(address: str, peer: PeerTls) -> None:
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_tls_proves_the_server(certificates: Certificates, others: Certificates) -> None:
+async def test_tls_authenticates_the_server(certificates: Certificates, others: Certificates) -> None:
     async with scene(tls_certificate=certificates.certificate, tls_key=certificates.key) as s:
         assert await version(open_channel(s.server.address, PeerTls(peer_ca=certificates.ca))) == "1"
         named = PeerTls(peer_ca=certificates.ca, peer_name="worker.decant")
@@ -54,7 +54,7 @@ async def test_tls_proves_the_server(certificates: Certificates, others: Certifi
         await refused(s.server.address, PeerTls(peer_ca=certificates.ca, peer_name="router.decant"))
 
 
-async def test_mutual_tls_proves_the_client_too(certificates: Certificates, others: Certificates) -> None:
+async def test_mutual_tls_authenticates_the_client(certificates: Certificates, others: Certificates) -> None:
     ours = certificates
     async with scene(tls_certificate=ours.certificate, tls_key=ours.key, tls_client_ca=ours.ca) as s:
         whole = PeerTls(peer_ca=ours.ca, peer_certificate=ours.certificate, peer_key=ours.key)
@@ -136,7 +136,7 @@ async def test_tls_files_that_can_not_be_used_are_refused_by_name(
         (["--tls-client-ca=a"], "--tls-client-ca: needs tls_certificate"),
     ],
 )
-def test_half_of_tls_is_refused(arguments: list[str], said: str) -> None:
+def test_a_certificate_without_its_key_is_refused(arguments: list[str], said: str) -> None:
     with pytest.raises(InvalidSettings, match=said):
         load(ServerSettings, arguments, {})
 
@@ -145,7 +145,7 @@ class Both(ServerSettings, PeerTls):
     """A process that serves and calls, like a worker."""
 
 
-def test_half_of_a_peer_is_refused_also_beside_a_server() -> None:
+def test_a_peer_certificate_without_its_key_is_refused() -> None:
     for arguments, said in (
         (["--tls-key=a"], "--tls-key: needs tls_certificate"),
         (["--peer-key=a", "--peer-ca=b"], "--peer-key: needs peer_certificate"),
@@ -155,7 +155,7 @@ def test_half_of_a_peer_is_refused_also_beside_a_server() -> None:
             load(Both, arguments, {})
 
 
-async def test_what_is_left_of_a_deadline_goes_on_to_the_next_call() -> None:
+async def test_the_remaining_deadline_is_passed_to_the_next_call() -> None:
     seen: list[float | None] = []
 
     async def unary(request: Any, context: Any) -> Any:
@@ -176,7 +176,7 @@ async def test_what_is_left_of_a_deadline_goes_on_to_the_next_call() -> None:
     assert 0 < inner < outer - 0.2
 
 
-def test_a_deadline_is_what_is_left_of_it() -> None:
+def test_a_deadline_is_passed_on_as_remaining_time() -> None:
     assert Deadline().remaining() is None
     assert not Deadline().is_over
     assert Deadline.after(None) == Deadline()

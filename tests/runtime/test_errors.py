@@ -47,7 +47,7 @@ def test_every_public_reason_has_a_case() -> None:
     assert {error.reason for error in ERRORS} == set(Reason) - {Reason.UNSPECIFIED}
 
 
-def test_only_faults_of_the_server_are_blamed_on_it() -> None:
+def test_only_server_faults_count_as_server_errors() -> None:
     blamed = {(error.reason, error.code) for error in ERRORS if error.blame is FaultOwner.SERVER}
     assert blamed == {
         (Reason.INTERNAL, grpc.StatusCode.INTERNAL),
@@ -58,7 +58,7 @@ def test_only_faults_of_the_server_are_blamed_on_it() -> None:
     }
 
 
-def test_what_may_be_retried_says_when() -> None:
+def test_retryable_errors_have_a_retry_delay() -> None:
     for error in ERRORS:
         assert error.retryable == (error.retry_after is not None), error
     assert [key for key, _ in trailers(ERRORS[IDS.index("QueueFull-queue_full-13")].fault)][1] == (
@@ -66,7 +66,7 @@ def test_what_may_be_retried_says_when() -> None:
     )
 
 
-def test_others_who_know_google_rpc_only_can_read_it() -> None:
+def test_clients_that_know_google_rpc_only_can_read_errors() -> None:
     status = to_status(InvalidArgument("sampling.top_p", "above 0, to 1", 1.5).fault)
     bad = BadRequest()
     assert status.details[1].Unpack(bad)

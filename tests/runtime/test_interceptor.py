@@ -98,7 +98,7 @@ async def test_pushback_is_sent_with_a_retry_delay() -> None:
 
 
 @pytest.mark.parametrize("kind", ["unary", "stream", "session"])
-async def test_an_unexpected_exception_tells_nothing_and_is_logged_once(kind: str, lines: StringIO) -> None:
+async def test_an_unexpected_exception_reveals_nothing_and_is_logged_once(kind: str, lines: StringIO) -> None:
     async with scene() as s:
         raising(s, KeyError(SECRET), after=1)
         _, back = await failure(s, kind)
@@ -231,7 +231,7 @@ async def test_a_cancel_of_something_else_does_not_leave_the_call_hanging() -> N
         assert caught.value.code() is grpc.StatusCode.INTERNAL
 
 
-async def test_what_a_handler_aborts_with_passes() -> None:
+async def test_the_status_of_an_abort_is_passed_on() -> None:
     async def unary(_: Any, context: Any) -> Any:
         await context.abort(grpc.StatusCode.DATA_LOSS, "as said")
 
@@ -242,7 +242,7 @@ async def test_what_a_handler_aborts_with_passes() -> None:
         assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.DATA_LOSS, "as said")
 
 
-async def test_a_client_that_errs_again_and_again_is_no_failure_of_the_server() -> None:
+async def test_repeated_client_errors_are_no_failure_of_the_server() -> None:
     async with scene() as s:
         raising(s, InvalidArgument("a", "b", "c"))
         calls = [s.inference.Generate(pb.GenerateRequest()) for _ in range(200)]

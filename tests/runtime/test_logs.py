@@ -34,7 +34,7 @@ def test_a_line_is_json_with_time_level_event_and_service(out: StringIO) -> None
     }
 
 
-async def test_what_is_bound_stays_with_its_task(out: StringIO) -> None:
+async def test_bound_fields_belong_to_their_task(out: StringIO) -> None:
     logs.start("router", LogSettings(), stream=out)
     log = logs.get("here")
 
@@ -103,7 +103,7 @@ def test_a_terminal_gets_columns_and_a_level_is_a_level(out: StringIO) -> None:
         json.loads(line)
 
 
-def test_what_json_does_not_know_is_still_a_line(out: StringIO) -> None:
+def test_values_that_json_cannot_encode_are_logged_as_text(out: StringIO) -> None:
     logs.start("router", LogSettings(), stream=out)
     logs.get("here").info("odd", value={1, 2}, text_of_bytes=b"\xff", surrogate="\ud800")
     (line,) = lines(out)

@@ -23,7 +23,7 @@ def made(folder: Path, **files: Any) -> str:
     return str(folder)
 
 
-def test_the_tiny_model_is_what_it_is():
+def test_the_tiny_model_has_its_documented_sizes():
     found = find(str(trained.path()))
     assert (found.id, found.window, found.vocab_size, found.eos_token_ids) == ("tiny-python", 2048, 4096, (1,))
     assert found.default_sampling["temperature"] == 0
@@ -42,11 +42,11 @@ def test_the_tiny_model_is_what_it_is():
     ],
     ids=str,
 )
-def test_a_window_is_the_scaled_context(scaling, window, tmp_path):
+def test_the_context_length_includes_rope_scaling(scaling, window, tmp_path):
     assert find(made(tmp_path / "m", config={"max_position_embeddings": 32, **scaling})).window == window
 
 
-def test_a_name_of_its_own_changes_nothing_else(tmp_path):
+def test_a_served_name_changes_nothing_else(tmp_path):
     place = made(tmp_path / "m")
     plain, named = find(place), find(place, id="mine")
     assert (plain.id, named.id) == ("m", "mine")
@@ -82,7 +82,7 @@ def test_a_model_out_of_reach_is_refused_by_name(monkeypatch, error):
     assert "more" not in refused.value.reason
 
 
-def test_a_path_that_is_no_folder_is_refused_by_name(tmp_path):
+def test_a_path_without_a_folder_is_refused_by_name(tmp_path):
     with pytest.raises(ModelUnreadable, match="nowhere"):
         find(str(tmp_path / "nowhere"))
 
@@ -101,7 +101,7 @@ def test_a_path_that_is_no_folder_is_refused_by_name(tmp_path):
         ({"generation_config": {"top_k": True}}, "top_k"),
     ],
 )
-def test_a_file_that_is_not_what_it_should_be_is_refused_by_name(tmp_path, files, words):
+def test_a_malformed_file_is_refused_by_name(tmp_path, files, words):
     with pytest.raises(ModelUnreadable, match=words):
         find(made(tmp_path / "m", **files))
 
@@ -130,7 +130,7 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path):
         ({"eos_token_id": 3, "text_config": {"vocab_size": 4}}, None, (3,)),
     ],
 )
-def test_what_ends_a_text_is_said_by_the_nearest_file(tmp_path, config, generation, eos):
+def test_stop_tokens_come_from_the_most_specific_file(tmp_path, config, generation, eos):
     files = {"config": config} | ({} if generation is None else {"generation_config": generation})
     assert find(made(tmp_path / "m", **files)).eos_token_ids == eos
 
@@ -170,7 +170,7 @@ def both(tmp_path: Path, change: Any) -> tuple[ModelFiles, ModelFiles]:
     return find(str(copied(tmp_path, "kept"))), find(str(changed))
 
 
-def test_copies_agree(tmp_path):
+def test_copies_of_a_model_agree(tmp_path):
     one, other = both(tmp_path, lambda place: None)
     assert (one.tokenizer, one.revision) == (other.tokenizer, other.revision)
     assert 0 < one.tokenizer < 2**64
@@ -179,7 +179,7 @@ def test_copies_agree(tmp_path):
 @pytest.mark.parametrize(
     "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
 )
-def test_whoever_reads_text_otherwise_does_not_agree(tmp_path, name):
+def test_models_with_another_tokenizer_disagree(tmp_path, name):
     def change(place: Path) -> None:
         with (place / name).open("a") as file:
             file.write(" ")
@@ -189,7 +189,7 @@ def test_whoever_reads_text_otherwise_does_not_agree(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["max_position_embeddings", "vocab_size"])
-def test_whoever_has_other_limits_does_not_agree(tmp_path, name):
+def test_models_with_other_limits_disagree(tmp_path, name):
     def change(place: Path) -> None:
         config = json.loads((place / "config.json").read_text())
         (place / "config.json").write_text(json.dumps({**config, name: 1234}))
@@ -198,7 +198,7 @@ def test_whoever_has_other_limits_does_not_agree(tmp_path, name):
     assert one.tokenizer != other.tokenizer
 
 
-def test_what_does_not_matter_to_both_ends_does_not_count(tmp_path):
+def test_settings_of_one_side_do_not_affect_agreement(tmp_path):
     def change(place: Path) -> None:
         config = json.loads((place / "config.json").read_text())
         (place / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32"}))

@@ -102,7 +102,7 @@ async def test_a_watch_sees_each_change_and_ends_with_the_server() -> None:
         assert await asyncio.wait_for(s.running, 3)
 
 
-async def test_a_failure_is_told_and_ends_the_server() -> None:
+async def test_a_failure_is_reported_and_ends_the_server() -> None:
     async with scene() as s:
         call = health_pb2_grpc.HealthStub(s.channel).Watch(health_pb2.HealthCheckRequest(service="alive"))
         assert (await call.read()).status == SERVING
@@ -165,7 +165,7 @@ async def test_a_drain_lets_streams_end_and_takes_no_new_work() -> None:
             await asyncio.open_connection("127.0.0.1", s.server.port)
 
 
-async def test_while_it_hands_on_its_work_only_the_entrances_are_closed() -> None:
+async def test_during_a_drain_only_public_services_are_closed() -> None:
     draining, handed_on = asyncio.Event(), asyncio.Event()
 
     async def drain() -> None:
@@ -195,7 +195,7 @@ async def test_while_it_hands_on_its_work_only_the_entrances_are_closed() -> Non
 
 
 @pytest.mark.parametrize("stuck_in", ["drain", "stream"])
-async def test_the_grace_is_an_end(stuck_in: str) -> None:
+async def test_the_grace_period_ends_a_drain(stuck_in: str) -> None:
     async def drain() -> None:
         if stuck_in == "drain":
             await asyncio.Event().wait()
@@ -207,7 +207,7 @@ async def test_the_grace_is_an_end(stuck_in: str) -> None:
         assert stream.left.is_set()
 
 
-async def test_asked_twice_it_ends_at_once() -> None:
+async def test_a_second_signal_ends_the_server_at_once() -> None:
     async with scene(drain_seconds=60) as s:
         stream = await Stream(s).begun()
         s.server.shutdown.request("test")
@@ -217,7 +217,7 @@ async def test_asked_twice_it_ends_at_once() -> None:
         assert stream.left.is_set()
 
 
-async def test_asked_while_warming_up_it_ends() -> None:
+async def test_a_signal_during_warm_up_ends_the_server() -> None:
     async def warm_up(server: Any) -> None:
         await asyncio.Event().wait()
 
@@ -226,7 +226,7 @@ async def test_asked_while_warming_up_it_ends() -> None:
         assert await asyncio.wait_for(s.running, 3)
 
 
-async def test_two_servers_do_not_share_a_port_unasked() -> None:
+async def test_two_servers_do_not_share_a_port_by_default() -> None:
     async with scene() as s:
         with pytest.raises(SettingError, match=f"port: .*127.0.0.1:{s.server.port}"):
             async with scene(port=s.server.port):
@@ -239,7 +239,7 @@ async def test_two_servers_do_not_share_a_port_unasked() -> None:
         assert s.server.port == other.server.port
 
 
-async def test_the_admin_port_tells_health_and_metrics() -> None:
+async def test_the_admin_port_serves_health_and_metrics() -> None:
     async with scene(admin_port=0) as s:
 
         def get(path: str) -> tuple[int, str]:
@@ -266,7 +266,7 @@ async def test_the_admin_port_tells_health_and_metrics() -> None:
         stream.let.set()
 
 
-def test_an_entrance_has_to_exist() -> None:
+def test_a_public_service_has_to_exist() -> None:
     with pytest.raises(ValueError, match=r"decant\.v1\.InferenceService has no Generates"):
         Service(INFERENCE, lambda server: None, frozenset({"Generates"}))
 
@@ -289,7 +289,7 @@ async def test_first_ends_the_others() -> None:
     assert ended.is_set()
 
 
-async def test_of_those_that_fail_together_one_is_told_and_none_is_left_over() -> None:
+async def test_of_concurrent_failures_one_is_raised_and_all_tasks_end() -> None:
     left: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: left.append(context))
 
@@ -336,7 +336,7 @@ sys.exit(run(main()))
 
 
 @pytest.mark.parametrize(("prompt", "signals", "code"), [("short", 1, 0), ("long", 2, 1)])
-async def test_a_process_obeys_signals(prompt: str, signals: int, code: int) -> None:
+async def test_signals_drain_and_end_the_process(prompt: str, signals: int, code: int) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", PROCESS, "--port=0", cwd=Path(__file__).parents[2], stdout=asyncio.subprocess.PIPE
     )

@@ -74,7 +74,7 @@ def test_settings_are_frozen() -> None:
         (["--config", "/nowhere.toml"], {}, "/nowhere.toml: a readable TOML file"),
     ],
 )
-def test_a_refusal_names_what_was_given(arguments: list[str], environ: dict[str, str], said: str) -> None:
+def test_a_refusal_names_the_given_value(arguments: list[str], environ: dict[str, str], said: str) -> None:
     with pytest.raises(InvalidSettings) as refused:
         load(Whole, arguments, environ)
     assert said in str(refused.value)
@@ -97,7 +97,7 @@ def test_a_file_is_refused_by_key(tmp_path: Path, content: str, said: str) -> No
     assert said in str(refused.value)
 
 
-def test_all_that_is_wrong_is_said_at_once_and_no_secret_is() -> None:
+def test_all_errors_are_reported_at_once_without_secrets() -> None:
     with pytest.raises(InvalidSettings) as refused:
         load(Whole, ["--port=-1"], {"DECANT_SHARE": "2", "DECANT_KEY": "hunter2"})
     assert [violation.field for violation in refused.value.violations] == ["--port", "DECANT_SHARE", "DECANT_KEY"]
@@ -131,7 +131,7 @@ def test_a_main_ends_with_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "decant router: --prot: no such setting; did you mean --port?\n"
 
 
-def test_a_setting_without_a_default_is_asked_for() -> None:
+def test_a_missing_required_setting_is_refused() -> None:
     class Needy(Settings):
         model: str = Field(description="what to serve")
 
@@ -139,5 +139,5 @@ def test_a_setting_without_a_default_is_asked_for() -> None:
         load(Needy, [], {})
 
 
-def test_what_is_the_commands_own_is_nobodys_mistake() -> None:
+def test_the_options_of_the_command_are_no_unknown_settings() -> None:
     assert load(Whole, [], {TOKEN: "s3cret"}) == load(Whole, [], {})

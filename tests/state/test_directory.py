@@ -48,7 +48,7 @@ async def test_workers_and_routers_are_apart(store: Store) -> None:
     assert [present.incarnation for present in (await store.routers.listing()).present] == [router()]
 
 
-async def test_who_does_not_renew_is_gone(server: PrivateRedis, bare: sync_redis.Redis) -> None:
+async def test_a_registration_that_is_not_renewed_expires(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     async with make_store(server.url, registration_s=60) as store:
         await store.workers.register(worker_facts(OLD))
         other = await store.workers.register(worker_facts(Incarnation("other", 1)))
@@ -73,7 +73,7 @@ async def test_a_listing_has_the_time_since_each_renewal(server: PrivateRedis, b
         assert present.renewed_ago_s < 40
 
 
-async def test_who_ran_out_comes_back_by_renewing(store: Store, bare: sync_redis.Redis) -> None:
+async def test_an_expired_registration_returns_when_it_is_renewed(store: Store, bare: sync_redis.Redis) -> None:
     registered = await store.workers.register(worker_facts(OLD))
     for listed in (True, False):
         pass_time(bare, 60)

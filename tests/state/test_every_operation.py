@@ -40,7 +40,7 @@ class Tape:
         return trips
 
 
-async def test_what_is_done_twice_is_done_once(store: Store, bare: sync_redis.Redis) -> None:
+async def test_repeated_operations_have_one_effect(store: Store, bare: sync_redis.Redis) -> None:
     for step in await walk(store):
         await step.run()
         once = everything(bare)

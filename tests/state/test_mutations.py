@@ -56,11 +56,11 @@ class Fault:
 
 
 ANEW = test_requests.test_a_request_that_failed_without_a_token_is_replaced_by_an_equal_one
-CANCELLING = test_request_owners.test_who_is_superseded_by_a_cancel_learns_it_from_the_first_moment
+CANCELLING = test_request_owners.test_an_owner_superseded_by_a_cancel_is_told_at_once
 REUSED = partial(test_request_owners.test_an_id_belongs_to_the_payload_that_was_stored_first, epoch=2)
 STREAM = test_request_owners.test_a_superseded_owner_learns_whether_a_clients_stream_took_the_request
 UNHEARD = test_requests.test_a_request_after_an_unrecorded_failure_has_the_greater_epoch
-MENDED = test_requests.test_logprobs_that_lost_their_end_are_mended
+MENDED = test_requests.test_logprobs_that_lost_their_end_are_repaired
 
 FAULTS = [
     Fault(scripts.REQUEST_WRITE, "epoch < old_epoch or", ""),
@@ -96,7 +96,7 @@ FAULTS = [
         scripts.REQUEST_ACCEPT,
         "keep(ARGV[5], KEYS[1])",
         "",
-        test_requests.test_every_key_that_is_not_the_era_has_a_lifetime,
+        test_requests.test_every_key_but_the_store_instance_has_a_lifetime,
     ),
     Fault(
         scripts.REQUEST_ACCEPT, "digest ~= ARGV[2]", "false", test_requests.test_an_id_with_another_payload_is_refused
@@ -162,14 +162,24 @@ FAULTS = [
         "== nil",
         test_directory.test_an_earlier_incarnation_has_no_effect_on_the_new_one,
     ),
-    Fault(scripts.DIRECTORY_LIST, "'-inf', now)", "'-inf', 0)", test_directory.test_who_does_not_renew_is_gone),
+    Fault(
+        scripts.DIRECTORY_LIST,
+        "'-inf', now)",
+        "'-inf', 0)",
+        test_directory.test_a_registration_that_is_not_renewed_expires,
+    ),
     Fault(
         scripts.DIRECTORY_ALIVE,
         "> now_ms()",
         "",
         test_request_owners.test_an_orphan_is_adopted_only_when_its_owner_is_gone,
     ),
-    Fault(scripts.ERA, "'HSETNX'", "'HSET'", test_era_and_quota.test_an_era_is_begun_once_and_ends_with_the_data),
+    Fault(
+        scripts.ERA,
+        "'HSETNX'",
+        "'HSET'",
+        test_era_and_quota.test_a_store_instance_is_created_once_and_ends_with_the_data,
+    ),
     Fault(
         scripts.QUOTA_ACQUIRE, "running >= most", "false", test_era_and_quota.test_no_more_than_the_limit_is_in_flight
     ),
@@ -210,9 +220,7 @@ async def test_a_fault_is_found(
     await finds(fault.found_by, store=store, bare=bare, server=server)
 
 
-async def test_names_that_read_alike_are_found(
-    bare: sync_redis.Redis, server: PrivateRedis, monkeypatch: Patch
-) -> None:
+async def test_ambiguous_keys_are_found(bare: sync_redis.Redis, server: PrivateRedis, monkeypatch: Patch) -> None:
     monkeypatch.setattr(RequestKey, "__str__", lambda key: f"{key.tenant}/{key.id}")
     await finds(test_requests.test_another_tenants_id_is_unknown, bare=bare, server=server)
 
@@ -237,11 +245,11 @@ async def test_scripts_that_are_not_loaded_again_are_found(
 @pytest.mark.parametrize(
     ("text", "found_by"),
     [
-        ('rm -rf -- "$folder"', test_private_redis.test_one_that_is_silent_is_stopped_too),
-        ("exec 3<&0", test_private_redis.test_one_that_is_silent_is_stopped_too),
+        ('rm -rf -- "$folder"', test_private_redis.test_a_silent_redis_is_stopped),
+        ("exec 3<&0", test_private_redis.test_a_silent_redis_is_stopped),
     ],
 )
-def test_a_keeper_that_forgets_is_found(
+def test_a_supervisor_that_forgets_its_redis_is_found(
     text: str, found_by: Callable[..., Any], short_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(private_redis, "_KEEPER", private_redis._KEEPER.replace(text, "", 1))

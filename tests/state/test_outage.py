@@ -150,7 +150,7 @@ async def test_lost_scripts_are_loaded_again(store: Store, bare: sync_redis.Redi
     await store.routers.register(router_facts(router()))
 
 
-async def test_what_waiting_does_not_cure_is_another_error(store: Store, bare: sync_redis.Redis) -> None:
+async def test_permanent_errors_are_not_outages(store: Store, bare: sync_redis.Redis) -> None:
     bare.set(OWNERS, "something of another program")
     with pytest.raises(StoreFault, match="WRONGTYPE"):
         await store.requests.accept(make_request())

@@ -60,7 +60,7 @@ def port() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("on_port", [False, True])
-def test_it_leaves_nothing_when_it_is_stopped(folder: Path, port: int, on_port: bool) -> None:
+def test_a_stopped_redis_leaves_nothing(folder: Path, port: int, on_port: bool) -> None:
     with PrivateRedis(port=port if on_port else None) as server:
         assert psutil.pid_exists(pid := pid_of(server.url))
         assert list(folder.iterdir())
@@ -74,13 +74,13 @@ def test_it_leaves_nothing_when_it_is_stopped(folder: Path, port: int, on_port: 
     server.stop()
 
 
-async def test_it_starts_and_stops_without_blocking_the_loop(folder: Path) -> None:
+async def test_start_and_stop_do_not_block_the_loop(folder: Path) -> None:
     async with PrivateRedis() as server:
         assert pid_of(server.url)
     assert os.listdir(folder) == []
 
 
-def test_it_keeps_nothing_on_disk(folder: Path) -> None:
+def test_a_private_redis_keeps_nothing_on_disk(folder: Path) -> None:
     with PrivateRedis() as server, sync_redis.Redis.from_url(server.url, protocol=2) as client:
         for number in range(100):
             client.set(str(number), b"x" * 10_000)
@@ -90,7 +90,7 @@ def test_it_keeps_nothing_on_disk(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGTERM])
-def test_it_ends_with_its_owner(folder: Path, death: int) -> None:
+def test_a_private_redis_ends_with_its_owner(folder: Path, death: int) -> None:
     code = (
         "import sys, time\nfrom decant.state.private_redis import PrivateRedis\n"
         "with PrivateRedis() as server:\n print(server.url, flush=True)\n time.sleep(60)"
@@ -108,7 +108,7 @@ def test_ctrl_c_at_the_terminal_does_not_reach_it() -> None:
         assert os.getpgid(pid_of(server.url)) != os.getpgid(0)
 
 
-def test_one_that_dies_is_noticed_and_cleared_away(folder: Path) -> None:
+def test_a_dead_redis_is_noticed_and_cleaned_up(folder: Path) -> None:
     with PrivateRedis() as server:
         os.kill(pid_of(server.url), signal.SIGKILL)
         until(lambda: not server.running)
@@ -116,7 +116,7 @@ def test_one_that_dies_is_noticed_and_cleared_away(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("by_itself", [True, False])
-def test_its_end_can_be_waited_for(by_itself: bool) -> None:
+def test_the_end_of_a_private_redis_can_be_awaited(by_itself: bool) -> None:
     with PrivateRedis() as server:
         waiting = threading.Thread(target=server.wait)
         waiting.start()
@@ -128,7 +128,7 @@ def test_its_end_can_be_waited_for(by_itself: bool) -> None:
         assert not waiting.is_alive()
 
 
-def test_one_that_is_silent_is_stopped_too(folder: Path) -> None:
+def test_a_silent_redis_is_stopped(folder: Path) -> None:
     server = PrivateRedis().start()
     os.kill(pid_of(server.url), signal.SIGSTOP)
     server.stop()
@@ -143,7 +143,7 @@ def test_a_redis_that_does_not_start_raises_with_its_output(folder: Path) -> Non
     assert processes_in(folder) == []
 
 
-def test_anothers_redis_on_the_port_is_not_taken_for_ours(folder: Path, port: int) -> None:
+def test_another_redis_on_the_port_is_not_mistaken_for_the_private_one(folder: Path, port: int) -> None:
     with PrivateRedis(port=port) as first:
         with pytest.raises(PrivateRedisFailed):
             PrivateRedis(port=port).start()
@@ -157,6 +157,6 @@ def test_a_missing_redis_server_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         PrivateRedis().start()
 
 
-def test_one_that_is_not_started_has_no_url() -> None:
+def test_a_redis_that_is_not_started_has_no_url() -> None:
     with pytest.raises(PrivateRedisFailed, match="not started"):
         _ = PrivateRedis().url

@@ -81,7 +81,7 @@ async def test_a_superseded_owner_learns_whether_a_clients_stream_took_the_reque
             assert (error.epoch, error.stream_epoch) == (epoch, stream_epoch)
 
 
-async def test_who_is_superseded_by_a_cancel_learns_it_from_the_first_moment(store: Store) -> None:
+async def test_an_owner_superseded_by_a_cancel_is_told_at_once(store: Store) -> None:
     old = make_request(tokens=[1, 2])
     await store.requests.accept(old)
     old.transition(DECODING, NOW)
@@ -106,7 +106,7 @@ async def test_who_is_superseded_by_a_cancel_learns_it_from_the_first_moment(sto
     assert await store.open.of(router(2)) == set()
 
 
-async def test_what_has_ended_is_not_cancelled(store: Store) -> None:
+async def test_an_ended_request_is_not_cancelled(store: Store) -> None:
     request = make_request(tokens=[1])
     await store.requests.accept(request)
     request.transition(SUCCEEDED, NOW)
@@ -127,7 +127,7 @@ async def test_of_many_that_race_for_one_epoch_one_wins(store: Store) -> None:
     assert [router(n) for n in holders] == [won[0].owner]
 
 
-async def test_what_has_ended_is_shown_and_not_adopted(store: Store) -> None:
+async def test_an_ended_request_is_shown_and_not_adopted(store: Store) -> None:
     request = make_request(tokens=[1])
     await store.requests.accept(request)
     request.transition(SUCCEEDED, NOW)

@@ -170,7 +170,7 @@ async def test_whatever_else_has_the_id_keeps_it(store: Store, state: State, tok
     assert (found.epoch, found.owner, found.state) == (1, router(1), state)
 
 
-async def test_of_many_that_begin_a_failed_one_anew_one_does_and_the_others_find_it(store: Store) -> None:
+async def test_one_of_many_concurrent_restarts_of_a_failed_request_wins(store: Store) -> None:
     await failed(store)
     asking = [equal_request(n) for n in range(2, 12)]
     found = await asyncio.gather(*map(store.requests.accept, asking))
@@ -215,7 +215,7 @@ async def test_another_tenants_id_is_unknown(server: PrivateRedis, bare: sync_re
 
 
 @pytest.mark.parametrize("text", ["}{", "a}b", "", "é/%", "a b\n\0", "{}"])
-def test_no_name_breaks_the_hash_tag(text: str) -> None:
+def test_no_request_id_breaks_the_hash_tag(text: str) -> None:
     key = RequestKey(text, text)
     assert RequestKey.parse(str(key)) == key
     tag = str(key)
@@ -283,7 +283,7 @@ async def test_an_ended_request_is_kept_for_its_time(server: PrivateRedis, bare:
         assert not bare.exists(keys.journal(KEY))
 
 
-async def test_every_key_that_is_not_the_era_has_a_lifetime(store: Store, bare: sync_redis.Redis) -> None:
+async def test_every_key_but_the_store_instance_has_a_lifetime(store: Store, bare: sync_redis.Redis) -> None:
     await store.requests.accept(make_request())
     await store.requests.write(make_request(RequestKey("t", "whole"), tokens=[1]))
     await store.routers.register(router_facts(router()))
@@ -312,7 +312,7 @@ async def test_nothing_that_owners_hold_is_lost_with_the_data(store: Store, bare
     assert await store.requests.accept(make_request(held[1].key)), "the id is still taken by its payload"
 
 
-async def test_a_journal_that_lost_its_end_is_mended(store: Store, bare: sync_redis.Redis) -> None:
+async def test_a_journal_that_lost_its_end_is_repaired(store: Store, bare: sync_redis.Redis) -> None:
     request = make_request(tokens=range(10))
     await store.requests.write(request)
     bare.set(keys.journal(KEY), bare.getrange(keys.journal(KEY), 0, 11))
@@ -321,7 +321,7 @@ async def test_a_journal_that_lost_its_end_is_mended(store: Store, bare: sync_re
     assert (await store.requests.read(KEY)).entries == written(*range(11))
 
 
-async def test_logprobs_that_lost_their_end_are_mended(store: Store, bare: sync_redis.Redis) -> None:
+async def test_logprobs_that_lost_their_end_are_repaired(store: Store, bare: sync_redis.Redis) -> None:
     request = make_request(tokens=range(10), shown=ResponseOptions(logprobs=1))
     await store.requests.write(request)
     for left in (0, 3, 9):

@@ -20,7 +20,7 @@ def key(number: int, tenant: str = "t") -> RequestKey:
     return RequestKey(tenant, str(number))
 
 
-async def test_an_era_is_begun_once_and_ends_with_the_data(store: Store, bare: sync_redis.Redis) -> None:
+async def test_a_store_instance_is_created_once_and_ends_with_the_data(store: Store, bare: sync_redis.Redis) -> None:
     found = await asyncio.gather(*(store.instance.current() for _ in range(8)))
     assert len({era.id for era in found}) == 1
     assert found[0].refill_left_s > 0
@@ -28,7 +28,7 @@ async def test_an_era_is_begun_once_and_ends_with_the_data(store: Store, bare: s
     assert (await store.instance.current()).id != found[0].id
 
 
-async def test_an_era_ages(server: PrivateRedis, bare: sync_redis.Redis) -> None:
+async def test_the_age_of_a_store_instance_grows(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     async with make_store(server.url, refill_s=60) as store:
         assert (await store.instance.current()).refill_left_s > 0
         pass_time(bare, 60)
@@ -49,7 +49,7 @@ async def test_no_more_than_the_limit_is_in_flight(store: Store) -> None:
     assert await store.quotas.in_flight("t") == 3
 
 
-async def test_what_is_released_is_free_and_once_only(store: Store) -> None:
+async def test_a_release_frees_its_place_once(store: Store) -> None:
     limits = TenantLimits(in_flight=1)
     assert await store.quotas.acquire(key(1), 1, limits)
     assert not await store.quotas.acquire(key(1), 1, limits), "it was booked before"
@@ -76,7 +76,7 @@ async def test_a_dead_routers_bookings_end(server: PrivateRedis, bare: sync_redi
         assert not bare.exists(*keys.quota("t")[:2])
 
 
-async def test_what_runs_is_counted_again_in_an_emptied_redis(store: Store, bare: sync_redis.Redis) -> None:
+async def test_running_requests_are_counted_again_in_an_emptied_redis(store: Store, bare: sync_redis.Redis) -> None:
     limits = TenantLimits(in_flight=2)
     await store.quotas.acquire(key(1), 1, limits)
     bare.flushall()

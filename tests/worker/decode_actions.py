@@ -10,7 +10,7 @@ from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.protos import worker_pb2 as wire
 from decant.worker.wire_codec import to_request
 from tests.worker.decode_harness import alone, make_work
-from tests.worker.decode_trial import Trial
+from tests.worker.decode_trial import DecodeTrial
 from tests.worker.scheduled_router import Expected
 from tests.worker.stepped_worker import LEASE_S
 
@@ -23,7 +23,7 @@ def reference_text(length: int, wanted: int, seed: int) -> list[int]:
 class RouterActions:
     """What routers send, and their sessions."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: DecodeTrial) -> None:
         self.trial = trial
 
     def _begin(self, value: int, *, has_ticket: bool) -> None:
@@ -122,7 +122,7 @@ class RouterActions:
 class WorkerActions:
     """What migration targets, engines and the network do."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: DecodeTrial) -> None:
         self.trial = trial
 
     def receive(self, value: int) -> None:

@@ -1,7 +1,7 @@
 """A worker's process over a torch-free engine: ``python -m tests.worker.fake_process decode --model ...``.
 
-It ends with 3 when torch or transformers were imported all the same; not where it is the fork of a process that has
-them. With CRASH set its engine breaks in the step after the first that somebody else than the warm-up asks for.
+It exits with 3 if torch or transformers were imported, unless it is the fork of a process that has
+them. With CRASH set its engine raises in the second step after the warm-up.
 SLOW_LOAD and SLOW_STEP are seconds that the load and each step take, in a call that cannot be interrupted. With
 GREEDY_LOAD set the load never ends, and holds the interpreter's lock for 50 ms or more at a time, as imports do.
 """

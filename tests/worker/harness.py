@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -23,6 +23,7 @@ from decant.handoff.service import KvSourceService
 from decant.handoff.transport import GrpcTransport
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
+from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.runtime.channel import open_channel
 from decant.runtime.interceptor import ErrorInterceptor
 from decant.runtime.packed import pack
@@ -33,10 +34,11 @@ from decant.worker.engine_host import EngineHost, HostHandler, Identity, WorkerL
 from decant.worker.prefill.service import PrefillService
 from decant.worker.report.audit import AuditService
 from decant.worker.wire_codec import to_request
+from tests.router.fake_script import TOKENIZER
+from tests.worker.waiting import PATIENCE, eventually
 
 BLOCK = 4
 VOCABULARY = 64
-PATIENCE_S = 60.0
 MODEL = "m"
 ROUTER = wire.Peer(id="router", incarnation=7, protocol=1)
 
@@ -53,13 +55,13 @@ class Device(FakeDevice):
 
     def run(self, plan: StepPlan) -> StepResult:
         if not self.free.is_set():
-            self.steps.acquire(timeout=PATIENCE_S)
+            self.steps.acquire(timeout=PATIENCE)
         if self.broken:
             raise ZeroDivisionError("the device is broken")
         return super().run(plan)
 
     def hold(self) -> None:
-        """No step ends from now on, unless ``let`` says how many do."""
+        """Steps wait from now on; ``let`` releases a number of them."""
         self.free.clear()
 
     def let(self, steps: int) -> None:
@@ -68,15 +70,6 @@ class Device(FakeDevice):
     def go_on(self) -> None:
         self.free.set()
         self.steps.release(1)
-
-
-async def eventually(holds: Callable[[], bool]) -> None:
-    """Until that is true of something that tells nobody."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            if holds():
-                return
-            await asyncio.sleep(0.005)
 
 
 class Place(HostHandler):
@@ -124,7 +117,7 @@ class Place(HostHandler):
 
     async def written(self, id: str) -> list[int]:
         """What the engine wrote under a name, once it has ended."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(PATIENCE):
             await self.ends.setdefault(id, asyncio.Event()).wait()
         return self.outputs.get(id, [])
 
@@ -138,7 +131,7 @@ class Place(HostHandler):
         )
 
     async def audit(self) -> wire.AuditResponse:
-        """What the worker says of its blocks, over the wire; healthy, or this fails."""
+        """The audit of the worker over the wire. Fails if it has violations."""
         answer: wire.AuditResponse = await services.AuditStub(self.channel).Audit(wire.AuditRequest())
         assert not answer.violations, list(answer.violations)
         return answer
@@ -146,7 +139,7 @@ class Place(HostHandler):
     async def until(self, holds: Callable[[wire.AuditResponse], bool]) -> wire.AuditResponse:
         """The first audit of which that is true; a lease's end is no event here."""
         answer = await self.audit()
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(PATIENCE):
             while not holds(answer):
                 await asyncio.sleep(0.02)
                 answer = await self.audit()
@@ -183,7 +176,7 @@ class Call:
 
     async def next(self) -> wire.PrefillEvent | None:
         """None at an orderly end."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(PATIENCE):
             event = await self.call.read()
         if event == grpc.aio.EOF:
             assert await self.call.code() is grpc.StatusCode.OK
@@ -208,6 +201,41 @@ class Call:
         self.call.cancel()
 
 
+@dataclass(frozen=True)
+class Registered:
+    """What a router's directory has of a worker."""
+
+    facts: WorkerRegistration
+
+
+def registered(place: Place, *, equal_bits: bool = True) -> Any:
+    host = place.host
+    capacity = Capacity(
+        total_blocks=host.total_blocks,
+        block_tokens=host.block_size,
+        max_context_length=host.window,
+        max_running=host.max_running,
+    )
+    return Registered(
+        WorkerRegistration(
+            peer=host.peer,
+            address=host.address,
+            role=host.role,
+            model=MODEL,
+            layout=host.layout,
+            tokenizer=TOKENIZER,
+            capacity=capacity,
+            equal_bits=equal_bits,
+        )
+    )
+
+
+async def ticket_of(call: Call) -> wire.Ticket:
+    ticket = await call.expect("ticket")
+    assert isinstance(ticket, wire.Ticket)
+    return ticket
+
+
 @asynccontextmanager
 async def worker(
     name: str = "p",
@@ -222,7 +250,7 @@ async def worker(
     step_s: float = 0.0,
     session_limits: SessionLimits | None = None,
 ) -> AsyncIterator[Place]:
-    """A worker that must hold nothing when it is left, leases that nobody ends excepted."""
+    """A worker that must hold nothing at the end but leases that only expire."""
     stops = frozenset(() if eos is None else (eos,))
     device = Device(num_blocks=blocks, eos_token_ids=stops, cost=lambda _: step_s)
     engine = Engine(device, Limits(budget, min(8, budget), blocks * BLOCK), checksum=checksum)
@@ -272,7 +300,7 @@ def alone(work: wire.EngineRequest, *, eos: int | None = None) -> list[int]:
     device = FakeDevice(num_blocks=256, block_size=BLOCK, vocab_size=VOCABULARY, eos_token_ids=stops)
     engine = Engine(device)
     engine.add(replace(to_request("alone", work, model=MODEL), park_after=None))
-    told: list[int] = []
+    tokens: list[int] = []
     while engine.has_work:
-        told.extend(token.token for token in engine.step().tokens)
-    return told
+        tokens.extend(token.token for token in engine.step().tokens)
+    return tokens

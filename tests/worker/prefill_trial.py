@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
-from decant.engine.engine import Engine
 from decant.engine.errors import EngineError
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.protos import worker_pb2 as wire
 from decant.worker.wire_codec import to_request
 from tests.router.virtual_time import settle
-from tests.worker.stepped_worker import LEASE_S, Network, Node
-
-ROUNDS = 400
-"""Rounds of engine steps in which every call must end once no fault is left."""
+from tests.worker.stepped_worker import Node
+from tests.worker.trial import Trial
 
 
 class PrefillCall:
@@ -132,24 +128,15 @@ class PrefillCall:
         self.end = "superseded"
 
 
-class PrefillTrial:
+class PrefillTrial(Trial):
     """The workers, all calls, and the invariants of what happens between them."""
 
     def __init__(self) -> None:
-        self.network = Network()
-        self.network.flows.set()
-        self.nodes: dict[str, Node] = {}
+        super().__init__()
         self.node = Node("p", self.nodes, self.network, 14)
         self.receiver = Node("e", self.nodes, self.network, 64)
         self.calls: list[PrefillCall] = []
         self.fetches: set[asyncio.Task[None]] = set()
-        self.drain: asyncio.Task[None] | None = None
-        self.complaints: list[dict[str, Any]] = []
-
-    async def begin(self) -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: self.complaints.append(context))
-        for node in self.nodes.values():
-            await node.host.__aenter__()
 
     def pick(self, value: int) -> PrefillCall | None:
         """A call, the later ones more often."""
@@ -177,46 +164,20 @@ class PrefillTrial:
         else:
             assert list(transfer.output) == call.text[:1]
 
-    def round(self) -> None:
-        for node in self.nodes.values():
-            node.loop.turn()
-            node.loop.deliver_all()
-
     async def finish(self) -> None:
         """No more faults: each call ends without another message of its router, and nothing of it is left."""
-        self.network.breaks = self.network.loses_releases = False
-        self.network.flows.set()
-        await self._until_over()
+        self.end_faults()
+        await self.until(
+            lambda: not any(call.is_open for call in self.calls) and all(fetch.done() for fetch in self.fetches),
+            lambda: f"calls without an end; the worker has {list(self.node.prefill.runs())}",
+        )
         for call in self.calls:
             await call.result()
         for fetch in self.fetches:
             fetch.result()
-        for name in [*self.receiver.engine.sequences, *self.receiver.engine.transfers.arrivals]:
-            self.receiver.host.loop.post(partial(Engine.cancel, id=name))
-        await asyncio.sleep(2 * LEASE_S)
-        for _ in range(6):
-            self.round()
-            await settle()
-        for node in self.nodes.values():
-            node.assert_empty()
-        await self._close()
-
-    async def _until_over(self) -> None:
-        for _ in range(ROUNDS):
-            if not any(call.is_open for call in self.calls) and all(fetch.done() for fetch in self.fetches):
-                return
-            self.round()
-            await asyncio.sleep(0.05)
-        raise AssertionError(f"calls without an end; the worker has {list(self.node.prefill.runs())}")
-
-    async def _close(self) -> None:
-        if self.drain is not None:
-            async with asyncio.timeout(10):
-                await self.drain
+        await self.assert_empty(self.receiver, rounds=6)
+        await self.await_drain()
         for node in self.nodes.values():
             await node.decode.close()
             await node.prefill.close()
-            await node.host.__aexit__(None, None, None)
-        await settle()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert not self.complaints
+        await self.assert_closed()

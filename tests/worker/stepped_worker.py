@@ -1,4 +1,4 @@
-"""Workers in virtual time: an engine steps, and its results are delivered, only when a test says so."""
+"""Workers in virtual time: the test decides when an engine steps and its results are delivered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit counts every block once, and says what does not add up."""
+"""The audit counts every block once and reports violations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from decant.worker.wire_codec import to_request
 from tests.worker.harness import MODEL, make_work, worker
 
 
-async def test_rows_and_counts_of_a_worker_at_work() -> None:
+async def test_rows_and_counts_match_a_busy_worker() -> None:
     async with worker(blocks=64) as place:
         call = place.ask(make_work(30))
         ticket = await call.expect("ticket")
@@ -67,6 +67,6 @@ async def test_violations_of_the_block_pool_are_reported_and_not_raised() -> Non
 
         await place.host.loop.call(lose)
         violations = (await place.auditor.audit()).violations
-        assert any("in no state" in words for words in violations)
-        assert any("63 of 64" in words for words in violations)
+        assert any("in no state" in violation for violation in violations)
+        assert any("63 of 64" in violation for violation in violations)
         await place.host.loop.call(lambda engine: engine.pool._free.append(0))

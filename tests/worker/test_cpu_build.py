@@ -1,4 +1,4 @@
-"""A worker runs the build of the kernels that it is asked for, or says why not."""
+"""A worker runs the requested build of the kernels or refuses it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def test_a_build_that_does_not_run_here_is_refused() -> None:
     cpu_build.check("auto", "AVX2 _kernels")
 
 
-def test_without_proc_cpuinfo_avx2_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_build, "_CPU_INFO", tmp_path / "cpuinfo")
+def test_without_proc_cpuinfo_avx2_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="kernels"):
-        cpu_build.choose("avx2")
+        cpu_build.choose("avx2", cpu_info=tmp_path / "cpuinfo")

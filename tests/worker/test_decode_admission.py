@@ -19,7 +19,7 @@ from tests.worker.decode_harness import Device
 
 
 class Queue:
-    """Admission to an engine that steps when a test says so."""
+    """Admission to an engine whose steps the test controls."""
 
     def __init__(self) -> None:
         self.engine = Engine(Device(16))

@@ -1,4 +1,4 @@
-"""A run ends wherever it stands when somebody asks, or its time is over, and holds nothing afterwards."""
+"""Cancels, deadlines and lost sessions end a run in every state, and it holds nothing afterwards."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from decant.engine.block_hashes import hash_blocks, root_hash
 from decant.engine.engine import Engine
 from decant.protos import worker_pb2 as wire
 from decant.runtime.packed import unpack
-from tests.worker.decode_harness import Node, Router, alone, eventually, make_run, make_work, owned
+from tests.worker.decode_harness import Node, alone, make_run, make_work, owned
+from tests.worker.session_client import Router
+from tests.worker.waiting import eventually
 
 LONG = 600_000
-"""A lease that no test outlives: what is free before its end was freed by somebody."""
+"""A lease longer than any test: blocks that become free before its end were freed by a message."""
 STATES = ["waiting for room", "arriving", "waiting its turn", "in its prompt", "running", "running after a handoff"]
 
 
@@ -50,7 +52,7 @@ async def crowd(scene: Scene, length: int) -> None:
     other = make_run("t/crowd")
     scene.node.device.seconds = 0.05
     await scene.router.start(other, make_work(length, 30, seed=9))
-    await scene.router.wrote(other, 1)
+    await scene.router.until_tokens(other, 1)
 
 
 async def waits_for_room(scene: Scene) -> None:
@@ -62,7 +64,7 @@ async def waits_for_room(scene: Scene) -> None:
 async def arrives(scene: Scene) -> None:
     scene.sender.device.seconds = 0.8
     await scene.router.start(scene.run, scene.engine_request, await scene.sender.offer(scene.run, scene.engine_request))
-    await scene.router.word(scene.run, "scheduled")
+    await scene.router.until_message(scene.run, "scheduled")
     assert scene.node.decode.fetches_taking == 1
 
 
@@ -75,19 +77,19 @@ async def waits_its_turn(scene: Scene) -> None:
 async def in_its_prompt(scene: Scene) -> None:
     scene.node.device.seconds = 0.8
     await scene.router.start(scene.run, scene.engine_request)
-    await scene.router.word(scene.run, "scheduled")
+    await scene.router.until_message(scene.run, "scheduled")
 
 
 async def runs(scene: Scene) -> None:
     scene.node.device.seconds = 0.05
     await scene.router.start(scene.run, scene.engine_request)
-    await scene.router.wrote(scene.run, 2)
+    await scene.router.until_tokens(scene.run, 2)
 
 
 async def runs_after_a_handoff(scene: Scene) -> None:
     scene.node.device.seconds = 0.05
     await scene.router.start(scene.run, scene.engine_request, await scene.sender.offer(scene.run, scene.engine_request))
-    await scene.router.wrote(scene.run, 3)
+    await scene.router.until_tokens(scene.run, 3)
 
 
 REACH = dict(
@@ -99,10 +101,10 @@ REACH = dict(
 async def test_a_cancel_ends_a_run_in_every_state_and_frees_all(state: str) -> None:
     async with standing(state) as scene:
         await scene.router.cancel(scene.run)
-        ended = await scene.router.word(scene.run, "ended")
+        ended = await scene.router.until_message(scene.run, "ended")
         assert ended.end.reason == wire.OutputEnd.REASON_CANCELLED
         assert ended.end.end_position >= 40
-        text = scene.router.of(scene.run).text(40)
+        text = scene.router.record_of(scene.run).text(40)
         assert text == alone(scene.engine_request)[: len(text)]
         await scene.router.cancel(make_run("t/crowd"))
 
@@ -111,9 +113,9 @@ async def test_a_cancel_ends_a_run_in_every_state_and_frees_all(state: str) -> N
 async def test_retiring_a_run_that_has_not_ended_cancels_it_and_its_owner_is_sent_the_end(state: str) -> None:
     async with standing(state) as scene, Router(scene.node, "another") as another:
         await another.forget(scene.run)
-        ended = await scene.router.word(scene.run, "ended")
+        ended = await scene.router.until_message(scene.run, "ended")
         assert ended.end.reason == wire.OutputEnd.REASON_CANCELLED
-        text = scene.router.of(scene.run).text(40)
+        text = scene.router.record_of(scene.run).text(40)
         assert text == alone(scene.engine_request)[: len(text)]
         await eventually(lambda: scene.run not in [run for run, *_ in scene.node.decode.runs()])
         await scene.router.cancel(make_run("t/crowd"))
@@ -122,7 +124,7 @@ async def test_retiring_a_run_that_has_not_ended_cancels_it_and_its_owner_is_sen
 @pytest.mark.parametrize("state", STATES)
 async def test_time_that_is_over_ends_a_run_in_every_state(state: str) -> None:
     async with standing(state, remaining_ms=1500) as scene:
-        ended = await scene.router.word(scene.run, "ended")
+        ended = await scene.router.until_message(scene.run, "ended")
         assert ended.end.reason == wire.OutputEnd.REASON_DEADLINE
         await scene.router.cancel(make_run("t/crowd"))
 
@@ -142,7 +144,7 @@ async def test_a_router_that_comes_back_has_its_run_in_every_state(state: str) -
         run, router = scene.run, scene.router
         await router.leave()
         assert scene.node.decode.orphans >= 1
-        position = max(router.of(run).tokens, default=39) + 1
+        position = max(router.record_of(run).tokens, default=39) + 1
         welcome = await router.open(owned(run, position), owned(make_run("t/never")))
         assert [held.run for held in welcome.runs] == [run]
         assert [lacking.request for lacking in welcome.unknown_runs] == ["t/never"]
@@ -150,36 +152,36 @@ async def test_a_router_that_comes_back_has_its_run_in_every_state(state: str) -
         assert {orphan.request for orphan in welcome.orphans} <= {"t/crowd"}
         scene.node.device.seconds = scene.sender.device.seconds = 0.0
         await router.cancel(make_run("t/crowd"))
-        await router.word(run, "ended")
-        assert router.of(run).text(40) == alone(scene.engine_request)
+        await router.until_message(run, "ended")
+        assert router.record_of(run).text(40) == alone(scene.engine_request)
 
 
 async def test_an_ended_run_is_ended_again_and_keeps_its_tokens() -> None:
     run, work = make_run(), make_work(10, 6)
     async with Node("d") as node, Router(node) as router:
         await router.start(run, work)
-        await router.word(run, "ended")
+        await router.until_message(run, "ended")
         await router.cancel(run)
-        await router.until(lambda: router.of(run).words.count("ended") == 2)
-        assert router.of(run).last["ended"].end.reason == wire.OutputEnd.REASON_LENGTH
-        router.of(run).tokens.clear()
-        await router.say(resend=wire.Resend(run=run, resume=wire.ResumePosition(output=0, position=12)))
-        await router.wrote(run, 4)
-        assert router.of(run).text(10) == alone(work)[2:]
+        await router.until(lambda: router.record_of(run).kinds.count("ended") == 2)
+        assert router.record_of(run).last["ended"].end.reason == wire.OutputEnd.REASON_LENGTH
+        router.record_of(run).tokens.clear()
+        await router.send(resend=wire.Resend(run=run, resume=wire.ResumePosition(output=0, position=12)))
+        await router.until_tokens(run, 4)
+        assert router.record_of(run).text(10) == alone(work)[2:]
 
 
 async def test_a_cancel_before_its_start_refuses_it_for_one_lease() -> None:
     async with Node("d", lease_ms=1000) as node, Router(node) as router:
         await router.cancel(make_run(epoch=2))
         await router.start(make_run(epoch=2), make_work())
-        assert (await router.word(make_run(), "refused")).failure.cause == wire.CAUSE_CANCELLED
+        assert (await router.until_message(make_run(), "refused")).failure.cause == wire.CAUSE_CANCELLED
         assert node.decode.cancel_marks == 1
         await router.start(make_run(epoch=3), make_work())  # another owner's attempt of the same number
-        await router.word(make_run(), "ended")
+        await router.until_message(make_run(), "ended")
         await eventually(lambda: node.decode.cancel_marks == 0)
         await router.forget(make_run(epoch=3))
         await router.start(make_run(epoch=3, attempt=2), make_work())
-        await router.word(make_run(attempt=2), "ended")
+        await router.until_message(make_run(attempt=2), "ended")
 
 
 async def test_tokens_behind_a_stop_string_are_not_kept() -> None:
@@ -187,15 +189,15 @@ async def test_tokens_behind_a_stop_string_are_not_kept() -> None:
     async with Node("d") as node, Router(node) as router:
         node.device.seconds = 0.01
         await router.start(run, work)
-        await router.wrote(run, 8)
+        await router.until_tokens(run, 8)
         await router.cancel(run, wire.Cancel.REASON_STOP_TEXT, end_position=15)
-        assert (await router.word(run, "ended")).end.end_position == 15
-        router.of(run).tokens.clear()
-        await router.say(resend=wire.Resend(run=run, resume=wire.ResumePosition(output=0, position=10)))
-        await router.wrote(run, 5)
+        assert (await router.until_message(run, "ended")).end.end_position == 15
+        router.record_of(run).tokens.clear()
+        await router.send(resend=wire.Resend(run=run, resume=wire.ResumePosition(output=0, position=10)))
+        await router.until_tokens(run, 5)
         await router.cancel(run)  # answered after all that was sent again
-        await router.until(lambda: router.of(run).words.count("ended") == 2)
-        assert router.of(run).text(10) == alone(work)[:5]
+        await router.until(lambda: router.record_of(run).kinds.count("ended") == 2)
+        assert router.record_of(run).text(10) == alone(work)[:5]
 
 
 @pytest.mark.parametrize("ends_by_itself", [False, True])
@@ -204,12 +206,12 @@ async def test_tokens_behind_a_stop_string_are_not_cached_as_output(ends_by_itse
     async with Node("d") as node, Router(node) as router:
         node.device.seconds = 0.002
         await router.start(run, work)
-        await router.wrote(run, 60 if ends_by_itself else 30)
+        await router.until_tokens(run, 60 if ends_by_itself else 30)
         if ends_by_itself:
-            await router.word(run, "ended")
+            await router.until_message(run, "ended")
         await router.cancel(run, wire.Cancel.REASON_STOP_TEXT, end_position=10 + 9)
         ends = 2 if ends_by_itself else 1  # a cancel is answered, also of what has ended
-        await router.until(lambda: router.of(run).words.count("ended") == ends)
+        await router.until(lambda: router.record_of(run).kinds.count("ended") == ends)
         tokens = [*unpack(work.prompt), *alone(work)]
         size = node.host.block_size
 
@@ -225,7 +227,7 @@ async def test_a_cancel_of_another_output_ends_nothing() -> None:
         node.device.seconds = 0.005
         await router.start(run, work)
         await router.cancel(run, output=3)
-        assert (await router.word(run, "ended")).end.reason == wire.OutputEnd.REASON_LENGTH
+        assert (await router.until_message(run, "ended")).end.reason == wire.OutputEnd.REASON_LENGTH
 
 
 # -- room -------------------------------------------------------------------------------------------------------
@@ -238,18 +240,18 @@ async def test_blocks_go_by_priority_then_age_and_no_run_overtakes() -> None:
     async with Node("p", blocks=256) as sender, Node("d", blocks=40) as node, Router(node) as router:
         node.device.seconds = 0.2
         await router.start(make_run("t/crowd"), make_work(120, 30, seed=9))
-        await router.wrote(make_run("t/crowd"), 1)
+        await router.until_tokens(make_run("t/crowd"), 1)
         for name, work in works.items():
             run = make_run(name)
             await router.start(run, work, None if name == "t/tokens" else await sender.offer(run, work))
         await eventually(lambda: node.host.waiting_arrivals == 4)
         node.device.seconds = 0.0
-        await router.over(*map(make_run, works))
-        order = [request for request, _ in router.order]
+        await router.until_ended(*map(make_run, works))
+        order = [request for request, _ in router.scheduled]
         assert [name for name in order if name != "t/tokens"] == ["t/crowd", "t/urgent", "t/old", "t/late"]
         assert order.index("t/tokens") > order.index("t/old")
         for name, work in works.items():
-            assert router.of(make_run(name)).text(60) == alone(work)
+            assert router.record_of(make_run(name)).text(60) == alone(work)
         assert node.host.waiting_arrivals == 0
         await sender.audit()
 
@@ -264,22 +266,23 @@ async def test_blocks_that_become_free_while_nothing_decodes_are_noticed() -> No
         await router.start(run, work, await sender.offer(run, work))
         await eventually(lambda: node.host.waiting_arrivals == 1)
         await node.host.sender.release(wire.ReleaseRequest(ticket=ticket.id))
-        await router.word(run, "ended")
-        assert router.of(run).text(60) == alone(work)
+        await router.until_message(run, "ended")
+        assert router.record_of(run).text(60) == alone(work)
         await sender.audit()
 
 
 async def test_tickets_that_wait_are_renewed_until_they_are_opened() -> None:
     async with standing("waiting for room") as scene:
         lease = scene.sender.host.sender.leases.all()[0]
-        await scene.router.until(lambda: any(lease.ticket.id in beat.renew for beat in scene.router.beats))
+        heartbeats = scene.router.heartbeats
+        await scene.router.until(lambda: any(lease.ticket.id in heartbeat.renew for heartbeat in heartbeats))
         await scene.router.cancel(make_run("t/crowd"))
-        await scene.router.word(scene.run, "scheduled")
-        scene.router.beats.clear()
-        await scene.router.until(lambda: len(scene.router.beats) >= 2)
-        assert not any(beat.renew for beat in scene.router.beats)
+        await scene.router.until_message(scene.run, "scheduled")
+        scene.router.heartbeats.clear()
+        await scene.router.until(lambda: len(scene.router.heartbeats) >= 2)
+        assert not any(heartbeat.renew for heartbeat in scene.router.heartbeats)
         await scene.router.cancel(scene.run)
-        await scene.router.over(scene.run)
+        await scene.router.until_ended(scene.run)
 
 
 async def test_cancels_at_any_moment_of_an_arrival_leave_nothing() -> None:
@@ -291,6 +294,6 @@ async def test_cancels_at_any_moment_of_an_arrival_leave_nothing() -> None:
             await router.start(run, work, await sender.offer(run, work))
             await asyncio.sleep(0.002 * (n % 12))
             await router.cancel(run)
-        assert {record.over for record in await router.over(*runs)} == {"ended"}
+        assert {record.outcome for record in await router.until_ended(*runs)} == {"ended"}
         await node.audit()
         await sender.audit()

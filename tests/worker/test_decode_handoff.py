@@ -1,4 +1,4 @@
-"""A cache that does not come: the run fails with the cause and the peer, and nothing is left of it."""
+"""A handoff that fails: the run fails with the cause and the peer, and holds nothing afterwards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from decant.handoff.codec import Received
 from decant.handoff.transport import KvSource, Transport
 from decant.protos import worker_pb2 as wire
-from tests.worker.decode_harness import Node, alone, eventually, make_run, make_work, routed
+from tests.worker.decode_harness import Node, alone, make_run, make_work, routed
+from tests.worker.waiting import eventually
 
 
 async def test_an_unreachable_sender_is_named() -> None:
@@ -17,7 +18,7 @@ async def test_an_unreachable_sender_is_named() -> None:
         ticket = await sender.offer(run, work)
         ticket.address = "127.0.0.1:1"
         await router.start(run, work, ticket)
-        failure = (await router.word(run, "failed")).failure
+        failure = (await router.until_message(run, "failed")).failure
         assert (failure.cause, failure.peer) == (wire.CAUSE_PEER_LOST, sender.peer)
         assert not list(node.decode.runs())
         await node.audit()
@@ -31,11 +32,11 @@ async def test_an_expired_ticket_is_reported_and_the_next_attempt_succeeds() -> 
         ticket = await sender.offer(run, work)
         await eventually(lambda: sender.host.sender.expired == 1)
         await router.start(run, work, ticket)
-        failure = (await router.word(run, "failed")).failure
+        failure = (await router.until_message(run, "failed")).failure
         assert (failure.cause, failure.peer) == (wire.CAUSE_LEASE_OVER, sender.peer)
         again = make_run(attempt=2)
         await router.start(again, work)
-        [record] = await router.over(again)
+        [record] = await router.until_ended(again)
         assert record.text(30) == alone(work)
         await node.audit()
 
@@ -45,9 +46,9 @@ async def test_a_sender_that_dies_during_a_fetch_is_lost_soon() -> None:
     async with Node("p", lease_ms=300) as sender, routed() as (node, router):
         sender.device.seconds = 0.5
         await router.start(run, work, await sender.offer(run, work))
-        await router.word(run, "scheduled")
+        await router.until_message(run, "scheduled")
         await sender._server.stop(None)
-        failure = (await router.word(run, "failed")).failure
+        failure = (await router.until_message(run, "failed")).failure
         assert (failure.cause, failure.peer) == (wire.CAUSE_PEER_LOST, sender.peer)
         await node.audit()
 
@@ -56,7 +57,7 @@ async def test_an_output_that_ended_with_its_first_token_leaves_nothing_to_fetch
     run, work = make_run(), make_work(10, 1)
     async with Node("p") as sender, routed() as (node, router):
         await router.start(run, work, await sender.offer(run, work))
-        failure = (await router.word(run, "failed")).failure
+        failure = (await router.until_message(run, "failed")).failure
         assert failure.cause == wire.CAUSE_CANCELLED
         assert "nothing is left" in failure.detail
         await node.audit()
@@ -64,7 +65,7 @@ async def test_an_output_that_ended_with_its_first_token_leaves_nothing_to_fetch
 
 
 class Tampered:
-    """A transport that changes what givers say."""
+    """A transport that changes the messages of senders."""
 
     def __init__(self, transport: Transport, tamper: Callable[[Received], Received]) -> None:
         self._transport = transport
@@ -95,8 +96,8 @@ async def test_bytes_that_do_not_agree_with_their_sum_are_never_decoded() -> Non
     async with Node("p") as sender, routed() as (node, router):
         node.host.transport = Tampered(node.host.transport, flip)
         await router.start(run, work, await sender.offer(run, work))
-        assert (await router.word(run, "failed")).failure.cause == wire.CAUSE_CORRUPT
-        assert not router.of(run).tokens
+        assert (await router.until_message(run, "failed")).failure.cause == wire.CAUSE_CORRUPT
+        assert not router.record_of(run).tokens
         await node.audit()
         await sender.audit()
 
@@ -110,7 +111,7 @@ async def test_a_bug_of_a_transport_ends_the_run_all_the_same() -> None:
     async with Node("p") as sender, routed() as (node, router):
         node.host.transport = Tampered(node.host.transport, break_down)
         await router.start(run, work, await sender.offer(run, work))
-        failure = (await router.word(run, "failed")).failure
+        failure = (await router.until_message(run, "failed")).failure
         assert (failure.cause, failure.detail) == (wire.CAUSE_ENGINE, "ZeroDivisionError: a bug")
         await node.audit()
         await sender.audit()
@@ -120,7 +121,7 @@ async def test_a_worker_can_fetch_from_itself() -> None:
     run, work = make_run(), make_work(30, 8)
     async with routed() as (node, router):
         await router.start(run, work, await node.offer(run, work))
-        [record] = await router.over(run)
+        [record] = await router.until_ended(run)
         assert record.text(30) == alone(work)
         await node.audit()
 
@@ -132,8 +133,8 @@ async def test_committed_tokens_precede_the_first_step_when_many_runs_join_at_on
         tickets = await asyncio.gather(*(sender.offer(run, work) for run, work in zip(runs, works, strict=True)))
         for run, work, ticket in zip(runs, works, tickets, strict=True):
             await router.start(run, work, ticket)
-        for record, work in zip(await router.over(*runs), works, strict=True):
-            assert record.words == ["scheduled", "decode_started", "ended"]
+        for record, work in zip(await router.until_ended(*runs), works, strict=True):
+            assert record.kinds == ["scheduled", "decode_started", "ended"]
             assert record.text(20) == alone(work)
             assert record.last["ended"].end.end_position == 20 + len(record.tokens)
         await node.audit()

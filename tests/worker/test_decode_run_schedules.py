@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.router.virtual_time import run
 from tests.worker.decode_actions import RouterActions, WorkerActions
-from tests.worker.decode_trial import Trial
+from tests.worker.decode_trial import DecodeTrial
 from tests.worker.schedules import Schedule, in_many_orders, perform, quiet_log, schedules
 
 __all__ = ["quiet_log"]
@@ -23,7 +23,7 @@ ENDS = ("drain", "crash")
 
 
 async def play(schedule: Schedule) -> None:
-    trial = Trial()
+    trial = DecodeTrial()
     await trial.begin()
     await perform(schedule, RouterActions(trial), WorkerActions(trial))
     await trial.finish()

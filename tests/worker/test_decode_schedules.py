@@ -10,7 +10,9 @@ import pytest
 
 from decant.engine.engine import Engine
 from decant.protos import worker_pb2 as wire
-from tests.worker.decode_harness import Node, Router, RunRecord, alone, eventually, make_run, make_work, owned
+from tests.worker.decode_harness import Node, alone, make_run, make_work, owned
+from tests.worker.session_client import Router, RunRecord
+from tests.worker.waiting import eventually
 
 MOVES = (
     "start",
@@ -93,7 +95,7 @@ class Schedule:
     async def _resend(self) -> None:
         if self.works:
             run, work = self.rng.choice(list(self.works.values()))
-            await self.router.say(
+            await self.router.send(
                 resend=wire.Resend(run=run, resume=wire.ResumePosition(position=len(work.prompt) // 4))
             )
 
@@ -117,13 +119,13 @@ class Schedule:
 
 
 def is_over(record: RunRecord, prompt: int) -> bool:
-    """Whether the router was told an end, and all tokens before it."""
+    """Whether the router has received the end and all tokens before it."""
     ends = [record.last["ended"].end] if "ended" in record.last else []
     ends += record.last["run_status"].ended if "run_status" in record.last else []
     if ends:
         end: wire.OutputEnd = ends[0]
         return prompt + len(record.tokens) >= end.end_position
-    return record.over is not None
+    return record.outcome is not None
 
 
 async def owners_are_known(node: Node, others: set[str]) -> bool:

@@ -1,20 +1,21 @@
-"""A run begins from tokens or from a ticket, is told in order, and ends once."""
+"""A run begins from tokens or from a ticket, its messages come in order, and it ends once."""
 
 from __future__ import annotations
 
 import pytest
 
 from decant.protos import worker_pb2 as wire
-from tests.worker.decode_harness import Node, Router, alone, make_run, make_work, routed
+from tests.worker.decode_harness import Node, alone, make_run, make_work, routed
+from tests.worker.session_client import Router
 
 
 async def test_a_run_from_tokens_generates_the_text_of_one_engine() -> None:
     run, work = make_run(), make_work(30, 12)
     async with routed() as (node, router):
         await router.start(run, work)
-        [record] = await router.over(run)
+        [record] = await router.until_ended(run)
         assert record.text(30) == alone(work)
-        assert record.words == ["scheduled", "decode_started", "ended"]
+        assert record.kinds == ["scheduled", "decode_started", "ended"]
         end = record.last["ended"].end
         assert (end.reason, end.end_position, end.output) == (wire.OutputEnd.REASON_LENGTH, 42, 0)
         assert record.last["decode_started"].WhichOneof("path") == "from_tokens"
@@ -28,10 +29,10 @@ async def test_a_run_from_a_ticket_generates_the_text_of_one_engine_and_repeats_
     run, work = make_run(), make_work(30, 12)
     async with Node("p") as sender, routed() as (node, router):
         await router.start(run, work, await sender.offer(run, work))
-        [record] = await router.over(run)
+        [record] = await router.until_ended(run)
         assert record.text(30) == alone(work)
         assert min(record.tokens) == 30  # the first of them was written by the sender
-        assert record.words == ["scheduled", "decode_started", "ended"]
+        assert record.kinds == ["scheduled", "decode_started", "ended"]
         handoff = record.last["decode_started"].handoff
         assert handoff.bytes == 8 * sender.device.block_bytes
         assert handoff.handoff_us > 0
@@ -46,20 +47,20 @@ async def test_output_of_earlier_attempts_is_continued() -> None:
         run, rest = make_run(attempt=attempt), make_work(20, 12, written=text[:5])
         async with Node("p") as sender, routed() as (node, router):
             await router.start(run, rest, await sender.offer(run, rest) if from_ticket else None)
-            [record] = await router.over(run)
+            [record] = await router.until_ended(run)
             assert record.text(20) == text[5:]
             assert min(record.tokens) == 25
             await node.audit()
             await sender.audit()
 
 
-async def test_many_at_once_each_get_their_own() -> None:
+async def test_concurrent_requests_get_their_own_tokens() -> None:
     works = {f"t/{n}": make_work(6 + 3 * n, 10, seed=n) for n in range(12)}
     async with Node("p", blocks=256) as sender, routed(blocks=256) as (node, router):
         for n, (name, work) in enumerate(works.items()):
             run = make_run(name)
             await router.start(run, work, await sender.offer(run, work) if n % 2 else None)
-        for name, record in zip(works, await router.over(*map(make_run, works)), strict=True):
+        for name, record in zip(works, await router.until_ended(*map(make_run, works)), strict=True):
             assert record.text(0) == alone(works[name])
         await node.audit()
         await sender.audit()
@@ -70,7 +71,7 @@ async def test_a_step_is_one_frame_for_all() -> None:
     async with routed() as (_, router):
         for n, run in enumerate(runs):
             await router.start(run, make_work(4, 30, seed=n))
-        await router.over(*runs)
+        await router.until_ended(*runs)
         steps = [frame.step for frame in router.frames]
         assert steps == sorted(set(steps))
         assert any(len(frame.tokens) == 4 * 4 for frame in router.frames)
@@ -80,12 +81,12 @@ async def test_log_probabilities_stand_beside_their_tokens() -> None:
     run, work = make_run(), make_work(9, 6, logprobs=2, prompt_logprobs=1)
     async with routed() as (_, router):
         await router.start(run, work)
-        [record] = await router.over(run)
+        [record] = await router.until_ended(run)
         assert sorted(record.logprobs) == sorted(record.tokens)
         assert all(len(entry.top_ids) == 2 for entry in record.logprobs.values())
         message = record.last["prompt_logprobs"]
         assert message.first_position + len(message.logprobs) == 9
-        await router.say(resend=wire.Resend(run=run, resume=wire.ResumePosition(output=0, position=9)))
+        await router.send(resend=wire.Resend(run=run, resume=wire.ResumePosition(output=0, position=9)))
         before = dict(record.logprobs)
         record.logprobs.clear()
         await router.until(lambda: len(record.logprobs) == 6)
@@ -97,13 +98,13 @@ async def test_a_start_that_comes_twice_begins_nothing() -> None:
     async with routed() as (_, router):
         await router.start(run, work)
         await router.start(run, work)
-        held = await router.word(run, "run_status")
+        held = await router.until_message(run, "run_status")
         assert held.phase in (wire.RunStatus.PHASE_WAITING, wire.RunStatus.PHASE_RUNNING)
-        [record] = await router.over(run)
+        [record] = await router.until_ended(run)
         await router.start(run, work)
         await router.until(lambda: record.last["run_status"].phase == wire.RunStatus.PHASE_ENDED)
         assert record.last["run_status"].ended[0].end_position == 42
-        assert record.words.count("ended") == 1
+        assert record.kinds.count("ended") == 1
         assert record.text(30) == alone(work)
 
 
@@ -113,7 +114,7 @@ async def test_a_cached_prefix_is_reported_and_not_computed_again() -> None:
         for attempt in (1, 2, 3):
             run = make_run(attempt=attempt)
             await router.start(run, work, await sender.offer(run, work) if attempt == 3 else None)
-            [record] = await router.over(run)
+            [record] = await router.until_ended(run)
             assert record.last["scheduled"].cached_tokens == (0 if attempt == 1 else 28)
             assert record.text(32) == alone(work)
 
@@ -123,7 +124,7 @@ async def test_max_tokens_that_was_cut_to_the_window_ends_with_it() -> None:
     work.stopping.cut_to_window = True
     async with routed() as (_, router):
         await router.start(run, work)
-        [record] = await router.over(run)
+        [record] = await router.until_ended(run)
         assert record.last["ended"].end.reason == wire.OutputEnd.REASON_CONTEXT_LENGTH
 
 
@@ -133,7 +134,7 @@ async def test_preemptions_are_counted_and_change_no_text() -> None:
     async with routed(blocks=24) as (node, router):
         for run, work in zip(runs, works, strict=True):
             await router.start(run, work)
-        records = await router.over(*runs)
+        records = await router.until_ended(*runs)
         assert [record.text(12) for record in records] == [alone(work) for work in works]
         assert sum(record.last["ended"].preemptions for record in records) == node.engine.load().preemptions > 0
 
@@ -168,7 +169,7 @@ async def test_an_unacceptable_start_is_refused_with_its_cause() -> None:
         for attempt, (work, ticket, cause, field) in enumerate(cases, start=1):
             run = make_run("t/good", attempt=attempt)
             await router.start(run, work, ticket)
-            refused = await router.word(run, "refused")
+            refused = await router.until_message(run, "refused")
             assert (refused.failure.cause, refused.failure.violation.field) == (cause, field)
         assert not list(node.decode.runs())
         for ticket in tickets:
@@ -180,11 +181,11 @@ async def test_more_than_may_wait_is_refused() -> None:
     async with routed(running=1, max_waiting=2) as (node, router):
         node.device.seconds = 0.02
         await router.start(runs[0], make_work(4, 40))
-        await router.wrote(runs[0], 1)
+        await router.until_tokens(runs[0], 1)
         for run in runs[1:]:
             await router.start(run, make_work(4, 3))
-        records = await router.over(*runs)
-        assert [record.over for record in records] == ["ended", "ended", "ended", "refused", "refused"]
+        records = await router.until_ended(*runs)
+        assert [record.outcome for record in records] == ["ended", "ended", "ended", "refused", "refused"]
         assert {record.last["refused"].failure.cause for record in records[3:]} == {wire.CAUSE_BUSY}
 
 
@@ -193,20 +194,20 @@ async def test_a_lower_epoch_is_superseded_and_a_higher_one_starts_a_new_run() -
     async with Node("d") as node, Router(node, "old") as old, Router(node, "new") as new:
         node.device.seconds = 0.005
         await old.start(make_run(epoch=1), work)
-        await old.wrote(make_run(), 2)
+        await old.until_tokens(make_run(), 2)
         await new.start(make_run(epoch=2), work)
-        assert (await old.word(make_run(), "superseded")).epoch == 2
+        assert (await old.until_message(make_run(), "superseded")).epoch == 2
         await old.start(make_run(epoch=1, attempt=2), work)
-        assert (await old.word(make_run(attempt=2), "superseded")).epoch == 2
-        [record] = await new.over(make_run())
+        assert (await old.until_message(make_run(attempt=2), "superseded")).epoch == 2
+        [record] = await new.until_ended(make_run())
         assert record.text(8) == alone(work)
         assert [run.epoch for run, *_ in node.decode.runs()] == [2]
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17])
-async def test_any_length_comes_over(length: int) -> None:
+async def test_prompts_of_every_length_are_handed_over(length: int) -> None:
     run, work = make_run(), make_work(length, 6)
     async with Node("p") as sender, routed() as (_, router):
         await router.start(run, work, await sender.offer(run, work))
-        [record] = await router.over(run)
+        [record] = await router.until_ended(run)
         assert record.text(length) == alone(work)

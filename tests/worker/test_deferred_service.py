@@ -1,4 +1,4 @@
-"""A worker that still loads says so, method by method."""
+"""Every method of a worker that is still loading is refused with UNAVAILABLE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker says of how busy it is, and of each step."""
+"""The load of a worker in its heartbeats, and the handlers of each step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from decant.handoff.engine_protocol import StepEvents
 from decant.protos import worker_pb2 as wire
 from decant.worker.engine_host import HostHandler, layout_number
 from decant.worker.wire_codec import to_request
-from tests.worker.harness import MODEL, eventually, make_work, worker
+from tests.worker.harness import MODEL, make_work, worker
+from tests.worker.waiting import eventually
 
 
 async def test_the_load_counts_the_engine_and_the_queues_before_it() -> None:
@@ -60,16 +61,16 @@ async def test_a_heartbeat_distinguishes_a_running_step_from_none() -> None:
         assert not host.step_heartbeat().HasField("load"), "a fetch needs none"
         await host.loop.call(lambda engine: engine.add(to_request("r", make_work(16, 3), model=MODEL)))
         await place.written("r")
-        told = host.heartbeat().step
+        before = host.heartbeat().step
         place.device.hold()
         host.loop.post(lambda engine: engine.add(to_request("s", make_work(16, 3, seed=1), model=MODEL)))
         await eventually(lambda: host.heartbeat().step_age_ms >= 5)
         stuck = host.heartbeat()
-        assert stuck.step == told, "no step ended meanwhile"
+        assert stuck.step == before, "no step ended meanwhile"
         assert stuck.load.total_blocks == 64
         place.device.go_on()
         await place.written("s")
-        assert host.heartbeat().step > told
+        assert host.heartbeat().step > before
 
 
 class Recorder(HostHandler):

@@ -1,7 +1,8 @@
-"""What a worker takes for granted is what it was told; the rest is what its device and its machine have."""
+"""A worker's limits come from its settings, and by default from its device and machine."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from decant.engine.model import model
 from decant.engine.scheduler import TOKEN_BUDGET, choose_token_budget
 from decant.models import path
 from decant.worker.startup import load_model as loading
-from decant.worker.startup.load_model import limits_of, own_cores
+from decant.worker.startup.load_model import in_own_thread, limits_of, own_cores
 
 SLOW = StepCostModel(fixed=0.05, token=0.004, pair=1e-6)
 
@@ -48,10 +49,28 @@ def test_the_time_of_a_step_is_that_of_the_settings() -> None:
     assert limits_of(settings(step_ms=80), device(SLOW)).step_seconds == 0.08
 
 
-def test_the_reading_of_tensors_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_device_is_loaded_in_a_thread_that_ends_and_its_error_is_raised() -> None:
+    """A thread that stays would keep its OpenMP threads beside those of the engine."""
+    threads: list[threading.Thread] = []
+
+    def load(settings: DecodeSettings) -> FakeDevice:
+        threads.append(threading.current_thread())
+        if settings.max_running == 1:
+            raise ValueError("no such model")
+        return device(SLOW)
+
+    assert (await in_own_thread(load, settings())).costs == SLOW
+    with pytest.raises(ValueError, match="no such model"):
+        await in_own_thread(load, DecodeSettings(model="any", max_running=1))
+    for thread in threads:
+        assert thread is not threading.current_thread()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_the_reading_of_tensors_is_reported() -> None:
     """With transformers' own loop over the tensors, which the report depends on."""
-    monkeypatch.setattr(loading, "_REPORT_S", 0.0)
-    with capture_logs() as logged, loading._reporting(set_tqdm_hook, 10, 30):
+    with capture_logs() as logged, loading._reporting(set_tqdm_hook, 10, 30, interval_s=0):
         AutoModelForCausalLM.from_pretrained(path())
     percents = [line["percent"] for line in logged if line["event"] == "loading steps"]
     assert percents[0] == 10

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from decant.protos import worker_pb2 as wire
-from tests.worker.decode_harness import Node, Router, alone, eventually, make_run, make_work
+from tests.worker.decode_harness import Node, alone, make_run, make_work
+from tests.worker.session_client import Router
+from tests.worker.waiting import eventually
 
 RUN = make_run()
 
@@ -30,17 +32,17 @@ async def pair(**terms: Any) -> AsyncIterator[tuple[Router, Router]]:
 
 async def given(old: Router, run: wire.Run = RUN) -> wire.Ticket:
     """What one more ``Give`` is answered with."""
-    record = old.of(run)
-    before = record.words.count("ticket")
-    await old.say(migrate=wire.Migrate(run=run, output=0))
-    await old.until(lambda: record.words.count("ticket") > before)
+    record = old.record_of(run)
+    before = record.kinds.count("ticket")
+    await old.send(migrate=wire.Migrate(run=run, output=0))
+    await old.until(lambda: record.kinds.count("ticket") > before)
     ticket: wire.Ticket = record.last["ticket"]
     return ticket
 
 
 def with_written(work: wire.EngineRequest, old: Router, prompt: int) -> wire.EngineRequest:
     """The request as a router sends it to the receiver, with the tokens so far."""
-    text = old.of(RUN).text(prompt)
+    text = old.record_of(RUN).text(prompt)
     return make_work(prompt, work.stopping.max_tokens, seed=work.sampling.seed, written=text)
 
 
@@ -53,17 +55,17 @@ async def test_source_and_target_generate_one_text_wherever_the_run_migrates(see
         device = old.node.device
         device.seconds = 0.005  # a busy machine must not finish the sequence before it is given
         await old.start(RUN, work)
-        await old.wrote(RUN, rng.randint(0, 30))
-        if "scheduled" not in old.of(RUN).words:
-            await old.word(RUN, "scheduled")
+        await old.until_tokens(RUN, rng.randint(0, 30))
+        if "scheduled" not in old.record_of(RUN).kinds:
+            await old.until_message(RUN, "scheduled")
         ticket = await given(old)
         device.seconds = 0.001
         await new.start(RUN, with_written(work, old, prompt), ticket)
-        [record] = await new.over(RUN)
-        assert "decode_started" in record.words
-        tokens = old.of(RUN).tokens | record.tokens
+        [record] = await new.until_ended(RUN)
+        assert "decode_started" in record.kinds
+        tokens = old.record_of(RUN).tokens | record.tokens
         assert [tokens[place] for place in sorted(tokens)] == alone(work)
-        assert "ended" not in old.of(RUN).last
+        assert "ended" not in old.record_of(RUN).last
         await old.forget(RUN)
         await eventually(lambda: not list(old.node.decode.runs()))
         await old.node.audit()
@@ -74,23 +76,25 @@ async def test_a_run_migrates_with_its_logprobs() -> None:
     work = make_work(10, 40, logprobs=2)
     async with pair() as (old, new):
         await old.start(RUN, work)
-        await old.wrote(RUN, 5)
+        await old.until_tokens(RUN, 5)
         ticket = await given(old)
         await new.start(RUN, work, ticket)  # of a router that lacks all of it
-        [record] = await new.over(RUN)
+        [record] = await new.until_ended(RUN)
         assert record.text(10) == alone(work)
         assert sorted(record.logprobs) == sorted(record.tokens)
-        assert all(old.of(RUN).logprobs[place] == record.logprobs[place] for place in old.of(RUN).logprobs)
+        assert all(
+            old.record_of(RUN).logprobs[place] == record.logprobs[place] for place in old.record_of(RUN).logprobs
+        )
 
 
 async def test_a_run_whose_ticket_is_not_used_continues() -> None:
     work = make_work(10, 60)
     async with pair(lease_ms=100) as (old, _):
         await old.start(RUN, work)
-        await old.wrote(RUN, 2)
+        await old.until_tokens(RUN, 2)
         await given(old)
         await eventually(lambda: old.node.host.sender.expired == 1)
-        [record] = await old.over(RUN)
+        [record] = await old.until_ended(RUN)
         assert record.text(10) == alone(work)
         await old.node.audit()
 
@@ -99,15 +103,15 @@ async def test_the_ticket_is_the_same_until_it_is_withdrawn() -> None:
     work = make_work(10, 200)
     async with pair() as (old, new):
         await old.start(RUN, work)
-        await old.wrote(RUN, 2)
+        await old.until_tokens(RUN, 2)
         first = await given(old)
         assert await given(old) == first
-        await old.say(migrate=wire.Migrate(run=RUN, output=0, withdrawn=True))
+        await old.send(migrate=wire.Migrate(run=RUN, output=0, withdrawn=True))
         second = await given(old)
         assert second.id != first.id
         await new.start(RUN, work, first)
-        assert (await new.word(RUN, "failed")).failure.cause == wire.CAUSE_LEASE_OVER
-        [record] = await old.over(RUN)
+        assert (await new.until_message(RUN, "failed")).failure.cause == wire.CAUSE_LEASE_OVER
+        [record] = await old.until_ended(RUN)
         assert record.text(10) == alone(work)
 
 
@@ -115,15 +119,15 @@ async def test_the_lease_is_renewed_by_heartbeats_while_the_target_waits_for_blo
     work = make_work(10, 400)
     async with pair(lease_ms=1000) as (old, _):
         await old.start(RUN, work)
-        await old.wrote(RUN, 2)
+        await old.until_tokens(RUN, 2)
         ticket = await given(old)
         lease = old.node.host.sender.leases.find(ticket.id)
         assert lease is not None
         before = lease.timer.when()
-        await old.say(heartbeat=wire.Heartbeat(renew=[ticket.id]))
+        await old.send(heartbeat=wire.Heartbeat(renew=[ticket.id]))
         await eventually(lambda: lease.timer.when() > before)
         await old.cancel(RUN)
-        await old.over(RUN)
+        await old.until_ended(RUN)
 
 
 async def test_after_the_commit_the_loss_of_the_target_fails_the_run() -> None:
@@ -131,35 +135,35 @@ async def test_after_the_commit_the_loss_of_the_target_fails_the_run() -> None:
     work = make_work(10, 300)
     async with pair() as (old, new):
         await old.start(RUN, work)
-        await old.wrote(RUN, 2)
+        await old.until_tokens(RUN, 2)
         await new.start(RUN, work, await given(old))
-        await new.word(RUN, "decode_started")
-        await old.say(migrate=wire.Migrate(run=RUN, output=0, withdrawn=True))
-        assert (await old.word(RUN, "failed")).failure.cause == wire.CAUSE_OWNER_LOST
+        await new.until_message(RUN, "decode_started")
+        await old.send(migrate=wire.Migrate(run=RUN, output=0, withdrawn=True))
+        assert (await old.until_message(RUN, "failed")).failure.cause == wire.CAUSE_OWNER_LOST
         await new.cancel(RUN)
-        await new.over(RUN)
+        await new.until_ended(RUN)
         await old.node.audit()
         await new.node.audit()
 
 
 async def test_a_run_that_has_not_begun_is_refused_and_keeps_its_ticket() -> None:
-    """From tokens, or waiting for room: its cache is there for whoever is asked next."""
+    """From tokens, or waiting for blocks: its ticket stays valid for another target."""
     async with Node("p") as prefill, pair(running=1) as (old, new):
         first, waits = make_run("t/first"), make_run("t/waits")
         old.node.device.seconds = 0.05  # the first is at work until it is cancelled
         await old.start(first, make_work(10, 300))
-        await old.wrote(first, 1)
+        await old.until_tokens(first, 1)
         work = make_work(30, 8, seed=3)
         ticket = await prefill.offer(waits, work)
         await old.start(waits, work, ticket)
         await eventually(lambda: old.node.host.waiting_arrivals == 1)
-        await old.say(migrate=wire.Migrate(run=waits, output=0))
-        assert (await old.word(waits, "refused")).failure.cause == wire.CAUSE_DRAINING
+        await old.send(migrate=wire.Migrate(run=waits, output=0))
+        assert (await old.until_message(waits, "refused")).failure.cause == wire.CAUSE_DRAINING
         await new.start(waits, work, ticket)
-        [record] = await new.over(waits)
+        [record] = await new.until_ended(waits)
         assert record.text(30) == alone(work)
         await old.cancel(first)
-        await old.over(first)
+        await old.until_ended(first)
         await prefill.audit()
 
 
@@ -168,12 +172,12 @@ async def test_an_arriving_run_is_offered_when_it_has_joined() -> None:
     async with Node("p") as prefill, pair() as (old, new):
         prefill.device.seconds = 0.02
         await old.start(RUN, work, await prefill.offer(RUN, work))
-        await old.word(RUN, "scheduled")
+        await old.until_message(RUN, "scheduled")
         ticket = await given(old)
-        assert "decode_started" in old.of(RUN).words
+        assert "decode_started" in old.record_of(RUN).kinds
         await new.start(RUN, with_written(work, old, 60), ticket)
-        [record] = await new.over(RUN)
-        tokens = old.of(RUN).tokens | record.tokens
+        [record] = await new.until_ended(RUN)
+        tokens = old.record_of(RUN).tokens | record.tokens
         assert [tokens[place] for place in sorted(tokens)] == alone(work)
         await old.forget(RUN)
         await old.node.audit()
@@ -185,11 +189,11 @@ async def test_adoption_withdraws_the_offer_of_an_earlier_owner() -> None:
     work = make_work(10, 200)
     async with pair() as (old, _), Router(old.node, "another") as other:
         await old.start(RUN, work)
-        await old.wrote(RUN, 2)
+        await old.until_tokens(RUN, 2)
         await given(old)
         mine = make_run(epoch=2)
-        await other.say(adopt=wire.Adopt(run=mine, resume=[wire.ResumePosition(output=0, position=10)]))
-        [record] = await other.over(mine)
+        await other.send(adopt=wire.Adopt(run=mine, resume=[wire.ResumePosition(output=0, position=10)]))
+        [record] = await other.until_ended(mine)
         assert record.text(10) == alone(work)
         assert not old.node.host.sender.leases.all()
 
@@ -199,11 +203,11 @@ async def test_a_run_that_ends_during_a_migration_leaves_nothing(end: str) -> No
     work = make_work(10, 20)
     async with pair() as (old, _):
         await old.start(RUN, work)
-        await old.wrote(RUN, 2)
+        await old.until_tokens(RUN, 2)
         await given(old)
         if end == "cancelled":
             await old.cancel(RUN)
-        [record] = await old.over(RUN)
+        [record] = await old.until_ended(RUN)
         assert "ended" in record.last
         assert not old.node.host.sender.leases.all()
         await old.node.audit()

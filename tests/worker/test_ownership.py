@@ -1,11 +1,13 @@
-"""Which messages about a run a worker obeys: those of its present owner about the request that it runs."""
+"""A worker obeys the present owner's messages about the request that it runs, and no others."""
 
 from __future__ import annotations
 
 import pytest
 
 from decant.protos import worker_pb2 as wire
-from tests.worker.decode_harness import Node, Router, alone, eventually, make_run, make_work, owned
+from tests.worker.decode_harness import Node, alone, make_run, make_work, owned
+from tests.worker.session_client import Router
+from tests.worker.waiting import eventually
 
 
 async def test_a_former_owner_cannot_affect_a_live_run_however_old_the_adoption_is() -> None:
@@ -14,14 +16,14 @@ async def test_a_former_owner_cannot_affect_a_live_run_however_old_the_adoption_
         node.host.epochs._keep_s = 0.0  # all that is not live is forgotten at once
         node.device.seconds = 0.02
         await old.start(run, work)
-        await old.wrote(run, 3)
-        await new.say(adopt=wire.Adopt(run=adopted, resume=[wire.ResumePosition(output=0, position=8)]))
-        await new.word(adopted, "run_status")
+        await old.until_tokens(run, 3)
+        await new.send(adopt=wire.Adopt(run=adopted, resume=[wire.ResumePosition(output=0, position=8)]))
+        await new.until_message(adopted, "run_status")
         await old.cancel(run)
         await old.forget(run)
-        await new.word(adopted, "ended")
-        assert new.of(adopted).text(8) == alone(work)
-        assert set(new.of(adopted).words) <= {"run_status", "decode_started", "ended"}
+        await new.until_message(adopted, "ended")
+        assert new.record_of(adopted).text(8) == alone(work)
+        assert set(new.record_of(adopted).kinds) <= {"run_status", "decode_started", "ended"}
 
 
 async def test_runs_of_an_earlier_incarnation_of_a_router_continue_until_they_are_adopted() -> None:
@@ -32,31 +34,31 @@ async def test_runs_of_an_earlier_incarnation_of_a_router_continue_until_they_ar
         old, restarted = Router(node, "router", 1), Router(node, "router", 2)
         await old.open()
         await old.start(run, work)
-        await old.wrote(run, 3)
+        await old.until_tokens(run, 3)
         await old.leave()
         welcome = await restarted.open()
         assert not welcome.orphans
         assert node.decode.orphans == 1
-        await restarted.say(adopt=wire.Adopt(run=adopted, resume=[wire.ResumePosition(output=0, position=8)]))
-        await restarted.word(adopted, "ended")
-        assert restarted.of(adopted).text(8) == alone(work)
+        await restarted.send(adopt=wire.Adopt(run=adopted, resume=[wire.ResumePosition(output=0, position=8)]))
+        await restarted.until_message(adopted, "ended")
+        assert restarted.record_of(adopted).text(8) == alone(work)
         await restarted.forget(adopted)
         await restarted.leave()
 
 
 async def test_a_worker_names_all_routers_with_a_live_session_when_that_changes() -> None:
     def names(router: Router) -> list[set[str]]:
-        return [{peer.id for peer in beat.routers} for beat in router.beats if beat.routers]
+        return [{peer.id for peer in heartbeat.routers} for heartbeat in router.heartbeats if heartbeat.routers]
 
     async with Node("d") as node, Router(node, "one") as one:
         await one.until(lambda: names(one) == [{"one"}])
         silent = Router(node, "silent")
-        silent.beats_itself = False
+        silent.sends_heartbeats = False
         await silent.open()
         await one.until(lambda: names(one)[-1] == {"one", "silent"})
         await one.until(lambda: names(one)[-1] == {"one"})
         assert node.decode.sessions == 2, "it has said nothing for too long, and may still come back"
-        await silent.say(heartbeat=wire.Heartbeat())
+        await silent.send(heartbeat=wire.Heartbeat())
         await one.until(lambda: names(one)[-1] == {"one", "silent"})
         await silent.leave()
         await one.until(lambda: names(one)[-1] == {"one"})
@@ -75,7 +77,7 @@ async def test_a_run_is_not_handed_to_a_request_with_the_same_id_and_another_pay
     async with Node("d") as node, Router(node, "one") as one:
         node.device.seconds = 0.02
         await one.start(run, work)
-        await one.wrote(run, 3)
+        await one.until_tokens(run, 3)
         two, stranger = Router(node, "two"), other(run)
         if kind == "hello":
             welcome = await two.open(owned(stranger, 8))
@@ -88,14 +90,14 @@ async def test_a_run_is_not_handed_to_a_request_with_the_same_id_and_another_pay
             await two.start(stranger, make_work(8, 25, seed=2))
         elif kind == "adopt":
             stranger.epoch = 2
-            await two.say(adopt=wire.Adopt(run=stranger, resume=[wire.ResumePosition(output=0, position=8)]))
-        refused = await two.word(stranger, "refused")
+            await two.send(adopt=wire.Adopt(run=stranger, resume=[wire.ResumePosition(output=0, position=8)]))
+        refused = await two.until_message(stranger, "refused")
         assert refused.failure.cause == wire.CAUSE_ID_REUSED
         await two.cancel(stranger)
         await two.forget(stranger)
-        await one.word(run, "ended")
-        assert one.of(run).text(8) == alone(work)
-        assert not two.of(stranger).tokens
+        await one.until_message(run, "ended")
+        assert one.record_of(run).text(8) == alone(work)
+        assert not two.record_of(stranger).tokens
         await two.leave()
         await one.forget(run)
         await eventually(lambda: not list(node.decode.runs()))
@@ -106,12 +108,12 @@ async def test_an_id_may_have_another_payload_once_the_first_is_forgotten() -> N
     run.digest = b"a" * 32
     async with Node("d") as node, Router(node, "one") as one, Router(node, "two") as two:
         await one.start(run, make_work(8, 4, seed=1))
-        await one.word(run, "ended")
+        await one.until_message(run, "ended")
         await one.forget(run)
         await eventually(lambda: not list(node.decode.runs()))
         await two.start(other(run), work)
-        await two.word(other(run), "ended")
-        assert two.of(run).text(8) == alone(work)
+        await two.until_message(other(run), "ended")
+        assert two.record_of(run).text(8) == alone(work)
 
 
 async def test_the_same_payload_attaches_to_the_run_of_another_router() -> None:
@@ -121,8 +123,8 @@ async def test_the_same_payload_attaches_to_the_run_of_another_router() -> None:
     async with Node("d") as node, Router(node, "one") as one, Router(node, "two") as two:
         node.device.seconds = 0.02
         await one.start(run, work)
-        await one.wrote(run, 3)
+        await one.until_tokens(run, 3)
         await two.start(run, work)
-        await two.word(run, "run_status")
-        assert (await one.word(run, "superseded")).epoch == 1
-        await two.word(run, "ended")
+        await two.until_message(run, "run_status")
+        assert (await one.until_message(run, "superseded")).epoch == 1
+        await two.until_message(run, "ended")

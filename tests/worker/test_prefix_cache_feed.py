@@ -1,20 +1,20 @@
-"""What routers are told of a prefix cache is what it holds, however late and in however many pieces."""
+"""Routers learn exactly the blocks that a prefix cache holds, from any number of delayed updates."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from decant.engine.block_hashes import hash_blocks, root_hash
 from decant.engine.blocks import BlockPool, BlockTable
 from decant.protos import worker_pb2 as wire
-from decant.worker.report import prefix_cache_feed as cache_news
 from decant.worker.report.prefix_cache_feed import PrefixCacheFeed
-from tests.worker.decode_harness import BLOCK, Node, Router, eventually, make_run, make_work, routed
+from tests.worker.decode_harness import BLOCK, Node, make_run, make_work, routed
+from tests.worker.session_client import Router
+from tests.worker.waiting import eventually
 
 
 def digest(number: int) -> bytes:
@@ -22,7 +22,7 @@ def digest(number: int) -> bytes:
 
 
 class Listener:
-    """A session, and what it knows from what it was told."""
+    """A session and the blocks that its updates add up to."""
 
     def __init__(self, news: PrefixCacheFeed) -> None:
         self.known: set[bytes] = set()
@@ -87,11 +87,8 @@ def test_every_session_gets_exactly_the_cached_blocks(story: Sequence[tuple[str,
         assert not listener.take(), "nothing is published twice"
 
 
-def test_many_changes_take_several_heartbeats_and_a_prefix_precedes_its_continuations(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cache_news, "AT_ONCE", 3)
-    news, digests = PrefixCacheFeed(), [digest(number) for number in range(8)]
+def test_many_changes_take_several_heartbeats_and_a_prefix_precedes_its_continuations() -> None:
+    news, digests = PrefixCacheFeed(blocks_per_heartbeat=3), [digest(number) for number in range(8)]
     news.note(digests)
     news.collect()
     news.begin("s")
@@ -115,8 +112,8 @@ def test_nothing_is_kept_for_a_session_that_ended() -> None:
 
 def known_to(router: Router) -> set[bytes]:
     known = set[bytes]()
-    for beat in router.beats:
-        listen(known, beat.cache)
+    for heartbeat in router.heartbeats:
+        listen(known, heartbeat.cache)
     return known
 
 
@@ -137,7 +134,7 @@ async def test_a_session_gets_published_and_evicted_blocks() -> None:
             return len(known_to(router)) >= 14 and known_to(router) == await cached_at(node)
 
         await eventually(agreed)
-        assert any(beat.cache.dropped for beat in router.beats)
+        assert any(heartbeat.cache.dropped for heartbeat in router.heartbeats)
 
 
 async def test_a_new_session_gets_all_blocks_again() -> None:

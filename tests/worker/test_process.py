@@ -1,4 +1,4 @@
-"""A worker as a process: it becomes ready, serves, drains, and ends with a status that says how."""
+"""A worker as a process: it becomes ready, serves, drains and ends with the documented exit status."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Process:
             self._changed.notify_all()
 
     def until(self, event: str, **fields: object) -> dict[str, Any]:
-        """The first line that says so."""
+        """The first such line."""
         wanted = {"event": event, **fields}
 
         def found() -> dict[str, Any] | None:
@@ -79,7 +79,7 @@ class Process:
         with self._changed:
             self._changed.wait_for(lambda: found() or not self._reader.is_alive(), PATIENCE_S)
             line = found()
-        assert line is not None, f"never said {wanted}: {self.lines[-5:]}"
+        assert line is not None, f"no line {wanted}: {self.lines[-5:]}"
         return line
 
     def ready(self) -> str:
@@ -88,7 +88,7 @@ class Process:
         return str(self.until("serving")["address"])
 
     def ended(self) -> tuple[int, str]:
-        """Its exit status and what it said on standard error."""
+        """Exit status and standard error."""
         status = self.process.wait(PATIENCE_S)
         self._errors.seek(0)
         return status, self._errors.read()
@@ -226,9 +226,9 @@ def test_sessions_outlive_the_prompts_whose_tickets_they_renew(run: Run) -> None
     worker = run(FAKE, *SMALL, "--lease-ms", "4000")
     with channel_to(worker.ready()) as channel:
         peer, over = audit(channel).worker, dict[str, float]()
-        said = queue.SimpleQueue[wire.RouterMessage | None]()
-        said.put(wire.RouterMessage(hello=wire.Hello(router=ROUTER, worker=peer)))
-        session = services.DecodeStub(channel).Session(iter(said.get, None), timeout=PATIENCE_S)
+        outgoing = queue.SimpleQueue[wire.RouterMessage | None]()
+        outgoing.put(wire.RouterMessage(hello=wire.Hello(router=ROUTER, worker=peer)))
+        session = services.DecodeStub(channel).Session(iter(outgoing.get, None), timeout=PATIENCE_S)
         assert next(session).HasField("welcome")
 
         def listen() -> None:
@@ -245,7 +245,7 @@ def test_sessions_outlive_the_prompts_whose_tickets_they_renew(run: Run) -> None
         assert list(events)[-1].HasField("failed")
         over["prompt"] = time.monotonic()
         listening.join(PATIENCE_S)
-        said.put(None)
+        outgoing.put(None)
         # Two threads see the two ends; ended too early, the session would be seconds ahead.
         assert over["session"] > over["prompt"] - 2
     assert worker.ended() == (0, "")

@@ -1,4 +1,4 @@
-"""A worker's place in a real directory: it comes, is renewed through outages, and goes."""
+"""A worker's registration in a real directory: made, renewed through outages, removed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store, StoreSettings
 from decant.worker.startup.registration import Registrar
 from tests.ports import reserved_port
-from tests.worker.harness import PATIENCE_S, eventually
+from tests.worker.waiting import PATIENCE, eventually
 
 EVERY_S = 0.05
 
@@ -53,7 +53,7 @@ class Scene:
 
 async def present(store: Store, running: int) -> DirectoryEntry[WorkerRegistration]:
     """The one that is there, once it tells that load."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(PATIENCE):
         while True:
             found = (await store.workers.listing()).present
             if found and found[0].load.running == running:
@@ -84,7 +84,7 @@ async def test_an_important_change_is_registered_at_once(store: Store) -> None:
 async def test_a_new_incarnation_ends_the_registration(store: Store) -> None:
     old, new = Scene(store), Scene(store, 2)
     async with old.registrar, new.registrar:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(PATIENCE):
             await old.replaced.wait()
         await old.registrar.leave()
         (found,) = (await store.workers.listing()).present
@@ -92,7 +92,7 @@ async def test_a_new_incarnation_ends_the_registration(store: Store) -> None:
     assert not new.replaced.is_set()
 
 
-async def test_an_outage_is_said_once_and_the_worker_is_there_again_after_it(server: PrivateRedis) -> None:
+async def test_an_outage_is_logged_once_and_the_worker_registers_again_after_it(server: PrivateRedis) -> None:
     url = server.url
     with capture_logs() as lines:
         async with Store(StoreSettings(url, deadline_s=0.5)) as store:

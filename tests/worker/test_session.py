@@ -1,4 +1,4 @@
-"""One session per router: who may open it, what it says of itself, and what becomes of its runs when it breaks."""
+"""One session per router: who may open it, what it reports, and its runs after a break."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from decant.protos import worker_pb2_grpc as services
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, from_call
 from decant.worker.decode.session import RouterSession, SessionLimits
-from tests.worker.decode_harness import Node, Router, alone, eventually, make_run, make_work, owned, routed
+from tests.worker.decode_harness import Node, alone, make_run, make_work, owned, routed
+from tests.worker.session_client import Router
+from tests.worker.waiting import eventually
 
 
 async def refusal(node: Node, *words: wire.RouterMessage) -> grpc.aio.AioRpcError:
@@ -66,8 +68,8 @@ async def test_messages_of_an_unknown_kind_are_ignored_and_logged_once() -> None
             await router.call.write(wire.RouterMessage.FromString(UNKNOWN))
             await router.start(run, work)
             await router.call.write(wire.RouterMessage.FromString(UNKNOWN))
-            await router.word(run, "ended")
-            assert router.of(run).text(8) == alone(work)
+            await router.until_message(run, "ended")
+            assert router.record_of(run).text(8) == alone(work)
             assert node.decode._sessions["router"].unknown.count == 2
             await router.forget(run)
     assert [line["event"] for line in logs].count("messages of an unknown kind are ignored") == 1
@@ -89,11 +91,11 @@ async def test_a_newer_session_ends_the_older_and_gets_the_runs_that_it_names() 
         older, newer = Router(node), Router(node)
         await older.open()
         await older.start(ended, make_work(4, 2))
-        await older.word(ended, "ended")
+        await older.until_message(ended, "ended")
         node.device.seconds = 0.02
         for run in (named, unnamed):
             await older.start(run, works[run.request])
-            await older.wrote(run, 3)
+            await older.until_tokens(run, 3)
         welcome = await newer.open(owned(named, 10), owned(make_run("t/gone"), 5))
         await older.until(lambda: older.closed)
         assert older.error is not None
@@ -102,8 +104,8 @@ async def test_a_newer_session_ends_the_older_and_gets_the_runs_that_it_names() 
         assert [run.request for run in welcome.unknown_runs] == ["t/gone"]
         assert {run.request for run in welcome.orphans} == {"t/unnamed", "t/ended"}
         assert (node.decode.orphans, node.decode.unretired, node.decode.sessions) == (1, 1, 1)
-        await newer.word(named, "ended")
-        assert newer.of(named).text(8) == alone(works["t/named"])[2:]
+        await newer.until_message(named, "ended")
+        assert newer.record_of(named).text(8) == alone(works["t/named"])[2:]
         await eventually(lambda: [run.request for run, *_ in node.decode.runs()] == ["t/named"])
         await newer.leave()
         await older.leave()
@@ -115,17 +117,17 @@ async def test_tokens_generated_without_a_session_are_sent_to_the_next() -> None
     async with routed() as (node, router):
         node.device.seconds = 0.02
         await router.start(run, work)
-        await router.wrote(run, 2)
+        await router.until_tokens(run, 2)
         await router.leave()
-        have = max(router.of(run).tokens) + 1
+        have = max(router.record_of(run).tokens) + 1
         node.device.seconds = 0.0
         await eventually(lambda: node.decode.unretired == 1)
         welcome = await router.open(owned(run, have))
         assert welcome.runs[0].phase == wire.RunStatus.PHASE_ENDED
         assert welcome.runs[0].ended[0].end_position == 28
-        await router.wrote(run, 20)
-        assert router.of(run).text(8) == alone(work)
-        assert len(router.of(run).logprobs) == 20
+        await router.until_tokens(run, 20)
+        assert router.record_of(run).text(8) == alone(work)
+        assert len(router.record_of(run).logprobs) == 20
         await router.forget(run)
         await eventually(lambda: node.decode.unretired == 0)
 
@@ -135,30 +137,30 @@ async def test_an_adopted_run_continues_under_its_new_owner() -> None:
     async with Node("d") as node, Router(node, "old") as old, Router(node, "new") as new:
         node.device.seconds = 0.02
         await old.start(run, work)
-        await old.wrote(run, 3)
+        await old.until_tokens(run, 3)
         adopted = make_run(epoch=2)
-        await new.say(adopt=wire.Adopt(run=adopted, resume=[wire.ResumePosition(output=0, position=9)]))
-        held = await new.word(run, "run_status")
+        await new.send(adopt=wire.Adopt(run=adopted, resume=[wire.ResumePosition(output=0, position=9)]))
+        held = await new.until_message(run, "run_status")
         assert (held.run.epoch, held.slots[0].position) == (2, 9)
-        assert (await old.word(run, "superseded")).epoch == 2
+        assert (await old.until_message(run, "superseded")).epoch == 2
         await old.forget(run)  # it is no longer his
         await old.cancel(run)
-        await new.word(run, "ended")
-        assert new.of(run).text(8) == alone(work)[1:]
-        await new.say(adopt=wire.Adopt(run=make_run("t/other"), resume=[]))
-        assert (await new.word(make_run("t/other"), "failed")).failure.cause == wire.CAUSE_UNKNOWN_RUN
+        await new.until_message(run, "ended")
+        assert new.record_of(run).text(8) == alone(work)[1:]
+        await new.send(adopt=wire.Adopt(run=make_run("t/other"), resume=[]))
+        assert (await new.until_message(make_run("t/other"), "failed")).failure.cause == wire.CAUSE_UNKNOWN_RUN
 
 
 async def test_a_hello_of_an_earlier_owner_is_superseded() -> None:
     run, work = make_run(), make_work(8, 10)
     async with Node("d") as node, Router(node, "new") as new:
         await new.start(make_run(epoch=2), work)
-        await new.word(run, "ended")
+        await new.until_message(run, "ended")
         old = Router(node, "old")
         welcome = await old.open(owned(run, 8))
         assert not welcome.runs
         assert not welcome.unknown_runs
-        assert (await old.word(run, "superseded")).epoch == 2
+        assert (await old.until_message(run, "superseded")).epoch == 2
         await old.leave()
 
 
@@ -167,27 +169,27 @@ async def test_heartbeats_continue_during_a_long_step_and_report_its_age() -> No
     async with routed() as (node, router):
         node.device.seconds = 1.5
         await router.start(run, make_work(4, 1))
-        await router.word(run, "ended")
-        ages = [beat.step_age_ms for beat in router.beats if beat.HasField("step_age_ms")]
+        await router.until_message(run, "ended")
+        ages = [heartbeat.step_age_ms for heartbeat in router.heartbeats if heartbeat.HasField("step_age_ms")]
         assert len(ages) >= 2
         assert ages == sorted(ages)
-        assert router.beats[0].load.total_blocks == 128
+        assert router.heartbeats[0].load.total_blocks == 128
 
 
 async def test_a_silent_router_is_suspect_and_nothing_else() -> None:
     run, work = make_run(), make_work(8, 40)
     async with Node("d") as node:
         router = Router(node)
-        router.beats_itself = False
+        router.sends_heartbeats = False
         with capture_logs() as logs:
             await router.open()
             node.device.seconds = 0.05
             await router.start(run, work)
             await eventually(lambda: any(line["event"] == "router is silent" for line in logs))
-            await router.word(run, "ended")
-            await router.say(heartbeat=wire.Heartbeat())
+            await router.until_message(run, "ended")
+            await router.send(heartbeat=wire.Heartbeat())
             await eventually(lambda: any(line["event"] == "router is no longer silent" for line in logs))
-        assert router.of(run).text(8) == alone(work)
+        assert router.record_of(run).text(8) == alone(work)
         await router.leave()
 
 
@@ -273,13 +275,13 @@ async def test_a_drain_finishes_runs_and_refuses_new_ones() -> None:
     async with routed() as (node, router):
         node.device.seconds = 0.02
         await router.start(run, work)
-        await router.wrote(run, 1)
+        await router.until_tokens(run, 1)
         draining = asyncio.create_task(node.decode.drain())
         await eventually(lambda: node.host.draining)
         await router.start(late, work)
-        assert (await router.word(late, "refused")).failure.cause == wire.CAUSE_DRAINING
-        await router.word(run, "ended")
-        assert router.of(run).text(8) == alone(work)
+        assert (await router.until_message(late, "refused")).failure.cause == wire.CAUSE_DRAINING
+        await router.until_message(run, "ended")
+        assert router.record_of(run).text(8) == alone(work)
         assert not draining.done()  # its tokens may still be asked for
         await router.forget(run)
         async with asyncio.timeout(20):
@@ -295,14 +297,14 @@ async def test_a_crash_of_the_engine_fails_every_run() -> None:
         node.device.seconds = 0.02
         work = make_work(40, 40)
         await router.start(runs[0], work)
-        await router.wrote(runs[0], 1)
+        await router.until_tokens(runs[0], 1)
         await router.start(runs[1], work)
         await router.start(runs[2], work, await sender.offer(runs[2], work))
         node.device.broken = True
         for run in runs:
-            assert (await router.word(run, "failed")).failure.cause == wire.CAUSE_ENGINE
+            assert (await router.until_message(run, "failed")).failure.cause == wire.CAUSE_ENGINE
         await router.start(make_run("t/late"), work)
-        assert (await router.word(make_run("t/late"), "refused")).failure.cause == wire.CAUSE_ENGINE
+        assert (await router.until_message(make_run("t/late"), "refused")).failure.cause == wire.CAUSE_ENGINE
         assert not list(node.decode.runs())
         assert node.host.waiting_arrivals == 0
         await sender.audit()

@@ -17,14 +17,14 @@ from decant.engine.block_hashes import REPORTED_BYTES, BlockHash
 from decant.engine.blocks import apply_changes
 from decant.protos import worker_pb2 as wire
 
-AT_ONCE = 4096
-"""Maximum blocks in one heartbeat."""
+BLOCKS_PER_HEARTBEAT = 4096
 
 
 class PrefixCacheFeed:
     """For the event loop, except ``note``."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks_per_heartbeat: int = BLOCKS_PER_HEARTBEAT) -> None:
+        self._at_most = blocks_per_heartbeat
         self._cached: dict[BlockHash, None] = {}  # in order of publication: a prefix before its continuations
         self._unsent: dict[Hashable, dict[BlockHash, None]] = {}
         self._noted = deque[list[BlockHash]]()
@@ -54,7 +54,7 @@ class PrefixCacheFeed:
         unsent = self._unsent.get(session)
         if not unsent:
             return None
-        names = list(islice(unsent, AT_ONCE))
+        names = list(islice(unsent, self._at_most))
         apply_changes(unsent, names)
         published = b"".join(digest[:REPORTED_BYTES] for digest in names if digest in self._cached)
         dropped = b"".join(digest[:REPORTED_BYTES] for digest in names if digest not in self._cached)

@@ -23,19 +23,17 @@ _ENVIRONMENT = {
 _MODULES = {"avx512": "_kernels_avx512", "avx2": "_kernels", "none": "torch"}
 """The last word of ``decant.engine.cpu.kernels.kind()``."""
 
-_CPU_INFO = Path("/proc/cpuinfo")
 
-
-def choose(build: Build) -> None:
+def choose(build: Build, cpu_info: Path = Path("/proc/cpuinfo")) -> None:
     """Call it before torch is imported. Raises InvalidConfig for a CPU without AVX2."""
-    if build == "avx2" and not _has_avx2():
+    if build == "avx2" and not _has_avx2(cpu_info):
         raise InvalidConfig("kernels", "auto or none on a CPU without AVX2", build)
     os.environ.update(_ENVIRONMENT.get(build, {}))
 
 
-def _has_avx2() -> bool:
+def _has_avx2(cpu_info: Path) -> bool:
     """False without /proc/cpuinfo: the kernels are for x86-64 Linux only."""
-    return _CPU_INFO.exists() and "avx2" in _CPU_INFO.read_text(encoding="utf-8").split()
+    return cpu_info.exists() and "avx2" in cpu_info.read_text(encoding="utf-8").split()
 
 
 def check(build: Build, kind: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,14 +19,29 @@ from decant.worker.settings import WorkerSettings
 from decant.worker.startup import cpu_build
 
 _T = TypeVar("_T")
+_Settings = TypeVar("_Settings")
+_Loaded = TypeVar("_Loaded")
 
 _WEIGHTS = "Loading weights"
 """The name of transformers' progress bar over the tensors of a checkpoint."""
-_REPORT_S = 1.0
+_REPORT_INTERVAL_S = 1.0
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 _log = logs.get(__name__)
+
+
+async def in_own_thread(load: Callable[[_Settings], _Loaded], settings: _Settings) -> _Loaded:
+    """Run ``load`` in a thread that ends with it, as the pool of OpenMP threads does that it makes for itself.
+
+    The engine's thread makes another pool. With more pooled threads than cores, libgomp puts the engine's threads to
+    sleep at every barrier instead of letting them spin.
+    """
+    executor = ThreadPoolExecutor(1, "load")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(executor, load, settings)
+    finally:
+        executor.shutdown(wait=False)
 
 
 def load_model(settings: WorkerSettings) -> Device:
@@ -68,12 +85,14 @@ def _report(percent: int) -> None:
 
 
 @contextmanager
-def _reporting(set_hook: Callable[[Any], Any], first: int, last: int) -> Iterator[None]:
-    """Report the loading of tensors every ``_REPORT_S`` as `first` to `last` percent."""
+def _reporting(
+    set_hook: Callable[[Any], Any], first: int, last: int, interval_s: float = _REPORT_INTERVAL_S
+) -> Iterator[None]:
+    """Report the loading of tensors every ``interval_s`` as `first` to `last` percent."""
 
     def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and kwargs.get("desc") == _WEIGHTS:
-            return _with_progress(args[0], first, last)
+            return _with_progress(args[0], first, last, interval_s)
         return factory(*args, **kwargs)
 
     before = set_hook(hook)
@@ -83,12 +102,12 @@ def _reporting(set_hook: Callable[[Any], Any], first: int, last: int) -> Iterato
         set_hook(before)
 
 
-def _with_progress(tensors: Collection[_T], first: int, last: int) -> Iterator[_T]:
-    next_at = time.monotonic() + _REPORT_S
+def _with_progress(tensors: Collection[_T], first: int, last: int, interval_s: float) -> Iterator[_T]:
+    next_at = time.monotonic() + interval_s
     for index, tensor in enumerate(tensors):
         if time.monotonic() >= next_at:
             _report(first + (last - first) * index // len(tensors))
-            next_at = time.monotonic() + _REPORT_S
+            next_at = time.monotonic() + interval_s
         yield tensor
 
 

@@ -127,7 +127,8 @@ async def get(address: str, path: str, *, only_ok: bool = True) -> bytes:
         finally:
             writer.close()
     except OSError as error:
-        raise PageUnavailable(os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)) from None
+        number = error.errno or 0
+        raise PageUnavailable(os.strerror(number) if number > 0 else str(error)) from None
     head, _, body = answer.partition(b"\r\n\r\n")
     status = head.split(b" ", 2)[1:2]
     if not head.startswith(b"HTTP/1.") or (only_ok and status != [b"200"]):

@@ -133,8 +133,8 @@ def _requests(snapshot: Snapshot, listed: int, is_wide: bool) -> Iterator[Render
         if is_wide:
             used = [one["prefill_worker"], one["decode_worker"]]
             more = [str(one["attempt"]), " -> ".join(name for name in used if name), one["tenant"]]
-        counts = [f"{one['prompt_tokens']:,}", f"{one['output_tokens']:,}"]
-        table.add_row(_time(one["age_s"]), one["state"], *counts, *more, one["id"])
+        lengths = [f"{one['prompt_tokens']:,}", f"{one['output_tokens']:,}"]
+        table.add_row(_time(one["age_s"]), one["state"], *lengths, *more, one["id"])
     yield table
     if hidden := snapshot.requests_in_flight - len(shown):
         yield Text(f"and {hidden} more, which are younger", "dim")

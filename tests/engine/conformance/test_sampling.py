@@ -74,5 +74,5 @@ def test_a_draw_is_a_function_of_seed_output_and_position(make: MakeDevice) -> N
 
 
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-4}])
-def test_a_narrow_draw_is_the_likeliest_token(make: MakeDevice, narrow: Mapping[str, Any]) -> None:
+def test_a_small_top_p_draws_the_likeliest_token(make: MakeDevice, narrow: Mapping[str, Any]) -> None:
     assert written(make, seed=5, **{"temperature": 1.0, **narrow}) == written(make)

@@ -1,0 +1,204 @@
+"""A sender or receiver that is lost, silent or cancelled: what is held is freed, and the cause is reported."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from functools import partial
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from decant.engine.engine import Engine
+from decant.engine.plan import StepPlan
+from decant.handoff.codec import Received, decode
+from decant.handoff.errors import HandoffFailed
+from decant.handoff.heartbeat import with_heartbeat_timeout
+from decant.handoff.sender import SenderTiming
+from decant.handoff.service import KvSourceService
+from decant.handoff.transport import FETCH, GrpcTransport
+from decant.protos import worker_pb2 as wire
+from decant.runtime.errors import InvalidArgument, ServiceError
+from decant.runtime.interceptor import ErrorInterceptor
+from tests.handoff.factories import Wire, Worker, ask
+from tests.handoff.harness import TRANSPORTS, Transport, connect, hand_over
+from tests.worker.waiting import eventually
+
+
+@TRANSPORTS
+async def test_a_broken_fetch_is_reported_and_costs_one_lease(transport: Transport) -> None:
+    request = ask(length=64)
+    async with Worker("p", lease_ms=500, cost=lambda _: 0.05) as sender, Worker("d") as receiver:
+        async with transport(sender) as source:
+            ticket, room = await sender.offer(request), await receiver.room(request)
+            task = asyncio.create_task(receiver.receiver.receive(source, ticket, room))
+            await asyncio.sleep(0.15)
+            task.cancel()
+            await asyncio.wait([task])
+        assert task.cancelled()
+        await sender.emptied()
+        await receiver.emptied()
+
+
+async def test_an_unreachable_sender_is_lost() -> None:
+    transport = GrpcTransport(connect)
+    async with Worker("p", lease_ms=300) as sender, Worker("d") as receiver:
+        ticket, room = await sender.offer(ask()), await receiver.room(ask())
+        with pytest.raises(HandoffFailed) as failed:
+            await receiver.receiver.receive(transport.source("127.0.0.1:1"), ticket, room)
+        assert failed.value.cause == wire.CAUSE_PEER_LOST
+        await receiver.emptied()
+        await sender.emptied()
+    await transport.close()
+
+
+async def test_a_silent_sender_is_lost_within_seconds() -> None:
+    class Silent(Wire):
+        async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[Received, None]:
+            async for received in super().fetch(requests):
+                if received.response.HasField("commit"):
+                    await asyncio.sleep(3600)
+                yield received
+
+    async with Worker("p", lease_ms=500) as sender, Worker("d") as receiver:
+        ticket, arrival = await sender.offer(ask()), await receiver.room(ask())
+        with pytest.raises(HandoffFailed) as failed:
+            await asyncio.wait_for(receiver.receiver.receive(Silent(sender.sender), ticket, arrival), 5)
+        assert failed.value.cause == wire.CAUSE_PEER_LOST
+        await receiver.emptied()
+        await sender.emptied()
+
+
+async def test_an_unopened_ticket_ends_with_its_lease_unless_it_is_renewed() -> None:
+    async with Worker("p", lease_ms=400) as sender:
+        ticket = await sender.offer(ask())
+        for _ in range(4):
+            await asyncio.sleep(0.2)
+            assert sender.sender.leases.renew(ticket.id)
+        assert await sender.held()
+        await sender.emptied()
+        assert sender.sender.expired == 1
+        assert not sender.sender.leases.renew(ticket.id)
+
+
+@pytest.mark.parametrize("is_silent", [False, True], ids=["closed connection", "silence"])
+async def test_the_blocks_of_a_receiver_that_dies_are_free_long_before_the_lease(
+    is_silent: bool,
+) -> None:
+    timing = SenderTiming(silent_s=0.3)
+    async with Worker("p", lease_ms=600_000, timing=timing) as sender, Worker("d") as receiver:
+        request = ask()
+        ticket, arrival = await sender.offer(request), await receiver.room(request)
+
+        async def dies() -> AsyncIterator[wire.FetchRequest]:
+            yield wire.FetchRequest(open=receiver.receiver._open(ticket, arrival))
+            if is_silent:
+                await asyncio.sleep(3600)
+
+        # Nothing is read after the first message, so that the commit is never sent.
+        async with contextlib.aclosing(sender.sender.fetch(dies())) as responses:
+            await anext(responses)
+            if is_silent:
+                await sender.emptied()
+            else:
+                await eventually(lambda: sender.sender._states["r"].final_message)
+        await sender.emptied()
+        assert not sender.sender.leases.all()
+        assert sender.sender.expired == 0
+        assert [lease.failure.cause for lease in sender.ended_leases if lease.failure] == [wire.CAUSE_PEER_LOST]
+        await receiver.loop.call(lambda _: arrival.abort())
+
+
+async def test_the_blocks_of_a_receiver_that_dies_after_the_commit_are_free_long_before_the_lease() -> None:
+    timing = SenderTiming(committed_s=0.1)
+    async with Worker("p", lease_ms=600_000, timing=timing) as sender, Worker("d") as receiver:
+        request = ask()
+        ticket, arrival = await sender.offer(request), await receiver.room(request)
+
+        async def opens() -> AsyncIterator[wire.FetchRequest]:
+            yield wire.FetchRequest(open=receiver.receiver._open(ticket, arrival))
+
+        responses = [decode(message).response async for message in sender.sender.fetch(opens())]
+        assert responses[-1].HasField("commit")
+        await sender.emptied()
+        assert sender.sender.expired == 1
+        await receiver.loop.call(lambda _: arrival.abort())
+
+
+async def test_a_message_of_a_receiver_that_cannot_be_decoded_ends_its_fetch_and_frees_the_blocks() -> None:
+    gate = threading.Event()  # the prompt is not computed before the message was read
+
+    def waits(_: StepPlan) -> float:
+        gate.wait(60)
+        return 0.0
+
+    async with Worker("p", lease_ms=600_000, cost=waits) as sender, Worker("d") as receiver:
+        request = ask()
+        ticket, arrival = await sender.offer(request), await receiver.room(request)
+        errors: list[ServiceError] = []
+        server = grpc.aio.server(interceptors=[ErrorInterceptor(errors.append)])
+        KvSourceService(sender.sender).add_to(server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        opening = wire.FetchRequest(open=receiver.receiver._open(ticket, arrival)).SerializeToString()
+        async with connect(f"127.0.0.1:{port}") as channel:
+            call: Any = channel.stream_stream(FETCH)(cast(Any, iter([opening, b"\xff\xff"])))
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async for _ in call:
+                    pass
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert [type(error) for error in errors] == [InvalidArgument]
+        gate.set()
+        await sender.emptied()
+        await server.stop(None)
+        await receiver.loop.call(lambda _: arrival.abort())
+
+
+async def test_a_stall_of_the_receivers_own_loop_is_not_silence_of_the_sender() -> None:
+    async def sends() -> AsyncIterator[int]:
+        for number in range(3):
+            await asyncio.sleep(0.01)
+            yield number
+
+    received = []
+    async for number in with_heartbeat_timeout(sends(), "the sender", 0.5):
+        received.append(number)
+        asyncio.get_running_loop().call_soon(time.sleep, 0.8)  # longer than the limit, while it waits for a message
+    assert received == [0, 1, 2]
+
+
+@pytest.mark.parametrize("message_bytes", [64, 20])
+async def test_nothing_is_read_once_the_lease_is_over(message_bytes: int) -> None:
+    """Blocks of 32 bytes, two in a message and one in two."""
+    async with Worker("p", message_bytes=message_bytes) as sender, Worker("d", message_bytes=message_bytes) as receiver:
+        ticket, arrival = await sender.offer(ask(length=60)), await receiver.room(ask(length=60))
+
+        async def opens() -> AsyncIterator[wire.FetchRequest]:
+            yield wire.FetchRequest(open=receiver.receiver._open(ticket, arrival))
+
+        async with contextlib.aclosing(sender.sender.fetch(opens())) as messages:
+            assert decode(await anext(messages)).response.HasField("kv_chunk")
+            await sender.sender.release(wire.ReleaseRequest(ticket=ticket.id))
+            rest = [decode(message).response async for message in messages]
+        assert [response.WhichOneof("message") for response in rest] == ["closed"]
+        assert rest[0].closed.failure.cause == wire.CAUSE_RECLAIMED
+        await sender.emptied()
+        await receiver.loop.call(lambda _: arrival.abort())
+
+
+async def test_cancelling_the_receiver_frees_both_ends() -> None:
+    async with Worker("p") as sender, Worker("d") as receiver:
+        for delay in (0, 0.001, 0.005, 0.02):
+            request = ask(f"r{delay}", length=60)
+            task = asyncio.create_task(hand_over(sender, receiver, request))
+            await asyncio.sleep(delay)
+            task.cancel()
+            await asyncio.wait([task])
+            for worker in (sender, receiver):
+                await worker.loop.call(partial(Engine.cancel, id=request.id))
+        await sender.emptied()
+        await receiver.emptied()

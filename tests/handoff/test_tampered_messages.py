@@ -1,0 +1,119 @@
+"""A changed, missing, repeated or misplaced message of a fetch is refused, and all blocks are freed."""
+
+from __future__ import annotations
+
+import pytest
+
+from decant.handoff.errors import HandoffFailed
+from decant.handoff.packing import MESSAGE_BYTES, TransferLayout, message_sum
+from decant.protos import worker_pb2 as wire
+from tests.handoff.factories import LAYOUT, Tamper, Worker, alone, ask
+from tests.handoff.harness import hand_over
+
+
+def flip(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    if message.kv_chunk.data:
+        message.kv_chunk.data = bytes([message.kv_chunk.data[0] ^ 1]) + message.kv_chunk.data[1:]
+    return [message]
+
+
+def truncate(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    if message.kv_chunk.data:
+        message.kv_chunk.data = message.kv_chunk.data[:-1]
+    return [message]
+
+
+def drop_chunks(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    return [] if message.HasField("kv_chunk") else [message]
+
+
+def move(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    if message.kv_chunk.data:
+        message.kv_chunk.first_position += 4
+    return [message]
+
+
+def forge_commit(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    if message.HasField("commit"):
+        tokens = message.commit.outputs[0].tokens
+        message.commit.outputs[0].tokens = bytes([(tokens[0] + 1) % 64]) + tokens[1:]
+    return [message]
+
+
+def odd_logprobs(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    if message.HasField("commit"):
+        message.commit.outputs[0].logprobs.add(top_ids=[1, 2], top_logprobs=[-1])
+    return [message]
+
+
+def early_commit(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    return [message] if message.HasField("heartbeat") else [wire.FetchResponse(commit=wire.TransferCommit(computed=4))]
+
+
+def forge_sum(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    if message.kv_chunk.block_checksums:
+        message.kv_chunk.block_checksums[0] ^= 1
+    return [message]
+
+
+def another_run(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    """A message as an earlier attempt sent it."""
+    if message.HasField("kv_chunk"):
+        stale = wire.Run(request="r", epoch=1, attempt=0)
+        shape = TransferLayout(4, 32, LAYOUT)
+        message.kv_chunk.checksum = message_sum(stale, shape, message.kv_chunk, len(message.kv_chunk.data))
+    return [message]
+
+
+def double(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    """The first block's bytes where the last one's belong."""
+    half = len(message.kv_chunk.data) // 2
+    if half:
+        message.kv_chunk.data = message.kv_chunk.data[:half] * 2
+    return [message]
+
+
+def swap(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    """Two halves in each other's place."""
+    half = len(message.kv_chunk.data) // 2
+    if half:
+        message.kv_chunk.data = message.kv_chunk.data[half:] + message.kv_chunk.data[:half]
+    return [message]
+
+
+TAMPERS = [
+    flip,
+    truncate,
+    drop_chunks,
+    move,
+    forge_sum,
+    another_run,
+    double,
+    swap,
+    forge_commit,
+    odd_logprobs,
+    early_commit,
+]
+
+
+@pytest.mark.parametrize("message_bytes", [MESSAGE_BYTES, 20])
+@pytest.mark.parametrize("tamper", TAMPERS)
+async def test_a_tampered_message_is_refused_and_everything_is_freed(tamper: Tamper, message_bytes: int) -> None:
+    """Blocks of 32 bytes: many in a message, and one in two."""
+    request = ask()
+    async with Worker("p", message_bytes=message_bytes) as sender, Worker("d", message_bytes=message_bytes) as receiver:
+        with pytest.raises(HandoffFailed) as failed:
+            await hand_over(sender, receiver, request, tamper)
+        assert failed.value.cause == wire.CAUSE_CORRUPT
+        await sender.emptied()
+        await receiver.emptied()
+        assert "r" not in receiver.tokens
+        await receiver.loop.call(lambda engine: engine.add(request))  # the next attempt, from tokens
+        assert await receiver.finished("r") == await alone(request)
+
+
+async def test_blocks_larger_than_a_message_arrive_whole() -> None:
+    request = ask()
+    async with Worker("p", message_bytes=20) as sender, Worker("d", message_bytes=20) as receiver:
+        await hand_over(sender, receiver, request)
+        assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)

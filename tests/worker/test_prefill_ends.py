@@ -1,0 +1,166 @@
+"""A prefill call that breaks, expires, is superseded or reaches its deadline: the worker keeps nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from decant.handoff.errors import HandoffFailed
+from decant.protos import worker_pb2 as wire
+from decant.worker.wire_codec import to_request
+from tests.worker.harness import MODEL, Place, alone, make_work, ticket_of, worker
+
+
+async def test_a_call_that_breaks_before_its_turn_ends_the_run(place: Place) -> None:
+    place.device.hold()
+    busy = place.ask(make_work(100, 1, seed=1), handoff=False, request="t/busy")
+    call = place.ask(make_work(100, seed=2))
+    place.device.let(1)
+    await place.runs(2)
+    await call.break_off()
+    await place.runs(1)
+    place.device.go_on()
+    await busy.expect("first")
+    await busy.ended()
+    await place.emptied()
+
+
+@pytest.mark.parametrize("moment", ["ticket", "first"])
+async def test_a_call_that_breaks_with_no_fetch_ends_the_work(place: Place, moment: str) -> None:
+    call = place.ask(make_work(60))
+    await ticket_of(call)
+    if moment == "first":
+        await call.expect("first")
+    await call.break_off()
+    audit = await place.emptied()
+    assert not audit.leases
+
+
+@pytest.mark.parametrize("moment", ["filling", "committed"])
+async def test_a_call_that_breaks_during_a_fetch_leaves_it_alone(place: Place, moment: str) -> None:
+    work = make_work(60)
+    async with worker("d") as receiver:
+        if moment == "filling":
+            place.device.hold()
+            place.device.let(1)
+        call = place.ask(work)
+        ticket = await ticket_of(call)
+        if moment == "committed":
+            await call.expect("first")
+        taking = asyncio.create_task(receiver.receive(ticket, to_request("moved", work, model=MODEL)))
+        place.device.let(1)
+        await place.opened()
+        await call.break_off()
+        place.device.go_on()
+        taken = await taking
+        assert [*taken.output, *(await receiver.written("moved"))] == alone(work)
+    await place.emptied()
+    assert not list(place.prefill.runs())
+
+
+async def test_a_ticket_that_is_not_renewed_expires(place: Place) -> None:
+    async with worker("short", lease_ms=150) as short:
+        call = short.ask(make_work(30))
+        await ticket_of(call)
+        await call.expect("first")
+        failed = await call.expect("failed")
+        await call.ended()
+        assert failed.failure.cause == wire.CAUSE_LEASE_OVER
+        await short.emptied()
+
+
+async def test_a_ticket_that_is_renewed_does_not_expire() -> None:
+    async with worker(lease_ms=400) as place:
+        call = place.ask(make_work(30))
+        ticket = await ticket_of(call)
+        await call.expect("first")
+        for _ in range(10):
+            await asyncio.sleep(0.1)
+            assert place.host.sender.leases.renew(ticket.id)
+        assert (await place.audit()).leases[0].ticket == ticket.id
+        assert (await call.expect("failed")).failure.cause == wire.CAUSE_LEASE_OVER
+        await place.emptied()
+
+
+async def test_a_receiver_that_releases_before_the_first_token_ends_the_run(place: Place) -> None:
+    place.device.hold()
+    call = place.ask(make_work(60))
+    place.device.let(1)
+    ticket = await ticket_of(call)
+    release = wire.ReleaseRequest(ticket=ticket.id, run=ticket.run, outcome=wire.ReleaseRequest.OUTCOME_ABANDONED)
+    place.device.let(1)
+    await place.host.sender.release(release)
+    place.device.go_on()
+    assert (await call.expect("failed")).failure.cause == wire.CAUSE_PEER_LOST
+    await call.ended()
+    await place.emptied()
+
+
+@pytest.mark.parametrize("moment", ["waiting", "computing", "parked"])
+async def test_a_deadline_is_enforced(place: Place, moment: str) -> None:
+    work = make_work(60)
+    work.remaining_ms = 400
+    if moment != "parked":
+        place.device.hold()
+    if moment == "computing":
+        place.device.let(1)
+    call = place.ask(work)
+    if moment != "waiting":
+        await ticket_of(call)
+    if moment == "parked":
+        await call.expect("first")
+    failed = await call.expect("failed")
+    await call.ended()
+    assert failed.failure.cause == wire.CAUSE_DEADLINE
+    place.device.go_on()
+    await place.emptied()
+
+
+async def test_a_deadline_ends_a_fetch_with_its_cause(place: Place) -> None:
+    work = make_work(60)
+    place.device.hold()
+    place.device.let(1)
+    work.remaining_ms = 1500
+    async with worker("d") as receiver:
+        call = place.ask(work)
+        ticket = await ticket_of(call)
+        taking = asyncio.create_task(receiver.receive(ticket, to_request("moved", make_work(60), model=MODEL)))
+        place.device.let(1)
+        assert (await call.expect("failed")).failure.cause == wire.CAUSE_DEADLINE
+        place.device.go_on()
+        with pytest.raises(HandoffFailed) as failed:
+            await taking
+        assert failed.value.cause == wire.CAUSE_DEADLINE
+    await place.emptied()
+
+
+async def test_a_new_owner_ends_the_call_of_the_old_one(place: Place) -> None:
+    old = place.ask(make_work(30), epoch=1)
+    await ticket_of(old)
+    await old.expect("first")
+    new = place.ask(make_work(30), epoch=2, handoff=False)
+    superseded = await old.expect("superseded")
+    await old.ended()
+    assert (superseded.run.epoch, superseded.epoch) == (1, 2)
+    await new.expect("first")
+    await new.ended()
+    late = place.ask(make_work(30), epoch=1)
+    assert (await late.expect("superseded")).epoch == 2
+    await late.ended()
+    await place.emptied()
+
+
+async def test_a_crash_of_the_engine_fails_its_prompts(place: Place) -> None:
+    place.device.hold()
+    call = place.ask(make_work(60))
+    waiting = place.ask(make_work(60, seed=1), request="t/b")
+    await place.runs(2)
+    place.device.broken = True
+    place.device.go_on()
+    for each in (call, waiting):
+        failed = await each.expect("failed")
+        assert failed.failure.cause == wire.CAUSE_ENGINE
+        await each.ended()
+    refused = await place.ask(make_work(30)).expect("refused")
+    assert refused.failure.cause == wire.CAUSE_ENGINE

@@ -1,0 +1,75 @@
+"""Workers in virtual time, and what must hold once they are closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from decant.engine.engine import Engine
+from tests.router.virtual_time import settle
+from tests.worker.stepped_worker import LEASE_S, Network, Node
+
+ROUNDS = 400
+"""Rounds of engine steps in which everything must end once no fault is left."""
+
+
+class Trial:
+    """Nodes on one network. A subclass adds what happens between them."""
+
+    def __init__(self) -> None:
+        self.network = Network()
+        self.network.flows.set()
+        self.nodes: dict[str, Node] = {}
+        self.drain: asyncio.Task[None] | None = None
+        self.complaints: list[dict[str, Any]] = []
+        """Of the event loop: exceptions that nobody has caught."""
+
+    async def begin(self) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: self.complaints.append(context))
+        for node in self.nodes.values():
+            await node.host.__aenter__()
+
+    def round(self) -> None:
+        """A step of each engine, and the delivery of its results."""
+        for node in self.nodes.values():
+            node.loop.turn()
+            node.loop.deliver_all()
+
+    def end_faults(self) -> None:
+        self.network.breaks = self.network.loses_releases = False
+        self.network.flows.set()
+
+    async def until(self, reached: Callable[[], bool], missing: Callable[[], str]) -> None:
+        """Raises AssertionError with ``missing`` if rounds do not reach the condition."""
+        for _ in range(ROUNDS):
+            if reached():
+                return
+            self.round()
+            await asyncio.sleep(0.05)
+        raise AssertionError(missing())
+
+    async def assert_empty(self, target: Node, rounds: int) -> None:
+        """Cancel what ``target`` has received; then, after each lease, no node holds a block."""
+        for name in [*target.engine.sequences, *target.engine.transfers.arrivals]:
+            target.host.loop.post(partial(Engine.cancel, id=name))
+        await asyncio.sleep(2 * LEASE_S)
+        for _ in range(rounds):
+            self.round()
+            await settle()
+        for node in self.nodes.values():
+            node.assert_empty()
+
+    async def await_drain(self) -> None:
+        if self.drain is not None:
+            async with asyncio.timeout(10):
+                await self.drain
+
+    async def assert_closed(self) -> None:
+        """Close the hosts: no task is left, and no exception was lost."""
+        for node in self.nodes.values():
+            await node.host.__aexit__(None, None, None)
+        await settle()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert not self.complaints
