@@ -113,7 +113,7 @@ def test_top_shows_both_pools_and_what_the_run_moved(running: Up, folder: Path) 
 
 def test_top_ends_at_an_interrupt_without_a_stack(running: Up, folder: Path) -> None:
     environment = os.environ | {"XDG_RUNTIME_DIR": str(folder), "TMPDIR": str(folder)}
-    top = [*DECANT, "top", "--interval", "0.1"]
+    top = ["env", "--default-signal=INT", *DECANT, "top", "--interval", "0.1"]  # it is ignored in background jobs
     with subprocess.Popen(
         top, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as showing:

@@ -98,7 +98,7 @@ def _workers(snapshot: Snapshot, is_wide: bool) -> Table:
     """Both pools in one table, so that their columns align; each has a line of its own above its workers."""
     names = ["state", "KV in use", "run", "wait", "queued", "prefill/s", "tokens/s"]
     table = _table("worker", *names, *(["CPU", "leases", "KV MB/s", "preempt/s", "model"] if is_wide else []))
-    for role, title in ((PREFILL, "prefill pool"), (DECODE, "decode pool"), ("", "not answering")):
+    for role, title in ((PREFILL, "prefill"), (DECODE, "decode"), ("", "unknown")):
         workers = snapshot.of(role)
         if workers:
             table.add_row(Text(title, "dim"))
