@@ -23,6 +23,9 @@ class ServerSettings(ServerTls):
     admin_port: int | None = Field(
         default=None, ge=0, le=65535, description="plaintext HTTP port for /alive, /ready and /metrics; unset: none"
     )
+    admin_host: str | None = Field(
+        default=None, min_length=1, description="address of the admin port; unset: that of --host"
+    )
     reuse_port: bool = Field(default=False, description="share the port with other processes (SO_REUSEPORT)")
     max_message_bytes: int = Field(
         default=MAX_MESSAGE_BYTES, ge=1024, lt=2**31, description="maximum size of a message, in each direction"

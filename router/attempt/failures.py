@@ -48,6 +48,10 @@ class AttemptFailed(Exception):
         self.failure = failure
         self.blamed = blamed
 
+    @property
+    def label(self) -> str:
+        return cause_label(self.failure.cause)
+
 
 class OwnedElsewhere(Exception):
     """A worker refuses this router's run: the request is owned in `epoch` now."""

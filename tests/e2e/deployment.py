@@ -196,7 +196,7 @@ def deployment(
     """
     with ExitStack() as stack:
         made = Deployment(stack.enter_context(redis or PrivateRedis()))
-        common = ("--port", "0", "--redis-url", made.redis.url)
+        common = ("--port", "0", "--admin-port", "0", "--redis-url", made.redis.url)
         for index in range(prefill + decode):
             module = "prefill_worker" if index < prefill else "decode_worker"
             reached = ("--advertise", between[index].address) if index < len(between) else ()
