@@ -14,7 +14,7 @@ ID_REUSED                           AlreadyExists, or another       not blamed
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from decant.protos import worker_pb2 as wire
 from decant.runtime.error_details import Reason
@@ -94,9 +94,9 @@ def error_for(failure: wire.Failure, sender: Incarnation) -> ServiceError | Atte
             return AttemptFailed(failure, Incarnation.of(failure.peer) if failure.HasField("peer") else sender)
 
 
-def cause_label(cause: wire.Cause) -> str:
+def cause_label(cause: int) -> str:
     """ "peer_lost" for CAUSE_PEER_LOST; "unspecified" for a cause that only a newer build knows."""
-    known = cause if cause in wire.Cause.values() else wire.CAUSE_UNSPECIFIED
+    known = cast("wire.Cause", cause) if cause in wire.Cause.values() else wire.CAUSE_UNSPECIFIED
     return wire.Cause.Name(known).removeprefix("CAUSE_").lower()
 
 
