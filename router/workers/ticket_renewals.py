@@ -1,4 +1,4 @@
-"""Renewal of tickets, over the sessions with the workers that issued them, until the decode worker renews them.
+"""Renewal of tickets, over the sessions with the workers that issued them, until the decode worker renews them."""
 
 from __future__ import annotations
 
