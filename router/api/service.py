@@ -5,7 +5,7 @@
                                                              |
           the client leaves before the end ------------------'--> on_disconnect
 
-Nothing is sent before the first token, not even metadata: until then a client's gRPC library may retry elsewhere.
+Nothing is sent before the first token, not even metadata: until then gRPC's own retries work.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ class Proxy(grpc.GenericRpcHandler):
                 await asyncio.Event().wait()
             broken = asyncio.Event()
             async with grpc.aio.insecure_channel(self.target, OPTIONS) as channel:
-                said = self._uncut(method, TO_WORKER, requests, broken)
-                call: Any = channel.stream_stream(method)(cast(Any, said))
+                forwarded = self._uncut(method, TO_WORKER, requests, broken)
+                call: Any = channel.stream_stream(method)(cast(Any, forwarded))
                 breaking = asyncio.create_task(_break(call, broken))
                 try:
                     async for answer in self._uncut(method, TO_CALLER, call, broken):

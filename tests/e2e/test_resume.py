@@ -138,8 +138,8 @@ async def test_both_parts_of_a_cut_stream_are_the_complete_output(
     for cut in (1, 17, SHORT - 1):
         asking = shortened(extra)
         begun = await read(two.one.GenerateStream(asking, timeout=PATIENCE_S), cut)
-        told = await two.other.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
-        check_beginning(told.result, whole)
+        generation = await two.other.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
+        check_beginning(generation.result, whole)
         again = await rest(two.other.ResumeStream(resumed(asking, begun[-1].seq), timeout=PATIENCE_S))
         assert again[0].started.prompt_logprobs == whole.started.prompt_logprobs
         parts = decode_started(begun, again)
@@ -158,10 +158,10 @@ async def told_to_its_end(stub: InferenceServiceStub, asking: pb.GenerateRequest
     """GetGeneration once the end is written, which may be after the last message is read."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            told: pb.Generation = await stub.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
-            check_beginning(told.result, whole)
-            if told.HasField("expire_time"):
-                return told
+            generation: pb.Generation = await stub.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
+            check_beginning(generation.result, whole)
+            if generation.HasField("expire_time"):
+                return generation
             await asyncio.sleep(0.05)
 
 
@@ -176,15 +176,15 @@ def resumed(asking: pb.GenerateRequest, after_seq: int) -> pb.ResumeStreamReques
     return pb.ResumeStreamRequest(request_id=asking.request_id, after_seq=after_seq)
 
 
-def check_beginning(told: pb.GenerateResponse, whole: Answer) -> None:
+def check_beginning(response: pb.GenerateResponse, whole: Answer) -> None:
     """The result so far is a beginning of the whole answer."""
-    (output,) = told.outputs
+    (output,) = response.outputs
     count = len(output.token_ids)
     assert list(output.token_ids) == whole.ids[:count]
     assert list(output.logprobs) == whole.logprobs[:count]
     assert whole.text.startswith(output.text)
     if count:
-        assert told.prompt_logprobs == whole.started.prompt_logprobs
+        assert response.prompt_logprobs == whole.started.prompt_logprobs
 
 
 async def test_an_equal_request_is_replayed_by_the_other_router(two: Two) -> None:
@@ -192,9 +192,9 @@ async def test_an_equal_request_is_replayed_by_the_other_router(two: Two) -> Non
     whole = await ask(two.one, asking)
     again = await ask(two.other, asking)
     assert (again.text, again.ids, again.finished) == (whole.text, whole.ids, whole.finished)
-    told = await two.other.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
-    assert told.state == pb.Generation.STATE_SUCCEEDED
-    assert (told.result.outputs[0].text, list(told.result.outputs[0].token_ids)) == (whole.text, whole.ids)
+    generation = await two.other.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
+    assert generation.state == pb.Generation.STATE_SUCCEEDED
+    assert (generation.result.outputs[0].text, list(generation.result.outputs[0].token_ids)) == (whole.text, whole.ids)
 
 
 async def test_the_other_router_cancels(two: Two) -> None:
@@ -314,6 +314,6 @@ async def taken_over(stub: InferenceServiceStub, asking: pb.ResumeStreamRequest)
             try:
                 return await rest(stub.ResumeStream(asking, timeout=PATIENCE_S))
             except grpc.aio.AioRpcError as error:
-                told = from_call(error)
-                assert (type(told), told.reason) == (Unavailable, Reason.STATE_STORE_AWAY)
+                refusal = from_call(error)
+                assert (type(refusal), refusal.reason) == (Unavailable, Reason.STATE_STORE_AWAY)
                 await asyncio.sleep(0.05)

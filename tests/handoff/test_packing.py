@@ -91,14 +91,14 @@ def test_any_parser_reads_what_is_sent_and_any_writer_is_read(size: int) -> None
 
 
 def test_messages_without_cache_are_plain_protobuf() -> None:
-    said = [
+    responses = [
         wire.FetchResponse(heartbeat=wire.Heartbeat(step=3)),
         wire.FetchResponse(commit=wire.TransferCommit(computed=9, checksum=1)),
         wire.FetchResponse(closed=wire.ExportClosed()),
         wire.FetchResponse(kv_chunk=wire.KvChunk(first_position=16)),
         wire.FetchResponse(),
     ]
-    for response in said:
+    for response in responses:
         assert decode(encode(response)) == Received(response, memoryview(b""))
 
 
