@@ -130,7 +130,8 @@ def measure(options: Options, rounds: list[dict[str, float]], on_round: Callable
 
 def throughput(document: Mapping[str, Any]) -> float:
     """Requests/s, without the first of each client, which begin together, and the last ones."""
-    ends = sorted(last for _, _, last in document["spans"])[2 * _CLIENTS : -_CLIENTS]
+    lasts: list[float] = sorted(last for _, _, last in document["spans"])
+    ends = lasts[2 * _CLIENTS : -_CLIENTS]
     return (len(ends) - 1) / (ends[-1] - ends[0])
 
 
@@ -172,7 +173,8 @@ def main() -> None:
     args = parser.parse_args()
     names = ("prompt_tokens", "output_tokens", "kv_memory", "rounds", "seconds")
     options = Options(str(model_shapes.checkpoint(args.model)), **{name: getattr(args, name) for name in names})
-    document = {"machine": machine.facts(), "options": {**asdict(options), "model": args.model}, "rounds": []}
+    facts = {"machine": machine.facts(), "options": {**asdict(options), "model": args.model}}
+    document: dict[str, Any] = {**facts, "rounds": []}
     out = Path(args.json) if args.json else None
     if out is not None and out.exists():
         document = json.loads(out.read_text(encoding="utf-8"))
