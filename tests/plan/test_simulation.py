@@ -43,6 +43,9 @@ class ExponentialLengths:
     def mean_of(self, function: Callable[[float], float]) -> float:
         raise NotImplementedError
 
+    def quantile(self, share: float) -> int:
+        raise NotImplementedError
+
     def draw(self, rng: Random) -> int:
         return math.ceil(rng.expovariate(1 / self.mean))
 
