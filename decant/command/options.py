@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from typer import Argument, Option
 
 from decant.client.channel import Tls
 from decant.command.errors import CommandFailed
+
+T = TypeVar("T")
 
 Json = Annotated[bool, Option("--json", help="Print one JSON document instead.")]
 
@@ -83,6 +87,12 @@ LogFormat = Annotated[str, Option(help="auto, json or console; auto: columns on 
 
 # bench and plan
 Slo = Annotated[str, Option(help="Objectives, such as ttft=500ms,tpot=50ms.", show_default=False)]
+
+
+def from_params(kind: type[T], params: Mapping[str, Any], **others: Any) -> T:
+    """A dataclass of `others`, and of the parameters named as its other fields."""
+    names = [field.name for field in fields(kind) if field.name not in others]  # type: ignore[arg-type]
+    return kind(**{name: params[name] for name in names}, **others)
 
 
 def tls_from(params: dict[str, Any]) -> Tls | None:
