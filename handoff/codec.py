@@ -20,14 +20,14 @@ _DATA = wire.KvChunk.DATA_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A sender's message. ``data`` replaces the data of its ``kv_chunk``, which may be empty."""
+    """``data`` replaces the data of its ``kv_chunk``, which may be empty."""
 
     response: wire.FetchResponse
     data: memoryview
 
 
 def encode(response: wire.FetchResponse, data: Sequence[bytes | memoryview] = ()) -> bytes:
-    """Encode ``response`` with the joined ``data`` in its ``kv_chunk``, which has none itself. Copies them once."""
+    """Copies ``data`` once. ``response`` has none itself."""
     head = response.SerializeToString()
     if not data:
         return head
@@ -70,7 +70,6 @@ def _content(view: memoryview, at: int, tag: int) -> slice | None:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first; the eighth bit says that another follows."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

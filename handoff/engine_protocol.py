@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class SequenceTransfers(Protocol):
-    """Exports and imports of sequences. Every method raises EngineError for a sequence that it cannot serve."""
+    """Every method raises EngineError for a sequence that it cannot serve."""
 
     def export(self, id: str, cached_blocks: int = 0) -> KvExport: ...
 
@@ -40,22 +40,16 @@ class TransferEngine(Protocol):
 
 
 class EngineThread(Protocol):
-    """Runs commands on the engine's thread, between two steps."""
-
     async def call(
         self, command: Callable[[TransferEngine], T], undo: Callable[[TransferEngine, T], object] | None = None
     ) -> T:
         """The command's result or exception. If the caller is cancelled after it ran, ``undo`` gets the result."""
         ...
 
-    def post(self, command: Callable[[TransferEngine], object]) -> None:
-        """Run a command without waiting for it."""
-        ...
+    def post(self, command: Callable[[TransferEngine], object]) -> None: ...
 
 
 class SequenceEvent(Protocol):
-    """An event of the sequence ``id``."""
-
     @property
     def id(self) -> str: ...
 

@@ -7,7 +7,7 @@ from decant.runtime.peer import enum_name
 
 
 class HandoffFailed(Exception):
-    """A handoff failed. ``cause`` says whether and where a retry makes sense."""
+    """``cause`` says whether and where a retry makes sense."""
 
     def __init__(self, cause: wire.Cause, detail: str, peer: wire.Peer | None = None) -> None:
         super().__init__(f"{enum_name(wire.Cause, cause)}: {detail}")
@@ -20,7 +20,6 @@ class HandoffFailed(Exception):
 
     @classmethod
     def of(cls, failure: wire.Failure) -> HandoffFailed:
-        """The failure that the other side reported."""
         return cls(failure.cause, failure.detail, failure.peer if failure.HasField("peer") else None)
 
 

@@ -21,8 +21,6 @@ its sequence; so this is shorter than a lease, in case the receiver was killed."
 
 @dataclass(slots=True)
 class Lease:
-    """A live ticket. ``timer`` (event loop time) ends it unless it is renewed."""
-
     ticket: wire.Ticket
     sequence: str
     timer: asyncio.TimerHandle
@@ -56,7 +54,6 @@ class LeaseTable:
         self._leases: dict[bytes, Lease] = {}
 
     def issue(self, ticket: wire.Ticket, sequence: str) -> wire.Ticket:
-        """Add id and lease to a ticket for the engine's sequence ``sequence``."""
         ticket.id = secrets.token_bytes(16)
         ticket.lease_ms = self.lease_ms
         self._leases[ticket.id] = Lease(ticket, sequence, self._timer(ticket.id))
@@ -69,7 +66,7 @@ class LeaseTable:
             self.renew(id)
 
     def renew(self, id: bytes) -> bool:
-        """Restart the timer; False if there is no such lease."""
+        """Return False if there is no such lease."""
         lease = self._leases.get(id)
         if lease is None:
             return False

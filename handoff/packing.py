@@ -51,7 +51,7 @@ class TransferLayout:
 
 @dataclass(frozen=True, slots=True)
 class FilledBlock:
-    """A block: its address in the sequence, its bytes, and the engine's checksum of both."""
+    """A block: its ``address`` in the sequence, its bytes, and the ``checksum`` over both."""
 
     address: BlockAddress
     data: bytes | memoryview
@@ -69,7 +69,7 @@ def message_sum(run: wire.Run, shape: TransferLayout, message: wire.KvChunk, siz
 
 
 def pack(run: wire.Run, shape: TransferLayout, blocks: list[FilledBlock]) -> Iterator[bytes]:
-    """Encoded messages of consecutive blocks of a group. The bytes are copied when the iterator yields a message."""
+    """Encoded messages of consecutive blocks of a group. Bytes are copied when the iterator yields their message."""
     if shape.block_bytes > shape.message_bytes:
         for block in blocks:
             yield from _pieces(run, shape, block)
@@ -101,10 +101,7 @@ def _message(run: wire.Run, shape: TransferLayout, head: wire.KvChunk, data: Seq
 
 
 class Unpacker:
-    """Turns the messages of one fetch into blocks. Rejects messages of another run, position or order.
-
-    It does not verify the bytes of a block: the caller compares them with the block's checksum.
-    """
+    """Rejects messages of another run, position or order. The caller compares blocks with their checksums."""
 
     def __init__(self, run: wire.Run, shape: TransferLayout) -> None:
         self.received = 0  # bytes of cache
@@ -133,7 +130,6 @@ class Unpacker:
         ]
 
     def _assemble(self, address: BlockAddress, message: wire.KvChunk, data: memoryview) -> list[FilledBlock]:
-        """Append a piece to the pieces before it; returns the block if it is complete."""
         end = self._filled + len(data)
         if message.offset != self._filled or end > len(self._whole):
             raise _corrupt(f"a piece at {message.offset} of {address} came after {self._filled} bytes")

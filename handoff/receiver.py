@@ -34,9 +34,8 @@ RELEASE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """A sequence that this worker owns now. ``received``: bytes of cache. ``opened``, ``owned``: event loop time.
-
-    ``logprobs``: where requested; ``entry`` is the token's index in ``output``.
+    """``received``: bytes of cache. ``opened``, ``owned``: event loop time. ``entry`` of ``logprobs`` is the token's
+    index in ``output``.
     """
 
     output: tuple[int, ...]
@@ -47,10 +46,7 @@ class TransferResult:
 
 
 class KvReceiver:
-    """Fetches caches for the worker ``peer``. ``heartbeat`` makes the heartbeats of a fetch.
-
-    ``close`` waits for the Releases in progress, at most RELEASE_SECONDS.
-    """
+    """``heartbeat`` makes the heartbeats of a fetch."""
 
     def __init__(
         self, loop: EngineThread, shape: TransferLayout, peer: wire.Peer, heartbeat: Callable[[], wire.Heartbeat]
@@ -62,7 +58,7 @@ class KvReceiver:
         self._releases: set[asyncio.Task[None]] = set()
 
     async def receive(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
-        """Fetch the cache of ``ticket`` into ``arrival``, and join it. Owns the arrival: joins or aborts it.
+        """Owns the arrival: joins or aborts it.
 
         Raises HandoffFailed, and SequenceAlreadyFinished if the sender's sequence ended first. Then, and when it is
         cancelled, the blocks are freed and the sender gets a Release.
@@ -78,11 +74,11 @@ class KvReceiver:
             self._send_release(source, ticket, outcome)
 
     def decline(self, source: KvSource, ticket: wire.Ticket) -> None:
-        """Release a ticket that is not used, so that the sender need not wait for its lease. May be repeated."""
+        """Release an unused ticket, so that the sender need not wait for its lease. May be repeated."""
         self._send_release(source, ticket, wire.ReleaseRequest.OUTCOME_ABANDONED)
 
     async def close(self) -> None:
-        """Wait for the Releases in progress. All fetches must have ended before."""
+        """Wait at most RELEASE_SECONDS for Releases. All fetches must have ended before."""
         if self._releases:
             await asyncio.wait(self._releases)
 
@@ -125,7 +121,6 @@ class KvReceiver:
         raise HandoffFailed(wire.CAUSE_PEER_LOST, "the fetch ended without a commit", ticket.sender)
 
     async def _extend(self, arrival: IncomingSequence, response: wire.FetchResponse) -> None:
-        """Reserve more blocks for a live sequence, which grows while it migrates."""
         run = response.kv_chunk
         size = self._shape.block_size
         filled = run.first_position // size + len(run.block_checksums)
@@ -152,8 +147,6 @@ class KvReceiver:
 
 
 class _Fetch:
-    """The state of one fetch."""
-
     def __init__(self, arrival: IncomingSequence, unpacker: Unpacker, sender: str) -> None:
         self._arrival = arrival
         self._unknown = UnknownMessages(sender)

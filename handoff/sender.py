@@ -40,8 +40,6 @@ LEASE_MS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class SenderTiming:
-    """Interval of heartbeats, silence after which a receiver is lost, and time to release after the commit."""
-
     heartbeat_s: float = HEARTBEAT_SECONDS
     silent_s: float = SILENT_SECONDS
     committed_s: float = COMMITTED_SECONDS
@@ -49,8 +47,6 @@ class SenderTiming:
 
 @dataclass(slots=True)
 class _SendState:
-    """A sequence with a ticket, and the progress of its fetch."""
-
     prompt_tokens: int
     logprobs: Callable[[], Iterable[wire.TokenLogprobs]]
     is_live: bool = False
@@ -69,7 +65,7 @@ class _SendState:
 
 
 class KvSender:
-    """All caches that this worker hands over. Used on the event loop only."""
+    """Used on the event loop only."""
 
     def __init__(
         self,
@@ -109,7 +105,6 @@ class KvSender:
         return self.leases.issue(ticket, sequence)
 
     def on_step(self, output: StepEvents) -> None:
-        """Wake the fetches of sequences that filled a block, parked or ended."""
         for filled in output.filled:
             self._wake(filled.id)
         for name in output.parked:
@@ -130,7 +125,7 @@ class KvSender:
                 state.progressed.set()
 
     async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[bytes, None]:
-        """Serve ``KvSource.Fetch`` with encoded responses. A refused Open is answered with ``closed``."""
+        """A refused Open is answered with ``closed``."""
         incoming = aiter(requests)
         try:
             opened = await self._opening(incoming)
@@ -151,22 +146,21 @@ class KvSender:
                 yield message
 
     def _end_uncommitted(self, lease: Lease, state: _SendState, detail: str = "the fetch broke") -> None:
-        """End the ticket of a fetch that has ended, unless its commit was sent."""
         if lease.committed:
             return
         failure = _reclaimed("the fetch was closed here")
-        if state.final_message is None:
+        if state.final_message is None or state.export is not None:  # neither refused nor ended here
             failure = wire.Failure(cause=wire.CAUSE_PEER_LOST, detail=detail, peer=lease.receiver)
         self.reclaim(lease.ticket.id, failure)
 
     def reclaim(self, ticket: bytes, failure: wire.Failure) -> None:
-        """End a ticket and free its blocks; ``failure`` is sent to an open fetch. Ignores a ticket that has ended."""
+        """``failure`` is sent to an open fetch. Ignores a ticket that has ended."""
         lease = self.leases.close(ticket, failure)
         if lease is not None:
             self._free(lease)
 
     async def release(self, request: wire.ReleaseRequest) -> None:
-        """Serve ``KvSource.Release``: free the ticket's blocks. May be repeated."""
+        """May be repeated."""
         found = self.leases.find(request.ticket)
         if found is not None:
             found.owned = request.outcome == wire.ReleaseRequest.OUTCOME_OWNED
@@ -185,7 +179,6 @@ class KvSender:
         return first.open
 
     async def _drive_engine(self, lease: Lease, state: _SendState, cached_blocks: int) -> None:
-        """Export the sequence; the results are in ``state``."""
         try:
             state.final_message = await self._final_message(lease, state, cached_blocks)
         except EngineError as error:
@@ -194,7 +187,7 @@ class KvSender:
         state.changed.set()
 
     async def _final_message(self, lease: Lease, state: _SendState, cached_blocks: int) -> bytes:
-        """Open the export, and wait until the sequence is parked or has ended. Raises EngineError."""
+        """Wait until the sequence is parked or has ended. Raises EngineError."""
         name = lease.sequence
         if not state.ended:
             state.export = await self._loop.call(
@@ -211,7 +204,7 @@ class KvSender:
         return _commit_message(await self._loop.call(lambda engine: engine.transfers.finalize(name)), state)
 
     async def _commit_live(self, name: str, state: _SendState) -> EngineCommit | None:
-        """The commit of a live sequence; None if it ended first. Raises EngineError."""
+        """None if the sequence ended first. Raises EngineError."""
         while not state.ended:
             state.progressed.clear()
             sent = state.blocks
@@ -223,7 +216,6 @@ class KvSender:
         return None
 
     async def _messages(self, lease: Lease, state: _SendState) -> AsyncGenerator[bytes, None]:
-        """Chunks as blocks fill, heartbeats in between, and the final message."""
         clock = asyncio.get_running_loop().time
         sent_at = clock()
         while state.error is None:
@@ -248,7 +240,6 @@ class KvSender:
         raise state.error
 
     def _filled(self, lease: Lease, state: _SendState) -> Iterator[bytes]:
-        """Chunks with the unsent blocks; copied one at a time."""
         while (export := state.export) and state.blocks < len(export.runs):
             some = _consecutive(export.runs[state.blocks : state.blocks + self._shape.blocks_per_message])
             blocks = [FilledBlock(run.address, export.read(run.address), run.checksum) for run in some]
@@ -261,7 +252,6 @@ class KvSender:
             state.progressed.set()
 
     def _is_current(self, lease: Lease, state: _SendState) -> bool:
-        """Whether the ticket still keeps the blocks."""
         return self._states.get(lease.sequence) is state
 
     async def _receive_acks(self, lease: Lease, state: _SendState, incoming: AsyncIterator[wire.FetchRequest]) -> None:
@@ -284,7 +274,6 @@ class KvSender:
             state.changed.set()
 
     def _expire(self, lease: Lease) -> None:
-        """The lease is over."""
         self.expired += 1
         self._free(lease)
 
@@ -314,13 +303,12 @@ def _consecutive(runs: list[BlockRun]) -> list[BlockRun]:
 
 
 async def _stop(task: asyncio.Task[None]) -> None:
-    """Cancel a task and wait for its end."""
     task.cancel()
     await asyncio.wait([task])
 
 
 def _closed(failure: wire.Failure | None) -> bytes:
-    """The final message of a fetch without a commit; no failure: the sequence ended first."""
+    """No failure: the sequence ended first."""
     return encode(wire.FetchResponse(closed=wire.ExportClosed(failure=failure)))
 
 
@@ -329,7 +317,6 @@ def _reclaimed(detail: str) -> wire.Failure:
 
 
 def _commit_message(commit: EngineCommit, state: _SendState) -> bytes:
-    """The final message of a complete fetch."""
     output = wire.TransferCommit.Output(output=0, tokens=packed.pack(commit.output))
     output.logprobs.extend(state.logprobs())
     message = wire.TransferCommit(

@@ -1,5 +1,3 @@
-"""``KvSource`` as a gRPC service."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
@@ -14,7 +12,7 @@ DESCRIPTOR = wire.DESCRIPTOR.services_by_name["KvSource"]
 
 
 class KvSourceService:
-    """Serves one sender. Fetch responses are already encoded, which generated code does not support."""
+    """Responses are already encoded, which generated code does not support."""
 
     def __init__(self, sender: KvSender) -> None:
         self._sender = sender

@@ -24,26 +24,20 @@ IDLE_SECONDS = 60.0
 
 
 class KvSource(Protocol):
-    """The sender, as the receiver sees it."""
-
     def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncIterator[Received]:
         """The sender's messages; ends when either side ends the call. Raises ConnectionError when it breaks."""
         ...
 
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
-        """Send Release to the sender, within ``seconds``. Raises ConnectionError."""
+        """Raises ConnectionError."""
         ...
 
 
 class Transport(Protocol):
-    """Finds a sender by the address on its ticket."""
-
     def source(self, address: str) -> KvSource: ...
 
 
 class GrpcSource:
-    """``KvSource`` over a channel, which ``borrow`` keeps open during a call."""
-
     def __init__(self, borrow: Callable[[], AbstractContextManager[grpc.aio.Channel]]) -> None:
         self._borrow = borrow
 
@@ -69,16 +63,13 @@ class GrpcSource:
 
 @dataclass(slots=True)
 class _Shared:
-    """A channel, the number of its open calls, and the timer that closes it when there are none."""
-
     channel: grpc.aio.Channel
     users: int = 0
     timer: asyncio.TimerHandle | None = None
 
 
 class GrpcTransport:
-    """Channels by address, made by ``connect`` when first needed and closed ``idle_seconds`` after their last call.
-    ``close`` closes all."""
+    """Channels by address, closed ``idle_seconds`` after their last call."""
 
     def __init__(self, connect: ChannelFactory, idle_seconds: float = IDLE_SECONDS) -> None:
         self._connect = connect

@@ -1,7 +1,4 @@
-"""The trained default model and its training script (``decant.models.train``).
-
-Importing this package needs neither torch nor transformers: it only has the path of the files.
-"""
+"""The trained default model, and the script that trains it. Imports neither torch nor transformers."""
 
 from pathlib import Path
 
@@ -9,5 +6,5 @@ DEFAULT_MODEL = "tiny-python"
 
 
 def path() -> Path:
-    """Folder of the default model, ready for ``from_pretrained`` (weights, tokenizer, card)."""
+    """A folder for ``from_pretrained``."""
     return Path(__file__).resolve().parent / DEFAULT_MODEL

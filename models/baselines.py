@@ -12,7 +12,6 @@ def unigram_loss(train: np.ndarray, held: np.ndarray, scored: np.ndarray, vocab_
 
 
 def ngram_loss(train: np.ndarray, held: np.ndarray, scored: np.ndarray, vocab_size: int, order: int = 5) -> float:
-    """Nats per token of an n-gram model on the scored positions of ``held``."""
     probability = ngram_probabilities(train, held, vocab_size, order)
     return float(-np.log(probability[scored]).mean())
 

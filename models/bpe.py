@@ -25,7 +25,7 @@ PIECES = (
 
 
 def fit(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learn the merges. The vocabulary has all 256 bytes, so every text round-trips."""
+    """The vocabulary has all 256 bytes, so every text round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -54,7 +54,6 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
 
 
 def save(tokenizer: Tokenizer, folder: Path, model_max_length: int) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``; there is no chat template."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -52,10 +52,7 @@ EXCERPT_TOKENS = 1500
 
 
 def finish(run: Run, recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], out: Path) -> None:
-    """Write the model's folder: weights in bfloat16, tokenizer, figures and card.
-
-    All figures are measured on the files as read back, in float32 on the CPU, so that a test can repeat them.
-    """
+    """All figures are measured on the files as read back, in float32 on the CPU, so that a test can repeat them."""
     out.mkdir(parents=True, exist_ok=True)
     save_model(run.model, tokenizer, recipe, out)
     model = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
@@ -80,7 +77,6 @@ def finish(run: Run, recipe: Recipe, tokenizer: Tokenizer, sources: list[Source]
 
 
 def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, out: Path) -> None:
-    """Save weights, configuration and tokenizer for ``from_pretrained``."""
     saved = LlamaForCausalLM(model.config).to(torch.bfloat16)  # type: ignore[arg-type]
     saved.load_state_dict(model.state_dict())
     saved.config.dtype = torch.bfloat16
@@ -100,11 +96,7 @@ def choose_excerpt(held_out: list[Source], tokenizer: Tokenizer) -> Source:
 def losses(
     model: LlamaForCausalLM, tokenizer: Tokenizer, training: list[Source], held_out: list[Source]
 ) -> dict[str, Any]:
-    """Held-out loss of the model and of two counting models over the same tokens.
-
-    Every token of the held-out files counts, including the end token but not the begin token. ``bits_per_byte``
-    is the same sum over the files' UTF-8 bytes.
-    """
+    """Every token of the held-out files counts, the begin token excepted. ``bits_per_byte``: over UTF-8 bytes."""
     held = bpe.encode(tokenizer, [source.text for source in held_out])
     train_stream = np.concatenate(bpe.encode(tokenizer, [source.text for source in training]))
     held_stream = np.concatenate(held)
@@ -137,7 +129,7 @@ def greedy_records(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[s
 
 
 def samples(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """One unselected sample for each of the first prompts, with seeds from zero."""
+    """Unselected samples, with seeds from zero."""
     drawn = []
     for seed, prompt in enumerate(SAMPLE_PROMPTS[:SAMPLES_ON_CARD]):
         tokens = evaluate.sample(model, tokenizer.encode(prompt).ids, seed, TEMPERATURE)
@@ -146,7 +138,7 @@ def samples(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[str, Any
 
 
 def training_facts(run: Run, recipe: Recipe, training: list[Source], held_out: list[Source]) -> dict[str, Any]:
-    """Data, amounts and duration of the training. Bytes are UTF-8, tokens are trained positions."""
+    """Bytes are UTF-8, tokens are trained positions."""
     return {
         "parameters": run.model.num_parameters(),
         "recipe": dataclasses.asdict(recipe),
@@ -159,7 +151,6 @@ def training_facts(run: Run, recipe: Recipe, training: list[Source], held_out: l
 
 
 def machine_facts(run: Run) -> dict[str, Any]:
-    """Facts about the machine that affect speed and repeatability."""
     device = run.model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     return {
@@ -175,7 +166,6 @@ def machine_facts(run: Run) -> dict[str, Any]:
 
 
 def render(figures: dict[str, Any], out: Path) -> str:
-    """The model card, from the figures and the template beside this file."""
     training, loss = figures["training"], figures["loss"]
     rows = [
         f"| {name} | {loss['nats_per_token'][name]:.4f} | {loss['bits_per_byte'][name]:.4f} |"
@@ -208,7 +198,6 @@ def render(figures: dict[str, Any], out: Path) -> str:
 
 
 def _processor() -> str:
-    """The processor's name from Linux, else its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

@@ -27,30 +27,27 @@ LONGEST_CLASS = 120
 
 @dataclass(frozen=True)
 class Source:
-    """One file: its path below the library's root (with ``/``) and its text."""
+    """The path is below the library's root, with ``/``."""
 
     name: str
     text: str
 
     @property
     def size(self) -> int:
-        """UTF-8 bytes of the text."""
         return len(self.text.encode())
 
     @property
     def held_out(self) -> bool:
-        """Whether the file is excluded from training. Depends only on the name, so it never changes."""
+        """Depends only on the name, so it never changes."""
         digest = hashlib.sha256(self.name.encode()).digest()
         return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
 
 
 def standard_library() -> Path:
-    """Folder of the running interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def read_sources(root: Path) -> list[Source]:
-    """Every Python file below ``root`` that is not a test or a generated table, sorted by name."""
     sources = []
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).parts
@@ -64,10 +61,8 @@ def read_sources(root: Path) -> list[Source]:
 
 
 def definitions(text: str) -> list[str]:
-    """The functions, methods (dedented) and short classes of a file, as separate texts.
-
-    Together with whole files they teach the model to complete a prompt that starts with ``def`` and to stop at
-    the end of the function.
+    """Functions, methods (dedented) and short classes, as separate texts. They teach the model to complete a prompt
+    that starts with ``def``, and to stop.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old escapes in string literals
@@ -98,10 +93,8 @@ def _segment(lines: list[str], node: ast.stmt) -> str:
 
 
 def windows(documents: list[np.ndarray], length: int, seed: int, number: int) -> np.ndarray:
-    """Pass ``number`` over the documents: shuffled, joined, cut at another offset in each pass.
-
-    Returns ``int64[n, length + 1]`` in random order; neighbours in the text share one token, so every token but
-    the first is a target once.
+    """Pass ``number``: shuffled, joined, cut at another offset in each pass. ``int64[n, length + 1]`` in random order;
+    neighbours share one token, so every token but the first is a target once.
     """
     random = np.random.default_rng([seed, number, length])
     stream = np.concatenate([documents[index] for index in random.permutation(len(documents))])
@@ -113,7 +106,7 @@ def windows(documents: list[np.ndarray], length: int, seed: int, number: int) ->
 
 
 def batches(documents: list[np.ndarray], length: int, rows: int, seed: int) -> Iterator[np.ndarray]:
-    """Endless batches ``int64[rows, length + 1]``, pass after pass; a pass's incomplete batch is dropped."""
+    """Endless ``int64[rows, length + 1]``; a pass's incomplete batch is dropped."""
     for number in count():
         cut = windows(documents, length, seed, number)
         if len(cut) < rows:

@@ -1,5 +1,3 @@
-"""Evaluates a saved model: loss on text, greedy continuations with their margins, samples."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ OVERLAP = 2
 
 @dataclass(frozen=True)
 class Continuation:
-    """A greedy continuation; ``margin`` is the smallest lead, in logits, of a chosen token over the next."""
+    """``margin``: smallest lead, in logits, of a chosen token over the next."""
 
     prompt: list[int]
     tokens: list[int]
@@ -44,17 +42,14 @@ def document_nats(model: LlamaForCausalLM, document: np.ndarray) -> float:
 
 
 def mean_nats(model: LlamaForCausalLM, documents: list[np.ndarray]) -> float:
-    """Nats per token over documents that each start with a begin token, which is not scored."""
+    """The begin tokens are not scored."""
     total = sum(document_nats(model, document) for document in documents)
     return total / sum(len(document) - 1 for document in documents)
 
 
 @torch.inference_mode()
 def greedy(model: LlamaForCausalLM, prompt: list[int], length: int) -> Continuation:
-    """The most likely tokens after ``prompt``, up to an end token or ``length``.
-
-    Each token takes a full forward pass without a cache, so the record does not depend on one.
-    """
+    """Up to an end token. A full forward pass for each token: the record does not depend on a cache."""
     ids = torch.tensor([prompt], device=model.device)
     margin = float("inf")
     for _ in range(length):
@@ -71,7 +66,6 @@ def greedy(model: LlamaForCausalLM, prompt: list[int], length: int) -> Continuat
 def sample(
     model: LlamaForCausalLM, prompt: list[int], seed: int, temperature: float = 0.7, length: int = 200
 ) -> list[int]:
-    """Tokens drawn from the whole distribution (no top-k, no top-p) up to an end token or ``length``."""
     torch.manual_seed(seed)
     ids = torch.tensor([prompt], device=model.device)
     drawn = model.generate(  # type: ignore[misc]

@@ -1,5 +1,3 @@
-"""The training loop: from a recipe and documents to a trained model, with checkpoints."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -25,13 +23,11 @@ Report = Callable[[int, float, float], None]
 
 
 class CheckpointMismatch(Exception):
-    """The checkpoint in the work folder belongs to another recipe, corpus or device."""
+    pass
 
 
 @dataclasses.dataclass
 class Run:
-    """A training run between two steps: everything that a checkpoint contains."""
-
     model: LlamaForCausalLM
     optimizers: list[torch.optim.Optimizer]
     step: int = 0
@@ -39,7 +35,6 @@ class Run:
 
 
 def build_model(recipe: Recipe) -> LlamaForCausalLM:
-    """A fresh model on the CPU in float32, initialised from the recipe's seed."""
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(
         vocab_size=recipe.vocab_size,
@@ -69,7 +64,7 @@ def build_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.opti
 
 
 def batches(recipe: Recipe, documents: list[np.ndarray], start: int) -> Iterator[np.ndarray]:
-    """The batches of the steps from ``start`` on. Each depends only on its step: a resumed run gets the same ones."""
+    """Each depends only on its step: a resumed run gets the same ones."""
     switch = recipe.steps - recipe.long_steps
     for first, last, length in ((0, switch, recipe.context), (switch, recipe.steps, recipe.long_context)):
         rows = recipe.tokens_per_step // length
@@ -78,7 +73,7 @@ def batches(recipe: Recipe, documents: list[np.ndarray], start: int) -> Iterator
 
 
 def fast_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 products outrun float32 there. A CPU without bfloat16 instructions emulates them slowly."""
+    """A CPU without bfloat16 instructions emulates them slowly."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     capabilities = torch.cpu.get_capabilities()
@@ -113,10 +108,8 @@ def train_step(run: Run, recipe: Recipe, batch: torch.Tensor) -> float:
 
 
 def train(recipe: Recipe, documents: list[np.ndarray], checkpoint: Path, device: torch.device, report: Report) -> Run:
-    """Train to the recipe's last step; resume from ``checkpoint`` if it exists.
-
-    A checkpoint is written every ``CHECKPOINT_EVERY`` steps and at the end, so an interruption costs at most that
-    many steps and does not change the result.
+    """Resume from ``checkpoint`` if it exists. It is written every ``CHECKPOINT_EVERY`` steps; an interruption does not
+    change the result.
     """
     model = build_model(recipe).to(device)  # type: ignore[arg-type]
     run = Run(model, build_optimizers(model, recipe))
@@ -135,7 +128,7 @@ def train(recipe: Recipe, documents: list[np.ndarray], checkpoint: Path, device:
 
 
 def save(run: Run, checkpoint: Path, identity: dict[str, Any]) -> None:
-    """Write the run beside ``checkpoint`` and rename it, so that a kill leaves a complete checkpoint."""
+    """Renamed at the end, so that a kill leaves a complete checkpoint."""
     state = {
         "identity": identity,
         "step": run.step,
@@ -149,7 +142,7 @@ def save(run: Run, checkpoint: Path, identity: dict[str, Any]) -> None:
 
 
 def restore(run: Run, checkpoint: Path, identity: dict[str, Any]) -> None:
-    """Fill ``run`` from ``checkpoint``; raises ``CheckpointMismatch`` if that is another run's."""
+    """Raises ``CheckpointMismatch``."""
     state = torch.load(checkpoint, map_location="cpu", weights_only=True)
     for key, value in identity.items():
         saved = state["identity"].get(key)

@@ -1,5 +1,3 @@
-"""The progress of a training run: a bar on a terminal, periodic lines in a log file."""
-
 from __future__ import annotations
 
 from types import TracebackType
@@ -32,7 +30,6 @@ class Bar:
         self.task = self.progress.add_task("", total=recipe.steps)
 
     def report(self, step: int, loss: float, seconds: float) -> None:
-        """Record one finished step."""
         newest = self.recipe.tokens_per_step / seconds
         self.rate += (newest - self.rate) * (SMOOTHING if self.rate else 1.0)
         text = f"loss {loss:.3f} {self.rate:,.0f} tokens/s"

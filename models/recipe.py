@@ -7,11 +7,10 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Sizes, schedule and seed of a run. Two runs of a recipe on one machine agree bit for bit.
+    """Two runs of a recipe on one machine agree bit for bit.
 
-    The run takes ``steps`` steps of ``tokens_per_step`` tokens. The last ``long_steps`` of them use windows
-    of ``long_context`` tokens instead of ``context``: attention over short windows is cheaper, and a short final
-    phase suffices to learn the far positions.
+    The last ``long_steps`` use windows of ``long_context`` tokens instead of ``context``: attention over short windows
+    is cheaper, and a short final phase suffices to learn the far positions.
     """
 
     vocab_size: int = 4096
@@ -42,7 +41,6 @@ class Recipe:
         return min(1.0, (self.steps - step) / (self.decay_fraction * self.steps))
 
     def window(self, step: int) -> int:
-        """Tokens in each window of this step."""
         return self.context if step < self.steps - self.long_steps else self.long_context
 
 

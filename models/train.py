@@ -31,7 +31,6 @@ from decant.models.recipe import PRESETS, Recipe
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Command line to options; ``recipe`` holds the preset with its changes."""
     parser = argparse.ArgumentParser(
         prog="python -m decant.models.train",
         description=__doc__,
@@ -78,7 +77,7 @@ def prepare(device: torch.device, threads: int) -> None:
 
 
 def fit_tokenizer(work: Path, texts: list[str], vocab_size: int) -> Tokenizer:
-    """The tokenizer of the training files, cached in the work folder for resumed runs."""
+    """Cached in the work folder for resumed runs."""
     file = work / f"tokenizer-{vocab_size}.json"
     if not file.exists():
         partial = file.with_suffix(".partial")
@@ -88,14 +87,12 @@ def fit_tokenizer(work: Path, texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def documents(tokenizer: Tokenizer, sources: list[corpus.Source]) -> list[np.ndarray]:
-    """Training documents: whole files, and their definitions as separate documents."""
     texts = [source.text for source in sources]
     texts += [segment for source in sources for segment in corpus.definitions(source.text)]
     return bpe.encode(tokenizer, texts)
 
 
 def main(arguments: list[str]) -> None:
-    """Run everything from the sources to the finished folder."""
     options = parse(arguments)
     recipe: Recipe = options.recipe
     prepare(options.device, options.threads)

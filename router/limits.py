@@ -30,7 +30,7 @@ _ABOVE_ZERO = {"top_p": 1.0, "repetition_penalty": 10.0}
 
 
 def check_sampling(params: pb.SamplingParams) -> None:
-    """Raises InvalidArgument for a value out of range. Does not check `n`, `seed` and the logit bias."""
+    """Raises InvalidArgument. Does not check `n`, `seed` and the logit bias."""
     for name, (low, high) in _RANGES.items():
         within(f"sampling.{name}", getattr(params, name), low, high)
     for name, high in _ABOVE_ZERO.items():
@@ -40,14 +40,14 @@ def check_sampling(params: pb.SamplingParams) -> None:
 
 
 def check_size(request: pb.GenerateRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> None:
-    """Raises InvalidArgument for a message that is too large. Comes first: other checks are slow on a large one."""
+    """Raises InvalidArgument. Comes first: other checks are slow on a large message."""
     at_most(request.DESCRIPTOR.name, request.ByteSize(), MAX_REQUEST_BYTES, "bytes")
     if not isinstance(request, pb.DetokenizeRequest):
         at_most("messages.messages", len(request.messages.messages), MAX_MESSAGES, "messages")
 
 
 def check_id(request_id: str) -> None:
-    """Raises InvalidArgument for an id that is too long."""
+    """Raises InvalidArgument."""
     at_most("request_id", len(request_id.encode()), MAX_REQUEST_ID_BYTES, "bytes")
 
 

@@ -100,19 +100,16 @@ async def _serve(settings: RouterSettings, models: Models, callers: Authenticato
 
 
 def _check_advertised(settings: RouterSettings) -> None:
-    """Raises SettingError for an invalid address."""
+    """Raises SettingError."""
     if settings.advertise is not None and not settings.advertise.rpartition(":")[2].isdecimal():
         raise SettingError("advertise", "host:port", settings.advertise)
 
 
 def _reached_at(host: str) -> str:
-    """Under which name others reach what listens there: every address has this host's name."""
     return socket.gethostname() if host in EVERY_ADDRESS else host
 
 
 class RouterProcess:
-    """The parts of a router, on one event loop."""
-
     def __init__(
         self,
         settings: RouterSettings,
@@ -204,13 +201,12 @@ class RouterProcess:
     async def _run(
         self, name: str, run: Callable[[], Coroutine[Any, Any, None]], *closes: Callable[[], Awaitable[None]]
     ) -> None:
-        """Run a part until the process closes: its task is cancelled then, and its `closes` are awaited."""
+        """Run a part until the process closes: then its task is cancelled and its `closes` are awaited."""
         for close in closes:
             self._ends.push_async_callback(close)
         await self._ends.enter_async_context(BackgroundTask(name, run, self._part_failed))
 
     def _part_failed(self, name: str, error: BaseException) -> None:
-        """The process can't do its work without that part."""
         self.readiness.failed(f"{name} failed")
 
     def _set_gauges(self) -> None:

@@ -15,8 +15,6 @@ STORE_RETRY_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class WorkerTimings:
-    """Of sessions with workers, and of requests that wait for one."""
-
     heartbeat_s: float = HEARTBEAT_SECONDS
     welcome_s: float = 5.0
     """From the hello to the worker's welcome."""
@@ -59,8 +57,6 @@ class JournalTimings:
 
 @dataclass(frozen=True)
 class TakeoverTimings:
-    """Of the takeover of other routers' requests."""
-
     retry_s: float = STORE_RETRY_SECONDS
     late_s: float = 0.5
     """A reply that is late by this, and by a quarter of a registration, counts as a break."""

@@ -22,15 +22,13 @@ READ_SECONDS = 5.0
 
 
 class AdminServer:
-    """Serves a Readiness and a Registry. ``start`` returns the bound port, ``close`` frees it."""
-
     def __init__(self, readiness: Readiness, registry: Registry) -> None:
         self._readiness = readiness
         self._registry = registry
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Raises OSError if the address can't be bound."""
+        """Return the bound port. Raises OSError."""
         self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST_BYTES)
         return int(self._server.sockets[0].getsockname()[1])
 

@@ -23,7 +23,7 @@ _Waiter = tuple[float, int, asyncio.Future[None]]
 
 
 class Admission:
-    """At most ``max_active`` slots and ``queue_limit`` waiters, on one event loop."""
+    """Slots and waiters on one event loop."""
 
     def __init__(self, max_active: int, queue_limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.active = 0

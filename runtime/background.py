@@ -23,10 +23,8 @@ _log = logs.get(__name__)
 
 
 class BackgroundTask:
-    """Runs `run()` from `start` to `close`, or inside ``async with``.
-
-    A crash is logged at once and passed to `on_crash`; without `on_crash`, `close` raises it. The task may also
-    return. `start` works once; `close` may be repeated, also before `start`.
+    """Runs `run()` from `start` to `close`, or inside ``async with``. Without `on_crash`, `close` raises the exception.
+    The task may also return. `start` works once; `close` may be repeated, also before `start`.
     """
 
     def __init__(
@@ -54,7 +52,6 @@ class BackgroundTask:
         self._task.add_done_callback(self._report)
 
     async def close(self) -> None:
-        """Raises the task's exception if there is no `on_crash`."""
         if self._task is None:
             return
         self._task.cancel()

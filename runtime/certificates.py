@@ -36,7 +36,7 @@ class PeerFiles:
 
 
 def make(folder: Path) -> PeerFiles:
-    """Create `folder` (mode 0700) with roots, certificate and key (mode 0600). Raises FileExistsError if it exists."""
+    """Create `folder` (mode 0700); the key has mode 0600. Raises FileExistsError."""
     folder.mkdir(mode=0o700)
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     ca = _authority(ca_key)

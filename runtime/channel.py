@@ -39,10 +39,7 @@ NAME_OVERRIDE = "grpc.ssl_target_name_override"
 
 
 class Connector:
-    """Opens channels to other processes of a deployment, with the newest valid TLS files.
-
-    The constructor raises SettingError for unusable files.
-    """
+    """Opens channels with the newest valid TLS files. The constructor raises SettingError."""
 
     def __init__(self, tls: PeerTls) -> None:
         self._name = tls.peer_name
@@ -54,7 +51,7 @@ class Connector:
         return self._files.generation
 
     def open(self, target: str) -> grpc.aio.Channel:
-        """A channel to "host:port"; the caller closes it."""
+        """A new channel; the caller closes it."""
         self._files.reload()
         options: list[tuple[str, str | int]] = list(CHANNEL_OPTIONS)
         credentials = self._files.loaded
@@ -66,13 +63,11 @@ class Connector:
 
 
 def open_channel(target: str, tls: PeerTls) -> grpc.aio.Channel:
-    """One channel. Raises SettingError for unusable TLS files."""
+    """Raises SettingError for unusable TLS files."""
     return Connector(tls).open(target)
 
 
 class HasTime(Protocol):
-    """The servicer context of a call."""
-
     def time_remaining(self) -> float | None: ...
 
 
@@ -104,7 +99,7 @@ class Deadline:
         return None if self.at is None else max(0.0, self.at - time.monotonic())
 
     def remaining_ms(self) -> int | None:
-        """For a message's ``remaining_ms``, rounded down."""
+        """Remaining time, rounded down; None without a deadline."""
         left = self.remaining()
         return None if left is None else int(left * 1000)
 
@@ -113,6 +108,6 @@ class Deadline:
         return self.remaining() == 0.0
 
     def check(self) -> None:
-        """Raises DeadlineExceeded after it has passed."""
+        """Raises DeadlineExceeded."""
         if self.is_over:
             raise DeadlineExceeded

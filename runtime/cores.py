@@ -1,12 +1,10 @@
-"""CPU cores of this process, on any platform."""
-
 from __future__ import annotations
 
 import os
 
 
 def usable_cores() -> list[int]:
-    """Cores of this process's affinity mask, or all on a platform without masks."""
+    """Cores of the affinity mask, or all on a platform without masks."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

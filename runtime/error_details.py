@@ -66,7 +66,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A field that violates a limit (BadRequest), or an exhausted quota (QuotaFailure)."""
+    """A violated limit (BadRequest) or an exhausted quota (QuotaFailure)."""
 
     field: str
     limit: str
@@ -75,15 +75,13 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """Resource of a NOT_FOUND, as ResourceInfo."""
-
     kind: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a stream can resume (decant.v1.ResumePoint): the earliest ``after_seq``, and the certain tokens."""
+    """The earliest ``after_seq``, and the certain tokens."""
 
     first_seq: int
     last_seq: int
@@ -91,8 +89,7 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True)
 class ErrorDetail:
-    """Everything about an error that is sent. `code` is gRPC's number, `retry_after` in seconds, `subject` the tenant
-    of an exhausted quota."""
+    """`code` is gRPC's number, `retry_after` in seconds, `subject` the tenant of an exhausted quota."""
 
     code: int
     message: str
@@ -125,7 +122,7 @@ def to_status(fault: ErrorDetail) -> Status:
 
 
 def trailers(fault: ErrorDetail) -> tuple[tuple[str, str | bytes], ...]:
-    """Trailing metadata with the error, and the pushback for gRPC's retries."""
+    """Trailing metadata, with the pushback for gRPC's retries."""
     pairs: list[tuple[str, str | bytes]] = [(DETAILS_KEY, to_status(fault).SerializeToString())]
     if fault.retry_after is not None:
         pairs.append((PUSHBACK_KEY, str(_milliseconds(fault.retry_after))))
@@ -133,7 +130,7 @@ def trailers(fault: ErrorDetail) -> tuple[tuple[str, str | bytes], ...]:
 
 
 def from_trailers(code: int, message: str, metadata: Iterable[tuple[str, str | bytes]]) -> ErrorDetail:
-    """The error of a call that ended with `code` and `message`. Ignores invalid details."""
+    """Ignores invalid details."""
     for key, value in metadata:
         if key == DETAILS_KEY and isinstance(value, bytes):
             try:
@@ -146,7 +143,6 @@ def from_trailers(code: int, message: str, metadata: Iterable[tuple[str, str | b
 
 
 def from_status(status: Status) -> ErrorDetail:
-    """The inverse of ``to_status``."""
     info = _find(status, ErrorInfo)
     bad = _find(status, BadRequest)
     resource = _find(status, ResourceInfo)

@@ -47,7 +47,7 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class FaultOwner(StrEnum):
-    """Cause of an error. Only SERVER is a failure of this service."""
+    """Only SERVER is a failure of this service."""
 
     CLIENT = "client"
     CAPACITY = "capacity"
@@ -74,7 +74,7 @@ _CAPACITY_REASONS = frozenset(
 
 
 class ServiceError(Exception):
-    """An error of the service. `fault` is what is sent; the rest is derived from it."""
+    """`fault` is what is sent; the rest is derived from it."""
 
     def __init__(self, fault: ErrorDetail) -> None:
         super().__init__(fault.message)
@@ -119,8 +119,6 @@ class ServiceError(Exception):
 
 
 class _FieldError(ServiceError):
-    """An error about one field of a request, or one quota."""
-
     @property
     def violation(self) -> Violation:
         return self.fault.violation or Violation("", "", "")
@@ -139,8 +137,7 @@ class _FieldError(ServiceError):
 
 
 class InvalidArgument(_FieldError):
-    """A field violates a limit. `reason` may also be EMPTY_PROMPT or PROMPT_TOO_LONG. `advice` replaces the message
-    "field: limit, got value"."""
+    """`reason` may also be EMPTY_PROMPT or PROMPT_TOO_LONG. `advice` replaces the message "field: limit, got value"."""
 
     def __init__(
         self, field: str, limit: str, value: object, *, reason: Reason = Reason.INVALID_FIELD, advice: str = ""
@@ -150,8 +147,6 @@ class InvalidArgument(_FieldError):
 
 
 class Unimplemented(_FieldError):
-    """A field that is not implemented, or only up to `limit`."""
-
     LIMIT = "not supported by this build"
 
     def __init__(self, field: str, value: object = "a value", *, limit: str = LIMIT) -> None:
@@ -159,7 +154,7 @@ class Unimplemented(_FieldError):
 
 
 class NotFound(ServiceError):
-    """Unknown name. `kind` is "model" or "request", which may have expired or belong to another tenant."""
+    """`kind` is "model" or "request"."""
 
     REASONS: ClassVar = {"model": Reason.MODEL_NOT_FOUND, "request": Reason.REQUEST_NOT_FOUND}
 
@@ -170,15 +165,13 @@ class NotFound(ServiceError):
 
 
 class AlreadyExists(ServiceError):
-    """A request id used again with another payload."""
-
     def __init__(self, request_id: str) -> None:
         text = f"request_id: already used with another payload, got {shorten(request_id)}"
         super().__init__(_fault(grpc.StatusCode.ALREADY_EXISTS, Reason.REQUEST_ID_REUSED, text))
 
 
 class OutOfRange(ServiceError):
-    """A resume at a seq that is not kept. Valid are `first_seq` to `last_seq`."""
+    """Valid are `first_seq` to `last_seq`."""
 
     def __init__(self, after_seq: int, first_seq: int, last_seq: int) -> None:
         text = f"after_seq: from {first_seq} to {last_seq}, got {after_seq}"
@@ -187,7 +180,7 @@ class OutOfRange(ServiceError):
 
 
 class Unauthenticated(ServiceError):
-    """Missing or wrong credentials; the error does not say which."""
+    """Does not say whether credentials are missing or wrong."""
 
     def __init__(self) -> None:
         text = "no credentials that are known here"
@@ -195,16 +188,13 @@ class Unauthenticated(ServiceError):
 
 
 class PermissionDenied(ServiceError):
-    """Known credentials do not allow `action`."""
-
     def __init__(self, action: str) -> None:
         text = f"these credentials don't allow: {shorten(action)}"
         super().__init__(_fault(grpc.StatusCode.PERMISSION_DENIED, Reason.NOT_ALLOWED, text))
 
 
 class QuotaExceeded(_FieldError):
-    """A tenant's quota is exhausted. `subject` is the tenant, `quota` its name ("in_flight"), `value` its use with this
-    request."""
+    """`subject` is the tenant, `quota` a name ("in_flight"), `value` the use with this request."""
 
     def __init__(self, subject: str, quota: str, limit: int, value: int, *, retry_after: float) -> None:
         code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.QUOTA_EXCEEDED
@@ -213,7 +203,7 @@ class QuotaExceeded(_FieldError):
 
 
 class QueueFull(ServiceError):
-    """The queue is full: `limit` requests wait, or the reason is the text `limit`."""
+    """`limit` requests wait, or the reason is the text `limit`."""
 
     def __init__(self, limit: int | str, *, retry_after: float) -> None:
         words = limit if isinstance(limit, str) else f"at most {limit} requests wait"
@@ -222,7 +212,7 @@ class QueueFull(ServiceError):
 
 
 class Unavailable(ServiceError):
-    """Not possible here now. `reason` is NO_WORKER, DRAINING, OWNER_CHANGED, WORKERS_LOST or STATE_STORE_AWAY."""
+    """`reason` is NO_WORKER, DRAINING, OWNER_CHANGED, WORKERS_LOST or STATE_STORE_AWAY."""
 
     def __init__(self, reason: Reason, message: str, *, retry_after: float) -> None:
         fault = _fault(grpc.StatusCode.UNAVAILABLE, reason, message)
@@ -230,22 +220,19 @@ class Unavailable(ServiceError):
 
 
 class DeadlineExceeded(ServiceError):
-    """The deadline has passed; the output so far can be fetched."""
-
     def __init__(self, message: str = "the request's deadline has passed") -> None:
         super().__init__(_fault(grpc.StatusCode.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED, message))
 
 
 class Cancelled(ServiceError):
-    """The request was cancelled, by a call or because its stream was lost."""
-
     def __init__(self, message: str = "the request was cancelled") -> None:
         super().__init__(_fault(grpc.StatusCode.CANCELLED, Reason.CANCELLED, message))
 
 
 class Aborted(ServiceError):
-    """A stream that can't continue here. `reason` is DRAINING, OWNER_CHANGED, WORKERS_LOST, SLOW_READER or
-    TAIL_UNCERTAIN with a point to resume from, or SUPERSEDED without."""
+    """`reason` is DRAINING, OWNER_CHANGED, WORKERS_LOST, SLOW_READER or TAIL_UNCERTAIN with a point to resume from, or
+    SUPERSEDED without.
+    """
 
     def __init__(self, reason: Reason, message: str, *, resume: ResumePoint | None = None) -> None:
         super().__init__(replace(_fault(grpc.StatusCode.ABORTED, reason, message), resume=resume))
@@ -317,5 +304,4 @@ def _field_fault(code: grpc.StatusCode, reason: Reason, field: str, limit: str, 
 
 
 def _seconds(retry_after: float) -> float:
-    """Rounded to milliseconds, as sent."""
     return max(0, round(retry_after * 1000)) / 1000

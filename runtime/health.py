@@ -36,7 +36,7 @@ class State(Enum):
 
 
 class Readiness:
-    """State of a process. Only for the event loop's thread; each change wakes the waiters."""
+    """Only for the event loop's thread."""
 
     def __init__(self) -> None:
         self.state = State.STARTING
@@ -53,17 +53,16 @@ class Readiness:
         return self.state is State.READY
 
     def ready(self) -> None:
-        """End of the warm-up. No effect after a drain or failure."""
+        """No effect after a drain or failure."""
         if self.state is State.STARTING:
             self._become(State.READY)
 
     def draining(self) -> None:
-        """Refuse new work from now on."""
         if self.state in (State.STARTING, State.READY):
             self._become(State.DRAINING)
 
     def failed(self, reason: str) -> None:
-        """The process should be restarted; `reason` is for the log."""
+        """`reason` is for the log."""
         if self.state in (State.STARTING, State.READY, State.DRAINING):
             self.reason = reason
             self._become(State.FAILED)
@@ -74,7 +73,6 @@ class Readiness:
             self._become(State.STOPPED)
 
     async def changed(self, since: State) -> State:
-        """Wait for another state than `since`, and return it."""
         while self.state is since:
             await self._changed.wait()
         return self.state
@@ -87,8 +85,6 @@ class Readiness:
 
 
 class HealthService(health_pb2_grpc.HealthServicer):
-    """``grpc.health.v1.Health`` of a Readiness, for services by their full names."""
-
     def __init__(self, readiness: Readiness, services: Iterable[str]) -> None:
         self._readiness = readiness
         self._names = {"", ALIVE, READY, *services}

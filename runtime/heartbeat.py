@@ -20,7 +20,7 @@ SILENT_SECONDS = 3.0
 
 
 class Silence:
-    """Ticks since the last message of a peer. The owner calls ``tick`` every HEARTBEAT_SECONDS."""
+    """Ticks since the last message. The owner calls ``tick`` every HEARTBEAT_SECONDS."""
 
     def __init__(self) -> None:
         self._ticks = 0
@@ -41,7 +41,6 @@ class Silence:
         self._ticks += 1
 
     def reset(self) -> None:
-        """Call for each received message."""
         self._ticks = 0
 
 
@@ -56,7 +55,6 @@ class LoopTimer:
         self._handle = self._loop.call_later(self._tick_seconds, self._tick)
 
     def cancel(self) -> None:
-        """Cancel the call; may be repeated."""
         self._handle.cancel()
 
     def _tick(self) -> None:

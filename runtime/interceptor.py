@@ -35,10 +35,8 @@ Gate = Callable[[str], None]
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every method of a server.
-
-    `count` receives every error that ends a call; `gate` may refuse calls. Calls of `services` (full names) are active
-    until their handlers have cleaned up.
+    """`count` receives every error that ends a call; `gate` may refuse calls. Calls of `services` (full names) are
+    active until their handlers have cleaned up.
     """
 
     def __init__(
@@ -52,7 +50,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._idle.set()
 
     async def idle(self) -> None:
-        """Wait until no call is active."""
         await self._idle.wait()
 
     async def intercept_service(
@@ -171,7 +168,7 @@ class _Readable:
 
 
 def _lenient_deserializer(handler: Any) -> Any:
-    """The handler's deserializer; returns _Unreadable for an undecodable message."""
+    """Returns _Unreadable for an undecodable message."""
     read = handler.request_deserializer
     if read is None:
         return None
@@ -186,7 +183,6 @@ def _lenient_deserializer(handler: Any) -> Any:
 
 
 def _readable(request: Any) -> Any:
-    """A call's request or stream of requests. Raises InvalidArgument."""
     return _Readable(request) if isinstance(request, AsyncIterator) else _checked(request)
 
 

@@ -35,7 +35,7 @@ class LogSettings(Settings):
 
 
 def start(service: str, settings: LogSettings, *, stream: TextIO | None = None) -> None:
-    """Configure this process's logs once; on standard output unless `stream` is given."""
+    """Configure this process's logs, on standard output unless `stream` is given."""
     out = stream or sys.stdout
     console = settings.log_format == "console" or (settings.log_format == "auto" and out.isatty())
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
@@ -74,7 +74,6 @@ def _common(service: str) -> list[Processor]:
 
 
 def hide_private(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-    """Replace text of users by its length."""
     for key in PRIVATE & event.keys():
         value = event[key]
         event[key] = f"<{len(value)}>" if hasattr(value, "__len__") else "<hidden>"
@@ -82,7 +81,6 @@ def hide_private(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
 
 
 def _name_module(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-    """Log the name of a standard library logger under the same key."""
     event["module"] = event["_record"].name
     return event
 

@@ -51,15 +51,13 @@ REFUSALS = (Reason.QUEUE_FULL, Reason.QUOTA_EXCEEDED, Reason.NO_WORKER, Reason.S
 
 
 class PromptSource(StrEnum):
-    """Where the KV cache of a prompt's tokens came from."""
-
     COMPUTED = "local_compute"
     CACHED = "local_cache_hit"
     HANDED_OVER = "external_kv_transfer"
 
 
 class Registry:
-    """A process's metrics, and their text. `process` adds its CPU seconds, memory and open files."""
+    """`process` adds CPU seconds, memory and open files."""
 
     def __init__(self, *, process: bool = True) -> None:
         # Creation times would double the number of series, and no dashboard uses them.
@@ -70,11 +68,10 @@ class Registry:
             ProcessCollector(registry=self.collectors)
 
     def before_scrape(self, update: Callable[[], None]) -> None:
-        """Call ``update`` before each scrape: it sets gauges that are computed together."""
+        """Call ``update`` before each scrape, for gauges that are computed together."""
         self._updates.append(update)
 
     def text(self) -> bytes:
-        """All values in Prometheus' text format."""
         for update in self._updates:
             update()
         return generate_latest(self.collectors)
@@ -92,8 +89,6 @@ class Registry:
 
 
 class ProcessMetrics:
-    """Metrics of every process."""
-
     def __init__(self, registry: Registry) -> None:
         labels = ("reason", "code", "blame")
         self.errors = registry.counter("errors_total", "Calls that ended with an error.", labels)
@@ -144,8 +139,6 @@ class TenantMetrics:
 
 
 class ModelMetrics:
-    """The router's view of one model's requests."""
-
     def __init__(self, parent: RequestMetrics, model: str) -> None:
         self.tenants = parent.tenants
         self.ttft = parent.ttft.labels(model)
@@ -161,12 +154,11 @@ class ModelMetrics:
         self._requests, self._model = parent.requests, model
 
     def count_request(self, outcome: str) -> None:
-        """``outcome``: from a closed set, see `RequestMetrics.requests`."""
         self._requests.labels(self._model, outcome).inc()
 
 
 class QueueMetrics:
-    """Gauges of a router's open requests, by model. Set before each scrape."""
+    """Set before each scrape."""
 
     def __init__(self, registry: Registry) -> None:
         label = ("model",)

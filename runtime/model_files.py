@@ -24,8 +24,6 @@ _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repeti
 
 
 class ModelUnreadable(Exception):
-    """Missing or invalid files of a model. `reason` names them."""
-
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"{model}: {reason}")
         self.model = model
@@ -55,7 +53,7 @@ class ModelFiles:
 
 
 def find(model: str, revision: str | None = None, *, id: str | None = None) -> ModelFiles:
-    """Read a folder, or download and read a hub model. Raises ModelUnreadable."""
+    """Read a folder, or download a hub model. Raises ModelUnreadable."""
     folder = Path(model)
     if folder.is_dir():
         folder = folder.resolve()
@@ -145,7 +143,6 @@ def _whole(value: Any, least: int) -> bool:
 
 
 def _json(model: str, file: Path) -> Mapping[str, Any] | None:
-    """None if the file does not exist. Raises ModelUnreadable."""
     if not file.is_file():
         return None
     try:

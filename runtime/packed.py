@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 
 def pack(numbers: Iterable[int]) -> bytes:
-    """Raises OverflowError for a number outside uint32."""
+    """Raises OverflowError."""
     packed = array("I", numbers)
     if sys.byteorder == "big":
         packed.byteswap()

@@ -29,24 +29,21 @@ class UnknownMessages:
         self._peer = peer
 
     def ignore(self) -> None:
-        """Count one; the first is logged."""
+        """The first is logged."""
         self.count += 1
         if self.count == 1:
             _log.warning("messages of an unknown kind are ignored", peer=self._peer)
 
 
 def new_peer(id: str) -> wire.Peer:
-    """A peer with a new random incarnation."""
     return wire.Peer(id=id, incarnation=secrets.randbits(64) or 1, protocol=PROTOCOL)
 
 
 def default_id(role: str) -> str:
-    """Default id of a process: role, host and process id."""
     return f"{role}-{socket.gethostname()}-{os.getpid()}"
 
 
 def is_compatible(protocol: int) -> bool:
-    """Whether this build supports that version: its own and the one before."""
     return protocol in (PROTOCOL, PROTOCOL - 1) and protocol > 0
 
 

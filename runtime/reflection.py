@@ -20,7 +20,7 @@ V1 = "grpc.reflection.v1.ServerReflection"
 
 
 def add_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
-    """Serve the descriptors of `services` (full names) and of reflection."""
+    """`services`: full names."""
     _describe_v1()
     servicer = alpha.ReflectionServicer((*services, V1, V1ALPHA))
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)

@@ -49,8 +49,6 @@ WarmUp = Callable[["Server"], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Service:
-    """A gRPC service, how it is added to a server, and the methods that a drain refuses."""
-
     descriptor: ServiceDescriptor
     add: Callable[[grpc.aio.Server], None]
     admission_methods: frozenset[str] = frozenset()
@@ -97,8 +95,6 @@ def freeze_gc() -> None:
 
 
 class Server:
-    """A gRPC server with health, reflection, TLS, metrics, typed errors and drain."""
-
     def __init__(
         self, services: Sequence[Service], settings: ServerSettings, readiness: Readiness, registry: Registry
     ) -> None:
@@ -123,7 +119,7 @@ class Server:
         return join_address(self._settings.host, self.port)
 
     async def start(self) -> None:
-        """Listen; alive, not ready. Raises SettingError if an address can't be bound or a TLS file can't be read."""
+        """Alive, not ready. Raises SettingError."""
         names = [service.name for service in self._services]
         for service in self._services:
             service.add(self._server)
@@ -140,7 +136,6 @@ class Server:
         _log.info("serving", address=self.address, tls=self._settings.tls, admin_port=self.admin_port)
 
     async def run(self, *, warm_up: WarmUp | None = None, drain: Drain | None = None) -> bool:
-        """Serve until the end, as ``serve``."""
         try:
             if not await race(self._live(warm_up), self._failed()):
                 return False
@@ -150,7 +145,6 @@ class Server:
             await self._end()
 
     async def _live(self, warm_up: WarmUp | None) -> bool:
-        """Until the end is requested."""
         if warm_up is None or await race(self._warm(warm_up), self._requested()):
             self.readiness.ready()
             await self.shutdown.requested()
@@ -173,7 +167,6 @@ class Server:
             return False
 
     async def _end(self) -> None:
-        """Cancel all calls, wait for their cleanup and close everything."""
         self.readiness.stopped()
         await self._server.stop(None)
         try:

@@ -31,7 +31,7 @@ class ServerSettings(ServerTls):
 
 
 def bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
-    """Bind and return the port. Raises SettingError, also for unreadable TLS files."""
+    """Return the port. Raises SettingError, also for unreadable TLS files."""
     address = join_address(settings.host, settings.port)
     credentials = server_credentials(settings)
     try:

@@ -23,8 +23,6 @@ PREFIX = "DECANT_"
 
 
 class Settings(BaseModel):
-    """Frozen; refuses unknown fields."""
-
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
 
     @model_validator(mode="before")
@@ -40,7 +38,7 @@ class Settings(BaseModel):
 
 
 class SettingError(ValueError):
-    """A wrong field and the reason, raised by validators of several fields."""
+    """Raised by validators of several fields."""
 
     def __init__(self, field: str, limit: str, value: object) -> None:
         super().__init__(f"{field}: {limit}, got {shorten(value)}")
@@ -50,7 +48,7 @@ class SettingError(ValueError):
 
 
 class InvalidSettings(Exception):
-    """All violations, each with the name of its flag, variable or key."""
+    """Each violation has the name of its flag, variable or key."""
 
     def __init__(self, violations: Sequence[Violation]) -> None:
         super().__init__("\n".join(_line(violation) for violation in violations))

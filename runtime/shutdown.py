@@ -26,7 +26,7 @@ class Shutdown:
         self._forced = asyncio.Event()
 
     def request(self, why: str) -> None:
-        """Request a drain, or the end if a drain was requested before; `why` is for the log."""
+        """`why` is for the log."""
         _log.info("shutdown", why=why, at_once=self.ends_process or self._requested.is_set())
         if self.ends_process:
             _log.info("ended")
@@ -47,7 +47,7 @@ class Shutdown:
 
 
 async def race(*coroutines: Coroutine[Any, Any, _T]) -> _T:
-    """The result of the first coroutine to end. Cancels the others and waits for their end."""
+    """Return the first result. Cancels the other coroutines and waits for their end."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -62,7 +62,6 @@ async def race(*coroutines: Coroutine[Any, Any, _T]) -> _T:
 
 
 def run(main: Coroutine[Any, Any, _T]) -> _T:
-    """Run on uvloop if it is installed, else on asyncio's loop."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(main)
 

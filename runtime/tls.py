@@ -22,8 +22,6 @@ _log = logs.get(__name__)
 
 
 class ServerTls(Settings):
-    """A server's certificate, and the roots of its clients' certificates."""
-
     tls_certificate: Path | None = Field(default=None, description="PEM chain of this server; unset: plaintext")
     tls_key: Path | None = Field(default=None, description="PEM key of tls_certificate")
     tls_client_ca: Path | None = Field(
@@ -45,8 +43,6 @@ class ServerTls(Settings):
 
 
 class PeerTls(Settings):
-    """TLS of calls to other processes of the deployment."""
-
     peer_ca: Path | None = Field(
         default=None, description="PEM roots of the certificates of other processes; unset: plaintext"
     )
@@ -81,7 +77,7 @@ class TlsFiles(Generic[T]):
         self.loaded = load()
 
     def reload(self) -> T | None:
-        """The new result if the files have changed, else None. Changes during the load are left for the next call."""
+        """None if nothing has changed. Changes during the load are left for the next call."""
         with self._lock:
             version = self._stat()
             if version in (None, self._version):
@@ -145,7 +141,7 @@ def check_peers(tls: PeerTls) -> None:
 
 
 def _peer_context(protocol: int, tls: PeerTls) -> ssl.SSLContext:
-    """Context of one end of a connection, as lenient as gRPC."""
+    """A context as lenient as gRPC's."""
     assert tls.peer_certificate is not None
     context = ssl.SSLContext(protocol)
     context.check_hostname = False

@@ -38,8 +38,6 @@ _REFUSED = (
 
 
 class Client:
-    """A pool of connections to one Redis. Connects at first use."""
-
     def __init__(self, url: str, deadline_s: float, max_connections: int) -> None:
         """`deadline_s`: of a call, including the wait for a connection. Raises ValueError for an invalid URL."""
         self._deadline_s = deadline_s
@@ -58,15 +56,12 @@ class Client:
         return await self.run(Command(words))
 
     async def run(self, command: Command) -> Reply:
-        """One command in one round trip. Raises StoreUnavailable, StoreFault."""
+        """Run one command in one round trip. Raises StoreUnavailable, StoreFault."""
         (reply,) = await self.run_all([command])
         return reply
 
     async def run_all(self, commands: Sequence[Command]) -> list[Reply]:
-        """Several commands in one round trip, in order, not atomic.
-
-        Raises StoreUnavailable, StoreFault; some commands may have run.
-        """
+        """Run commands in one round trip, in order. Raises StoreUnavailable, StoreFault; some may have run."""
         replies = await self.try_all(commands)
         for reply in replies:
             if isinstance(reply, StateError):
@@ -82,7 +77,7 @@ class Client:
         return await self._within(deadlines * self._deadline_s, commands) if commands else []
 
     async def wait_for_entry(self, stream: str, after: bytes, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for an entry after that one. Occupies a connection."""
+        """Wait at most `timeout_s`. Occupies a connection."""
         block_ms = max(1, round(timeout_s * 1000))
         command = Command(("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", stream, after))
         (reply,) = await self._within(timeout_s + self._deadline_s, [command])

@@ -40,8 +40,6 @@ class DirectoryEntry(Generic[Facts]):
 
 @dataclass(frozen=True)
 class Listing(Generic[Facts]):
-    """The registrations at one instant."""
-
     version: bytes  # changes with registrations, not with load alone
     next_end_s: float | None  # until the first of these expires unless renewed; None: there are none
     present: tuple[DirectoryEntry[Facts], ...]
@@ -55,7 +53,7 @@ class Directory(Generic[Facts]):
         self._lasts = (round(ttls.registration_s * 1000), round(ttls.directory_s * 1000))
 
     async def register(self, facts: Facts, load: Load | None = None) -> Registration[Facts]:
-        """Become the present incarnation of `facts.peer.id`. Once per process. Raises StoreUnavailable."""
+        """Once per process: become the present incarnation of `facts.peer.id`. Raises StoreUnavailable."""
         since = await self._client.run(scripts.DIRECTORY_REGISTER.call(self._names, *self._words(facts, load)))
         return Registration(self, facts, since)
 
@@ -84,16 +82,15 @@ class Directory(Generic[Facts]):
         return bool(await self._client.run(call))
 
     async def renew(self, facts: Facts, load: Load | None, since: int) -> bool:
-        """False if a later incarnation is registered. For `Registration`."""
+        """False if a later incarnation is registered."""
         words = self._words(facts, load)
         return bool(await self._client.run(scripts.DIRECTORY_RENEW.call(self._names, *words, since)))
 
     async def remove(self, incarnation: Incarnation) -> None:
-        """No effect if another incarnation is registered. For `Registration`."""
+        """No effect if another incarnation is registered."""
         await self._client.run(scripts.DIRECTORY_REMOVE.call(self._names, incarnation.id, incarnation.hex))
 
     def _parsed(self, packed: bytes | None, load: bytes | None, ends_ms: int) -> DirectoryEntry[Facts] | None:
-        """None if unreadable."""
         facts = self._facts()
         try:
             facts.ParseFromString(packed or b"")
@@ -113,7 +110,7 @@ class Directory(Generic[Facts]):
 
 
 class Registration(Generic[Facts]):
-    """Registration of one incarnation, renewed every `Ttls.renew_every_s` by its process."""
+    """A registration, renewed every `Ttls.renew_every_s` by its process."""
 
     def __init__(self, directory: Directory[Facts], facts: Facts, since: int) -> None:
         self.facts = facts  # the owner may replace it, except for the peer

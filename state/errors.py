@@ -20,11 +20,11 @@ from decant.state.ids import Incarnation, RequestKey, State
 
 
 class StateError(Exception):
-    """Base of the errors of `state`."""
+    pass
 
 
 class StoreUnavailable(StateError):
-    """Redis is unreachable, or exceeds the deadline. The command may have run, and can be repeated."""
+    """The command may have run, and can be repeated."""
 
 
 class StoreFault(StateError):
@@ -32,18 +32,13 @@ class StoreFault(StateError):
 
 
 class UnreadableRequest(StoreFault):
-    """The stored data of one request is invalid. Other requests are not affected."""
-
     def __init__(self, key: RequestKey, why: str) -> None:
         super().__init__(f"request {key} can't be read: {why}")
         self.key = key
 
 
 class Superseded(StateError):
-    """The router no longer owns the request, or the attempt is over. Nothing was written.
-
-    `stream_epoch`: the last epoch that a client's stream on another router started; 0: none.
-    """
+    """Nothing was written. `stream_epoch`: the last epoch that a client's stream on another router started; 0: none."""
 
     def __init__(self, key: RequestKey, epoch: int, owner: Incarnation, state: State, stream_epoch: int = 0) -> None:
         super().__init__(f"request {key}: epoch {epoch} is owned by {owner}")
@@ -73,8 +68,6 @@ class UnknownRequest(StateError):
 
 
 class StoreRefilling(StateError):
-    """Redis was emptied, and the request's owner may still write it again."""
-
     def __init__(self, key: RequestKey, retry_after_s: float) -> None:
         super().__init__(f"request {key} is not known yet: the store was emptied, ask again in {retry_after_s:.1f} s")
         self.key = key
@@ -88,7 +81,7 @@ class OwnerAlive(StateError):
 
 
 class QuotaExceeded(StateError):
-    """The request exceeds a tenant's quota. Nothing was acquired."""
+    """Nothing was acquired."""
 
     def __init__(self, quota: str, limit: int, value: int, retry_after_s: float) -> None:
         super().__init__(f"{quota}: the limit is {limit}, this would make {value}")
@@ -99,4 +92,4 @@ class QuotaExceeded(StateError):
 
 
 class PrivateRedisFailed(StateError):
-    """redis-server is missing, or it exited or did not answer during start."""
+    pass

@@ -44,8 +44,6 @@ class RequestKey(NamedTuple):
 
 
 class Incarnation(NamedTuple):
-    """One start of a process."""
-
     id: str
     incarnation: int  # 64 bits, drawn when the process starts
 

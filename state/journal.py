@@ -57,17 +57,12 @@ class Part:
 
 
 class Journal:
-    """Reads journals; `Requests.flush` writes them."""
-
     def __init__(self, client: Client, era: StoreInstance) -> None:
         self._client = client
         self._era = era
 
     async def read(self, key: RequestKey, first: int, most: int) -> Part:
-        """Up to `most` entries from entry `first` on, counted from 0.
-
-        Raises UnknownRequest, StoreRefilling, StoreUnavailable.
-        """
+        """At most `most` entries. Raises UnknownRequest, StoreRefilling, StoreUnavailable."""
         if first < 0 or most < 1:
             raise ValueError(f"journal: first from 0, most from 1, got {first}, {most}")
         names = [keys.request(key), keys.journal(key)]

@@ -88,6 +88,5 @@ def open_set(router: Incarnation) -> str:
 
 
 def quota(tenant: str) -> tuple[str, str, str]:
-    """In flight, charged, full_at."""
     prefix = f"decant:{{quota/{quote(tenant, safe='')}}}"
     return f"{prefix}:in_flight", f"{prefix}:charged", f"{prefix}:full_at"

@@ -24,9 +24,8 @@ def entry_bytes(alternatives: int) -> int:
 
 
 class Logprobs:
-    """Logprobs of consecutive tokens in one packed buffer.
-
-    Values are copied, because a protobuf sub-message keeps its whole message in memory.
+    """Packed logprobs of consecutive tokens. Values are copied: a protobuf sub-message keeps its whole message in
+    memory.
     """
 
     __slots__ = ("_alternatives", "_data", "_layout")
@@ -56,9 +55,8 @@ class Logprobs:
     __hash__ = None  # type: ignore[assignment]
 
     def append(self, token: TokenLogprobs) -> None:
-        """Copy one token's values; surplus alternatives are dropped.
-
-        Raises ValueError if ids and logprobs differ in number, or an id is out of range.
+        """Surplus alternatives are dropped. Raises ValueError if ids and logprobs differ in number, or an id is out of
+        range.
         """
         self._data += self._layout.pack(token.logprob, token.rank, *self._top(token))
 
@@ -68,13 +66,11 @@ class Logprobs:
             self.append(token)
 
     def entries(self, first: int = 0, end: int | None = None) -> list[TokenLogprobs]:
-        """Entries `first` to `end` as messages."""
         size = self._layout.size
         data = self._data[first * size : None if end is None else end * size]
         return [_message(numbers) for numbers in self._layout.iter_unpack(data)]
 
     def packed(self, first: int = 0) -> bytes:
-        """The bytes of entry `first` and on."""
         return bytes(self._data[first * self._layout.size :])
 
     def _top(self, token: TokenLogprobs) -> list[float]:

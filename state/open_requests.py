@@ -31,12 +31,11 @@ class OpenRequests:
         self._open_ms = round(ttls.open_s * 1000)
 
     def adding(self, router: Incarnation, requests: Sequence[RequestKey]) -> Command:
-        """The command that `add` sends, for a pipeline; at most BATCH requests."""
+        """A command for a pipeline, for at most BATCH requests."""
         names = [keys.open_set(router), keys.OWNERS]
         return scripts.OPEN_ADD.call(names, str(router), self._open_ms, *map(str, requests))
 
     def adding_all(self, requests: Iterable[OwnedRequest]) -> list[Command]:
-        """Commands that add these to the open sets of their owners."""
         return [self.adding(router, batch) for router, batch in _batches(requests)]
 
     async def add(self, router: Incarnation, requests: Sequence[RequestKey]) -> None:
@@ -48,7 +47,7 @@ class OpenRequests:
         await self._client.run_all([_removing(router, batch) for batch in cut(requests)])
 
     async def remove_all(self, requests: Iterable[OwnedRequest]) -> None:
-        """Remove these from the open sets of their owners. Raises StoreUnavailable."""
+        """Remove each from its owner's set. Raises StoreUnavailable."""
         await self._client.run_all([_removing(router, batch) for router, batch in _batches(requests)])
 
     async def of(self, router: Incarnation) -> set[RequestKey]:
@@ -61,9 +60,8 @@ class OpenRequests:
         return set(_readable(Incarnation.parse, await self._client.run(scripts.OPEN_ORPHANED.call(names))))
 
     async def take(self, dead: Incarnation, router: Incarnation, most: int = BATCH) -> list[RequestKey]:
-        """Move up to `most` entries of the dead router to `router`. Of several routers one gets each entry.
-
-        If the reply is lost, the entries are in `of(router)`. Raises OwnerAlive, StoreUnavailable.
+        """Move at most `most` entries to `router`. Of several routers one gets each entry. If the reply is lost, the
+        entries are in `of(router)`. Raises OwnerAlive, StoreUnavailable.
         """
         names = [keys.expiry("routers"), keys.peers("routers"), keys.OWNERS, keys.open_set(dead), keys.open_set(router)]
         reply = await self._client.run(
@@ -86,7 +84,6 @@ def _removing(router: Incarnation, requests: Sequence[RequestKey]) -> Command:
 
 
 def cut(requests: Sequence[RequestKey]) -> Iterator[Sequence[RequestKey]]:
-    """Slices of at most BATCH."""
     for start in range(0, len(requests), BATCH):
         yield requests[start : start + BATCH]
 

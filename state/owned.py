@@ -18,8 +18,6 @@ from decant.state.logprobs import Logprobs
 
 @dataclass(frozen=True)
 class StoredRequest:
-    """A request as Redis had it at one instant."""
-
     key: RequestKey
     epoch: int
     attempt: int
@@ -44,7 +42,7 @@ WRITE_BYTES = 1024
 
 
 class LogprobsOptions(NamedTuple):
-    """Number of alternatives for each token; None: no logprobs."""
+    """Numbers of alternatives for each token; None: no logprobs."""
 
     output: int | None
     prompt: int | None
@@ -63,7 +61,6 @@ class LogprobsOptions(NamedTuple):
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes for each entry of the journal."""
         return 0 if self.output is None else logprobs.entry_bytes(self.output)
 
 
@@ -107,7 +104,7 @@ class OwnedRequest:
 
     @classmethod
     def adopted(cls, found: StoredRequest) -> OwnedRequest:
-        """A request that its new owner continues. Raises ValueError for an ended one."""
+        """Raises ValueError for an ended request."""
         if found.ended or found.length != len(found.entries):
             raise ValueError(f"{found.key}: only a whole, unfinished request can be continued")
         request = cls(found.key, found.owner, found.payload, found.record)
@@ -132,7 +129,6 @@ class OwnedRequest:
 
     @property
     def is_unsynced(self) -> bool:
-        """Whether Redis may lack entries, attempt or state."""
         return (
             self.synced_entries < self.length
             or self.synced_state != (self.attempt, self.state)
@@ -141,7 +137,6 @@ class OwnedRequest:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether they are complete or not requested."""
         return self.logprobs_options.prompt is None or self.record.prompt_tokens < 2 or bool(self._prompt_logprobs)
 
     def append(self, entries: Iterable[Entry], packed_logprobs: bytes = b"") -> None:
@@ -162,21 +157,19 @@ class OwnedRequest:
         self._journal += packed
 
     def add_prompt_logprobs(self, packed_logprobs: bytes) -> None:
-        """All of the prompt's logprobs, as `Logprobs.packed`. Ignored if not requested."""
+        """Add all of them, as `Logprobs.packed`. Ignored if not requested."""
         if self.logprobs_options.prompt is not None:
             self._prompt_logprobs = packed_logprobs
             self.prompt_logprobs_unsynced = bool(self._prompt_logprobs)
 
     @property
     def write_bytes(self) -> int:
-        """Approximate size of the next write."""
         whole = 0 if self.synced_state else len(self.payload)
         entries = self.length - (self.synced_entries if self.synced_state else 0)
         prompt_bytes = len(self._prompt_logprobs) if self.prompt_logprobs_unsynced or not self.synced_state else 0
         return whole + entries * (ENTRY_BYTES + self.logprobs_options.entry_bytes) + prompt_bytes + WRITE_BYTES
 
     def packed(self, first: int) -> bytes:
-        """The journal's bytes from entry `first` on."""
         return bytes(self._journal[first * ENTRY_BYTES :])
 
     def packed_logprobs(self, first: int) -> bytes:
@@ -194,7 +187,7 @@ class OwnedRequest:
         self._enter(state, at, new_attempt=False)
 
     def start_attempt(self, at: datetime) -> None:
-        """The next attempt: QUEUED again, with its tokens. Raises ValueError after the end."""
+        """Return to QUEUED, with the request's tokens. Raises ValueError after the end."""
         self._enter(Generation.STATE_QUEUED, at, new_attempt=True)
 
     def _enter(self, state: State, at: datetime, *, new_attempt: bool) -> None:

@@ -55,8 +55,6 @@ def find_redis_server() -> str:
 
 
 class PrivateRedis:
-    """Started by `start` or on entering `with` / `async with`, stopped on leaving."""
-
     def __init__(self, *, port: int | None = None, options: Sequence[str] = (), deadline_s: float = 10.0) -> None:
         """On a Unix socket of this user, or with `port` on that port of the loopback, for every user.
 
@@ -80,7 +78,7 @@ class PrivateRedis:
         return self._keeper is not None and self._keeper.poll() is None
 
     def start(self) -> Self:
-        """Start and wait until it answers. Raises PrivateRedisFailed with its output, after cleanup."""
+        """Start, and wait until it answers. Raises PrivateRedisFailed with its output, after cleanup."""
         server = find_redis_server()
         folder = _make_folder()
         self._address = ("127.0.0.1", self._port) if self._port else f"{folder}/redis.sock"
@@ -105,7 +103,7 @@ class PrivateRedis:
         return self
 
     def stop(self) -> None:
-        """End the process and remove its folder; may be repeated. Raises PrivateRedisFailed if one remains."""
+        """End the process. May be repeated. Raises PrivateRedisFailed if one remains."""
         if not self._keeper:
             return
         keeper, self._keeper = self._keeper, None
@@ -117,7 +115,6 @@ class PrivateRedis:
             raise PrivateRedisFailed(f"did not stop within {_STOP_S:g} s (process {keeper.pid})") from error
 
     def wait(self) -> None:
-        """Block until the process has ended."""
         if keeper := self._keeper:
             keeper.wait()
 
@@ -163,7 +160,7 @@ def _make_folder() -> str:
 
 
 def _answers(address: tuple[str, int] | str, folder: str) -> bool:
-    """Whether the Redis of this folder answers; another one may have the port."""
+    """Another Redis may have the port."""
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)

@@ -23,7 +23,7 @@ RETRY_IN_FLIGHT_S = 1.0  # it is unknown when one of the tenant's requests ends
 
 @dataclass(frozen=True)
 class TenantLimits:
-    """Limits of a tenant. None: no limit."""
+    """A limit of None is none."""
 
     in_flight: int | None = None  # requests
     tokens_per_minute: int | None = None  # of prompt and output, from 1
@@ -36,7 +36,7 @@ class TenantLimits:
 
 
 class QuotaUsage(NamedTuple):
-    """Tokens that a request used, prompt and output."""
+    """Prompt and output tokens of a request."""
 
     key: RequestKey
     tokens: int
@@ -50,9 +50,8 @@ class Quotas:
         self._lease_ms = round(ttls.quota_lease_s * 1000)
 
     async def acquire(self, key: RequestKey, tokens: int, limits: TenantLimits) -> bool:
-        """Acquire a lease for a request of at most ``tokens``, or renew it. Returns whether it is new.
-
-        Raises QuotaExceeded, StoreUnavailable.
+        """Acquire a lease for at most ``tokens``, or renew it. Returns whether it is new. Raises QuotaExceeded,
+        StoreUnavailable.
         """
         args = (key.id, tokens, self._lease_ms, _or_none(limits.in_flight), _or_none(limits.tokens_per_minute))
         reply = await self._client.run(scripts.QUOTA_ACQUIRE.call(list(keys.quota(key.tenant)), *args))
@@ -64,7 +63,7 @@ class Quotas:
         return bool(reply[1])
 
     async def renew(self, requests: Iterable[RequestKey]) -> None:
-        """Renew leases in one round trip; call it every `renew_every_s`. Raises StoreUnavailable."""
+        """Call it every `renew_every_s`. Raises StoreUnavailable."""
         by_tenant = defaultdict[str, list[str]](list)
         for key in requests:
             by_tenant[key.tenant].append(key.id)
@@ -75,11 +74,10 @@ class Quotas:
         await self.release_all([QuotaUsage(key, tokens, limits)])
 
     async def release_all(self, ended: Iterable[QuotaUsage]) -> None:
-        """`release` of several in one round trip. Raises StoreUnavailable."""
         await self._client.run_all([_releasing(*used) for used in ended])
 
     async def in_flight(self, tenant: str) -> int:
-        """Leases of a tenant; may include some that have just expired. Raises StoreUnavailable."""
+        """May include leases that have just expired. Raises StoreUnavailable."""
         count: int = await self._client.execute("ZCARD", keys.quota(tenant)[0])
         return count
 

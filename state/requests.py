@@ -94,11 +94,10 @@ class Requests:
             raise error
 
     async def flush(self, requests: Sequence[OwnedRequest]) -> dict[OwnedRequest, Lost]:
-        """Write the changes of these requests: one command for each, in round trips of limited size.
+        """Write changes: one command for each request, in round trips of limited size.
 
-        Requests that Redis lost are written again in full; ended ones leave their open sets in one more round trip.
-        Returns the requests that are not written, with the reason. Raises StoreUnavailable: requests that were
-        answered before count as written.
+        Requests that Redis lost are written again in full. Returns the requests that are not written, with the reason.
+        Raises StoreUnavailable: requests that were answered before count as written.
         """
         lost: dict[OwnedRequest, Lost] = {}
         behind = await self._write_batches(requests, lost)
@@ -159,8 +158,8 @@ class Requests:
     async def leftovers(self, router: Incarnation) -> set[RequestKey]:
         """Entries of a router's open set whose request has ended, expired, or another owner.
 
-        An entry may be written a moment before its request: only one that is found twice is stale.
-        Raises StoreUnavailable.
+        Only an entry that is found twice is stale: it may be written a moment before its request. Raises
+        StoreUnavailable.
         """
         left = set[RequestKey]()
         for batch in cut(list(await self._open.of(router))):
@@ -199,7 +198,7 @@ class Requests:
         return replies[1]
 
     async def _leave_open_set(self, found: StoredRequest, owner_before: bytes) -> None:
-        """Remove it from the previous owner's open set. If this fails, `leftovers` finds the entry."""
+        """If this fails, `leftovers` finds the entry."""
         before = Incarnation.parse(owner_before.decode())
         if before != found.owner:
             with suppress(StateError):
@@ -213,7 +212,7 @@ class Requests:
     async def _write_batches(
         self, requests: Iterable[OwnedRequest], lost: dict[OwnedRequest, Lost]
     ) -> list[OwnedRequest]:
-        """As `_write_all`, small writes first, so that a slow large one delays no other."""
+        """Small writes first, so that a slow large one delays no other."""
         behind: list[OwnedRequest] = []
         for batch in _batches(sorted(requests, key=lambda request: request.write_bytes)):
             behind += await self._write_all(batch, lost)
@@ -250,7 +249,6 @@ class Requests:
         return behind
 
     def _writing(self, request: OwnedRequest) -> Command:
-        """The changes, or the whole request if Redis may lack it."""
         whole = [] if request.synced_state else [request.digest, request.payload]
         base = request.synced_entries if request.synced_state else 0
         logprobs = [
@@ -270,7 +268,6 @@ class Requests:
 
 
 def _batches(requests: Iterable[OwnedRequest]) -> Iterator[list[OwnedRequest]]:
-    """Batches in order, each of limited size or one request."""
     batch: list[OwnedRequest] = []
     size = 0
     for request in requests:
@@ -292,7 +289,6 @@ def _names(key: RequestKey) -> list[str]:
 
 
 def _own_names(request: OwnedRequest) -> list[str]:
-    """Without the key of logprobs, if the request has none."""
     return _names(request.key)[: 3 if request.logprobs_options.any else 2]
 
 

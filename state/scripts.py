@@ -1,5 +1,3 @@
-"""The Lua scripts in lua/, each atomic."""
-
 from __future__ import annotations
 
 import hashlib
@@ -15,8 +13,6 @@ _COMMON = (_FOLDER / "common.lua").read_text()
 
 @dataclass(frozen=True)
 class Script:
-    """Redis identifies it by the SHA-1 of its text."""
-
     name: str
     text: str = field(repr=False)
     sha: str = field(repr=False)

@@ -1,5 +1,3 @@
-"""The package's entry: one `Store` per process."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -21,7 +19,7 @@ SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 class BadUrl(ValueError):
-    """An invalid URL of Redis. ``value`` never contains a password."""
+    """``value`` never contains a password."""
 
     def __init__(self, limit: str, value: str) -> None:
         super().__init__(f"url: {limit}, got {value}")

@@ -28,12 +28,12 @@ class StoreInstance:
         self._refill_s = ttls.refill_s
 
     async def current(self) -> EraNow:
-        """Creates the identity if there is none. Raises StoreUnavailable."""
+        """Create the identity if there is none. Raises StoreUnavailable."""
         id_, age_ms = await self._client.run(scripts.ERA.call([keys.ERA], secrets.token_hex(8)))
         age_s = max(0, age_ms) / 1000
         return EraNow(id_.decode(), age_s, max(0.0, self._refill_s - age_s))
 
     async def unknown(self, key: RequestKey) -> UnknownRequest | StoreRefilling:
-        """The error for a request that Redis doesn't have. Raises StoreUnavailable."""
+        """Raises StoreUnavailable."""
         left_s = (await self.current()).refill_left_s
         return StoreRefilling(key, left_s) if left_s > 0 else UnknownRequest(key)

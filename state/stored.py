@@ -18,7 +18,7 @@ _NUMBER_LIMIT = 1 << 31
 
 
 def parse(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
-    """`snapshot` is from lua/common.lua. Raises UnreadableRequest for invalid data."""
+    """`snapshot` is from lua/common.lua. Raises UnreadableRequest."""
     try:
         stored = _parse(key, snapshot)
         _check(stored)

@@ -48,7 +48,7 @@ from decant.worker.report.audit import AuditService
 from decant.worker.report.metrics import WorkerMetrics
 from decant.worker.settings import WorkerSettings
 from decant.worker.startup.deferred_service import DeferredService
-from decant.worker.startup.load_model import limits_of, load_model
+from decant.worker.startup.load_model import in_own_thread, limits_of, load_model
 from decant.worker.startup.registration import Registrar
 
 LAST_ANSWERS_S = 0.25
@@ -164,7 +164,7 @@ class Worker:
         settings = self._settings
         server.shutdown.ends_process = True
         files = await asyncio.to_thread(model_files.find, settings.model, settings.model_revision, id=settings.model_id)
-        device = await asyncio.to_thread(self._load_device, settings)
+        device = await in_own_thread(self._load_device, settings)
         engine = Engine(device, limits_of(settings, device), checksum=checksum)
         host = await self._make_host(engine, files, server)
         await _warm_up_engine(host)

@@ -130,10 +130,13 @@ def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
     drive(server, WARM_UP, lambda _: None)
     freeze_gc()  # as a worker does before it is ready
     meter.begin()
+    cpu = time.process_time()
     served = drive(server, job.items, on_progress)
+    cpu = time.process_time() - cpu
     held = weights(device.model)
     extra = {
         "load_seconds": loaded,
+        "cpu_seconds": cpu,
         "preemptions": engine.load().preemptions,
         "weights": None if held is None else asdict(held),
     }

@@ -1,13 +1,4 @@
-"""The `decant` command. A command's modules are imported when it runs, so that importing this package is fast.
-
-app.py          every command; options.py its options
-generate.py     one request to a deployment
-status.py       routers and workers with their load
-audit.py        owners of all KV blocks
-demo.py         a deployment, one request, the audit, the end
-deployments.py  the deployments that run on this machine
-up/             starts a whole deployment on this machine
-"""
+"""The `decant` command. A command's modules are imported when it runs, so that importing this package is fast."""
 
 import sys
 

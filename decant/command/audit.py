@@ -27,8 +27,6 @@ CALL_SECONDS = 30.0
 
 
 class Audited:
-    """One worker's response, or the error of the call."""
-
     def __init__(self, worker: str, answer: wire.AuditResponse | None, error: str = "") -> None:
         self.worker = worker
         self.answer = answer
@@ -36,7 +34,6 @@ class Audited:
 
     @property
     def faults(self) -> list[str]:
-        """Discrepancies; empty if there are none."""
         if self.answer is None:
             return [self.error]
         one = self.answer
@@ -46,10 +43,7 @@ class Audited:
 
 
 def run(redis_url: str, tls: Tls | None, *, as_json: bool) -> bool:
-    """Print the audit. Returns whether every block has an owner.
-
-    Raises CommandFailed if Redis does not answer, or lists no worker.
-    """
+    """Returns whether every block has an owner. Raises CommandFailed if Redis does not answer, or lists no worker."""
     workers, _ = status.directory(redis_url)
     if not workers.present:
         raise CommandFailed("no worker is registered: there is nothing to audit", status=2)

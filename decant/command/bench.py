@@ -16,16 +16,21 @@ from typer import Option
 
 from decant.command import options as opt
 from decant.command.bench_batching import batching
+from decant.command.bench_calibrate import calibrate
 from decant.command.bench_interference import interference
 from decant.command.errors import CommandFailed, one_line_errors
 from decant.command.files import write_report
 
 bench = typer.Typer()
 bench.command()(batching)
+bench.command()(calibrate)
 bench.command()(interference)
 
 Up = Annotated[bool, Option("--up", help="Start a deployment on this machine, measure it and end it.")]
-Model = Annotated[str | None, Option(help="Model id; with --up the folder to serve; unset: the default.")]
+Model = Annotated[
+    str | None,
+    Option(help="Model id; with --up the folder to serve, or a shape (smollm2-135m); unset: the default."),
+]
 Prefill = Annotated[int, Option(min=0, help="Prefill workers of --up.")]
 Decode = Annotated[int, Option(min=0, help="Decode workers of --up.")]
 Workload = Annotated[str, Option(help="random, or anyscale: prompts of 512 tokens, outputs exp:128:1536.")]
@@ -117,10 +122,12 @@ def _measure(params: dict[str, Any]) -> None:
 
 
 def _up_arguments(params: dict[str, Any]) -> list[str] | None:
-    """Arguments of the `decant up` that --up starts; None without --up."""
+    """None without --up."""
     if not params["up"]:
         return None
-    model = ["--model", params["model"]] if params["model"] else []
+    from decant.bench import model_shapes
+
+    model = ["--model", model_shapes.source(params["model"])] if params["model"] else []
     return ["--prefill", str(params["prefill"]), "--decode", str(params["decode"]), *model]
 
 

@@ -69,7 +69,6 @@ def batching(  # noqa: PLR0913 - a command's options are its parameters
 
 
 def _load(model: str | None, dtype: str, kv_memory: str, threads: int) -> tuple[str, Any]:
-    """The model's folder and the loaded device. Raises CommandFailed."""
     from decant import models
     from decant.bench import model_shapes
     from decant.bench.batching.model import load_device

@@ -1,5 +1,3 @@
-"""`decant demo`: a deployment with the small model, one request, status and audit, and its end."""
-
 from __future__ import annotations
 
 from decant.command import audit, generate, status
@@ -13,7 +11,7 @@ _END_SECONDS = 120.0
 
 
 def run() -> None:
-    """Raises CommandFailed if the start or the audit fails."""
+    """Raises CommandFailed."""
     print("decant up --port 0      (a private Redis, a prefill worker, a decode worker, a router)", flush=True)
     with temporary_deployment() as running:
         print(f"ready on {running.addresses[0]}\n\ndecant generate --temperature 0.7 --seed {SEED} --max-tokens 60\n")

@@ -67,8 +67,7 @@ def running() -> list[Deployment]:
 
 
 def latest(option: str) -> Deployment:
-    """The newest deployment, perhaps still starting. Raises CommandFailed, which names the `option` to select
-    another."""
+    """The newest deployment, perhaps still starting. Raises CommandFailed, which names `option`, to select another."""
     deployments = running()
     if not deployments:
         raise CommandFailed(f"no deployment runs on this machine: start one with `decant up`, or give {option}")
@@ -76,12 +75,11 @@ def latest(option: str) -> Deployment:
 
 
 def of(pid: int) -> Deployment | None:
-    """The deployment of the `decant up` with this process id; None after its end."""
+    """The deployment of this process; None after its end."""
     return _read(_path(pid))
 
 
 def with_redis(redis_url: str) -> Deployment | None:
-    """The newest of this user's deployments with this Redis."""
     return next((one for one in running() if one.redis_url == redis_url), None)
 
 
@@ -90,7 +88,7 @@ def _path(pid: int) -> Path:
 
 
 class DeploymentRecord:
-    """This process's file, from `write` to the end of the ``with`` or of the process, and the folder `temporary`."""
+    """This process's file until the end of the ``with`` or of the process, and the folder `temporary`."""
 
     def __init__(self) -> None:
         self.path = _path(os.getpid())
@@ -99,7 +97,7 @@ class DeploymentRecord:
         self._keeper: subprocess.Popen[bytes] | None = None
 
     def write(self, deployment: Deployment) -> None:
-        """Replace the file atomically. Raises CommandFailed if the folder can't be written."""
+        """Replace the file atomically. Raises CommandFailed."""
         new = f"{self.path}.new"
         try:
             descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

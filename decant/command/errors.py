@@ -1,5 +1,3 @@
-"""Errors that end a command with one line and an exit status."""
-
 from __future__ import annotations
 
 import sys
@@ -19,7 +17,6 @@ class CommandFailed(Exception):
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn errors that the user can fix into one line and an exit status."""
     try:
         yield
     except CommandFailed as error:

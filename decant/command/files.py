@@ -1,5 +1,3 @@
-"""Files that commands write."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -8,7 +6,7 @@ from decant.command.errors import CommandFailed
 
 
 def write_report(file: Path, text: str) -> None:
-    """Raises CommandFailed where it can't be written."""
+    """Raises CommandFailed."""
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -28,7 +28,7 @@ UNSET: tuple[Any, ...] = (None, [], ())
 
 @dataclass
 class Clock:
-    """Times of a stream at this client, in seconds."""
+    """Times of a stream, in seconds."""
 
     sent: float
     first: float | None = None
@@ -65,7 +65,6 @@ class GenerateArgs:
 
 
 def run_command(params: dict[str, Any]) -> None:
-    """Run `decant generate` with the parameters of its command line."""
     with one_line_errors():
         text = _read_prompt(params["prompt"])
         prompt: Prompt = [{"role": "user", "content": text}] if params["chat"] else text
@@ -90,10 +89,8 @@ def _read_prompt(argument: str | None) -> str:
 
 
 def run(args: GenerateArgs, prompt: Prompt, options: Options) -> str:
-    """Print the answer, or with `as_json` the whole result. Returns the summary.
-
-    Raises ServiceError; Unavailable only before any output, CommandFailed after. On KeyboardInterrupt the request is
-    cancelled first.
+    """Return the summary. Raises ServiceError; Unavailable only before any output, CommandFailed after. On
+    KeyboardInterrupt the request is cancelled first.
     """
     try:
         client = Client(args.address, tls=args.tls, token=os.environ.get(TOKEN) or None)
@@ -120,7 +117,7 @@ def run(args: GenerateArgs, prompt: Prompt, options: Options) -> str:
 
 
 def run_here(args: GenerateArgs, prompt: Prompt, options: Options, waiting: Waiting) -> str:
-    """As `run`, with the newest deployment on this machine. Waits while it starts, and while it restarts a process."""
+    """Waits while the newest deployment starts, and while it restarts a process."""
     while True:
         deployment = waiting.deployment()
         try:
@@ -144,7 +141,6 @@ def _show(stream: Stream, clock: Clock, *, as_json: bool) -> None:
 
 
 def _print_status(line: str) -> None:
-    """Print to standard error, dim on a terminal."""
     print(f"\x1b[2m{line}\x1b[0m" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
 
 
@@ -176,7 +172,6 @@ def _until_ctrl_c(client: Client, stream: Stream) -> Iterator[None]:
 
 
 def account(stream: Stream, clock: Clock) -> dict[str, Any]:
-    """What ``--json`` prints."""
     usage, receipt, finished = stream.usage, stream.receipt, stream.finished
     outputs = stream.outputs
     tokens = usage.completion_tokens if usage else 0

@@ -78,7 +78,7 @@ Slo = Annotated[str, Option(help="Objectives, such as ttft=500ms,tpot=50ms.", sh
 
 
 def tls_from(params: dict[str, Any]) -> Tls | None:
-    """TLS of the options Ca, Certificate, Key and ServerName; None without any. Raises CommandFailed."""
+    """None without any. Raises CommandFailed."""
     files = {"ca": params["ca"], "certificate": params["certificate"], "key": params["key"]}
     name = params["server_name"]
     if not any(files.values()) and not name:

@@ -14,7 +14,7 @@ from decant.command.errors import CommandFailed, one_line_errors
 
 if TYPE_CHECKING:
     from decant.plan.inputs import Inputs
-    from decant.plan.outcome import Outcome
+    from decant.plan.simulation.outcome import Outcome
     from decant.plan.sizing import Plan
 
 Model = Annotated[str | None, Option(help="Folder with a config.json, or such a file.")]
@@ -123,7 +123,7 @@ def _plan(params: dict[str, Any]) -> None:
     options = inputs.PlanOptions(**{**values, "sequence_lengths": params["sequence_lengths"] or ()})
     try:
         parsed = inputs.parse(options)
-        plan = Sizing(parsed.speed, parsed.room, parsed.workload, parsed.slo).plan()
+        plan = Sizing(parsed.speed, parsed.room, parsed.workload, parsed.slo, parsed.overheads).plan()
         outcome = None if parsed.scenario is None else _simulated(parsed, plan)
     except (InvalidPlan, ModelRefused) as error:
         raise CommandFailed(str(error)) from None
@@ -134,8 +134,8 @@ def _plan(params: dict[str, Any]) -> None:
 
 
 def _simulated(inputs: Inputs, plan: Plan) -> Outcome:
-    from decant.plan.outcome import outcome
-    from decant.plan.simulation import Scenario, Simulation
+    from decant.plan.simulation.outcome import outcome
+    from decant.plan.simulation.simulation import Scenario, Simulation
 
     options: dict[str, Any] = dict(inputs.scenario or {})
     scenario = Scenario(plan.prefill_workers, plan.decode_workers, **options)

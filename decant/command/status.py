@@ -36,10 +36,7 @@ _NO_TERMINAL = 240  # columns
 
 
 def run(redis_url: str, *, as_json: bool, deployment: Deployment | None = None, watch: bool = False) -> None:
-    """Print once, or every `WATCH_S` until an interrupt. `deployment`: the one on this machine with that Redis.
-
-    Raises CommandFailed if Redis does not answer.
-    """
+    """Print once, or every `WATCH_S` until an interrupt. Raises CommandFailed if Redis does not answer."""
     console = new_console()
     while True:
         workers, routers = directory(redis_url)
@@ -58,7 +55,7 @@ def run(redis_url: str, *, as_json: bool, deployment: Deployment | None = None, 
 
 
 def directory(redis_url: str) -> tuple[Workers, Routers]:
-    """All registered workers and routers. Raises CommandFailed."""
+    """Raises CommandFailed."""
     try:
         return asyncio.run(_directory(redis_url))
     except (StateError, ValueError) as error:
@@ -112,7 +109,6 @@ def _state(one: DirectoryEntry[Any], process: Process | None) -> str:
 
 
 def document(rows: list[Row], deployment: Deployment | None) -> dict[str, Any]:
-    """What ``--json`` prints."""
     registered = [
         (row, {**_plain(row.facts), "load": _plain(row.load), "state": row.state}) for row in rows if row.facts
     ]

@@ -1,5 +1,3 @@
-"""A deployment for the duration of a command."""
-
 from __future__ import annotations
 
 import json
@@ -24,9 +22,8 @@ _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 @contextmanager
 def temporary_deployment(*arguments: str, variables: Mapping[str, str] = _NO_VARIABLES) -> Iterator[Deployment]:
-    """A new `decant up` with more arguments and environment variables, until the end of the ``with``.
-
-    It also ends if this process gets SIGTERM. Raises CommandFailed if its start fails. For the main thread.
+    """A new `decant up`, which also ends if this process gets SIGTERM. Raises CommandFailed if it does not start. For
+    the main thread.
     """
     with _exit_on_sigterm(), _started(arguments, variables) as process:
         yield next(one for one in deployments.running() if one.pid == process.pid)

@@ -34,7 +34,7 @@ class Waiting:
         self._next_report = 0.0
 
     def deployment(self) -> Deployment:
-        """Wait until the newest deployment has started. Raises CommandFailed."""
+        """Raises CommandFailed."""
         while True:
             try:
                 deployment = deployments.latest(self._option)

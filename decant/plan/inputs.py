@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from decant.plan import cost_profile
-from decant.plan.cost_profile import Profile
-from decant.plan.devices import PRESETS, Device
+from decant.plan.capacity.devices import PRESETS, Device
+from decant.plan.capacity.memory import Room
+from decant.plan.capacity.model_shape import ModelShape, parse_shape, read_shape
+from decant.plan.costs import cost_profile
+from decant.plan.costs.cost_profile import Profile
+from decant.plan.costs.overheads import NO_OVERHEADS, Overheads
+from decant.plan.costs.speed import Efficiency, Measured, Speed, roofline
 from decant.plan.errors import InvalidPlan
-from decant.plan.memory import Room
-from decant.plan.model_shape import ModelShape, parse_shape, read_shape
 from decant.plan.quantities import Slo, parse_bytes, parse_count, parse_slo, parse_tokens
 from decant.plan.recorded_workload import read as read_trace
-from decant.plan.sizing import Workload
-from decant.plan.speed import Efficiency, Measured, Speed, roofline
+from decant.plan.workload import Workload
 
 FLOATS = ("bfloat16", "float16", "float32")
 QUANTIZATIONS = ("int8", "fp8", "int4")
@@ -71,6 +72,7 @@ class Inputs:
     slo: Slo
     lengths: tuple[int, ...] = ()
     profile: Profile | None = None
+    overheads: Overheads = NO_OVERHEADS
     scenario: Mapping[str, float] | None = None
     """Options of a simulation; None: none is run."""
 
@@ -105,11 +107,12 @@ def parse(options: PlanOptions) -> Inputs:
             _share("--memory-share", options.memory_share),
             kv_windows=shape.kv_windows(kv_dtype),
         ),
-        speed=Measured(profile.costs) if profile else roofline(shape, device, dtypes, share),
+        speed=Measured(profile.prefill, profile.decode) if profile else roofline(shape, device, dtypes, share),
         workload=workload,
         slo=parse_slo(options.slo),
         lengths=tuple(options.sequence_lengths),
         profile=profile,
+        overheads=profile.overheads if profile else NO_OVERHEADS,
         scenario=_scenario(options),
     )
 

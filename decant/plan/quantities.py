@@ -35,6 +35,10 @@ class Lengths(Protocol):
         """Mean of a function of the length."""
         ...
 
+    def quantile(self, share: float) -> int:
+        """Length that `share` (below 1) of the lengths are at most."""
+        ...
+
     def draw(self, rng: Random) -> int: ...
 
 
@@ -58,6 +62,9 @@ class Tokens:
         step = (self.high - self.low) / 4
         values = [function(self.low + step * number) for number in range(5)]
         return sum(weight * value for weight, value in zip((1, 4, 2, 4, 1), values, strict=True)) / 12
+
+    def quantile(self, share: float) -> int:
+        return self.low + int(share * (self.high - self.low + 1))
 
     def draw(self, rng: Random) -> int:
         return rng.randint(self.low, self.high)

@@ -31,19 +31,35 @@ def wait_probability(servers: int, load: float) -> float:
     return blocking / (1 - (load / servers) * (1 - blocking))
 
 
-def wait_quantile(servers: int, rate: float, service: ServiceTime, quantile: float) -> float:
-    """Seconds that all but 1 - `quantile` of the arrivals wait at most; infinite where the load exceeds the servers."""
-    load = rate * service.mean
-    if load >= servers:
-        return math.inf
-    waits = wait_probability(servers, load)
-    if waits <= 1 - quantile:
-        return 0.0
-    idle = 1 - load / servers
-    mean = service.square / (2 * service.mean * servers * idle)
-    square = 2 * (1 - idle) * mean**2 + service.cube / (3 * service.mean * servers**2 * idle)
-    scale = (square - mean**2) / mean
-    return scale * _gamma_quantile(mean / scale, 1 - (1 - quantile) / waits)
+class Wait:
+    """Distribution of the seconds that an arrival waits."""
+
+    def __init__(self, servers: int, rate: float, service: ServiceTime) -> None:
+        load = rate * service.mean
+        self.is_bounded = load < servers
+        """Whether the servers keep up."""
+        if not self.is_bounded:
+            return
+        self._waits = wait_probability(servers, load)
+        idle = 1 - load / servers
+        mean = service.square / (2 * service.mean * servers * idle)  # of those that wait
+        square = 2 * (1 - idle) * mean**2 + service.cube / (3 * service.mean * servers**2 * idle)
+        self._scale = (square - mean**2) / mean
+        self._shape = mean / self._scale
+
+    def quantile(self, quantile: float) -> float:
+        """Seconds that all but 1 - `quantile` of the arrivals wait at most."""
+        if not self.is_bounded:
+            return math.inf
+        if self._waits <= 1 - quantile:
+            return 0.0
+        return self._scale * _gamma_quantile(self._shape, 1 - (1 - quantile) / self._waits)
+
+    def share(self, seconds: float) -> float:
+        """Of the arrivals, that wait at most so long."""
+        if not self.is_bounded or seconds < 0:
+            return 0.0
+        return 1 - self._waits * (1 - _gamma_share(self._shape, seconds / self._scale))
 
 
 def _gamma_quantile(shape: float, share: float) -> float:

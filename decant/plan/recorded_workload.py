@@ -59,6 +59,9 @@ class RecordedLengths:
     def mean_of(self, function: Callable[[float], float]) -> float:
         return sum(map(function, self.values)) / len(self.values)
 
+    def quantile(self, share: float) -> int:
+        return self.values[int(share * len(self.values))]
+
     def draw(self, rng: Random) -> int:
         return rng.choice(self.values)
 

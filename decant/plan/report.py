@@ -14,7 +14,7 @@ from decant.plan.quantities import Lengths, show_bytes, show_seconds
 from decant.plan.sizing import Plan
 
 if TYPE_CHECKING:
-    from decant.plan.outcome import Outcome
+    from decant.plan.simulation.outcome import Outcome
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 

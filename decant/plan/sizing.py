@@ -1,11 +1,12 @@
 """From a workload and objectives to workers of each role.
 
 prefill   the fewest workers at which `quantile` of the prompts wait and prefill within the TTFT objective
-decode    the fewest at which a step takes at most the TPOT objective and the running sequences fit, with three standard
-          deviations to spare: arrivals are random, so their number is about Poisson
+decode    the fewest at which a token takes at most the TPOT objective and the running sequences fit, with three
+          standard deviations to spare: arrivals are random, so their number is about Poisson
 
-A worker at r requests/s runs b sequences with b = r x output x step(b): Little's law. Objectives that are not set leave
-the limits of load and memory. TTFT ends before the handoff; the first token does not wait for it.
+Objectives that are not set leave the limits of load and memory. TTFT ends before the handoff; the first token does not
+wait for it. Where workers of both roles share a machine, each is slower while the other computes: the numbers of
+workers are for pools that compute all the time, their latencies for pools as busy as they will be.
 """
 
 from __future__ import annotations
@@ -14,38 +15,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from decant.plan.capacity.memory import Room
+from decant.plan.costs.overheads import NO_OVERHEADS, Overheads
+from decant.plan.costs.speed import Slowed, Speed
 from decant.plan.errors import InvalidPlan
-from decant.plan.memory import Room
-from decant.plan.quantities import Lengths, Slo, show_seconds
-from decant.plan.queueing import ServiceTime, wait_quantile
-from decant.plan.recorded_workload import Trace
-from decant.plan.speed import Speed
+from decant.plan.pools import Pools
+from decant.plan.quantities import Slo, show_seconds
+from decant.plan.workload import Workload
 
 MAX_WORKERS = 10_000
-_DEVIATIONS = 3.0
 _STEPS = 60  # halvings: more than a double resolves
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Requests per second, their lengths, and the share of them that has to meet the TTFT objective. `trace`: the
-    requests that rate and lengths are of, if they are recorded ones."""
-
-    prompt: Lengths
-    output: Lengths
-    rate: float = 1.0
-    quantile: float = 0.99
-    trace: Trace | None = None
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.trace.longest if self.trace else self.prompt.high + self.output.high
-
-    @property
-    def context(self) -> float:
-        """Mean context of a running sequence; a long output is running for longer."""
-        return self.prompt.mean + self.output.mean_square / self.output.mean / 2
+_ROUNDS = 40
+"""Until the pools' use and what it costs the other one agree; each round adds less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,95 +60,69 @@ class Plan:
 class Sizing:
     """Plans for one kind of worker."""
 
-    def __init__(self, speed: Speed, room: Room, workload: Workload, slo: Slo) -> None:
+    def __init__(
+        self, speed: Speed, room: Room, workload: Workload, slo: Slo, overheads: Overheads = NO_OVERHEADS
+    ) -> None:
         self._speed = speed
         self._room = room
         self._workload = workload
         self._slo = slo
+        self._overheads = overheads
 
     def plan(self) -> Plan:
         """The smallest deployment for the workload. Raises InvalidPlan where none is large enough."""
         self._room.check(self._workload.longest)
         self._check_objectives()
-        rate = self._workload.rate
-        prefill = _fewest("prefill workers", lambda count: self._prefill_fits(count, rate))
-        decode = _fewest("decode workers", lambda count: self._decode_fits(rate / count))
+        rate, slo, busy = self._workload.rate, self._slo, self._pools(1.0, 1.0)
+        prefill = _fewest("prefill workers", lambda count: busy.prefill_fits(count, rate, slo.ttft))
+        decode = _fewest("decode workers", lambda count: busy.decode_fits(rate / count, slo.tpot))
         return self._describe(prefill, decode)
 
-    def batch_limit(self) -> int:
-        """Most sequences that run on a decode worker within the TPOT objective and its memory."""
-        context = self._workload.context
-        fit = self._room.sequences(math.ceil(context))
-        limit = self._slo.tpot
-        if limit is None or self._speed.step(fit, context) <= limit:
-            return fit
-        low, high = 1, fit  # step(low) is within the limit, step(high) is not
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._speed.step(middle, context) <= limit else (low, middle)
-        return low
-
-    def ttft(self, workers: int, rate: float) -> float:
-        """Wait and prefill of the longest prompt, in seconds, that `quantile` of the requests stay within."""
-        wait = wait_quantile(workers, rate, self._service(), self._workload.quantile)
-        return self._speed.prefill(self._workload.prompt.high) + wait
-
-    def median_ttft(self, workers: int, rate: float) -> float:
-        """Median wait, and the prefill of a prompt of mean length, in seconds."""
-        return self._speed.prefill(self._workload.prompt.mean) + wait_quantile(workers, rate, self._service(), 0.5)
-
-    def running(self, rate: float) -> float:
-        """Sequences that run on a decode worker at `rate` requests/s; infinite where it can't keep up."""
-        tokens = rate * self._workload.output.mean
-        low, high = 0.0, float(self._room.sequences(math.ceil(self._workload.context)))
-        if high < tokens * self._speed.step(high, self._workload.context):
-            return math.inf
-        for _ in range(_STEPS):
-            middle = (low + high) / 2
-            is_enough = middle >= tokens * self._speed.step(middle, self._workload.context)
-            low, high = (low, middle) if is_enough else (middle, high)
-        return high
-
-    def _prefill_fits(self, workers: int, rate: float) -> bool:
-        ttft = self.ttft(workers, rate)
-        return ttft < math.inf and (self._slo.ttft is None or ttft <= self._slo.ttft)
-
-    def _decode_fits(self, rate: float) -> bool:
-        running = self.running(rate)
-        if math.isinf(running):
-            return False
-        context = self._workload.context
-        is_in_memory = (running + _DEVIATIONS * math.sqrt(running)) * context <= self._room.tokens
-        step = self._speed.step(max(running, 1.0), context)
-        return is_in_memory and (self._slo.tpot is None or step <= self._slo.tpot)
-
     def _describe(self, prefill: int, decode: int) -> Plan:
-        workload, speed, room = self._workload, self._speed, self._room
-        running = self.running(workload.rate / decode)
-        by_prefill = _highest(lambda rate: self._prefill_fits(prefill, rate), workload.rate)
-        by_decode = _highest(lambda rate: self._decode_fits(rate / decode), workload.rate)
+        workload, room, slo = self._workload, self._room, self._slo
+        rate = workload.rate
+        pools = self.slowed(prefill, decode, rate)
+        running = pools.running(rate / decode)
+        by_prefill = _highest(
+            lambda rate: self.slowed(prefill, decode, rate).prefill_fits(prefill, rate, slo.ttft), rate
+        )
+        by_decode = _highest(lambda rate: self.slowed(prefill, decode, rate).decode_fits(rate / decode, slo.tpot), rate)
         return Plan(
             prefill_workers=prefill,
             decode_workers=decode,
-            prefill_mean=self._service().mean,
-            prefill_longest=speed.prefill(workload.prompt.high),
-            ttft=self.ttft(prefill, workload.rate),
-            ttft_median=self.median_ttft(prefill, workload.rate),
-            tpot=speed.step(max(running, 1.0), workload.context),
+            prefill_mean=pools.prefill.mean,
+            prefill_longest=pools.speed.prefill(workload.prompt.high),
+            ttft=pools.ttft(prefill, rate),
+            ttft_median=pools.median_ttft(prefill, rate),
+            tpot=pools.tpot(running),
             running=running,
-            batch_limit=self.batch_limit(),
+            batch_limit=pools.batch_limit(slo.tpot),
             kv_use=running * workload.context / room.tokens,
-            prefill_use=workload.rate * self._service().mean / prefill,
+            prefill_use=pools.prefill_use(prefill, rate),
             goodput=min(by_prefill, by_decode),
             goodput_limit="prefill" if by_prefill < by_decode else "decode",
-            pool_bytes=workload.rate * workload.prompt.mean * room.kv_token,
+            pool_bytes=rate * workload.prompt.mean * room.kv_token,
         )
 
-    def _service(self) -> ServiceTime:
-        """Moments of a prefill's seconds."""
-        prefill, lengths = self._speed.prefill, self._workload.prompt
-        powers = (lengths.mean_of(lambda tokens, power=power: prefill(tokens) ** power) for power in (1, 2, 3))  # type: ignore[misc]
-        return ServiceTime(*powers)
+    def slowed(self, prefill: int, decode: int, rate: float) -> Pools:
+        """The pools, each slowed by the other one's use."""
+        prefill_use = decode_use = 0.0
+        for _ in range(_ROUNDS):
+            pools = self._pools(prefill_use, decode_use)
+            before = prefill_use, decode_use
+            prefill_use = min(1.0, pools.prefill_use(prefill, rate))
+            decode_use = 1 - math.exp(-pools.running(rate / decode))
+            if before == (prefill_use, decode_use):
+                break
+        return pools
+
+    def _pools(self, prefill_use: float, decode_use: float) -> Pools:
+        """The pools while each computes for a share of the time."""
+        contention = self._overheads.contention
+        prefill_factor = 1 + (contention.prefill - 1) * decode_use
+        step_factor = 1 + (contention.decode - 1) * prefill_use
+        speed = Slowed(self._speed, prefill_factor, step_factor)
+        return Pools(speed, self._room, self._workload, self._overheads)
 
     def _check_objectives(self) -> None:
         alone = self._speed.prefill(self._workload.prompt.high)

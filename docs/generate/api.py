@@ -76,7 +76,7 @@ def _methods(file: CommentedFile) -> list[str]:
         answer = ("stream of " if method.server_streaming else "") + _link(_name(method.output_type))
         signature = f"{_link(_name(method.input_type))} → {answer}"
         text = _cell(file.of(proto.SERVICES, 0, proto.METHODS, index).text)
-        rows.append((code(method.name), signature, f"{text} Example: {_example(method.name)}."))
+        rows.append((code(method.name), signature, f"{text} Example: {_example(method.name)}.".strip()))
     columns = (code(service.name), "request → response", "")
     return ["## Methods", _prose(file.of(proto.SERVICES, 0).text), table(columns, rows)]
 

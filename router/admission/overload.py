@@ -1,5 +1,3 @@
-"""Refusal of requests that would have to wait behind too many, or for longer than they may."""
-
 from __future__ import annotations
 
 from decant.router.settings import RouterSettings
@@ -11,7 +9,7 @@ WAIT_SHARE = 0.75
 
 
 def check_wait(settings: RouterSettings, waiting: int, predicted_s: float, deadline: Deadline) -> None:
-    """Refuse a new request that comes behind ``waiting`` others. Raises QueueFull with the predicted wait."""
+    """Refuse a new request behind ``waiting`` others. Raises QueueFull with the predicted wait."""
     if waiting >= settings.queue_limit:
         raise QueueFull(settings.queue_limit, retry_after=max(predicted_s, RETRY_AFTER_SECONDS))
     left = deadline.remaining()

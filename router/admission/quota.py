@@ -23,8 +23,9 @@ _log = logs.get(__name__)
 
 
 class QuotaLeases:
-    """The leases of one router. `limits`: by tenant. Only `run` writes renewals and releases, in order. The owner runs
-    it as a background task, and calls `close` after it."""
+    """The leases of one router. `limits`: by tenant. Only `run`, a background task of the owner, writes renewals and
+    releases; `close` comes after it.
+    """
 
     def __init__(self, quotas: Quotas, limits: Mapping[str, TenantLimits]) -> None:
         self._quotas = quotas
@@ -35,7 +36,7 @@ class QuotaLeases:
         self._has_work = asyncio.Event()
 
     async def acquire(self, key: RequestKey, tokens: int) -> None:
-        """For a request of at most so many tokens, prompt and output together. Raises QuotaExceeded."""
+        """Acquire a lease for at most ``tokens`` of prompt and output. Raises QuotaExceeded."""
         limits = self._limits.get(key.tenant)
         if limits is None:
             return
@@ -55,8 +56,9 @@ class QuotaLeases:
 
     @asynccontextmanager
     async def during(self, key: RequestKey) -> AsyncIterator[None]:
-        """Count a call without tokens inside the block. Its release is written when the block ends, if Redis is
-        available: the tenant's next call is not refused for it. Raises QuotaExceeded."""
+        """Count a call without tokens inside the block. Its release is written when the block ends, so that the
+        tenant's next call is not refused for it. Raises QuotaExceeded.
+        """
         await self.acquire(key, 0)
         try:
             yield
@@ -84,7 +86,7 @@ class QuotaLeases:
             self._has_work.set()
 
     def release(self, key: RequestKey, tokens: int) -> None:
-        """The request ended after ``tokens``. Does nothing for one that is not held here."""
+        """Does nothing for a request that is not held here."""
         if key in self._held:
             self._held.remove(key)
             self._write_soon(QuotaUsage(key, tokens, self._limits[key.tenant]))
@@ -102,7 +104,6 @@ class QuotaLeases:
         self._has_work.set()
 
     async def run(self) -> None:
-        """Releases at once, renewals when they are due."""
         clock = asyncio.get_running_loop().time
         due = clock() + self._quotas.renew_every_s
         while True:

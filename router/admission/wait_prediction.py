@@ -24,7 +24,7 @@ LONG_SECONDS = 1.0
 
 
 class Wait:
-    """The wait of one request, from its arrival until a worker schedules it or it ends. Methods may be repeated."""
+    """The wait of one request, until a worker schedules it or it ends. Methods may be repeated."""
 
     def __init__(self, waits: WaitPredictor, position: tuple[float, int], ahead: int, since: float) -> None:
         self._waits: WaitPredictor | None = waits
@@ -33,7 +33,6 @@ class Wait:
         self.since = since
 
     def mark_scheduled(self) -> None:
-        """A worker has scheduled the request."""
         self._end(is_measured=True)
 
     def discard(self) -> None:
@@ -60,7 +59,6 @@ class WaitPredictor:
         return len(self._positions)
 
     def enter(self, priority: int) -> Wait:
-        """A request was accepted."""
         now = self._now()
         position = (queue_key(now, priority), next(self._numbers))
         wait = Wait(self, position, bisect_left(self._positions, position), now)
@@ -69,7 +67,6 @@ class WaitPredictor:
         return wait
 
     def remove(self, wait: Wait, *, is_measured: bool) -> None:
-        """Called by `Wait`."""
         del self._positions[bisect_left(self._positions, wait.position)]
         del self._oldest[wait]
         if is_measured:
@@ -77,7 +74,7 @@ class WaitPredictor:
             self._measured.add(wait.ahead, now - wait.since, now)
 
     def predict(self, priority: int) -> float:
-        """Seconds that a new request of that priority would wait; 0 where unknown."""
+        """Seconds that a new request would wait; 0 where unknown."""
         now = self._now()
         oldest = next(iter(self._oldest), None)
         if oldest is None or now - oldest.since < LONG_SECONDS or not self._measured.is_known(now):

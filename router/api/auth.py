@@ -3,15 +3,7 @@
     authorization: Bearer SECRET --SHA-256--> digest --the file's tenants--> Tenant --> AuthenticatedCall
                                                  '-- unknown: Unauthenticated
 
-The file is TOML, read once, and the same for all routers of a deployment:
-
-    [tenants.acme]
-    tokens = ["64 hexadecimal digits"]    digests, never the secrets
-    models = ["tiny-python"]              models that it may use; unset: all
-    max_in_flight = 8                     running requests, over all routers, Tokenize too; unset: no limit
-    tokens_per_minute = 100000            of prompts and outputs; unset: no limit
-
-Without a file all callers are one tenant without limits.
+The TOML file (docs/guides/tenants-and-tls.md) is read once.
 """
 
 from __future__ import annotations
@@ -49,8 +41,6 @@ _SHOWN = frozenset({"models", "max_in_flight", "tokens_per_minute"})
 
 @dataclass(frozen=True)
 class Tenant:
-    """`models`: those that the tenant may use."""
-
     name: str
     models: Models
     limits: TenantLimits = NO_LIMITS
@@ -85,7 +75,7 @@ class NoAuthentication:
 
 
 class Credentials:
-    """`tenants`: by the digests of their secrets. The time of a lookup by digest reveals nothing about the secret."""
+    """The time of a lookup by digest reveals nothing about the secret."""
 
     def __init__(self, tenants: Mapping[str, Tenant]) -> None:
         self.limits: Mapping[str, TenantLimits] = {
@@ -108,7 +98,7 @@ class AuthenticatedService(Protocol):
 
 
 def authenticated(method: Callable[[Any, Any, AuthenticatedCall], Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """A gRPC method of an `AuthenticatedService`: knows its caller before it begins. Raises Unauthenticated."""
+    """A gRPC method of an `AuthenticatedService` that knows its caller. Raises Unauthenticated."""
 
     @wraps(method)
     async def authenticate(service: AuthenticatedService, request: Any, context: Any) -> Any:
@@ -145,8 +135,6 @@ def _digest(text: str) -> str:
 
 
 class _Entry(BaseModel):
-    """A tenant in the file."""
-
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     tokens: list[Annotated[str, AfterValidator(_digest)]] = Field(min_length=1)

@@ -1,5 +1,3 @@
-"""GetGeneration: a request's state, times, and result so far."""
-
 from __future__ import annotations
 
 import copy

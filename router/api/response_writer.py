@@ -124,7 +124,6 @@ class ResponseWriter:
         return count
 
     def _ended(self) -> Finish:
-        """How the output ended. Raises the stream's error."""
         end = self._stream.end
         if isinstance(end, ServiceError):
             raise end

@@ -50,8 +50,6 @@ _ById = pb.ResumeStreamRequest | pb.GetGenerationRequest | pb.CancelGenerationRe
 
 @dataclass(frozen=True)
 class ServerInfoSource:
-    """What GetServerInfo reports of this router."""
-
     incarnation: Incarnation
     version: str
     limits: pb.Limits
@@ -79,7 +77,6 @@ class InferenceService:
         self._metrics = {id: metrics.of(id) for id in models.by_id}
 
     def service(self) -> Service:
-        """For a server, which refuses new requests while it drains."""
         return Service(
             _SERVICE,
             lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, server),
@@ -138,8 +135,9 @@ class InferenceService:
 
     @contextmanager
     def _attached_reader(self, stream: TokenStream) -> Iterator[_ReaderResult]:
-        """While a client reads a token stream. If the client leaves before the end, the stream is lost, unless the
-        request's deadline is over or a newer client reads it."""
+        """If the client leaves before the end, the stream is lost, unless the request's deadline is over or a newer
+        client reads it.
+        """
         lease = ReaderLease(stream, self._unread_s)
         reader = _ReaderResult(lease, meter_of(stream, self._metrics[stream.request.engine_request.model]))
         outcome = _LEFT

@@ -1,4 +1,4 @@
-"""Usage and times of a request: for its client, for the metrics and for the log.
+"""Usage and times of a request: for its client, the metrics and the log.
 
 Times are those of this router's event loop; workers report durations.
 """
@@ -29,7 +29,7 @@ class RequestMeter:
         self._last_at: float | None = None
 
     def sent(self, tokens: int) -> None:
-        """So many tokens are sent in one message. The gap before it is observed once, divided by their number."""
+        """The gap before a message of ``tokens`` is observed once, divided by their number."""
         now, stream = self._now(), self._stream
         if stream.first_sent_at is None:
             stream.first_sent_at = now
@@ -50,7 +50,7 @@ class RequestMeter:
         return receipt_of(self._stream, self._now())
 
     def close(self, outcome: str) -> None:
-        """The call has ended: count the request and log it in one line."""
+        """Count the request and log it in one line."""
         self._count(outcome)
         stream = self._stream
         receipt = self.receipt()
@@ -97,7 +97,7 @@ class RequestMeter:
 
 
 class RecordedMeter(RequestMeter):
-    """Of a request that has ended, or is only read: counts nothing, and repeats the recorded usage and receipt."""
+    """Meter of a request that ended or is only read: counts nothing, repeats the recorded usage and receipt."""
 
     __slots__ = ()
 

@@ -189,7 +189,6 @@ def _with_id(request: pb.GenerateRequest, id: str) -> pb.GenerateRequest:
 async def _prompt_text(
     request: pb.GenerateRequest, prompt: Sequence[int], model: ServedModel, options: OutputOptions, deadline: Deadline
 ) -> str:
-    """The prompt's text, as sent or decoded from its tokens."""
     if request.HasField("prompt"):
         return request.prompt
     return await model.decode(prompt, skip_special_tokens=options.skip_special_tokens, deadline=deadline)

@@ -48,8 +48,7 @@ class Attempt:
         self._migration = Migration(context, pool, self._run, self._legs)
 
     async def run(self) -> Finish:
-        """Until the output is complete. Raises AttemptFailed, NoWorker, OwnedElsewhere, or a ServiceError that is final
-        for the request."""
+        """Raises AttemptFailed, NoWorker, OwnedElsewhere, or a ServiceError that is final for the request."""
         try:
             await self._run_legs()
         except Complete:
@@ -75,11 +74,10 @@ class Attempt:
 
     @property
     def had_ticket(self) -> bool:
-        """Whether a prefill worker computed the prompt, or began to: what failed is the handoff, or came after it."""
+        """Whether a prefill worker began to compute the prompt."""
         return self._prefill is not None and self._prefill.has_ticket()
 
     def record(self, failure: wire.Failure | None = None) -> None:
-        """The workers, and why it failed, into the stored record."""
         self._recorder.record(failure)
 
     def close(self, reason: wire.Cancel.Reason) -> None:
@@ -108,7 +106,6 @@ class Attempt:
                 self._drop_refused(refusal.leg)
 
     async def _split(self, worker: WorkerHandle) -> DecodeLeg:
-        """Prefill on this worker, decode on another."""
         prefill = self._call_prefill(worker)
         await self._legs.until(prefill.is_scheduled, prefill)
         self._recorder.on_prefill_scheduled()
@@ -142,7 +139,6 @@ class Attempt:
     # Their legs
 
     def _adopt(self, holder: Incarnation) -> DecodeLeg:
-        """An earlier owner of the request started the run there."""
         try:
             worker = self._pool.worker(holder)
         except KeyError:
@@ -197,7 +193,7 @@ class Attempt:
             self._prefill.target = None
 
     async def _until_prompt_logprobs(self) -> None:
-        """The prefill call is a stream of its own: it may be slower than the answer."""
+        """Wait for the prompt's logprobs: their stream may be slower than the output's."""
         prefill, stream = self._prefill, self._context.stream
         if prefill is not None:
             await self._legs.until_over(

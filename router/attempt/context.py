@@ -47,12 +47,11 @@ class AttemptContext:
         return self.stream.request.engine_request.stopping.max_tokens - num_output_tokens > 1
 
     def run(self) -> wire.Run:
-        """The present attempt."""
         owned = self.owned
         return wire.Run(request=str(owned.key), epoch=owned.epoch, attempt=owned.attempt, digest=owned.digest)
 
     def engine_request(self, num_output_tokens: int) -> wire.EngineRequest:
-        """As it stands now: with these output tokens, its age and the rest of its time."""
+        """The request with these output tokens, its age and the rest of its time."""
         request = self.stream.request
         message = wire.EngineRequest()
         message.CopyFrom(request.engine_request)
@@ -65,7 +64,7 @@ class AttemptContext:
         return message
 
     def check_determinism(self, worker: WorkerHandle) -> None:
-        """The missing tokens are generated on this worker: if a client may have more of them, the same must come."""
+        """If a client may have more tokens than are known, the same must come from this worker."""
         facts = worker.facts
         if self.stream.may_lag_client and not (facts.equal_bits and facts.layout == self.layout):
             self.owned.record.certain_seq = self.stream.mark_tail_uncertain()
@@ -76,7 +75,7 @@ class AttemptContext:
         decode_worker: WorkerHandle | None,
         failure: wire.Failure | None = None,
     ) -> None:
-        """The present attempt's, into the stored record: an adopting router looks for the run there."""
+        """Record the workers: an adopting router looks for the run there."""
         attempts = self.owned.record.attempts
         if not attempts or attempts[-1].attempt != self.owned.attempt:
             attempts.add(attempt=self.owned.attempt)
@@ -93,7 +92,6 @@ class AttemptContext:
 
 
 def new_context(request: ValidRequest, router: wire.Peer, pool: WorkerPool, epoch: int) -> AttemptContext:
-    """Of a request that ``router`` accepts now."""
     stream = TokenStream(request)
     context = AttemptContext(stream, new_record(request, Incarnation.of(router), epoch), TokenWriter(stream))
     context.wait = pool.wait_predictors[context.model].enter(request.engine_request.priority)
@@ -101,7 +99,6 @@ def new_context(request: ValidRequest, router: wire.Peer, pool: WorkerPool, epoc
 
 
 def adopted_context(request: ValidRequest, stored: StoredRequest, pool: WorkerPool) -> AttemptContext:
-    """Of a request that another router left."""
     stream = stream_from_store(stored, request)
     stream.may_lag_client = True
     context = AttemptContext(stream, OwnedRequest.adopted(stored), TokenWriter(stream))

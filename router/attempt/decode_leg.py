@@ -18,17 +18,15 @@ from decant.router.workers.worker_handle import WorkerHandle
 
 
 class DecodeLegOwner(LegOwner, Protocol):
-    """Moves the run to another worker where necessary."""
-
     def on_draining(self, leg: DecodeLeg) -> None:
-        """The leg's worker drains; repeated with each of its heartbeats."""
+        """Called with each heartbeat of a draining worker."""
 
     def on_resumed(self, leg: DecodeLeg) -> None:
-        """The leg's session came back: what the worker sent meanwhile may be lost."""
+        """What the worker sent while the session was broken may be lost."""
 
 
 class DecodeLeg(Leg):
-    """A run at the worker that decodes it. ``opening`` starts it there, or adopts it from an earlier owner."""
+    """``opening`` starts the run, or adopts it from an earlier owner."""
 
     def __init__(
         self,
@@ -59,7 +57,6 @@ class DecodeLeg(Leg):
 
     @property
     def has_ticket(self) -> bool:
-        """Whether it fetches what another worker computed."""
         return self._ticket is not None
 
     def is_scheduled(self) -> bool:
@@ -67,7 +64,6 @@ class DecodeLeg(Leg):
         return self._is_scheduled
 
     def is_joined(self) -> bool:
-        """Whether it is in the batch."""
         return self._is_joined
 
     def has_offer(self) -> bool:
@@ -78,7 +74,6 @@ class DecodeLeg(Leg):
         self.worker.session.migrate(wire.Migrate(run=self._subscription.run))
 
     def withdraw_offer(self) -> None:
-        """The worker continues the run, or reports that it failed."""
         self.offer = None
         self.worker.session.migrate(wire.Migrate(run=self._subscription.run, withdrawn=True))
 
@@ -137,7 +132,6 @@ class DecodeLeg(Leg):
         self._migration.on_draining(self)
 
     def on_ended(self, ended: wire.Ended) -> None:
-        """All tokens are in the stream."""
         self._set_joined()
         self._release()
         self._finish_with(ended.end)

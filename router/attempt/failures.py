@@ -62,7 +62,7 @@ class NothingToFetch(AttemptFailed):
 
 
 class NoCapacity(Exception):
-    """A worker refused its part of an attempt for now: the same attempt goes elsewhere."""
+    """A worker refused its part for now: the same attempt goes elsewhere."""
 
     def __init__(self, leg: Leg) -> None:
         super().__init__(f"{leg.worker.incarnation.id} has no capacity")
@@ -70,11 +70,11 @@ class NoCapacity(Exception):
 
 
 class NoWorker(Exception):
-    """No worker took the request while its patience lasted."""
+    pass
 
 
 def error_for(failure: wire.Failure, sender: Incarnation) -> ServiceError | AttemptFailed:
-    """The error for a run that failed or was refused, for another cause than those of RETRY_ELSEWHERE."""
+    """The error of a failure whose cause is not in RETRY_ELSEWHERE."""
     match failure.cause:
         case wire.CAUSE_INVALID:
             return InvalidArgument(*_violation(failure))
@@ -91,7 +91,7 @@ def error_for(failure: wire.Failure, sender: Incarnation) -> ServiceError | Atte
 
 
 def cause_label(cause: wire.Cause) -> str:
-    """Metric label: "peer_lost" for CAUSE_PEER_LOST; "unspecified" for a cause that only a newer build knows."""
+    """ "peer_lost" for CAUSE_PEER_LOST; "unspecified" for a cause that only a newer build knows."""
     known = cause if cause in wire.Cause.values() else wire.CAUSE_UNSPECIFIED
     return wire.Cause.Name(known).removeprefix("CAUSE_").lower()
 

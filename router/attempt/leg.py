@@ -30,15 +30,10 @@ from decant.runtime.errors import DeadlineExceeded
 
 
 class LegOwner(Protocol):
-    """Of the attempt that began a leg."""
-
-    def wake(self) -> None:
-        """A leg has something new."""
+    def wake(self) -> None: ...
 
 
 class Leg(ABC):
-    """What both kinds have."""
-
     def __init__(self, context: AttemptContext, pool: WorkerPool, worker: WorkerHandle, owner: LegOwner) -> None:
         self.worker = worker
         self.started_at = asyncio.get_running_loop().time()
@@ -66,11 +61,10 @@ class Leg(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """What this router holds for the worker: reservation, ticket. May be repeated."""
+        """Release this router's reservation and ticket. May be repeated."""
 
     @abstractmethod
-    def _leave(self, cancel: wire.Cancel | None) -> None:
-        """The call or the run."""
+    def _leave(self, cancel: wire.Cancel | None) -> None: ...
 
     def on_refused(self, refused: wire.Refused) -> None:
         if refused.failure.cause in RETRY_ELSEWHERE:
@@ -91,7 +85,7 @@ class Leg(ABC):
         self._owner.wake()
 
     def _error(self, cause: wire.Cause, detail: str) -> AttemptFailed:
-        """For which this leg's worker is to blame."""
+        """An error for which this leg's worker is to blame."""
         return AttemptFailed(wire.Failure(cause=cause, detail=detail), self.worker.incarnation)
 
     def _finish_with(self, end: wire.OutputEnd) -> None:

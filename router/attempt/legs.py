@@ -21,12 +21,10 @@ _T = TypeVar("_T")
 
 
 class Complete(Exception):
-    """The output is complete: its attempt has nothing more to wait for."""
+    pass
 
 
 class Legs:
-    """All that the attempt began, closed ones too."""
-
     def __init__(self, context: AttemptContext) -> None:
         self._writer = context.writer
         self._known_finish = finish_from_tokens(context.stream)
@@ -36,7 +34,6 @@ class Legs:
 
     @property
     def finish(self) -> Finish | None:
-        """How the output ended, as far as is known."""
         if self._writer.stopped is not None:
             return self._writer.stopped
         return next((leg.finish for leg in self._legs if leg.finish is not None), self._known_finish)
@@ -45,7 +42,6 @@ class Legs:
         self._legs.append(leg)
 
     def wake(self) -> None:
-        """Something happened: conditions are checked again."""
         self._news.set()
 
     def on_stop_string(self) -> None:

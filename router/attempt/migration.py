@@ -17,7 +17,7 @@ from decant.state.ids import Incarnation
 
 
 class Migration:
-    """Of one attempt. ``source`` is the leg that may move now: none while a target takes its run over."""
+    """``source`` is the leg that may move now: none while a target takes its run over."""
 
     def __init__(self, context: AttemptContext, pool: WorkerPool, run: wire.Run, legs: Legs) -> None:
         self.source: DecodeLeg | None = None
@@ -28,7 +28,6 @@ class Migration:
         self._failed_targets: set[Incarnation] = set()
 
     async def run(self, source: DecodeLeg) -> DecodeLeg:
-        """Wait until another worker has the run: returns the leg there."""
         while True:
             await self._legs.until(source.has_offer, source)
             target = self._start_target(source)
@@ -39,7 +38,6 @@ class Migration:
             source.withdraw_offer()
 
     async def _has_moved(self, source: DecodeLeg, target: DecodeLeg) -> bool:
-        """False: the target failed."""
         self.source = None
         try:
             await self._legs.until(target.is_scheduled, target, source)
@@ -69,7 +67,6 @@ class Migration:
         return target
 
     def _drop(self, target: DecodeLeg) -> None:
-        """A failed target: another one may do, at the next offer."""
         target.close(wire.Cancel(run=self._run, reason=wire.Cancel.REASON_ATTEMPT))
         failure, worker = target.failure, target.worker
         if isinstance(failure, NoCapacity):

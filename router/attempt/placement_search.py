@@ -24,8 +24,6 @@ _T = TypeVar("_T")
 
 
 class Search(ABC, Generic[_T]):
-    """A search that may have to wait in its model's line."""
-
     def __init__(self, context: AttemptContext, pool: WorkerPool) -> None:
         request = context.stream.request
         self._context = context
@@ -35,12 +33,11 @@ class Search(ABC, Generic[_T]):
         self.kind = self._kind()
 
     def patience_s(self) -> float:
-        """How long to wait, as workers stand now."""
         return self._pool.patience_s(self._context.model)
 
     @abstractmethod
     def choose(self) -> _T | None:
-        """By the policy, as workers stand now. None: none has capacity."""
+        """Return None while no worker has capacity."""
 
     @abstractmethod
     def _kind(self) -> Kind:
@@ -62,7 +59,7 @@ class Search(ABC, Generic[_T]):
 
 
 class PromptSearch(Search[Placement]):
-    """For the first worker: one that prefills for another, or one that also decodes."""
+    """Search for the first worker: one that prefills for another, or that also decodes."""
 
     def choose(self) -> Placement | None:
         return choose_first_worker(self._workers(), self._request())
@@ -95,7 +92,7 @@ class CacheSearch(Search[Incarnation]):
 def choose_migration_target(
     context: AttemptContext, pool: WorkerPool, source: WorkerHandle, excluded: set[Incarnation]
 ) -> Incarnation | None:
-    """A worker that can go on with a sequence of ``source`` now; none that failed of late."""
+    """A target that is not in ``excluded`` and did not fail of late."""
     workers = pool.snapshot(context.model, context.excluded_workers | excluded, context.prefix)
     candidates = [worker for worker in workers if not worker.avoided]
     return choose_decode_worker(

@@ -23,7 +23,7 @@ _log = logs.get(__name__)
 
 
 class PrefillLeg(Leg):
-    """A prompt that one worker computes for another. ``target`` is the leg that has its ticket."""
+    """``target`` is the leg that has its ticket."""
 
     def __init__(
         self,
@@ -52,7 +52,6 @@ class PrefillLeg(Leg):
         return self._failure
 
     def is_scheduled(self) -> bool:
-        """Whether the prompt's first chunk is computed."""
         return self.ticket is not None or self._has_first_tokens
 
     def has_ticket(self) -> bool:

@@ -66,7 +66,6 @@ class AttemptRecorder:
         self.advance(Generation.STATE_PREFILLING)
 
     def on_first_tokens(self, message: wire.FirstTokens, called_at: float) -> None:
-        """The prefill worker was called at ``called_at``."""
         self._first_token_at = self._now()
         self._trace.prefill_s = message.prefill_us / 1e6
         self._costs.add_prefill(self._tokens - message.cached_tokens, self._trace.prefill_s, on_decode_worker=False)
@@ -75,13 +74,12 @@ class AttemptRecorder:
         self.advance(Generation.STATE_PREFILLING)
 
     def on_finished_at_first_token(self) -> None:
-        """The decode worker that was chosen, if one was, has no part in the answer."""
+        """The output has one token: a decode worker that was chosen has no part in it."""
         self._trace.decode_worker = ""
 
     # A decode worker's reports; None: the report was lost
 
     def on_decode_scheduled(self, message: wire.Scheduled | None, started_at: float, *, has_ticket: bool) -> None:
-        """The decode worker was asked at ``started_at``."""
         if has_ticket:
             self.advance(Generation.STATE_HANDING_OFF)
             return

@@ -27,8 +27,6 @@ NEVER = 1 << 31
 
 
 class DecayedRegression:
-    """Least squares of seconds over tokens; the weight of a measurement decays."""
-
     def __init__(self) -> None:
         self._at = 0.0
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
@@ -49,7 +47,7 @@ class DecayedRegression:
 
     @property
     def per_token(self) -> float:
-        """Mean seconds per token, fixed part included."""
+        """Mean seconds, fixed part included."""
         return self._seconds / self._tokens if self._tokens else 0.0
 
     @property
@@ -84,12 +82,12 @@ class PrefillTransferCosts:
         self._transfer = DecayedRegression()
 
     def add_prefill(self, tokens: int, seconds: float, *, on_decode_worker: bool) -> None:
-        """A prompt with that many uncached tokens was computed."""
+        """``tokens`` counts uncached ones."""
         measured = self._on_decode_worker if on_decode_worker else self._on_prefill_worker
         measured.add(max(1, tokens), seconds, self._now())
 
     def add_transfer(self, tokens: int, seconds: float) -> None:
-        """An output paused for its KV transfer, of that many uncached tokens."""
+        """``seconds`` is the pause of an output; ``tokens`` counts uncached ones."""
         self._transfer.add(max(0, tokens), max(0.0, seconds), self._now())
 
     @property
@@ -100,7 +98,7 @@ class PrefillTransferCosts:
 
     @property
     def handoff_min_tokens(self) -> int:
-        """Prompts with fewer uncached tokens are computed on their decode worker. 0: none, or the costs are unknown."""
+        """Shorter uncached prompts are computed on their decode worker. 0: none, or the costs are unknown."""
         now = self._now()
         has_local = self._on_decode_worker.is_known(now)
         prefill = self._on_decode_worker if has_local else self._on_prefill_worker

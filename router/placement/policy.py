@@ -69,7 +69,7 @@ def blocks_for(tokens: int, block_tokens: int, group_blocks: Sequence[int]) -> i
 
 
 def choose_first_worker(workers: Sequence[WorkerSnapshot], request: PlacementRequest) -> Placement | None:
-    """The worker that computes the prompt. None: no worker can now."""
+    """Return None while no worker has capacity."""
     decode = [worker for worker in workers if worker.role != wire.ROLE_PREFILL]
     layouts = {worker.layout for worker in decode}
     prefill = [worker for worker in workers if worker.role == wire.ROLE_PREFILL and worker.layout in layouts]
@@ -89,7 +89,7 @@ def choose_first_worker(workers: Sequence[WorkerSnapshot], request: PlacementReq
 def choose_decode_worker(
     workers: Sequence[WorkerSnapshot], request: PlacementRequest, layout: int, sender: Incarnation
 ) -> Incarnation | None:
-    """The worker that fetches a KV cache of that layout from ``sender``. None: no worker can now."""
+    """The worker that fetches a KV cache of that layout from ``sender``; None: no worker can now."""
     candidates = [worker for worker in workers if worker.layout == layout and worker.incarnation != sender]
     decode = [worker for worker in candidates if worker.role != wire.ROLE_PREFILL] or candidates
     choice = _least_loaded_decode(decode, request, _session_affinity_worker(decode, request))

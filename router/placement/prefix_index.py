@@ -28,7 +28,6 @@ HEARTBEATS_UNTIL_REPORTED = 2
 
 
 def reported_hashes(prompt: bytes, salt: bytes, block_tokens: int) -> array[int]:
-    """Of the full blocks of a packed prompt, as workers report them."""
     digests = hash_blocks(root_hash(salt), unpack(prompt), block_tokens)
     return array("Q", b"".join([digest[:REPORTED_BYTES] for digest in digests]))
 
@@ -78,8 +77,9 @@ class PromptBlocks:
 
 
 class PrefixIndex:
-    """The workers of one model that have a block: a lookup costs as much as the prompt has cached blocks, not as there
-    are workers. Workers have small numbers, which are used again."""
+    """A lookup costs as much as the prompt has cached blocks, not as there are workers. Numbers of workers are used
+    again.
+    """
 
     def __init__(self) -> None:
         self.block_sizes = Counter[int]()
@@ -113,7 +113,6 @@ class PrefixIndex:
                 holders[digest] = remaining
 
     def leading(self, hashes: Sequence[int]) -> dict[int, int]:
-        """Number of leading blocks by worker, of those that have any."""
         counts: dict[int, int] = {}
         having, number = (self._holders.get(hashes[0], 0) if hashes else 0), 0
         while having:
@@ -126,7 +125,6 @@ class PrefixIndex:
 
 
 def _bits(mask: int) -> Iterator[int]:
-    """Positions of the ones."""
     while mask:
         lowest = mask & -mask
         yield lowest.bit_length() - 1
@@ -134,14 +132,12 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 class ExpectedBlocks:
-    """Blocks of one request that a worker will have soon."""
-
     def __init__(self, cache: WorkerPrefixCache, hashes: Sequence[int]) -> None:
         self.hashes = hashes
         self._cache = cache
 
     def release(self) -> None:
-        """The request has left: blocks that its worker has not reported are forgotten after two heartbeats."""
+        """Blocks that the worker has not reported are forgotten after two heartbeats."""
         self._cache.leaving.append((HEARTBEATS_UNTIL_REPORTED, self))
 
 
@@ -157,11 +153,10 @@ class WorkerPrefixCache:
         self._expected: dict[int, ExpectedBlocks] = {}  # not reported yet: the newest request with it
 
     def leading(self, hashes: Sequence[int]) -> int:
-        """Number of leading blocks that it has."""
         return len(list(takewhile(self._cached.__contains__, hashes)))
 
     def expect(self, hashes: Sequence[int]) -> ExpectedBlocks:
-        """A request with these blocks goes there; ``release`` the result when it has left."""
+        """Blocks of a request that goes there; ``release`` the result when it has left."""
         expected = ExpectedBlocks(self, hashes)
         new = [digest for digest in hashes if digest not in self._cached or digest in self._expected]
         self._cached.update(new)
@@ -169,9 +164,8 @@ class WorkerPrefixCache:
         self._expected.update(dict.fromkeys(new, expected))
         return expected
 
-    def apply_heartbeat(self, beat: wire.Heartbeat) -> None:
-        """The worker's report."""
-        published, dropped = (array("Q", hashes) for hashes in (beat.cache.published, beat.cache.dropped))
+    def apply_heartbeat(self, heartbeat: wire.Heartbeat) -> None:
+        published, dropped = (array("Q", hashes) for hashes in (heartbeat.cache.published, heartbeat.cache.dropped))
         self._cached.update(published)
         self._cached.difference_update(dropped)
         self._index.add(self._worker, published)
@@ -183,7 +177,7 @@ class WorkerPrefixCache:
             self._forget()
 
     def close(self) -> None:
-        """Remove its blocks from the index. Requests that are still there change the index no more."""
+        """Requests that are still there change the index no more."""
         self._index.discard(self._worker, self._cached)
         self._index = PrefixIndex()
 

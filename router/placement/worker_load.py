@@ -20,8 +20,6 @@ SLOW_START_SEQUENCES = 16
 
 
 class CorrectedCounter:
-    """An amount of one kind. `ours`: this router's part."""
-
     def __init__(self) -> None:
         self.ours = 0
         self._reported = 0
@@ -32,18 +30,15 @@ class CorrectedCounter:
         return max(self.ours, self._reported + self._since)
 
     def add(self, amount: int) -> None:
-        """Add to this router's part; negative: remove."""
         self.ours += amount
         self._since += amount
 
     def set_reported(self, amount: int) -> None:
-        """Of all routers, as the worker counts."""
         self._reported, self._since = amount, 0
 
 
 class WorkerLoad:
-    """What placement uses of one incarnation of one worker. ``index`` is shared by the workers of its model; ``close``
-    removes it there."""
+    """What placement uses of one worker. ``index`` is shared by the workers of its model."""
 
     def __init__(self, facts: WorkerRegistration, index: PrefixIndex | None = None) -> None:
         self.incarnation = Incarnation.of(facts.peer)
@@ -85,7 +80,6 @@ class WorkerLoad:
 
     @property
     def has_capacity(self) -> bool:
-        """Whether more may be sent there before its next load report."""
         return not self._is_full and self._sent_sequences < self._slow_start_limit
 
     def snapshot(self, prefix: PromptBlocks | None = None, *, avoided: bool = False) -> WorkerSnapshot:
@@ -93,7 +87,6 @@ class WorkerLoad:
         return self.snapshot_with(0 if prefix is None else self.cached_tokens(prefix), avoided)
 
     def snapshot_with(self, cached_tokens: int, avoided: bool) -> WorkerSnapshot:
-        """For a request that has so many tokens cached there."""
         key = cached_tokens, avoided
         snapshot = self._snapshots.get(key)
         if snapshot is None:
@@ -118,35 +111,31 @@ class WorkerLoad:
         )
 
     def cached_tokens(self, prefix: PromptBlocks) -> int:
-        """Leading tokens of a prompt that are known to be in the worker's prefix cache."""
         return prefix.cached_tokens(self._cached, self.block_tokens)
 
     def reserve(self, prefix: PromptBlocks, tokens: int, *, computed: bool) -> LoadReservation:
-        """A sequence of so many tokens goes there, ``computed`` there or fetched. ``release`` the result when it has
-        left."""
+        """``release`` the result when the sequence has left. ``computed``: there, not fetched."""
         fresh = max(0, tokens - self.cached_tokens(prefix))
         self._sent_sequences += 1
         self._sent_blocks += blocks_for(fresh, self.block_tokens, self._group_blocks)
         return LoadReservation(self, fresh if computed else 0, self._cached.expect(prefix.hashes(self.block_tokens)))
 
     def add(self, sequences: int, work: int) -> None:
-        """Add to this router's part; negative: remove."""
         self.sequences.add(sequences)
         self.work.add(work)
         self._snapshots.clear()
 
-    def apply_heartbeat(self, beat: wire.Heartbeat) -> None:
-        """The worker's report."""
-        if beat.HasField("load"):
+    def apply_heartbeat(self, heartbeat: wire.Heartbeat) -> None:
+        if heartbeat.HasField("load"):
             role = self._load.role
             self._load = wire.Load()  # a copy: a part of a message keeps the whole message in memory
-            self._load.CopyFrom(beat.load)
-            self._load.role = beat.load.role or role
+            self._load.CopyFrom(heartbeat.load)
+            self._load.role = heartbeat.load.role or role
         self.work.set_reported(self._load.queued_tokens)
         self.sequences.set_reported(self._load.running + self._load.waiting)
-        self._cached.apply_heartbeat(beat)
-        if beat.routers or self._routers is None:
-            self._routers = frozenset(Incarnation.of(router) for router in beat.routers)
+        self._cached.apply_heartbeat(heartbeat)
+        if heartbeat.routers or self._routers is None:
+            self._routers = frozenset(Incarnation.of(router) for router in heartbeat.routers)
         self._sent_sequences = self._sent_blocks = 0
         if not self._is_full:
             self._slow_start_limit *= 2
@@ -154,24 +143,23 @@ class WorkerLoad:
         self._snapshots.clear()
 
     def reset(self) -> None:
-        """A new session: its heartbeats list the whole prefix cache and all routers again."""
+        """For a new session: its heartbeats list the whole prefix cache and all routers again."""
         self._cached.close()
         self._cached, self._routers = WorkerPrefixCache(self._index, self.number), None
 
     def close(self) -> None:
-        """The worker is gone: another one may get its number in the index."""
         self._cached.close()
         self._index.remove_worker(self.number, self.block_tokens)
 
     def mark_full(self) -> None:
-        """The worker refused a sequence: send none before its next load report, then few."""
+        """Send no sequence before the worker's next load report, then few."""
         self._snapshots.clear()
         self._is_full = True
         self._slow_start_limit = SLOW_START_SEQUENCES
 
 
 class LoadReservation:
-    """The load of one sequence at a worker. Methods may be repeated."""
+    """Methods may be repeated."""
 
     def __init__(self, load: WorkerLoad, work: int, expected: ExpectedBlocks) -> None:
         self._load = load
@@ -181,12 +169,10 @@ class LoadReservation:
         load.add(1, work)
 
     def mark_prefilled(self) -> None:
-        """Its prompt is computed."""
         work, self._work = self._work, 0
         self._load.add(0, -work)
 
     def release(self) -> None:
-        """It has left the worker."""
         if not self._is_released:
             self._is_released = True
             self.mark_prefilled()

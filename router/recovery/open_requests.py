@@ -18,8 +18,7 @@ _log = logs.get(__name__)
 
 
 class OpenEntries:
-    """Sweeps the open set of one router while `run` runs. An entry without an open request in two sweeps is removed: it
-    may be written a moment before its request."""
+    """An entry without an open request in two sweeps is removed: it may be written a moment before its request."""
 
     def __init__(self, store: Store, router: Incarnation, sweep_every_s: float = RouterTimings().sweep_every_s) -> None:
         self._store = store
@@ -28,7 +27,7 @@ class OpenEntries:
         self._left = set[RequestKey]()
 
     async def sweep(self) -> None:
-        """Remove what the last sweep found too. Raises StoreUnavailable."""
+        """Raises StoreUnavailable."""
         left = await self._store.requests.leftovers(self._router)
         twice = list(left & self._left)
         await self._store.open.remove(self._router, twice)

@@ -29,11 +29,7 @@ _log = logs.get(__name__)
 
 
 class OrphanRecovery:
-    """Watches the directory of routers while `run` runs.
-
-    ``is_connected``: whether a worker has a session with a router. The directory is read as often as registrations with
-    these ``ttls`` are renewed.
-    """
+    """``is_connected``: whether a worker has a session with a router."""
 
     def __init__(
         self,
@@ -108,7 +104,7 @@ class OrphanRecovery:
                 _log.warning("a request can't be continued", request_id=key.id, error=str(error))
 
     async def _take(self, owner: Incarnation, key: RequestKey) -> Exception | None:
-        """Return why the request stays with its owner, where it can't run here. Raises StoreUnavailable."""
+        """Return why the request stays with its owner. Raises StoreUnavailable."""
         try:
             await self._registry.take_over(key)
         except StoreUnavailable:
@@ -128,8 +124,6 @@ class OrphanRecovery:
 
 
 class _Pause:
-    """Between two tries to take over requests that can't run here: each try of each router reads them all."""
-
     def __init__(self, seconds: float, max_seconds: float) -> None:
         self.ends_at = 0.0
         self._seconds = seconds

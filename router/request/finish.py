@@ -1,5 +1,3 @@
-"""Why an output ended."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -38,7 +38,7 @@ RestoreRequest = Callable[[StoredRequest], Awaitable[ValidRequest]]
 
 @dataclass(frozen=True, slots=True)
 class RequestSnapshot:
-    """A request at one instant. ``expires_in_s`` counts from now; None before its end."""
+    """``expires_in_s`` counts from now; None before its end."""
 
     stream: TokenStream
     state: State
@@ -47,7 +47,7 @@ class RequestSnapshot:
 
 
 def check_stored(found: StoredRequest, request: ValidRequest) -> None:
-    """Raises UnreadableRequest for tokens that the request's model can't generate."""
+    """Raises UnreadableRequest."""
     highest = max((entry.token for entry in found.entries), default=0)
     if highest >= request.vocab_size:
         raise UnreadableRequest(found.key, f"token ids below {request.vocab_size}, got {highest}")
@@ -56,7 +56,6 @@ def check_stored(found: StoredRequest, request: ValidRequest) -> None:
 
 
 def store_error(error: StateError, key: RequestKey) -> ServiceError:
-    """The client's error for a request that can't be read from the store."""
     match error:
         case UnknownRequest():
             return NotFound("request", key.id)
@@ -72,7 +71,6 @@ def store_error(error: StateError, key: RequestKey) -> ServiceError:
 
 
 def stream_from_store(found: StoredRequest, request: ValidRequest) -> TokenStream:
-    """Its tokens and logprobs so far."""
     stream = TokenStream(request, [entry.token for entry in found.entries])
     stream.logprobs, stream.prompt_logprobs = found.logprobs, found.prompt_logprobs
     if found.record.HasField("certain_seq"):
@@ -81,7 +79,6 @@ def stream_from_store(found: StoredRequest, request: ValidRequest) -> TokenStrea
 
 
 def finished_stream(found: StoredRequest, request: ValidRequest) -> TokenStream:
-    """The stream of a request that does not run any more."""
     stream = stream_from_store(found, request)
     stream.cached_tokens = found.record.cached_tokens
     stream.recorded = found.record
@@ -90,7 +87,6 @@ def finished_stream(found: StoredRequest, request: ValidRequest) -> TokenStream:
 
 
 def finish_to_record(end: Finish | ServiceError) -> tuple[State, pb.Finished | None]:
-    """How an end is stored; `finish_from_record` reads it again."""
     match end:
         case Finish():
             return Generation.STATE_SUCCEEDED, end.finished()
@@ -103,7 +99,7 @@ def finish_to_record(end: Finish | ServiceError) -> tuple[State, pb.Finished | N
 
 
 def finish_from_record(found: StoredRequest) -> Finish | ServiceError | None:
-    """How a request ended; None while it runs. Raises UnreadableRequest if the record has no end."""
+    """Return None while the request runs. Raises UnreadableRequest if the record has no end."""
     if not found.ended:
         return None
     if found.state == Generation.STATE_CANCELLED:  # the router that cancelled it may not have recorded the error yet
@@ -122,7 +118,6 @@ LONGEST_DEADLINE = timedelta(days=3650)
 
 
 def new_record(request: ValidRequest, router: Incarnation, epoch: int) -> OwnedRequest:
-    """Of a request that `router` accepts now."""
     now = datetime.now(UTC)
     record = RequestRecord(
         model=request.engine_request.model,
@@ -138,7 +133,6 @@ def new_record(request: ValidRequest, router: Incarnation, epoch: int) -> OwnedR
 
 
 def recorded_decode_worker(stored: StoredRequest) -> Incarnation | None:
-    """Where the last attempt is decoded, as far as is recorded."""
     attempts = stored.record.attempts
     if not attempts or attempts[-1].attempt != stored.attempt or not attempts[-1].HasField("decode_worker"):
         return None
@@ -155,7 +149,7 @@ def recorded_layout(stored: StoredRequest, pool: WorkerPool) -> int:
 
 
 def record_end(owned: OwnedRequest, stream: TokenStream, end: Finish | ServiceError) -> None:
-    """Usage, receipt, and how the request ended. All tokens are recorded before."""
+    """Call it when all tokens are recorded."""
     record = owned.record
     if stream.certain_tokens is None:  # later readers get the tokens of this router
         record.ClearField("certain_seq")

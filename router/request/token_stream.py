@@ -20,8 +20,6 @@ from decant.state.logprobs import Logprobs
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a complete output ended."""
-
     reason: pb.FinishReason
     eos_token_id: int | None = None
     stop_token_id: int | None = None
@@ -38,9 +36,8 @@ class Finish:
 
 @dataclass(slots=True)
 class AttemptTrace:
-    """Workers and times of the present attempt, for the receipt.
-
-    In seconds; ``*_at`` by the event loop's clock. What did not happen is None.
+    """Workers and times of the present attempt, in seconds; ``*_at`` by the event loop's clock. What did not happen is
+    None.
     """
 
     attempts: int = 1
@@ -56,16 +53,11 @@ class AttemptTrace:
 
 
 class SupersedableReader(Protocol):
-    """The present reader of a stream."""
-
-    def supersede(self) -> None:
-        """A newer one reads it: end."""
+    def supersede(self) -> None: ...
 
 
 @dataclass(slots=True)
 class TokenStream:
-    """One output, with one writer, and one reader at a time."""
-
     request: ValidRequest
     tokens: list[int] = field(default_factory=list)
     logprobs: Logprobs = field(init=False)  # one per token, if requested
@@ -95,7 +87,6 @@ class TokenStream:
         self.prompt_logprobs = Logprobs(options.prompt_logprobs or 0)
 
     def notify(self) -> None:
-        """Wake the reader: something was written, or the request ended."""
         if self._waiter is not None:
             waiter, self._waiter = self._waiter, None
             if not waiter.done():
@@ -122,12 +113,11 @@ class TokenStream:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether they are complete, or not requested."""
+        """Whether the prompt's logprobs are complete, or not requested."""
         is_requested = self.request.output_options.prompt_logprobs is not None
         return not is_requested or len(self.prompt_logprobs) >= self.request.prompt_tokens - 1
 
     async def wait_prompt_logprobs(self) -> None:
-        """Wait until ``has_prompt_logprobs``, or the end."""
         while not self.has_prompt_logprobs and self.end is None:
             await self._changed()
 

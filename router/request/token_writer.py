@@ -22,8 +22,6 @@ from decant.state.logprobs import Logprobs
 
 
 class StopListener(Protocol):
-    """The running attempt."""
-
     def on_stop_string(self) -> None: ...
 
 
@@ -48,7 +46,7 @@ class TokenWriter:
 
     @property
     def position(self) -> int:
-        """Of the first missing token."""
+        """Position of the first missing token."""
         return self._base + len(self._tokens)
 
     @property
@@ -100,7 +98,7 @@ class TokenWriter:
 
 
 def _append(logprobs: wire.TokenLogprobs | None, known: Logprobs) -> bool:
-    """Whether a token has well-formed logprobs, which are then appended."""
+    """Whether the logprobs are well-formed; then they are appended."""
     if logprobs is None:
         return False
     try:

@@ -20,7 +20,7 @@ def usage_of(stream: TokenStream) -> pb.Usage:
 
 
 def receipt_of(stream: TokenStream, now: float) -> pb.Receipt:
-    """As of ``now`` by the event loop's clock."""
+    """``now``: by the event loop's clock."""
     path, accepted_at = stream.path, stream.request.accepted_at
     return pb.Receipt(
         queue_ms=_ms(queue_s(stream)),
@@ -39,7 +39,7 @@ def receipt_of(stream: TokenStream, now: float) -> pb.Receipt:
 
 
 def queue_s(stream: TokenStream) -> float | None:
-    """Seconds until a worker scheduled it; None before."""
+    """None before a worker has scheduled the request."""
     path = stream.path
     return _between(stream.request.accepted_at, path.scheduled_at) if path.queue_s is None else path.queue_s
 
@@ -54,5 +54,5 @@ def _between(begin: float | None, end: float | None) -> float | None:
 
 
 def _ms(seconds: float | None) -> float | None:
-    """Milliseconds, to the microsecond: more digits are noise of floating point."""
+    """To the microsecond: more digits are noise of floating point."""
     return None if seconds is None else round(seconds * 1000, 3)

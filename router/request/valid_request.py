@@ -1,5 +1,3 @@
-"""A request that passed validation."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

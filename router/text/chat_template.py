@@ -56,7 +56,7 @@ class ChatTemplate:
     async def render(
         self, messages: Sequence[pb.Message], *, add_generation_prompt: bool, deadline: Deadline = NO_DEADLINE
     ) -> str:
-        """Raises InvalidArgument for messages that the template rejects or fails on; QueueFull, DeadlineExceeded."""
+        """Raises InvalidArgument if the template rejects the messages or fails; QueueFull, DeadlineExceeded."""
         texts = [text.encode() for message in messages for text in (message.role, message.content)]
         head = {
             "template": self._template,
@@ -93,8 +93,7 @@ class ChatTemplate:
         return json.loads(reply), text.decode()
 
 
-def _nothing() -> None:
-    """There is no process to end."""
+def _nothing() -> None: ...
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -117,7 +116,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _exchange(process: subprocess.Popen[bytes], head: bytes, texts: bytes, ends_at: float) -> tuple[bytes, bytes]:
-    """The reply's head and text. Raises OSError where no reply came in time, or the process has ended."""
+    """Raises OSError where no reply came in time, or the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     for part in (struct.pack(">II", len(head), len(texts)), head, texts):
@@ -142,7 +141,7 @@ def _read(pipe: int, count: int, ends_at: float) -> bytes:
 
 
 def _ready(pipe: int, event: int, ends_at: float) -> None:
-    """Wait for the event. Raises TimeoutError."""
+    """Raises TimeoutError."""
     poll = select.poll()
     poll.register(pipe, event)
     if not poll.poll(max(0.0, ends_at - time.monotonic()) * 1000):

@@ -45,12 +45,11 @@ _UNFINISHED = re.compile(
 
 
 class UnsupportedDecoder(ValueError):
-    """The decoder can't be followed token by token; the message names it."""
+    pass
 
 
 class Detokenizer(ABC):
-    """The text of one output. The text after k tokens depends on these k tokens alone, not on how they are divided
-    among calls."""
+    """The text after k tokens depends on these k tokens alone, not on how they are divided among calls."""
 
     __slots__ = ("_held",)
 
@@ -62,7 +61,7 @@ class Detokenizer(ABC):
         """The text that these tokens complete."""
 
     def end(self) -> str:
-        """The text that was held back, with U+FFFD for an incomplete character."""
+        """The text held back, with U+FFFD for an incomplete character."""
         text, self._held = self._held + self._last(), ""
         return text
 
@@ -80,8 +79,6 @@ class Detokenizer(ABC):
 
 
 class TokenTable(ABC):
-    """The tokens of one model as text."""
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -95,7 +92,7 @@ class TokenTable(ABC):
 
     @abstractmethod
     def bytes_of(self, id: int) -> bytes:
-        """A token's bytes inside a text; those of special tokens too."""
+        """The token's bytes; special tokens have some too."""
 
     @abstractmethod
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer: ...
@@ -211,7 +208,6 @@ class _PieceTable(dict[int, _Entry]):
         return found
 
     def first(self, id: int) -> _Entry:
-        """The same at the beginning."""
         return self.token_table.entry(id, skip_special_tokens=self.skip, first=True)
 
 
@@ -308,7 +304,6 @@ class _PieceDetokenizer(Detokenizer):
 
 
 def _described(decoder: Decoder | None) -> Any:
-    """A decoder as tokenizer.json has it."""
     bare = Tokenizer(kinds.BPE())
     if decoder is not None:
         bare.decoder = decoder
@@ -333,7 +328,6 @@ def _steps(described: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _stripped(steps: Sequence[Mapping[str, Any]]) -> int:
-    """Number of spaces that the decoder removes from the beginning of the text."""
     stripped = 0
     for step in steps:
         if step["type"] != "Strip" or step["content"] != " " or step["stop"]:

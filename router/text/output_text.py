@@ -22,9 +22,9 @@ from decant.router.text.stop_strings import StopStrings
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What the client gets, with nothing left unset. ``logprobs``: number of alternatives per token; None: no logprobs.
-    ``prompt_logprobs``: the same for the prompt. ``echo``: text before each output's. ``min_chunk_tokens``: least
-    number in a delta, except in the last. ``stops``: None where no stop string ends an output."""
+    """``logprobs``: alternatives per token; None: no logprobs. ``prompt_logprobs``: the same. ``stops``: None where no
+    stop string ends an output.
+    """
 
     text: bool = True
     token_ids: bool = False
@@ -38,7 +38,6 @@ class OutputOptions:
 
 
 def new_output_text(model: ServedModel, options: OutputOptions, stopping: wire.Stopping) -> OutputText:
-    """Before its first token."""
     kind = OutputText if options.stops is None else StoppableText
     return kind(model, options, stopping)
 
@@ -68,7 +67,7 @@ class OutputText:
         return text if self._left else text + OutputText.end(self)
 
     def end(self) -> str:
-        """The text that was held back, where the output ends before `max_tokens`."""
+        """The text held back, where the output ends before `max_tokens`."""
         self._is_over = True
         return self._detokenizer.end()
 

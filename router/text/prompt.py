@@ -89,7 +89,7 @@ async def _checked_prompt_ids(
 
 
 async def checked_ids(field: str, ids: Sequence[int], model: ServedModel, deadline: Deadline) -> list[int]:
-    """Raises InvalidArgument for an id outside the vocabulary; QueueFull, DeadlineExceeded."""
+    """Raises InvalidArgument, QueueFull, DeadlineExceeded."""
 
     def checked() -> list[int]:
         listed: list[int] = []
@@ -103,8 +103,7 @@ async def checked_ids(field: str, ids: Sequence[int], model: ServedModel, deadli
 
 
 def check_fits(field: str, tokens: int, context_length: int, *, at_least: bool = False) -> None:
-    """Raises InvalidArgument for a prompt that leaves no position for an output token. ``at_least``: ``tokens`` is a
-    lower bound."""
+    """Raises InvalidArgument if no position is left for an output token. ``at_least``: ``tokens`` is a lower bound."""
     if tokens >= context_length:
         limit = f"at most {context_length - 1} tokens, so that one more fits the window of {context_length}"
         value = f"at least {tokens}" if at_least else tokens
@@ -112,7 +111,7 @@ def check_fits(field: str, tokens: int, context_length: int, *, at_least: bool =
 
 
 def check_vocabulary(field: str, ids: Iterable[int], model: ServedModel) -> None:
-    """Raises InvalidArgument for an id outside the vocabulary."""
+    """Raises InvalidArgument."""
     highest = max(ids, default=0)
     if highest >= model.vocab_size:
         raise InvalidArgument(field, f"token ids below {model.vocab_size}", highest)

@@ -65,7 +65,7 @@ class ServedModel:
         return self.chat is not None
 
     async def encode(self, text: str, *, special: bool = True, deadline: Deadline = NO_DEADLINE) -> list[int]:
-        """``special``: with the tokens that the model wants around a prompt. Raises QueueFull, DeadlineExceeded."""
+        """``special``: with the model's tokens around a prompt. Raises QueueFull, DeadlineExceeded."""
         if len(text) <= MAX_INLINE_LENGTH:
             return self._encode(text, special)
         return await self.texts.run(len(text), deadline, self._encode, text, special)
@@ -99,7 +99,7 @@ class ServedModel:
 
 
 class Models:
-    """The models that a tenant may use, the first by default. Those `withheld` are served to other tenants."""
+    """The first is the default. Those `withheld` are served to other tenants."""
 
     def __init__(self, models: Iterable[ServedModel], withheld: Collection[str] = ()) -> None:
         listed = list(models)
@@ -121,7 +121,6 @@ class Models:
             raise NotFound("model", name) from None
 
     def only(self, ids: Collection[str]) -> Models:
-        """The models of these ids, in the same order, with all others withheld."""
         kept = [model for id, model in self.by_id.items() if id in ids]
         return Models(kept, self.by_id.keys() - set(ids))
 
@@ -190,7 +189,6 @@ def _chat(files: ModelFiles, config: Mapping[str, Any]) -> ChatTemplate | None:
 
 
 def _named_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Special tokens by name, as text."""
     more = config.get("extra_special_tokens")
     named = {name: config[name] for name in _SPECIAL if config.get(name)} | (more if isinstance(more, dict) else {})
     for name, token in named.items():

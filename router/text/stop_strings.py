@@ -21,8 +21,6 @@ class Match(NamedTuple):
 
 
 class StopStrings:
-    """Some non-empty strings."""
-
     __slots__ = ("_first", "_longest_prefix", "_prefixes", "_stops")
 
     def __init__(self, stops: Iterable[str]) -> None:

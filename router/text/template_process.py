@@ -48,11 +48,11 @@ _WARM_UP_TEMPLATE = r"""{% for m in messages if m.role %}
 
 
 class Refused(Exception):
-    """The template called raise_exception."""
+    pass
 
 
 class TooLong(Exception):
-    """The text exceeds the limit."""
+    pass
 
 
 class Generation(jinja2.ext.Extension):
@@ -106,7 +106,7 @@ def _to_json(
 
 
 def reply_to(request: dict[str, Any], texts: bytes) -> tuple[dict[str, str], bytes]:
-    """Head and text. Removes ``lengths`` from the request."""
+    """Removes ``lengths`` from the request."""
     try:
         request["variables"]["messages"] = list(_messages(request.pop("lengths"), texts))
         return {}, render(**request).encode()
@@ -128,7 +128,6 @@ def _messages(lengths: list[int], texts: bytes) -> Iterator[dict[str, str]]:
 
 
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
-    """Until stdin ends."""
     while len(lengths := requests.read(8)) == 8:
         head, texts = (requests.read(length) for length in struct.unpack(">II", lengths))
         head_out, text = reply_to(json.loads(head), texts)
@@ -138,7 +137,6 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
 
 
 def confine() -> None:
-    """From here on this process can open no file, start no process, and has little memory."""
     for template in (_WARM_UP_TEMPLATE, "{% if %}", "{{ raise_exception('x') }}", "{{ 1 / 0 }}", "{{ x.y.z }}"):
         reply_to({"template": template, "variables": {}, "most": 10_000, "lengths": [4, 0]}, b"user")
     if sys.platform != "darwin":  # macOS refuses a limit below what is mapped, which is more than this from the start

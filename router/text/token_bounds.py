@@ -45,7 +45,6 @@ class TextBound:
             yield -(-count // self.characters)
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound for the whole text."""
         return max(self.growing(text), default=0)
 
 
@@ -70,7 +69,7 @@ def text_bound(tokenizer: Tokenizer) -> TextBound | None:
 
 
 def _joined(normalizer: Any) -> int | None:
-    """The most characters that normalization joins into one; None where there is no limit."""
+    """None where there is no limit."""
     joined = 1
     for step in _steps(normalizer, "normalizers"):
         match step:

@@ -23,8 +23,6 @@ STUCK_STEPS = 8
 
 
 class Steps:
-    """Whether the worker's present step is stuck, by its last heartbeat."""
-
     def __init__(self, timings: WorkerTimings) -> None:
         self._timings = timings
         self.is_stuck = False
@@ -42,8 +40,6 @@ class Steps:
 
 
 class ConnectionOwner(Protocol):
-    """The session."""
-
     def hello(self) -> wire.Hello: ...
 
     def on_welcome(self, hello: wire.Hello, welcome: wire.Welcome) -> None: ...
@@ -66,7 +62,6 @@ class Connection:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the worker sends messages and its step is not stuck."""
         return not (self.steps.is_stuck or self.silence.is_suspect)
 
     async def run(self) -> None:

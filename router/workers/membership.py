@@ -32,13 +32,11 @@ _log = logs.get(__name__)
 
 
 class MembershipObserver(SessionObserver, Protocol):
-    def on_members_changed(self, model: str) -> None:
-        """A worker of that model was removed."""
+    def on_members_changed(self, model: str) -> None: ...
 
 
 class WorkerMembership:
-    """``tokenizers`` are the hashes of this router's models, by id. The owner runs `run` as a background task, and
-    calls `close` after it."""
+    """``tokenizers``: hashes of this router's models, by id. The owner runs `run`, and calls `close` after it."""
 
     def __init__(
         self,
@@ -142,7 +140,6 @@ class WorkerMembership:
         _log.info("worker found", worker=worker.incarnation.id, address=facts.address, role=role)
 
     async def _serve(self, worker: WorkerHandle) -> None:
-        """From the registration of an incarnation to its removal."""
         try:
             await worker.session.run(lambda: worker.is_wanted and not self._is_outdated(worker))
         finally:
@@ -158,5 +155,5 @@ class WorkerMembership:
             self._add(worker.facts)
 
     def _is_outdated(self, worker: WorkerHandle) -> bool:
-        """Whether its channel has to be opened anew, with newer TLS files, and this router has no runs there."""
+        """Whether TLS files are newer than its channel, and this router has no runs there."""
         return not worker.session.is_busy and worker.generation != self._connector.generation()

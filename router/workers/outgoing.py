@@ -25,13 +25,12 @@ class Outgoing:
         self._cancels: dict[RunKey, wire.Cancel] = {}
 
     def begin(self) -> None:
-        """A new session sends its hello. A run that the hello does not name is an orphan at the worker: no need to have
-        it forgotten."""
+        """A run that the hello does not name is an orphan at the worker: no need to have it forgotten."""
         self._queue = asyncio.Queue()
         self._to_forget.clear()
 
     def open(self, orphans: list[wire.Run]) -> None:
-        """The welcome was received. Cancel ``orphans``, and the runs that ended while no session was open."""
+        """Cancel ``orphans``, and the runs that ended while no session was open."""
         self.is_open = True
         for run in orphans:
             self._cancels.setdefault(key_of(run), wire.Cancel(run=run, reason=wire.Cancel.REASON_ATTEMPT))
@@ -40,7 +39,6 @@ class Outgoing:
             self.send(wire.RouterMessage(cancel=cancel))
 
     def close(self) -> None:
-        """The session broke."""
         self.is_open = False
 
     def finish(self) -> None:
@@ -52,7 +50,6 @@ class Outgoing:
         self._queue.put_nowait(message)
 
     def cancel(self, cancel: wire.Cancel) -> None:
-        """End a run at the worker, now or as soon as a session is open."""
         if self.is_open:
             self.send(wire.RouterMessage(cancel=cancel))
         else:

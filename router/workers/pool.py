@@ -23,8 +23,9 @@ from decant.state.ids import Incarnation
 
 
 class WorkerPool:
-    """Observes all sessions. By model: ``costs`` as measured, ``waiting_lines`` of requests that no worker can take
-    now, and ``wait_predictors``. ``handoff_min_tokens`` replaces the number that follows from the costs."""
+    """``costs``, ``waiting_lines`` and ``wait_predictors`` by model. ``handoff_min_tokens`` replaces the number that
+    follows from the costs.
+    """
 
     def __init__(
         self,
@@ -35,7 +36,6 @@ class WorkerPool:
         handoff_min_tokens: int | None = None,
         timings: WorkerTimings = WorkerTimings(),
     ) -> None:
-        """``tokenizers`` are the hashes of this router's models, by id."""
         now = asyncio.get_running_loop().time
         self.membership = WorkerMembership(router, directory, tokenizers, tls, self, timings)
         self.tickets = TicketRenewals()
@@ -49,17 +49,16 @@ class WorkerPool:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a worker, of all models."""
         return sum(map(len, self.waiting_lines.values()))
 
     def of(self, model: str) -> Iterator[WorkerHandle]:
-        """All known workers of a model, usable or not."""
+        """All workers of a model, usable or not."""
         return (worker for worker in self.membership if worker.model == model)
 
     def snapshot(
         self, model: str, excluded: AbstractSet[Incarnation], prefix: PromptBlocks | None = None
     ) -> list[WorkerSnapshot]:
-        """The usable workers, for a request with that prompt. Those in ``excluded`` are marked as avoided."""
+        """Usable workers. Those in ``excluded`` are marked as avoided."""
         cached = {} if prefix is None else prefix.cached_by_worker(self.membership.prefix_indexes[model])
         return [
             worker.snapshot(cached.get(worker.load.number, 0), avoided=worker.incarnation in excluded)
@@ -68,13 +67,11 @@ class WorkerPool:
         ]
 
     def handoff_min_tokens(self, model: str) -> int:
-        """Prompts with at least as many uncached tokens are computed on a prefill worker."""
         if self._handoff_min_tokens is not None:
             return self._handoff_min_tokens
         return self.costs[model].handoff_min_tokens
 
     def block_sizes(self, model: str) -> set[int]:
-        """Tokens of a block, at any worker of the model."""
         return {worker.load.block_tokens for worker in self.of(model)}
 
     def layout_of(self, model: str) -> int:
@@ -91,7 +88,6 @@ class WorkerPool:
         return any(worker.is_usable for worker in self.of(model))
 
     def patience_s(self, model: str) -> float:
-        """How long a request waits for a worker, as workers stand now."""
         timings = self._timings
         return timings.no_capacity_patience_s if self.has_usable(model) else timings.no_worker_patience_s
 
@@ -117,18 +113,17 @@ class WorkerPool:
         return worker
 
     def record_failure(self, incarnation: Incarnation) -> None:
-        """A worker lost a request."""
         if (worker := self.membership.get(incarnation)) is not None:
             worker.record_failure()
 
     def cancel(self, incarnation: Incarnation, run: wire.Run, reason: wire.Cancel.Reason) -> None:
-        """Cancel whatever a worker has of a run, if the worker is known."""
         if (worker := self.membership.get(incarnation)) is not None:
             worker.session.cancel(wire.Cancel(run=run, reason=reason))
 
     def is_connected(self, router: Incarnation) -> bool:
-        """Whether a worker has a session with that router, by what the workers report to this one. A session that has
-        reported nothing yet counts as connected to any router."""
+        """Whether a worker reports a session with that router. One that has reported nothing yet counts as connected to
+        any.
+        """
         return any(worker.session.is_open and worker.load.may_reach(router) for worker in self.membership)
 
     # What sessions report
@@ -138,10 +133,10 @@ class WorkerPool:
             worker.load.reset()
             self.on_members_changed(worker.facts.model)
 
-    def on_heartbeat(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
-        self.tickets.on_renewed(beat.renew)
+    def on_heartbeat(self, session: WorkerSession, heartbeat: wire.Heartbeat) -> None:
+        self.tickets.on_renewed(heartbeat.renew)
         if (worker := self.membership.get(Incarnation.of(session.worker))) is not None:
-            worker.load.apply_heartbeat(beat)
+            worker.load.apply_heartbeat(heartbeat)
             line = self.waiting_lines[worker.facts.model]
             if line and worker.is_usable and worker.load.has_capacity:
                 line.open(kind for kind in line.kinds if self._may_take(worker, kind))
@@ -168,7 +163,6 @@ class WorkerPool:
         return kind.place is WaitsFor.SHORT_PREFILL and load.work.now < self.handoff_min_tokens(worker.facts.model)
 
     def _any_usable(self, beside: WorkerHandle, *, decodes: bool) -> bool:
-        """Whether a usable worker of that role has the layout of this one."""
         return any(
             (worker.load.role != wire.ROLE_PREFILL) == decodes
             and worker.load.layout == beside.load.layout

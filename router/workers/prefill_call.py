@@ -11,7 +11,7 @@ from decant.runtime.peer import UnknownMessages
 
 
 class PrefillListener(Protocol):
-    """Receives the events of a call: ``on_over`` is the last."""
+    """``on_over`` is the last event."""
 
     def on_ticket(self, ticket: wire.Ticket) -> None: ...
 
@@ -26,11 +26,11 @@ class PrefillListener(Protocol):
     def on_superseded(self, superseded: wire.Superseded) -> None: ...
 
     def on_over(self, broken: StreamBroken | None) -> None:
-        """The call has ended; ``broken`` unless its worker ended it."""
+        """``broken`` unless its worker ended it."""
 
 
 class PrefillCall:
-    """Begins when it is made. Its listener receives nothing after ``close``."""
+    """Its listener receives nothing after ``close``."""
 
     def __init__(self, stub: Any, request: wire.PrefillRequest, listener: PrefillListener) -> None:
         self._listener = listener
@@ -39,7 +39,7 @@ class PrefillCall:
         self._reading = asyncio.create_task(self._read())
 
     def close(self) -> None:
-        """End the call. The worker ends the prefill too, unless its KV cache is being fetched."""
+        """The worker ends the prefill too, unless its KV cache is being fetched."""
         self._reading.cancel()
         self._call.cancel()
 

@@ -69,13 +69,11 @@ class WorkerSession:
 
     @property
     def is_usable(self) -> bool:
-        """Whether new requests may go there: it is open, not silent, and its step is not stuck."""
         connection = self._connection
         return self._outgoing.is_open and (connection is None or connection.is_healthy)
 
     @property
     def is_busy(self) -> bool:
-        """Whether the worker has anything of this router's."""
         return bool(self.runs.table or self.guests)
 
     @property
@@ -89,7 +87,7 @@ class WorkerSession:
     # What the router sends
 
     def start(self, run: RunSubscription) -> None:
-        """Start a run, or adopt it; while no session is open, the next one does."""
+        """Start or adopt a run; while no session is open, the next one does."""
         self.runs.table.add(run)
         if self.is_open:
             self._outgoing.send(run.opening_message())
@@ -97,12 +95,11 @@ class WorkerSession:
             self._start_reconnect_grace()
 
     def migrate(self, message: wire.Migrate) -> None:
-        """Ask for a ticket for a run, or withdraw that."""
+        """Ask for a ticket, or withdraw that."""
         if self.is_open:
             self._outgoing.send(wire.RouterMessage(migrate=message))
 
     def cancel(self, cancel: wire.Cancel) -> None:
-        """Cancel whatever the worker has of a run."""
         self._outgoing.cancel(cancel)
 
     def finish(self) -> None:
@@ -168,7 +165,6 @@ class WorkerSession:
             self._reconnect_grace = None
 
     def _give_up(self, detail: str = "the session broke and did not come back") -> None:
-        """All requests here go to other workers."""
         self._end_reconnect_grace()
         self.runs.fail_all(detail)
         for dependent in list(self.guests):

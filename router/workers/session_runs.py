@@ -34,12 +34,12 @@ class SessionRuns:
         return [run.owned() for run in self.table]
 
     def abandon(self, run: RunSubscription, cancel: wire.Cancel) -> None:
-        """Cancel a run, in any state. Nothing more is reported of it."""
+        """Cancel a run in any state. Nothing more is reported of it."""
         if self.table.remove(run):
             self._outgoing.cancel(cancel)
 
     def retire(self, run: RunSubscription) -> None:
-        """Have the worker forget a run that another one has, with all its tokens. Nothing more is reported of it."""
+        """Drop a run that another worker has, with all its tokens. Nothing more is reported of it."""
         if self.table.remove(run):
             self._outgoing.forget(run.run)
 
@@ -138,7 +138,6 @@ class SessionRuns:
                 self._reject(run, "it sent a token or logprobs that the request can't have")
 
     def _reject(self, run: RunSubscription, detail: str) -> None:
-        """A message about this run is wrong: its attempt fails."""
         _log.error("a worker's message about a run is wrong", worker=self._worker_id, run=run.key, why=detail)
         self._cancel(run)
         self._fail(run, wire.CAUSE_CORRUPT, detail)

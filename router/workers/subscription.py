@@ -19,19 +19,15 @@ def key_of(run: wire.Run) -> RunKey:
 
 
 class WriteError(Enum):
-    """Why a token was not written, other than that it is known."""
-
     GAP = "gap"
     CONFLICT = "conflict"  # the position has another token
     MALFORMED = "malformed"  # no token of this output, or without the logprobs that the request needs
 
 
 class TokenSink(Protocol):
-    """Takes the tokens of one output, by position."""
-
     @property
     def position(self) -> int:
-        """Of the first missing token."""
+        """Position of the first missing token."""
 
     @property
     def end_limit(self) -> int:
@@ -39,29 +35,23 @@ class TokenSink(Protocol):
 
     def write(self, position: int, token: int, logprobs: wire.TokenLogprobs | None = None) -> WriteError | None: ...
 
-    def add_prompt_logprobs(self, message: wire.PromptLogprobs) -> WriteError | None:
-        """Logprobs of a part of the prompt."""
+    def add_prompt_logprobs(self, message: wire.PromptLogprobs) -> WriteError | None: ...
 
 
 class SessionObserver(Protocol):
-    """Receives what concerns more than one run."""
-
     def opened(self, session: WorkerSession) -> None:
         """The worker takes new work. Its next heartbeats list its whole prefix cache."""
 
-    def on_heartbeat(self, session: WorkerSession, beat: wire.Heartbeat) -> None: ...
+    def on_heartbeat(self, session: WorkerSession, heartbeat: wire.Heartbeat) -> None: ...
 
 
 class SessionDependent(Protocol):
-    """Depends on a worker, without a run in its session."""
-
     def on_session_lost(self) -> None:
         """The session broke and did not come back in time."""
 
 
 class RunListener(Protocol):
-    """Receives what a worker reports of one run. ``on_ended``, ``on_refused``, ``on_failed`` and
-    ``on_superseded`` are final."""
+    """``on_ended``, ``on_refused``, ``on_failed`` and ``on_superseded`` are final."""
 
     def on_scheduled(self, message: wire.Scheduled) -> None: ...
 
@@ -74,10 +64,9 @@ class RunListener(Protocol):
         """For the target of a migration."""
 
     def on_draining(self) -> None:
-        """The worker drains; repeated with each of its heartbeats."""
+        """Called with each heartbeat of a draining worker."""
 
-    def on_ended(self, ended: wire.Ended) -> None:
-        """Every token of the run has been written."""
+    def on_ended(self, ended: wire.Ended) -> None: ...
 
     def on_refused(self, refused: wire.Refused) -> None: ...
 
@@ -87,8 +76,6 @@ class RunListener(Protocol):
 
 
 class RunSubscription:
-    """A run at one worker, with one output, as its session knows it."""
-
     def __init__(self, opening: wire.Start | wire.Adopt, sink: TokenSink, listener: RunListener) -> None:
         self.run = opening.run
         self.key = key_of(opening.run)
@@ -102,7 +89,7 @@ class RunSubscription:
 
     @property
     def position(self) -> int:
-        """Of the first missing token."""
+        """Position of the first missing token."""
         return self.sink.position
 
     @property
@@ -112,7 +99,6 @@ class RunSubscription:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it ended, and all its tokens are written."""
         return self.ended is not None and self.position >= self.ended.end.end_position
 
     @property
@@ -129,8 +115,6 @@ class RunSubscription:
 
 
 class RunTable:
-    """The runs of one session, by key and by slot."""
-
     def __init__(self) -> None:
         self.by_slot: dict[int, RunSubscription] = {}
         self.incomplete: set[RunSubscription] = set()
@@ -141,7 +125,7 @@ class RunTable:
         return len(self._by_key)
 
     def __iter__(self) -> Iterator[RunSubscription]:
-        """The runs as they are now: they may be removed meanwhile."""
+        """Iterate over a copy: runs may be removed meanwhile."""
         return iter(list(self._by_key.values()))
 
     def get(self, run: wire.Run) -> RunSubscription | None:
@@ -164,7 +148,7 @@ class RunTable:
         self._by_key[run.key] = run
 
     def remove(self, run: RunSubscription) -> bool:
-        """Whether it was here. Nothing more is reported of it."""
+        """Return whether the run was here."""
         if self._by_key.get(run.key) is not run:
             return False
         del self._by_key[run.key]

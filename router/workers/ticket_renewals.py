@@ -22,7 +22,6 @@ class TicketRenewals:
         return len(self._issuers)
 
     def renew(self, ticket: wire.Ticket, issuer: WorkerHandle) -> None:
-        """With every heartbeat: no decode worker has it yet."""
         self._issuers[ticket.id] = issuer.session
         issuer.session.unclaimed.add(ticket.id)
 
@@ -32,13 +31,11 @@ class TicketRenewals:
             issuer.unclaimed.discard(ticket.id)
 
     def on_renewed(self, tickets: Iterable[bytes]) -> None:
-        """A decode worker's heartbeat names these tickets."""
         for ticket in tickets:
             if (issuer := self._issuers.get(ticket)) is not None:
                 issuer.renewed.add(ticket)
 
     def drop(self, ticket: wire.Ticket) -> None:
-        """Its export was opened, or never will be."""
         if (issuer := self._issuers.pop(ticket.id, None)) is not None:
             issuer.unclaimed.discard(ticket.id)
             issuer.renewed.discard(ticket.id)

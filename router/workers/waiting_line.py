@@ -20,8 +20,6 @@ from decant.state.ids import Incarnation
 
 
 class WaitsFor(Enum):
-    """Kind of worker."""
-
     PREFILL = "a worker that computes the prompt"
     SHORT_PREFILL = "the same, or a decode worker, because the prompt is short"
     FROM_TOKENS = "a worker that computes the prompt and decodes"
@@ -37,7 +35,7 @@ class Kind(NamedTuple):
 
 
 class Waiter:
-    """One request in the line. After ``wake``, call ``WaitingLine.placed`` or ``WaitingLine.stays``."""
+    """After ``wake``, call ``WaitingLine.placed`` or ``WaitingLine.stays``."""
 
     def __init__(self, order: float, kind: Kind, wake: Callable[[], None]) -> None:
         self.order = order
@@ -47,7 +45,7 @@ class Waiter:
 
 
 class WaitingLine:
-    """Requests that wait for workers of one model. At most one is awake."""
+    """At most one waiter is awake."""
 
     def __init__(self) -> None:
         self.wake_ups = 0
@@ -62,7 +60,6 @@ class WaitingLine:
 
     @property
     def kinds(self) -> Iterable[Kind]:
-        """Kinds with a waiting request."""
         return tuple(self._queues)
 
     def has(self, kind: Kind) -> bool:
@@ -74,13 +71,12 @@ class WaitingLine:
         insort(self._queues.setdefault(waiter.kind, []), (waiter.order, waiter.number, waiter))
 
     def notify_all(self) -> None:
-        """Patience has changed: waiters look at it again. Gives none a turn."""
+        """Waiters look at their patience again. Gives none a turn."""
         for queue in self._queues.values():
             for _, _, waiter in queue:
                 waiter.wake()
 
     def open(self, kinds: Iterable[Kind]) -> None:
-        """There may be capacity of these kinds."""
         self._open.update(kinds)
         self._next()
 

@@ -18,7 +18,7 @@ _MAX_DOUBLINGS = 10
 
 
 class WorkerHandle:
-    """What the worker registered, its session and its load. ``generation``: of the TLS files that its channel uses."""
+    """``generation``: of the TLS files that its channel uses."""
 
     def __init__(
         self,
@@ -44,12 +44,10 @@ class WorkerHandle:
 
     @property
     def is_usable(self) -> bool:
-        """Whether new requests may go there."""
         return self.session.is_usable and not self.load.is_draining
 
     @property
     def is_wanted(self) -> bool:
-        """Whether its session is worth opening."""
         return self.is_registered or self.session.is_busy
 
     @property
@@ -58,15 +56,13 @@ class WorkerHandle:
         return self._avoided_until > 0 and asyncio.get_running_loop().time() < self._avoided_until
 
     def snapshot(self, cached_tokens: int, *, avoided: bool) -> WorkerSnapshot:
-        """For a request that has so many tokens cached there."""
         return self.load.snapshot_with(cached_tokens, avoided or self.is_avoided)
 
     def record_failure(self) -> None:
-        """It lost a request: others come first for a time that doubles. A broken worker has the least load."""
+        """Others come first for a time that doubles. A broken worker has the least load."""
         seconds = min(self._timings.avoided_s * 2**self._failures, self._timings.max_avoided_s)
         self._failures = min(self._failures + 1, _MAX_DOUBLINGS)
         self._avoided_until = asyncio.get_running_loop().time() + seconds
 
     def record_success(self) -> None:
-        """It finished a request."""
         self._failures = 0

@@ -1,4 +1,4 @@
-"""Processes that are forked from one in which everything is imported already.
+"""Processes forked from one that has imported everything.
 
 Importing torch and transformers takes a worker six seconds of processor time, and the rest of its start one. Which
 modules a process imports by itself, and how a whole interpreter begins and ends, is left to tests of single processes

@@ -43,7 +43,7 @@ OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_leng
 @dataclass(slots=True)
 class Cut:
     """Both ends of a call lose it at the message of that number, counted from 0 and from now on, in one direction and
-    without beats, which come when they will.
+    without heartbeats, which come when they will.
 
     ``arrives``: whether that message is the last that arrives. ``after``: counted from when that one happened.
     ``instead``: done in place of the cut, which is none then.

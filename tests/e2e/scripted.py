@@ -1,4 +1,4 @@
-"""A router's real process before workers that do what a script says, asked over the wire."""
+"""A router's real process in front of scripted workers, called over gRPC."""
 
 from __future__ import annotations
 

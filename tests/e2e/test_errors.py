@@ -1,4 +1,4 @@
-"""Every reason for which a request is refused or ends badly, with the details that a client reads off the wire.
+"""Every reason for which a request is refused or fails, with the details that a client receives.
 
 The details are read as any client does, by google.rpc's own messages, not by this project's.
 """

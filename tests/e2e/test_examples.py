@@ -1,4 +1,4 @@
-"""The examples of docs/ run as they stand there, against a deployment, and print what they say."""
+"""The examples of docs/ run unchanged against a deployment, and print what they claim."""
 
 from __future__ import annotations
 

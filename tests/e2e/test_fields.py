@@ -1,4 +1,4 @@
-"""Every field of a request does over the wire what protos/inference.proto says of it."""
+"""Every field of a request has the effect that protos/inference.proto documents, over gRPC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slow and hostile clients: what they cost is bounded, what they get is typed, and nobody else is harmed.
+"""Slow and hostile clients: their cost is bounded, their errors are typed, and others are not affected.
 
 Before scripted workers, so that the router's load is the clients' alone.
 """

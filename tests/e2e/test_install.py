@@ -1,4 +1,4 @@
-"""What is distributed works where the sources are not: the wheel, in an environment of its own, serves and asks."""
+"""The wheel serves and calls in an environment of its own, without the sources."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Two routers on one Redis: a request is come back to on either, and what was shown of it is never shown otherwise."""
+"""Two routers on one Redis: either resumes a request, and text that was sent never changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every metric of a router changes in a run that provokes it."""
+"""Every metric of a router changes in a run that affects it."""
 
 from __future__ import annotations
 

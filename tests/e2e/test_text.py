@@ -1,4 +1,4 @@
-"""A deployment answers what the model itself would: whatever the path, the company, the length, the pools."""
+"""A deployment answers as the model itself would, whatever the path, batch, length and pools."""
 
 import asyncio
 from typing import Any

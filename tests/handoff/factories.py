@@ -1,4 +1,4 @@
-"""Two workers' ends with torch-free engines, and what stands between them."""
+"""Senders and receivers with torch-free engines, and the transports between them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from decant.engine.request import Request, SamplingParams, StopParams
 from decant.engine.scheduler import Limits
 from decant.engine.transfer import IncomingSequence
 from decant.handoff.codec import Received, decode
+from decant.handoff.leases import Lease
 from decant.handoff.packing import MESSAGE_BYTES, TransferLayout, checksum
 from decant.handoff.receiver import KvReceiver
 from decant.handoff.sender import KvSender, SenderTiming
@@ -53,8 +54,11 @@ class Worker:
         )
         self.peer = wire.Peer(id=name, incarnation=1, protocol=PROTOCOL)
         self.shape = TransferLayout(BLOCK, self.engine.device.block_bytes, LAYOUT, message_bytes)
+        self.ended_leases: list[Lease] = []
         self.loop = EngineLoop(self.engine, self._on_step)
-        self.sender = KvSender(self.loop, self.shape, wire.Heartbeat, lease_ms, timing=timing)
+        self.sender = KvSender(
+            self.loop, self.shape, wire.Heartbeat, lease_ms, on_lease_end=self.ended_leases.append, timing=timing
+        )
         self.receiver = KvReceiver(self.loop, self.shape, self.peer, wire.Heartbeat)
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, asyncio.Event] = {}

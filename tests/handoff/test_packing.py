@@ -1,4 +1,4 @@
-"""Blocks into messages and back, whatever their size; whatever is changed on the way is refused."""
+"""Blocks of any size survive packing into messages; changed messages are refused."""
 
 from __future__ import annotations
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from decant.plan.capacity.memory import Room
 from decant.plan.errors import InvalidPlan
-from decant.plan.memory import Room
-from decant.plan.outcome import outcome, percentiles
 from decant.plan.quantities import Slo, Tokens
-from decant.plan.queueing import ServiceTime, wait_quantile
+from decant.plan.queueing import ServiceTime, Wait
 from decant.plan.recorded_workload import Trace, TraceRequest
-from decant.plan.simulation import Scenario, Simulation
-from decant.plan.sizing import Workload
+from decant.plan.simulation.outcome import outcome, percentiles
+from decant.plan.simulation.simulation import Scenario, Simulation
+from decant.plan.workload import Workload
 
 ROOM = Room(memory=1 << 30, weights=0, kv_token=1 << 10, share=1.0)
 SMALL = Room(memory=1 << 20, weights=0, kv_token=1 << 10, share=1.0)
@@ -41,6 +41,9 @@ class ExponentialLengths:
     low, high, mean, mean_square = 1, 10_000, 100.0, 20_000.0
 
     def mean_of(self, function: Callable[[float], float]) -> float:
+        raise NotImplementedError
+
+    def quantile(self, share: float) -> int:
         raise NotImplementedError
 
     def draw(self, rng: Random) -> int:
@@ -73,7 +76,7 @@ def test_one_worker_with_equal_prompts_is_the_queue_m_d_1() -> None:
     waited = waits(simulate(Workload(Tokens(100, 100), ONE, rate=load / 0.1), SCENARIO))
     assert sum(waited) / len(waited) == pytest.approx(0.1 * load / (2 * (1 - load)), rel=0.12)
     for quantile in (0.5, 0.9, 0.99):
-        expected = wait_quantile(1, load / 0.1, ServiceTime(0.1, 0.01, 0.001), quantile)
+        expected = Wait(1, load / 0.1, ServiceTime(0.1, 0.01, 0.001)).quantile(quantile)
         assert waited[int(quantile * len(waited))] == pytest.approx(expected, rel=0.2, abs=0.01)
 
 
@@ -84,8 +87,8 @@ def test_several_workers_are_between_one_shared_queue_m_d_c_and_a_queue_each() -
     waited = waits(simulate(Workload(Tokens(100, 100), ONE, rate=rate), scenario))
     for quantile in (0.9, 0.99):
         simulated = waited[int(quantile * len(waited))]
-        assert wait_quantile(workers, rate, service, quantile) < simulated
-        assert simulated < wait_quantile(1, rate / workers, service, quantile) / 2
+        assert Wait(workers, rate, service).quantile(quantile) < simulated
+        assert simulated < Wait(1, rate / workers, service).quantile(quantile) / 2
 
 
 def test_bursts_make_requests_wait_longer() -> None:

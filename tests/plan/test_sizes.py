@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
+from decant.bench.model_shapes import SHAPES
 from decant.engine.blocks import BlockPool
 from decant.engine.kv_layout import Kind, KvLayout, LayerSpec, Window
-from decant.plan.devices import PRESETS
+from decant.plan.capacity.devices import PRESETS
+from decant.plan.capacity.memory import Room
+from decant.plan.capacity.model_shape import from_config, parse_shape, read_shape
 from decant.plan.errors import InvalidPlan
-from decant.plan.memory import Room
-from decant.plan.model_shape import from_config, parse_shape, read_shape
 from decant.plan.quantities import parse_bytes, parse_count, parse_slo, parse_tokens
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -33,22 +36,12 @@ MIXTRAL_8X7B = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
-QWEN_05B = {
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
 
 
 def test_kv_cache_of_known_models_has_its_published_size_per_token() -> None:
     assert parse_shape(OPT_13B).kv_bytes("float16") == 800 * 1024  # "nearly 1 MB"
     assert from_config("", LLAMA_3_8B).kv_bytes("bfloat16") == 128 * 1024
-    assert from_config("", QWEN_05B).kv_bytes("bfloat16") == 12 * 1024
+    assert from_config("", SHAPES["qwen2.5-0.5b"]).kv_bytes("bfloat16") == 12 * 1024
 
 
 def test_kv_cache_of_a_token_agrees_with_the_engine_s_layout() -> None:
@@ -97,9 +90,14 @@ def test_a_sequence_of_full_and_windowed_layers_takes_the_blocks_of_the_engine_s
 
 @pytest.mark.parametrize(
     ("config", "billions", "active"),
-    [(LLAMA_3_8B, 8.03, 7.50), (MIXTRAL_8X7B, 46.70, 12.75), (QWEN_05B, 0.494, 0.494)],
+    [
+        (LLAMA_3_8B, 8.03, 7.50),
+        (MIXTRAL_8X7B, 46.70, 12.75),
+        (SHAPES["qwen2.5-0.5b"], 0.494, 0.494),
+        (SHAPES["smollm2-135m"], 0.1345, 0.1345),
+    ],
 )
-def test_parameters_of_known_models_are_counted(config: dict[str, object], billions: float, active: float) -> None:
+def test_parameters_of_known_models_are_counted(config: Mapping[str, Any], billions: float, active: float) -> None:
     shape = from_config("", config)
     assert shape.params / 1e9 == pytest.approx(billions, rel=0.002)
     assert shape.active / 1e9 == pytest.approx(active, rel=0.002)

@@ -10,23 +10,31 @@ from random import Random
 import pytest
 
 from decant.engine.costs import StepCostModel
-from decant.plan.devices import Device
+from decant.plan.capacity.devices import Device
+from decant.plan.capacity.memory import Room
+from decant.plan.capacity.model_shape import from_config
+from decant.plan.costs.overheads import NO_OVERHEADS, Contention, Overheads
+from decant.plan.costs.speed import Efficiency, Measured, roofline
 from decant.plan.errors import InvalidPlan
-from decant.plan.memory import Room
-from decant.plan.model_shape import from_config
+from decant.plan.pools import Pools
 from decant.plan.quantities import Slo, Tokens
-from decant.plan.queueing import ServiceTime, wait_probability, wait_quantile
-from decant.plan.sizing import Sizing, Workload
-from decant.plan.speed import Efficiency, Measured, roofline
+from decant.plan.queueing import ServiceTime, Wait, wait_probability
+from decant.plan.sizing import Sizing
+from decant.plan.workload import Workload
 from tests.plan.test_sizes import LLAMA_3_8B
 
 ROOM = Room(memory=1 << 30, weights=0, kv_token=1 << 10, share=1.0)
 WORKLOAD = Workload(Tokens(1500, 2000), Tokens(500, 500), rate=4.0)
-SPEED = Measured(StepCostModel(fixed=0.02, token=1e-4, logits=1e-4, pair=1e-9))
+COSTS = StepCostModel(fixed=0.02, token=1e-4, logits=1e-4, pair=1e-9)
+SPEED = Measured(COSTS, COSTS)
 
 
 def sizing(slo: Slo = Slo(), rate: float = 4.0) -> Sizing:  # noqa: B008 - frozen
     return Sizing(SPEED, ROOM, replace(WORKLOAD, rate=rate), slo)
+
+
+def pools() -> Pools:
+    return Pools(SPEED, ROOM, WORKLOAD, NO_OVERHEADS)
 
 
 def waits(servers: int, rate: float, service: Tokens, seed: int = 1, arrivals: int = 60_000) -> list[float]:
@@ -56,7 +64,7 @@ def test_wait_quantiles_agree_with_a_simulated_queue(servers: int, rate: float) 
     simulated = waits(servers, rate, service)
     for quantile in (0.5, 0.9, 0.99):
         expected = simulated[int(quantile * len(simulated))]
-        assert wait_quantile(servers, rate, moments(service), quantile) == pytest.approx(expected, rel=0.15, abs=0.02)
+        assert Wait(servers, rate, moments(service)).quantile(quantile) == pytest.approx(expected, rel=0.15, abs=0.02)
 
 
 @pytest.mark.parametrize("load", [0.6, 0.9])
@@ -64,20 +72,63 @@ def test_wait_quantiles_of_exponential_service_times_are_those_of_the_closed_for
     """M/M/1: the wait exceeds t with probability load x exp(-(1 - load) t), for a mean service time of 1."""
     for quantile in (0.5, 0.9, 0.99):
         expected = math.log(load / (1 - quantile)) / (1 - load)
-        assert wait_quantile(1, load, ServiceTime(1, 2, 6), quantile) == pytest.approx(expected, rel=1e-6)
+        assert Wait(1, load, ServiceTime(1, 2, 6)).quantile(quantile) == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_median_wait_for_a_regular_server_is_that_of_erlang() -> None:
     """M/D/1: within one service time the wait is at most t with probability (1 - load) x exp(load t)."""
     load = 0.55
     expected = math.log(0.5 / (1 - load)) / load
-    assert wait_quantile(1, load, ServiceTime(1, 1, 1), 0.5) == pytest.approx(expected, rel=0.1)
+    assert Wait(1, load, ServiceTime(1, 1, 1)).quantile(0.5) == pytest.approx(expected, rel=0.1)
+
+
+def test_the_share_of_arrivals_that_wait_at_most_a_quantile_is_that_quantile() -> None:
+    wait = Wait(2, 4.0, moments(Tokens(300, 500)))
+    for quantile in (0.7, 0.9, 0.99):
+        assert wait.share(wait.quantile(quantile)) == pytest.approx(quantile)
+
+
+@pytest.mark.parametrize("rate", [0.5, 1.2, 1.7])
+def test_the_median_ttft_is_that_of_a_simulated_queue_of_the_same_prompts(rate: float) -> None:
+    costs = StepCostModel(token=1e-3)  # milliseconds are tokens
+    workload = Workload(Tokens(200, 600), Tokens(2, 2))
+    rng, now, free, ttfts = Random(1), 0.0, 0.0, []
+    for _ in range(60_000):
+        now += rng.expovariate(rate)
+        free = max(now, free) + rng.uniform(0.2, 0.6)
+        ttfts.append(free - now)
+    made = Pools(Measured(costs, costs), ROOM, workload, Overheads(latency=0.1))
+    assert made.median_ttft(1, rate) == pytest.approx(0.1 + sorted(ttfts)[30_000], rel=0.04)
+
+
+def test_a_pool_is_as_slow_as_the_use_of_the_other_one_makes_it() -> None:
+    def at(rate: float) -> tuple[float, float]:
+        """Seconds of a prefill and of a token."""
+        made = Sizing(SPEED, ROOM, WORKLOAD, Slo(), Overheads(contention=Contention(1.5, 2.0)))
+        slowed = made.slowed(1, 1, rate).speed
+        return slowed.prefill(1000), slowed.step(1, 1000)
+
+    prefill, step = SPEED.prefill(1000), SPEED.step(1, 1000)
+    assert at(1e-6) == pytest.approx((prefill, step), rel=0.01)
+    assert at(1e3) == pytest.approx((1.5 * prefill, 2 * step))
+    slower = Sizing(SPEED, ROOM, WORKLOAD, Slo(), Overheads(contention=Contention(1.5, 2.0))).slowed(1, 1, 1.0)
+    assert at(1.0)[1] / step - 1 == pytest.approx(slower.prefill_use(1, 1.0), rel=1e-3)
+
+
+def test_goodput_and_ttft_count_latency_and_contention() -> None:
+    prefill = SPEED.prefill(1750)
+    workload = Workload(Tokens(1750, 1750), Tokens(500, 500), rate=0.1)
+    made = Sizing(SPEED, ROOM, workload, Slo(), Overheads(0.05, 0.5, Contention(prefill=2.0)))
+    plan = made.plan()
+    assert plan.goodput == pytest.approx(1 / (2 * prefill), rel=0.01)
+    assert plan.ttft_median == pytest.approx(0.05 + plan.prefill_mean, rel=0.01)
+    assert plan.tpot == pytest.approx(SPEED.step(1 + plan.running, workload.context) + 0.5 / 499)
 
 
 def test_a_pool_with_more_load_than_workers_waits_without_bound() -> None:
     service = ServiceTime(0.1, 0.01, 0.001)
-    assert math.isinf(wait_quantile(2, 20.0, service, 0.5))
-    assert wait_quantile(50, 20.0, service, 0.99) == 0.0
+    assert math.isinf(Wait(2, 20.0, service).quantile(0.5))
+    assert Wait(50, 20.0, service).quantile(0.99) == 0.0
 
 
 def test_the_roofline_reproduces_a_device_s_bounds() -> None:
@@ -94,20 +145,19 @@ def test_a_decode_step_grows_with_sequences_and_context() -> None:
 
 
 def test_running_sequences_follow_little_s_law() -> None:
-    running = sizing().running(2.0)
-    assert running == pytest.approx(2.0 * 500 * SPEED.step(running, WORKLOAD.context))
+    running = pools().running(2.0)
+    assert running == pytest.approx(2.0 * 500 * SPEED.step(running + 1, WORKLOAD.context))  # itself, among the others
 
 
 def test_one_worker_less_of_either_role_would_miss_an_objective() -> None:
     slo = Slo(ttft=0.4, tpot=0.05)
-    made = sizing(slo, rate=30.0)
-    plan = made.plan()
+    plan = sizing(slo, rate=30.0).plan()
     assert plan.prefill_workers > 1
     assert plan.decode_workers > 1
-    assert made.ttft(plan.prefill_workers, 30.0) <= 0.4 < made.ttft(plan.prefill_workers - 1, 30.0)
-    fewer = made.running(30.0 / (plan.decode_workers - 1))
+    assert pools().ttft(plan.prefill_workers, 30.0) <= 0.4 < pools().ttft(plan.prefill_workers - 1, 30.0)
+    fewer = pools().running(30.0 / (plan.decode_workers - 1))
     needed = (fewer + 3 * math.sqrt(fewer)) * WORKLOAD.context
-    assert needed > ROOM.tokens or SPEED.step(fewer, WORKLOAD.context) > 0.05
+    assert needed > ROOM.tokens or SPEED.step(fewer + 1, WORKLOAD.context) > 0.05
 
 
 def test_a_plan_at_its_goodput_needs_no_more_workers_and_beyond_it_does() -> None:
@@ -121,12 +171,11 @@ def test_a_plan_at_its_goodput_needs_no_more_workers_and_beyond_it_does() -> Non
 
 
 def test_memory_bounds_a_batch_that_has_no_objective() -> None:
-    assert sizing().batch_limit() == ROOM.sequences(math.ceil(WORKLOAD.context))
+    assert pools().batch_limit(None) == ROOM.sequences(math.ceil(WORKLOAD.context))
 
 
 def test_the_batch_limit_is_the_last_batch_within_the_tpot_objective() -> None:
-    made = sizing(Slo(tpot=0.03))
-    limit = made.batch_limit()
+    limit = pools().batch_limit(0.03)
     assert SPEED.step(limit, WORKLOAD.context) <= 0.03 < SPEED.step(limit + 1, WORKLOAD.context)
 
 

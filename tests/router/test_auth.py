@@ -1,4 +1,4 @@
-"""Who asks is known before anything is done, sees what is his alone, and nobody's secret is ever shown."""
+"""Calls are authenticated first, show the caller's requests and models only, and never show a secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations become the prompts that transformers makes of them, and a template can do nothing else."""
+"""Conversations become the prompts that transformers makes, and a template can do nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what was measured follows which prompts are worth handing over; from nothing, that all are."""
+"""Measured costs decide which prompts are handed off; without measurements all are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An open request is in its owner's open set, whatever happens, and in the end in no other."""
+"""An open request is always in its owner's open set, and in the end in no other."""
 
 from __future__ import annotations
 

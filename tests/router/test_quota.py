@@ -1,4 +1,4 @@
-"""A tenant has no more at work than its quota, over all routers, and whatever becomes of a request, its share is free.
+"""A tenant's quota holds over all routers, and every end of a request frees its share.
 
 Leases are long here: what is free again was given back.
 """

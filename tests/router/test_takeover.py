@@ -1,4 +1,4 @@
-"""Requests without a router: when one is taken over, and that a request is never left without an execution."""
+"""Takeover of requests without a router: when it happens, and that no request is left without an execution."""
 
 from __future__ import annotations
 

@@ -276,12 +276,13 @@ async def test_blocks_that_become_free_while_nothing_decodes_are_noticed() -> No
 async def test_tickets_that_wait_are_renewed_until_they_are_opened() -> None:
     async with standing("waiting for room") as scene:
         lease = scene.sender.host.sender.leases.all()[0]
-        await scene.router.until(lambda: any(lease.ticket.id in beat.renew for beat in scene.router.heartbeats))
+        heartbeats = scene.router.heartbeats
+        await scene.router.until(lambda: any(lease.ticket.id in heartbeat.renew for heartbeat in heartbeats))
         await scene.router.cancel(make_run("t/crowd"))
         await scene.router.until_message(scene.run, "scheduled")
         scene.router.heartbeats.clear()
         await scene.router.until(lambda: len(scene.router.heartbeats) >= 2)
-        assert not any(beat.renew for beat in scene.router.heartbeats)
+        assert not any(heartbeat.renew for heartbeat in scene.router.heartbeats)
         await scene.router.cancel(scene.run)
         await scene.router.until_ended(scene.run)
 

@@ -112,8 +112,8 @@ def test_nothing_is_kept_for_a_session_that_ended() -> None:
 
 def known_to(router: Router) -> set[bytes]:
     known = set[bytes]()
-    for beat in router.heartbeats:
-        listen(known, beat.cache)
+    for heartbeat in router.heartbeats:
+        listen(known, heartbeat.cache)
     return known
 
 
@@ -134,7 +134,7 @@ async def test_a_session_gets_published_and_evicted_blocks() -> None:
             return len(known_to(router)) >= 14 and known_to(router) == await cached_at(node)
 
         await eventually(agreed)
-        assert any(beat.cache.dropped for beat in router.heartbeats)
+        assert any(heartbeat.cache.dropped for heartbeat in router.heartbeats)
 
 
 async def test_a_new_session_gets_all_blocks_again() -> None:

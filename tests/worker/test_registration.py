@@ -1,4 +1,4 @@
-"""A worker's place in a real directory: it comes, is renewed through outages, and goes."""
+"""A worker's registration in a real directory: made, renewed through outages, removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One session per router: who may open it, what it says of itself, and what becomes of its runs when it breaks."""
+"""One session per router: who may open it, what it reports, and its runs after a break."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ async def test_heartbeats_continue_during_a_long_step_and_report_its_age() -> No
         node.device.seconds = 1.5
         await router.start(run, make_work(4, 1))
         await router.until_message(run, "ended")
-        ages = [beat.step_age_ms for beat in router.heartbeats if beat.HasField("step_age_ms")]
+        ages = [heartbeat.step_age_ms for heartbeat in router.heartbeats if heartbeat.HasField("step_age_ms")]
         assert len(ages) >= 2
         assert ages == sorted(ages)
         assert router.heartbeats[0].load.total_blocks == 128

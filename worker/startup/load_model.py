@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +20,8 @@ from decant.worker.settings import WorkerSettings
 from decant.worker.startup import cpu_build
 
 _T = TypeVar("_T")
+_Settings = TypeVar("_Settings")
+_Loaded = TypeVar("_Loaded")
 
 _WEIGHTS = "Loading weights"
 """The name of transformers' progress bar over the tensors of a checkpoint."""
@@ -26,6 +30,19 @@ _REPORT_INTERVAL_S = 1.0
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 _log = logs.get(__name__)
+
+
+async def in_own_thread(load: Callable[[_Settings], _Loaded], settings: _Settings) -> _Loaded:
+    """Run ``load`` in a thread that ends with it, as the pool of OpenMP threads does that it makes for itself.
+
+    The engine's thread makes another pool. With more pooled threads than cores, libgomp puts the engine's threads to
+    sleep at every barrier instead of letting them spin.
+    """
+    executor = ThreadPoolExecutor(1, "load")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(executor, load, settings)
+    finally:
+        executor.shutdown(wait=False)
 
 
 def load_model(settings: WorkerSettings) -> Device:

@@ -30,7 +30,7 @@ __all__ = ["UpOptions", "run", "supervise"]
 
 
 def run(options: UpOptions) -> int:
-    """Run a deployment. Returns the exit status, 0 after an orderly end. Raises CommandFailed if the start fails."""
+    """Return the exit status, 0 after an orderly end. Raises CommandFailed if the start fails."""
     if options.log_format not in ("auto", "json", "console"):
         raise CommandFailed(f"--log-format: auto, json or console, got {options.log_format}", status=2)
     console = options.log_format == "console" or (options.log_format == "auto" and sys.stdout.isatty())
@@ -39,7 +39,7 @@ def run(options: UpOptions) -> int:
 
 
 def check(options: UpOptions) -> None:
-    """All checks before a process starts. Raises CommandFailed."""
+    """Raises CommandFailed."""
     checks.check_model(options)
     try:
         plan = make_plan(options, options.redis_url or "redis://")
@@ -53,7 +53,7 @@ def check(options: UpOptions) -> None:
 
 
 def supervise(plan_for: Callable[[str], Plan], redis_url: str | None, output: Output) -> int:
-    """Run the plan for the Redis at `redis_url`, or for a private one. Raises CommandFailed."""
+    """`redis_url`: None for a private one. Raises CommandFailed."""
     logs.start("up", LogSettings(log_format="json"), stream=output.stream("up"))
     try:
         return asyncio.run(_supervise(plan_for, redis_url, output))

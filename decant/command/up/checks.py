@@ -31,7 +31,7 @@ PROCESS_BYTES = 256 << 20
 
 
 def check_model(options: UpOptions) -> None:
-    """Check configuration, weight files and tokenizer. Raises CommandFailed."""
+    """Raises CommandFailed."""
     model = model_of(options)
     if not model:
         raise CommandFailed("--model: a folder or a hub name, got ''", status=2)
@@ -51,7 +51,7 @@ def check_model(options: UpOptions) -> None:
 
 
 def check_peers(plan: Plan) -> None:
-    """Check that processes with the user's certificate files authenticate each other. Raises CommandFailed."""
+    """Processes with the user's certificate files authenticate each other. Raises CommandFailed."""
     if plan.peers is None:
         return
     try:
@@ -62,7 +62,7 @@ def check_peers(plan: Plan) -> None:
 
 
 def check_memory(options: UpOptions, plan: Plan) -> None:
-    """Check that weights and KV caches of all workers fit the free memory. Raises CommandFailed."""
+    """Raises CommandFailed."""
     weights = resources.weights_size(model_of(options), options.dtype)
     needed, free = len(plan.workers) * (weights + plan.kv_bytes + PROCESS_BYTES), resources.available_memory()
     if needed > free:
@@ -74,7 +74,7 @@ def check_memory(options: UpOptions, plan: Plan) -> None:
 
 
 def check_redis(url: str) -> None:
-    """Check that the Redis at `url` answers. Raises CommandFailed."""
+    """Raises CommandFailed."""
     try:
         asyncio.run(_ping(StoreSettings(url)))
     except StateError as error:
@@ -87,7 +87,7 @@ async def _ping(settings: StoreSettings) -> None:
 
 
 def check_ports(plan: Plan, host: str) -> None:
-    """Check that every router can listen on its port. Raises CommandFailed, which names the process that uses it."""
+    """Raises CommandFailed, which names the process that uses the port."""
     for spec in plan.routers:
         _check_port(host.strip("[]"), spec.port)
 

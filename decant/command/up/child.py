@@ -1,5 +1,3 @@
-"""One process of the deployment: its start, its log, its end."""
-
 from __future__ import annotations
 
 import asyncio
@@ -25,12 +23,11 @@ _REST_SECONDS = 2.0  # for the rest of its output, once it has ended
 
 
 class Child:
-    """A running process. Address, progress and readiness are read from its log."""
+    """Address, progress and readiness are read from its log."""
 
     def __init__(
         self, spec: Spec, process: asyncio.subprocess.Process, output: Output, on_change: Callable[[], None]
     ) -> None:
-        """For `start`."""
         self.spec = spec
         self.pid = process.pid
         self.address: str | None = None
@@ -47,8 +44,9 @@ class Child:
 
     @classmethod
     async def start(cls, spec: Spec, output: Output, on_change: Callable[[], None] = lambda: None) -> Child:
-        """Start it in its own process group, because Ctrl-C is for `up`. `on_change` is called when its state or
-        address changes."""
+        """Start it in its own process group, because Ctrl-C is for `up`. `on_change` is called when state or address
+        change.
+        """
         exec_child = (sys.executable, "-I", "-S", str(_EXEC_CHILD), str(os.getpid()), ",".join(map(str, spec.cores)))
         process = await asyncio.create_subprocess_exec(
             *exec_child,
@@ -71,11 +69,11 @@ class Child:
 
     @property
     def recent_output(self) -> str:
-        """Last lines of its output outside the log, with the reason of a failed start."""
+        """Output outside the log, with the reason of a failed start."""
         return "\n".join(self._unstructured)
 
     async def ready(self) -> bool:
-        """Wait until it is ready or has ended. Returns whether it is ready."""
+        """Wait until it is ready or has ended; return whether it is ready."""
         being_ready = asyncio.create_task(self._ready.wait())
         try:
             await asyncio.wait([being_ready, self._ending], return_when=asyncio.FIRST_COMPLETED)
@@ -84,7 +82,7 @@ class Child:
         return self.is_ready
 
     async def ended(self) -> int:
-        """Wait until it has ended and its output was read. Returns its exit status, negative for a signal."""
+        """Wait until it has ended and its output was read. Returns the exit status, negative for a signal."""
         return await asyncio.shield(self._ending)
 
     def terminate(self) -> None:

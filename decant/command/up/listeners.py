@@ -23,14 +23,12 @@ def listener(port: int) -> str | None:
 
 
 def _command(process: Path) -> str:
-    """Program and first arguments."""
     program, *arguments = (process / "cmdline").read_text(errors="replace").rstrip("\0").split("\0")
     text = " ".join([Path(program).name, *arguments])
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _inodes(table: Path, port: int) -> list[str]:
-    """Inodes of the sockets that listen on `port`."""
     try:
         rows = [line.split() for line in table.read_text().splitlines()[1:]]
     except OSError:

@@ -16,7 +16,7 @@ _SHOWN_APART = {"time", "level", "event", "service", "module", "process", "excep
 
 
 class Output:
-    """Merged output; writes nothing after a broken pipe."""
+    """Writes nothing after a broken pipe."""
 
     def __init__(self, out: TextIO, *, console: bool) -> None:
         self._out = out
@@ -25,14 +25,13 @@ class Output:
         self._broken = False
 
     def line(self, process: str, raw: str) -> Mapping[str, Any]:
-        """Write one line of a process's log; returns it as fields. A line that is not JSON becomes an event."""
+        """Write a line and return it as fields. One that is not JSON becomes an event."""
         fields = _fields(raw)
         text = self._columns(process, fields) if self._console else json.dumps({"process": process, **fields})
         self._write(text + "\n")
         return fields
 
     def stream(self, process: str) -> TextIO:
-        """A file whose lines are written as those of `process`."""
         return cast(TextIO, _Lines(self, process))
 
     def _write(self, text: str) -> None:
@@ -55,8 +54,6 @@ class Output:
 
 
 class _Lines(io.TextIOBase):
-    """Passes whole lines to an Output."""
-
     def __init__(self, output: Output, process: str) -> None:
         self._output = output
         self._process = process
@@ -78,7 +75,6 @@ def _fields(raw: str) -> Mapping[str, Any]:
 
 
 def _clock(time: object) -> str:
-    """Time of day in this machine's time zone."""
     try:
         then = datetime.fromisoformat(str(time)).astimezone()
     except ValueError:

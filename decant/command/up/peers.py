@@ -31,11 +31,9 @@ class PeerCredentials:
     name: str | None = None
 
     def of_router(self) -> dict[str, str]:
-        """Variables of a router, for its calls to workers."""
         return {variable_name(f"peer_{name}"): value for name, value in asdict(self).items() if value is not None}
 
     def of_worker(self) -> dict[str, str]:
-        """Variables of a worker, for its calls and its server."""
         served = {"tls_certificate": self.certificate, "tls_key": self.key, "tls_client_ca": self.ca}
         return self.of_router() | {variable_name(name): value for name, value in served.items()}
 
@@ -52,7 +50,7 @@ def make(folder: Path) -> PeerCredentials:
 
 
 def from_environment(environment: Mapping[str, str]) -> PeerCredentials | None:
-    """The user's credentials, None without any. Raises CommandFailed unless they are complete."""
+    """Return None without any. Raises CommandFailed unless they are complete."""
     named = OF_PEERS & environment.keys()
     if not named:
         return None

@@ -26,7 +26,7 @@ _EVERY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
 
 @dataclass(frozen=True)
 class UpOptions:
-    """Options of `decant up`. `kv_memory` as typed; None: a share of the memory."""
+    """`kv_memory` as typed; None: a share of the memory."""
 
     model: str | None = None
     router: int = 1
@@ -60,7 +60,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Plan:
-    """Processes to start, workers first. `facts`, for the log: the division of the machine."""
+    """Workers first. `facts`, for the log: the division of the machine."""
 
     workers: tuple[Spec, ...]
     routers: tuple[Spec, ...]
@@ -148,7 +148,6 @@ def _id(options: UpOptions, name: str) -> str:
 
 
 def model_of(options: UpOptions) -> str:
-    """Folder or hub name."""
     return str(models.path()) if options.model is None else options.model
 
 

@@ -1,5 +1,3 @@
-"""Divides the cores and memory of a machine among its workers."""
-
 from __future__ import annotations
 
 import os
@@ -23,8 +21,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def divide_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
-    """The cores of each worker: equal shares, the rest to the first ones; one each in turn if there are fewer cores
-    than workers."""
+    """Equal shares, the rest to the first workers; one each in turn if there are fewer cores than workers."""
     if len(cores) < workers:
         return [(cores[index % len(cores)],) for index in range(workers)]
     each, more = divmod(len(cores), workers)
@@ -37,10 +34,7 @@ def divide_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
 
 
 def kv_share(available: int, weights: int, workers: int) -> int:
-    """Bytes for each worker's KV cache from the available memory, at most `KV_CAP`.
-
-    Raises CommandFailed if the weights leave too little.
-    """
+    """Bytes for each worker, at most `KV_CAP`. Raises CommandFailed if the weights leave too little."""
     share = int(available * (1 - _KEPT_FREE) / workers - weights * _COPIES)
     if share < KV_FLOOR:
         text = f"memory: {workers} workers with {size(weights)} of weights each, got {size(available)} that are free"
@@ -49,14 +43,14 @@ def kv_share(available: int, weights: int, workers: int) -> int:
 
 
 def available_memory() -> int:
-    """Available bytes, limited by the machine and the control group."""
+    """Bytes, limited by the machine and the control group."""
     machine = _machine_memory()
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     return machine if limit is None or used is None else min(machine, limit - used)
 
 
 def _machine_memory() -> int:
-    """Available bytes on Linux; half of the installed memory elsewhere."""
+    """Half of the installed memory on platforms other than Linux."""
     try:
         words = _MEMINFO.read_text().split()
     except OSError:
@@ -65,7 +59,7 @@ def _machine_memory() -> int:
 
 
 def folder_of(model: str) -> Path | None:
-    """Folder of a folder or hub name; None if it is not on this machine."""
+    """Return None if it is not on this machine."""
     folder = Path(model)
     if folder.is_dir():
         return folder
@@ -80,7 +74,7 @@ def folder_of(model: str) -> Path | None:
 
 
 def weights_size(model: str, dtype: str = "auto") -> int:
-    """Bytes of a model's weights in memory as `dtype`; 0 if its files are not here, or not a model's."""
+    """Bytes in memory as `dtype`; 0 if its files are not here, or not a model's."""
     folder = folder_of(model)
     if folder is None:
         return 0
@@ -105,7 +99,7 @@ def parse_size(text: str) -> int:
 
 
 def size(count: int) -> str:
-    """A size with a binary unit: "1.5 GiB"."""
+    """ "1.5 GiB"."""
     for unit in ("G", "M", "K"):
         if count >= _UNITS[unit]:
             return f"{count / _UNITS[unit]:.1f} {unit}iB"
@@ -113,7 +107,6 @@ def size(count: int) -> str:
 
 
 def _number(file: Path) -> int | None:
-    """None without such a file or limit."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

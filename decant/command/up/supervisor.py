@@ -48,8 +48,6 @@ class StartFailed(Exception):
 
 
 class Supervisor:
-    """Starts the processes of a plan, restarts those that end, and ends all before `run` returns."""
-
     def __init__(self, plan: Plan, output: Output) -> None:
         self._plan = plan
         self._output = output
@@ -108,14 +106,14 @@ class Supervisor:
         return child
 
     async def _ready(self, child: Child) -> None:
-        """Wait until it is ready. Raises StartFailed if it ends before."""
+        """Raises StartFailed if it ends before."""
         if not await child.ready():
             status = await child.ended()
             words = child.recent_output or f"ended with {status} before it was ready"
             raise StartFailed(f"{child.spec.name}: {words}", 2 if status == 2 else 1)
 
     async def _restart_when_ended(self, child: Child) -> None:
-        """Restart a process when it ends, with a growing backoff."""
+        """Restart it with a growing backoff."""
         backoff = FIRST_BACKOFF_S
         while True:
             since = time.monotonic()
@@ -146,7 +144,7 @@ class Supervisor:
                 _log.warning("can't be announced to other commands", reason=str(error))
 
     def _write_record(self) -> None:
-        """Raises CommandFailed if the file can't be written."""
+        """Raises CommandFailed."""
         deployment = Deployment(
             os.getpid(),
             self._addresses(),
@@ -209,7 +207,6 @@ class Supervisor:
             await asyncio.wait(self._restarters)
 
     async def _end(self) -> None:
-        """Kill all running processes and wait for their end."""
         await self._stop_restarts()
         children = list(self._children.values())
         for child in children:

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
+from decant.plan.capacity.memory import Room
+from decant.plan.costs.speed import Speed
 from decant.plan.errors import InvalidPlan
-from decant.plan.memory import Room
-from decant.plan.simulated_workers import DecodeWorker, PrefillWorker, SimulatedRequest
-from decant.plan.sizing import Workload
-from decant.plan.speed import Speed
+from decant.plan.simulation.workers import DecodeWorker, PrefillWorker, SimulatedRequest
+from decant.plan.workload import Workload
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.router.placement.policy import PlacementRequest, WorkerSnapshot, choose_decode_worker, choose_first_worker

@@ -13,8 +13,8 @@ from array import array
 from collections import deque
 from dataclasses import dataclass
 
-from decant.plan.memory import Room
-from decant.plan.speed import Speed
+from decant.plan.capacity.memory import Room
+from decant.plan.costs.speed import Speed
 from decant.protos import worker_pb2 as wire
 from decant.router.placement.prefix_index import PromptBlocks
 from decant.router.placement.worker_load import LoadReservation

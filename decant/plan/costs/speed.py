@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from decant.engine.costs import StepCostModel, StepWork, chunk
-from decant.plan.devices import Device
-from decant.plan.model_shape import BYTES, ModelShape
+from decant.plan.capacity.devices import Device
+from decant.plan.capacity.model_shape import BYTES, ModelShape
 
 
 class Speed(Protocol):
@@ -58,16 +58,32 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Costs that were measured on the worker's own hardware."""
+    """Costs of a prompt and of a decode step that were measured on the worker's own hardware."""
 
-    costs: StepCostModel
+    prompt_costs: StepCostModel
+    step_costs: StepCostModel
 
     def prefill(self, tokens: float) -> float:
-        return self.costs.seconds(chunk(0, round(tokens)))
+        return self.prompt_costs.seconds(chunk(0, round(tokens)))
 
     def step(self, sequences: float, context: float) -> float:
-        one = StepWork(1, 1, round(context) + 1)
-        return self.costs.fixed + sequences * (self.costs.seconds(one) - self.costs.fixed)
+        fixed, one = self.step_costs.fixed, StepWork(1, 1, round(context) + 1)
+        return fixed + sequences * (self.step_costs.seconds(one) - fixed)
+
+
+@dataclass(frozen=True, slots=True)
+class Slowed:
+    """Another speed, with factors on the seconds of a prefill and of a step."""
+
+    speed: Speed
+    prefill_factor: float
+    step_factor: float
+
+    def prefill(self, tokens: float) -> float:
+        return self.prefill_factor * self.speed.prefill(tokens)
+
+    def step(self, sequences: float, context: float) -> float:
+        return self.step_factor * self.speed.step(sequences, context)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from decant.plan.quantities import Slo, show_seconds
-from decant.plan.simulation import Simulation
+from decant.plan.simulation.simulation import Simulation
 
 
 @dataclass(frozen=True, slots=True)

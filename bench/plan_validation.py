@@ -1,0 +1,205 @@
+"""A plan beside what a deployment of this machine measures.
+
+    python -m bench.plan_validation --model smollm2-135m [--json OUT]
+
+    calibration    `decant bench calibrate`, on a deployment of its own, with other prompts
+    plan           `decant plan` with these costs: saturation, and TTFT p50 and TPOT p50 at 30 % and 60 % of it
+    measurement    one prefill and one decode worker, ``--rounds`` times: saturation, then both rates
+
+Every prompt is handed off, as a plan assumes. The rates are shares of the saturation that a first run measured. Figures
+are medians of the rounds, whose requests and arrivals differ. Nothing of the measurement enters the plan. Goal: each
+figure within 20 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from bench import machine
+from bench.options import positive
+from decant.bench import benchmark, model_shapes
+from decant.bench.benchmark import BenchOptions, Target
+from decant.bench.calibration.experiment import CalibrationOptions
+from decant.bench.console import make_table
+from decant.command import bench_calibrate
+from decant.command.temporary_deployment import temporary_deployment
+from decant.command.up.resources import parse_size
+from decant.plan.capacity.memory import Room
+from decant.plan.capacity.model_shape import read_shape
+from decant.plan.costs import cost_profile
+from decant.plan.costs.cost_profile import Profile
+from decant.plan.costs.speed import Measured
+from decant.plan.errors import InvalidPlan
+from decant.plan.quantities import Slo, parse_tokens
+from decant.plan.sizing import Plan, Sizing
+from decant.plan.workload import Workload
+
+GOAL = 0.2
+SHARES = (0.3, 0.6)
+_CALIBRATION_SEED, _FIRST_SEED = 1_000_000, 0
+_CLIENTS, _SATURATION_REQUESTS = 12, 72
+"""Of a closed loop that measures the saturation."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """`seconds`: of a run at a rate."""
+
+    model: str
+    prompt_tokens: str
+    output_tokens: str
+    kv_memory: str
+    rounds: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Requests/s or milliseconds; `measured` once a round."""
+
+    name: str
+    predicted: float
+    measured: Sequence[float]
+
+    @property
+    def error(self) -> float:
+        return self.predicted / median(self.measured) - 1
+
+
+def calibrate(options: Options) -> dict[str, Any]:
+    """On a deployment of its own."""
+    prompt, output = (parse_tokens("", text) for text in (options.prompt_tokens, options.output_tokens))
+    calibration = CalibrationOptions(prompt.high, round(output.mean), seed=_CALIBRATION_SEED)
+    return bench_calibrate.measure(options.model, options.kv_memory, calibration, lambda *_: None)
+
+
+def planned(options: Options, profile: Profile, rate: float) -> Plan:
+    """For one prefill and one decode worker. Raises InvalidPlan."""
+    room = Room(parse_size(options.kv_memory), 0, read_shape(Path(options.model)).kv_bytes("bfloat16"), share=1.0)
+    prompt, output = (parse_tokens("", text) for text in (options.prompt_tokens, options.output_tokens))
+    speed = Measured(profile.prefill, profile.decode)
+    plan = Sizing(speed, room, Workload(prompt, output, rate), Slo(), profile.overheads).plan()
+    if (plan.prefill_workers, plan.decode_workers) != (1, 1):
+        raise InvalidPlan("rate", "one prefill and one decode worker", f"{rate:.3g} requests/s")
+    return plan
+
+
+def measure(options: Options, notify: Callable[[str], None]) -> tuple[float, list[dict[str, float]]]:
+    """Requests/s of the saturation that the rates are shares of, and the figures of each round."""
+    arguments = ("--prefill", "1", "--decode", "1", "--model", options.model, "--kv-memory", options.kv_memory)
+    with (
+        temporary_deployment(*arguments, variables=bench_calibrate.HAND_ALL_OFF) as deployment,
+        contextlib.closing(asyncio.new_event_loop()) as loop,
+    ):
+        load = BenchOptions(prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens, warm_up=2)
+        seeds = iter(range(_FIRST_SEED, _CALIBRATION_SEED))
+
+        def run(what: str, rate: float | None) -> dict[str, Any]:
+            notify(what)
+            one = replace(load, requests=_SATURATION_REQUESTS, concurrency=_CLIENTS, seed=next(seeds))
+            if rate is not None:
+                one = replace(one, requests=max(2, round(rate * options.seconds)), concurrency=None, rate=rate)
+            (document,) = loop.run_until_complete(
+                benchmark.run(Target(deployment.addresses), one, lambda *_: None)
+            ).runs
+            if document["failed"]:
+                raise RuntimeError(f"{document['failed']} requests failed: {document['errors_by_reason']}")
+            return document
+
+        saturation = throughput(run("saturation, for the rates", None))
+        rounds = []
+        for number in range(options.rounds):
+            figures = {"saturation": throughput(run(f"round {number + 1}: saturation", None))}
+            for share in SHARES:
+                document = run(f"round {number + 1}: {share:.0%} of the saturation", share * saturation)
+                figures[f"ttft at {share:.0%}"] = document["median_ttft_ms"]
+                figures[f"tpot at {share:.0%}"] = document["median_tpot_ms"]
+            rounds.append(figures)
+    return saturation, rounds
+
+
+def throughput(document: Mapping[str, Any]) -> float:
+    """Requests/s, without the first of each client, which begin together, and the last ones."""
+    ends = sorted(last for _, _, last in document["spans"])[2 * _CLIENTS : -_CLIENTS]
+    return float((len(ends) - 1) / (ends[-1] - ends[0]))
+
+
+def compare(
+    options: Options, profile: Profile, saturation: float, rounds: Sequence[Mapping[str, float]]
+) -> list[Figure]:
+    """Predicted and measured."""
+    predicted = {"saturation": planned(options, profile, saturation / 1000).goodput}
+    for share in SHARES:
+        plan = planned(options, profile, share * saturation)
+        predicted |= {f"ttft at {share:.0%}": plan.ttft_median * 1e3, f"tpot at {share:.0%}": plan.tpot * 1e3}
+    return [Figure(name, value, [one[name] for one in rounds]) for name, value in predicted.items()]
+
+
+def show(options: Options, figures: Sequence[Figure], console: Console) -> None:
+    table = make_table(
+        f"prompts of {options.prompt_tokens} tokens, outputs of {options.output_tokens}",
+        ("", "predicted", "measured", "rounds", "error"),
+    )
+    for one in figures:
+        rounds = " ".join(f"{value:.4g}" for value in one.measured)
+        table.add_row(one.name, f"{one.predicted:.4g}", f"{median(one.measured):.4g}", rounds, f"{one.error:+.0%}")
+    console.print(table)
+    worst = max(figures, key=lambda one: abs(one.error))
+    console.print(
+        f"Saturation in requests/s, TTFT and TPOT are medians in ms. Largest error: {worst.error:+.0%} ({worst.name}); "
+        f"goal {GOAL:.0%}."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.plan_validation", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m", help="folder, or a shape with random weights")
+    parser.add_argument("--prompt-tokens", default="200-300")
+    parser.add_argument("--output-tokens", default="64")
+    parser.add_argument("--kv-memory", default="512M")
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--seconds", type=float, default=25.0, help="of a run at a rate")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="output of `decant bench calibrate` instead")
+    parser.add_argument("--json", metavar="OUT", help="write the figures there; - for standard output")
+    args = parser.parse_args()
+    names = ("prompt_tokens", "output_tokens", "kv_memory", "rounds", "seconds")
+    options = Options(str(model_shapes.checkpoint(args.model)), **{name: getattr(args, name) for name in names})
+    progress = Console(stderr=True)
+    if args.calibration is None:
+        progress.print("calibration")
+        calibration = calibrate(options)
+    else:
+        calibration = json.loads(args.calibration.read_text(encoding="utf-8"))
+    saturation, rounds = measure(options, progress.print)
+    progress.print(f"{saturation:.3g} requests/s", rounds)
+    figures = compare(options, cost_profile.from_document(calibration), saturation, rounds)
+    document = {
+        "machine": machine.facts(),
+        "options": {**asdict(options), "model": args.model},
+        "calibration": calibration,
+        "saturation_of_the_rates": saturation,
+        "rounds": rounds,
+        "figures": [{**asdict(one), "error": one.error} for one in figures],
+    }
+    text = json.dumps(document, indent=1) + "\n"
+    if args.json == "-":
+        sys.stdout.write(text)
+        return
+    show(options, figures, Console())
+    if args.json:
+        Path(args.json).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""From samples to the costs of a prefill and of a decode step, as `decant plan --calibrate` reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+from decant.engine.costs import StepCostModel, StepWork, chunk
+from decant.engine.model.calibration import fit
+
+
+class PromptSample(NamedTuple):
+    """Seconds of a prompt of so many tokens."""
+
+    tokens: int
+    seconds: float
+
+
+class StepSample(NamedTuple):
+    """Seconds of a decode step of so many sequences, with so many tokens of context each."""
+
+    sequences: int
+    context: int
+    seconds: float
+
+    @property
+    def work(self) -> StepWork:
+        return StepWork(self.sequences, self.sequences, self.sequences * (self.context + 1))
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What was measured, through the client.
+
+    lone           time to first token of prompts that found the deployment idle
+    prefills       of a prefill worker that always has a prompt, nothing else running
+    steps          of a decode worker, nothing else running
+    handoffs       seconds from the first to the second token of prompts that found the deployment idle
+    both           the same when both workers always have work
+    """
+
+    lone: Sequence[PromptSample]
+    prefills: Sequence[PromptSample]
+    steps: Sequence[StepSample]
+    handoffs: Sequence[float]
+    both: tuple[PromptSample, StepSample]
+
+
+def costs(samples: Samples) -> dict[str, Any]:
+    """Seconds, and factors from 1.
+
+    prefill, decode    cost models of a prompt, and of a step
+    latency            of a first token, beside its prefill
+    handoff            that an output pauses before its second token, beside a step
+    contention         how much longer a prefill, and a step, takes while the other pool computes
+    """
+    prefill = fit([(chunk(0, tokens), seconds) for tokens, seconds in samples.prefills])
+    decode = fit([(one.work, one.seconds) for one in samples.steps])
+    alone = decode.seconds(StepSample(1, max(one.tokens for one in samples.lone), 0.0).work)
+    prompt, step = samples.both
+    return {
+        "prefill": asdict(prefill),
+        "decode": asdict(decode),
+        "latency": max(0.0, median(one.seconds - _seconds(prefill, one) for one in samples.lone)),
+        "handoff": max(0.0, median(samples.handoffs) - alone),
+        "contention": {
+            "prefill": max(1.0, prompt.seconds / _seconds(prefill, prompt)),
+            "decode": max(1.0, step.seconds / decode.seconds(step.work)),
+        },
+    }
+
+
+def _seconds(prefill: StepCostModel, sample: PromptSample) -> float:
+    return prefill.seconds(chunk(0, sample.tokens))

@@ -1,0 +1,171 @@
+"""Measures one prefill and one decode worker through a client.
+
+prompts one at a time       TTFT, handoff        both workers idle
+prompts in a queue          prefill              of three lengths
+running answers             decode step          of several batch sizes and contexts
+both                        contention
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from math import ceil
+from statistics import median
+from typing import Any
+
+from decant.bench.calibration.costs import PromptSample, Samples, StepSample, costs
+from decant.bench.calibration.running_answers import RunningAnswers
+from decant.bench.errors import InvalidBenchmark
+from decant.bench.lengths import Uniform
+from decant.bench.load import Load
+from decant.bench.records import Record
+from decant.bench.workload import SharedPrefix, random_requests
+from decant.client.async_client import AsyncClient
+from decant.protos import inference_pb2 as pb
+
+SHORT_CONTEXT = 64
+LARGEST_BATCH = 16
+_LONE, _QUEUED = 5, 10
+"""Prompts of each length, one at a time and in a queue."""
+_CLIENTS = 3
+"""Of a queue: one prompt is computed, and another one waits even while a client sends its next."""
+_PARTS, _STEPS = 5, 8
+"""Of a measurement of running answers, and the steps of each part."""
+
+Notify = Callable[[str, int, int], None]
+"""Is called with what happens now, the parts that are done, and the number of parts."""
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """Lengths for which the costs are to hold: prompts up to `prompt_tokens`, outputs of `output_tokens` on average."""
+
+    prompt_tokens: int = 2000
+    output_tokens: int = 500
+    timeout: float = 600.0
+    seed: int = 0
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        """Of the prompts that are measured."""
+        longest = self.prompt_tokens
+        return max(1, longest // 4), max(1, longest // 2), longest
+
+    @property
+    def context(self) -> int:
+        """Of a running answer, on average."""
+        return self.prompt_tokens + self.output_tokens // 2
+
+
+async def measure(client: AsyncClient, options: CalibrationOptions, notify: Notify) -> dict[str, Any]:
+    """The profile, with its samples. Raises InvalidBenchmark and ServiceError."""
+    model = await client.model("")
+    if model.max_context_length and options.prompt_tokens + options.output_tokens > model.max_context_length:
+        limit = f"at most {model.max_context_length:,} with the output (context length of {model.id})"
+        raise InvalidBenchmark("--prompt-tokens", limit, options.prompt_tokens + options.output_tokens)
+    samples = await _Calibration(client, model, options, notify).samples()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": model.id,
+        "prompt_tokens": options.prompt_tokens,
+        "output_tokens": options.output_tokens,
+        **costs(samples),
+        "samples": asdict(samples),
+    }
+
+
+class _Calibration:
+    """Parts in order; each one's prompts differ from all before."""
+
+    def __init__(self, client: AsyncClient, model: pb.Model, options: CalibrationOptions, notify: Notify) -> None:
+        self._client = client
+        self._model = model
+        self._options = options
+        self._load = Load(client, "", options.timeout, lambda record: None)
+        self._notify = notify
+        self._seed = options.seed
+
+    async def samples(self) -> Samples:
+        lengths = self._options.lengths
+        parts = 7
+        self._notify("warm-up", 0, parts)
+        await self._alone(lengths[-1], 1)
+        self._notify("prompts one at a time", 1, parts)
+        alone = [record for length in lengths for record in await self._alone(length, _LONE)]
+        self._notify("prompts in a queue", 2, parts)
+        prefills = [await self._queue(length) for length in lengths]
+        steps: list[StepSample] = []
+        one = await self._steps(1, self._options.context)
+        batch = self._batch(prefills[-1].seconds, one.seconds)
+        for number, (count, context) in enumerate(self._scenes(batch)):
+            self._notify(f"{count} running answers", 3 + number, parts)
+            steps.append(await self._steps(count, context))
+        self._notify("both", 6, parts)
+        both = await self._both(batch)
+        self._notify("done", parts, parts)
+        return Samples(
+            lone=[PromptSample(record.prompt_tokens, record.ttft) for record in alone],
+            prefills=prefills,
+            steps=[one, *steps],
+            handoffs=[record.tokens[1] - record.tokens[0] for record in alone if record.prompt_tokens == lengths[-1]],
+            both=both,
+        )
+
+    def _batch(self, prefill: float, step: float) -> int:
+        """Sequences that run when the prefill worker is always busy, by Little's law and a step of one.
+
+        Costs are fitted up to this batch: a line through larger ones is less exact within.
+        """
+        running = self._options.output_tokens * step / prefill
+        return min(max(2, ceil(running)), LARGEST_BATCH)
+
+    def _scenes(self, batch: int) -> Sequence[tuple[int, int]]:
+        context = self._options.context
+        return (batch, min(SHORT_CONTEXT, context)), (ceil(batch / 2), context), (batch, context)
+
+    async def _alone(self, tokens: int, count: int) -> list[Record]:
+        return await self._send(tokens, count, 2, 1)
+
+    async def _queue(self, tokens: int) -> PromptSample:
+        records = await self._send(tokens, _QUEUED, 1, _CLIENTS)
+        return PromptSample(tokens, _interval([record.tokens[0] for record in records]))
+
+    async def _steps(self, count: int, context: int) -> StepSample:
+        """Answers whose context is `context` in the middle of the measurement."""
+        prompt = max(1, context - _PARTS * _STEPS // 2)
+        async with RunningAnswers(self._client, self._model, count, prompt, self._next_seed()) as answers:
+            times = [time.monotonic()]
+            for _ in range(_PARTS):
+                await answers.more(_STEPS)
+                times.append(time.monotonic())
+            return answers.step(times)
+
+    async def _both(self, batch: int) -> tuple[PromptSample, StepSample]:
+        tokens = self._options.lengths[-1]
+        async with RunningAnswers(self._client, self._model, batch, tokens, self._next_seed()) as answers:
+            records = await self._send(tokens, 2 * _QUEUED, 2, _CLIENTS)
+            firsts = sorted(record.tokens[0] for record in records)[: 1 - _CLIENTS]  # others follow on these
+            return PromptSample(tokens, _interval(firsts)), answers.step(firsts)
+
+    async def _send(self, tokens: int, count: int, output: int, clients: int) -> list[Record]:
+        """Raises InvalidBenchmark if a request fails."""
+        lengths = Uniform(tokens, tokens), Uniform(output, output)
+        requests = random_requests(count, self._model.vocab_size, lengths, SharedPrefix(), self._next_seed())
+        records = await self._load.closed(requests, clients)
+        for record in records:
+            if record.error:
+                raise InvalidBenchmark("calibration", "requests that succeed", record.error)
+        return records
+
+    def _next_seed(self) -> int:
+        self._seed += 1
+        return self._seed
+
+
+def _interval(times: Sequence[float]) -> float:
+    """Median seconds from one to the next."""
+    return median(after - before for before, after in pairwise(sorted(times)))

@@ -1,0 +1,127 @@
+"""A measured profile: what work costs one worker on one machine, as JSON. Seconds.
+
+The engine alone, as `--calibrate measure` measures it; a worker logs the same four costs as `measured`:
+
+{"model": "Qwen2.5-0.5B", "dtype": "bfloat16", "threads": 1,
+ "costs": {"fixed": 0.0004, "token": 0.0012, "logits": 0.002, "pair": 1.1e-07}}
+
+Workers as their clients see them, as `decant bench calibrate` prints it:
+
+{"model": "Qwen2.5-0.5B", "prefill": {"fixed": ...}, "decode": {"fixed": ...}, "latency": 0.005, "handoff": 0.01,
+ "contention": {"prefill": 1.4, "decode": 1.1}}
+
+`decant plan --json` holds its profile under "profile", so that its output is accepted again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from decant.engine.costs import StepCostModel
+from decant.plan.costs.overheads import NO_OVERHEADS, Contention, Overheads
+from decant.plan.errors import InvalidPlan
+
+_KV_BYTES = 256 << 20
+"""Enough for eight sequences of 1,024 tokens at 32 KiB a token; steps that do not fit are not measured."""
+_COSTS = ("fixed", "token", "logits", "pair")
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Costs of a prompt and of a decode step, and what they were measured with."""
+
+    prefill: StepCostModel
+    decode: StepCostModel
+    overheads: Overheads = NO_OVERHEADS
+    model: str = ""
+    dtype: str = ""
+    threads: int = 0
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "threads": self.threads,
+            "prefill": asdict(self.prefill),
+            "decode": asdict(self.decode),
+            **asdict(self.overheads),
+        }
+
+
+def read(path: Path) -> Profile:
+    """Raises InvalidPlan."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidPlan("--calibrate", f"`measure` or a readable file ({error.strerror})", path) from None
+    except ValueError as error:
+        raise InvalidPlan("--calibrate", f"a JSON object ({error})", path) from None
+    if isinstance(document, dict) and isinstance(document.get("profile"), dict):
+        document = document["profile"]
+    if not isinstance(document, dict):
+        raise InvalidPlan("--calibrate", "a JSON object", path)
+    return from_document(document)
+
+
+def from_document(document: dict[str, Any]) -> Profile:
+    """Raises InvalidPlan."""
+    names = ("costs", "costs") if "costs" in document else ("prefill", "decode")
+    prefill, decode = (_costs(document, name) for name in names)
+    contention = document.get("contention", {})
+    if not isinstance(contention, dict):
+        raise InvalidPlan("--calibrate contention", "prefill and decode", contention)
+    return Profile(
+        prefill,
+        decode,
+        Overheads(
+            _number(document, "latency", 0.0),
+            _number(document, "handoff", 0.0),
+            Contention(*(_number(contention, name, 1.0, "contention.") for name in ("prefill", "decode"))),
+        ),
+        str(document.get("model", "")),
+        str(document.get("dtype", "")),
+        document.get("threads") or 0,
+    )
+
+
+def _costs(document: dict[str, Any], name: str) -> StepCostModel:
+    costs = document.get(name)
+    if not isinstance(costs, dict):
+        raise InvalidPlan("--calibrate", 'a file with "costs", or with "prefill" and "decode"', costs)
+    values = {key: _number(costs, key, None, f"{name}.") for key in _COSTS}
+    if not sum(values.values()):
+        raise InvalidPlan(f"--calibrate {name}", "a cost above 0", costs)
+    return StepCostModel(**values)
+
+
+def _number(values: dict[str, Any], name: str, least: float | None, parent: str = "") -> float:
+    """At least `least`, which is also the default; None: from 0, and it has to be there."""
+    value: Any = values.get(name, least)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < (least or 0.0):
+        raise InvalidPlan(f"--calibrate {parent}{name}", f"a number from {least or 0:g}", value)
+    return float(value)
+
+
+def measure(model: str, dtype: str, threads: int) -> Profile:
+    """Load the model on this machine and measure its steps, as a worker does when it starts. Raises ModelRefused.
+
+    Needs the worker's packages.
+    """
+    import torch
+    from transformers.utils import logging
+
+    from decant.engine.model import calibration
+    from decant.engine.model.model import ModelConfig, load
+
+    logging.disable_progress_bar()
+    torch.set_num_threads(threads)
+    device = load(ModelConfig(model, dtype=dtype, device="cpu", kv_bytes=_KV_BYTES))
+    served_as = str(device.model.dtype).removeprefix("torch.")
+    costs = calibration.measure(device)
+    return Profile(costs, costs, NO_OVERHEADS, Path(model).resolve().name, served_as, threads)

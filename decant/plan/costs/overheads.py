@@ -1,0 +1,29 @@
+"""What a service adds to the steps of its workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """How many times as long a prefill, and a decode step, takes while the other pool computes on the same machine."""
+
+    prefill: float = 1.0
+    decode: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Overheads:
+    """Seconds. Nothing, where they are not known.
+
+    latency    of a first token, beside its prefill and its wait for a worker
+    handoff    that an output pauses before its second token, beside a step
+    """
+
+    latency: float = 0.0
+    handoff: float = 0.0
+    contention: Contention = Contention()
+
+
+NO_OVERHEADS = Overheads()

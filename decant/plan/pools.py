@@ -1,0 +1,112 @@
+"""Pools of workers of one speed under a workload.
+
+    prefill   prompts wait for a worker, which computes one after another
+    decode    running sequences gain a token in each step
+
+A worker at r requests/s runs b sequences with b = r x output x seconds of a token: Little's law. A sequence shares its
+steps with as many others as run on average, as sequences arrive at random.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+from decant.plan.capacity.memory import Room
+from decant.plan.costs.overheads import Overheads
+from decant.plan.costs.speed import Speed
+from decant.plan.queueing import ServiceTime, Wait
+from decant.plan.workload import Workload
+
+_DEVIATIONS = 3.0
+_STEPS = 60  # halvings: more than a double resolves
+_LENGTHS = 20
+"""Prompts for which a median is computed."""
+
+
+class Pools:
+    """Latencies and use, for numbers of workers and rates."""
+
+    def __init__(self, speed: Speed, room: Room, workload: Workload, overheads: Overheads) -> None:
+        self.speed = speed
+        self._room = room
+        self._workload = workload
+        self._overheads = overheads
+
+    @cached_property
+    def prefill(self) -> ServiceTime:
+        """Moments of a prefill's seconds."""
+        prefill, lengths = self.speed.prefill, self._workload.prompt
+        powers = (lengths.mean_of(lambda tokens, power=power: prefill(tokens) ** power) for power in (1, 2, 3))  # type: ignore[misc]
+        return ServiceTime(*powers)
+
+    def prefill_use(self, workers: int, rate: float) -> float:
+        """Share of the time that a prefill worker computes; above 1 where they can't keep up."""
+        return rate * self.prefill.mean / workers
+
+    def ttft(self, workers: int, rate: float) -> float:
+        """Seconds that `quantile` of the requests stay within, with the prefill of the longest prompt."""
+        wait = Wait(workers, rate, self.prefill).quantile(self._workload.quantile)
+        return self._overheads.latency + self.speed.prefill(self._workload.prompt.high) + wait
+
+    def median_ttft(self, workers: int, rate: float) -> float:
+        """Seconds that half of the requests stay within, each with the prefill of its prompt."""
+        wait = Wait(workers, rate, self.prefill)
+        if not wait.is_bounded:
+            return math.inf
+        shares = ((number + 0.5) / _LENGTHS for number in range(_LENGTHS))
+        prefills = [self.speed.prefill(self._workload.prompt.quantile(share)) for share in shares]
+        low, high = prefills[0], prefills[-1] + wait.quantile(0.5)
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            is_half = sum(wait.share(middle - prefill) for prefill in prefills) >= _LENGTHS / 2
+            low, high = (low, middle) if is_half else (middle, high)
+        return self._overheads.latency + high
+
+    def running(self, rate: float) -> float:
+        """Sequences that run on a decode worker at `rate` requests/s; infinite where it can't keep up."""
+        tokens = rate * self._workload.output.mean
+        low, high = 0.0, float(self._fit)
+        if high < tokens * self._token(high):
+            return math.inf
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if middle >= tokens * self._token(middle) else (middle, high)
+        return high
+
+    def tpot(self, running: float) -> float:
+        """Seconds per token of a sequence that begins among `running` others, with its share of the handoff."""
+        gaps = max(self._workload.output.mean - 1, 1.0)
+        return self._token(running) + self._overheads.handoff / gaps
+
+    def prefill_fits(self, workers: int, rate: float, objective: float | None) -> bool:
+        """Whether they keep up and keep the TTFT objective."""
+        ttft = self.ttft(workers, rate)
+        return ttft < math.inf and (objective is None or ttft <= objective)
+
+    def decode_fits(self, rate: float, objective: float | None) -> bool:
+        """Whether a worker at `rate` keeps up, its sequences fit, and it keeps the TPOT objective."""
+        running = self.running(rate)
+        if math.isinf(running):
+            return False
+        is_in_memory = (running + _DEVIATIONS * math.sqrt(running)) * self._workload.context <= self._room.tokens
+        return is_in_memory and (objective is None or self.tpot(running) <= objective)
+
+    def batch_limit(self, objective: float | None) -> int:
+        """Most sequences that run on a decode worker with steps within the TPOT objective and its memory."""
+        context = self._workload.context
+        if objective is None or self.speed.step(self._fit, context) <= objective:
+            return self._fit
+        low, high = 1, self._fit  # step(low) is within the limit, step(high) is not
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.speed.step(middle, context) <= objective else (low, middle)
+        return low
+
+    def _token(self, others: float) -> float:
+        """Seconds of a step, as a sequence among `others` sees it."""
+        return self.speed.step(min(others + 1, float(self._fit)), self._workload.context)
+
+    @property
+    def _fit(self) -> int:
+        return self._room.sequences(math.ceil(self._workload.context))

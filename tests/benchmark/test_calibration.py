@@ -1,0 +1,80 @@
+"""Costs from samples of a deployment whose costs are known, and from a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from decant.bench.calibration.costs import PromptSample, Samples, StepSample, costs
+from decant.bench.calibration.experiment import CalibrationOptions, measure
+from decant.bench.errors import InvalidBenchmark
+from decant.engine.costs import StepCostModel, chunk
+from decant.plan.costs import cost_profile
+from decant.protos import inference_pb2 as pb
+
+PREFILL = StepCostModel(fixed=0.004, token=5e-4, pair=3e-7)
+DECODE = StepCostModel(fixed=0.008, token=3e-4, pair=2e-6)
+LATENCY, HANDOFF = 0.006, 0.011
+
+
+def prompt(tokens: int, factor: float = 1.0) -> PromptSample:
+    return PromptSample(tokens, factor * PREFILL.seconds(chunk(0, tokens)))
+
+
+def step(sequences: int, context: int, factor: float = 1.0) -> StepSample:
+    return StepSample(sequences, context, factor * DECODE.seconds(StepSample(sequences, context, 0.0).work))
+
+
+def samples(prefill_factor: float, step_factor: float) -> Samples:
+    lengths = (500, 1000, 2000)
+    return Samples(
+        lone=[PromptSample(tokens, prompt(tokens).seconds + LATENCY) for tokens in lengths],
+        prefills=[prompt(tokens) for tokens in lengths],
+        steps=[step(1, 2000), step(4, 64), step(4, 2000), step(8, 2000)],
+        handoffs=[step(1, 2000).seconds + HANDOFF] * 3,
+        both=(prompt(2000, prefill_factor), step(4, 2000, step_factor)),
+    )
+
+
+def test_costs_of_exact_samples_are_those_that_made_them() -> None:
+    profile = cost_profile.from_document(costs(samples(1.5, 1.2)))
+    for tokens in (300, 700, 1500):
+        assert profile.prefill.seconds(chunk(0, tokens)) == pytest.approx(PREFILL.seconds(chunk(0, tokens)))
+    for one in (step(2, 1000), step(6, 300)):
+        assert profile.decode.seconds(one.work) == pytest.approx(one.seconds)
+    assert (profile.overheads.latency, profile.overheads.handoff) == pytest.approx((LATENCY, HANDOFF))
+    assert profile.overheads.contention.prefill == pytest.approx(1.5)
+    assert profile.overheads.contention.decode == pytest.approx(1.2)
+
+
+def test_work_that_is_faster_beside_other_work_is_no_negative_contention() -> None:
+    profile = cost_profile.from_document(costs(samples(0.9, 0.95)))
+    assert (profile.overheads.contention.prefill, profile.overheads.contention.decode) == (1.0, 1.0)
+
+
+@pytest.mark.slow
+def test_the_command_measures_a_deployment_and_the_plan_reads_it() -> None:
+    command = [sys.executable, "-P", "-m", "decant.command", "bench", "calibrate"]
+    lengths = ("--prompt-tokens", "64", "--output-tokens", "8", "--kv-memory", "64M")
+    done = subprocess.run([*command, *lengths], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    profile = cost_profile.from_document(document)
+    assert profile.prefill.seconds(chunk(0, 64)) > profile.prefill.seconds(chunk(0, 1)) > 0
+    assert {one[0] for one in document["samples"]["prefills"]} == {16, 32, 64}
+    assert {one[0] for one in document["samples"]["steps"]} >= {1, document["samples"]["both"][1][0]}
+
+
+def test_lengths_beyond_the_context_are_refused() -> None:
+    class Client:
+        async def model(self, id: str) -> pb.Model:
+            return pb.Model(id="m", max_context_length=2048, vocab_size=512)
+
+    client: Any = Client()
+    with pytest.raises(InvalidBenchmark, match=r"--prompt-tokens: at most 2,048 with the output.*got 2500"):
+        asyncio.run(measure(client, CalibrationOptions(2000, 500), lambda *_: None))
