@@ -23,7 +23,7 @@ from decant.router.admission.quota import QuotaLeases
 from decant.router.api.auth import Authenticator
 from decant.router.api.auth import load as load_callers
 from decant.router.api.service import InferenceService, ServerInfoSource
-from decant.router.attempt.failures import cause_label
+from decant.router.attempt.failures import CAUSE_LABELS
 from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.queue_depth import set_queue_metrics
 from decant.router.execution.registry import RequestRegistry
@@ -133,7 +133,7 @@ class RouterProcess:
         self.quota_leases = QuotaLeases(store.quotas, callers.limits)
         admission = Admission(settings.max_active, settings.queue_limit)
         restore = make_request_restorer(models, self.pool.max_context_length)
-        metrics = RequestMetrics(self.registry, callers.tenants, [cause_label(one) for one in wire.Cause.values()])
+        metrics = RequestMetrics(self.registry, callers.tenants, CAUSE_LABELS)
         router = RouterServices(
             peer=self.peer,
             settings=settings,

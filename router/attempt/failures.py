@@ -14,7 +14,7 @@ ID_REUSED                           AlreadyExists, or another       not blamed
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from decant.protos import worker_pb2 as wire
 from decant.runtime.error_details import Reason
@@ -74,7 +74,7 @@ class NoCapacity(Exception):
 
 
 class NoWorker(Exception):
-    """No worker took the request while its patience lasted."""
+    pass
 
 
 def error_for(failure: wire.Failure, sender: Incarnation) -> ServiceError | AttemptFailed:
@@ -94,10 +94,17 @@ def error_for(failure: wire.Failure, sender: Incarnation) -> ServiceError | Atte
             return AttemptFailed(failure, Incarnation.of(failure.peer) if failure.HasField("peer") else sender)
 
 
-def cause_label(cause: int) -> str:
+def cause_label(cause: wire.Cause) -> str:
     """ "peer_lost" for CAUSE_PEER_LOST; "unspecified" for a cause that only a newer build knows."""
-    known = cast("wire.Cause", cause) if cause in wire.Cause.values() else wire.CAUSE_UNSPECIFIED
-    return wire.Cause.Name(known).removeprefix("CAUSE_").lower()
+    known = cause if cause in wire.Cause.values() else wire.CAUSE_UNSPECIFIED
+    return _label(wire.Cause.Name(known))
+
+
+def _label(name: str) -> str:
+    return name.removeprefix("CAUSE_").lower()
+
+
+CAUSE_LABELS = tuple(map(_label, wire.Cause.keys()))
 
 
 def _violation(failure: wire.Failure) -> tuple[str, str, str]:
