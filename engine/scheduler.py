@@ -103,6 +103,7 @@ class _RunningRows(NamedTuple):
     prompts       sequences with more than one token to compute
     needs_block   block tables without a slot for the next token
     decodes       work of the rows
+    inputs        as in ``StepPlan``
     """
 
     rows: list[Row]
@@ -110,6 +111,7 @@ class _RunningRows(NamedTuple):
     prompts: deque[Sequence]
     needs_block: list[BlockTable]
     decodes: StepWork
+    inputs: dict[int, int]
 
 
 class Scheduler:
@@ -147,6 +149,23 @@ class Scheduler:
         """
         while len((running := self._collect_running()).needs_block) > self.pool.available:
             self._preempt(self.running[-1])
+        return self._plan(running, reserved_slots)
+
+    def schedule_ahead(self, reserved_slots: int = 0) -> tuple[StepPlan, list[Sequence]] | None:
+        """Plan the step after the one in flight, as far as its tokens are not needed for that.
+
+        None: blocks are missing, or a row's next token is drawn with a state that depends on the one before. A
+        sequence that the step in flight ends or parks at a known length gets no row.
+        """
+        running = self._collect_running()
+        if len(running.needs_block) > self.pool.available:
+            return None
+        if any((state := running.rows[index].state) and state.reads_tokens for index in running.inputs):
+            return None
+        return self._plan(running, reserved_slots)
+
+    def _plan(self, running: _RunningRows, reserved_slots: int) -> tuple[StepPlan, list[Sequence]]:
+        """The rows of the running sequences, prompts in progress, and new sequences until the budget is spent."""
         self.pool.grow(running.needs_block)
         rows, chosen, prompts = running.rows, running.chosen, running.prompts
         budget = _Budget(self.limits, self.predictor, running.decodes, self.pool.block_size)
@@ -155,7 +174,7 @@ class Scheduler:
             chosen.append(sequence)
             if self.pool.is_windowed:
                 self._grow_for_chunk(sequence, row.end)
-        return StepPlan(tuple(rows), budget.tokens, budget.decodes, budget.prompts), chosen
+        return StepPlan(tuple(rows), budget.tokens, budget.decodes, budget.prompts, running.inputs), chosen
 
     @property
     def longest_chunk(self) -> int:
@@ -187,12 +206,18 @@ class Scheduler:
             deque[Sequence](),
             list[BlockTable](),
         )
-        pairs, size = 0, self.pool.block_size
+        pairs, size, inputs = 0, self.pool.block_size, dict[int, int]()
         make = tuple.__new__  # hundreds a step, and Row's own constructor is a Python call
         for sequence in self.running:
             tokens, computed, block_table = sequence.tokens, sequence.computed, sequence.block_table
             assert block_table, "a running sequence has blocks"
-            blocks, length = block_table.blocks, len(tokens)
+            blocks, length, in_flight = block_table.blocks, len(tokens), sequence.in_flight
+            if in_flight is not None:
+                computed, length = in_flight.end, length + in_flight.draws
+                if length >= sequence.next_check_length:
+                    continue
+                if in_flight.draws:
+                    inputs[len(rows)] = in_flight.row
             if len(blocks) * size < length and (computed == length - 1 or len(blocks) * size <= computed):
                 needs_block.append(block_table)
             if computed == length - 1:
@@ -203,7 +228,7 @@ class Scheduler:
                 prompts.append(sequence)
         if self.lookahead:
             needs_block += [table for sequence in chosen if (table := self._short_of_lookahead(sequence))]
-        return _RunningRows(*groups, StepWork(len(rows), len(rows), pairs))
+        return _RunningRows(*groups, StepWork(len(rows), len(rows), pairs), inputs)
 
     def _short_of_lookahead(self, sequence: Sequence) -> BlockTable | None:
         """The block table of a decoding sequence that has a slot for its next token, but not for the further ones."""
@@ -217,7 +242,7 @@ class Scheduler:
         table = sequence.block_table
         assert table is not None
         more = max(0, self.pool.available - len(self.running))
-        return (len(table.blocks) + more) * self.pool.block_size - sequence.computed
+        return (len(table.blocks) + more) * self.pool.block_size - sequence.scheduled
 
     def _grow_for_chunk(self, sequence: Sequence, end: int) -> None:
         table = sequence.block_table
@@ -299,10 +324,10 @@ class _Budget:
     def spend(self, sequence: Sequence, slots: int | None = None) -> Row:
         """A row of the next tokens of a running sequence that fit, at least one and at most ``slots``."""
         assert sequence.block_table is not None
-        request, start = sequence.request, sequence.computed
+        request, start = sequence.request, sequence.scheduled
         all_logits = request.prompt_logprobs is not None
         tokens = self._limits.token_budget - self.tokens
-        most = min(sequence.remaining, tokens, PROMPT_LOGPROB_CHUNK if all_logits else tokens)
+        most = min(len(sequence.tokens) - start, tokens, PROMPT_LOGPROB_CHUNK if all_logits else tokens)
         end = start + self.share(start, most if slots is None else min(most, slots), all_logits=all_logits)
         sample = end == len(sequence.tokens)
         row = Row(request, sequence.tokens, start, end, sequence.block_table.blocks, sample, sequence.state)
