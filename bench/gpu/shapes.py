@@ -135,7 +135,8 @@ def make_served(
 def weight_bytes(model: torch.nn.Module) -> int:
     """Bytes that a decode step reads: all weights but the rows of the embedding that it does not take."""
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    return sum(p.numel() * p.element_size() for p in model.parameters()) - embedding.weight.nbytes
+    taken: int = embedding.weight.nbytes
+    return sum(p.numel() * p.element_size() for p in model.parameters()) - taken
 
 
 def products(model: torch.nn.Module) -> int:

@@ -257,7 +257,7 @@ class StaticAttention(TritonAttention):
     def fill(self, flat: FlatBatch) -> None:
         """Give the buffers the content of a batch of ``size.rows`` single tokens, at most ``size.items`` items."""
         self._flat = flat
-        tables = [self._tables(view) for view, _ in self._lists]
+        tables = [self._padded_tables(view) for view, _ in self._lists]
         arrays = [part for entry in tables for part in entry]
         table, slots, rows, *moved = self._staging.upload(flat.table, flat.slot_mapping, row_spans(flat), *arrays)
         self._table[:, : table.shape[1]].copy_(table)
@@ -268,11 +268,11 @@ class StaticAttention(TritonAttention):
                 target.copy_(source)
 
     def _make_lists(self, view: AttentionWindow, group: int) -> StepLists:
-        visible, items, merges = (part.clone() for part in self._staging.upload(*self._tables(view)))
+        visible, items, merges = (part.clone() for part in self._staging.upload(*self._padded_tables(view)))
         tile_rows = power_of_two(group, LEAST_ROWS)
         return StepLists(visible, (LaunchList(tile_rows, items, merges, self._size.items),))
 
-    def _tables(self, view: AttentionWindow) -> tuple[npt.NDArray[np.int32], ...]:
+    def _padded_tables(self, view: AttentionWindow) -> tuple[npt.NDArray[np.int32], ...]:
         """Visible positions, items and merges of the batch, padded: with items of no row, and merges of no state."""
         visible = first_visible(self._flat, view)
         rows = np.arange(self._size.rows)
