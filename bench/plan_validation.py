@@ -6,9 +6,11 @@
     plan           `decant plan` with these costs: saturation, and TTFT p50 and TPOT p50 at 30 % and 60 % of it
     measurement    one prefill and one decode worker, ``--rounds`` times: saturation, then both rates
 
-Every prompt is handed off, as a plan assumes. The rates are shares of the saturation that a first run measured. Figures
-are medians of the rounds, whose requests and arrivals differ. Nothing of the measurement enters the plan. Goal: each
-figure within 20 %.
+A run continues what OUT holds: its calibration, and the rounds that it lacks.
+
+Every prompt is handed off, as a plan assumes. The rates are shares of the saturation of the first round. Figures are
+medians of the rounds, whose requests and arrivals differ. Nothing of the measurement enters the plan. Goal: each figure
+within 20 %.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -47,8 +48,8 @@ from decant.plan.workload import Workload
 
 GOAL = 0.2
 SHARES = (0.3, 0.6)
-_CALIBRATION_SEED, _FIRST_SEED = 1_000_000, 0
-_CLIENTS, _SATURATION_REQUESTS = 12, 72
+_CALIBRATION_SEED = 1_000_000
+_CLIENTS, _SATURATION_REQUESTS = 12, 60
 """Of a closed loop that measures the saturation."""
 
 
@@ -95,19 +96,17 @@ def planned(options: Options, profile: Profile, rate: float) -> Plan:
     return plan
 
 
-def measure(options: Options, notify: Callable[[str], None]) -> tuple[float, list[dict[str, float]]]:
-    """Requests/s of the saturation that the rates are shares of, and the figures of each round."""
+def measure(options: Options, rounds: list[dict[str, float]], on_round: Callable[[], None]) -> None:
+    """Append the rounds that are missing, each as soon as it is measured."""
     arguments = ("--prefill", "1", "--decode", "1", "--model", options.model, "--kv-memory", options.kv_memory)
     with (
         temporary_deployment(*arguments, variables=bench_calibrate.HAND_ALL_OFF) as deployment,
         contextlib.closing(asyncio.new_event_loop()) as loop,
     ):
-        load = BenchOptions(prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens, warm_up=2)
-        seeds = iter(range(_FIRST_SEED, _CALIBRATION_SEED))
+        load = BenchOptions(prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens, warm_up=1)
 
-        def run(what: str, rate: float | None) -> dict[str, Any]:
-            notify(what)
-            one = replace(load, requests=_SATURATION_REQUESTS, concurrency=_CLIENTS, seed=next(seeds))
+        def run(seed: int, rate: float | None) -> dict[str, Any]:
+            one = replace(load, requests=_SATURATION_REQUESTS, concurrency=_CLIENTS, seed=seed)
             if rate is not None:
                 one = replace(one, requests=max(2, round(rate * options.seconds)), concurrency=None, rate=rate)
             (document,) = loop.run_until_complete(
@@ -117,28 +116,28 @@ def measure(options: Options, notify: Callable[[str], None]) -> tuple[float, lis
                 raise RuntimeError(f"{document['failed']} requests failed: {document['errors_by_reason']}")
             return document
 
-        saturation = throughput(run("saturation, for the rates", None))
-        rounds = []
-        for number in range(options.rounds):
-            figures = {"saturation": throughput(run(f"round {number + 1}: saturation", None))}
-            for share in SHARES:
-                document = run(f"round {number + 1}: {share:.0%} of the saturation", share * saturation)
+        while len(rounds) < options.rounds:
+            seed = 100 * len(rounds)
+            figures = {"saturation": throughput(run(seed, None))}
+            saturation = rounds[0]["saturation"] if rounds else figures["saturation"]
+            for number, share in enumerate(SHARES, start=1):
+                document = run(seed + number, share * saturation)
                 figures[f"ttft at {share:.0%}"] = document["median_ttft_ms"]
                 figures[f"tpot at {share:.0%}"] = document["median_tpot_ms"]
             rounds.append(figures)
-    return saturation, rounds
+            on_round()
 
 
 def throughput(document: Mapping[str, Any]) -> float:
     """Requests/s, without the first of each client, which begin together, and the last ones."""
-    ends = sorted(last for _, _, last in document["spans"])[2 * _CLIENTS : -_CLIENTS]
-    return float((len(ends) - 1) / (ends[-1] - ends[0]))
+    lasts: list[float] = sorted(last for _, _, last in document["spans"])
+    ends = lasts[2 * _CLIENTS : -_CLIENTS]
+    return (len(ends) - 1) / (ends[-1] - ends[0])
 
 
-def compare(
-    options: Options, profile: Profile, saturation: float, rounds: Sequence[Mapping[str, float]]
-) -> list[Figure]:
+def compare(options: Options, profile: Profile, rounds: Sequence[Mapping[str, float]]) -> list[Figure]:
     """Predicted and measured."""
+    saturation = rounds[0]["saturation"]
     predicted = {"saturation": planned(options, profile, saturation / 1000).goodput}
     for share in SHARES:
         plan = planned(options, profile, share * saturation)
@@ -170,35 +169,28 @@ def main() -> None:
     parser.add_argument("--kv-memory", default="512M")
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--seconds", type=float, default=25.0, help="of a run at a rate")
-    parser.add_argument("--calibration", type=Path, metavar="FILE", help="output of `decant bench calibrate` instead")
-    parser.add_argument("--json", metavar="OUT", help="write the figures there; - for standard output")
+    parser.add_argument("--json", metavar="OUT", help="write the figures there, after each round")
     args = parser.parse_args()
     names = ("prompt_tokens", "output_tokens", "kv_memory", "rounds", "seconds")
     options = Options(str(model_shapes.checkpoint(args.model)), **{name: getattr(args, name) for name in names})
-    progress = Console(stderr=True)
-    if args.calibration is None:
-        progress.print("calibration")
-        calibration = calibrate(options)
-    else:
-        calibration = json.loads(args.calibration.read_text(encoding="utf-8"))
-    saturation, rounds = measure(options, progress.print)
-    progress.print(f"{saturation:.3g} requests/s", rounds)
-    figures = compare(options, cost_profile.from_document(calibration), saturation, rounds)
-    document = {
-        "machine": machine.facts(),
-        "options": {**asdict(options), "model": args.model},
-        "calibration": calibration,
-        "saturation_of_the_rates": saturation,
-        "rounds": rounds,
-        "figures": [{**asdict(one), "error": one.error} for one in figures],
-    }
-    text = json.dumps(document, indent=1) + "\n"
-    if args.json == "-":
-        sys.stdout.write(text)
-        return
-    show(options, figures, Console())
-    if args.json:
-        Path(args.json).write_text(text, encoding="utf-8")
+    facts = {"machine": machine.facts(), "options": {**asdict(options), "model": args.model}}
+    document: dict[str, Any] = {**facts, "rounds": []}
+    out = Path(args.json) if args.json else None
+    if out is not None and out.exists():
+        document = json.loads(out.read_text(encoding="utf-8"))
+    if "calibration" not in document:
+        document["calibration"] = calibrate(options)
+    profile = cost_profile.from_document(document["calibration"])
+    figures: list[Figure] = []
+
+    def on_round() -> None:
+        figures[:] = compare(options, profile, document["rounds"])
+        document["figures"] = [{**asdict(one), "error": one.error} for one in figures]
+        if out is not None:
+            out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        show(options, figures, Console())
+
+    measure(options, document["rounds"], on_round)
 
 
 if __name__ == "__main__":

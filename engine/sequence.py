@@ -44,6 +44,16 @@ class InFlight(NamedTuple):
     draws: bool
 
 
+class BlockAddress(NamedTuple):
+    """A block in a sequence: its cache group, and its index there, counted from the sequence's start."""
+
+    group: int
+    block: int
+
+    def __str__(self) -> str:
+        return f"block {self.block} of group {self.group}"
+
+
 class Sequence:
     """The scheduler's unit. ``remaining`` is the gap that steps close::
 
@@ -56,7 +66,7 @@ class Sequence:
     prompt_logprobs_sent  prompt tokens whose log-probabilities were emitted; the first token has none
     in_flight             the sequence's row of a step that is not committed: neither ``computed`` nor ``tokens`` count
                           it. None: no device computes any of it, or the device overlaps no steps
-    block_checksums       by block index, made when a block is filled, if ``park_after`` is set
+    block_checksums       made when a block is filled, if ``park_after`` is set
     """
 
     __slots__ = (
@@ -86,7 +96,7 @@ class Sequence:
         self.state = None if request.plain else SamplerState(request)
         self.stops: Set[int] = frozenset()
         self.next_check_length = sys.maxsize
-        self.block_checksums: dict[int, int] = {}
+        self.block_checksums: dict[BlockAddress, int] = {}
         self.timeline = Timeline(added)
         self._chain: list[BlockHash] = [root_hash(request.salt)]
 
@@ -111,7 +121,7 @@ class Sequence:
         """Take over the tokens and the progress of another sequence; the first ``full_blocks`` blocks are shared."""
         self.tokens = list(source.tokens)
         self.prompt_logprobs_sent = source.prompt_logprobs_sent
-        self.block_checksums = {index: sum for index, sum in source.block_checksums.items() if index < full_blocks}
+        self.block_checksums = {at: sum for at, sum in source.block_checksums.items() if at.block < full_blocks}
         self._chain = list(source._chain)
 
     def hashes(self, blocks: range, block_size: int) -> list[BlockHash]:

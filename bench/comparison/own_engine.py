@@ -16,6 +16,7 @@ from bench.comparison.subprocess_runner import Job, OnProgress
 from bench.workloads import Item
 from decant.engine.cpu.linear import FixedRows, PackedExperts, PackedLinear
 from decant.engine.engine import Engine
+from decant.engine.kv_layout import longest_sequence
 from decant.engine.model import calibration
 from decant.engine.model.model import ModelConfig, load
 from decant.engine.output import StepOutput
@@ -159,7 +160,7 @@ def weights(model: Any) -> Weights | None:
 
 def make_engine(device: Device, token_budget: int) -> Engine:
     """An engine with the longest context that model and memory allow."""
-    context_length = min(device.context_length, device.num_blocks * device.block_size)
+    context_length = longest_sequence(device.windows, device.num_blocks, device.block_size, device.context_length)
     return Engine(device, Limits(token_budget, min(256, token_budget), context_length))
 
 

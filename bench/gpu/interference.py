@@ -21,12 +21,13 @@ from bench.gpu.shapes import Sizes
 from decant.engine.engine import Engine
 from decant.engine.plan import Device
 from decant.engine.request import Request
+from decant.engine.sequence import BlockAddress
 from decant.engine.transfer import TransferCommit
 
 _ONE_AT_A_TIME = threading.Lock()
 """Steps on a CPU, whose layers have one set of buffers."""
 
-Payload = tuple[Request, list[tuple[int, bytes, int]], TransferCommit]
+Payload = tuple[Request, list[tuple[BlockAddress, bytes, int]], TransferCommit]
 
 
 def longest_gap_mixed(device: Device, sizes: Sizes) -> float:
@@ -93,7 +94,7 @@ def _prefill(device: Device, prompts: list[Request], arrived: SimpleQueue[Payloa
             for id in output.parked:
                 export = engine.transfers.export(id)
                 commit = engine.transfers.finalize(id)
-                runs = [(run.index, bytes(export.read(run.index)), run.checksum) for run in export.runs]
+                runs = [(run.address, bytes(export.read(run.address)), run.checksum) for run in export.runs]
                 engine.transfers.release(id)
                 arrived.put((next(one for one in prompts if one.id == id), runs, commit))
 

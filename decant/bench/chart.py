@@ -17,14 +17,17 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Linear from 0 to `end`."""
+    """Linear from 0 to `end`. `names`: of the ranges from 0 to 1, 1 to 2 and so on, up to `end`, instead of numbers."""
 
     title: str
     end: float
+    names: Sequence[str] = ()
 
     @property
     def step(self) -> float:
-        """Distance of the ticks: 1, 2 or 5 times a power of ten."""
+        """Distance of the ticks: 1, 2 or 5 times a power of ten; 1 between names."""
+        if self.names:
+            return 1.0
         rough = max(self.end, 1e-9) / _TICKS
         power = 10.0 ** math.floor(math.log10(rough))
         return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
@@ -46,8 +49,9 @@ class Chart:
         for tick in y.ticks:
             self._line((LEFT, self._y(tick)), (WIDTH - RIGHT, self._y(tick)), "#dee2e6")
             self._text(LEFT - 6, self._y(tick) + 4, f"{tick:g}", anchor="end")
-        for tick in x.ticks:
-            self._text(self._x(tick), HEIGHT - BOTTOM + 16, f"{tick:g}", anchor="middle")
+        middles = [(index + 0.5, name) for index, name in enumerate(x.names)]
+        for at, name in middles or [(tick, f"{tick:g}") for tick in x.ticks]:
+            self._text(self._x(at), HEIGHT - BOTTOM + 16, name, anchor="middle")
         self._line((LEFT, HEIGHT - BOTTOM), (WIDTH - RIGHT, HEIGHT - BOTTOM), "#495057")
         self._text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, x.title, anchor="middle")
         self._text(LEFT, TOP - 6, y.title)

@@ -79,9 +79,9 @@ def _tradeoff(runs: Sequence[_Run]) -> Chart:
 
 def _ttft_split(runs: Sequence[_Run]) -> Chart:
     """Mean TTFT by phase; what no receipt accounts for is the router and the network."""
-    labels = ", ".join(_label(run) for run in runs)
+    x = Axis("runs", len(runs), [_label(run) for run in runs])
     y = Axis("mean, ms", max(run["mean_ttft_ms"] for run in runs))
-    chart = Chart("Time to first token by phase", Axis(f"runs: {labels}", len(runs)), y)
+    chart = Chart("Time to first token by phase", x, y)
     for index, run in enumerate(runs):
         parts = {"queue": run["mean_queue_ms"], "prefill": run["mean_prefill_ms"]}
         parts["router"] = max(0.0, run["mean_ttft_ms"] - sum(parts.values()))

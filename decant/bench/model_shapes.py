@@ -67,7 +67,6 @@ TOKENIZER = "tokenizer.json"
 
 
 def cache_folder() -> Path:
-    """Folder of generated checkpoints, in the platform's cache."""
     if sys.platform == "darwin":
         base = Path.home() / "Library" / "Caches"
     else:
@@ -76,10 +75,8 @@ def cache_folder() -> Path:
 
 
 def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
-    """The folder of a checkpoint of ``shape``, generated when absent.
-
-    bf16 safetensors, determined by seed and torch version. Raises KeyError for an unknown shape, FileExistsError
-    for a folder with other content.
+    """The folder of a checkpoint, generated when absent: bfloat16, determined by seed and torch version. Raises
+    KeyError for an unknown shape, FileExistsError for a folder with other content.
     """
     config = SHAPES[shape]
     folder = folder or cache_folder() / f"{shape}-{seed}"
@@ -103,12 +100,12 @@ def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
 
 
 def source(model: str) -> str:
-    """The folder of a shape, generated when absent; any other model as it is."""
+    """The folder of a shape; any other model as it is."""
     return str(make(model)) if model in SHAPES and not Path(model).is_dir() else model
 
 
 def checkpoint(model: str) -> Path:
-    """The folder of a named checkpoint or of a shape, generated when absent. Raises FileNotFoundError."""
+    """A folder as it is, or that of a shape. Raises FileNotFoundError."""
     folder = Path(source(model))
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"--model {model}: neither a checkpoint's folder nor one of {', '.join(SHAPES)}")

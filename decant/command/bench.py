@@ -7,7 +7,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -141,9 +140,9 @@ def _options(params: dict[str, Any]) -> Any:
             raise InvalidBenchmark(f"--{name.replace('_', '-')}", "above 0", params[name])
     if params["up"] and params["address"]:
         raise InvalidBenchmark("--up, --address", "one of them", "both")
-    names = [field.name for field in fields(BenchOptions) if field.name not in ("model", "prefix", "slos")]
-    return BenchOptions(
-        **{name: params[name] for name in names},
+    return opt.from_params(
+        BenchOptions,
+        params,
         model="" if params["up"] else params["model"] or "",
         prefix=SharedPrefix(params["prefix_tokens"], params["prefixes"]),
         slos=parse_slos(params["slo"]),

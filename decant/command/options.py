@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from typer import Argument, Option
 
 from decant.client.channel import Tls
 from decant.command.errors import CommandFailed
+
+T = TypeVar("T")
 
 Json = Annotated[bool, Option("--json", help="Print one JSON document instead.")]
 
@@ -54,6 +58,14 @@ WaitForStart = Annotated[
 # status
 Watch = Annotated[bool, Option("--watch", help="Refresh every second, until Ctrl-C.")]
 
+# top
+AdminAddresses = Annotated[
+    list[str] | None,
+    Argument(help="host:port of each admin port; none: those of the deployment on this machine.", show_default=False),
+]
+Once = Annotated[bool, Option("--once", help="Show one state, after one interval, and end.")]
+Interval = Annotated[float, Option(min=0.1, help="Seconds between two readings.")]
+
 # up
 ModelSource = Annotated[
     str | None, Option(help="Folder or hub name of the model; unset: the small one of this package.")
@@ -75,6 +87,12 @@ LogFormat = Annotated[str, Option(help="auto, json or console; auto: columns on 
 
 # bench and plan
 Slo = Annotated[str, Option(help="Objectives, such as ttft=500ms,tpot=50ms.", show_default=False)]
+
+
+def from_params(kind: type[T], params: Mapping[str, Any], **others: Any) -> T:
+    """A dataclass of `others`, and of the parameters named as its other fields."""
+    names = [field.name for field in fields(kind) if field.name not in others]  # type: ignore[arg-type]
+    return kind(**{name: params[name] for name in names}, **others)
 
 
 def tls_from(params: dict[str, Any]) -> Tls | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -119,8 +118,8 @@ def _plan(params: dict[str, Any]) -> None:
     from decant.plan.errors import InvalidPlan
     from decant.plan.sizing import Sizing
 
-    values = {field.name: params[field.name] for field in fields(inputs.PlanOptions)}
-    options = inputs.PlanOptions(**{**values, "sequence_lengths": params["sequence_lengths"] or ()})
+    lengths = params["sequence_lengths"] or ()
+    options = opt.from_params(inputs.PlanOptions, params, sequence_lengths=lengths)
     try:
         parsed = inputs.parse(options)
         plan = Sizing(parsed.speed, parsed.room, parsed.workload, parsed.slo, parsed.overheads).plan()

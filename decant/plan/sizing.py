@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decant.plan.capacity.memory import Room
 from decant.plan.costs.overheads import NO_OVERHEADS, Overheads
@@ -122,7 +122,8 @@ class Sizing:
         prefill_factor = 1 + (contention.prefill - 1) * decode_use
         step_factor = 1 + (contention.decode - 1) * prefill_use
         speed = Slowed(self._speed, prefill_factor, step_factor)
-        return Pools(speed, self._room, self._workload, self._overheads)
+        handoff = self._overheads.handoff * (1 + (contention.handoff - 1) * prefill_use)
+        return Pools(speed, self._room, self._workload, replace(self._overheads, handoff=handoff))
 
     def _check_objectives(self) -> None:
         alone = self._speed.prefill(self._workload.prompt.high)

@@ -138,7 +138,11 @@ class TritonAttention:
         self._views = views
         self._flat = flat
         self._staging = Staging(store.blocks.device)
-        self._table, self._slots, self._rows = self._staging.upload(flat.table, flat.slot_mapping, row_spans(flat))
+        self._table, self._slot_mapping, self._rows = self._staging.upload(
+            flat.table, flat.slot_mapping, row_spans(flat)
+        )
+        # of each cache group
+        self._tables, self._slots = self._table.unbind(), self._slot_mapping.unbind()
         self._lists: dict[tuple[AttentionWindow, int], StepLists] = {}
 
     def _make_lists(self, view: AttentionWindow, group: int) -> StepLists:
@@ -158,7 +162,8 @@ class TritonAttention:
         query, key, value = (part[0].transpose(0, 1).contiguous() for part in (call.query, call.key, call.value))
         rotated = torch.empty_like(query)
         layer_kernels.rotate_and_write[len(query), query.shape[1] + spec.kv_heads](
-            *(query, key, value, cos.contiguous(), sin.contiguous(), rotated, self._slots, store.blocks),
+            *(query, key, value, cos.contiguous(), sin.contiguous(), rotated),
+            *(self._slots[self._group(call)], store.blocks),
             *(store.layout.block_elements, *self._offsets(call.layer)),
             BLOCK=store.layout.block_size,
             HEADS=query.shape[1],
@@ -169,6 +174,10 @@ class TritonAttention:
             VALUE_PAD=power_of_two(spec.value_dim),
         )
         return self._attend(call._replace(query=rotated.transpose(0, 1)[None]))
+
+    def _group(self, call: AttentionCall) -> int:
+        """The layer's cache group."""
+        return self._store.layout.group_of[call.layer]
 
     def _check(self, call: AttentionCall) -> None:
         spec, heads, tokens = self._store.layout.layers[call.layer], call.query.shape[1], len(self._flat.tokens)
@@ -200,7 +209,7 @@ class TritonAttention:
         key, value = (part if part.stride(3) == 1 else part.contiguous() for part in (key, value))
         strides = (key.stride(2), key.stride(1), value.stride(2), value.stride(1))
         kernels.write_kv[key.shape[2], spec.kv_heads](
-            *(key, value, self._slots, store.blocks, *strides),
+            *(key, value, self._slots[self._group(call)], store.blocks, *strides),
             *(store.layout.block_elements, *self._offsets(call.layer)),
             BLOCK=store.layout.block_size,
             KV_HEADS=spec.kv_heads,
@@ -221,12 +230,12 @@ class TritonAttention:
             "SINKS": call.sinks is not None,
         }
         sinks = out if call.sinks is None else call.sinks.contiguous()
-        width = 2 + spec.value_dim
+        width, table = 2 + spec.value_dim, self._tables[self._group(call)]
         states = out.new_empty((max(1, part.num_states), spec.kv_heads, part.tile_rows, width), dtype=torch.float32)
         kernels.attend[len(part.items), spec.kv_heads](
-            *(call.query, out, store.blocks, sinks, visible, part.items, self._rows, self._table, states),
+            *(call.query, out, store.blocks, sinks, visible, part.items, self._rows, table, states),
             *(call.query.stride(2), call.query.stride(1), store.layout.block_elements, *self._offsets(call.layer)),
-            *(self._table.shape[1], float(call.scaling), float(call.softcap or 0.0)),
+            *(table.shape[1], float(call.scaling), float(call.softcap or 0.0)),
             **shape,
             BLOCK=store.layout.block_size,
             KEY_DIM=spec.key_dim,
@@ -250,9 +259,10 @@ class StaticAttention(TritonAttention):
     ) -> None:
         super().__init__(store, views, flat)
         self._size = size
-        table = torch.full((size.rows, width), store.blank, dtype=torch.int32, device=self._table.device)
-        table[:, : self._table.shape[1]] = self._table
-        self._table = table
+        shape = len(store.layout.groups), size.rows, width
+        table = torch.full(shape, store.blank, dtype=torch.int32, device=self._table.device)
+        table[:, :, : self._table.shape[2]] = self._table
+        self._table, self._tables = table, table.unbind()
 
     def fill(self, flat: FlatBatch) -> None:
         """Give the buffers the content of a batch of ``size.rows`` single tokens, at most ``size.items`` items."""
@@ -260,8 +270,8 @@ class StaticAttention(TritonAttention):
         tables = [self._padded_tables(view) for view, _ in self._lists]
         arrays = [part for entry in tables for part in entry]
         table, slots, rows, *moved = self._staging.upload(flat.table, flat.slot_mapping, row_spans(flat), *arrays)
-        self._table[:, : table.shape[1]].copy_(table)
-        self._slots.copy_(slots)
+        self._table[:, :, : table.shape[2]].copy_(table)
+        self._slot_mapping.copy_(slots)
         self._rows.copy_(rows)
         for index, lists in enumerate(self._lists.values()):
             for target, source in zip((lists.visible, *lists.lists[0][1:3]), moved[3 * index :], strict=False):

@@ -74,7 +74,10 @@ def capture_all(
     return captured
 
 
-def pad(rows: Sequence[Row], count: int, blank: int) -> list[Row]:
-    """The rows, and padding rows up to ``count``. Behind the rows in ``step_batch.flatten``, as none is shorter."""
-    padding = Row(_PADDING, (0,), 0, 1, array("i", [blank]), False)
+def pad(rows: Sequence[Row], count: int, blank: int, groups: int = 1) -> list[Row]:
+    """The rows, and padding rows of so many cache groups up to ``count``.
+
+    They are behind the rows in ``step_batch.flatten``, as none is shorter.
+    """
+    padding = Row(_PADDING, (0,), 0, 1, (array("i", [blank]),) * groups, False)
     return [*rows, *[padding] * (count - len(rows))]

@@ -70,7 +70,7 @@ class DecodeGraph:
     ) -> None:
         self._store = store
         self._staging = Staging(store.blocks.device)
-        flat = flatten(pad([], size.rows, store.blank), store.layout.block_size, store.blank)
+        flat = flatten(pad([], size.rows, store.blank, len(store.layout.groups)), store.layout.block_size, store.blank)
         self._tokens, self._positions, keep = (
             part.clone() for part in self._staging.upload(flat.tokens, flat.positions, np.arange(size.rows))
         )
@@ -117,4 +117,5 @@ class DecodeGraphs:
         if size is None:
             return None
         store = self._store
-        return self.graphs[size], flatten(pad(rows, size.rows, store.blank), store.layout.block_size, store.blank)
+        padded = pad(rows, size.rows, store.blank, len(store.layout.groups))
+        return self.graphs[size], flatten(padded, store.layout.block_size, store.blank)

@@ -26,16 +26,18 @@ def bytes_left(memory: DeviceMemory, activations: int, graphs: int) -> int:
     return memory.free - activations - graphs - int(memory.total * MARGIN)
 
 
-def largest_steps(context_length: int, block_size: int) -> Sequence[StepPlan]:
+def largest_steps(context_length: int, block_size: int, groups: int) -> Sequence[StepPlan]:
     """The steps that need most memory: the longest chunk of a prompt, and a token of each of the most sequences.
 
-    On blocks from 0 on: ``blocks_of_largest_steps``.
+    On blocks from 0 on (``blocks_of_largest_steps``), the same in each cache group.
     """
     longest = min(MAX_TOKEN_BUDGET, context_length)
     per_row = -(-longest // block_size)
-    chunk = Row(Request("memory", (0,) * longest), (0,) * longest, 0, longest, array("i", range(per_row)), True)
+    chunk = Row(
+        Request("memory", (0,) * longest), (0,) * longest, 0, longest, (array("i", range(per_row)),) * groups, True
+    )
     decodes = [
-        Row(Request("memory", (0,)), (0,), 0, 1, array("i", [index % per_row]), True)
+        Row(Request("memory", (0,)), (0,), 0, 1, (array("i", [index % per_row]),) * groups, True)
         for index in range(Limits().max_running)
     ]
     return StepPlan((chunk,), longest), StepPlan(tuple(decodes), len(decodes))

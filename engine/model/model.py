@@ -13,7 +13,7 @@ from decant.engine.checkpoint import checkpoint
 from decant.engine.checkpoint.checkpoint import DTYPES
 from decant.engine.costs import StepCostModel
 from decant.engine.errors import InvalidConfig, check_whole
-from decant.engine.kv_layout import KvLayout, Window, widest
+from decant.engine.kv_layout import KvLayout, Window
 from decant.engine.model import kv_memory, rope
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import TILE
@@ -105,8 +105,8 @@ class ModelDevice:
         return self.store.layout.block_size
 
     @property
-    def window(self) -> Window:
-        return self.store.layout.window
+    def windows(self) -> tuple[Window, ...]:
+        return self.store.layout.windows
 
     @property
     def block_bytes(self) -> int:
@@ -200,7 +200,7 @@ def make_device(
     progress(60)
     views, specs = learn_attention(model, name, context_length)
     progress(70)
-    layout = KvLayout(specs, config.block_size, dtype.itemsize, widest(views))
+    layout = KvLayout(specs, config.block_size, dtype.itemsize)
     if config.kv_bytes is not None and config.kv_bytes < layout.block_bytes:
         raise InvalidConfig("kv_bytes", f"at least one block of {layout.block_bytes} bytes", config.kv_bytes)
     subject = Subject(model, name, context_length, backend)
@@ -238,4 +238,4 @@ def _free_kv_bytes(subject: Subject, layout: KvLayout, views: Sequence[Attention
         store = subject.backend.make_store(layout, kv_memory.blocks_of_largest_steps(*sizes), dtype)
         return ModelRunner(subject.model, store, views, frozenset(), subject.backend).run(plan)
 
-    return kv_memory.choose(subject.backend.kv_bytes_left, run, kv_memory.largest_steps(*sizes))
+    return kv_memory.choose(subject.backend.kv_bytes_left, run, kv_memory.largest_steps(*sizes, len(layout.groups)))

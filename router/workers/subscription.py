@@ -35,7 +35,8 @@ class TokenSink(Protocol):
 
     def write(self, position: int, token: int, logprobs: wire.TokenLogprobs | None = None) -> WriteError | None: ...
 
-    def add_prompt_logprobs(self, message: wire.PromptLogprobs) -> WriteError | None: ...
+    def add_prompt_logprobs(self, message: wire.PromptLogprobs) -> WriteError | None:
+        """Logprobs of a part of the prompt."""
 
 
 class SessionObserver(Protocol):
@@ -66,7 +67,8 @@ class RunListener(Protocol):
     def on_draining(self) -> None:
         """Called with each heartbeat of a draining worker."""
 
-    def on_ended(self, ended: wire.Ended) -> None: ...
+    def on_ended(self, ended: wire.Ended) -> None:
+        """Every token of the run has been written."""
 
     def on_refused(self, refused: wire.Refused) -> None: ...
 

@@ -37,7 +37,7 @@ def samples(prefill_factor: float, step_factor: float) -> Samples:
         prefills=[prompt(tokens) for tokens in lengths],
         steps=[step(1, 2000), step(4, 64), step(4, 2000), step(8, 2000)],
         handoffs=[step(1, 2000).seconds + HANDOFF] * 3,
-        both=(prompt(2000, prefill_factor), step(4, 2000, step_factor)),
+        both=(prompt(2000, prefill_factor), loaded := step(4, 2000, step_factor), loaded.seconds + 3 * HANDOFF),
     )
 
 
@@ -50,6 +50,7 @@ def test_costs_of_exact_samples_are_those_that_made_them() -> None:
     assert (profile.overheads.latency, profile.overheads.handoff) == pytest.approx((LATENCY, HANDOFF))
     assert profile.overheads.contention.prefill == pytest.approx(1.5)
     assert profile.overheads.contention.decode == pytest.approx(1.2)
+    assert profile.overheads.contention.handoff == pytest.approx(3)
 
 
 def test_work_that_is_faster_beside_other_work_is_no_negative_contention() -> None:

@@ -100,3 +100,13 @@ def test_a_run_without_a_success_has_charts_too() -> None:
     about = {"model_id": "m", "date": "2026", "request_rate": float("inf"), "max_concurrency": None, "ramp_to": None}
     page = to_html(Result([{**about, **summarise([failed], {}), **details([failed])}], "none"), {})
     assert page.count("<svg") == 3
+
+
+def test_bars_of_the_phases_are_named_and_within_the_plot() -> None:
+    chart = charts(1.0, 2.5, 4.0)[3]
+    assert {"1/s", "2.5/s", "4/s"} <= set(texts(chart))
+    bars = [bar for bar in chart.iter(f"{SVG}rect") if float(bar.get("width", 0)) != 10]  # others are the legend's
+    ends = [float(bar.get("x", 0)) + float(bar.get("width", 0)) for bar in bars]
+    assert len(bars) == 3 * 3
+    assert max(ends) <= WIDTH - RIGHT
+    assert min(float(bar.get("x", 0)) for bar in bars) >= LEFT

@@ -94,8 +94,8 @@ class Cutting:
         return cuts
 
     async def answered(self, *spots: Spot) -> list[Cut]:
-        """Asks while calls are cut at these spots: the answer is right. Returns the cuts once all that belongs to the
-        request has been said, but for what a lease says."""
+        """Call while calls are cut at these spots, and check the answer. Returns the cuts once all messages of the
+        request were sent, renewals of leases excepted."""
         request, expected = self.request()
         cuts = self.arm(*spots)
         stream = await self.one.answer(request)

@@ -100,7 +100,7 @@ async def queued(scene: Scene) -> Any:
     for other in others:
         await other.read()
     call = scene.begin("it", output=500)
-    await asyncio.sleep(0.1)  # nothing tells that it waits; were it running, the test would only be weaker
+    await asyncio.sleep(0.1)  # no event shows that it waits; if it runs, the test is only weaker
     return call, others
 
 

@@ -45,7 +45,7 @@ async def test_streams_that_are_not_read_hold_ids_and_can_be_read_later(scene: S
     await until(lambda: not any(run.end is None for run in decode.runs.values()) and len(decode.starts) > streams)
     await scene.is_unharmed()
     grown = scene.memory - before
-    assert grown < 12 << 20, f"{grown} bytes for {streams * tokens} tokens that nobody read"
+    assert grown < 12 << 20, f"{grown} bytes for {streams * tokens} tokens that no client read"
     for call in calls[::7]:
         assert await read(call) == answer(PROMPT, tokens)
     for call in calls:

@@ -23,13 +23,15 @@ def test_blocks_get_what_activations_graphs_and_a_margin_leave() -> None:
 @pytest.mark.parametrize("context_length", [5, 300, 100_000])
 def test_the_largest_steps_fit_into_their_blocks(context_length: int) -> None:
     count = blocks_of_largest_steps(context_length, 16)
-    chunk, decodes = largest_steps(context_length, 16)
+    chunk, decodes = largest_steps(context_length, 16, 2)
     assert chunk.num_tokens == min(2048, context_length)
     assert len(decodes.rows) == 256
     for row in (*chunk.rows, *decodes.rows):
         assert row.end <= context_length
-        assert row.end <= 16 * len(row.blocks)
-        assert set(row.blocks) <= set(range(count))
+        assert len(row.blocks) == 2
+        for blocks in row.blocks:
+            assert row.end <= 16 * len(blocks)
+            assert set(blocks) <= set(range(count))
 
 
 def test_a_full_device_is_refused() -> None:
@@ -39,7 +41,7 @@ def test_a_full_device_is_refused() -> None:
         ran.append(plan)
         return StepResult([])
 
-    plans = largest_steps(64, 16)
+    plans = largest_steps(64, 16, 1)
     assert choose(lambda steps: (steps(), 7)[1], run, plans) == 7
     assert ran == list(plans)
     with pytest.raises(InvalidConfig, match=r"kv_bytes: memory beside the weights .* got '-3 bytes free'"):

@@ -53,7 +53,7 @@ class Case:
 
 @dataclass
 class Listener:
-    """Stands for the registry, the store and the quotas: counts what it is told of the request's end."""
+    """Stands for the registry, the store and the quotas: counts reports of the request's end."""
 
     is_unavailable: bool = False
     ends: int = 0

@@ -36,7 +36,7 @@ Patch = pytest.MonkeyPatch
 
 
 class Held:
-    """A request of which nothing is written by its course."""
+    """A request that its execution does not write."""
 
     def __init__(self, owned: OwnedRequest) -> None:
         self.owned = owned

@@ -48,11 +48,11 @@ class Scene:
     _servers: dict[str, AsyncExitStack]
 
     async def lose(self, name: str) -> None:
-        """Nobody reaches that worker any more, nor hears of it."""
+        """Cut a worker off from all others."""
         await self._servers[name].aclose()
 
     def drain(self, name: str) -> None:
-        """As at SIGTERM: it takes nothing new, and says so with its next heartbeat."""
+        """As at SIGTERM: it takes nothing new, and reports so in its next heartbeat."""
         self.places[name].host.draining = True
 
     def runs(self, name: str) -> int:

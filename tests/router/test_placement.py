@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,6 +95,22 @@ def test_a_cache_goes_where_it_fits_then_where_the_fewest_sequences_run() -> Non
     assert choose_decode_worker([tight], PlacementRequest(20), 1, Incarnation("p", 1)) == tight.incarnation, (
         "its queue is the backpressure"
     )
+
+
+@pytest.mark.parametrize(
+    ("group_blocks", "tokens", "blocks"),
+    [((0,), 31, 2), ((0,), 32, 3), ((5,), 4000, 5), ((0, 5, 5), 31, 6), ((0, 5, 5), 1600, 111)],
+)
+def test_a_worker_has_room_for_the_blocks_that_a_sequence_has_in_each_cache_group(
+    group_blocks: tuple[int, ...], tokens: int, blocks: int
+) -> None:
+    """With a window at most its blocks, so a crowded worker is chosen only where they do not fit."""
+    crowded = snapshot("crowded", sequences=50, free_blocks=100_000)
+    for free, chosen in ((blocks, "calm"), (blocks - 1, "crowded")):
+        calm = snapshot("calm", free_blocks=free, group_blocks=group_blocks)
+        choice = choose_decode_worker([crowded, calm], PlacementRequest(tokens), 1, NO_SENDER)
+        assert choice is not None
+        assert choice.id == chosen
 
 
 def test_a_kv_cache_goes_to_another_worker_of_the_same_layout() -> None:

@@ -33,7 +33,7 @@ async def test_the_prompt_is_sent_once_before_the_output():
     tokens = await tiny().encode("return x", special=False)
     reader = await read(tokens, **options(echo=True))
     assert reader.text == "def f(x):return x"
-    assert reader.messages[1].seq >= 1  # with the first token: who has seq 0 has no text
+    assert reader.messages[1].seq >= 1  # with the first token: a client with seq 0 has no text
     late = Reader(reader.stream, after_seq=1)
     await late.read()
     assert "def f" not in late.text

@@ -135,7 +135,7 @@ async def test_runs_of_a_broken_session_are_kept_for_one_lease_in_every_state(st
         await scene.router.leave()
         await eventually(lambda: not list(scene.node.decode.runs()))
         assert scene.node.decode.orphans == 0
-        assert not await scene.node.host.loop.call(lambda engine: set(engine.sequences)), "it is decoded for nobody"
+        assert not await scene.node.host.loop.call(lambda engine: set(engine.sequences)), "it is not decoded"
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -216,7 +216,9 @@ async def test_tokens_behind_a_stop_string_are_not_cached_as_output(ends_by_itse
         size = node.host.block_size
 
         def cached(engine: Engine) -> int:
-            return sum(bool(engine.pool.match([digest])) for digest in hash_blocks(root_hash(work.salt), tokens, size))
+            return sum(
+                bool(engine.pool.index.find(digest)) for digest in hash_blocks(root_hash(work.salt), tokens, size)
+            )
 
         assert await node.host.loop.call(cached) == 19 // size
 

@@ -13,6 +13,7 @@ from transformers.utils.logging import set_tqdm_hook
 from decant.decode_worker.main import DecodeSettings
 from decant.engine.costs import StepCostModel
 from decant.engine.fake import FakeDevice
+from decant.engine.kv_layout import FULL, Kind, Window
 from decant.engine.model import model
 from decant.engine.scheduler import TOKEN_BUDGET, choose_token_budget
 from decant.models import path
@@ -26,6 +27,16 @@ def device(costs: StepCostModel) -> FakeDevice:
     made = FakeDevice(num_blocks=64, block_size=16)
     made.costs = costs
     return made
+
+
+def test_the_context_length_is_what_the_blocks_of_all_cache_groups_hold() -> None:
+    small = device(StepCostModel())
+    small.context_length = 4096
+    assert limits_of(settings(), small).context_length == 64 * 16
+    small.windows = (FULL, Window(Kind.SLIDING, 32))
+    assert limits_of(settings(), small).context_length == 60 * 16, "at most four blocks are of the window"
+    small.windows = (Window(Kind.SLIDING, 32),)
+    assert limits_of(settings(), small).context_length == 4096
 
 
 def settings(**given: int) -> DecodeSettings:

@@ -1,5 +1,3 @@
-"""Metrics of a worker: its cache and batch, tokens and handoffs."""
-
 from __future__ import annotations
 
 from decant.engine.output import StepOutput
@@ -13,7 +11,7 @@ from decant.worker.engine_host import EngineHost, HostHandler
 
 
 class WorkerMetrics(HostHandler):
-    """Metrics of one host. Gauges are read when metrics are scraped; counters follow the host's events."""
+    """Gauges are read when metrics are scraped; counters follow the host's events."""
 
     def __init__(self, registry: Registry, host: EngineHost) -> None:
         self._metrics = metrics = EngineMetrics(
@@ -76,5 +74,4 @@ def _total(memory: DeviceMemory | None) -> int:
 
 
 def _label(cause: str) -> str:
-    """As "peer_lost" for CAUSE_PEER_LOST."""
     return cause.removeprefix("CAUSE_").lower()

@@ -79,10 +79,10 @@ def _curve(document: _Document, key: str, title: str, unit: str) -> Chart:
 def _bars(queue: _Document, key: str, scale: float, unit: str) -> Chart:
     """A bar per contender."""
     values = {name: run[key] * scale for name, run in queue["runs"].items()}
-    labels = ", ".join(f"{number} {name}" for number, name in enumerate(_SHORT[: len(values)], start=1))
-    chart = Chart(f"{unit}: {queue['name']}", Axis(labels, len(values)), Axis(unit, max(values.values())))
+    x = Axis("", len(values), _SHORT[: len(values)])
+    chart = Chart(f"{unit}: {queue['name']}", x, Axis(unit, max(values.values())))
     for index, value in enumerate(values.values()):
-        chart.bar((index + 0.6, index + 1.4), (0, value), COLOURS[index])
+        chart.bar((index + 0.1, index + 0.9), (0, value), COLOURS[index])
     return chart
 
 

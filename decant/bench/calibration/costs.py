@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 from decant.engine.costs import StepCostModel, StepWork, chunk
 from decant.engine.model.calibration import fit
 
+_LEAST_SECONDS = 1e-4
+"""Of a handoff: a clock resolves no less of it."""
+
 
 class PromptSample(NamedTuple):
     """Seconds of a prompt of so many tokens."""
@@ -38,14 +41,14 @@ class Samples:
     prefills       of a prefill worker that always has a prompt, nothing else running
     steps          of a decode worker, nothing else running
     handoffs       seconds from the first to the second token of prompts that found the deployment idle
-    both           the same when both workers always have work
+    both           prefill, step and handoff when both workers always have work
     """
 
     lone: Sequence[PromptSample]
     prefills: Sequence[PromptSample]
     steps: Sequence[StepSample]
     handoffs: Sequence[float]
-    both: tuple[PromptSample, StepSample]
+    both: tuple[PromptSample, StepSample, float]
 
 
 def costs(samples: Samples) -> dict[str, Any]:
@@ -54,20 +57,22 @@ def costs(samples: Samples) -> dict[str, Any]:
     prefill, decode    cost models of a prompt, and of a step
     latency            of a first token, beside its prefill
     handoff            that an output pauses before its second token, beside a step
-    contention         how much longer a prefill, and a step, takes while the other pool computes
+    contention         how much longer each takes while the other pool computes
     """
     prefill = fit([(chunk(0, tokens), seconds) for tokens, seconds in samples.prefills])
     decode = fit([(one.work, one.seconds) for one in samples.steps])
     alone = decode.seconds(StepSample(1, max(one.tokens for one in samples.lone), 0.0).work)
-    prompt, step = samples.both
+    handoff = max(_LEAST_SECONDS, median(samples.handoffs) - alone)
+    prompt, step, pause = samples.both
     return {
         "prefill": asdict(prefill),
         "decode": asdict(decode),
         "latency": max(0.0, median(one.seconds - _seconds(prefill, one) for one in samples.lone)),
-        "handoff": max(0.0, median(samples.handoffs) - alone),
+        "handoff": handoff,
         "contention": {
             "prefill": max(1.0, prompt.seconds / _seconds(prefill, prompt)),
             "decode": max(1.0, step.seconds / decode.seconds(step.work)),
+            "handoff": max(1.0, (pause - step.seconds) / handoff),
         },
     }
 

@@ -144,12 +144,13 @@ class _Calibration:
                 times.append(time.monotonic())
             return answers.step(times)
 
-    async def _both(self, batch: int) -> tuple[PromptSample, StepSample]:
+    async def _both(self, batch: int) -> tuple[PromptSample, StepSample, float]:
         tokens = self._options.lengths[-1]
         async with RunningAnswers(self._client, self._model, batch, tokens, self._next_seed()) as answers:
             records = await self._send(tokens, 2 * _QUEUED, 2, _CLIENTS)
             firsts = sorted(record.tokens[0] for record in records)[: 1 - _CLIENTS]  # others follow on these
-            return PromptSample(tokens, _interval(firsts)), answers.step(firsts)
+            pauses = [record.tokens[1] - record.tokens[0] for record in records]
+            return PromptSample(tokens, _interval(firsts)), answers.step(firsts), median(pauses)
 
     async def _send(self, tokens: int, count: int, output: int, clients: int) -> list[Record]:
         """Raises InvalidBenchmark if a request fails."""

@@ -8,7 +8,7 @@ The engine alone, as `--calibrate measure` measures it; a worker logs the same f
 Workers as their clients see them, as `decant bench calibrate` prints it:
 
 {"model": "Qwen2.5-0.5B", "prefill": {"fixed": ...}, "decode": {"fixed": ...}, "latency": 0.005, "handoff": 0.01,
- "contention": {"prefill": 1.4, "decode": 1.1}}
+ "contention": {"prefill": 1.4, "decode": 1.1, "handoff": 2.0}}
 
 `decant plan --json` holds its profile under "profile", so that its output is accepted again.
 """
@@ -74,14 +74,14 @@ def from_document(document: dict[str, Any]) -> Profile:
     prefill, decode = (_costs(document, name) for name in names)
     contention = document.get("contention", {})
     if not isinstance(contention, dict):
-        raise InvalidPlan("--calibrate contention", "prefill and decode", contention)
+        raise InvalidPlan("--calibrate contention", "prefill, decode and handoff", contention)
     return Profile(
         prefill,
         decode,
         Overheads(
             _number(document, "latency", 0.0),
             _number(document, "handoff", 0.0),
-            Contention(*(_number(contention, name, 1.0, "contention.") for name in ("prefill", "decode"))),
+            Contention(*(_number(contention, name, 1.0, "contention.") for name in ("prefill", "decode", "handoff"))),
         ),
         str(document.get("model", "")),
         str(document.get("dtype", "")),

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """How many times as long a prefill, and a decode step, takes while the other pool computes on the same machine."""
+    """How many times as long a prefill, a decode step and a handoff take while the other pool computes on the same
+    machine."""
 
     prefill: float = 1.0
     decode: float = 1.0
+    handoff: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,10 +54,10 @@ def test_capturing_ends_when_seconds_or_bytes_are_spent(limits: GraphLimits, mos
 
 def test_padding_rows_compute_the_null_block_behind_the_others() -> None:
     rows = [
-        Row(Request(id, tuple(range(end))), list(range(end)), end - 1, end, array("i", blocks), True)
+        Row(Request(id, tuple(range(end))), list(range(end)), end - 1, end, (array("i", blocks),), True)
         for id, end, blocks in (("a", 1, [3]), ("b", 6, [0, 1]))
     ]
     flat = flatten(pad(rows, 4, 9), 4, 9)
     assert flat.order.tolist() == [1, 0, 2, 3]
-    assert flat.slot_mapping.tolist() == [5, 12, 36, 36]
+    assert flat.slot_mapping.tolist() == [[5, 12, 36, 36]]
     assert flat.sampled.tolist() == [1, 1, 0, 0]

@@ -88,7 +88,7 @@ def rows_of_a_step() -> list[Row]:
             0 if request.prompt_logprobs is not None else len(request.token_ids) - 1,
         )
         end = 20 if request.id == "chunk" else len(tokens)
-        blocks = array("i", range(3 * index, 3 * index + 3))
+        blocks = (array("i", range(3 * index, 3 * index + 3)),)
         rows.append(Row(request, tokens, start, end, blocks, end == len(tokens), SamplerState(request)))
     return rows
 

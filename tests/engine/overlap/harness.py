@@ -39,7 +39,9 @@ class Overlapping(FakeDevice):
             row = plan.rows[index]
             assert row.end == row.start + 1 == len(row.tokens) + 1, f"{row.request.id} has a token too many"
             assert row.state is None or not row.state.reads_tokens, f"{row.request.id} is drawn without its tokens"
-        rows = tuple(row._replace(tokens=list(row.tokens), blocks=row.blocks[:]) for row in plan.rows)
+        rows = tuple(
+            row._replace(tokens=list(row.tokens), blocks=tuple(blocks[:] for blocks in row.blocks)) for row in plan.rows
+        )
         self._submitted.append(plan._replace(rows=rows))
         self._compute(self.rng.randint(0, len(self._submitted)))
         return self._await
