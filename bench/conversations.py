@@ -50,11 +50,11 @@ def arrivals(prompts: int, rate: float, shared: float, seed: int) -> list[Arriva
 
 
 def _conversation(rng: Random, at: float, system: array[int]) -> Iterator[Arrival]:
-    said = system[:]
+    history = system[:]
     for _ in range(rng.randint(*TURNS)):
-        said = said + _text(rng, USER_TOKENS)
-        yield _arrival(at, said)
-        said = said + _text(rng, ANSWER_TOKENS)
+        history = history + _text(rng, USER_TOKENS)
+        yield _arrival(at, history)
+        history = history + _text(rng, ANSWER_TOKENS)
         at += rng.expovariate(1 / THINKING_SECONDS)
 
 

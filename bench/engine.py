@@ -87,8 +87,8 @@ class Bench:
                         found = self._run(who, job, progress, task)
                         runs.setdefault(who, []).extend(run | limits if who == OURS else run for run in found)
                         for run in found:
-                            said = f"{_title(who, name, index, self._args.runs)}: {report.brief(run)}"
-                            self._console.print(said, markup=False)
+                            line = f"{_title(who, name, index, self._args.runs)}: {report.brief(run)}"
+                            self._console.print(line, markup=False)
         figures = {who: medians.run_of_median(of) for who, of in runs.items() if of}
         last = max(item.arrival_s for item in items)
         least = table.allowed(table.rates_of(figures[OURS]), figures[OURS], last) if self._args.limits else None

@@ -48,9 +48,9 @@ class PlainAttention:
         self._store = device.store
         self._rows = rows
         size = device.block_size
-        places = [(row.blocks[p // size], p % size) for row in rows for p in range(row.start, row.end)]
+        places = [(row.blocks[0][p // size], p % size) for row in rows for p in range(row.start, row.end)]
         self._blocks, self._slots = torch.tensor(places).unbind(1)
-        self._tables = [torch.tensor([row.blocks.tolist()], dtype=torch.int32) for row in rows]
+        self._tables = [torch.tensor([row.blocks[0].tolist()], dtype=torch.int32) for row in rows]
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self._store.put(
@@ -97,7 +97,7 @@ def make_rows(device: ModelDevice, sequences: int, count: int) -> list[Row]:
     for index in range(sequences):
         tokens = torch.randint(device.vocab_size, (start + count,), generator=generator).tolist()
         blocks = array("i", range(index * needed, (index + 1) * needed))
-        rows.append(Row(Request(f"s{index}", tuple(tokens)), tokens, start, start + count, blocks, True))
+        rows.append(Row(Request(f"s{index}", tuple(tokens)), tokens, start, start + count, (blocks,), True))
     return rows
 
 

@@ -23,6 +23,7 @@ from decant.handoff.packing import TransferLayout, checksum
 from decant.handoff.receiver import KvReceiver
 from decant.handoff.sender import KvSender
 from decant.protos import worker_pb2 as wire
+from decant.runtime.peer import PROTOCOL
 from decant.runtime.server import freeze_gc
 
 LAYOUT = 1
@@ -88,7 +89,7 @@ class End:
         self.device = Watched(device)
         limits = Limits(CHUNK_TOKENS, max_running=2 * DECODES, context_length=device.context_length)
         self.engine = Engine(self.device, limits, checksum=checksum)
-        self.peer = wire.Peer(id=name, incarnation=1, protocol=1)
+        self.peer = wire.Peer(id=name, incarnation=1, protocol=PROTOCOL)
         shape = TransferLayout(device.block_size, device.block_bytes, LAYOUT)
         self.loop = EngineLoop(self.engine, self._on_step)
         self.sender = KvSender(self.loop, shape, wire.Heartbeat)

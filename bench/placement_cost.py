@@ -106,9 +106,9 @@ def place(pool: WorkerPool, prompt: PromptBlocks, session: str) -> None:
 def warm(pool: WorkerPool, case: str, prompts: Sequence[PromptBlocks]) -> None:
     if case == "shared":
         shared = prompts[0].hashes(BLOCK_TOKENS)[: SHARED_TOKENS // BLOCK_TOKENS]
-        beat = wire.Heartbeat(cache=wire.PrefixCacheUpdate(published=shared.tobytes()))  # type: ignore[attr-defined]
+        heartbeat = wire.Heartbeat(cache=wire.PrefixCacheUpdate(published=shared.tobytes()))  # type: ignore[attr-defined]
         for worker in pool.of(MODEL):
-            worker.load.apply_heartbeat(beat)
+            worker.load.apply_heartbeat(heartbeat)
 
 
 def search_ms(workers: int, case: str, rounds: int) -> float:
@@ -117,13 +117,13 @@ def search_ms(workers: int, case: str, rounds: int) -> float:
     for _ in range(rounds):
         pool, prompts = new_pool(workers), new_prompts(case)
         warm(pool, case, prompts)
-        beating = itertools.cycle(list(pool.of(MODEL)))
-        beat = wire.Heartbeat(load=wire.Load(free_blocks=8192, takes_prompts=True))
+        workers_in_turn = itertools.cycle(list(pool.of(MODEL)))
+        heartbeat = wire.Heartbeat(load=wire.Load(free_blocks=8192, takes_prompts=True))
         began = time.process_time()
         for number, prompt in enumerate(prompts):
             place(pool, prompt, f"session {number}" if case == "session" else "")
             if number % 8 == 0:
-                next(beating).load.apply_heartbeat(beat)
+                next(workers_in_turn).load.apply_heartbeat(heartbeat)
         best = min(best, time.process_time() - began)
     return 1000 * best / (2 * len(prompts))
 

@@ -53,7 +53,7 @@ def make_rows(count: int, vocabulary: int, kind: Mapping[str, Any], written: int
         Request(f"s{seed}", (of[0],), sampling=SamplingParams(seed=seed, **kind)) for seed, of in enumerate(tokens)
     ]
     return [
-        Row(request, of, written - 1, written, array("i"), True, SamplerState(request))
+        Row(request, of, written - 1, written, (array("i"),), True, SamplerState(request))
         for request, of in zip(requests, tokens, strict=True)
     ]
 

@@ -58,7 +58,7 @@ class NullDevice:
     layout = "null"
     equal_bits = True
     costs = StepCostModel()
-    window = FULL
+    windows = (FULL,)
 
     def __init__(self, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
         self.num_blocks = num_blocks

@@ -19,6 +19,7 @@ from functools import partial
 
 from bench.conversations import Arrival
 from decant.engine.blocks import BlockPool, BlockTable
+from decant.engine.prefix_index import CachedPrefix
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.router.placement.policy import WorkerSnapshot
@@ -58,26 +59,26 @@ class Worker:
         """Start the next prompt; return its duration in seconds."""
         prompt = self.queue.popleft()
         prefix = self._cached(prompt)
-        tokens, cached = prompt.arrival.tokens, len(prefix) * BLOCK_TOKENS
-        fresh = self.pool.blocks_for(tokens) - len(prefix)
-        self.reading = prompt, self.pool.allocate("prompt", fresh, prefix), cached
+        tokens, cached = prompt.arrival.tokens, prefix.num_blocks * BLOCK_TOKENS
+        holding = self.pool.allocate("prompt", self.pool.blocks_for(tokens), prefix.groups)
+        self.reading = prompt, holding, cached
         return PROMPT_SECONDS + (tokens - cached) / TOKENS_PER_SECOND
 
     def end(self) -> tuple[Prompt, int]:
         """Finish the prompt; return it and its number of cached tokens."""
         assert self.reading is not None
         (prompt, holding, cached), self.reading = self.reading, None
-        self.pool.publish(holding.blocks[: len(prompt.digests)], prompt.digests)
+        self.pool.publish(0, holding.blocks[0][: len(prompt.digests)], prompt.digests)
         holding.release()
         prompt.sent.release()
         return prompt, cached
 
     def look(self) -> None:
         """Sample the state that heartbeats report until the next sample."""
-        self.news.note(self.pool.changed())
+        self.news.note(self.pool.index.changed())
         self.news.collect()
         here = [*self.queue, *([self.reading[0]] if self.reading else [])]
-        queued = sum(prompt.arrival.tokens - len(self._cached(prompt)) * BLOCK_TOKENS for prompt in here)
+        queued = sum(prompt.arrival.tokens - self._cached(prompt).num_blocks * BLOCK_TOKENS for prompt in here)
         self._load = wire.Load(
             free_blocks=self.pool.free,
             cached_blocks=self.pool.cached,
@@ -88,8 +89,8 @@ class Worker:
             role=wire.ROLE_PREFILL,
         )
 
-    def _cached(self, prompt: Prompt) -> list[int]:
-        return self.pool.match(prompt.digests[: (prompt.arrival.tokens - 1) // BLOCK_TOKENS])
+    def _cached(self, prompt: Prompt) -> CachedPrefix:
+        return self.pool.index.longest_prefix(prompt.digests[: (prompt.arrival.tokens - 1) // BLOCK_TOKENS])
 
     def heartbeat(self, router: int) -> wire.Heartbeat:
         return wire.Heartbeat(load=self._load, cache=self.news.take(router))

@@ -1,4 +1,4 @@
-"""Block accounting: block tables, reference counts, prefix hashes, LRU eviction. No bytes are touched here.
+"""Block accounting: block tables, reference counts, LRU eviction. No bytes are touched here.
 
 A block is in exactly one of three states::
 
@@ -9,9 +9,11 @@ A block is in exactly one of three states::
 An allocation is a ``BlockTable`` with an owner; ``release`` is the only way to return it. The reference count of a
 block is the number of live tables that list it; ``check_integrity`` recounts from the tables.
 
-With a sliding or chunked window a table frees the blocks that no later query sees::
+A table has a row of blocks for each cache group (``kv_layout``). A group with a window frees those that no later query
+sees::
 
-    blocks    [ null | null | 7 | 3 | 9 ]        freed = 2
+    blocks    [ 4    | 8    | 1 | 6 | 2 ]        freed  0    full attention
+              [ null | null | 7 | 3 | 9 ]               2    a window
 """
 
 from __future__ import annotations
@@ -19,97 +21,99 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from decant.engine.block_hashes import BlockHash
 from decant.engine.errors import OutOfBlocks
 from decant.engine.kv_layout import FULL, Window
-
-
-def apply_changes(digests: dict[BlockHash, None], changed: Iterable[BlockHash]) -> None:
-    """Remove the hashes that ``digests`` has, append the others."""
-    for digest in changed:
-        if digest in digests:
-            del digests[digest]
-        else:
-            digests[digest] = None
-
-
-class CachedPrefix(NamedTuple):
-    """Cached start of a sequence: ``freed`` blocks that no later query sees, then the cached ``blocks``."""
-
-    freed: int
-    blocks: Sequence[int]
-
-    @property
-    def num_blocks(self) -> int:
-        return self.freed + len(self.blocks)
+from decant.engine.prefix_index import GroupBlocks, PrefixIndex
 
 
 class BlockTable:
-    """Blocks of one owner, in the order of the tokens they carry. Only ``BlockPool`` makes one.
+    """Blocks of one owner, by group and in the order of the tokens they carry. Only ``BlockPool`` makes one.
 
-    The first ``freed`` entries are the pool's ``null`` block.
+    The first ``freed[group]`` entries of ``blocks[group]`` are the pool's ``null`` block. A group never has more
+    entries than one with a wider window.
     """
 
     __slots__ = ("blocks", "freed", "live", "owner", "pool")
 
-    def __init__(self, pool: BlockPool, owner: str, blocks: Iterable[int], freed: int = 0) -> None:
+    def __init__(self, pool: BlockPool, owner: str, prefix: Sequence[GroupBlocks]) -> None:
         self.pool = pool
         self.owner = owner
-        self.blocks = array("i", [pool.null]) * freed + array("i", blocks)
-        self.freed = freed
+        self.freed = [group.freed for group in prefix]
+        self.blocks = tuple(array("i", [pool.null]) * group.freed + array("i", group.blocks) for group in prefix)
         self.live = True
 
     @property
-    def held(self) -> array[int]:
-        """The blocks that are not freed."""
-        return self.blocks[self.freed :] if self.freed else self.blocks
+    def num_blocks(self) -> int:
+        """Blocks that each group has, from the sequence's start."""
+        return len(self.blocks[-1])
+
+    @property
+    def shortest(self) -> list[array[int]]:
+        """The rows of the groups that have no more than ``num_blocks``."""
+        return [blocks for blocks in self.blocks if len(blocks) == len(self.blocks[-1])]
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks of all groups that are not freed."""
+        return [block for blocks, freed in zip(self.blocks, self.freed, strict=True) for block in blocks[freed:]]
 
     def grow(self, count: int) -> None:
-        """Append ``count`` fresh blocks, all or none. Raises OutOfBlocks. For many tables use ``BlockPool.grow``."""
-        self.blocks.extend(self.pool.take(count))
+        """Append fresh blocks until each group has ``count``, all or none. Raises OutOfBlocks."""
+        missing = [max(0, count - len(blocks)) for blocks in self.blocks]
+        fresh = self.pool.take(sum(missing))
+        for blocks, more in zip(self.blocks, missing, strict=True):
+            blocks.extend(fresh[:more])
+            del fresh[:more]
 
-    def share(self, block: int) -> None:
+    def reachable(self, more: int) -> int:
+        """How many blocks each group can have with ``more`` more blocks in all."""
+        lengths = sorted(map(len, self.blocks))
+        return min((more + sum(lengths[:count])) // count for count in range(1, len(lengths) + 1))
+
+    def share(self, group: int, block: int) -> None:
         """Append a block that another table lists now."""
         self.pool.acquire(block)
-        self.blocks.append(block)
+        self.blocks[group].append(block)
 
     def free_unseen(self, position: int) -> None:
         """Free the blocks that no query from ``position`` on sees."""
-        first = min(self.pool.first_block(position), len(self.blocks))
-        if first > self.freed:
-            self.pool.drop(self.blocks[self.freed : first])
-            self.blocks[self.freed : first] = array("i", [self.pool.null]) * (first - self.freed)
-            self.freed = first
+        for group in self.pool.windowed:
+            blocks, freed = self.blocks[group], self.freed[group]
+            first = min(self.pool.first_block(group, position), len(blocks))
+            if first > freed:
+                self.pool.drop(blocks[freed:first])
+                blocks[freed:first] = array("i", [self.pool.null]) * (first - freed)
+                self.freed[group] = first
 
     def release(self) -> None:
         """Return all blocks to the pool; a second call does nothing."""
         if self.live:
             self.live = False
             self.pool.give_back(self)
-            del self.blocks[:]
+            for blocks in self.blocks:
+                del blocks[:]
 
 
 class BlockPool:
-    """Accounting of ``num_blocks`` blocks of ``block_size`` tokens each. ``window``: what queries see of them.
+    """Accounting of ``num_blocks`` blocks of ``block_size`` tokens each, which serve any cache group.
 
-    ``null`` is the id of no block: a freed entry of a table. ``KvStore`` has zeros there.
+    ``windows``: what queries of each group see, widest first; ``windowed``: the groups that free blocks. ``null`` is
+    the id of no block: a freed entry of a table. ``KvStore`` has zeros there.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, window: Window = FULL) -> None:
+    def __init__(self, num_blocks: int, block_size: int, windows: Sequence[Window] = (FULL,)) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.window = window
-        self.is_windowed = window != FULL
+        self.windows = windows
+        self.windowed = [group for group, window in enumerate(windows) if window != FULL]
+        self.index = PrefixIndex(block_size, windows)
         self.null = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._refs = [0] * num_blocks
-        self._hash_of: dict[int, BlockHash] = {}
-        self._block_of: dict[BlockHash, int] = {}
         self._tables: dict[int, BlockTable] = {}  # by id(table)
-        self._changed: dict[BlockHash, None] = {}  # published now and not at the last ``changed``, or the reverse
 
     @property
     def available(self) -> int:
@@ -128,65 +132,48 @@ class BlockPool:
         """Number of blocks that ``tokens`` tokens need; the last one may be partial."""
         return -(-tokens // self.block_size)
 
-    def first_block(self, position: int) -> int:
-        """Index of the first block that a query at ``position`` sees."""
-        return self.window.first_visible(position) // self.block_size
+    def blocks_at_once(self, count: int) -> int:
+        """How many blocks of all groups a sequence of ``count`` blocks of tokens needs at the same time."""
+        return sum(window.blocks_at_once(count, self.block_size) for window in self.windows)
 
-    def allocate(
-        self, owner: str, count: int, prefix: Sequence[int] = (), spare: int = 0, freed: int = 0
-    ) -> BlockTable:
-        """A table of ``freed`` null entries, the held or cached ``prefix``, then ``count`` fresh blocks, all or none.
+    def first_block(self, group: int, position: int) -> int:
+        """Index of the first block that a query of the group at ``position`` sees."""
+        return self.windows[group].first_block(position, self.block_size)
 
-        ``spare`` blocks must stay available after it. Raises OutOfBlocks.
+    def allocate(self, owner: str, count: int, prefix: Sequence[GroupBlocks] = (), spare: int = 0) -> BlockTable:
+        """A table of ``count`` blocks in each group: the held or cached ``prefix``, then fresh ones, all or none.
+
+        A group with a window gets only as many as it needs at once; ``BlockTable.grow`` adds the others.
+        ``spare`` blocks must stay available. Raises OutOfBlocks.
         """
-        unheld = sum(1 for block in prefix if self._refs[block] == 0)
-        if count + unheld + spare > self.available:
-            raise OutOfBlocks(count + unheld + spare, self.available)
-        for block in prefix:
+        prefix = prefix or [GroupBlocks()] * len(self.windows)
+        cached = [block for group in prefix for block in group.blocks]
+        fresh = []
+        for window, (freed, blocks) in zip(self.windows, prefix, strict=True):
+            count = min(count, freed + window.blocks_at_once(count - freed, self.block_size))
+            fresh.append(max(0, count - freed - len(blocks)))
+        needed = sum(fresh) + sum(1 for block in cached if self._refs[block] == 0) + spare
+        if needed > self.available:
+            raise OutOfBlocks(needed, self.available)
+        for block in cached:
             self.acquire(block)
-        table = BlockTable(self, owner, prefix, freed)
-        table.blocks.extend(self.take(count))
+        table = BlockTable(self, owner, prefix)
+        for blocks, more in zip(table.blocks, fresh, strict=True):
+            blocks.extend(self.take(more))
         self._tables[id(table)] = table
         return table
 
-    def longest_prefix(self, hashes: Sequence[BlockHash]) -> CachedPrefix:
-        """The longest prefix of this hash chain of which all blocks are published that a later query sees."""
-        if not self.is_windowed:
-            return CachedPrefix(0, self.match(hashes))
-        longest = consecutive = 0  # published blocks up to this one
-        for count, digest in enumerate(hashes, 1):
-            consecutive = consecutive + 1 if digest in self._block_of else 0
-            if consecutive and consecutive >= count - self.first_block(count * self.block_size):
-                longest = count
-        first = min(self.first_block(longest * self.block_size), longest)
-        return CachedPrefix(first, [self._block_of[digest] for digest in hashes[first:longest]])
-
-    def match(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """Published blocks of the longest prefix of this hash chain."""
-        blocks = []
-        for digest in hashes:
-            block = self._block_of.get(digest)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
-
-    def publish(self, blocks: Iterable[int], digests: Iterable[BlockHash]) -> None:
-        """Make held, filled blocks findable by their digests. The first block published with a digest keeps it."""
-        block_of, hash_of, published = self._block_of, self._hash_of, []
-        for block, digest in zip(blocks, digests, strict=True):
+    def publish(self, group: int, blocks: Sequence[int], digests: Iterable[BlockHash]) -> None:
+        """Make held, filled blocks of a group findable by their digests. The first one of a digest keeps it."""
+        for block in blocks:
             if self._refs[block] == 0:
                 raise AssertionError(f"block {block} is published without a reference")
-            if digest not in block_of and block not in hash_of:
-                block_of[digest] = block
-                hash_of[block] = digest
-                published.append(digest)
-        apply_changes(self._changed, published)
+        self.index.publish(group, blocks, digests)
 
-    def grow(self, tables: Sequence[BlockTable]) -> None:
-        """Append one fresh block to each table, all or none. Raises OutOfBlocks."""
-        for table, block in zip(tables, self.take(len(tables)), strict=True):
-            table.blocks.append(block)
+    def grow(self, rows: Sequence[array[int]]) -> None:
+        """Append one fresh block to each of these rows of tables, all or none. Raises OutOfBlocks."""
+        for blocks, block in zip(rows, self.take(len(rows)), strict=True):
+            blocks.append(block)
 
     def take(self, count: int) -> list[int]:
         """``count`` fresh blocks with one reference each. Raises OutOfBlocks. Internal to this module."""
@@ -213,20 +200,19 @@ class BlockPool:
 
     def drop(self, blocks: Sequence[int]) -> None:
         """Drop a reference of each block, the last one first. Internal to this module."""
-        refs, hash_of = self._refs, self._hash_of
+        refs, published = self._refs, self.index.published
         for block in reversed(blocks):
             refs[block] -= 1
             if refs[block] == 0:
-                if block in hash_of:
+                if block in published:
                     self._cached[block] = None
                 else:
                     self._free.append(block)
 
     def forget(self, digests: Iterable[BlockHash]) -> None:
-        """Evict the cached blocks of these hashes; held ones stay published."""
-        for digest in digests:
-            block = self._block_of.get(digest)
-            if block is not None and block in self._cached:
+        """Evict the cached blocks of these hashes in all groups; held ones stay published."""
+        for block in [block for digest in digests for block in self.index.find(digest)]:
+            if block in self._cached:
                 self._cached.move_to_end(block, last=False)
                 self._free += self._evict(1)
 
@@ -239,19 +225,8 @@ class BlockPool:
     def _evict(self, count: int) -> list[int]:
         """Unpublish the ``count`` least recently used cached blocks; the caller puts them elsewhere."""
         evicted = [self._cached.popitem(last=False)[0] for _ in range(count)]
-        digests = [self._hash_of.pop(block) for block in evicted]
-        for digest in digests:
-            del self._block_of[digest]
-        apply_changes(self._changed, digests)
+        self.index.remove(evicted)
         return evicted
-
-    def changed(self) -> list[BlockHash]:
-        """Hashes whose publication changed since the last call, in order of publication.
-
-        At most two for each block, however long ago that call was.
-        """
-        changed, self._changed = self._changed, {}
-        return list(changed)
 
     def held_by(self) -> dict[str, list[int]]:
         """Blocks of each owner; several tables of one owner are concatenated."""
@@ -265,22 +240,25 @@ class BlockPool:
         counted = [0] * self.num_blocks
         for table in self._tables.values():
             _require(table.live, f"{table.owner} was released and is still listed")
-            _require(len(set(table.held)) == len(table.held), f"{table.owner} lists a block twice")
-            _require(set(table.blocks[: table.freed]) <= {self.null}, f"{table.owner} lists a block as freed")
-            _require(self.null not in table.held, f"{table.owner} does not list a freed block as freed")
-            for block in table.held:
+            held = table.held
+            _require(len(set(held)) == len(held), f"{table.owner} lists a block twice")
+            for blocks, freed in zip(table.blocks, table.freed, strict=True):
+                _require(set(blocks[:freed]) <= {self.null}, f"{table.owner} lists a block as freed")
+            _require(self.null not in held, f"{table.owner} does not list a freed block as freed")
+            for block in held:
                 counted[block] += 1
         _require(counted == self._refs, "reference counts differ from the live block tables")
         dead = set(self.held_by()) - set(live_owners)
         _require(not dead, f"blocks are held for {sorted(dead)}, which are not alive")
         free, cached = set(self._free), set(self._cached)
-        held = {block for block, refs in enumerate(counted) if refs}
+        used = {block for block, refs in enumerate(counted) if refs}
         _require(len(free) == len(self._free), "a block is free twice")
-        _require(not (free & cached or free & held or cached & held), "a block is in two states")
-        _require(len(free) + len(cached) + len(held) == self.num_blocks, "a block is in no state")
-        _require(cached <= set(self._hash_of), "a cached block has no hash")
-        _require(not free & set(self._hash_of), "a free block has a hash")
-        _require({b: h for h, b in self._block_of.items()} == self._hash_of, "hashes and blocks disagree")
+        _require(not (free & cached or free & used or cached & used), "a block is in two states")
+        _require(len(free) + len(cached) + len(used) == self.num_blocks, "a block is in no state")
+        published = set(self.index.published)
+        _require(cached <= published, "a cached block has no hash")
+        _require(not free & published, "a free block has a hash")
+        self.index.check_integrity()
 
 
 def _require(holds: bool, otherwise: str) -> None:

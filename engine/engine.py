@@ -18,8 +18,10 @@ from decant.engine.blocks import BlockPool
 from decant.engine.costs import StepTimePredictor
 from decant.engine.errors import InvalidConfig, InvalidRequest, OutOfBlocks, UnknownSequence
 from decant.engine.exports import KvTransfers
+from decant.engine.kv_layout import longest_sequence
 from decant.engine.output import Load, PromptLogprobs, SequenceFinished, SequenceStarted, StepOutput, Token
 from decant.engine.plan import Device, FurtherToken, StepPlan, StepResult, TokenLogprobs
+from decant.engine.prefix_index import GroupBlocks
 from decant.engine.request import FinishReason, Request, check_request
 from decant.engine.scheduler import Limits, Scheduler, priority_key
 from decant.engine.sequence import Sequence as EngineSequence
@@ -38,12 +40,12 @@ class Engine:
         checksum: Checksum = default_checksum,
     ) -> None:
         limits = limits or Limits(context_length=device.context_length)
-        self.pool = BlockPool(device.num_blocks, device.block_size, device.window)
-        capacity = device.num_blocks * device.block_size
+        self.pool = BlockPool(device.num_blocks, device.block_size, device.windows)
         length = limits.context_length
         if length > device.context_length:
             raise InvalidConfig("window", f"at most the model's {device.context_length}", length)
-        if device.window.blocks_at_once(self.pool.blocks_for(length), device.block_size) > device.num_blocks:
+        capacity = longest_sequence(device.windows, device.num_blocks, device.block_size, length)
+        if length > capacity:
             raise InvalidConfig("window", f"at most the {capacity} tokens that the KV memory holds", length)
         if not 0 <= device.lookahead < device.block_size:
             raise InvalidConfig("lookahead", f"less than a block of {device.block_size} tokens", device.lookahead)
@@ -87,16 +89,18 @@ class Engine:
         length = len(sequence.tokens)
         sequence.next_check_length = sequence.request.next_check_length(length, self.limits.context_length)
         if source.block_table is not None:
-            table = source.block_table
-            fresh = pool.window.blocks_at_once(pool.blocks_for(length) - full_blocks, pool.block_size)
+            table, count = source.block_table, pool.blocks_for(length)
             if len(scheduler.running) + len(self.transfers.arrivals) >= self.limits.max_running:
-                raise OutOfBlocks(fresh, 0)
-            shared, spare = table.blocks[table.freed : full_blocks], len(scheduler.running)
-            sequence.block_table = pool.allocate(child, fresh, shared, spare=spare, freed=table.freed)
+                raise OutOfBlocks(pool.blocks_at_once(count - full_blocks), 0)
+            shared = [
+                GroupBlocks(freed, blocks[freed:full_blocks])
+                for freed, blocks in zip(table.freed, table.blocks, strict=True)
+            ]
+            sequence.block_table = pool.allocate(child, count, shared, spare=scheduler.spare)
             sequence.computed = source.computed
             if partial:
-                data = self.device.read(table.blocks[full_blocks])
-                self.device.write(sequence.block_table.blocks[full_blocks], data)
+                for ours, theirs in zip(sequence.block_table.blocks, table.blocks, strict=True):
+                    self.device.write(ours[full_blocks], self.device.read(theirs[full_blocks]))
         self.sequences[child] = sequence
         scheduler.add(sequence)
 
@@ -276,7 +280,7 @@ class Engine:
         if first < prompt_blocks:
             self.scheduler.publish(sequence, range(first, min(stop, prompt_blocks)))
         self.transfers.on_blocks_filled(sequence, first, stop, output)
-        if self.pool.is_windowed and sequence.block_table:
+        if sequence.block_table:
             sequence.block_table.free_unseen(sequence.computed)
 
     # -- inspect ------------------------------------------------------------------------------------------------

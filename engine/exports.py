@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING
 
 from decant.engine.errors import InvalidRequest, OutOfBlocks, UnknownSequence
 from decant.engine.output import BlockFilled, StepOutput
+from decant.engine.prefix_index import GroupBlocks
 from decant.engine.request import Request
 from decant.engine.sequence import Sequence
-from decant.engine.transfer import Checksum, IncomingSequence, KvExport, TransferCommit, block_checksum
+from decant.engine.transfer import (
+    BlockAddress,
+    Checksum,
+    IncomingSequence,
+    KvExport,
+    TransferCommit,
+    block_checksum,
+)
 
 if TYPE_CHECKING:
     from decant.engine.engine import Engine
@@ -55,8 +63,8 @@ class KvTransfers:
         if id in self.exports:
             raise InvalidRequest("id", "not exported already, or that export released", id)
         pool = self._engine.pool
-        lease = pool.allocate(lease_owner(id), 0)
-        first = max(cached_blocks, pool.first_block(len(sequence.tokens) - 1))
+        lease, last = pool.allocate(lease_owner(id), 0), len(sequence.tokens) - 1
+        first = [max(cached_blocks, pool.first_block(group, last)) for group in range(len(pool.windows))]
         self.exports[id] = export = KvExport(sequence, first, lease, self._engine.device)
         export.offer_filled(sequence, sequence.computed // size, self._checksum)
         return export
@@ -84,7 +92,8 @@ class KvTransfers:
         if sequence is None or export is None:
             raise UnknownSequence(f"{id} is not alive here with an open export")
         is_decoding = sequence.block_table is not None and sequence.remaining == 1
-        unsent = sequence.computed // self._engine.pool.block_size - export.next_index + len(export.runs) - sent
+        filled = sequence.computed // self._engine.pool.block_size
+        unsent = sum(filled - index for index in export.next_index) + len(export.runs) - sent
         if not is_decoding or unsent > 0 or sequence.computed < len(sequence.request.token_ids):
             return None
         self._engine.park(id)
@@ -110,13 +119,15 @@ class KvTransfers:
         """Blocks ``first`` up to ``stop`` are full: checksum those to be handed over, lease them to an open export."""
         request = sequence.request
         if request.park_after is not None and sequence.block_table:
-            for index in range(first, stop):
-                data = self._engine.device.read(sequence.block_table.blocks[index])
-                sequence.block_checksums[index] = block_checksum(self._checksum, index, data)
+            pool, last = self._engine.pool, len(sequence.tokens) - 1
+            for group, blocks in enumerate(sequence.block_table.blocks):
+                for index in range(max(first, pool.first_block(group, last)), stop):
+                    address, data = BlockAddress(group, index), self._engine.device.read(blocks[index])
+                    sequence.block_checksums[address] = block_checksum(self._checksum, address, data)
         export = self.exports.get(request.id)
         if export is not None and not export.ended:
             for run in export.offer_filled(sequence, stop, self._checksum):
-                output.filled.append(BlockFilled(request.id, run.index))
+                output.filled.append(BlockFilled(request.id, run.address))
 
     def on_sequence_end(self, id: str) -> None:
         """An uncommitted export of an ended sequence gets no more blocks."""
@@ -139,15 +150,17 @@ class KvTransfers:
         if len(request.token_ids) >= limits.context_length:
             limit = f"less than {limits.context_length} tokens to go on"
             raise InvalidRequest("token_ids", limit, len(request.token_ids))
-        prefix = engine.scheduler.cached_prefix(sequence)
-        freed = engine.pool.first_block(len(sequence.tokens) - 1)
-        cached = prefix.blocks[max(0, freed - prefix.freed) :]
-        fresh = engine.pool.blocks_for(len(sequence.tokens) + 1) - freed - len(cached)
-        spare = len(engine.scheduler.running)
-        is_full = spare + len(self.arrivals) >= limits.max_running
-        if is_full or any(waiting.timeline.scheduled is not None for waiting in engine.scheduler.waiting):
-            raise OutOfBlocks(fresh, 0)
-        sequence.block_table = engine.pool.allocate(sequence.id, fresh, cached, spare=spare, freed=freed)
+        prefix, pool, scheduler = engine.scheduler.cached_prefix(sequence), engine.pool, engine.scheduler
+        firsts = [pool.first_block(group, len(sequence.tokens) - 1) for group in range(len(pool.windows))]
+        pinned = [
+            GroupBlocks(first, blocks[max(0, first - freed) :])
+            for first, (freed, blocks) in zip(firsts, prefix.groups, strict=True)
+        ]
+        count = pool.blocks_for(len(sequence.tokens) + 1)
+        is_full = len(scheduler.running) + len(self.arrivals) >= limits.max_running
+        if is_full or any(waiting.timeline.scheduled is not None for waiting in scheduler.waiting):
+            raise OutOfBlocks(pool.blocks_at_once(count), 0)
+        sequence.block_table = pool.allocate(sequence.id, count, pinned, spare=scheduler.spare)
         arrival = IncomingSequence(sequence, prefix.num_blocks, engine.device, self._checksum, self.arrivals.pop)
         self.arrivals[request.id] = arrival
         return arrival

@@ -1,6 +1,7 @@
 """A device without torch: real bytes in the blocks, and the next token is a function of the bytes that a row sees.
 
-A slot holds eight bytes made of its token, its position and the previous slot, as KV depends on all earlier tokens.
+A slot holds eight bytes made of its token, its position, its cache group and the previous slot, as KV depends on all
+earlier tokens.
 The next token is drawn from a small distribution that is a function of the checksum of all slots so far, so a lost,
 swapped, stale or corrupt block changes the output. All sampling parameters apply to that distribution.
 """
@@ -46,7 +47,7 @@ class FakeDevice:
     """
 
     lookahead = 0
-    window: Window = FULL
+    windows: tuple[Window, ...] = (FULL,)
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class FakeDevice:
         self.context_length = context_length or num_blocks * block_size
         self.eos_token_ids = eos_token_ids
         self.block_bytes = block_size * SLOT_BYTES
-        self.layout = f"fake-{block_size}-{vocab_size}" + (f"-{self.window}" if self.window != FULL else "")
+        self.layout = f"fake-{block_size}-{vocab_size}" + (f"-{self.windows}" if self.windows != (FULL,) else "")
         self.equal_bits = True
         self.costs = StepCostModel()
         self._bytes = memoryview(bytearray(num_blocks * self.block_bytes))
@@ -110,7 +111,7 @@ class FakeDevice:
         """Fill the slots of drafts, then draw while the drafts are what was drawn."""
         accepted: list[FurtherToken] = []
         tokens = [*row.tokens[: row.end], token]
-        for end in range(row.end + 1, min(row.end + self.lookahead, len(row.blocks) * self.block_size) + 1):
+        for end in range(row.end + 1, min(row.end + self.lookahead, len(row.blocks[-1]) * self.block_size) + 1):
             is_wrong = end % 3 == 0
             draft = (tokens[-1] + 1) % self.vocab_size if is_wrong else tokens[-1]
             self._fill(row._replace(tokens=[*tokens[:-1], draft], start=end - 1, end=end))
@@ -121,25 +122,28 @@ class FakeDevice:
         return accepted
 
     def _fill(self, row: Row) -> None:
-        before = b""
-        for position in range(row.start, row.end):
-            sees_previous = self.window.first_visible(position) < position
-            if not sees_previous or position == row.start:
-                before = bytes(self._slot(row, position - 1)) if sees_previous else b""
-            before = slot_bytes(row.tokens[position], position, before)
-            self._slot(row, position)[:] = before
+        for group, window in enumerate(self.windows):
+            before = b""
+            for position in range(row.start, row.end):
+                sees_previous = window.first_visible(position) < position
+                if not sees_previous or position == row.start:
+                    before = bytes(self._slot(row, group, position - 1)) if sees_previous else b""
+                before = slot_bytes(row.tokens[position], position, before, group)
+                self._slot(row, group, position)[:] = before
 
-    def _slot(self, row: Row, position: int) -> memoryview:
+    def _slot(self, row: Row, group: int, position: int) -> memoryview:
         block, slot = divmod(position, self.block_size)
-        return self.read(row.blocks[block])[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
+        return self.read(row.blocks[group][block])[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
 
     def _checksum(self, row: Row, count: int) -> int:
-        """Checksum of those of the row's first ``count`` slots that their last one sees."""
-        total, first = 0, self.window.first_visible(count - 1)
-        for index in range(first // self.block_size, -(-count // self.block_size)):
-            begin = max(first - index * self.block_size, 0)
-            stop = min(count - index * self.block_size, self.block_size)
-            total = zlib.crc32(self.read(row.blocks[index])[begin * SLOT_BYTES : stop * SLOT_BYTES], total)
+        """Checksum of those of the row's first ``count`` slots, of all groups, that their last one sees."""
+        total = 0
+        for blocks, window in zip(row.blocks, self.windows, strict=True):
+            first = window.first_visible(count - 1)
+            for index in range(first // self.block_size, -(-count // self.block_size)):
+                begin = max(first - index * self.block_size, 0)
+                stop = min(count - index * self.block_size, self.block_size)
+                total = zlib.crc32(self.read(blocks[index])[begin * SLOT_BYTES : stop * SLOT_BYTES], total)
         return total
 
     def _prompt_logprobs(self, row: Row) -> list[TokenLogprobs]:
@@ -152,9 +156,9 @@ class FakeDevice:
         ]
 
 
-def slot_bytes(token: int, position: int, before: bytes) -> bytes:
-    """Bytes of a computed slot; ``before``: the previous slot's (empty for the first)."""
-    return _SLOT.pack(token, zlib.crc32(before, position + 1))
+def slot_bytes(token: int, position: int, before: bytes, group: int = 0) -> bytes:
+    """Bytes of a computed slot of a cache group; ``before``: the previous slot's (empty for the first)."""
+    return _SLOT.pack(token, zlib.crc32(before, position + 1 + (group << 24)))
 
 
 def candidates(total: int, vocab_size: int) -> list[Candidate]:

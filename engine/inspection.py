@@ -38,7 +38,7 @@ def blocks_of(engine: Engine, ids: Iterable[str]) -> int:
         if sequence is not None and sequence.block_table:
             held.update(sequence.block_table.held)
         if export is not None:
-            held.update(export.blocks)
+            held.update(export.held)
     return len(held)
 
 
@@ -50,8 +50,11 @@ def check_integrity(engine: Engine) -> None:
     if sorted([*scheduled, *engine.parked]) != sorted(engine.sequences):
         raise AssertionError("a live sequence is in no state, or in two")
     for sequence in engine.sequences.values():
-        capacity = len(sequence.block_table.blocks) * engine.pool.block_size if sequence.block_table else 0
-        if sequence.block_table and sequence.block_table.freed > engine.pool.first_block(sequence.computed):
+        table, pool = sequence.block_table, engine.pool
+        capacity = table.num_blocks * pool.block_size if table else 0
+        if table and any(freed > pool.first_block(group, sequence.computed) for group, freed in enumerate(table.freed)):
             raise AssertionError(f"{sequence.id} has freed blocks that its next token sees")
+        if table and table.num_blocks != min(map(len, table.blocks)):
+            raise AssertionError(f"{sequence.id} has more blocks of the narrowest window than of another")
         if sequence.computed > capacity:
             raise AssertionError(f"{sequence.id} has {sequence.computed} computed tokens in {capacity} slots")

@@ -1,16 +1,26 @@
-"""Memory layout of a block: all layers contiguous, so that a handoff moves blocks, not layers.
+"""Memory layout of a block: its layers contiguous, so that a handoff moves blocks, not layers.
 
 block   [ layer 0: k | v ][ layer 1: k | v ] ...
 k, v    [ slot 0 .. block_size - 1 ][ kv head ][ head dim ]
+
+Layers with the same window form one cache group, or several of fewer layers. A block belongs to one group and has
+its layers only; blocks of all groups have the same size, so that one pool serves them::
+
+    layers    F S S S F S S S          F: full attention, S: a sliding window
+    groups    [F F] [S S] [S S] [S S]  a sequence has a row of blocks in each; behind the window S frees its own
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+
+MOST_GROUPS = 8
+"""Most cache groups, unless there are more kinds of windows: each costs time for every sequence of a step."""
 
 
 class Kind(enum.Enum):
@@ -39,52 +49,82 @@ class Window:
             case Kind.CHUNKED:
                 return position // self.size * self.size
 
+    def first_block(self, position: int, block_size: int) -> int:
+        """Index of the first block that a query at ``position`` sees."""
+        return self.first_visible(position) // block_size
+
     def blocks_at_once(self, count: int, block_size: int) -> int:
-        """How many of its ``count`` blocks a sequence needs at the same time: those of a window, and the next one."""
-        return count if self.kind is Kind.FULL else min(count, -(-self.size // block_size) + 2)
+        """How many of its ``count`` blocks a sequence needs at the same time."""
+        return count if self.kind is Kind.FULL else min(count, self.most_blocks(block_size))
+
+    def most_blocks(self, block_size: int) -> int:
+        """Most blocks that a sequence needs at once, unless it sees everything: those of a window, and the next one."""
+        return -(-self.size // block_size) + 2
 
 
 FULL = Window()
 
 
-def widest(windows: Iterable[Window]) -> Window:
-    """A window in which a query sees all that it sees in any of ``windows``."""
-    kinds = {Window(window.kind, window.size) for window in windows}
-    if len(kinds) == 1:
-        return kinds.pop()
-    if kinds and all(window.kind is Kind.SLIDING for window in kinds):
-        return max(kinds, key=lambda window: window.size)
-    return FULL
+def longest_sequence(windows: Sequence[Window], num_blocks: int, block_size: int, most: int) -> int:
+    """The longest sequence, of at most ``most`` tokens, that ``num_blocks`` blocks hold."""
+
+    def needed(count: int) -> int:
+        return sum(window.blocks_at_once(count, block_size) for window in windows)
+
+    counts = range(-(-most // block_size) + 1)
+    return min(most, (bisect_right(counts, num_blocks, key=needed) - 1) * block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Shape of one layer's keys and values; dimensions in elements."""
+    """Shape of one layer's keys and values, dimensions in elements, and what its queries see."""
 
     kv_heads: int
     key_dim: int
     value_dim: int
+    window: Window = FULL
 
     @property
     def slot_elements(self) -> int:
         return self.kv_heads * (self.key_dim + self.value_dim)
 
 
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers (by number) that share blocks: all see the same ``window``."""
+
+    window: Window
+    layers: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class KvLayout:
-    """All layers of a block of ``block_size`` tokens, ``itemsize`` bytes per element.
-
-    The layers are one cache group: their blocks are freed together, once no later query sees them in ``window``.
-    """
+    """The layers of a model in blocks of ``block_size`` tokens, ``itemsize`` bytes per element."""
 
     layers: tuple[LayerSpec, ...]
     block_size: int
     itemsize: int
-    window: Window = FULL
+
+    @cached_property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """The cache groups, widest window first."""
+        return _group(self.layers)
+
+    @cached_property
+    def windows(self) -> tuple[Window, ...]:
+        """Of each group."""
+        return tuple(group.window for group in self.groups)
+
+    @cached_property
+    def group_of(self) -> tuple[int, ...]:
+        """Each layer's group."""
+        pairs = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+        return tuple(pairs[layer] for layer in range(len(self.layers)))
 
     @cached_property
     def block_elements(self) -> int:
-        return self.block_size * sum(layer.slot_elements for layer in self.layers)
+        """Of the largest group; the blocks of smaller ones end with unused elements."""
+        return self.block_size * max(_slot_elements(self.layers, group.layers) for group in self.groups)
 
     @property
     def block_bytes(self) -> int:
@@ -92,6 +132,57 @@ class KvLayout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Offset of each layer's keys in a block, in elements."""
-        sizes = (self.block_size * layer.slot_elements for layer in self.layers)
-        return tuple(accumulate(sizes, initial=0))[:-1]
+        """Offset of each layer's keys in a block of its group, in elements."""
+        offsets = dict[int, int]()
+        for group in self.groups:
+            sizes = (self.block_size * self.layers[layer].slot_elements for layer in group.layers)
+            offsets.update(zip(group.layers, accumulate(sizes, initial=0), strict=False))
+        return tuple(offsets[layer] for layer in range(len(self.layers)))
+
+
+def _slot_elements(specs: Sequence[LayerSpec], layers: Sequence[int]) -> int:
+    return sum(specs[layer].slot_elements for layer in layers)
+
+
+def _group(specs: Sequence[LayerSpec]) -> tuple[CacheGroup, ...]:
+    """Groups of about equal size, with the least unused memory in blocks of the widest window, then of the next."""
+    kinds: dict[Window, list[int]] = {}
+    for layer, spec in enumerate(specs):
+        kinds.setdefault(spec.window, []).append(layer)
+    ordered = sorted(kinds.items(), key=lambda kind: (kind[0].kind is not Kind.FULL, -kind[0].size, kind[0].kind.value))
+    best: list[list[list[int]]] = []
+    fewest: tuple[int, ...] = ()
+    for size in sorted(set(_sizes(specs, list(kinds.values()))), reverse=True):
+        divided = [_divide(specs, layers, size) for _, layers in ordered]
+        if sum(map(len, divided)) > max(MOST_GROUPS, len(kinds)):
+            break  # so do all smaller sizes
+        unused = tuple(
+            len(parts) * size - _slot_elements(specs, layers)
+            for parts, (_, layers) in zip(divided, ordered, strict=True)
+        )
+        if not best or unused < fewest:
+            best, fewest = divided, unused
+    return tuple(
+        CacheGroup(window, tuple(part)) for (window, _), parts in zip(ordered, best, strict=True) for part in parts
+    )
+
+
+def _sizes(specs: Sequence[LayerSpec], kinds: Sequence[Sequence[int]]) -> Iterator[int]:
+    """Elements of a slot of a group, if one kind is divided evenly: those into which each layer fits."""
+    least = max(spec.slot_elements for spec in specs)
+    for layers in kinds:
+        for count in range(1, len(layers) + 1):
+            parts = [layers[at : at + count] for at in range(0, len(layers), count)]
+            size = max(_slot_elements(specs, part) for part in parts)
+            if size >= least:
+                yield size
+
+
+def _divide(specs: Sequence[LayerSpec], layers: Sequence[int], size: int) -> list[list[int]]:
+    """Consecutive parts of at most ``size`` elements a slot."""
+    parts: list[list[int]] = [[]]
+    for layer in layers:
+        if _slot_elements(specs, [*parts[-1], layer]) > size:
+            parts.append([])
+        parts[-1].append(layer)
+    return parts

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from decant.engine.plan import TokenLogprobs
 from decant.engine.request import FinishReason
-from decant.engine.sequence import Timeline
+from decant.engine.sequence import BlockAddress, Timeline
 
 
 class Token(NamedTuple):
@@ -52,10 +52,10 @@ class SequenceStarted(NamedTuple):
 
 
 class BlockFilled(NamedTuple):
-    """Block ``block`` (counted in the sequence) of an open export can be read."""
+    """A block of an open export can be read."""
 
     id: str
-    block: int
+    block: BlockAddress
 
 
 @dataclass(slots=True)

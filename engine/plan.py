@@ -19,8 +19,8 @@ class Row(NamedTuple):
 
     tokens      all tokens of the sequence; read it only while the step runs
     start, end  the positions to compute: tokens[start:end]
-    blocks      block table; position p lives in blocks[p // block_size]. An entry that no position from ``start`` on
-                sees may be ``num_blocks``, the null block
+    blocks      block table: position p of group g lives in blocks[g][p // block_size]. An entry that no position
+                from ``start`` on sees may be ``num_blocks``, the null block
     sample      whether to draw the token at position ``end``
     state       sampler state of the sequence; None if the request is plain
     """
@@ -29,7 +29,7 @@ class Row(NamedTuple):
     tokens: Sequence[int]
     start: int
     end: int
-    blocks: array[int]
+    blocks: tuple[array[int], ...]
     sample: bool
     state: SamplerState | None = None
 
@@ -127,8 +127,8 @@ class Device(Runner, BlockBytes, Protocol):
         ...
 
     @property
-    def window(self) -> Window:
-        """What queries see of the blocks: a block that no later query sees is freed."""
+    def windows(self) -> tuple[Window, ...]:
+        """What queries see of the blocks of each cache group, widest first: blocks that no later one sees are freed."""
         ...
 
     @property

@@ -11,8 +11,8 @@ There are no prefill and decode phases. One step, with a budget of 12 tokens and
 
 After a prefix hit, a preemption or a handoff only the start value of ``computed`` differs.
 
-A sequence is admitted when blocks for all its tokens are available. With a window it needs only as many as it has at
-the same time; it gets more per chunk, while blocks before the window are freed.
+A sequence is admitted when blocks for all its tokens are available in every cache group. A group with a window needs
+only as many as it has at the same time; it gets more per chunk, while blocks before the window are freed.
 
 The budget limits tokens and predicted seconds. Decodes are never cut. Prompts beside decodes get the rest of the
 seconds, but at least ``DECODE_STRETCH_FACTOR`` - 1 times those of the decodes, and at least one block.
@@ -20,15 +20,17 @@ seconds, but at least ``DECODE_STRETCH_FACTOR`` - 1 times those of the decodes, 
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from decant.engine.blocks import BlockPool, BlockTable, CachedPrefix
+from decant.engine.blocks import BlockPool, BlockTable
 from decant.engine.costs import NO_WORK, StepCostModel, StepTimePredictor, StepWork
 from decant.engine.errors import InvalidConfig, OutOfBlocks, check_whole
 from decant.engine.plan import Row, StepPlan
+from decant.engine.prefix_index import CachedPrefix
 from decant.engine.sequence import Sequence
 
 PROMPT_LOGPROB_CHUNK = 128
@@ -101,14 +103,14 @@ class _RunningRows(NamedTuple):
 
     rows, chosen  one row per decoding sequence, and those sequences
     prompts       sequences with more than one token to compute
-    needs_block   block tables without a slot for the next token
+    needs_block   rows of block tables without a slot for the next token, of each group
     decodes       work of the rows
     """
 
     rows: list[Row]
     chosen: list[Sequence]
     prompts: deque[Sequence]
-    needs_block: list[BlockTable]
+    needs_block: list[array[int]]
     decodes: StepWork
 
 
@@ -151,10 +153,9 @@ class Scheduler:
         rows, chosen, prompts = running.rows, running.chosen, running.prompts
         budget = _Budget(self.limits, self.predictor, running.decodes, self.pool.block_size)
         while budget.left and (sequence := prompts.popleft() if prompts else self._admit_next(reserved_slots)):
-            rows.append(row := budget.spend(sequence, self._max_slots(sequence) if self.pool.is_windowed else None))
+            rows.append(row := budget.spend(sequence, self._max_slots(sequence)))
             chosen.append(sequence)
-            if self.pool.is_windowed:
-                self._grow_for_chunk(sequence, row.end)
+            _table(sequence).grow(self.pool.blocks_for(row.end))
         return StepPlan(tuple(rows), budget.tokens, budget.decodes, budget.prompts), chosen
 
     @property
@@ -167,10 +168,11 @@ class Scheduler:
         """Add filled blocks of a sequence to the prefix cache."""
         if not sequence.request.use_prefix_cache or not sequence.block_table:
             return
-        filled = range(max(filled.start, sequence.block_table.freed), filled.stop)
-        if filled:
-            blocks = sequence.block_table.blocks[filled.start : filled.stop]
-            self.pool.publish(blocks, sequence.hashes(filled, self.pool.block_size))
+        table, stop = sequence.block_table, filled.stop
+        for group, blocks in enumerate(table.blocks):
+            first = max(filled.start, table.freed[group])
+            if first < stop:
+                self.pool.publish(group, blocks[first:stop], sequence.hashes(range(first, stop), self.pool.block_size))
 
     def release(self, sequence: Sequence) -> None:
         """Free a sequence's blocks. Blocks of its output are published now: no request has that prefix earlier."""
@@ -185,7 +187,7 @@ class Scheduler:
             list[Row](),
             list[Sequence](),
             deque[Sequence](),
-            list[BlockTable](),
+            list["array[int]"](),
         )
         pairs, size = 0, self.pool.block_size
         make = tuple.__new__  # hundreds a step, and Row's own constructor is a Python call
@@ -193,8 +195,9 @@ class Scheduler:
             tokens, computed, block_table = sequence.tokens, sequence.computed, sequence.block_table
             assert block_table, "a running sequence has blocks"
             blocks, length = block_table.blocks, len(tokens)
-            if len(blocks) * size < length and (computed == length - 1 or len(blocks) * size <= computed):
-                needs_block.append(block_table)
+            slots = len(blocks[-1]) * size
+            if slots < length and (computed == length - 1 or slots <= computed):
+                needs_block += block_table.shortest
             if computed == length - 1:
                 rows.append(make(Row, (sequence.request, tokens, computed, length, blocks, True, sequence.state)))
                 chosen.append(sequence)
@@ -202,29 +205,24 @@ class Scheduler:
             else:
                 prompts.append(sequence)
         if self.lookahead:
-            needs_block += [table for sequence in chosen if (table := self._short_of_lookahead(sequence))]
+            needs_block += [blocks for sequence in chosen for blocks in self._short_of_lookahead(sequence)]
         return _RunningRows(*groups, StepWork(len(rows), len(rows), pairs))
 
-    def _short_of_lookahead(self, sequence: Sequence) -> BlockTable | None:
-        """The block table of a decoding sequence that has a slot for its next token, but not for the further ones."""
-        table, length = sequence.block_table, len(sequence.tokens)
-        assert table is not None
+    def _short_of_lookahead(self, sequence: Sequence) -> list[array[int]]:
+        """The blocks of a decoding sequence that has a slot for its next token, but not for the further ones."""
+        table, length = _table(sequence), len(sequence.tokens)
         needed = min(length + self.lookahead, self.limits.context_length)
-        return table if length <= len(table.blocks) * self.pool.block_size < needed else None
+        return table.shortest if length <= table.num_blocks * self.pool.block_size < needed else []
 
     def _max_slots(self, sequence: Sequence) -> int:
-        """Slots for uncomputed tokens of a prompt: its own and all available ones but a block per running sequence."""
-        table = sequence.block_table
-        assert table is not None
-        more = max(0, self.pool.available - len(self.running))
-        return (len(table.blocks) + more) * self.pool.block_size - sequence.computed
+        """Slots for uncomputed tokens of a prompt: its own and all available ones but those of ``spare``."""
+        more = max(0, self.pool.available - self.spare)
+        return _table(sequence).reachable(more) * self.pool.block_size - sequence.computed
 
-    def _grow_for_chunk(self, sequence: Sequence, end: int) -> None:
-        table = sequence.block_table
-        assert table is not None
-        missing = self.pool.blocks_for(end) - len(table.blocks)
-        if missing > 0:
-            table.grow(missing)
+    @property
+    def spare(self) -> int:
+        """Blocks that stay available for the next tokens of the running sequences, so that prompts preempt none."""
+        return len(self.running) * len(self.pool.windows)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Free a sequence's blocks and let it wait; it recomputes what the prefix cache no longer has."""
@@ -238,19 +236,15 @@ class Scheduler:
     def _admit_next(self, reserved_slots: int) -> Sequence | None:
         """Move the most urgent waiting sequence to the running ones if the blocks that it needs at once are available.
 
-        In order: a sequence never overtakes one that waits for blocks. One block per running sequence stays available,
-        so that an admission does not cause a preemption.
+        In order: a sequence never overtakes one that waits for blocks. ``spare`` blocks stay available.
         """
         if not self.waiting or len(self.running) + reserved_slots >= self.limits.max_running:
             return None
         sequence = self.waiting[0]
         prefix = self.cached_prefix(sequence)
-        missing = self.pool.blocks_for(len(sequence.tokens)) - prefix.num_blocks
-        fresh = self.pool.window.blocks_at_once(missing, self.pool.block_size)
+        count = self.pool.blocks_for(len(sequence.tokens))
         try:
-            block_table = self.pool.allocate(
-                sequence.id, fresh, prefix.blocks, spare=len(self.running), freed=prefix.freed
-            )
+            block_table = self.pool.allocate(sequence.id, count, prefix.groups, spare=self.spare)
         except OutOfBlocks:
             return None
         self.remove(sequence)
@@ -262,9 +256,9 @@ class Scheduler:
     def cached_prefix(self, sequence: Sequence) -> CachedPrefix:
         """Published blocks with the start of a sequence; always less than all of its tokens."""
         if not sequence.request.use_prefix_cache or sequence.request.prompt_logprobs is not None:
-            return CachedPrefix(0, ())  # cached positions have no logits
+            return self.pool.index.longest_prefix([])  # cached positions have no logits
         size = self.pool.block_size
-        return self.pool.longest_prefix(sequence.hashes(range((len(sequence.tokens) - 1) // size), size))
+        return self.pool.index.longest_prefix(sequence.hashes(range((len(sequence.tokens) - 1) // size), size))
 
     def queued_tokens(self) -> int:
         """Tokens still to be computed, without the cached prefixes of the first ``PREFIX_LOOKAHEAD`` waiting."""
@@ -296,16 +290,15 @@ class _Budget:
         """Whether another prompt gets tokens. None does after one that was cut."""
         return not self._over and self.tokens < self._limits.token_budget
 
-    def spend(self, sequence: Sequence, slots: int | None = None) -> Row:
+    def spend(self, sequence: Sequence, slots: int) -> Row:
         """A row of the next tokens of a running sequence that fit, at least one and at most ``slots``."""
-        assert sequence.block_table is not None
         request, start = sequence.request, sequence.computed
         all_logits = request.prompt_logprobs is not None
         tokens = self._limits.token_budget - self.tokens
         most = min(sequence.remaining, tokens, PROMPT_LOGPROB_CHUNK if all_logits else tokens)
-        end = start + self.share(start, most if slots is None else min(most, slots), all_logits=all_logits)
+        end = start + self.share(start, min(most, slots), all_logits=all_logits)
         sample = end == len(sequence.tokens)
-        row = Row(request, sequence.tokens, start, end, sequence.block_table.blocks, sample, sequence.state)
+        row = Row(request, sequence.tokens, start, end, _table(sequence).blocks, sample, sequence.state)
         self.prompts = self.prompts.plus(row.work)
         self._over = end - start < most or not self._max_tokens(0, 1)
         self._least = 1
@@ -318,6 +311,11 @@ class _Budget:
     def _max_tokens(self, context: int, most: int, *, all_logits: bool = False) -> int:
         seconds = self._seconds - self._predictor.seconds(self.decodes, self.prompts)
         return self._predictor.max_tokens_within(seconds, context, most, all_logits=all_logits)
+
+
+def _table(sequence: Sequence) -> BlockTable:
+    assert sequence.block_table is not None
+    return sequence.block_table
 
 
 def _order(sequence: Sequence) -> tuple[float, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from decant.engine.block_hashes import BlockHash, hash_blocks, root_hash
 from decant.engine.blocks import BlockTable
@@ -30,6 +31,16 @@ class Timeline:
         return self.tokens[0] if self.tokens else None
 
 
+class BlockAddress(NamedTuple):
+    """A block in a sequence: its cache group, and its index there, counted from the sequence's start."""
+
+    group: int
+    block: int
+
+    def __str__(self) -> str:
+        return f"block {self.block} of group {self.group}"
+
+
 class Sequence:
     """The scheduler's unit. ``remaining`` is the gap that steps close::
 
@@ -40,7 +51,7 @@ class Sequence:
     stops                 tokens that end it
     next_check_length     length at which ``max_tokens``, the context length or ``park_after`` is reached
     prompt_logprobs_sent  prompt tokens whose log-probabilities were emitted; the first token has none
-    block_checksums       by block index, made when a block is filled, if ``park_after`` is set
+    block_checksums       made when a block is filled, if ``park_after`` is set
     """
 
     __slots__ = (
@@ -68,7 +79,7 @@ class Sequence:
         self.state = None if request.plain else SamplerState(request)
         self.stops: Set[int] = frozenset()
         self.next_check_length = sys.maxsize
-        self.block_checksums: dict[int, int] = {}
+        self.block_checksums: dict[BlockAddress, int] = {}
         self.timeline = Timeline(added)
         self._chain: list[BlockHash] = [root_hash(request.salt)]
 
@@ -88,7 +99,7 @@ class Sequence:
         """Take over the tokens and the progress of another sequence; the first ``full_blocks`` blocks are shared."""
         self.tokens = list(source.tokens)
         self.prompt_logprobs_sent = source.prompt_logprobs_sent
-        self.block_checksums = {index: sum for index, sum in source.block_checksums.items() if index < full_blocks}
+        self.block_checksums = {at: sum for at, sum in source.block_checksums.items() if at.block < full_blocks}
         self._chain = list(source._chain)
 
     def hashes(self, blocks: range, block_size: int) -> list[BlockHash]:

@@ -7,6 +7,8 @@ The sequence exists at the receiver only once all agree. Neither end is known to
     sender    [0][1][2][3][4.]          blocks fill step by step
     lease        [1][2][3][4.]          shared from ``cached_blocks`` on, the last one with the commit
     receiver  (0)[1][2][3][4.][ ]       (0) pinned from its prefix cache; capacity for one more token
+
+Each cache group has such a row; one with a window begins with the blocks that the last token sees.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from decant.engine.blocks import BlockTable
 from decant.engine.errors import TransferRejected
 from decant.engine.plan import BlockBytes
+from decant.engine.sequence import BlockAddress as BlockAddress
 from decant.engine.sequence import Sequence as EngineSequence
 
 Checksum = Callable[[bytes | memoryview], int]
@@ -28,22 +31,22 @@ Checksum = Callable[[bytes | memoryview], int]
 default_checksum: Checksum = zlib.crc32
 
 
-def block_checksum(checksum: Checksum, index: int, data: bytes | memoryview) -> int:
-    """Checksum of a block and its index in the sequence: a verified block can't be stored at another index."""
-    return checksum(struct.pack("<QQ", index, checksum(data)))
+def block_checksum(checksum: Checksum, address: BlockAddress, data: bytes | memoryview) -> int:
+    """Checksum of a block and its address in the sequence: a verified block can't be stored at another one."""
+    return checksum(struct.pack("<QQQ", *address, checksum(data)))
 
 
 def transfer_checksum(checksum: Checksum, computed: int, output: Sequence[int], sums: Sequence[int]) -> int:
-    """Checksum of a commit: over its fields and the checksums of all blocks sent, in order."""
+    """Checksum of a commit: over its fields and the checksums of all blocks sent, in order of their addresses."""
     words = (computed, len(output), *output, *sums)
     return checksum(struct.pack(f"<{len(words)}Q", *words))
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """A filled block to be sent: its index in the sequence and its ``block_checksum``."""
+    """A filled block to be sent, and its ``block_checksum``."""
 
-    index: int
+    address: BlockAddress
     checksum: int
 
 
@@ -57,37 +60,33 @@ class TransferCommit:
 
 
 class KvExport:
-    """A lease on a sequence's filled blocks from ``cached_blocks`` on; its owner must release it.
+    """A lease on a sequence's filled blocks, in each group from an index on; its owner must release it.
 
-    The lease keeps the bytes alive after the sequence has ended. ``runs`` grows as blocks fill, in ascending order of
-    their indexes; ``commit`` is set once the sequence is parked and finalized.
+    The lease keeps the bytes alive after the sequence has ended. ``runs`` grows as blocks fill, in each group in
+    ascending order; ``next_index`` is that of each group's first block that is not offered yet. ``commit`` is set once
+    the sequence is parked and finalized.
     """
 
-    def __init__(self, sequence: EngineSequence, cached_blocks: int, lease: BlockTable, store: BlockBytes) -> None:
+    def __init__(self, sequence: EngineSequence, first: Sequence[int], lease: BlockTable, store: BlockBytes) -> None:
         self.id = sequence.id
-        self.cached_blocks = cached_blocks
+        self.next_index = list(first)
         self.runs: list[BlockRun] = []
         self.commit: TransferCommit | None = None
         self.ended = False
         self._lease = lease
-        self._blocks: dict[int, int] = {}  # leased blocks by index in the sequence
+        self._blocks: dict[BlockAddress, int] = {}  # leased
         self._store = store
 
     @property
-    def next_index(self) -> int:
-        """Index of the first block that is not offered yet."""
-        return self.runs[-1].index + 1 if self.runs else self.cached_blocks
+    def held(self) -> Sequence[int]:
+        """The leased blocks."""
+        return self._lease.held
 
-    @property
-    def blocks(self) -> Sequence[int]:
-        """The leased blocks, in the order of the tokens they carry."""
-        return self._lease.blocks
-
-    def read(self, index: int) -> memoryview:
-        """Bytes of block ``index`` of the sequence, valid until ``release``. Raises TransferRejected."""
-        block = self._blocks.get(index)
+    def read(self, address: BlockAddress) -> memoryview:
+        """Bytes of a block of the sequence, valid until ``release``. Raises TransferRejected."""
+        block = self._blocks.get(address)
         if block is None or not self._lease.live:
-            raise TransferRejected(f"{self.id}: block {index} is not leased")
+            raise TransferRejected(f"{self.id}: {address} is not leased")
         return self._store.read(block)
 
     def release(self) -> None:
@@ -102,25 +101,31 @@ class KvExport:
         """
         if sequence.block_table is None:
             return []
-        first = max(self.next_index, sequence.block_table.freed)
-        return [self.offer(sequence, index, checksum) for index in range(first, stop)]
+        return [
+            self.offer(sequence, BlockAddress(group, index), checksum)
+            for group, freed in enumerate(sequence.block_table.freed)
+            for index in range(max(self.next_index[group], freed), stop)
+        ]
 
-    def offer(self, sequence: EngineSequence, index: int, checksum: Checksum) -> BlockRun:
-        """Lease and checksum the sequence's block ``index``, behind all that were offered. Only the engine calls it."""
+    def offer(self, sequence: EngineSequence, address: BlockAddress, checksum: Checksum) -> BlockRun:
+        """Lease and checksum a block, behind all that were offered of its group. Only the engine calls it."""
         assert sequence.block_table is not None
-        assert index >= self.next_index
-        block = self._blocks[index] = sequence.block_table.blocks[index]
-        self._lease.share(block)
-        known = sequence.block_checksums.get(index)
-        total = block_checksum(checksum, index, self._store.read(block)) if known is None else known
-        self.runs.append(BlockRun(index, total))
+        group, index = address
+        assert index >= self.next_index[group]
+        block = self._blocks[address] = sequence.block_table.blocks[group][index]
+        self._lease.share(group, block)
+        known = sequence.block_checksums.get(address)
+        total = block_checksum(checksum, address, self._store.read(block)) if known is None else known
+        self.runs.append(BlockRun(address, total))
+        self.next_index[group] = index + 1
         return self.runs[-1]
 
     def finalize(self, sequence: EngineSequence, checksum: Checksum) -> TransferCommit:
         """Lease the remaining blocks, the last perhaps partial, and commit. Only the engine calls it."""
         self.offer_filled(sequence, self._lease.pool.blocks_for(sequence.computed), checksum)
         output = tuple(sequence.tokens[sequence.request.prompt_len :])
-        total = transfer_checksum(checksum, sequence.computed, output, [run.checksum for run in self.runs])
+        sums = [run.checksum for run in sorted(self.runs, key=lambda run: run.address)]
+        total = transfer_checksum(checksum, sequence.computed, output, sums)
         self.commit = TransferCommit(sequence.computed, output, total)
         return self.commit
 
@@ -148,7 +153,7 @@ class IncomingSequence:
         self._checksum = checksum
         self._on_close = on_close
         self._copying = threading.Lock()
-        self._checksums: dict[int, int] = {}  # of the blocks received
+        self._checksums: dict[BlockAddress, int] = {}  # of the blocks received
 
     @property
     def id(self) -> str:
@@ -156,31 +161,30 @@ class IncomingSequence:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the sequence has, from its start."""
-        return len(self.sequence.block_table.blocks) if self.sequence.block_table else 0
+        """Blocks that the sequence has in each group, from its start."""
+        return self.sequence.block_table.num_blocks if self.sequence.block_table else 0
 
-    def write(self, index: int, data: bytes | bytearray | memoryview, total: int) -> None:
+    def write(self, address: BlockAddress, data: bytes | bytearray | memoryview, total: int) -> None:
         """Verify and store one block; a repeated block is accepted. Raises TransferRejected."""
+        group, index = address
         if len(data) != self._store.block_bytes:
-            raise TransferRejected(f"{self.id}: block {index} has {len(data)} bytes")
-        if block_checksum(self._checksum, index, memoryview(data)) != total:
-            raise TransferRejected(f"{self.id}: the bytes of block {index} do not match their checksum")
+            raise TransferRejected(f"{self.id}: {address} has {len(data)} bytes")
+        if block_checksum(self._checksum, address, memoryview(data)) != total:
+            raise TransferRejected(f"{self.id}: the bytes of {address} do not match their checksum")
         with self._copying:
-            blocks = self._block_table().blocks
-            if not self.cached_blocks <= index < len(blocks):
-                raise TransferRejected(f"{self.id}: there is no room for block {index}")
-            if self._checksums.get(index, total) != total:
-                raise TransferRejected(f"{self.id}: block {index} came again with other bytes")
-            if index >= self._block_table().freed:  # a later token sees it
-                self._store.write(blocks[index], data)
-            self._checksums[index] = total
+            table = self._block_table()
+            if group >= len(table.blocks) or not self.cached_blocks <= index < len(table.blocks[group]):
+                raise TransferRejected(f"{self.id}: there is no room for {address}")
+            if self._checksums.get(address, total) != total:
+                raise TransferRejected(f"{self.id}: {address} came again with other bytes")
+            if index >= table.freed[group]:  # a later token sees it
+                self._store.write(table.blocks[group][index], data)
+            self._checksums[address] = total
 
     def extend(self, tokens: int) -> None:
         """Make capacity for ``tokens`` tokens and one more. Raises OutOfBlocks."""
         table = self._block_table()
-        missing = table.pool.blocks_for(tokens + 1) - len(table.blocks)
-        if missing > 0:
-            table.grow(missing)
+        table.grow(table.pool.blocks_for(tokens + 1))
 
     def accept(self, commit: TransferCommit) -> EngineSequence:
         """Close, and return the sequence as of ``commit``. Raises TransferRejected unless all blocks are verified."""
@@ -189,13 +193,18 @@ class IncomingSequence:
         known = self.sequence.tokens[self.sequence.request.prompt_len :]
         tokens = self.sequence.request.prompt_len + len(commit.output)
         stop = pool.blocks_for(commit.computed)
-        needed = range(max(self.cached_blocks, pool.first_block(commit.computed)), stop)
+        needed = [
+            BlockAddress(group, index)
+            for group in range(len(pool.windows))
+            for index in range(max(self.cached_blocks, pool.first_block(group, commit.computed)), stop)
+        ]
         if list(commit.output[: len(known)]) != known or commit.computed != tokens - 1:
             raise TransferRejected(f"{self.id}: the commit is not of this sequence")
-        missing = [index for index in needed if index not in self._checksums]
-        if missing or max(self._checksums, default=-1) >= stop:
-            raise TransferRejected(f"{self.id}: committed with blocks {missing} missing, {len(self._checksums)} here")
-        sums = [self._checksums[index] for index in sorted(self._checksums)]
+        missing = [str(address) for address in needed if address not in self._checksums]
+        if missing or any(address.block >= stop for address in self._checksums):
+            here = len(self._checksums)
+            raise TransferRejected(f"{self.id}: committed with {', '.join(missing) or 'none'} missing, {here} here")
+        sums = [self._checksums[address] for address in sorted(self._checksums)]
         if transfer_checksum(self._checksum, commit.computed, commit.output, sums) != commit.checksum:
             raise TransferRejected(f"{self.id}: the commit does not match its checksum")
         self.sequence.tokens.extend(commit.output[len(known) :])
@@ -223,8 +232,10 @@ class IncomingSequence:
         size: int = table.pool.block_size
         if self.sequence.request.use_prefix_cache:
             hashes = self.sequence.hashes(range(filled // size), size)
-            full = [index for index in sorted(self._checksums) if table.freed <= index < len(hashes)]
-            table.pool.publish([table.blocks[index] for index in full], [hashes[index] for index in full])
+            for group, (freed, blocks) in enumerate(zip(table.freed, table.blocks, strict=True)):
+                received = [index for of, index in sorted(self._checksums) if of == group]
+                full = [index for index in received if freed <= index < len(hashes)]
+                table.pool.publish(group, [blocks[index] for index in full], [hashes[index] for index in full])
         self._on_close(self.id)
 
     def _block_table(self) -> BlockTable:

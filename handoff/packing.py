@@ -1,9 +1,9 @@
 """Packs blocks into messages of at most 1 MiB, and unpacks them; every byte is verified exactly once.
 
-    block checksum     over index in the sequence, bytes              computed when the block was filled
-    message checksum   over run, position, size, block checksums      computed when it is sent
+    block checksum     over cache group, index, bytes                 computed when the block was filled
+    message checksum   over run, group, position, size, block checksums   computed when it is sent
 
-A message carries consecutive whole blocks of a sequence, or a piece of a block that is larger than a message::
+A message carries consecutive whole blocks of a cache group, or a piece of a block that is larger than a message::
 
     small blocks   [ block 4 | block 5 | block 6 ]     first_position of block 4, offset 0, three block checksums
     large block    [ block 4, first MiB ]              offset 0,      no block checksum: the block does not end here
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from decant.engine.transfer import BlockAddress
 from decant.handoff.codec import encode
 from decant.handoff.errors import HandoffFailed
 from decant.protos import worker_pb2 as wire
@@ -31,7 +32,7 @@ MESSAGE_BLOCKS = 64
 checksum = xxhash.xxh3_64_intdigest
 """XXH3, 64 bits. A worker's engine uses it for its block checksums, too."""
 
-_PLACE = struct.Struct("<QIIII")
+_PLACE = struct.Struct("<QIIIII")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,34 +51,32 @@ class TransferLayout:
 
 @dataclass(frozen=True, slots=True)
 class FilledBlock:
-    """A block: its ``index`` in the sequence, its bytes, and the ``checksum`` over both."""
+    """A block: its ``address`` in the sequence, its bytes, and the ``checksum`` over both."""
 
-    index: int
+    address: BlockAddress
     data: bytes | memoryview
     checksum: int
 
 
 def message_sum(run: wire.Run, shape: TransferLayout, message: wire.KvChunk, size: int) -> int:
-    """Checksum over run, position, size and the checksums of the blocks that end in this message.
+    """Checksum over run, group, position, size and the checksums of the blocks that end in this message.
 
     The block checksums cover the bytes, so that each is read once.
     """
-    place = _PLACE.pack(shape.layout, run.attempt, message.first_position, message.offset, size)
+    place = _PLACE.pack(shape.layout, run.attempt, message.group, message.first_position, message.offset, size)
     sums = message.block_checksums
     return checksum(run.request.encode() + place + struct.pack(f"<{len(sums)}Q", *sums))
 
 
 def pack(run: wire.Run, shape: TransferLayout, blocks: list[FilledBlock]) -> Iterator[bytes]:
-    """Encoded messages of consecutive blocks. Bytes are copied when the iterator yields their message."""
+    """Encoded messages of consecutive blocks of a group. Bytes are copied when the iterator yields their message."""
     if shape.block_bytes > shape.message_bytes:
         for block in blocks:
             yield from _pieces(run, shape, block)
         return
     for at in range(0, len(blocks), shape.blocks_per_message):
         some = blocks[at : at + shape.blocks_per_message]
-        head = wire.KvChunk(
-            first_position=some[0].index * shape.block_size, block_checksums=[block.checksum for block in some]
-        )
+        head = _head(shape, some[0].address, [block.checksum for block in some])
         yield _message(run, shape, head, [block.data for block in some])
 
 
@@ -86,8 +85,14 @@ def _pieces(run: wire.Run, shape: TransferLayout, block: FilledBlock) -> Iterato
     for offset in range(0, shape.block_bytes, shape.message_bytes):
         piece = data[offset : offset + shape.message_bytes]
         sums = [block.checksum] if offset + len(piece) == shape.block_bytes else []
-        head = wire.KvChunk(first_position=block.index * shape.block_size, offset=offset, block_checksums=sums)
+        head = _head(shape, block.address, sums)
+        head.offset = offset
         yield _message(run, shape, head, [piece])
+
+
+def _head(shape: TransferLayout, first: BlockAddress, checksums: Sequence[int]) -> wire.KvChunk:
+    position = first.block * shape.block_size
+    return wire.KvChunk(group=first.group, first_position=position, block_checksums=checksums)
 
 
 def _message(run: wire.Run, shape: TransferLayout, head: wire.KvChunk, data: Sequence[bytes | memoryview]) -> bytes:
@@ -115,21 +120,24 @@ class Unpacker:
             raise _corrupt(f"a message of {len(data)} bytes at position {message.first_position}")
         self.received += len(data)
         if self._whole:
-            return self._assemble(index, message, data)
+            return self._assemble(BlockAddress(message.group, index), message, data)
         size, sums = self._shape.block_bytes, message.block_checksums
         if message.offset or len(data) != len(sums) * size:
             raise _corrupt(f"{len(data)} bytes are not {len(sums)} blocks of {size}")
-        return [FilledBlock(index + at, data[at * size : (at + 1) * size], total) for at, total in enumerate(sums)]
+        return [
+            FilledBlock(BlockAddress(message.group, index + at), data[at * size : (at + 1) * size], total)
+            for at, total in enumerate(sums)
+        ]
 
-    def _assemble(self, index: int, message: wire.KvChunk, data: memoryview) -> list[FilledBlock]:
+    def _assemble(self, address: BlockAddress, message: wire.KvChunk, data: memoryview) -> list[FilledBlock]:
         end = self._filled + len(data)
         if message.offset != self._filled or end > len(self._whole):
-            raise _corrupt(f"a piece at {message.offset} of block {index} came after {self._filled} bytes")
+            raise _corrupt(f"a piece at {message.offset} of {address} came after {self._filled} bytes")
         if len(message.block_checksums) != (end == len(self._whole)):
-            raise _corrupt(f"block {index} has {end} bytes and {len(message.block_checksums)} sums")
+            raise _corrupt(f"{address} has {end} bytes and {len(message.block_checksums)} sums")
         self._whole[self._filled : end] = data
         self._filled = end % len(self._whole)
-        return [FilledBlock(index, memoryview(self._whole), total) for total in message.block_checksums]
+        return [FilledBlock(address, memoryview(self._whole), total) for total in message.block_checksums]
 
 
 def _corrupt(detail: str) -> HandoffFailed:

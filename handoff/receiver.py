@@ -176,7 +176,7 @@ class _Fetch:
         match response.WhichOneof("message"):
             case "kv_chunk":
                 for block in self._unpacker.unpack(response.kv_chunk, received.data):
-                    self._arrival.write(block.index, block.data, block.checksum)
+                    self._arrival.write(block.address, block.data, block.checksum)
                 self._messages += 1
             case "commit":
                 return self._commit(response.commit)

@@ -149,7 +149,7 @@ class KvSender:
         if lease.committed:
             return
         failure = _reclaimed("the fetch was closed here")
-        if state.final_message is None:
+        if state.final_message is None or state.export is not None:  # neither refused nor ended here
             failure = wire.Failure(cause=wire.CAUSE_PEER_LOST, detail=detail, peer=lease.receiver)
         self.reclaim(lease.ticket.id, failure)
 
@@ -242,7 +242,7 @@ class KvSender:
     def _filled(self, lease: Lease, state: _SendState) -> Iterator[bytes]:
         while (export := state.export) and state.blocks < len(export.runs):
             some = _consecutive(export.runs[state.blocks : state.blocks + self._shape.blocks_per_message])
-            blocks = [FilledBlock(run.index, export.read(run.index), run.checksum) for run in some]
+            blocks = [FilledBlock(run.address, export.read(run.address), run.checksum) for run in some]
             for message in pack(lease.ticket.run, self._shape, blocks):
                 state.messages += 1
                 yield message
@@ -297,8 +297,9 @@ def _finalize_running(engine: TransferEngine, id: str, sent: int) -> EngineCommi
 
 
 def _consecutive(runs: list[BlockRun]) -> list[BlockRun]:
-    """The first blocks without a gap between their indexes: what one message can carry."""
-    return [run for at, run in enumerate(runs) if run.index == runs[0].index + at]
+    """The first blocks of one group without a gap between their indexes: what one message can carry."""
+    group, index = runs[0].address
+    return [run for at, run in enumerate(runs) if run.address == (group, index + at)]
 
 
 async def _stop(task: asyncio.Task[None]) -> None:

@@ -23,7 +23,7 @@ Report = Callable[[int, float, float], None]
 
 
 class CheckpointMismatch(Exception):
-    pass
+    """The checkpoint in the work folder belongs to another recipe, corpus or device."""
 
 
 @dataclasses.dataclass

@@ -23,9 +23,11 @@ from decant.router.admission.quota import QuotaLeases
 from decant.router.api.auth import Authenticator
 from decant.router.api.auth import load as load_callers
 from decant.router.api.service import InferenceService, ServerInfoSource
+from decant.router.attempt.failures import CAUSE_LABELS
 from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.queue_depth import set_queue_metrics
 from decant.router.execution.registry import RequestRegistry
+from decant.router.execution.requests_page import requests_page
 from decant.router.execution.services import RouterServices
 from decant.router.limits import limits
 from decant.router.recovery.open_requests import OpenEntries
@@ -36,7 +38,7 @@ from decant.router.settings import RouterSettings
 from decant.router.text.served_model import Models, load
 from decant.router.timings import RouterTimings
 from decant.router.workers.pool import WorkerPool
-from decant.runtime import logs, shutdown
+from decant.runtime import logs, shutdown, tracing
 from decant.runtime.admission import Admission
 from decant.runtime.background import BackgroundTask
 from decant.runtime.health import Readiness
@@ -71,7 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ModelUnreadable, InvalidSettings, ValueError) as error:
         return _refuse(error)
     try:
-        return 0 if shutdown.run(_serve(settings, models, callers)) else 1
+        with tracing.exporting("decant-router"):
+            return 0 if shutdown.run(_serve(settings, models, callers)) else 1
+    except tracing.NotInstalled as error:
+        return _refuse(error)
     except SettingError as error:
         return _refuse(f"{flag_name(error.field)}: {error.limit}, got {error.value}")
     except StateError as error:
@@ -128,7 +133,7 @@ class RouterProcess:
         self.quota_leases = QuotaLeases(store.quotas, callers.limits)
         admission = Admission(settings.max_active, settings.queue_limit)
         restore = make_request_restorer(models, self.pool.max_context_length)
-        metrics = RequestMetrics(self.registry, callers.tenants)
+        metrics = RequestMetrics(self.registry, callers.tenants, CAUSE_LABELS)
         router = RouterServices(
             peer=self.peer,
             settings=settings,
@@ -145,6 +150,7 @@ class RouterProcess:
         self.dispatcher = RequestRegistry(router)
         self._metrics = metrics
         self.registry.before_scrape(self._set_gauges)
+        self.registry.pages["/requests"] = self._requests_page
         info = self._server_info(settings)
         service = InferenceService(models, self.dispatcher, info, metrics, callers, timings.unread_s)
         self.service = service.service()
@@ -222,6 +228,9 @@ class RouterProcess:
         is_renewed = self._registrar is not None and self._registrar.is_store_available
         metrics.store_available.set(is_renewed and not self.journal_writer.is_unavailable)
         metrics.store_unwritten.set(self.journal_writer.num_unwritten)
+
+    def _requests_page(self) -> bytes:
+        return requests_page(self.dispatcher.executions.open.values(), asyncio.get_running_loop().time())
 
     def _server_info(self, settings: RouterSettings) -> ServerInfoSource:
         return ServerInfoSource(

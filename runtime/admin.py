@@ -3,6 +3,7 @@
 GET /alive      200, or 503 after a failure
 GET /ready      200 while READY, else 503
 GET /metrics    Prometheus' text format
+GET /NAME       each page of the Registry, in JSON
 
 The event loop answers, so /alive also shows that it runs.
 """
@@ -64,8 +65,11 @@ class AdminServer:
     def _page(self, path: str) -> tuple[HTTPStatus, str, bytes]:
         if path == "/metrics":
             return HTTPStatus.OK, CONTENT_TYPE_LATEST, self._registry.text()
+        if (page := self._registry.pages.get(path)) is not None:
+            return HTTPStatus.OK, "application/json", page()
         holds = {"/alive": self._readiness.is_alive, "/ready": self._readiness.is_ready}.get(path)
         if holds is None:
-            return HTTPStatus.NOT_FOUND, "text/plain", b"/alive, /ready or /metrics\n"
+            known = ", ".join(("/alive", "/ready", "/metrics", *self._registry.pages))
+            return HTTPStatus.NOT_FOUND, "text/plain", f"{known}\n".encode()
         body = f"{self._readiness.state.value}\n".encode()
         return (HTTPStatus.OK if holds else HTTPStatus.SERVICE_UNAVAILABLE), "text/plain", body

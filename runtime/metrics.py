@@ -57,12 +57,14 @@ class PromptSource(StrEnum):
 
 
 class Registry:
-    """`process` adds CPU seconds, memory and open files."""
+    """Metrics, and other pages. `process` adds CPU seconds, memory and open files."""
 
     def __init__(self, *, process: bool = True) -> None:
         # Creation times would double the number of series, and no dashboard uses them.
         disable_created_metrics()
         self.collectors = CollectorRegistry(auto_describe=True)
+        self.pages: dict[str, Callable[[], bytes]] = {}
+        """By path: JSON documents that the admin port serves beside the metrics."""
         self._updates: list[Callable[[], None]] = []
         if process:
             ProcessCollector(registry=self.collectors)
@@ -184,12 +186,13 @@ class QueueMetrics:
 
 class RequestMetrics:
     """A router's metrics of requests. Only models that it serves get a label: `of` is called when it loads them.
-    ``tenants``: see `TenantMetrics`."""
+    ``tenants``: see `TenantMetrics`; ``causes``: the names of all causes of a failover."""
 
     SOURCES = (PromptSource.COMPUTED, PromptSource.CACHED)
     """A router does not learn how many tokens came with a handoff."""
 
-    def __init__(self, registry: Registry, tenants: Iterable[str] = ()) -> None:
+    def __init__(self, registry: Registry, tenants: Iterable[str] = (), causes: Iterable[str] = ()) -> None:
+        self._causes = tuple(causes)
         self._define_times(registry)
         model = ("model",)
         self.prompt = registry.counter(
@@ -270,6 +273,8 @@ class RequestMetrics:
     def of(self, model: str) -> ModelMetrics:
         """Metrics of one served model. Keep it: looking up labels costs more than counting."""
         self.adopted.labels(model)
+        for cause in self._causes:  # else the first failovers of a cause would be no increase from 0
+            self.failovers.labels(model, cause)
         return ModelMetrics(self, model)
 
 

@@ -11,7 +11,7 @@ from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from decant.protos import worker_pb2 as wire
 from decant.runtime import logs
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of protos/worker.proto and its rules."""
 
 

@@ -200,10 +200,11 @@ class Server:
             raise Unavailable(Reason.DRAINING, "this process is draining", retry_after=RETRY_ELSEWHERE_SECONDS)
 
     async def _bind_admin(self, port: int) -> int:
+        host = self._settings.admin_host or self._settings.host
         try:
-            return await self._admin.start(self._settings.host, port)
+            return await self._admin.start(host, port)
         except OSError as error:
-            address = join_address(self._settings.host, port)
+            address = join_address(host, port)
             raise SettingError(
                 "admin_port", f"an address that can be listened on ({error.strerror})", address
             ) from None

@@ -21,7 +21,13 @@ class ServerSettings(ServerTls):
     )
     port: int = Field(default=50051, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     admin_port: int | None = Field(
-        default=None, ge=0, le=65535, description="plaintext HTTP port for /alive, /ready and /metrics; unset: none"
+        default=None,
+        ge=0,
+        le=65535,
+        description="plaintext HTTP port for /alive, /ready, /metrics and of a router /requests; unset: none",
+    )
+    admin_host: str | None = Field(
+        default=None, min_length=1, description="address of the admin port; unset: that of --host"
     )
     reuse_port: bool = Field(default=False, description="share the port with other processes (SO_REUSEPORT)")
     max_message_bytes: int = Field(

@@ -20,7 +20,7 @@ from decant.state.ids import Incarnation, RequestKey, State
 
 
 class StateError(Exception):
-    pass
+    """Base of the errors of `state`."""
 
 
 class StoreUnavailable(StateError):
@@ -92,4 +92,4 @@ class QuotaExceeded(StateError):
 
 
 class PrivateRedisFailed(StateError):
-    pass
+    """redis-server is missing, or it exited or did not answer during start."""

@@ -34,7 +34,7 @@ trap 'kill -KILL $redis' HUP INT TERM
 exec 3<&-
 wait $redis; status=$?
 trap '' HUP INT TERM
-kill $reader 2>/dev/null; wait $reader 2>/dev/null
+kill -KILL $reader 2>/dev/null; wait $reader 2>/dev/null
 rm -rf -- "$folder"
 exit $status
 """

@@ -18,6 +18,7 @@ from typing import Self
 
 from decant.engine.engine import Engine
 from decant.engine.errors import EngineStopped
+from decant.engine.kv_layout import FULL
 from decant.engine.loop import EngineLoop
 from decant.engine.output import Load, StepOutput
 from decant.engine.transfer import IncomingSequence
@@ -120,6 +121,7 @@ class EngineHost:
         self.window = engine.limits.context_length
         self.max_running = engine.limits.max_running
         self.block_size, self.total_blocks = device.block_size, device.num_blocks
+        self.windows = device.windows
         self.lease_s, self.max_waiting = limits.lease_ms / 1000, limits.max_waiting
         self.shape = TransferLayout(device.block_size, device.block_bytes, self.layout)
         self.loop = EngineLoop(engine, self._on_step, self._on_crash)
@@ -151,8 +153,14 @@ class EngineHost:
             await self.loop.stop()
 
     def blocks_for(self, tokens: int) -> int:
-        """Number of blocks for so many tokens."""
-        return -(-tokens // self.block_size)
+        """Number of blocks that a sequence of so many tokens has at once."""
+        count = -(-tokens // self.block_size)
+        return sum(window.blocks_at_once(count, self.block_size) for window in self.windows)
+
+    @property
+    def group_blocks(self) -> list[int]:
+        """Of each cache group: most blocks that a sequence has at once; 0: as many as its tokens need."""
+        return [0 if window == FULL else window.most_blocks(self.block_size) for window in self.windows]
 
     # -- load ---------------------------------------------------------------------------------------------------
 
@@ -196,7 +204,7 @@ class EngineHost:
         ticketed = [lease.sequence for lease in self.sender.leases.all()]
 
         def sample(engine: Engine) -> _LoadSample:
-            self.cache.note(engine.pool.changed())
+            self.cache.note(engine.pool.index.changed())
             return _LoadSample(engine.load(), engine.blocks_of(ticketed))
 
         self._last_load = await self.loop.call(sample)

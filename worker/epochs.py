@@ -75,7 +75,7 @@ class Epochs:
         return None
 
     def is_other_request(self, run: wire.Run) -> bool:
-        """Whether a request with this id and another payload is live."""
+        """Whether another payload with this id is live."""
         live = self._live.get(run.request)
         return live is not None and bool(live.digest and run.digest) and live.digest != run.digest
 
@@ -89,7 +89,6 @@ class Epochs:
         live.runs += 1
 
     def release(self, run: wire.Run) -> None:
-        """Remove a run."""
         live = self._live[run.request]
         live.runs -= 1
         if not live.runs:

@@ -29,7 +29,7 @@ from decant.handoff.transport import GrpcTransport
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.runtime import logs, model_files, shutdown
+from decant.runtime import logs, model_files, shutdown, tracing
 from decant.runtime.channel import Connector
 from decant.runtime.health import Readiness
 from decant.runtime.metrics import Registry
@@ -48,7 +48,7 @@ from decant.worker.report.audit import AuditService
 from decant.worker.report.metrics import WorkerMetrics
 from decant.worker.settings import WorkerSettings
 from decant.worker.startup.deferred_service import DeferredService
-from decant.worker.startup.load_model import limits_of, load_model
+from decant.worker.startup.load_model import in_own_thread, limits_of, load_model
 from decant.worker.startup.registration import Registrar
 
 LAST_ANSWERS_S = 0.25
@@ -79,7 +79,10 @@ def main(kind: WorkerRole, arguments: Sequence[str] | None, load_device: LoadDev
     settings = load_or_exit(kind.settings, given, program=kind.program)
     logs.start(kind.program, settings)
     try:
-        orderly = shutdown.run(run(settings, kind.role, load_device or load_model))
+        with tracing.exporting(kind.program.replace(" ", "-")):
+            orderly = shutdown.run(run(settings, kind.role, load_device or load_model))
+    except tracing.NotInstalled as error:
+        return _refused(kind, str(error))
     except (InvalidConfig, SettingError) as error:
         return _refused(kind, f"{flag_name(error.field)}: {error.limit}, got {error.value}")
     except (ModelRefused, ModelUnreadable) as error:
@@ -164,7 +167,7 @@ class Worker:
         settings = self._settings
         server.shutdown.ends_process = True
         files = await asyncio.to_thread(model_files.find, settings.model, settings.model_revision, id=settings.model_id)
-        device = await asyncio.to_thread(self._load_device, settings)
+        device = await in_own_thread(self._load_device, settings)
         engine = Engine(device, limits_of(settings, device), checksum=checksum)
         host = await self._make_host(engine, files, server)
         await _warm_up_engine(host)
@@ -210,6 +213,7 @@ class Worker:
             capacity=Capacity(
                 total_blocks=host.total_blocks,
                 block_tokens=host.block_size,
+                group_blocks=host.group_blocks,
                 max_context_length=host.window,
                 max_running=host.max_running,
             ),

@@ -32,7 +32,7 @@ _ENDS = {
 
 
 class RequestRejected(Exception):
-    """A request that this worker cannot serve; ``failure`` gives the reason."""
+    """``failure`` gives the reason."""
 
     def __init__(self, failure: wire.Failure) -> None:
         super().__init__(f"{wire.Cause.Name(failure.cause)}: {failure.detail}")
@@ -40,28 +40,23 @@ class RequestRejected(Exception):
 
     @classmethod
     def because(cls, field: str, limit: str, value: object, cause: wire.Cause = wire.CAUSE_INVALID) -> RequestRejected:
-        """A field of the request that breaks a limit."""
         violation = wire.Violation(field=field, limit=limit, value=str(value)[:80])
         return cls(wire.Failure(cause=cause, detail=f"{field}: {limit}, got {violation.value}", violation=violation))
 
     @classmethod
     def of(cls, error: InvalidRequest) -> RequestRejected:
-        """The engine's error, with the field's name in ``EngineRequest``."""
+        """The field has its name in ``EngineRequest``."""
         name = error.field.partition("[")[0]
         known = name in _SAMPLING or name.endswith("_penalty")
         return cls.because(f"sampling.{error.field}" if known else _FIELDS.get(name, name), error.limit, error.value)
 
 
 def other_request() -> wire.Failure:
-    """The request id belongs to another payload here."""
     return wire.Failure(cause=wire.CAUSE_ID_REUSED, detail="another request with this id is running here")
 
 
 def to_request(sequence_id: str, work: wire.EngineRequest, *, model: str, park_after: bool = False) -> Request:
-    """The engine's request for the only output of ``work``.
-
-    ``park_after``: park the sequence after its next token. Raises RequestRejected.
-    """
+    """``park_after``: park the sequence after its next token. Raises RequestRejected."""
     _check_supported(work, model)
     written = _unpacked("outputs.tokens", work.outputs[0].tokens)
     prompt = _unpacked("prompt", work.prompt)
@@ -121,16 +116,15 @@ def _stop(stopping: wire.Stopping) -> StopParams:
 
 
 def end_reason(reason: FinishReason, stopping: wire.Stopping) -> wire.OutputEnd.Reason:
-    """The wire's reason; FAILED has none, because the run fails instead."""
+    """FAILED has none, because the run fails instead."""
     if reason is FinishReason.LENGTH and stopping.cut_to_window:
         return wire.OutputEnd.REASON_CONTEXT_LENGTH
     return _ENDS[reason]
 
 
 def queue_key(work: wire.EngineRequest, now: float) -> float:
-    """Queue key of a request received at ``now`` (seconds): the smallest goes first.
-
-    It never changes: a level of priority equals so much waiting time, and the time of earlier attempts counts.
+    """Smallest first, for a request received at ``now`` (seconds). A level of priority equals so much waiting time, and
+    the time of earlier attempts counts.
     """
     return priority.queue_key(now - work.age_ms / 1000, work.priority)
 

@@ -45,7 +45,7 @@ def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
         for sequence in engine.scheduler.running:
             assert sequence.block_table is not None
             slots, used = (
-                len(sequence.block_table.blocks) * block_size,
+                sequence.block_table.num_blocks * block_size,
                 max(sequence.computed, sequence.request.prompt_len),
             )
             held, lost, context, sequences = held + slots, lost + slots - used, context + used, sequences + 1

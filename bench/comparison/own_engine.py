@@ -16,6 +16,7 @@ from bench.comparison.subprocess_runner import Job, OnProgress
 from bench.workloads import Item
 from decant.engine.cpu.linear import FixedRows, PackedExperts, PackedLinear
 from decant.engine.engine import Engine
+from decant.engine.kv_layout import longest_sequence
 from decant.engine.model import calibration
 from decant.engine.model.model import ModelConfig, load
 from decant.engine.output import StepOutput
@@ -129,10 +130,13 @@ def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
     drive(server, WARM_UP, lambda _: None)
     freeze_gc()  # as a worker does before it is ready
     meter.begin()
+    cpu = time.process_time()
     served = drive(server, job.items, on_progress)
+    cpu = time.process_time() - cpu
     held = weights(device.model)
     extra = {
         "load_seconds": loaded,
+        "cpu_seconds": cpu,
         "preemptions": engine.load().preemptions,
         "weights": None if held is None else asdict(held),
     }
@@ -156,7 +160,7 @@ def weights(model: Any) -> Weights | None:
 
 def make_engine(device: Device, token_budget: int) -> Engine:
     """An engine with the longest context that model and memory allow."""
-    context_length = min(device.context_length, device.num_blocks * device.block_size)
+    context_length = longest_sequence(device.windows, device.num_blocks, device.block_size, device.context_length)
     return Engine(device, Limits(token_budget, min(256, token_budget), context_length))
 
 

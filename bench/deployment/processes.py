@@ -80,25 +80,25 @@ async def deployment(speed: Speed, folder: Path) -> AsyncIterator[Deployment]:
             fake = [str(folder / f"{role}.times"), str(speed.first_ms), str(speed.step_ms)]
             model = ["--model", str(models.path()), "--model-id", MODEL, "--id", role, "--port", "0"]
             command = ["bench.deployment.fake_worker", role, *fake, *model, *shared]
-            started = await stack.enter_async_context(_process(command, folder / f"{role}.log"))
+            started = await stack.enter_async_context(module_process(command, folder / f"{role}.log"))
             processes[role] = psutil.Process(started.pid)
         command = ["bench.deployment.grpc_baseline", str(speed.first_ms), str(speed.step_ms)]
-        baseline = await stack.enter_async_context(_process(command, folder / "bare.log", stdout=PIPE))
+        baseline = await stack.enter_async_context(module_process(command, folder / "bare.log", stdout=PIPE))
         processes["bare"] = psutil.Process(baseline.pid)
         async with asyncio.timeout(READY_SECONDS):
-            await _registered(redis.url)
+            await registered(redis.url, len(ROLES))
             command = ["router", "--models", f"{MODEL}={models.path()}", "--port", "0", *shared]
             command += ["--handoff-min-tokens", "0"]  # every prompt uses the handoff
-            started = await stack.enter_async_context(_process(command, folder / "router.log"))
+            started = await stack.enter_async_context(module_process(command, folder / "router.log"))
             processes["router"] = psutil.Process(started.pid)
-            address = await _router_address(redis.url)
-            await _serving(address)
+            address = await router_address(redis.url)
+            await serving(address)
             bare = f"127.0.0.1:{await _printed_port(baseline)}"
         yield Deployment(address, bare, folder, processes, client)
 
 
 @asynccontextmanager
-async def _process(command: Sequence[str], log: Path, stdout: int | None = None) -> AsyncIterator[Process]:
+async def module_process(command: Sequence[str], log: Path, stdout: int | None = None) -> AsyncIterator[Process]:
     """Run one of our modules; terminate it and wait at the end. Its output goes to the file, or to `stdout`."""
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
@@ -117,15 +117,15 @@ async def _process(command: Sequence[str], log: Path, stdout: int | None = None)
             await process.wait()
 
 
-async def _registered(url: str) -> None:
-    """Wait until the directory has a worker of each role."""
+async def registered(url: str, workers: int) -> None:
+    """Wait until the directory has so many workers."""
     async with Store(StoreSettings(url)) as store:
         listing = await store.workers.listing()
-        while len(listing.present) < len(ROLES):
+        while len(listing.present) < workers:
             listing = await store.workers.change(listing, READY_SECONDS)
 
 
-async def _router_address(url: str) -> str:
+async def router_address(url: str) -> str:
     """Wait until the directory has the router."""
     async with Store(StoreSettings(url)) as store:
         listing = await store.routers.listing()
@@ -142,7 +142,7 @@ async def _printed_port(process: Process) -> int:
     return int(line)
 
 
-async def _serving(address: str) -> None:
+async def serving(address: str) -> None:
     """Wait until the server at that address is ready."""
     async with grpc.aio.insecure_channel(address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)

@@ -69,8 +69,6 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class Target:
-    """A deployment to call."""
-
     address: str | Sequence[str]
     tls: Tls | None = None
     token: str | None = None
@@ -138,7 +136,6 @@ class RequestSource:
         self._runs = 0
 
     def take(self, rate: float | None) -> Sequence[BenchRequest]:
-        """Requests of the next run."""
         options, run = self._options, self._runs
         self._runs += 1
         if not run or rate is None or options.rate is None:
@@ -150,8 +147,6 @@ class RequestSource:
 
 
 class _Benchmark:
-    """Runs of the same requests."""
-
     def __init__(
         self,
         client: AsyncClient,
@@ -179,7 +174,6 @@ class _Benchmark:
                 raise InvalidBenchmark("warm-up", "requests that succeed", record.error)
 
     async def measure(self, rate: float | None) -> dict[str, Any]:
-        """One run, as a document."""
         options, requests = self._options, self._source.take(rate)
         name = f"{rate:.3g} requests/s" if rate else f"{options.concurrency or len(requests)} at a time"
         count = sum(request.turns for request in requests)
@@ -255,7 +249,6 @@ def _random(model: pb.Model, options: BenchOptions) -> list[BenchRequest]:
 
 
 def _check_lengths(requests: Sequence[BenchRequest], model: pb.Model) -> None:
-    """Prompts of text are checked by the router."""
     longest = max((len(one.prompt) + one.output_len for one in requests if not isinstance(one.prompt, str)), default=0)
     if model.max_context_length and longest > model.max_context_length:
         limit = f"at most {model.max_context_length:,} with the output (context length of {model.id})"

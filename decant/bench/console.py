@@ -20,7 +20,7 @@ def make_table(title: str, columns: Sequence[str]) -> Table:
 
 
 class Bars:
-    """Progress bars, shown within the ``with``. Nothing without a terminal."""
+    """Shows nothing without a terminal."""
 
     def __init__(self, console: Console, *columns: ProgressColumn) -> None:
         self.progress = Progress(*columns, console=console)

@@ -24,7 +24,7 @@ _Slos = Mapping[str, float]
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of sorted values, with linear interpolation; 0 for none."""
+    """Linear interpolation between sorted values; 0 for none."""
     if not ordered:
         return 0.0
     position = (len(ordered) - 1) * percent / 100
@@ -34,7 +34,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def distribution(name: str, values: Sequence[float], scale: float = 1e3, unit: str = "_ms") -> dict[str, float]:
-    """mean, median, std, max and percentiles of values times `scale`; zeros for none."""
+    """Figures of values times `scale`; zeros for none."""
     ordered = sorted(value * scale for value in values)
     figures = {
         f"mean_{name}{unit}": fmean(ordered) if ordered else 0.0,
@@ -46,7 +46,7 @@ def distribution(name: str, values: Sequence[float], scale: float = 1e3, unit: s
 
 
 def meets(record: Record, slos: _Slos) -> bool:
-    """Whether a successful request meets every objective; `slos` in seconds, by ttft, tpot or e2el."""
+    """`slos` in seconds, by ttft, tpot or e2el. A failed request meets none."""
     values = {"ttft": record.ttft, "tpot": record.tpot, "e2el": record.e2el}
     return all((value := values[name]) is None or value <= limit for name, limit in slos.items())
 
@@ -99,7 +99,7 @@ def details(records: Sequence[Record]) -> dict[str, list[Any]]:
 
 
 def _phases(receipts: Sequence[Receipt]) -> dict[str, float]:
-    """Phases by the router's clock; a phase that a request did not enter is left out."""
+    """A phase that a request did not enter is left out."""
     figures: dict[str, float] = {}
     for phase in PHASES:
         values = [getattr(receipt, f"{phase}_ms") for receipt in receipts]

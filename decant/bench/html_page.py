@@ -15,7 +15,7 @@ caption,th:first-child{text-align:left}caption{font-weight:bold;white-space:nowr
 
 
 def page(title: str, answer: str, charts: Sequence[Chart], tables: Sequence[str], note: str = "") -> str:
-    """The whole file; `tables` are HTML, made by `table`."""
+    """`tables` are HTML, made by `table`."""
     note = f"<p>{escape(note)}</p>\n" if note else ""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'

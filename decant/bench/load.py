@@ -21,7 +21,7 @@ Notify = Callable[[Record], None]
 
 
 class Load:
-    """Requests through one client. `timeout`: deadline of each request in seconds."""
+    """`timeout`: deadline of each request in seconds."""
 
     def __init__(self, client: AsyncClient, model: str, timeout: float, notify: Notify) -> None:
         self._client = client
@@ -30,7 +30,7 @@ class Load:
         self._notify = notify
 
     async def open(self, requests: Sequence[BenchRequest], arrivals: Sequence[float]) -> list[Record]:
-        """Send each request at its arrival, in seconds from now."""
+        """`arrivals` in seconds from now."""
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
             tasks = []
@@ -40,7 +40,6 @@ class Load:
         return [record for task in tasks for record in task.result()]
 
     async def closed(self, requests: Sequence[BenchRequest], clients: int) -> list[Record]:
-        """Send the requests from `clients` clients."""
         waiting = iter(requests)
 
         async def client() -> list[Record]:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def busy(document: Mapping[str, Any]) -> str:
-    """A warning for a document with "load_average" and "cores", if the load is above the cores; else empty."""
+    """A warning, if the load average exceeds the cores; else empty."""
     load, cores = document["load_average"], document["cores"]
     if load <= cores + 0.5:
         return ""

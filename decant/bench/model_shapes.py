@@ -1,6 +1,8 @@
 """Checkpoints in the shapes of known models with random weights; speed does not depend on the weights.
 
 python -m decant.bench.model_shapes --shape qwen2.5-0.5b --out DIR
+
+Their tokenizer has a token for every byte, and a made-up word for every other id of the vocabulary.
 """
 
 from __future__ import annotations
@@ -61,8 +63,10 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """Name -> the model's configuration. ``tiny`` is for tests."""
 
 
+TOKENIZER = "tokenizer.json"
+
+
 def cache_folder() -> Path:
-    """Folder of generated checkpoints, in the platform's cache."""
     if sys.platform == "darwin":
         base = Path.home() / "Library" / "Caches"
     else:
@@ -71,14 +75,14 @@ def cache_folder() -> Path:
 
 
 def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
-    """The folder of a checkpoint of ``shape``, generated when absent.
-
-    bf16 safetensors, determined by seed and torch version. Raises KeyError for an unknown shape, FileExistsError
-    for a folder with other content.
+    """The folder of a checkpoint, generated when absent: bfloat16, determined by seed and torch version. Raises
+    KeyError for an unknown shape, FileExistsError for a folder with other content.
     """
     config = SHAPES[shape]
     folder = folder or cache_folder() / f"{shape}-{seed}"
     if (folder / "model.safetensors").is_file() and (folder / "config.json").is_file():
+        if not (folder / TOKENIZER).is_file():  # of an earlier version
+            _write_tokenizer(config["vocab_size"], folder)
         return folder
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is neither empty nor a checkpoint")
@@ -87,6 +91,7 @@ def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         _write(dict(config), aside, seed)
+        _write_tokenizer(config["vocab_size"], aside)
         aside.chmod(0o755)
         aside.replace(folder)
     finally:
@@ -95,12 +100,12 @@ def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
 
 
 def source(model: str) -> str:
-    """The folder of a shape, generated when absent; any other model as it is."""
+    """The folder of a shape; any other model as it is."""
     return str(make(model)) if model in SHAPES and not Path(model).is_dir() else model
 
 
 def checkpoint(model: str) -> Path:
-    """The folder of a named checkpoint or of a shape, generated when absent. Raises FileNotFoundError."""
+    """A folder as it is, or that of a shape. Raises FileNotFoundError."""
     folder = Path(source(model))
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"--model {model}: neither a checkpoint's folder nor one of {', '.join(SHAPES)}")
@@ -118,6 +123,21 @@ def _write(config: dict[str, Any], folder: Path, seed: int) -> None:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(built, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="100GB")
+
+
+def _write_tokenizer(vocab_size: int, folder: Path) -> None:
+    """Byte-level, without merges. The words begin with a space, as most tokens of an output do."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"\u0120w{number}" for number in range(vocab_size - len(letters))]
+    vocabulary = {token: id for id, token in enumerate([*letters, *words])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    aside = folder / f".{TOKENIZER}-{os.getpid()}"
+    tokenizer.save(str(aside))
+    aside.replace(folder / TOKENIZER)
 
 
 def main() -> None:

@@ -44,5 +44,5 @@ class Record:
 
     @property
     def second_token(self) -> float | None:
-        """From first to second token: all that a handoff can delay."""
+        """The gap that a handoff can delay."""
         return self.tokens[1] - self.tokens[0] if len(self.tokens) > 1 else None

@@ -22,14 +22,13 @@ _COLUMNS = ("mean", "p50", "p90", "p95", "p99")
 
 
 def to_json(result: Result) -> str:
-    """The document of the one run, or {"runs": [...]} of a sweep, both with "sentence". An infinite rate is "inf"."""
+    """An infinite rate is "inf". A sweep has its documents in "runs"."""
     runs = [{**run, "request_rate": _rate(run["request_rate"])} for run in result.runs]
     document = runs[0] if len(runs) == 1 else {"runs": runs}
     return dump({**document, "sentence": result.sentence})
 
 
 def dump(document: Mapping[str, Any]) -> str:
-    """One line of JSON."""
     return json.dumps(document, allow_nan=False)
 
 
@@ -38,7 +37,6 @@ def _rate(rate: float) -> float | str:
 
 
 def show(result: Result, console: Console) -> None:
-    """Tables of the only run, or a line per run, and the answer."""
     if len(result.runs) == 1:
         run = result.runs[0]
         console.print(_totals(run))
@@ -91,7 +89,7 @@ def _sweep(runs: Sequence[Mapping[str, Any]]) -> Table:
 
 
 class LiveProgress(Bars):
-    """A bar per run, with requests done and failed, tokens/s, and the last TTFT. Nothing without a terminal."""
+    """Shows nothing without a terminal."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -101,7 +99,6 @@ class LiveProgress(Bars):
         self._failed = 0
 
     def notify(self, name: str, record: Record | None, count: int) -> None:
-        """As `benchmark.Notify`."""
         if name not in self._bars:
             self._bars[name] = self.progress.add_task(name, total=count, live="")
             self._began, self._tokens, self._failed = time.monotonic(), 0, 0

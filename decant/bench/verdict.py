@@ -9,14 +9,13 @@ _NAMES = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2E"}
 
 
 def missed(summary: Mapping[str, Any], slos: Mapping[str, float]) -> list[str]:
-    """Objectives whose p99 is above the limit; all of them where a request failed."""
+    """All objectives where a request failed."""
     if summary["failed"]:
         return list(slos)
     return [name for name, limit in slos.items() if summary[f"p99_{name}_ms"] > limit * 1e3]
 
 
 def bottleneck(summary: Mapping[str, Any], slos: Mapping[str, float]) -> str:
-    """What gives way in a run that misses an objective."""
     if summary["failed"]:
         reason, count = max(summary["errors_by_reason"].items(), key=lambda pair: pair[1])
         return f"{count} of {summary['failed'] + summary['completed']} requests fail ({reason})"

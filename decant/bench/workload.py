@@ -36,7 +36,7 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Each prompt starts with one of `count` prefixes of `tokens` tokens, in addition to its own length."""
+    """Prefixes come in addition to the own length of a prompt."""
 
     tokens: int = 0
     count: int = 1
@@ -45,7 +45,6 @@ class SharedPrefix:
 def random_requests(
     count: int, vocab_size: int, lengths: tuple[Lengths, Lengths], prefix: SharedPrefix, seed: int
 ) -> list[BenchRequest]:
-    """`count` requests; `lengths` are those of prompts and outputs."""
     rng = Random(seed)
     prefixes = [_tokens(rng, vocab_size, prefix.tokens) for _ in range(prefix.count)]
     prompts, outputs = lengths
@@ -60,7 +59,7 @@ def _tokens(rng: Random, vocab_size: int, count: int) -> list[int]:
 
 
 def read_trace(path: Path, vocab_size: int | None, context_length: int | None) -> list[BenchRequest]:
-    """Requests of a file of JSON lines, in order of arrival. Raises InvalidBenchmark."""
+    """Requests in order of arrival. Raises InvalidBenchmark."""
     try:
         items = workload_file.read(path)
         workload_file.check(items, vocab_size, context_length)
@@ -75,8 +74,9 @@ Turns = list[tuple[str, str]]
 
 
 def read_sharegpt(path: Path) -> list[Turns]:
-    """The conversations of a file in ShareGPT's format, up to where question and answer stop alternating; those that do
-    not begin with both are left out. Raises InvalidBenchmark."""
+    """Conversations up to where question and answer stop alternating; those that do not begin with both are left out.
+    Raises InvalidBenchmark.
+    """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -103,7 +103,6 @@ def _turns(entry: Any) -> Turns:
 
 
 def _text(message: Any, roles: tuple[str, ...]) -> str:
-    """The text of a message of one of these roles; empty for any other."""
     if not isinstance(message, dict) or message.get("from") not in roles:
         return ""
     value = message.get("value")
@@ -111,6 +110,6 @@ def _text(message: Any, roles: tuple[str, ...]) -> str:
 
 
 def prompts(turns: Turns) -> list[str]:
-    """The prompt of each turn: all earlier questions and answers of the file, and the turn's question."""
+    """All earlier questions and answers of the file, and the turn's question."""
     lines = [text for turn in turns for text in turn]
     return ["\n".join(lines[: 2 * index + 1]) for index in range(len(turns))]

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 
 class Item(NamedTuple):
-    """One request of a workload."""
-
     id: str
     prompt_token_ids: list[int]
     output_len: int
@@ -23,7 +21,7 @@ class Item(NamedTuple):
 
 
 class InvalidWorkload(ValueError):
-    """An invalid workload line (counted from 1): its field, the limit and the value."""
+    """Lines count from 1."""
 
     def __init__(self, line: int, field: str, limit: str, value: object) -> None:
         text = repr(value)
@@ -35,12 +33,11 @@ class InvalidWorkload(ValueError):
 
 
 def write(items: Iterable[Item], path: Path) -> None:
-    """Write one line per item."""
     path.write_text("".join(json.dumps(item._asdict(), separators=(",", ":")) + "\n" for item in items))
 
 
 def read(path: Path) -> list[Item]:
-    """The items of a file in order; blank lines are skipped. Raises InvalidWorkload."""
+    """Blank lines are skipped. Raises InvalidWorkload."""
     items: list[Item] = []
     seen: set[str] = set()
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -53,7 +50,7 @@ def read(path: Path) -> list[Item]:
 
 
 def check(items: Iterable[Item], vocab_size: int | None, window: int | None) -> None:
-    """Check all items against the vocabulary and context length. Raises InvalidWorkload; lines count from 1."""
+    """Raises InvalidWorkload; lines count from 1."""
     for number, item in enumerate(items, start=1):
         length, worst = len(item.prompt_token_ids) + item.output_len, max(item.prompt_token_ids)
         if vocab_size is not None:

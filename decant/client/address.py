@@ -58,7 +58,7 @@ def _target(text: str, tls: bool) -> str:
 
 
 def _with_port(host: str, text: str) -> str:
-    """`host` with a port. Raises ValueError that shows `text`."""
+    """Raises ValueError that shows `text`."""
     if host.count(":") > 1 and not host.startswith("["):  # IPv6 without brackets
         return f"[{host}]:{PORT}"
     match = re.fullmatch(r"(\[[^\]]+\]|[^\[\]:/?#\s]+)(?::(\d+))?", host)

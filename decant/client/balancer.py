@@ -23,8 +23,7 @@ JITTER = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Seconds for which a router is skipped after its first failure, and at most. The maximum is short beside the
-    grace period of a lost stream."""
+    """Seconds after the first failure, and at most. The maximum is short beside the grace period of a lost stream."""
 
     first_s: float = 0.1
     longest_s: float = 1.0
@@ -39,7 +38,7 @@ DEFAULT_BACKOFF = Backoff()
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The router to call, and the seconds to wait before."""
+    """The router, and the seconds to wait before the call."""
 
     router: int
     pause: float
@@ -47,8 +46,6 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class _Health:
-    """Failures in a row, and the end of the backoff."""
-
     failures: int = 0
     backoff_until: float = 0.0
 
@@ -57,7 +54,7 @@ _HEALTHY = _Health()
 
 
 class Backoffs:
-    """Backoffs of the routers 0 to `count` - 1, of all calls or of one."""
+    """Backoffs of routers 0 to `count` - 1."""
 
     def __init__(self, count: int, clock: Callable[[], float], chance: Callable[[], float], backoff: Backoff) -> None:
         self._clock = clock
@@ -69,7 +66,7 @@ class Backoffs:
         return self._health[router].backoff_until
 
     def failed(self, router: int, at_least: float = 0.0) -> None:
-        """Skip it for at least `at_least` seconds. Failures during a backoff count as the one before it."""
+        """Failures during a backoff count as the one before it."""
         now, before = self._clock(), self._health[router]
         failures = before.failures + (now >= before.backoff_until)
         seconds = self._backoff.seconds(failures) * (0.5 + self._chance() / 2)

@@ -66,14 +66,14 @@ def credentials_of(token: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def open_blocking(address: str, tls: Tls | None) -> grpc.Channel:
-    """Raises OSError for a TLS file that can't be read."""
+    """Raises OSError."""
     if tls is None:
         return grpc.insecure_channel(address, _OPTIONS)
     return grpc.secure_channel(address, tls.credentials(), _options(tls))
 
 
 def open_async(address: str, tls: Tls | None) -> grpc.aio.Channel:
-    """Raises OSError for a TLS file that can't be read."""
+    """Raises OSError."""
     if tls is None:
         return grpc.aio.insecure_channel(address, _OPTIONS)
     return grpc.aio.secure_channel(address, tls.credentials(), _options(tls))

@@ -26,8 +26,6 @@ Prompt: TypeAlias = str | Sequence[int] | Messages
 
 
 class Options(TypedDict, total=False):
-    """Options of a request, defined in protos/inference.proto."""
-
     request_id: str | None
     model: str | None
     priority: int | None
@@ -135,7 +133,7 @@ def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens
 
 
 def fill(message: M, **values: Any) -> M:
-    """Set the fields that are not None and return the message. Raises InvalidArgument."""
+    """Set the fields that are not None. Raises InvalidArgument."""
     for name, value in values.items():
         if value is not None:
             _set_field(message, name, value, name)
@@ -192,7 +190,6 @@ def _set_option(message: pb.GenerateRequest, name: str, value: object) -> None:
 
 
 def _to_field_value(name: str, value: object) -> object:
-    """The field's value of an option with a shorter form."""
     if name == "stop" and isinstance(value, str):
         return [value]
     if name == "json_schema" and isinstance(value, Mapping):
@@ -203,7 +200,7 @@ def _to_field_value(name: str, value: object) -> object:
 
 
 def _set_field(message: Message, name: str, value: Any, option: str, given: object = None) -> None:
-    """Set one field to `value`. An error names `option` and shows its value `given`."""
+    """An error names `option` and shows its value `given`."""
     field = message.DESCRIPTOR.fields_by_name[name]
     try:
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
@@ -220,7 +217,6 @@ def _set_field(message: Message, name: str, value: Any, option: str, given: obje
 
 
 def _expected(field: Any, value: object) -> str:
-    """Valid values of a field, in Python's terms."""
     if field.name == "token_ids" and not field.is_repeated:
         return "True or False; as input, token ids are the prompt: generate([1, 2])"
     if field.name == "on_disconnect":

@@ -21,8 +21,6 @@ _T = TypeVar("_T")
 
 
 class FinishReason(StrEnum):
-    """Why an output ended."""
-
     UNSPECIFIED = "unspecified"
     STOP = "stop"
     LENGTH = "length"
@@ -32,8 +30,6 @@ class FinishReason(StrEnum):
 
 
 class CancelStatus(StrEnum):
-    """Result of a cancel."""
-
     UNSPECIFIED = "unspecified"
     CANCELLED = "cancelled"
     ALREADY_FINISHED = "already_finished"
@@ -61,8 +57,6 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of all outputs."""
-
     prompt_tokens: int = 0
     completion_tokens: int = 0
     total_tokens: int = 0
@@ -215,7 +209,7 @@ def cancel_status(message: pb.CancelGenerationResponse) -> CancelStatus:
 
 
 def plain(kind: type[_T], message: Message) -> _T:
-    """A dataclass with the message's fields of the same names; None for unset ones."""
+    """A dataclass with the message's fields; unset ones are None."""
     values: dict[str, Any] = {}
     for field in fields(kind):  # type: ignore[arg-type]
         has = not message.DESCRIPTOR.fields_by_name[field.name].has_presence or message.HasField(field.name)

@@ -67,6 +67,8 @@ class RetryState:
             limit = "a finite number of seconds, or None for no deadline"
             raise InvalidArgument("timeout", limit, repr(seconds))
         self.seconds = seconds
+        self.metadata: tuple[tuple[str, str], ...] = ()
+        """Sent with each call, beside the credentials."""
         self._selector = selector
         self._clock = selector.clock
         self._deadline = None if seconds is None else selector.clock() + seconds
@@ -81,7 +83,6 @@ class RetryState:
 
     @property
     def router(self) -> int:
-        """Index of the router to call."""
         return self._router
 
     def remaining(self) -> float | None:

@@ -23,6 +23,7 @@ from decant.client.retry import RetryState
 from decant.client.transport import with_advice
 from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from decant.runtime import tracing
 from decant.runtime.errors import Cancelled, EndedCall, ServiceError, from_call
 
 CANCEL_SECONDS = 2.0
@@ -40,6 +41,15 @@ def typed_errors() -> Iterator[None]:
 
 def closed_here() -> Cancelled:
     return Cancelled("closed by this client")
+
+
+def call_span(method: str, request: Message, retries: RetryState) -> tracing.Span:
+    """The span of a call that generates, or resumes, and of its retries. Its context goes to the router."""
+    if method not in ("Generate", "GenerateStream", "ResumeStream"):
+        return tracing.Span()
+    span = tracing.span(f"client.{method}", kind="client", request_id=request.request_id)  # type: ignore[attr-defined]
+    retries.metadata = span.metadata
+    return span
 
 
 class CancelSignal:
@@ -90,12 +100,13 @@ class Routers:
     def call(self, method: str, request: Message, seconds: float | None) -> Any:
         """The response of a unary method, from any router. Raises ServiceError."""
         retries, signal = RetryState(self.selector, seconds), self.cancel_signal()
-        while True:
-            try:
-                with typed_errors():
-                    return self._call_once(method, request, retries)
-            except ServiceError as error:
-                self.wait(retries, signal, error)
+        with call_span(method, request, retries):
+            while True:
+                try:
+                    with typed_errors():
+                        return self._call_once(method, request, retries)
+                except ServiceError as error:
+                    self.wait(retries, signal, error)
 
     def start_call(self, method: str, request: Message, retries: RetryState) -> Any:
         """Start the call of a stream at the selected router. Raises Cancelled after `close`."""
@@ -138,7 +149,7 @@ class Routers:
         with self._lock:  # a channel that is being closed accepts no calls
             if self._is_closed:
                 raise closed_here()
-            return method(request, timeout=retries.remaining(), metadata=self._metadata)
+            return method(request, timeout=retries.remaining(), metadata=(*self._metadata, *retries.metadata))
 
 
 class AsyncCancelSignal:
@@ -201,21 +212,22 @@ class AsyncRouters:
     async def call(self, method: str, request: Message, seconds: float | None) -> Any:
         """The response of a unary method, from any router. Raises ServiceError."""
         retries, signal = RetryState(self.selector, seconds), self.cancel_signal()
-        while True:
-            try:
-                with typed_errors_until(signal):
-                    response = await self.start_call(method, request, retries)
-                retries.mark_progress()
-                return response
-            except ServiceError as error:
-                await self.wait(retries, signal, error)
+        with call_span(method, request, retries):
+            while True:
+                try:
+                    with typed_errors_until(signal):
+                        response = await self.start_call(method, request, retries)
+                    retries.mark_progress()
+                    return response
+                except ServiceError as error:
+                    await self.wait(retries, signal, error)
 
     def start_call(self, method: str, request: Message, retries: RetryState) -> Any:
         """Start a call at the selected router. Raises Cancelled after `close`."""
         if self._is_closed:
             raise closed_here()
         call = getattr(self._stubs[retries.router], method)
-        return call(request, timeout=retries.remaining(), metadata=self._metadata)
+        return call(request, timeout=retries.remaining(), metadata=(*self._metadata, *retries.metadata))
 
     async def wait(self, retries: RetryState, signal: AsyncCancelSignal, error: ServiceError) -> None:
         """Wait until the next try. Raises `error` where there is none, Cancelled once `signal` is set."""

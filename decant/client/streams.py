@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 from decant.client.results import Delta
 from decant.client.retry import RetryState
-from decant.client.routers import AsyncRouters, Routers, typed_errors, typed_errors_until
+from decant.client.routers import AsyncRouters, Routers, call_span, typed_errors, typed_errors_until
 from decant.client.transcript import Transcript
 from decant.protos import inference_pb2 as pb
 from decant.runtime.errors import ServiceError
@@ -39,6 +39,7 @@ class ResumableStream(Transcript):
         self._is_resuming = False
         if isinstance(request, pb.ResumeStreamRequest):
             self.seq = request.after_seq
+        self._span = call_span(self._next_call()[0], request, retries)
 
     @property
     def router(self) -> str:
@@ -102,8 +103,9 @@ class Stream(ResumableStream):
                 except ServiceError as error:
                     self._resume_after(error)
             self._is_over = True
-        except ServiceError:
+        except ServiceError as error:
             self._is_over = True
+            self._span.end(error.label)
             raise
         finally:
             self.close()
@@ -118,6 +120,8 @@ class Stream(ResumableStream):
                     self._routers.cancel_request(self.request_id)
             finally:
                 self._call.cancel()
+                self._span.event("left")
+        self._span.end()
 
     def disconnect(self) -> None:
         """End the call without cancelling the request: iterating raises Cancelled. For any thread or signal handler."""
@@ -165,8 +169,9 @@ class AsyncStream(ResumableStream):
                 except ServiceError as error:
                     await self._resume_after(error)
             self._is_over = True
-        except ServiceError:
+        except ServiceError as error:
             self._is_over = True
+            self._span.end(error.label)
             raise
         finally:
             await self.close()
@@ -181,6 +186,8 @@ class AsyncStream(ResumableStream):
                     await self._routers.cancel_request(self.request_id)
             finally:
                 self._call.cancel()
+                self._span.event("left")
+        self._span.end()
 
     def disconnect(self) -> None:
         """End the call without cancelling the request: iterating raises Cancelled."""

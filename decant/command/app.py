@@ -102,6 +102,24 @@ def status(
 
 
 @app.command()
+def top(
+    addresses: opt.AdminAddresses = None,
+    once: opt.Once = False,
+    interval: opt.Interval = 1.0,
+    as_json: opt.Json = False,
+) -> None:
+    """Show both pools live: load, KV cache, rates and latency of the last minute, and the requests in flight.
+
+    Reads the admin ports of the deployment on this machine, or the given ones. Rates and latency are of the last 60 s,
+    as far as `decant top` has read; with --once of one interval. Ctrl-C ends it.
+    """
+    from decant.command import top as showing
+
+    with one_line_errors():
+        showing.run(showing.TopOptions(tuple(addresses or ()), once, interval, as_json))
+
+
+@app.command()
 def audit(  # noqa: PLR0913 - a command's options are its parameters
     ctx: typer.Context,
     redis_url: opt.RedisUrl = None,

@@ -14,7 +14,13 @@ from decant.command.files import write_report
 
 
 def interference(  # noqa: PLR0913 - a command's options are its parameters
-    model: Annotated[str | None, typer.Option(help="Folder of the model; unset: the small one.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or hub name of the model, or a shape with random weights, such as qwen2.5-0.5b; unset: the "
+            "small one."
+        ),
+    ] = None,
     running: Annotated[int, typer.Option(min=1, max=64, help="Answers that are running.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=128, help="Length of the prompt that arrives beside them.")] = 1500,
     chunks: Annotated[
@@ -75,8 +81,12 @@ def interference(  # noqa: PLR0913 - a command's options are its parameters
 def _starter(model: str | None, kv_memory: str | None) -> tuple[str, Any]:
     """The model's name, and an `experiment.Start`."""
     from decant import models
+    from decant.bench import model_shapes
     from decant.command.temporary_deployment import temporary_deployment
 
+    name = Path(model).resolve().name if model else models.DEFAULT_MODEL
+    if model is not None and model in model_shapes.SHAPES and not Path(model).is_dir():
+        name, model = model, str(model_shapes.make(model))
     shared = [*(["--model", model] if model else []), *(["--kv-memory", kv_memory] if kv_memory else [])]
 
     @contextlib.contextmanager
@@ -85,4 +95,4 @@ def _starter(model: str | None, kv_memory: str | None) -> tuple[str, Any]:
         with temporary_deployment(*workers, *shared, variables=configuration.variables) as deployment:
             yield deployment.addresses
 
-    return (Path(model).resolve().name if model else models.DEFAULT_MODEL), start
+    return name, start

@@ -1,11 +1,7 @@
 """Running deployments of this machine, each recorded in a file that only its user can read.
 
-    decant up ---- writes and locks ----> decant-up-PID.json <---- reads ---- decant generate, status, audit
-        |                                        ^
-        '== pipe ==> keeper (a shell) -- removes '---- and the folder in which its processes have their temporary files
-
-A file is valid while it is locked: the kernel releases the lock when the process ends. The keeper then removes the
-files.
+A file is valid while it is locked: the kernel releases the lock when the process ends. A keeper (a shell at the end of
+a pipe from `decant up`) then removes it and the temporary files.
 """
 
 from __future__ import annotations

@@ -58,6 +58,14 @@ WaitForStart = Annotated[
 # status
 Watch = Annotated[bool, Option("--watch", help="Refresh every second, until Ctrl-C.")]
 
+# top
+AdminAddresses = Annotated[
+    list[str] | None,
+    Argument(help="host:port of each admin port; none: those of the deployment on this machine.", show_default=False),
+]
+Once = Annotated[bool, Option("--once", help="Show one state, after one interval, and end.")]
+Interval = Annotated[float, Option(min=0.1, help="Seconds between two readings.")]
+
 # up
 ModelSource = Annotated[
     str | None, Option(help="Folder or hub name of the model; unset: the small one of this package.")

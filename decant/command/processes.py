@@ -24,14 +24,16 @@ STARTING, LOADING, WARMING_UP, READY, DRAINING, LOST = (
 class Process:
     """One process. Times are wall clock, in seconds.
 
-    percent  progress of loading its model; None otherwise
-    lost_at  time of an unexpected end; None if it is ready again
+    percent     progress of loading its model; None otherwise
+    lost_at     time of an unexpected end; None if it is ready again
+    admin_port  on loopback, with its metrics; None before it listens, and after its end
     """
 
     pid: int
     state: str = STARTING
     percent: int | None = None
     lost_at: float | None = None
+    admin_port: int | None = None
 
     @property
     def is_ready(self) -> bool:

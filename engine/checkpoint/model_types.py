@@ -18,7 +18,7 @@ _REGISTRIES = ("auto_mappings.py", "configuration_auto.py")
 
 
 def check(name: str, config: Mapping[str, Any]) -> None:
-    """Raises ModelRefused for a ``model_type`` that the installed transformers does not know."""
+    """Raises ModelRefused."""
     kind, registries = config.get("model_type"), _registries()
     if registries and not (isinstance(kind, str) and kind and f'"{kind}"' in registries):
         raise refusal(name, config)
@@ -32,7 +32,7 @@ def refusal(name: str, config: Mapping[str, Any]) -> ModelRefused:
 
 @cache
 def _registries() -> str:
-    """Text of the registries; empty if transformers is not installed or has other files."""
+    """Empty if transformers is not installed or has other files."""
     package = importlib.util.find_spec("transformers")
     if package is None or package.origin is None:
         return ""

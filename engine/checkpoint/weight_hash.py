@@ -36,7 +36,7 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Digests of files at the time of ``stamps``."""
+    """Valid at the time of ``stamps``."""
 
     values: tuple[str, ...]
     stamps: Mapping[Path, Stamp]
@@ -49,9 +49,8 @@ class Digests:
 
 
 def digest_files(files: Sequence[Path]) -> Digests:
-    """Digest each file by name and bytes; a cached digest counts while the stamp is the same.
-
-    Releases the interpreter's lock while it reads. Raises OSError.
+    """Digest each file; a cached digest counts while the stamp is the same. Releases the interpreter's lock while it
+    reads. Raises OSError.
     """
     stamps = {file: _stamp(file) for file in files}
     values = tuple(f"{file.name}:{_digest(file, stamp)}" for file, stamp in stamps.items())
@@ -71,7 +70,7 @@ def _digest(file: Path, stamp: Stamp) -> str:
 
 
 def read_digest(file: Path) -> str:
-    """128-bit XXH3 of all bytes of a file."""
+    """128-bit XXH3."""
     digest, buffer = xxhash.xxh3_128(), bytearray(_CHUNK)
     view = memoryview(buffer)
     with file.open("rb", buffering=0) as stream:
@@ -86,7 +85,7 @@ def _stamp(file: Path) -> Stamp:
 
 
 def _cache_paths(file: Path) -> Iterator[Path]:
-    """Paths at which the digest of a file may be cached, preferred first."""
+    """Paths for the digest of a file, preferred ones first."""
     yield file.with_name(f".{file.name}.xxh128")
     with contextlib.suppress(RuntimeError):  # no home
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -95,7 +94,7 @@ def _cache_paths(file: Path) -> Iterator[Path]:
 
 
 def _load(path: Path, stamp: Stamp) -> str | None:
-    """The digest cached at ``path``, if it has this stamp."""
+    """None without a digest of this stamp."""
     try:
         content = json.loads(path.read_bytes())
         digest = content["digest"] if content["stamp"] == list(stamp) else None

@@ -49,22 +49,20 @@ _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a tensor is stored, and its shape."""
-
     file: str
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """One dimension of a tensor; ``count`` is None if config.json does not determine it."""
+    """A dimension; ``count`` is None if config.json does not determine it."""
 
     field: str
     count: int | None
 
 
 def check(name: str, config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> None:
-    """Raises ModelRefused for weights that can't be those of ``config``."""
+    """Raises ModelRefused."""
     if str(config.get("model_type")) not in LLAMA_SHAPED:
         return
     _check_layers(name, config, tensors)
@@ -127,7 +125,6 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[_Size, _Size]]:
 
 
 def _width(config: Mapping[str, Any], field: str) -> _Size:
-    """Number of heads times their width."""
     heads, width = _count(config, field), _count(config, "head_dim")
     hidden, of_queries = _count(config, "hidden_size"), _count(config, "num_attention_heads")
     if width is None and str(config.get("model_type")) in HEADS_DIVIDE_HIDDEN and hidden and of_queries:

@@ -60,13 +60,17 @@ class NativeAttention:
         self._views = views
         self._visible: dict[int, torch.Tensor] = {}  # one for all layers with the same window, by its id()
         self._flat = flat  # keeps the arrays that the step points into
-        self._step = _Step(flat.row_table.ctypes.data, flat.table.ctypes.data, *flat.table.shape)
-        self.step = ctypes.addressof(self._step)
+        self._steps = [self._make_step(flat.row_table, group) for group in range(len(flat.table))]
         self._selected: _SelectedTokens | None = None
         if keep is not None and len(keep) < len(flat.tokens):
             self._late = row_table, indices = cut_before(flat, keep)
-            late = _Step(row_table.ctypes.data, flat.table.ctypes.data, *flat.table.shape)
+            late = self._make_step(row_table, store.layout.group_of[-1])
             self._selected = _SelectedTokens(indices.ctypes.data, len(indices), late)
+
+    def _make_step(self, row_table: Ints, group: int) -> _Step:
+        """The rows with the block tables of a cache group."""
+        table = self._flat.table[group]
+        return _Step(row_table.ctypes.data, table.ctypes.data, *table.shape)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """-> [1, T, heads, value dim] in the query's dtype. Raises ValueError if the call does not fit the step."""
@@ -80,7 +84,7 @@ class NativeAttention:
         _, heads, tokens, _ = query.shape
         out = query.new_empty(1, tokens, heads, value.shape[3])
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
-        cache, visible, _ = self.addresses(call.layer)
+        cache, visible, _, step = self.addresses(call.layer)
         arguments = _Call(
             *(tensor.data_ptr() for tensor in (query, key, value, out)),
             None if sinks is None else sinks.data_ptr(),
@@ -96,7 +100,7 @@ class NativeAttention:
         self._kernels.attend(
             dtype == torch.bfloat16,
             query.dtype == torch.bfloat16,
-            *(cache, self.step, ctypes.addressof(arguments)),
+            *(cache, step, ctypes.addressof(arguments)),
             num_threads(),
         )
         return out
@@ -115,12 +119,13 @@ class NativeAttention:
         if call.sinks is not None:
             _check_shape("sinks", call.sinks, (heads,))
 
-    def addresses(self, layer: int) -> tuple[int, int, int]:
-        """Of a layer's blocks, of the first position that each token sees, and of the selected tokens (0: all). Only
-        the last layer's output is needed for selected tokens alone."""
+    def addresses(self, layer: int) -> tuple[int, int, int, int]:
+        """Of a layer's blocks, of the first position that each token sees, of the selected tokens (0: all), and of the
+        step. Only the last layer's output is needed for selected tokens alone."""
         is_last = layer == len(self._views) - 1
         selected = ctypes.addressof(self._selected) if self._selected is not None and is_last else 0
-        return self._store.layer_descriptors[layer], self._first_visible(self._views[layer]), selected
+        step = ctypes.addressof(self._steps[self._store.layout.group_of[layer]])
+        return self._store.layer_descriptors[layer], self._first_visible(self._views[layer]), selected, step
 
     def _first_visible(self, view: AttentionWindow) -> int:
         if (visible := self._visible.get(id(view))) is None:

@@ -86,13 +86,13 @@ class NativeBackend(CpuBackend):
 
 def flatten(kernels: ModuleType, rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
     """``step_batch.flatten``, compiled (``kernels/batch_from_python.h``): in Python hundreds of rows take too long."""
-    ordered, row_table, flattened, new_blocks, table, width = kernels.flatten(rows, block_size, blank)
+    ordered, row_table, flattened, new_blocks, table, groups, width = kernels.flatten(rows, block_size, blank)
     return FlatBatch(
         ordered,
         np.frombuffer(row_table, np.int64).reshape(6, -1),
-        np.frombuffer(flattened, np.int64).reshape(3, -1),
+        np.frombuffer(flattened, np.int64).reshape(2 + groups, -1),
         np.frombuffer(new_blocks, np.int64),
-        np.frombuffer(table, np.int32).reshape(-1, width),
+        np.frombuffer(table, np.int32).reshape(groups, -1, width),
     )
 
 

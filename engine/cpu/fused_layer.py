@@ -118,8 +118,7 @@ class FusedLayer:
             calls.extend((layer._address, *attention.addresses(index)))
         addresses = [tensor.data_ptr() for tensor in (hidden, *angles, outputs)]
         half, tokens = self.dtype == torch.bfloat16, hidden.shape[1]
-        step, count = attention.step, len(layers)
-        self._kernel(half, calls.buffer_info()[0], count, step, *addresses, tokens, num_threads())
+        self._kernel(half, calls.buffer_info()[0], len(layers), *addresses, tokens, num_threads())
 
     def _fits(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         """Whether dtypes, shapes and strides are those that the kernel reads."""
@@ -240,7 +239,7 @@ class _Trial:
         self._spec = LayerSpec(kv_heads, width, width)
         self._layout = KvLayout((self._spec,), TRIAL_BLOCK, dtype.itemsize)
         tokens = list(range(count))
-        self._step = [Row(Request("trial", tuple(tokens)), tokens, 0, count, array("i", [0]), True)]
+        self._step = [Row(Request("trial", tuple(tokens)), tokens, 0, count, (array("i", [0]),), True)]
 
     def run(self, forward: Forward) -> tuple[torch.Tensor, torch.Tensor, AttentionCall | None]:
         """The layer's output, the blocks after it, and its attention call (None if ``forward`` is fused)."""

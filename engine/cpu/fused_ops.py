@@ -95,7 +95,7 @@ class Rotation:
 
 
 def _is_supported(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether a rotation is of one sequence, over the whole width, in one dtype, with strides that the kernel reads."""
+    """Whether it is one sequence, the whole width, one dtype, with strides that the kernel reads."""
     return (
         (1, *x.shape[2:]) == cos.shape == sin.shape
         and len(x) == 1
@@ -109,7 +109,7 @@ def _is_supported(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool
 
 
 def fuse(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace norms and gated MLPs of a packed model that pass the trial. ``dtype`` is that of the whole model."""
+    """Replace the modules that pass the trial. ``dtype`` is that of the whole model."""
     if KERNELS is None or dtype not in TOLERANCE:
         return
     for parent in list(model.modules()):
@@ -152,7 +152,7 @@ def has_same_bits(rotation: Rotate, original: Rotate, width: int, dtype: torch.d
 
 @torch.inference_mode()
 def _is_like(original: nn.Module, fused: RmsNorm | GatedMlp, dtype: torch.dtype) -> bool:
-    """Whether both give the same result up to the order of sums."""
+    """Whether results are equal up to the order of sums."""
     if fused.dtype != dtype:
         return False
     rows = torch.randn(len(PROBE_SCALES), fused.width, generator=torch.Generator().manual_seed(0))

@@ -33,14 +33,14 @@ _PANELS = None if AMX else KERNELS
 
 
 def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """A product with weight [out, in] and bias [out], in float32 or bfloat16. The weight is copied."""
+    """Product with weight [out, in] and bias [out], in float32 or bfloat16. The weight is copied."""
     if _PANELS is not None:
         return PackedWeight(_PANELS, weight, bias)
     return OneDnn(weight, bias) if torch.backends.mkldnn.is_available() else SingleRows(weight, bias)
 
 
 class PackedWeight:
-    """The kernels' product. ``outputs`` is a multiple of PANEL; ``addresses``: of weight and bias (0: none)."""
+    """``outputs`` is a multiple of PANEL; ``addresses``: of weight and bias (0: none)."""
 
     def __init__(self, module: ModuleType, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.outputs, self.inner = weight.shape
@@ -71,7 +71,7 @@ class PackedWeight:
 
 
 class OneDnn:
-    """oneDNN's product on a packed weight (``tests/engine/test_bits`` checks 1 to 2,048 rows)."""
+    """``tests/engine/test_bits`` checks 1 to 2,048 rows."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._dtype, self._outputs = weight.dtype, len(weight)
@@ -93,7 +93,7 @@ class OneDnn:
 
 
 class SingleRows:
-    """torch's product of each row on the calling thread: slow for prompts."""
+    """On the calling thread: slow for prompts."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = weight.detach().float().contiguous()

@@ -20,7 +20,7 @@ _ALIGNED = 64
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A CPU tensor with its own mapping. Raises MemoryError."""
+    """A tensor with its own mapping. Raises MemoryError."""
     return torch.frombuffer(_mapped(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
@@ -32,7 +32,7 @@ class Arena:
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A CPU tensor, aligned to 64 bytes. Raises MemoryError."""
+        """Aligned to 64 bytes. Raises MemoryError."""
         needed = math.prod(shape) * dtype.itemsize
         aligned = -(-needed // _ALIGNED) * _ALIGNED
         with self._lock:
@@ -54,6 +54,6 @@ def _mapped(count: int) -> mmap.mmap:
 
 
 def release_freed() -> None:
-    """Return freed memory to the system: glibc's allocator keeps most of what tensors free. Else does nothing."""
+    """glibc's allocator keeps most of what tensors free. Does nothing with others."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

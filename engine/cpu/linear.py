@@ -45,7 +45,7 @@ class PackedLinear(nn.Module):
 
     @property
     def packed_weight(self) -> PackedWeight | None:
-        """The kernels' weight, if it has exactly the layer's outputs."""
+        """None unless it has exactly the layer's outputs."""
         return self._product if isinstance(self._product, PackedWeight) and not self._is_wider else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,6 @@ class PackedLinear(nn.Module):
 
 
 def _widen(weight: torch.Tensor) -> torch.Tensor:
-    """Pads outputs with zeros to a multiple of LANES."""
     missing = -weight.shape[0] % LANES
     return torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])]) if missing else weight
 
@@ -88,7 +87,6 @@ class FixedRows(nn.Module):
 
 
 def _join(pieces: Sequence[torch.Tensor], count: int) -> torch.Tensor:
-    """The first ``count`` rows of the pieces."""
     dim = 0 if pieces[0].shape[0] == FIXED_ROWS else 1
     return torch.cat(list(pieces), dim=dim).narrow(dim, 0, count)
 
@@ -132,7 +130,7 @@ class PackedExperts(nn.Module):
 
 @torch.inference_mode()
 def _pack_experts(experts: Any) -> PackedExperts:
-    """Packed experts. Raises ValueError if they differ from the original on rows assigned to each expert."""
+    """Raises ValueError if results differ from the original on rows assigned to each expert."""
     weight = experts.gate_up_proj if experts.has_gate else experts.up_proj
     count, dtype, width = len(weight), weight.dtype, weight.shape[1 if experts.is_transposed else 2]
     generator = torch.Generator().manual_seed(0)
@@ -177,7 +175,7 @@ def pack(model: nn.Module) -> None:
 
 
 def _replace(parent: nn.Module, name: str) -> int:
-    """Pack a child. Returns the bytes of its replaced parameters."""
+    """Pack a child; return the bytes of its replaced parameters."""
     child = parent.get_submodule(name)
     nbytes = sum(parameter.nbytes for parameter in child.parameters(recurse=False))
     packed = _packed(child)
@@ -188,13 +186,13 @@ def _replace(parent: nn.Module, name: str) -> int:
 
 
 def _has_stacked_experts(module: nn.Module) -> bool:
-    """Whether a module has stacked weights of several experts and takes rows sorted by expert."""
+    """Whether it has stacked weights of several experts, and takes rows sorted by expert."""
     handled = isinstance(module, PackedExperts | FixedRows | nn.Conv1d) or hasattr(module, "is_transposed")
     return not handled and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
 
 
 def _packed(module: nn.Module) -> nn.Module | None:
-    """The replacement of a module; None: it stays, and its children are looked at."""
+    """Return None where the module stays and its children are looked at."""
     # A router may be a Linear whose forward does more.
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return PackedLinear(module.weight, module.bias)

@@ -39,8 +39,6 @@ ROTATION = "apply_rotary_pos_emb"
 
 
 class _Precomputed(NamedTuple):
-    """A layer's output for one exact call."""
-
     leader: LookaheadLayer
     hidden: torch.Tensor
     angles: Angles
@@ -79,7 +77,6 @@ class LookaheadLayer(FusedLayer):
         return super().__call__(hidden_states, *args, **kwargs)
 
     def can_lead_to(self, other: LookaheadLayer) -> bool:
-        """Whether the other layer takes this one's output and angles."""
         return (self.dtype, self.width, self.hidden) == (other.dtype, other.width, other.hidden)
 
     def _compute(self, hidden: torch.Tensor, angles: Angles, attention: NativeAttention) -> torch.Tensor:
@@ -93,7 +90,7 @@ class LookaheadLayer(FusedLayer):
         return outputs[0]
 
     def _with_followers(self, most: int) -> list[LookaheadLayer]:
-        """This layer and its followers, at most ``most`` layers if that is more than one."""
+        """The layer and its followers, at most ``most`` layers if that is more than one."""
         layers = [self]
         while len(layers) < most and (follower := layers[-1].follower) is not None:
             if follower._precomputed is not None:  # the last precomputed output was not used
@@ -104,7 +101,6 @@ class LookaheadLayer(FusedLayer):
 
 
 def fuse_with_lookahead(model: nn.Module, dtype: torch.dtype) -> None:
-    """As ``fused_layer.fuse``, with layers that look ahead."""
     layers = [layer for layer in fused_layer.fuse(model, dtype, LookaheadLayer) if isinstance(layer, LookaheadLayer)]
     for layer, follower in pairwise(layers):
         if layer.can_lead_to(follower):

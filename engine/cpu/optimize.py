@@ -1,5 +1,3 @@
-"""The one entry that rewrites a model for a CPU."""
-
 from __future__ import annotations
 
 import torch

@@ -25,7 +25,7 @@ _DRAW = np.dtype(
 
 
 class NativeSampler(Sampler):
-    """Compiled for bfloat16 and float32; other dtypes in tensor operations."""
+    """Dtypes other than bfloat16 and float32 are sampled in tensor operations."""
 
     def __init__(self, kernels: ModuleType) -> None:
         super().__init__(SCORES_AT_ONCE)

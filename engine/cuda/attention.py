@@ -108,8 +108,9 @@ class TritonAttention:
         self._views = views
         self._flat = flat
         self._device = store.blocks.device
-        self._table = torch.from_numpy(flat.table).to(self._device)
-        self._slots = torch.from_numpy(flat.slot_mapping).to(self._device)
+        # of each cache group
+        self._tables = torch.from_numpy(flat.table).to(self._device).unbind()
+        self._slots = torch.from_numpy(flat.slot_mapping).to(self._device).unbind()
         rows = np.stack([flat.firsts, flat.starts, flat.ends], 1).astype(np.int32)
         self._rows = torch.from_numpy(rows).to(self._device)
         self._lists: dict[tuple[AttentionWindow, int], StepLists] = {}
@@ -128,7 +129,8 @@ class TritonAttention:
         query, key, value = (part[0].transpose(0, 1).contiguous() for part in (call.query, call.key, call.value))
         rotated = torch.empty_like(query)
         layer_kernels.rotate_and_write[len(query), query.shape[1] + spec.kv_heads](
-            *(query, key, value, cos.contiguous(), sin.contiguous(), rotated, self._slots, store.blocks),
+            *(query, key, value, cos.contiguous(), sin.contiguous(), rotated),
+            *(self._slots[self._group(call)], store.blocks),
             *(store.layout.block_elements, *self._offsets(call.layer)),
             BLOCK=store.layout.block_size,
             HEADS=query.shape[1],
@@ -139,6 +141,10 @@ class TritonAttention:
             VALUE_PAD=power_of_two(spec.value_dim),
         )
         return self._attend(call._replace(query=rotated.transpose(0, 1)[None]))
+
+    def _group(self, call: AttentionCall) -> int:
+        """The layer's cache group."""
+        return self._store.layout.group_of[call.layer]
 
     def _check(self, call: AttentionCall) -> None:
         spec, heads, tokens = self._store.layout.layers[call.layer], call.query.shape[1], len(self._flat.tokens)
@@ -170,7 +176,7 @@ class TritonAttention:
         key, value = (part if part.stride(3) == 1 else part.contiguous() for part in (key, value))
         strides = (key.stride(2), key.stride(1), value.stride(2), value.stride(1))
         kernels.write_kv[key.shape[2], spec.kv_heads](
-            *(key, value, self._slots, store.blocks, *strides),
+            *(key, value, self._slots[self._group(call)], store.blocks, *strides),
             *(store.layout.block_elements, *self._offsets(call.layer)),
             BLOCK=store.layout.block_size,
             KV_HEADS=spec.kv_heads,
@@ -191,12 +197,12 @@ class TritonAttention:
             "SINKS": call.sinks is not None,
         }
         sinks = out if call.sinks is None else call.sinks.contiguous()
-        width = 2 + spec.value_dim
+        width, table = 2 + spec.value_dim, self._tables[self._group(call)]
         states = out.new_empty((max(1, part.num_states), spec.kv_heads, part.tile_rows, width), dtype=torch.float32)
         kernels.attend[len(part.items), spec.kv_heads](
-            *(call.query, out, store.blocks, sinks, visible, part.items, self._rows, self._table, states),
+            *(call.query, out, store.blocks, sinks, visible, part.items, self._rows, table, states),
             *(call.query.stride(2), call.query.stride(1), store.layout.block_elements, *self._offsets(call.layer)),
-            *(self._table.shape[1], float(call.scaling), float(call.softcap or 0.0)),
+            *(table.shape[1], float(call.scaling), float(call.softcap or 0.0)),
             **shape,
             BLOCK=store.layout.block_size,
             KEY_DIM=spec.key_dim,

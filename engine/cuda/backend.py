@@ -124,7 +124,7 @@ def _attend(
     rows = []
     for index, (start, end) in enumerate(TRIAL_SPANS):
         blocks = array("i", range(index * count, (index + 1) * count))
-        rows.append(Row(Request(str(index), (0,) * end), [0] * end, start, end, blocks, True))
+        rows.append(Row(Request(str(index), (0,) * end), [0] * end, start, end, (blocks,), True))
     flat = flatten(rows, layout.block_size, store.blank)
     query, key, value = (
         torch.randn(1, heads, len(flat.tokens), width, generator=generator).to(device, dtype)
@@ -149,7 +149,7 @@ def try_sampler(sampler: Sampler, device: torch.device) -> str | None:
     rows = []
     for seed, mix in enumerate(TRIAL_SAMPLING):
         request = Request("trial", (0,), sampling=SamplingParams(seed=seed, **mix))
-        rows.append(Row(request, [0], 0, 1, array("i"), True, SamplerState(request)))
+        rows.append(Row(request, [0], 0, 1, (array("i"),), True, SamplerState(request)))
     logits = torch.randn(len(rows), TRIAL_VOCABULARY, generator=torch.Generator().manual_seed(0)).to(device)
     ours, theirs = (kind.sample(rows, logits, frozenset()) for kind in (sampler, Sampler()))
     return None if ours == theirs else f"draws tokens {ours} instead of {theirs}"

@@ -209,7 +209,7 @@ class _Trial:
         spec = LayerSpec(parts.linears[1].out_features // parts.width, parts.width, parts.width)
         self._layout = KvLayout((spec,), TRIAL_BLOCK, dtype.itemsize)
         tokens = list(range(count))
-        self._step = [Row(Request("trial", tuple(tokens)), tokens, 0, count, array("i", [0]), True)]
+        self._step = [Row(Request("trial", tuple(tokens)), tokens, 0, count, (array("i", [0]),), True)]
 
     def run(self, forward: Forward) -> tuple[torch.Tensor, torch.Tensor, AttentionCall | None]:
         """The layer's output, the blocks after it, and its attention call (None if ``forward`` is fused)."""

@@ -113,13 +113,16 @@ def _plan(device: Device, shape: Shape) -> StepPlan:
     """A step of that shape, on blocks that no sequence has."""
     rows, first = list[Row](), 0
     for context, tokens in shape:
-        stop = first + -(-(context + tokens) // device.block_size)
-        ids = (0,) * (context + tokens)
-        rows.append(Row(Request("warm-up", ids), ids, context, len(ids), array("i", range(first, stop)), True))
-        first = stop
+        ids, blocks = (0,) * (context + tokens), list["array[int]"]()
+        for _ in device.windows:
+            stop = first + -(-len(ids) // device.block_size)
+            blocks.append(array("i", range(first, stop)))
+            first = stop
+        rows.append(Row(Request("warm-up", ids), ids, context, len(ids), tuple(blocks), True))
     return StepPlan(tuple(rows), sum(tokens for _, tokens in shape))
 
 
 def _fits(device: Device, shape: Shape) -> bool:
     ends = [context + tokens for context, tokens in shape]
-    return max(ends) <= device.context_length and sum(-(-end // device.block_size) for end in ends) <= device.num_blocks
+    blocks = len(device.windows) * sum(-(-end // device.block_size) for end in ends)
+    return max(ends) <= device.context_length and blocks <= device.num_blocks

@@ -11,7 +11,7 @@ from decant.engine.checkpoint import checkpoint
 from decant.engine.checkpoint.checkpoint import DTYPES
 from decant.engine.costs import StepCostModel
 from decant.engine.errors import InvalidConfig, check_whole
-from decant.engine.kv_layout import KvLayout, Window, widest
+from decant.engine.kv_layout import KvLayout, Window
 from decant.engine.model import rope
 from decant.engine.model.attention.paged import TILE
 from decant.engine.model.backend import PARTS, Backend, CudaKernels, make_backend
@@ -94,8 +94,8 @@ class ModelDevice:
         return self.store.layout.block_size
 
     @property
-    def window(self) -> Window:
-        return self.store.layout.window
+    def windows(self) -> tuple[Window, ...]:
+        return self.store.layout.windows
 
     @property
     def block_bytes(self) -> int:
@@ -140,7 +140,7 @@ def load(
     progress(60)
     views, specs = learn_attention(model, source.name, context_length)
     progress(70)
-    layout = KvLayout(specs, config.block_size, dtype.itemsize, widest(views))
+    layout = KvLayout(specs, config.block_size, dtype.itemsize)
     if config.kv_bytes < layout.block_bytes:
         raise InvalidConfig("kv_bytes", f"at least one block of {layout.block_bytes} bytes", config.kv_bytes)
     subject = Subject(model, source.name, context_length, backend)

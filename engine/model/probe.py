@@ -12,6 +12,7 @@ instead of positions. The comparison is made twice:
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -196,8 +197,8 @@ class Subject:
     context_length: int
     backend: Backend
 
-    def rows(self, block_size: int) -> list[Row]:
-        return _rows(probe_sequences(self.model, self.context_length), block_size)
+    def rows(self, layout: KvLayout) -> list[Row]:
+        return _rows(probe_sequences(self.model, self.context_length), layout)
 
 
 @torch.inference_mode()
@@ -209,7 +210,7 @@ def check_attention(
     Returns the largest difference relative to the logits' spread. Raises ModelRefused.
     """
     wide = KvLayout(layout.layers, layout.block_size, torch.float32.itemsize)
-    name, rows = subject.name, subject.rows(layout.block_size)
+    name, rows = subject.name, subject.rows(layout)
     with refusing(name, "a step of several sequences failed"), Float32():
         together = _batched_logits(_runner(subject, wide, views, rows, torch.float32), rows)
     worst = 0.0
@@ -232,7 +233,7 @@ def probe(subject: Subject, layout: KvLayout, views: Sequence[AttentionWindow], 
     tie changes a few positions, a wrongly packed weight all.
     """
     dtype = token_embeddings(subject.model).weight.dtype
-    name, rows = subject.name, subject.rows(layout.block_size)
+    name, rows = subject.name, subject.rows(layout)
     with refusing(name, "a step of several sequences failed"):
         runner = _runner(subject, layout, views, rows, dtype)
         together, apart = _batched_logits(runner, rows), _separate_logits(runner, rows)
@@ -254,7 +255,7 @@ def _runner(
     subject: Subject, layout: KvLayout, views: Sequence[AttentionWindow], rows: Sequence[Row], dtype: torch.dtype
 ) -> ModelRunner:
     """A runner over its own blocks, in which the last row sees nothing before its start."""
-    count = 1 + max(block for row in rows for block in row.blocks)
+    count = 1 + max(block for row in rows for blocks in row.blocks for block in blocks)
     store = subject.backend.make_store(layout, count, dtype)
     late = [_From(view.kind, view.size, rows[-1].start) for view in views]
     return ModelRunner(subject.model, store, late, frozenset(), subject.backend)
@@ -284,17 +285,16 @@ def token_embeddings(model: PreTrainedModel) -> torch.nn.Embedding:
     return embeddings
 
 
-def _rows(sequences: Sequence[ProbeSequence], block_size: int) -> list[Row]:
+def _rows(sequences: Sequence[ProbeSequence], layout: KvLayout) -> list[Row]:
     """The sequences as rows, on blocks of their own from 1 on. Positions before a start are in block 0, unseen."""
-    rows, free = [], 1
+    rows, free = [], itertools.count(1)
     for index, sequence in enumerate(sequences):
         end = sequence.start + len(sequence.tokens)
-        hidden = sequence.start // block_size
-        count = -(-end // block_size) - hidden
-        blocks = array("i", [0] * hidden + list(range(free, free + count)))
+        hidden = sequence.start // layout.block_size
+        count = -(-end // layout.block_size) - hidden
+        blocks = tuple(array("i", [0] * hidden + list(itertools.islice(free, count))) for _ in layout.groups)
         tokens = [0] * sequence.start + sequence.tokens
         rows.append(Row(Request(f"probe-{index}", tuple(sequence.tokens)), tokens, sequence.start, end, blocks, True))
-        free += count
     return rows
 
 

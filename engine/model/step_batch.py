@@ -20,9 +20,10 @@ class FlatBatch:
     rows                single tokens first, longest context first (attention's order), then the others
     row_table [6, n]    of each row: its index in the plan, its start and end, its first and last + 1 flattened
                         position, and whether the next token is drawn
-    flattened [3, T]    of each token: its id, its position, and its slot: block * block_size + slot in the block
+    flattened [2 + G, T]  of each token: its id, its position, and its slot in each of G cache groups: block *
+                        block_size + slot in the block
     new_blocks [b]      blocks that get their first token but not all: they are cleared first
-    table [n, W]        block tables up to each row's end, padded with ``blank``
+    table [G, n, W]     block tables up to each row's end, padded with ``blank``
     """
 
     rows: Sequence[Row]
@@ -65,10 +66,11 @@ class FlatBatch:
 
     @property
     def slot_mapping(self) -> Ints:
-        return _part(self.flattened, 2)
+        """[G, T]"""
+        return _part(self.flattened, slice(2, None))
 
 
-def _part(table: Ints, index: int) -> Ints:
+def _part(table: Ints, index: int | slice) -> Ints:
     part: Ints = table[index]
     return part
 
@@ -87,13 +89,13 @@ def flatten(rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
     tokens = [token for row in rows for token in row.tokens[row.start : row.end]]
     positions = np.repeat(ends - stops, lengths) + np.arange(len(tokens))
     table = block_table(rows, -(-ends // block_size), blank)
-    blocks = table[np.repeat(np.arange(count), lengths), positions // block_size]
+    blocks = table[:, np.repeat(np.arange(count), lengths), positions // block_size]
     slots = blocks.astype(np.int64) * block_size + positions % block_size
     sampled = np.array([row.sample for row in rows], np.int64)
     row_table = np.stack([order, starts, ends, stops - lengths, stops, sampled])
-    flattened = np.stack([np.array(tokens, np.int64), positions, slots])
+    flattened = np.stack([np.array(tokens, np.int64), positions, *slots])
     is_new = (positions % block_size == 0) & (positions + block_size > np.repeat(ends, lengths))
-    return FlatBatch(rows, row_table, flattened, slots[is_new] // block_size, table)
+    return FlatBatch(rows, row_table, flattened, (slots[:, is_new] // block_size).T.flatten(), table)
 
 
 def cut_before(flat: FlatBatch, keep: Ints) -> tuple[Ints, Ints]:
@@ -109,10 +111,11 @@ def cut_before(flat: FlatBatch, keep: Ints) -> tuple[Ints, Ints]:
 
 
 def block_table(rows: Sequence[Row], needed: Ints, blank: int) -> npt.NDArray[np.int32]:
-    """[n, W]: the first ``needed`` blocks of each row, then ``blank``. Rows may have more blocks."""
-    table = np.full((len(rows), int(needed.max())), blank, np.int32)
-    for entry, row, count in zip(table, rows, needed.tolist(), strict=True):
-        entry[:count] = row.blocks[:count]
+    """[G, n, W]: the first ``needed`` blocks of each row, then ``blank``. Rows may have more blocks."""
+    table = np.full((len(rows[0].blocks), len(rows), int(needed.max())), blank, np.int32)
+    for index, (row, count) in enumerate(zip(rows, needed.tolist(), strict=True)):
+        for entries, blocks in zip(table, row.blocks, strict=True):
+            entries[index, :count] = blocks[:count]
     return table
 
 

@@ -5,7 +5,7 @@
                                                              |
           the client leaves before the end ------------------'--> on_disconnect
 
-Nothing is sent before the first token, not even metadata: until then a client's gRPC library may retry elsewhere.
+Nothing is sent before the first token, not even metadata: until then gRPC's own retries work.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from decant.router.request.token_stream import Finish, TokenStream
 from decant.router.text.prompt import ASSUMED_CONTEXT_LENGTH, context_length_of
 from decant.router.text.served_model import Models, ServedModel
 from decant.router.timings import RouterTimings
+from decant.runtime import tracing
 from decant.runtime.channel import Deadline
 from decant.runtime.errors import Cancelled, InvalidArgument, NotFound, ServiceError
 from decant.runtime.interceptor import ClientDisconnected
 from decant.runtime.metrics import RequestMetrics
 from decant.runtime.server import Service
+from decant.runtime.tracing import Span
 from decant.state.ids import Incarnation, RequestKey
 
 _CANCELLED = pb.CancelGenerationResponse.STATUS_CANCELLED
@@ -87,22 +89,25 @@ class InferenceService:
 
     @authenticated
     async def GenerateStream(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> None:  # noqa: N802
-        await self._stream(await self._begin(request, call), 0, call)
+        with _span("GenerateStream", request.request_id, call) as span:
+            await self._stream(await self._begin(request, call, span), 0, call)
 
     @authenticated
     async def Generate(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> pb.GenerateResponse:  # noqa: N802
-        stream = await self._begin(request, call)
-        with self._attached_reader(stream) as reader:
-            await wait_for_resume_point(stream, 0)
-            response, reader.finish = await ResponseWriter(stream, self._model(stream)).whole(reader.meter)
+        with _span("Generate", request.request_id, call) as span:
+            stream = await self._begin(request, call, span)
+            with self._attached_reader(stream) as reader:
+                await wait_for_resume_point(stream, 0)
+                response, reader.finish = await ResponseWriter(stream, self._model(stream)).whole(reader.meter)
         return response
 
     @authenticated
     async def ResumeStream(self, request: pb.ResumeStreamRequest, call: AuthenticatedCall) -> None:  # noqa: N802
         key = _key_of(request, call)
-        await self._stream(await self._registry.resume(key), request.after_seq, call)
+        with _span("ResumeStream", key.id, call):
+            await self._stream(await self._registry.resume(key), request.after_seq, call)
 
-    async def _begin(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> TokenStream:
+    async def _begin(self, request: pb.GenerateRequest, call: AuthenticatedCall, span: Span) -> TokenStream:
         tenant, deadline = call.tenant, Deadline.of(call.context)
         model = tenant.models.find(request.model).id
         # Before any other work: an overloaded router must refuse a request cheaply.
@@ -110,7 +115,10 @@ class InferenceService:
         key = RequestKey(tenant.name, request.request_id)
         with self._counted_refusals(model, tenant.name):
             await self._registry.check_wait(key, model, request.priority, deadline)
-            valid = await validate(request, tenant.models, self._registry.max_context_length, deadline, tenant.name)
+            with tracing.span("tokenize", span.traceparent):
+                valid = await validate(request, tenant.models, self._registry.max_context_length, deadline, tenant.name)
+            valid.engine_request.traceparent = span.traceparent
+            span.set(model=model, tenant=tenant.name, request_id=valid.key.id, prompt_tokens=valid.prompt_tokens)
             return await self._registry.begin(valid)
 
     @contextmanager
@@ -238,6 +246,12 @@ class _ReaderResult:
     lease: ReaderLease
     meter: RequestMeter
     finish: Finish | None = None
+
+
+def _span(method: str, request_id: str, call: AuthenticatedCall) -> Span:
+    """Of a call, within the trace of its client."""
+    parent = tracing.parent_of(call.context.invocation_metadata())
+    return tracing.span(method, parent, kind="server", request_id=request_id)
 
 
 def _key_of(request: _ById, call: AuthenticatedCall) -> RequestKey:

@@ -30,6 +30,7 @@ from decant.router.attempt.recorder import AttemptRecorder
 from decant.router.request.token_stream import Finish
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.worker_handle import WorkerHandle
+from decant.runtime import tracing
 from decant.state.ids import Incarnation
 
 
@@ -42,6 +43,10 @@ class Attempt:
         self._router = router
         self._run = context.run()
         self._num_tokens = len(context.stream.tokens)  # as it begins
+        self._span = tracing.span(
+            "attempt", context.stream.request.engine_request.traceparent, attempt=context.owned.attempt
+        )
+        context.traceparent = self._span.traceparent
         self._recorder = AttemptRecorder(context, pool)
         self._legs = Legs(context)
         self._prefill: PrefillLeg | None = None
@@ -49,10 +54,14 @@ class Attempt:
 
     async def run(self) -> Finish:
         """Raises AttemptFailed, NoWorker, OwnedElsewhere, or a ServiceError that is final for the request."""
-        try:
-            await self._run_legs()
-        except Complete:
-            await self._until_prompt_logprobs()
+        with self._span:
+            try:
+                await self._run_legs()
+            except Complete:
+                await self._until_prompt_logprobs()
+            finally:
+                path = self._context.stream.path
+                self._span.set(prefill_worker=path.prefill_worker, decode_worker=path.decode_worker)
         for worker in self._recorder.workers:
             worker.record_success()
         finish = self._legs.finish
@@ -67,6 +76,7 @@ class Attempt:
             decode = await self._migration.run(decode)
             self._recorder.assign_decode(decode.worker)
             self._recorder.record()
+            self._span.event("migrated", to=decode.worker.incarnation.id)
 
     @property
     def workers(self) -> list[WorkerHandle]:

@@ -33,6 +33,8 @@ class AttemptContext:
     """Of the workers that generated what an earlier owner has sent, where they give equal bits; else 0."""
     wait: Wait | None = None
     """Until a worker schedules it for the first time; None for an adopted request."""
+    traceparent: str = ""
+    """Of the present attempt's span, for the workers."""
     prefix: PromptBlocks = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,6 +57,7 @@ class AttemptContext:
         request = self.stream.request
         message = wire.EngineRequest()
         message.CopyFrom(request.engine_request)
+        message.traceparent = self.traceparent
         message.age_ms = max(0, round((asyncio.get_running_loop().time() - request.accepted_at) * 1000))
         remaining_ms = request.deadline.remaining_ms()
         if remaining_ms is not None:

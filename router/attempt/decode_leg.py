@@ -1,7 +1,4 @@
-"""A run at the worker that decodes it.
-
-started, or adopted --> scheduled (blocks reserved) --> joined (in the batch) --> ended
-"""
+"""A run at the worker that decodes it (see `leg`)."""
 
 from __future__ import annotations
 

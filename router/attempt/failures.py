@@ -48,6 +48,10 @@ class AttemptFailed(Exception):
         self.failure = failure
         self.blamed = blamed
 
+    @property
+    def label(self) -> str:
+        return cause_label(self.failure.cause)
+
 
 class OwnedElsewhere(Exception):
     """A worker refuses this router's run: the request is owned in `epoch` now."""
@@ -93,7 +97,14 @@ def error_for(failure: wire.Failure, sender: Incarnation) -> ServiceError | Atte
 def cause_label(cause: wire.Cause) -> str:
     """ "peer_lost" for CAUSE_PEER_LOST; "unspecified" for a cause that only a newer build knows."""
     known = cause if cause in wire.Cause.values() else wire.CAUSE_UNSPECIFIED
-    return wire.Cause.Name(known).removeprefix("CAUSE_").lower()
+    return _label(wire.Cause.Name(known))
+
+
+def _label(name: str) -> str:
+    return name.removeprefix("CAUSE_").lower()
+
+
+CAUSE_LABELS = tuple(map(_label, wire.Cause.keys()))
 
 
 def _violation(failure: wire.Failure) -> tuple[str, str, str]:

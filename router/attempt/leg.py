@@ -30,7 +30,8 @@ from decant.runtime.errors import DeadlineExceeded
 
 
 class LegOwner(Protocol):
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """A leg has something new."""
 
 
 class Leg(ABC):
@@ -64,7 +65,8 @@ class Leg(ABC):
         """Release this router's reservation and ticket. May be repeated."""
 
     @abstractmethod
-    def _leave(self, cancel: wire.Cancel | None) -> None: ...
+    def _leave(self, cancel: wire.Cancel | None) -> None:
+        """The call or the run."""
 
     def on_refused(self, refused: wire.Refused) -> None:
         if refused.failure.cause in RETRY_ELSEWHERE:

@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class Complete(Exception):
-    pass
+    """The output is complete: its attempt has nothing more to wait for."""
 
 
 class Legs:

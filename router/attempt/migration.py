@@ -1,7 +1,4 @@
-"""Moves a run from a draining worker to another one, as often as needed.
-
-the source drains: offer --> Start(ticket) at a target --> scheduled --> joined: the target has the run
-"""
+"""Moves a run from a draining worker to another one, as often as needed."""
 
 from __future__ import annotations
 

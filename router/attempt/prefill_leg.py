@@ -1,7 +1,4 @@
-"""The call that computes a prompt for another worker.
-
-called --> scheduled --> ticket, first tokens (in either order) --> over
-"""
+"""The call that computes a prompt for another worker (see `leg`)."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from decant.router.request.finish import finish_from_tokens
 from decant.router.request.stored import record_end
 from decant.router.request.token_stream import Finish, TokenStream
 from decant.router.request.valid_request import ValidRequest
-from decant.runtime import logs
+from decant.runtime import logs, tracing
 from decant.runtime.admission import AdmissionSlot
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import (
@@ -113,7 +113,8 @@ class Execution:
         reason = wire.Cancel.REASON_ATTEMPT
         try:
             async with asyncio.timeout(self._request.deadline.remaining()) as limit:
-                await self._admit()
+                with tracing.span("admission", self._request.engine_request.traceparent):
+                    await self._admit()
                 self._advance(Phase.RUNNING)
                 end = await self._run_attempts()
         except TimeoutError:

@@ -43,6 +43,7 @@ class WorkerSnapshot:
     takes_prompts: bool = True
     has_capacity: bool = True  # False: it refused a request and has not reported its load since
     avoided: bool = False  # it failed recently or failed this request: chosen last
+    group_blocks: tuple[int, ...] = (0,)  # as in Capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,12 @@ class PlacementRequest:
 class Placement:
     incarnation: Incarnation
     prefill: bool  # False: from tokens
+
+
+def blocks_for(tokens: int, block_tokens: int, group_blocks: Sequence[int]) -> int:
+    """Blocks of all cache groups that a sequence of so many tokens has at once."""
+    count = -(-tokens // block_tokens)
+    return sum(min(count, most) if most else count for most in group_blocks)
 
 
 def choose_first_worker(workers: Sequence[WorkerSnapshot], request: PlacementRequest) -> Placement | None:
@@ -116,7 +123,8 @@ def _least_loaded_decode(
 
 
 def _lacks_capacity(worker: WorkerSnapshot, request: PlacementRequest) -> bool:
-    return worker.free_blocks * worker.block_tokens <= request.tokens - worker.cached_tokens
+    uncached = request.tokens - worker.cached_tokens
+    return worker.free_blocks < blocks_for(uncached + 1, worker.block_tokens, worker.group_blocks)
 
 
 def _uncached(worker: WorkerSnapshot, request: PlacementRequest, preferred: WorkerSnapshot | None) -> int:

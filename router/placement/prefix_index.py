@@ -164,8 +164,8 @@ class WorkerPrefixCache:
         self._expected.update(dict.fromkeys(new, expected))
         return expected
 
-    def apply_heartbeat(self, beat: wire.Heartbeat) -> None:
-        published, dropped = (array("Q", hashes) for hashes in (beat.cache.published, beat.cache.dropped))
+    def apply_heartbeat(self, heartbeat: wire.Heartbeat) -> None:
+        published, dropped = (array("Q", hashes) for hashes in (heartbeat.cache.published, heartbeat.cache.dropped))
         self._cached.update(published)
         self._cached.difference_update(dropped)
         self._index.add(self._worker, published)

@@ -11,7 +11,7 @@ import sys
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import WorkerRegistration
-from decant.router.placement.policy import WorkerSnapshot
+from decant.router.placement.policy import WorkerSnapshot, blocks_for
 from decant.router.placement.prefix_index import ExpectedBlocks, PrefixIndex, PromptBlocks, WorkerPrefixCache
 from decant.state.ids import Incarnation
 
@@ -43,6 +43,7 @@ class WorkerLoad:
     def __init__(self, facts: WorkerRegistration, index: PrefixIndex | None = None) -> None:
         self.incarnation = Incarnation.of(facts.peer)
         self.block_tokens = facts.capacity.block_tokens or 1
+        self._group_blocks = tuple(facts.capacity.group_blocks) or (0,)
         self._index = index or PrefixIndex()
         self.number = self._index.add_worker(self.block_tokens)
         """Its number in the index."""
@@ -59,7 +60,7 @@ class WorkerLoad:
         self._is_full = False
         self._slow_start_limit = sys.maxsize  # sequences sent before the next load report
         self._sent_sequences = 0  # since the last one
-        self._sent_tokens = 0
+        self._sent_blocks = 0
 
     @property
     def is_draining(self) -> bool:
@@ -99,13 +100,14 @@ class WorkerLoad:
             role=load.role,
             layout=self.layout,
             block_tokens=self.block_tokens,
-            free_blocks=load.free_blocks + load.cached_blocks - self._sent_tokens // self.block_tokens,
+            free_blocks=load.free_blocks + load.cached_blocks - self._sent_blocks,
             sequences=self.sequences.now,
             queued_tokens=self.work.now,
             cached_tokens=cached_tokens if has_capacity else 0,
             takes_prompts=load.takes_prompts,
             has_capacity=has_capacity,
             avoided=avoided,
+            group_blocks=self._group_blocks,
         )
 
     def cached_tokens(self, prefix: PromptBlocks) -> int:
@@ -115,7 +117,7 @@ class WorkerLoad:
         """``release`` the result when the sequence has left. ``computed``: there, not fetched."""
         fresh = max(0, tokens - self.cached_tokens(prefix))
         self._sent_sequences += 1
-        self._sent_tokens += fresh
+        self._sent_blocks += blocks_for(fresh, self.block_tokens, self._group_blocks)
         return LoadReservation(self, fresh if computed else 0, self._cached.expect(prefix.hashes(self.block_tokens)))
 
     def add(self, sequences: int, work: int) -> None:
@@ -123,18 +125,18 @@ class WorkerLoad:
         self.work.add(work)
         self._snapshots.clear()
 
-    def apply_heartbeat(self, beat: wire.Heartbeat) -> None:
-        if beat.HasField("load"):
+    def apply_heartbeat(self, heartbeat: wire.Heartbeat) -> None:
+        if heartbeat.HasField("load"):
             role = self._load.role
             self._load = wire.Load()  # a copy: a part of a message keeps the whole message in memory
-            self._load.CopyFrom(beat.load)
-            self._load.role = beat.load.role or role
+            self._load.CopyFrom(heartbeat.load)
+            self._load.role = heartbeat.load.role or role
         self.work.set_reported(self._load.queued_tokens)
         self.sequences.set_reported(self._load.running + self._load.waiting)
-        self._cached.apply_heartbeat(beat)
-        if beat.routers or self._routers is None:
-            self._routers = frozenset(Incarnation.of(router) for router in beat.routers)
-        self._sent_sequences = self._sent_tokens = 0
+        self._cached.apply_heartbeat(heartbeat)
+        if heartbeat.routers or self._routers is None:
+            self._routers = frozenset(Incarnation.of(router) for router in heartbeat.routers)
+        self._sent_sequences = self._sent_blocks = 0
         if not self._is_full:
             self._slow_start_limit *= 2
         self._is_full = False

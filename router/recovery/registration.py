@@ -1,8 +1,4 @@
-"""Register this router in the store, and notice when Redis was emptied.
-
-register ---- renew ---- renew ---- ...            Redis unavailable: retried at the next renewal
-                '-- another store instance: Redis was emptied, all requests here are written again
-"""
+"""Register this router in the store, and notice when Redis was emptied: then all requests here are written again."""
 
 from __future__ import annotations
 

@@ -123,6 +123,7 @@ def new_record(request: ValidRequest, router: Incarnation, epoch: int) -> OwnedR
         model=request.engine_request.model,
         seed=request.engine_request.sampling.seed,
         prompt_tokens=request.prompt_tokens,
+        traceparent=request.engine_request.traceparent,
     )
     remaining_s = request.deadline.remaining()
     if remaining_s is not None:

@@ -53,7 +53,8 @@ class AttemptTrace:
 
 
 class SupersedableReader(Protocol):
-    def supersede(self) -> None: ...
+    def supersede(self) -> None:
+        """A newer one reads it: end."""
 
 
 @dataclass(slots=True)

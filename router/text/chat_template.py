@@ -1,9 +1,7 @@
-"""Render chat messages with the model's own template, in a confined process.
+"""Render chat messages with the model's own template, in a confined process for each model (`template_process.py`).
 
-messages --> ChatTemplate --> template_process.py, one process per model, started on first use --> text
-                '-- no reply in RENDER_SECONDS: the process is killed; the next request starts another
-
-A process, although jinja2 has a sandbox: a template is a program that may loop or allocate without end.
+A process, although jinja2 has a sandbox: a template may loop or allocate without end. One that does not reply in
+RENDER_SECONDS is killed; the next request starts another.
 """
 
 from __future__ import annotations
@@ -93,7 +91,8 @@ class ChatTemplate:
         return json.loads(reply), text.decode()
 
 
-def _nothing() -> None: ...
+def _nothing() -> None:
+    """There is no process to end."""
 
 
 def _start() -> subprocess.Popen[bytes]:

@@ -45,7 +45,7 @@ _UNFINISHED = re.compile(
 
 
 class UnsupportedDecoder(ValueError):
-    pass
+    """The decoder can't be followed token by token; the message names it."""
 
 
 class Detokenizer(ABC):

@@ -1,9 +1,5 @@
 """Token ids of a prompt, from a text, chat messages or ids. A prompt that can't fit the context is refused early.
 
-    text ------------------------> bounded by its length? --> tokenized --> fits? --> token ids
-    messages --chat template--> text --^
-    token ids --counted--> fits? --------------------------> in the vocabulary? ------^
-
 Long inputs are processed in threads (``TextWork``): no input stops the event loop for more than some milliseconds.
 """
 

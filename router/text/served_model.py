@@ -1,7 +1,5 @@
 """The models that this router serves: tokenizer, chat template and limits, without weights.
 
-    ID=SOURCE or SOURCE --runtime.model_files--> files --here--> ServedModel, by its id
-
 Tokenizing equals that of transformers where transformers uses tokenizer.json, as it does unless a class builds another
 pipeline (LlamaTokenizer does, for its older files). tokenizer_config.json adds special tokens that tokenizer.json
 lacks, and says whether a special token that is spelt out in a text stays text.

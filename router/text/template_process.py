@@ -48,11 +48,11 @@ _WARM_UP_TEMPLATE = r"""{% for m in messages if m.role %}
 
 
 class Refused(Exception):
-    pass
+    """The template called raise_exception."""
 
 
 class TooLong(Exception):
-    pass
+    """The text exceeds the limit."""
 
 
 class Generation(jinja2.ext.Extension):

@@ -1,9 +1,6 @@
-"""Work on long texts in threads: few at a time, bounded in bytes, the rest waits in a bounded queue.
+"""Work on long texts in threads: few at a time, bounded in bytes; the rest waits in a bounded queue.
 
-    run --queue and bytes within limits--> a slot --> a thread --> the result
-          '-- else QueueFull                 '-- a LARGE text also waits until no other one is running
-
-Tokenizing needs up to 200 bytes of memory per byte of text, so two large texts do not run together. The work must
+Tokenizing needs up to 200 bytes of memory per byte of text, so two LARGE texts do not run together. The work must
 release the interpreter's lock, or hold it for at most milliseconds at a time: else it stops the event loop.
 """
 

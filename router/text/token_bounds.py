@@ -1,8 +1,5 @@
 """Lower bound of a text's number of tokens, from its length alone.
 
-    text --normalizer--> text --pre-tokenizer--> words --model--> tokens
-          up to 4 to 1         may drop spaces          up to the longest token's characters to 1
-
 A text whose bound exceeds the context length is refused before it is tokenized. There is no bound for a tokenizer that
 may join or drop any number of characters: then every text is tokenized.
 """

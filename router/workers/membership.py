@@ -1,10 +1,7 @@
 """Which workers there are: follows the directory, and keeps a session with each worker.
 
-    directory --listing--> WorkerMembership --one for each incarnation--> WorkerHandle with its WorkerSession
-
-A registration gives a worker's address; from then on its session shows whether it is alive. An expired registration
-alone removes nothing: a worker is removed when its session breaks and this router has no runs there. A new incarnation
-of an id is a new worker.
+A registration gives a worker's address; from then on its session shows whether it is alive. A worker is removed when
+its session breaks and this router has no runs there. A new incarnation of an id is a new worker.
 """
 
 from __future__ import annotations
@@ -32,7 +29,8 @@ _log = logs.get(__name__)
 
 
 class MembershipObserver(SessionObserver, Protocol):
-    def on_members_changed(self, model: str) -> None: ...
+    def on_members_changed(self, model: str) -> None:
+        """A worker of that model was removed."""
 
 
 class WorkerMembership:

@@ -133,10 +133,10 @@ class WorkerPool:
             worker.load.reset()
             self.on_members_changed(worker.facts.model)
 
-    def on_heartbeat(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
-        self.tickets.on_renewed(beat.renew)
+    def on_heartbeat(self, session: WorkerSession, heartbeat: wire.Heartbeat) -> None:
+        self.tickets.on_renewed(heartbeat.renew)
         if (worker := self.membership.get(Incarnation.of(session.worker))) is not None:
-            worker.load.apply_heartbeat(beat)
+            worker.load.apply_heartbeat(heartbeat)
             line = self.waiting_lines[worker.facts.model]
             if line and worker.is_usable and worker.load.has_capacity:
                 line.open(kind for kind in line.kinds if self._may_take(worker, kind))

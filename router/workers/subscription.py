@@ -35,14 +35,15 @@ class TokenSink(Protocol):
 
     def write(self, position: int, token: int, logprobs: wire.TokenLogprobs | None = None) -> WriteError | None: ...
 
-    def add_prompt_logprobs(self, message: wire.PromptLogprobs) -> WriteError | None: ...
+    def add_prompt_logprobs(self, message: wire.PromptLogprobs) -> WriteError | None:
+        """Logprobs of a part of the prompt."""
 
 
 class SessionObserver(Protocol):
     def opened(self, session: WorkerSession) -> None:
         """The worker takes new work. Its next heartbeats list its whole prefix cache."""
 
-    def on_heartbeat(self, session: WorkerSession, beat: wire.Heartbeat) -> None: ...
+    def on_heartbeat(self, session: WorkerSession, heartbeat: wire.Heartbeat) -> None: ...
 
 
 class SessionDependent(Protocol):
@@ -66,7 +67,8 @@ class RunListener(Protocol):
     def on_draining(self) -> None:
         """Called with each heartbeat of a draining worker."""
 
-    def on_ended(self, ended: wire.Ended) -> None: ...
+    def on_ended(self, ended: wire.Ended) -> None:
+        """Every token of the run has been written."""
 
     def on_refused(self, refused: wire.Refused) -> None: ...
 

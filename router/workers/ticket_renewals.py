@@ -1,7 +1,4 @@
-"""Renewal of tickets, over the sessions with the prefill workers that issued them.
-
-issued --renew--> renewed by this router --stop_renewing--> renewed for the decode worker --drop--> forgotten
-"""
+"""Renewal of tickets, over the sessions with the workers that issued them, until the decode worker renews them."""
 
 from __future__ import annotations
 

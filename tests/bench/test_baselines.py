@@ -88,9 +88,9 @@ def test_the_others_go_on(scripts: None, tiny: Path, tmp_path: Path, monkeypatch
     assert set(result["contenders"]) == {"decant", "works"}
     assert [len(result["contenders"][who]["runs"]) for who in ("decant", "works")] == [2, 2]
     assert set(result["unavailable"]) == {"raises", "dies"}
-    told = Console(record=True, width=200, file=StringIO())
-    report.show(result, told)
-    text = told.export_text()
+    console = Console(record=True, width=200, file=StringIO())
+    report.show(result, console)
+    text = console.export_text()
     assert "raises was left out: [rank0]: no such thing as float32 here" in text
     assert "Decant ran in bfloat16, all others in float32." in text
 
@@ -102,11 +102,11 @@ def test_baselines_that_cannot_be_installed_are_unavailable_and_not_marked_compl
     monkeypatch.setattr(environment, "cache_folder", lambda: tmp_path / "bench")
     requirements = tmp_path / "needs.txt"
     requirements.write_text("./no-such-folder-of-a-package\n")
-    heard: list[str] = []
+    errors: list[str] = []
     contender = Contender("needs what isn't there", "baseline_works", requirements)
     with pytest.raises(contenders.Unavailable, match="it can't be installed: ERROR"):
-        contenders.run(contender, JOB, lambda _: None, heard.append)
-    assert any("ERROR" in line for line in heard)
+        contenders.run(contender, JOB, lambda _: None, errors.append)
+    assert any("ERROR" in line for line in errors)
     assert not list(tmp_path.glob("baselines/*/complete"))
 
 
@@ -123,10 +123,10 @@ class Scripted:
         self._left[item.id] = item.output_len
 
     def step(self) -> Iterable[str]:
-        told = [id for id, left in self._left.items() for _ in range(min(self._burst, left))]
-        for id in told:
+        drawn = [id for id, left in self._left.items() for _ in range(min(self._burst, left))]
+        for id in drawn:
             self._left[id] -= 1
-        return told
+        return drawn
 
 
 @pytest.mark.parametrize("burst", [1, 3])
@@ -144,8 +144,8 @@ def test_an_open_loop_sends_each_at_its_time_and_counts_every_token(burst: int) 
 def test_a_token_too_many_is_no_result() -> None:
     class Generous(Scripted):
         def step(self) -> Iterable[str]:
-            told: list[Any] = [*super().step(), "a"]
-            return told
+            drawn: list[Any] = [*super().step(), "a"]
+            return drawn
 
     with pytest.raises(RuntimeError, match="a: "):
         drive(Generous(1), [Item("a", [1], 2, 0.0), Item("b", [1], 3, 0.0)], lambda _: None)

@@ -91,18 +91,18 @@ def test_the_report_has_the_machine_and_the_ratio(measured: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    ("model", "workload", "told"),
+    ("model", "workload", "summary"),
     [("nowhere", "exponential", "neither a checkpoint"), (None, "bad.jsonl", "line 1: output_len")],
 )
 def test_an_unavailable_baseline_is_reported_in_one_line(
-    model: str | None, workload: str, told: str, tiny: Path, tmp_path: Path
+    model: str | None, workload: str, summary: str, tiny: Path, tmp_path: Path
 ) -> None:
     bad = {"id": "a", "prompt_token_ids": [1], "output_len": 0, "arrival_s": 0}
     (tmp_path / "bad.jsonl").write_text(json.dumps(bad))
     path = tmp_path / workload if workload.endswith("jsonl") else workload
     run = completed("bench.engine", "--model", str(model or tiny), "--workload", str(path))
     assert run.returncode == 1
-    assert told in " ".join(run.stderr.split())
+    assert summary in " ".join(run.stderr.split())
     assert "Traceback" not in run.stderr
 
 

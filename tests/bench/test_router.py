@@ -39,10 +39,10 @@ async def server(first_ms: float, step_ms: float) -> AsyncIterator[str]:
 
 async def done(job: Job) -> tuple[list[str], dict[str, Any]]:
     """The windows and the result that a job reports."""
-    told: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     async with asyncio.timeout(PATIENCE):
-        await load.serve(job, lambda message: told.append(json.loads(json.dumps(message))))
-    return [message["window"] for message in told[:-1]], told[-1]["result"]
+        await load.serve(job, lambda message: messages.append(json.loads(json.dumps(message))))
+    return [message["window"] for message in messages[:-1]], messages[-1]["result"]
 
 
 def most_at_once(seen: list[dict[str, float]]) -> int:

@@ -11,6 +11,8 @@ from decant.engine.engine import Engine
 from decant.engine.model.model import ModelConfig, load
 from decant.engine.request import Request, StopParams
 from decant.engine.scheduler import Limits
+from decant.router.text.served_model import served
+from decant.runtime import model_files
 
 
 def test_tiny_is_served(tiny: Path) -> None:
@@ -21,6 +23,22 @@ def test_tiny_is_served(tiny: Path) -> None:
     while engine.has_work:
         written += engine.step().tokens
     assert len(written) == 2
+
+
+def test_every_token_has_text_and_texts_become_tokens(tiny: Path) -> None:
+    model = served(model_files.find(str(tiny)))
+    assert model.vocab_size == model.tokenizer.get_vocab_size() == 512
+    assert all(model.token_table.bytes_of(id) for id in range(512))
+    text = "def add(a, b):\n"
+    assert model.tokenizer.decode(model.tokenizer.encode(text).ids) == text
+
+
+def test_an_older_checkpoint_gets_its_tokenizer(tiny: Path, tmp_path: Path) -> None:
+    older = tmp_path / "older"
+    older.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (older / name).write_bytes((tiny / name).read_bytes())
+    assert (shapes.make("tiny", older) / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_gives_others(tiny: Path, tmp_path: Path) -> None:

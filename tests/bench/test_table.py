@@ -25,13 +25,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def measured(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("table") / "out.json"
     options = ("--threads", "1", "--runs", "1", "--baselines", "none", "--kv-bytes", str(1 << 28))
-    with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()) as said:
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()) as output:
         patch.setattr(child, "run", forked.run)
         patch.setattr("signal.signal", lambda *_: None)
         patch.setenv("COLUMNS", "200")
         patch.setattr(sys, "argv", ["engine", "--model", str(tiny), "--json", str(out), *options])
-        assert engine.main() == 0, said.getvalue()
-    assert "prompt of 1,750" in " ".join(said.getvalue().split())
+        assert engine.main() == 0, output.getvalue()
+    assert "prompt of 1,750" in " ".join(output.getvalue().split())
     result: dict[str, Any] = json.loads(out.read_text())
     return result
 

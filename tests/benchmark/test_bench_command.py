@@ -24,6 +24,9 @@ VLLM_KEYS = {
 }
 
 
+pytestmark = pytest.mark.slow
+
+
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=200, check=False)
 
@@ -41,7 +44,6 @@ def measured(address: str, *arguments: str) -> dict[str, Any]:
     return document
 
 
-@pytest.mark.slow
 def test_up_starts_a_deployment_and_prints_tables_and_the_answer() -> None:
     """So many requests that their logs would fill a pipe."""
     done = bench("--up", "--rate", "100", "--slo", "ttft=30s,tpot=10s", *SMALL, "--requests", "400")

@@ -7,12 +7,15 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
+from decant.bench import model_shapes
 from decant.bench.errors import InvalidBenchmark
 from decant.bench.interference import experiment, report
 from decant.bench.interference.configurations import (
@@ -29,6 +32,8 @@ from decant.bench.interference.html_report import to_html
 from decant.bench.interference.trial import Stamps, Trial, check, summarise
 from decant.bench.interference.verdict import sentence
 from decant.bench.report import dump
+from decant.command import temporary_deployment
+from decant.command.bench_interference import _starter
 from decant.command.up import UpOptions
 from decant.command.up.plan import make_plan
 from decant.protos import inference_pb2 as pb
@@ -152,6 +157,25 @@ def test_reports_have_every_configuration_and_the_answer(document: dict[str, Any
     # 64, 256 and unchunked by chunk; all five by TTFT.
     assert [len(list(chart.iter(f"{SVG}circle"))) for chart in charts[:4]] == [3, 3, 3, 5]
     assert any("split 100 ms" in (text.text or "") for text in charts[0].iter(f"{SVG}text"))
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "served"),
+    [("tiny", "tiny", ["--model", "made/tiny"]), (None, "tiny-python", []), ("x/y", "y", ["--model", "x/y"])],
+)
+def test_a_shape_is_served_with_random_weights_and_other_models_as_they_are(
+    model: str | None, name: str, served: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def started(*arguments: str, variables: object) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(addresses=arguments)
+
+    monkeypatch.setattr(temporary_deployment, "temporary_deployment", started)
+    monkeypatch.setattr(model_shapes, "make", lambda shape: Path("made") / shape)
+    found, start = _starter(model, None)
+    with start(Configuration("c", 1, 1)) as arguments:
+        assert list(arguments) == ["--prefill", "1", "--decode", "1", *served]
+    assert found == name
 
 
 def test_invalid_options_are_refused() -> None:

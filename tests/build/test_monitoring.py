@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ GRAFANA = ROOT / "deploy" / "grafana"
 GUIDE = (ROOT / "docs" / "guides" / "monitor.md").read_text()
 DASHBOARD = json.loads((GRAFANA / "decant.json").read_text())
 RULES = [rule for group in yaml.safe_load((GRAFANA / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
+ALERT_TESTS = yaml.safe_load((ROOT / "tests" / "deploy" / "alerts.test.yaml").read_text())
 OF_PROMETHEUS = {"instance", "le"}
 SELECTOR = re.compile(r"(decant_\w+)\{([^}]*)\}")
 PART = re.compile(r"_(bucket|sum|count)$")
@@ -46,6 +49,28 @@ def test_an_expression_uses_labels_that_its_metrics_have(expression: str) -> Non
     known = OF_PROMETHEUS.union(*(labels_of(series) for series in re.findall(r"decant_\w+", expression)))
     for names in re.findall(r"(?:by|on|group_left) \(([^)]*)\)", expression):
         assert set(re.split(r",\s*", names)) <= known, names
+
+
+def promtool(*arguments: str) -> None:
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("promtool, of Prometheus, is not on PATH")
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_alerts_and_the_expressions_of_the_dashboard_are_valid_for_prometheus(tmp_path: Path) -> None:
+    expressions = [e.replace("$__rate_interval", "5m").replace("$model", ".*") for e in EXPRESSIONS]
+    rules = [{"record": f"expression_{number}", "expr": one} for number, one in enumerate(expressions)]
+    file = tmp_path / "expressions.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    promtool("check", "rules", "deploy/grafana/alerts.yaml", str(file))
+
+
+def test_each_alert_fires_when_it_should_and_not_otherwise() -> None:
+    cases = [case for test in ALERT_TESTS["tests"] for case in test["alert_rule_test"]]
+    assert {case["alertname"] for case in cases if "exp_alerts" in case} == {rule["alert"] for rule in RULES}
+    promtool("test", "rules", "tests/deploy/alerts.test.yaml")
 
 
 def test_each_alert_has_a_section_that_says_what_to_do() -> None:

@@ -92,6 +92,38 @@ def test_all_processes_are_ready_and_every_block_is_accounted_for(running: Up, f
     assert command(folder, "audit", "--redis-url", deployment(folder)["redis_url"]).returncode == 0
 
 
+def test_top_shows_both_pools_and_what_the_run_moved(running: Up, folder: Path) -> None:
+    assert command(folder, "generate", "def f(x):\n", "--max-tokens", "4").returncode == 0
+    done = command(folder, "top", "--once", "--json", "--interval", "0.1")
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    processes = {one["name"]: one for one in shown["processes"]}
+    assert {name: one["role"] for name, one in processes.items()} == {
+        "prefill-1": "prefill",
+        "decode-1": "decode",
+        "router-1": "router",
+    }
+    assert {one["state"] for one in processes.values()} == {"ready"}
+    assert processes["prefill-1"]["figures"]["prefill_tokens_total"] > 0
+    assert processes["router-1"]["figures"]["is_store_available"]
+    (model,) = shown["models"]
+    assert model["requests_total"] >= 1
+    assert model["output_tokens_total"] >= 4
+
+
+def test_top_ends_at_an_interrupt_without_a_stack(running: Up, folder: Path) -> None:
+    environment = os.environ | {"XDG_RUNTIME_DIR": str(folder), "TMPDIR": str(folder)}
+    top = ["env", "--default-signal=INT", *DECANT, "top", "--interval", "0.1"]  # it is ignored in background jobs
+    with subprocess.Popen(
+        top, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as showing:
+        assert showing.stdout is not None
+        assert "decant top" in showing.stdout.readline()
+        showing.send_signal(signal.SIGINT)
+        _, errors = showing.communicate(timeout=PATIENCE_S)
+    assert (showing.returncode, errors) == (130, "")
+
+
 def test_a_caller_without_the_credentials_of_the_run_gets_nothing_from_a_worker(running: Up, folder: Path) -> None:
     for name in ("prefill-1", "decode-1"):
         assert running.until(name, "serving")["tls"] == "mutual"

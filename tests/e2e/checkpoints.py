@@ -1,4 +1,4 @@
-"""The small model, written elsewhere with something about it changed."""
+"""Copies of the small model with one change."""
 
 from __future__ import annotations
 

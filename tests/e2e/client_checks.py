@@ -1,4 +1,4 @@
-"""Asks a deployment over the wire, checks the grammar of every stream, and knows what the answer must be."""
+"""Calls a deployment, checks the grammar of every stream, and knows the expected answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deployments that several tests ask; starting one takes seconds."""
+"""Deployments that several tests share; starting one takes seconds."""
 
 from collections.abc import AsyncIterator, Iterator
 

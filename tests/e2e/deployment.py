@@ -67,10 +67,10 @@ class Process:
                         return line
                 alive = self._reader.is_alive()
                 if not alive or not self._changed.wait(min(1.0, max(0.0, ends - time.monotonic()))):
-                    assert alive, f"{self.module} ended before {wanted}: {self.said()}"
-                    assert time.monotonic() < ends, f"{self.module} never said {wanted}: {self.said()}"
+                    assert alive, f"{self.module} ended before {wanted}: {self.log_tail()}"
+                    assert time.monotonic() < ends, f"{self.module} never logged {wanted}: {self.log_tail()}"
 
-    def said(self) -> str:
+    def log_tail(self) -> str:
         """Its last words."""
         self._errors.seek(0)
         errors = self._errors.read().decode(errors="replace")[-3000:]
@@ -95,7 +95,7 @@ class Process:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            raise AssertionError(f"{self.module} did not end: {self.said()}") from None
+            raise AssertionError(f"{self.module} did not end: {self.log_tail()}") from None
         finally:
             self._reader.join(PATIENCE_S)
             self._output.close()
@@ -196,7 +196,7 @@ def deployment(
     """
     with ExitStack() as stack:
         made = Deployment(stack.enter_context(redis or PrivateRedis()))
-        common = ("--port", "0", "--redis-url", made.redis.url)
+        common = ("--port", "0", "--admin-port", "0", "--redis-url", made.redis.url)
         for index in range(prefill + decode):
             module = "prefill_worker" if index < prefill else "decode_worker"
             reached = ("--advertise", between[index].address) if index < len(between) else ()

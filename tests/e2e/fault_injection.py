@@ -1,4 +1,4 @@
-"""Routers and workers in one process, their engines fake and all between them real, each worker behind a proxy.
+"""Routers and workers in one process: fake engines, real connections, each worker behind a proxy.
 
 router r ──┬──> proxy ──> prefill worker p
 router s ──┴──> proxy ──> decode worker d ──> p's proxy: fetches, releases
@@ -30,7 +30,7 @@ WANTED = 7
 MOST = 100
 """Messages of one kind that no request here takes."""
 
-GIVER, TAKER = "p", "d"
+SENDER, RECEIVER = "p", "d"
 
 
 class Line(NamedTuple):
@@ -46,7 +46,13 @@ class Line(NamedTuple):
 
 LINES = tuple(
     Line(worker, method, direction)
-    for worker, method in ((TAKER, SESSION), (GIVER, SESSION), (GIVER, PREFILL), (GIVER, FETCH), (GIVER, RELEASE))
+    for worker, method in (
+        (RECEIVER, SESSION),
+        (SENDER, SESSION),
+        (SENDER, PREFILL),
+        (SENDER, FETCH),
+        (SENDER, RELEASE),
+    )
     for direction in (TO_WORKER, TO_CALLER)
 )
 
@@ -88,8 +94,8 @@ class Cutting:
         return cuts
 
     async def answered(self, *spots: Spot) -> list[Cut]:
-        """Asks while calls are cut at these spots: the answer is right. Returns the cuts once all that belongs to the
-        request has been said, but for what a lease says."""
+        """Call while calls are cut at these spots, and check the answer. Returns the cuts once all messages of the
+        request were sent, renewals of leases excepted."""
         request, expected = self.request()
         cuts = self.arm(*spots)
         stream = await self.one.answer(request)
@@ -99,9 +105,11 @@ class Cutting:
         return cuts
 
     async def quiet(self) -> None:
-        """Until no request is at work any more: whatever is said from now on belongs to the next."""
-        await self.places[TAKER].until(lambda seen: not (seen.owners or seen.fetches or seen.orphans or seen.unretired))
-        await self.places[GIVER].until(lambda seen: not seen.fetches)
+        """Until no request is at work any more: messages from now on belong to the next."""
+        await self.places[RECEIVER].until(
+            lambda seen: not (seen.owners or seen.fetches or seen.orphans or seen.unretired)
+        )
+        await self.places[SENDER].until(lambda seen: not seen.fetches)
 
     async def settle(self) -> None:
         """Until nothing is left of anything at either worker, and every block is accounted for."""
@@ -134,7 +142,7 @@ async def _restore(found: StoredRequest) -> ValidRequest:
 @asynccontextmanager
 async def cutting(store: Store, timings: RouterTimings = RouterTimings()) -> AsyncIterator[Cutting]:
     """Nothing may be left anywhere at its end."""
-    roles = {GIVER: wire.ROLE_PREFILL, TAKER: wire.ROLE_DECODE}
+    roles = {SENDER: wire.ROLE_PREFILL, RECEIVER: wire.ROLE_DECODE}
     async with AsyncExitStack() as stack:
         places, proxies = {}, {}
         for name, role in roles.items():

@@ -1,4 +1,4 @@
-"""Processes that are forked from one in which everything is imported already.
+"""Processes forked from one that has imported everything.
 
 Importing torch and transformers takes a worker six seconds of processor time, and the rest of its start one. Which
 modules a process imports by itself, and how a whole interpreter begins and ends, is left to tests of single processes
@@ -38,8 +38,8 @@ class Forked:
         stderr: int,
         environ: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        told = (module, tuple(arguments), {**os.environ, **environ}, (_Sent(stdout), _Sent(stderr)))
-        self._process = _CONTEXT.Process(target=_become, args=told)
+        start = (module, tuple(arguments), {**os.environ, **environ}, (_Sent(stdout), _Sent(stderr)))
+        self._process = _CONTEXT.Process(target=_become, args=start)
         self._process.start()
         assert self._process.pid
         self.pid = self._process.pid
@@ -69,7 +69,7 @@ class Forked:
 
 
 def completed(module: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """What ``python -m module arguments`` said, and its exit status. Raises subprocess.TimeoutExpired."""
+    """Output and exit status of ``python -m module arguments``. Raises subprocess.TimeoutExpired."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = Forked(module, arguments, output.fileno(), errors.fileno())
         try:
@@ -83,7 +83,7 @@ def completed(module: str, *arguments: str, timeout: float = 120) -> subprocess.
 
 
 def _become(module: str, arguments: Sequence[str], environ: Mapping[str, str], written: Sequence[Any]) -> None:
-    """In the fork: the module's main program, writing where it was told to."""
+    """In the fork: the module's main program, writing to the given streams."""
     for ours, theirs in enumerate(written, start=1):
         number = theirs.detach()
         os.dup2(number, ours)

@@ -1,4 +1,4 @@
-"""What the processes of a deployment import, for the process that they are forked from."""
+"""Imports of a deployment's processes, for the process that they are forked from."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""What routers and workers with a fake engine import, for the process that they are forked from."""
+"""Imports of routers and of workers with a fake engine, for the process that they are forked from."""
 
 import gc
 

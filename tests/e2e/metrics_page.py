@@ -14,9 +14,14 @@ Totals = dict[str, float]
 """By name of the metric: the sum over its series, and of a histogram its number of observations."""
 
 
+def read_page(port: int | None, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE_S) as response:
+        text: str = response.read().decode()
+        return text
+
+
 def read_totals(port: int | None) -> Totals:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as response:
-        return totals_of(response.read().decode())
+    return totals_of(read_page(port, "/metrics"))
 
 
 def totals_of(text: str) -> Totals:

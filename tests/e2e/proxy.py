@@ -43,7 +43,7 @@ OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_leng
 @dataclass(slots=True)
 class Cut:
     """Both ends of a call lose it at the message of that number, counted from 0 and from now on, in one direction and
-    without beats, which come when they will.
+    without heartbeats, which come when they will.
 
     ``arrives``: whether that message is the last that arrives. ``after``: counted from when that one happened.
     ``instead``: done in place of the cut, which is none then.
@@ -81,7 +81,7 @@ class Proxy(grpc.GenericRpcHandler):
         self.address = ""
         self.target = ""
         self.tamper: Tamper | None = None
-        self.is_mute = False  # fetches hear nothing at all, and no end either
+        self.is_mute = False  # fetches receive nothing, not even an end
         self.fetches = 0
         self.cuts: tuple[Cut, ...] = ()
 
@@ -97,8 +97,8 @@ class Proxy(grpc.GenericRpcHandler):
                 await asyncio.Event().wait()
             broken = asyncio.Event()
             async with grpc.aio.insecure_channel(self.target, OPTIONS) as channel:
-                said = self._uncut(method, TO_WORKER, requests, broken)
-                call: Any = channel.stream_stream(method)(cast(Any, said))
+                forwarded = self._uncut(method, TO_WORKER, requests, broken)
+                call: Any = channel.stream_stream(method)(cast(Any, forwarded))
                 breaking = asyncio.create_task(_break(call, broken))
                 try:
                     async for answer in self._uncut(method, TO_CALLER, call, broken):

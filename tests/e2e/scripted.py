@@ -1,4 +1,4 @@
-"""A router's real process before workers that do what a script says, asked over the wire."""
+"""A router's real process in front of scripted workers, called over gRPC."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def scripted(
         workers = usable(await stack.enter_async_context(fleet(*pools)))
         running = await stack.enter_async_context(router(server, *settings))
         await become_ready(running)
-        for worker in workers:  # nobody renews this: a session holds from then on
+        for worker in workers:  # not renewed: from then on the session counts
             await store.workers.register(worker.facts)
         await until(lambda: all(worker.hellos for worker in workers))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(running.address, NO_LIMITS))

@@ -1,4 +1,4 @@
-"""Fields of the public API over real processes: what is asked for is what comes."""
+"""Fields of the public API over real processes: each has its effect."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A request may be given up at any instant, in three ways; afterwards every block of every worker is accounted for."""
+"""A request is cancelled at any instant, in three ways; afterwards every block of every worker has an owner."""
 
 import asyncio
 import contextlib
@@ -74,7 +74,7 @@ async def scene(processes: tuple[Deployment, Proxy]) -> AsyncIterator[Scene]:
         yield Scene(running, between, stub)
         between.tamper = None
         async with asyncio.timeout(PATIENCE_S):
-            while not await is_handed_over(stub):  # a worker that stood still is avoided until its beats come again
+            while not await is_handed_over(stub):  # a worker that stalled is avoided until its heartbeats resume
                 pass
     await asyncio.to_thread(running.settled)
 
@@ -100,7 +100,7 @@ async def queued(scene: Scene) -> Any:
     for other in others:
         await other.read()
     call = scene.begin("it", output=500)
-    await asyncio.sleep(0.1)  # nothing tells that it waits; were it running, the test would only be weaker
+    await asyncio.sleep(0.1)  # no event shows that it waits; if it runs, the test is only weaker
     return call, others
 
 

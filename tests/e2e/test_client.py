@@ -1,4 +1,4 @@
-"""The client against real routers that die, drain and are not there: what it reads is what an undisturbed one reads."""
+"""The client against routers that die, drain or are absent reads what an undisturbed one reads."""
 
 from __future__ import annotations
 

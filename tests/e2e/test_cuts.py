@@ -30,7 +30,7 @@ LINES += [(FETCH, TO_WORKER), (FETCH, TO_CALLER), (RELEASE, TO_WORKER), (RELEASE
 
 @dataclass
 class Scene:
-    """One worker of each kind, what is said to each of them through a proxy; two routers."""
+    """One worker of each kind, each behind a proxy, and two routers."""
 
     running: Deployment
     proxies: tuple[Proxy, Proxy]
@@ -126,8 +126,8 @@ async def test_the_other_router_is_asked_at_any_message(scene: Scene, way: str) 
             again = await ask(scene.other, asking)
             assert (again.text, again.ids) == (whole.text, whole.ids)
         else:
-            told = await scene.other.CancelGeneration(pb.CancelGenerationRequest(request_id=asking.request_id))
-            assert told.status != pb.CancelGenerationResponse.STATUS_UNKNOWN_REQUEST
+            cancelled = await scene.other.CancelGeneration(pb.CancelGenerationRequest(request_id=asking.request_id))
+            assert cancelled.status != pb.CancelGenerationResponse.STATUS_UNKNOWN_REQUEST
         await _over(call)
         if begun[-1] is grpc.aio.EOF:
             break

@@ -1,4 +1,4 @@
-"""Every reason for which a request is refused or ends badly, with the details that a client reads off the wire.
+"""Every reason for which a request is refused or fails, with the details that a client receives.
 
 The details are read as any client does, by google.rpc's own messages, not by this project's.
 """
@@ -60,7 +60,7 @@ def test_every_reason_is_provoked_or_excused() -> None:
 
 
 @dataclass
-class Told:
+class ReceivedError:
     """What a client learns from a call that failed."""
 
     code: grpc.StatusCode
@@ -85,13 +85,13 @@ class Told:
 
     @property
     def retry_ms(self) -> int:
-        """Told twice: for people, and for gRPC's own retries."""
+        """Sent twice: in the details, and for gRPC's own retries."""
         delay = self.details[RetryInfo].retry_delay.ToMilliseconds()
         assert delay == self.pushback_ms
         return int(delay)
 
 
-async def told(call: Any) -> Told:
+async def error_of(call: Any) -> ReceivedError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     trailers = dict(caught.value.trailing_metadata() or ())
@@ -99,7 +99,7 @@ async def told(call: Any) -> Told:
     assert status.code == caught.value.code().value[0]
     assert status.message == caught.value.details()
     pushback = trailers.get("grpc-retry-pushback-ms")
-    return Told(caught.value.code(), _details(status), None if pushback is None else int(pushback))
+    return ReceivedError(caught.value.code(), _details(status), None if pushback is None else int(pushback))
 
 
 def _details(status: Status) -> dict[type[Message], Any]:
@@ -133,22 +133,22 @@ def go_on(scene: Scene) -> None:
 @reason("FIELD_NOT_SUPPORTED")
 @reason("MODEL_NOT_FOUND")
 async def test_invalid_requests_are_refused_by_reason(scene: Scene) -> None:
-    hot = await told(scene.stub.Generate(asked(5, sampling=pb.SamplingParams(temperature=101))))
+    hot = await error_of(scene.stub.Generate(asked(5, sampling=pb.SamplingParams(temperature=101))))
     assert (hot.code, hot.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
     assert hot.violation == ("sampling.temperature", "0 to 100", "101.0")
     for empty in (pb.GenerateRequest(prompt=""), pb.GenerateRequest(), pb.GenerateRequest(token_ids=pb.TokenIds())):
-        nothing = await told(scene.stub.GenerateStream(empty).read())
+        nothing = await error_of(scene.stub.GenerateStream(empty).read())
         assert (nothing.code, nothing.reason) == (Code.INVALID_ARGUMENT, "EMPTY_PROMPT")
         assert nothing.violation[0] in ("prompt", "token_ids.ids")
-    long = await told(scene.stub.Generate(asked(5, token_ids=pb.TokenIds(ids=[5] * 2048))))
+    long = await error_of(scene.stub.Generate(asked(5, token_ids=pb.TokenIds(ids=[5] * 2048))))
     assert (long.code, long.reason) == (Code.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
     field, limit, value = long.violation
     assert (field, value) == ("token_ids.ids", str(2048 + len(PROMPT)))
     assert "2048" in limit
-    adapter = await told(scene.stub.Generate(asked(5, lora_name="pirate")))
+    adapter = await error_of(scene.stub.Generate(asked(5, lora_name="pirate")))
     assert (adapter.code, adapter.reason) == (Code.UNIMPLEMENTED, "FIELD_NOT_SUPPORTED")
     assert (adapter.violation[0], adapter.violation[2]) == ("GenerateRequest.lora_name", "pirate")
-    unknown = await told(scene.stub.Generate(asked(5, model="nobody")))
+    unknown = await error_of(scene.stub.Generate(asked(5, model="nobody")))
     assert (unknown.code, unknown.reason) == (Code.NOT_FOUND, "MODEL_NOT_FOUND")
     about = unknown.details[ResourceInfo]
     assert (about.resource_type, about.resource_name) == ("model", "nobody")
@@ -157,9 +157,9 @@ async def test_invalid_requests_are_refused_by_reason(scene: Scene) -> None:
 @reason("STATE_STORE_AWAY")
 @reason("REQUEST_NOT_FOUND")
 async def test_an_unknown_id_is_not_found(scene: Scene) -> None:
-    """Right after the store was new it can't tell whether it lost it: it says when it can."""
+    """A new store can't know whether it lost the request: the error says when to ask again."""
     asking = pb.GetGenerationRequest(request_id="nobody")
-    unsure = await told(scene.stub.GetGeneration(asking))
+    unsure = await error_of(scene.stub.GetGeneration(asking))
     assert (unsure.code, unsure.reason) == (Code.UNAVAILABLE, "STATE_STORE_AWAY")
     assert 0 < unsure.retry_ms <= 10_000
     await asyncio.sleep(unsure.retry_ms / 1000)
@@ -167,7 +167,7 @@ async def test_an_unknown_id_is_not_found(scene: Scene) -> None:
         scene.stub.GetGeneration(asking),
         scene.stub.ResumeStream(pb.ResumeStreamRequest(request_id="nobody")).read(),
     ):
-        unknown = await told(call)
+        unknown = await error_of(call)
         assert (unknown.code, unknown.reason) == (Code.NOT_FOUND, "REQUEST_NOT_FOUND")
         about = unknown.details[ResourceInfo]
         assert (about.resource_type, about.resource_name) == ("request", "nobody")
@@ -179,9 +179,9 @@ async def test_an_unknown_id_is_not_found(scene: Scene) -> None:
 @reason("SEQ_NOT_KEPT")
 async def test_an_id_of_another_payload_is_refused(scene: Scene) -> None:
     await scene.stub.Generate(asked(5, request_id="mine"))
-    other = await told(scene.stub.Generate(asked(6, request_id="mine")))
+    other = await error_of(scene.stub.Generate(asked(6, request_id="mine")))
     assert (other.code, other.reason) == (Code.ALREADY_EXISTS, "REQUEST_ID_REUSED")
-    wait_beyond = await told(scene.stub.ResumeStream(pb.ResumeStreamRequest(request_id="mine", after_seq=6)).read())
+    wait_beyond = await error_of(scene.stub.ResumeStream(pb.ResumeStreamRequest(request_id="mine", after_seq=6)).read())
     assert (wait_beyond.code, wait_beyond.reason) == (Code.OUT_OF_RANGE, "SEQ_NOT_KEPT")
     assert wait_beyond.details[pb.ResumePoint] == pb.ResumePoint(first_seq=0, last_seq=5)
     again = scene.stub.ResumeStream(pb.ResumeStreamRequest(request_id="mine", after_seq=5))
@@ -197,17 +197,17 @@ async def test_overload_deadline_and_unavailable_have_their_reasons(scene: Scene
     await first.read()
     others = [asyncio.ensure_future(read(scene.stream(5))) for _ in range(3)]
     ended = iter(asyncio.as_completed(others))
-    for _ in range(2):  # the third has the place of one who waits
-        full = await told(next(ended))
+    for _ in range(2):  # the third waits
+        full = await error_of(next(ended))
         assert (full.code, full.reason) == (Code.RESOURCE_EXHAUSTED, "QUEUE_FULL")
         assert full.retry_ms > 0
     newer = scene.stub.ResumeStream(pb.ResumeStreamRequest(request_id="one"))
     assert (await newer.read()).HasField("started")
-    older = await told(read(first))
+    older = await error_of(read(first))
     assert (older.code, older.reason) == (Code.ABORTED, "SUPERSEDED")
     assert pb.ResumePoint not in older.details, "there is nothing to resume"
     await scene.stub.CancelGeneration(pb.CancelGenerationRequest(request_id="one"))
-    gone = await told(read(newer))
+    gone = await error_of(read(newer))
     assert (gone.code, gone.reason) == (Code.CANCELLED, "CANCELLED")
     go_on(scene)
     assert await next(ended) == answer(PROMPT, 5)
@@ -221,7 +221,7 @@ async def test_a_stream_whose_router_lost_the_request_says_where_to_resume(scene
     key = RequestKey("default", "taken")
     await store.requests.adopt(key, Incarnation("other", 1), (await store.requests.read(key)).epoch)
     pass_on(scene.workers[1], 3)
-    changed = await told(read(stream))
+    changed = await error_of(read(stream))
     assert (changed.code, changed.reason) == (Code.ABORTED, "OWNER_CHANGED")
     assert changed.details[pb.ResumePoint].last_seq >= 2
     go_on(scene)
@@ -230,7 +230,7 @@ async def test_a_stream_whose_router_lost_the_request_says_where_to_resume(scene
 @reason("NO_WORKER")
 async def test_a_model_without_workers_is_unavailable(server: PrivateRedis, store: Store) -> None:
     async with scripted(server, store, pools=()) as scene:
-        nobody = await told(scene.stub.Generate(asked(5)))
+        nobody = await error_of(scene.stub.Generate(asked(5)))
     assert (nobody.code, nobody.reason) == (Code.UNAVAILABLE, "NO_WORKER")
     assert nobody.retry_ms > 0
 
@@ -241,13 +241,13 @@ async def test_a_request_fails_when_all_workers_do(scene: Scene) -> None:
     script = scene.workers[1].script
     scene.workers[0].script.prefill_fails_before_ticket = 99
     script.fails_at = [0] * 99
-    before = await told(scene.stub.GenerateStream(asked(5)).read())
+    before = await error_of(scene.stub.GenerateStream(asked(5)).read())
     assert (before.code, before.reason) == (Code.UNAVAILABLE, "WORKERS_LOST")
     assert before.retry_ms > 0
     scene.workers[0].script.prefill_fails_before_ticket = 0
     script.fails_at = [2] * 99
     call = scene.stream(5, request_id="lost")
-    after = await told(read(call))
+    after = await error_of(read(call))
     assert (after.code, after.reason) == (Code.ABORTED, "WORKERS_LOST")
     assert after.details[pb.ResumePoint] == pb.ResumePoint(first_seq=0, last_seq=2)
     stored = await scene.stub.GetGeneration(pb.GetGenerationRequest(request_id="lost"))
@@ -272,7 +272,7 @@ async def test_a_deadline_that_passes_leaves_what_was_written(scene: Scene) -> N
     assert _details(stored.error)[ErrorInfo].reason == "DEADLINE_EXCEEDED"
     assert stored.result.outputs[0].finished.finish_reason == pb.FINISH_REASON_TIME_LIMIT
     assert list(stored.result.outputs[0].token_ids) == answer(PROMPT, 3)
-    again = await told(read(scene.stream(5, request_id="late")))
+    again = await error_of(read(scene.stream(5, request_id="late")))
     assert (again.code, again.reason) == (Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
     go_on(scene)
 
@@ -286,7 +286,7 @@ async def test_a_draining_router_refuses_with_its_reason(scene: Scene) -> None:
     async with asyncio.timeout(PATIENCE):
         while not (await scene.stub.GetServerInfo(pb.GetServerInfoRequest())).draining:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-    refused = await told(scene.stub.Generate(asked(5)))
+    refused = await error_of(scene.stub.Generate(asked(5)))
     assert (refused.code, refused.reason) == (Code.UNAVAILABLE, "DRAINING")
     assert refused.retry_ms > 0
     go_on(scene)
@@ -317,16 +317,16 @@ async def test_unauthenticated_and_over_quota_calls_are_refused_by_reason(
     settings = ("--credentials", str(file), "--models", f"m={MODEL},n={MODEL}", "--resume-grace-ms", "0")
     async with scripted(server, store, *settings) as scene:
         for metadata in (None, bearer("guessed")):
-            unknown = await told(scene.stub.Generate(asked(5), metadata=metadata))
+            unknown = await error_of(scene.stub.Generate(asked(5), metadata=metadata))
             assert (unknown.code, unknown.reason) == (Code.UNAUTHENTICATED, "NO_CREDENTIALS")
             assert list(unknown.details) == [ErrorInfo], "it isn't said why"
-        denied = await told(scene.stub.Generate(asked(5, model="n"), metadata=mine))
+        denied = await error_of(scene.stub.Generate(asked(5, model="n"), metadata=mine))
         assert (denied.code, denied.reason) == (Code.PERMISSION_DENIED, "NOT_ALLOWED")
 
         paused(scene, 2)
         first = scene.stub.GenerateStream(asked(5, request_id="r"), timeout=PATIENCE, metadata=mine)
         await first.read()
-        full = await told(scene.stub.Generate(asked(5), metadata=mine))
+        full = await error_of(scene.stub.Generate(asked(5), metadata=mine))
         assert (full.code, full.reason) == (Code.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED")
         (used,) = full.details[QuotaFailure].violations
         assert (used.subject, used.description) == ("acme", "in_flight: at most 1, got 2")
@@ -338,7 +338,7 @@ async def test_unauthenticated_and_over_quota_calls_are_refused_by_reason(
         assert await read(scene.stub.GenerateStream(asked(5), metadata=mine)) == answer(PROMPT, 5)
 
         await scene.stub.Generate(asked(5, request_id="r"), metadata=others)
-        spent = await told(scene.stub.Generate(asked(5), metadata=others))
+        spent = await error_of(scene.stub.Generate(asked(5), metadata=others))
         assert (spent.code, spent.reason) == (Code.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED")
         assert spent.details[ErrorInfo].metadata["field"] == "tokens_per_minute"
         assert 0 < spent.retry_ms <= 60_000

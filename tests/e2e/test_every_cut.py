@@ -1,5 +1,4 @@
-"""Whatever two processes say to each other may break off at any message: the request ends once and right, nothing is
-left."""
+"""Any call may break at any message: the request ends once and right, and nothing is left."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -13,7 +12,7 @@ from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, Cancelled, Unavailable
 from decant.state.store import Store
-from tests.e2e.fault_injection import LINES, MOST, TAKER, Cutting, Line, Spot, cutting
+from tests.e2e.fault_injection import LINES, MOST, RECEIVER, Cutting, Line, Spot, cutting
 from tests.e2e.proxy import SESSION, Cut
 from tests.router.harness import Core, ended
 from tests.state.conftest import bare, server, store
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.slow
 __all__ = ["bare", "server", "store"]
 
 
-SESSIONS = [line for line in LINES if line.method == SESSION and line.worker == TAKER]
+SESSIONS = [line for line in LINES if line.method == SESSION and line.worker == RECEIVER]
 
 
 @pytest.fixture

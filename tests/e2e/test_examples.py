@@ -1,4 +1,4 @@
-"""The examples of docs/ run as they stand there, against a deployment, and print what they say."""
+"""The examples of docs/ run unchanged against a deployment, and print what they claim."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def running(small: Path) -> Iterator[Deployment]:
 
 @pytest.fixture
 def over_tls(running: Deployment, small: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A router of the same deployment that wants certificates: the variables that tell an example of it."""
+    """A router of the same deployment that requires certificates: variables for an example."""
     made = Certificates(tmp_path)
     proof = ("--tls-certificate", str(made.certificate), "--tls-key", str(made.key), "--tls-client-ca", str(made.ca))
     store = ("--port", "0", "--redis-url", running.redis.url, "--models", str(small))

@@ -1,4 +1,4 @@
-"""A cache that arrives wrong is never decoded: the request goes on by another way and its text is the same."""
+"""A corrupted cache is never decoded: the request continues another way with the same text."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Every field of a request does over the wire what protos/inference.proto says of it."""
+"""Every field of a request has the effect that protos/inference.proto documents, over gRPC."""
 
 from __future__ import annotations
 
@@ -140,11 +140,11 @@ async def _prompt(stub: Stub) -> None:
 
 @field("Message.role", "Message.content", "Messages.add_generation_prompt")
 async def _messages(stub: Stub) -> None:
-    said = [pb.Message(role="system", content="be brief"), pb.Message(role="user", content="add two numbers")]
+    messages = [pb.Message(role="system", content="be brief"), pb.Message(role="user", content="add two numbers")]
     lines = "# system: be brief\n# user: add two numbers\n"
     for opens, text in ((None, lines + "def "), (True, lines + "def "), (False, lines)):
         chat = request(model=CHAT)
-        chat.messages.CopyFrom(pb.Messages(messages=said, add_generation_prompt=opens))
+        chat.messages.CopyFrom(pb.Messages(messages=messages, add_generation_prompt=opens))
         ids = TOKENIZER.encode(text, add_special_tokens=False).ids
         written = asked(ids, max_tokens=WRITTEN)
         written.model = CHAT
@@ -202,8 +202,8 @@ def sampled(name: str, value: float) -> None:
             return (await ask(stub, made)).ids
 
         changed = settings(**{name: value})
-        told = pb.SamplingParams(**changed)
-        exact = {each.name: getattr(told, each.name) for each, _ in told.ListFields()}  # floats of 32 bits
+        parameters = pb.SamplingParams(**changed)
+        exact = {each.name: getattr(parameters, each.name) for each, _ in parameters.ListFields()}  # floats of 32 bits
         expected = alone("float32", IDS, SamplingParams(**exact), WRITTEN)
         ids = await drawn(**changed)
         assert ids[: len(expected)] == [token.token for token in expected]
@@ -348,9 +348,9 @@ async def _disconnect(stub: Stub) -> None:
 async def _ended(stub: Stub, id: str) -> int:
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            told = await stub.GetGeneration(pb.GetGenerationRequest(request_id=id))
-            if told.state >= pb.Generation.STATE_SUCCEEDED:
-                return int(told.state)
+            generation = await stub.GetGeneration(pb.GetGenerationRequest(request_id=id))
+            if generation.state >= pb.Generation.STATE_SUCCEEDED:
+                return int(generation.state)
             await asyncio.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""Slow and hostile clients: what they cost is bounded, what they get is typed, and nobody else is harmed.
+"""Slow and hostile clients: their cost is bounded, their errors are typed, and others are not affected.
 
 Before scripted workers, so that the router's load is the clients' alone.
 """
@@ -45,7 +45,7 @@ async def test_streams_that_are_not_read_hold_ids_and_can_be_read_later(scene: S
     await until(lambda: not any(run.end is None for run in decode.runs.values()) and len(decode.starts) > streams)
     await scene.is_unharmed()
     grown = scene.memory - before
-    assert grown < 12 << 20, f"{grown} bytes for {streams * tokens} tokens that nobody read"
+    assert grown < 12 << 20, f"{grown} bytes for {streams * tokens} tokens that no client read"
     for call in calls[::7]:
         assert await read(call) == answer(PROMPT, tokens)
     for call in calls:

@@ -1,4 +1,4 @@
-"""What is distributed works where the sources are not: the wheel, in an environment of its own, serves and asks."""
+"""The wheel serves and calls in an environment of its own, without the sources."""
 
 import json
 import os
@@ -68,13 +68,13 @@ def test_the_wheel_runs_a_deployment_and_asks_it(environment: Path, tmp_path: Pa
     )
     try:
         assert up.stdout
-        said = []
+        lines = []
         for line in up.stdout:
-            said.append(line)
+            lines.append(line)
             if '"ready"' in line and "address" in line:
                 break
         else:
-            pytest.fail("".join(said))
+            pytest.fail("".join(lines))
         done = run("generate", "def add(a, b):\n", "--max-tokens", "12", "--json")
         assert done.returncode == 0, done.stderr
         answer = json.loads(done.stdout)

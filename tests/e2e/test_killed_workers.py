@@ -1,4 +1,4 @@
-"""SIGKILL of a worker in the middle of an answer: a pause, and not a token more, less or different."""
+"""SIGKILL of a worker during an answer: a pause, and the same tokens."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Prompts take the way that costs less, sessions keep their prefixes, and the receipt says which way it was."""
+"""Prompts take the cheaper path, sessions keep their prefixes, and the receipt names the path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's program runs as it stands there, against a deployment."""
+"""The README's program runs unchanged against a deployment."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""A router that loses Redis for longer than a registration lasts: every stream goes on where it is."""
+"""A router that loses Redis for longer than a registration lasts: every stream continues there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two routers on one Redis: a request is come back to on either, and what was shown of it is never shown otherwise."""
+"""Two routers on one Redis: either resumes a request, and text that was sent never changes."""
 
 from __future__ import annotations
 
@@ -131,15 +131,15 @@ def with_echo(_: str) -> pb.GenerateRequest:
 async def test_both_parts_of_a_cut_stream_are_the_complete_output(
     two: Two, variant: Callable[[str], pb.GenerateRequest]
 ) -> None:
-    """Text, tokens, logprobs: of a stream that goes on elsewhere, of its replay after any token, and as it is told."""
+    """Text, tokens and logprobs of a stream that goes on elsewhere, of its replay, and of GetGeneration."""
     plain = await ask(two.one, shortened())
     extra = variant(plain.text)
     whole = await ask(two.one, shortened(extra))
     for cut in (1, 17, SHORT - 1):
         asking = shortened(extra)
         begun = await read(two.one.GenerateStream(asking, timeout=PATIENCE_S), cut)
-        told = await two.other.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
-        check_beginning(told.result, whole)
+        generation = await two.other.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
+        check_beginning(generation.result, whole)
         again = await rest(two.other.ResumeStream(resumed(asking, begun[-1].seq), timeout=PATIENCE_S))
         assert again[0].started.prompt_logprobs == whole.started.prompt_logprobs
         parts = decode_started(begun, again)
@@ -155,13 +155,13 @@ async def test_both_parts_of_a_cut_stream_are_the_complete_output(
 
 
 async def told_to_its_end(stub: InferenceServiceStub, asking: pb.GenerateRequest, whole: Answer) -> pb.Generation:
-    """What is told of a request once its end is written: that may be later than its last message is read."""
+    """GetGeneration once the end is written, which may be after the last message is read."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            told: pb.Generation = await stub.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
-            check_beginning(told.result, whole)
-            if told.HasField("expire_time"):
-                return told
+            generation: pb.Generation = await stub.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
+            check_beginning(generation.result, whole)
+            if generation.HasField("expire_time"):
+                return generation
             await asyncio.sleep(0.05)
 
 
@@ -176,15 +176,15 @@ def resumed(asking: pb.GenerateRequest, after_seq: int) -> pb.ResumeStreamReques
     return pb.ResumeStreamRequest(request_id=asking.request_id, after_seq=after_seq)
 
 
-def check_beginning(told: pb.GenerateResponse, whole: Answer) -> None:
-    """What is told of a request is how the whole answer begins."""
-    (output,) = told.outputs
+def check_beginning(response: pb.GenerateResponse, whole: Answer) -> None:
+    """The result so far is a beginning of the whole answer."""
+    (output,) = response.outputs
     count = len(output.token_ids)
     assert list(output.token_ids) == whole.ids[:count]
     assert list(output.logprobs) == whole.logprobs[:count]
     assert whole.text.startswith(output.text)
     if count:
-        assert told.prompt_logprobs == whole.started.prompt_logprobs
+        assert response.prompt_logprobs == whole.started.prompt_logprobs
 
 
 async def test_an_equal_request_is_replayed_by_the_other_router(two: Two) -> None:
@@ -192,9 +192,9 @@ async def test_an_equal_request_is_replayed_by_the_other_router(two: Two) -> Non
     whole = await ask(two.one, asking)
     again = await ask(two.other, asking)
     assert (again.text, again.ids, again.finished) == (whole.text, whole.ids, whole.finished)
-    told = await two.other.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
-    assert told.state == pb.Generation.STATE_SUCCEEDED
-    assert (told.result.outputs[0].text, list(told.result.outputs[0].token_ids)) == (whole.text, whole.ids)
+    generation = await two.other.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
+    assert generation.state == pb.Generation.STATE_SUCCEEDED
+    assert (generation.result.outputs[0].text, list(generation.result.outputs[0].token_ids)) == (whole.text, whole.ids)
 
 
 async def test_the_other_router_cancels(two: Two) -> None:
@@ -245,7 +245,7 @@ async def test_detached_requests_of_a_router_that_dies_are_finished_by_the_other
 
 
 async def test_a_tail_that_only_its_reader_has_comes_out_the_same_again() -> None:
-    """Router and decode worker die together; nobody else has what was shown since the journal was last written."""
+    """Router and decode worker die together; tokens sent since the last journal write are lost."""
     with (
         deployment(routers=2, worker=(*SMALL_KV, "--lease-ms", "3000")) as running,
         sync_redis.Redis.from_url(running.redis.url, protocol=2) as bare,
@@ -292,7 +292,7 @@ async def test_streams_outlive_a_redis_that_comes_back_empty(tmp_path: Path) -> 
             begun = await read(call, 5)
             redis.stop()
             error = await failed(other.ResumeStream(resumed(asking, 5), timeout=PATIENCE_S))
-            assert (type(error), error.reason) == (Unavailable, Reason.STATE_STORE_AWAY), "nobody adopts without Redis"
+            assert (type(error), error.reason) == (Unavailable, Reason.STATE_STORE_AWAY), "no adoption without Redis"
             await asyncio.to_thread(running.routers[0].until, "the state store is unavailable: requests continue")
             meanwhile = await ask(one, asked(PROMPT, max_tokens=10))
             assert (meanwhile.ids, meanwhile.started.resumable) == (whole.ids[:10], False)
@@ -314,6 +314,6 @@ async def taken_over(stub: InferenceServiceStub, asking: pb.ResumeStreamRequest)
             try:
                 return await rest(stub.ResumeStream(asking, timeout=PATIENCE_S))
             except grpc.aio.AioRpcError as error:
-                told = from_call(error)
-                assert (type(told), told.reason) == (Unavailable, Reason.STATE_STORE_AWAY)
+                refusal = from_call(error)
+                assert (type(refusal), refusal.reason) == (Unavailable, Reason.STATE_STORE_AWAY)
                 await asyncio.sleep(0.05)

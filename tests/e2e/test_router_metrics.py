@@ -1,8 +1,9 @@
-"""Every metric of a router changes in a run that provokes it."""
+"""Every metric of a router changes in a run that affects it."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import grpc
@@ -14,7 +15,7 @@ from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from docs.generate.metrics import Recorder
 from tests.e2e.deployment import PATIENCE_S
-from tests.e2e.metrics_page import Totals, read_totals, until_metric
+from tests.e2e.metrics_page import Totals, read_page, read_totals, until_metric
 from tests.e2e.scripted import PROMPT, Scene, asked, read, scripted
 from tests.router.test_auth import SECRET, bearer, digest
 from tests.state.conftest import bare, server, store
@@ -54,6 +55,18 @@ async def answer_one(scene: Scene) -> Totals:
     return totals
 
 
+async def check_listed(scene: Scene) -> None:
+    """The page /requests: one request runs, one waits."""
+    page = json.loads(await asyncio.to_thread(read_page, scene.admin_port, "/requests"))
+    running, waiting = page["requests"]
+    assert page["total"] == 2
+    assert (running["state"], running["output_tokens"], running["decode_worker"]) == ("decoding", 2, "d")
+    assert (waiting["state"], waiting["output_tokens"], waiting["decode_worker"]) == ("queued", 0, "")
+    assert running["age_s"] >= waiting["age_s"] >= 0
+    shown = {"id", "tenant", "model", "state", "age_s", "prompt_tokens", "output_tokens", "attempt"}
+    assert running.keys() == shown | {"prefill_worker", "decode_worker"}, "no text"
+
+
 async def fill_queue(scene: Scene) -> Totals:
     """One request runs, one waits, one is refused."""
     decode = scene.workers[1]
@@ -68,6 +81,7 @@ async def fill_queue(scene: Scene) -> Totals:
     assert totals["decant_waiting_prompt_seconds"] > 0
     assert totals["decant_oldest_waiting_request_seconds"] > 0
     assert totals["decant_requests_refused_total"] == totals["decant_tenant_requests_refused_total"] == 1
+    await check_listed(scene)
     decode.script.pause_at = None
     decode.go.set()
     await asyncio.gather(running, waiting)
@@ -95,6 +109,8 @@ async def test_every_metric_of_a_router_changes(
     async with scripted(server, store, *ONE_AT_A_TIME, "--credentials", str(credentials)) as scene:
         pages = [await until_metric(scene.admin_port, "decant_ready_workers", lambda count: count == 2)]
         assert {name for name in pages[0] if name.startswith("decant_")} == defined_names()
+        text = await asyncio.to_thread(read_page, scene.admin_port, "/metrics")
+        assert 'decant_failovers_total{cause="peer_lost",model="m"} 0.0' in text, "an alert needs an increase from 0"
         pages += [await answer_one(scene), await fill_queue(scene), await lose_store(scene, bare)]
         await scene.workers[0].stop()
         await until_metric(scene.admin_port, "decant_ready_workers", lambda count: count == 1)

@@ -1,4 +1,4 @@
-"""A deployment answers what the model itself would: whatever the path, the company, the length, the pools."""
+"""A deployment answers as the model itself would, whatever the path, batch, length and pools."""
 
 import asyncio
 from typing import Any
@@ -145,8 +145,8 @@ async def test_bfloat16_text_equals_the_engine_s_own(half: Deployment, seeded: b
         for got, token in zip(answer.logprobs, expected, strict=True):
             assert token.logprobs is not None
             assert (got.token_id, got.rank) == (token.token, token.logprobs.rank)
-            told = pb.TopLogprob(logprob=token.logprobs.logprob).logprob
-            assert got.logprob == told
+            as_float32 = pb.TopLogprob(logprob=token.logprobs.logprob).logprob
+            assert got.logprob == as_float32
             assert [top.token_id for top in got.top] == [other for other, _ in token.logprobs.top]
         if seeded:
             assert answer.started.seed == 2**63 + 11

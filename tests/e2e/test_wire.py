@@ -1,4 +1,4 @@
-"""What others see of a deployment: a client made from the .proto alone, reflection, health, refusals."""
+"""A deployment as other software sees it: a client generated from the .proto, reflection, health, refusals."""
 
 import subprocess
 import sys

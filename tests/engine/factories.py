@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 
 from decant.engine.engine import Engine
 from decant.engine.fake import FakeDevice
+from decant.engine.kv_layout import longest_sequence
 from decant.engine.output import SequenceFinished, SequenceStarted, StepOutput, Token
 from decant.engine.plan import Device, Row, StepPlan, TokenLogprobs
 from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
 from decant.engine.sampler_state import SamplerState
 from decant.engine.scheduler import Limits
 from decant.engine.sequence import Timeline
-from decant.engine.transfer import TransferCommit, block_checksum, default_checksum, transfer_checksum
+from decant.engine.transfer import BlockAddress, TransferCommit, block_checksum, default_checksum, transfer_checksum
 
 BLOCK = 4
 CONTEXT_LENGTH = 96
@@ -42,7 +43,7 @@ def make_engine(
 ) -> Engine:
     """An engine, by default on a fake device; the context length is at most the capacity of the blocks."""
     device = device or make_device(num_blocks)
-    room = device.num_blocks * device.block_size
+    room = longest_sequence(device.windows, device.num_blocks, device.block_size, device.context_length)
     limits = Limits(token_budget=budget, max_running=min(budget, max_running), context_length=min(context_length, room))
     return Engine(device, limits, clock=ticking())
 
@@ -158,8 +159,9 @@ def recompute_each_step(device: Device, request: Request, context_length: int = 
     output, tokens, stop = SequenceOutput(), list(request.token_ids), request.stop
     reason = None
     while reason is None:
-        blocks = array("i", range(-(-len(tokens) // device.block_size)))
-        row = Row(request, tokens, 0, len(tokens), blocks, True, SamplerState(request))
+        count = -(-len(tokens) // device.block_size)
+        blocks = [array("i", range(group * count, (group + 1) * count)) for group in range(len(device.windows))]
+        row = Row(request, tokens, 0, len(tokens), tuple(blocks), True, SamplerState(request))
         result = device.run(StepPlan((row,), len(tokens)))
         token = result.sampled[0]
         assert token is not None
@@ -181,9 +183,9 @@ def recompute_each_step(device: Device, request: Request, context_length: int = 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Data of a handoff: (index, bytes, checksum) of each block, and the commit."""
+    """Data of a handoff: (address, bytes, checksum) of each block, and the commit."""
 
-    runs: list[tuple[int, bytes, int]]
+    runs: list[tuple[BlockAddress, bytes, int]]
     commit: TransferCommit
 
 
@@ -191,7 +193,7 @@ def export_sequence(engine: Engine, id: str, cached_blocks: int = 0) -> Payload:
     """Export a parked sequence from block ``cached_blocks`` on, and release it."""
     export = engine.transfers.export(id, cached_blocks)
     commit = engine.transfers.finalize(id)
-    payload = Payload([(run.index, bytes(export.read(run.index)), run.checksum) for run in export.runs], commit)
+    payload = Payload([(run.address, bytes(export.read(run.address)), run.checksum) for run in export.runs], commit)
     engine.transfers.release(id)
     return payload
 
@@ -208,10 +210,10 @@ def import_sequence(engine: Engine, request: Request, payload: Payload) -> None:
         arrival.abort()
 
 
-def forged(payload: Payload, blocks: dict[int, bytes]) -> Payload:
+def forged(payload: Payload, blocks: dict[BlockAddress, bytes]) -> Payload:
     """Other bytes in some blocks, with matching checksums."""
-    changed = [(index, blocks.get(index, data)) for index, data, _ in payload.runs]
-    runs = [(index, data, block_checksum(default_checksum, index, data)) for index, data in changed]
+    changed = [(address, blocks.get(address, data)) for address, data, _ in payload.runs]
+    runs = [(address, data, block_checksum(default_checksum, address, data)) for address, data in changed]
     sums = [total for _, _, total in runs]
     commit = replace(
         payload.commit,

@@ -12,8 +12,8 @@ from decant.engine.fake import FakeDevice, slot_bytes
 from decant.engine.kv_layout import Window
 from decant.engine.plan import StepPlan
 from decant.engine.request import FinishReason, Request
+from decant.engine.sequence import BlockAddress, Timeline
 from decant.engine.sequence import Sequence as EngineSequence
-from decant.engine.sequence import Timeline
 from decant.engine.transfer import block_checksum, default_checksum
 from tests.engine.factories import SequenceOutput
 
@@ -39,7 +39,9 @@ def plan_keeps_the_limits(engine: Engine, plan: StepPlan) -> None:
     assert len(plan.rows) <= limits.max_running, f"{len(plan.rows)} rows exceed {limits.max_running} running"
     for row in plan.rows:
         assert row.start < row.end <= len(row.tokens), f"{row.request.id} has no tokens to compute"
-        assert row.end <= len(row.blocks) * engine.pool.block_size, f"{row.request.id} has no room for its tokens"
+        assert row.end <= min(map(len, row.blocks)) * engine.pool.block_size, (
+            f"{row.request.id} has no room for its tokens"
+        )
 
 
 def plan_is_in_order(engine: Engine, plan: StepPlan, ran: Collection[str]) -> None:
@@ -83,14 +85,15 @@ def changes_are_in_order(
 # -- blocks -----------------------------------------------------------------------------------------------------
 
 
-def holders(engine: Engine) -> dict[int, list[tuple[EngineSequence, int]]]:
-    """Block -> the sequences that hold it, each with its index in the block table."""
-    found: dict[int, list[tuple[EngineSequence, int]]] = defaultdict(list)
+def holders(engine: Engine) -> dict[int, list[tuple[EngineSequence, BlockAddress]]]:
+    """Block -> the sequences that hold it, each with its address there."""
+    found: dict[int, list[tuple[EngineSequence, BlockAddress]]] = defaultdict(list)
     arriving = [arrival.sequence for arrival in engine.transfers.arrivals.values()]
     for sequence in (*live(engine).values(), *arriving):
-        for index, block in enumerate(sequence.block_table.blocks if sequence.block_table else ()):
-            if block != engine.pool.null:
-                found[block].append((sequence, index))
+        for group, blocks in enumerate(sequence.block_table.blocks if sequence.block_table else ()):
+            for index, block in enumerate(blocks):
+                if block != engine.pool.null:
+                    found[block].append((sequence, BlockAddress(group, index)))
     return found
 
 
@@ -99,9 +102,9 @@ def shared_blocks_are_published_prefixes(engine: Engine, forked: Set[str] = froz
     size = engine.pool.block_size
     for block, found in holders(engine).items():
         if len(found) > 1:
-            is_published = block in engine.pool._hash_of or all(sequence.id in forked for sequence, _ in found)
+            is_published = block in engine.pool.index.published or all(sequence.id in forked for sequence, _ in found)
             assert is_published, f"block {block} is shared and not published"
-            meanings = {_meaning(sequence, (index + 1) * size) for sequence, index in found}
+            meanings = {(at.group, _meaning(sequence, (at.block + 1) * size)) for sequence, at in found}
             assert len(meanings) == 1, f"block {block} is shared by sequences that differ"
 
 
@@ -109,14 +112,14 @@ def published_blocks_are_filled(engine: Engine) -> None:
     """What others may find was computed to its end, or came here with its sum."""
     size = engine.pool.block_size
     for block, found in holders(engine).items():
-        if block not in engine.pool._hash_of:
+        if block not in engine.pool.index.published:
             continue
-        for sequence, index in found:
+        for sequence, at in found:
             arrival = engine.transfers.arrivals.get(sequence.id)
             if arrival is None:
-                assert (index + 1) * size <= sequence.computed, f"block {block} was published before it was filled"
+                assert (at.block + 1) * size <= sequence.computed, f"block {block} was published before it was filled"
             else:
-                assert index < arrival.cached_blocks or index in arrival._checksums, (
+                assert at.block < arrival.cached_blocks or at in arrival._checksums, (
                     f"block {block} was published before it came"
                 )
 
@@ -131,7 +134,7 @@ class Contents:
     """Remembers what each hash stands for, and what each sequence's slots must hold."""
 
     def __init__(self) -> None:
-        self._expected: dict[BlockHash, bytes] = {}
+        self._expected: dict[tuple[int, BlockHash], bytes] = {}  # by group and hash
         self._meanings: dict[BlockHash, tuple[bytes, tuple[int, ...]]] = {}
 
     def check(self, engine: Engine) -> None:
@@ -139,30 +142,30 @@ class Contents:
         device, size = engine.device, engine.pool.block_size
         assert isinstance(device, FakeDevice)
         for sequence in live(engine).values():
-            slots = _slots(sequence, device.window)
-            blocks = sequence.block_table.blocks if sequence.block_table else ()
-            for index, block in enumerate(blocks[: engine.pool.blocks_for(sequence.computed)]):
-                if block == engine.pool.null:
-                    continue
-                expected = b"".join(slots[index * size : (index + 1) * size])
-                found = bytes(device.read(block)[: len(expected)])
-                assert found == expected, f"block {block} does not hold the tokens of {sequence.id}"
-                if len(expected) == engine.device.block_bytes:
-                    (digest,) = sequence.hashes(range(index, index + 1), size)
-                    meaning = _meaning(sequence, (index + 1) * size)
-                    self._expected[digest] = expected
-                    assert self._meanings.setdefault(digest, meaning) == meaning, "one hash stands for two prefixes"
-        for digest, block in engine.pool._block_of.items():
-            kept = self._expected.get(digest)
+            for group, blocks in enumerate(sequence.block_table.blocks if sequence.block_table else ()):
+                slots = _slots(sequence, group, device.windows[group])
+                for index, block in enumerate(blocks[: engine.pool.blocks_for(sequence.computed)]):
+                    if block == engine.pool.null:
+                        continue
+                    expected = b"".join(slots[index * size : (index + 1) * size])
+                    found = bytes(device.read(block)[: len(expected)])
+                    assert found == expected, f"block {block} does not hold the tokens of {sequence.id}"
+                    if len(expected) == engine.device.block_bytes:
+                        (digest,) = sequence.hashes(range(index, index + 1), size)
+                        meaning = _meaning(sequence, (index + 1) * size)
+                        self._expected[group, digest] = expected
+                        assert self._meanings.setdefault(digest, meaning) == meaning, "one hash stands for two prefixes"
+        for block, key in engine.pool.index.published.items():
+            kept = self._expected.get(key)
             assert kept is None or bytes(device.read(block)) == kept, f"published block {block} holds other bytes"
 
 
-def _slots(sequence: EngineSequence, window: Window) -> list[bytes]:
+def _slots(sequence: EngineSequence, group: int, window: Window) -> list[bytes]:
     """Slots that the fake device fills for the computed tokens of a sequence."""
     slots = [b""]
     for position in range(sequence.computed):
         before = slots[-1] if window.first_visible(position) < position else b""
-        slots.append(slot_bytes(sequence.tokens[position], position, before))
+        slots.append(slot_bytes(sequence.tokens[position], position, before, group))
     return slots[1:]
 
 
@@ -172,16 +175,17 @@ def no_unseen_block_is_held(engine: Engine) -> None:
     for sequence in live(engine).values():
         if sequence.block_table:
             at_border = sequence.computed // pool.block_size * pool.block_size
-            first = min(pool.first_block(at_border), len(sequence.block_table.blocks))
-            assert sequence.block_table.freed >= first, f"{sequence.id} holds a block that no later token sees"
+            for group, freed in enumerate(sequence.block_table.freed):
+                first = min(pool.first_block(group, at_border), len(sequence.block_table.blocks[group]))
+                assert freed >= first, f"{sequence.id} holds a block that no later token sees"
 
 
 def leases_keep_their_bytes(engine: Engine) -> None:
     """What an export offered can still be read, unchanged."""
     for export in engine.transfers.exports.values():
         for run in export.runs:
-            total = block_checksum(default_checksum, run.index, export.read(run.index))
-            assert total == run.checksum, f"block {run.index} of the export of {export.id} changed under its lease"
+            total = block_checksum(default_checksum, run.address, export.read(run.address))
+            assert total == run.checksum, f"{run.address} of the export of {export.id} changed under its lease"
 
 
 def nothing_is_held(engine: Engine) -> None:

@@ -27,7 +27,18 @@ VOCABULARY = 64
 EOS = frozenset({3, 5})
 COSTS = (StepCostModel(), StepCostModel(token=0.1, pair=0.002))
 """Nothing is known of a step, so that the token budget rules alone; or a few tokens take all the time of one."""
-WINDOWS = (FULL, Window(Kind.SLIDING, 7), Window(Kind.CHUNKED, 6))
+Windows = tuple[Window, ...]
+SLIDING, CHUNKED, NARROW = Window(Kind.SLIDING, 7), Window(Kind.CHUNKED, 6), Window(Kind.SLIDING, 3)
+GROUPS: tuple[Windows, ...] = (
+    (SLIDING,),
+    (CHUNKED,),
+    (FULL, SLIDING),
+    (FULL, CHUNKED),
+    (SLIDING, NARROW),
+    (FULL, SLIDING, NARROW),
+    (FULL, FULL, CHUNKED),
+)
+"""Windows of cache groups, beside full attention alone."""
 MEMORY: dict[str, SequenceOutput] = {}
 """Texts of requests, for they are needed again and again."""
 
@@ -45,20 +56,22 @@ class Watched(FakeDevice):
         return super().run(plan)
 
 
-def _device(kind: type[FakeDevice], num_blocks: int, window: Window = FULL) -> FakeDevice:
+def _device(kind: type[FakeDevice], num_blocks: int, windows: Windows = (FULL,)) -> FakeDevice:
     device = kind(
         num_blocks=num_blocks, block_size=BLOCK, vocab_size=VOCABULARY, context_length=CONTEXT_LENGTH, eos_token_ids=EOS
     )
-    device.window = window
+    device.windows = windows
     return device
 
 
-def expected(request: Request, window: Window = FULL) -> SequenceOutput:
+def expected(request: Request, windows: Windows = (FULL,)) -> SequenceOutput:
     """Output of a request without batch, cache or engine."""
     same = replace(request, id="alone", park_after=None, priority=0, salt=b"", use_prefix_cache=True)
-    key = f"{window} {same}"
+    key = f"{windows} {same}"
     if key not in MEMORY:
-        MEMORY[key] = recompute_each_step(_device(FakeDevice, BLOCKS + 1, window), same, CONTEXT_LENGTH)
+        MEMORY[key] = recompute_each_step(
+            _device(FakeDevice, len(windows) * (BLOCKS + 1), windows), same, CONTEXT_LENGTH
+        )
     return MEMORY[key]
 
 
@@ -77,10 +90,10 @@ class World:
     """The actions. ``n`` picks one of what can be acted on."""
 
     def __init__(
-        self, budget: int = 6, max_running: int = 4, costs: StepCostModel = COSTS[0], window: Window = FULL
+        self, budget: int = 6, max_running: int = 4, costs: StepCostModel = COSTS[0], windows: Windows = (FULL,)
     ) -> None:
         limits = Limits(token_budget=max(budget, max_running), max_running=max_running, context_length=CONTEXT_LENGTH)
-        self.window = window
+        self.windows = windows
         self.engines = [self._engine(limits, costs), self._engine(limits, costs)]
         self.log = OutputLog()
         self.contents = [properties.Contents(), properties.Contents()]
@@ -92,7 +105,8 @@ class World:
         self.forked: set[str] = set()  # forks and their sources
 
     def _engine(self, limits: Limits, costs: StepCostModel) -> Engine:
-        device = _device(Watched, BLOCKS, self.window)
+        most = sum(window.blocks_at_once(BLOCKS, BLOCK) for window in self.windows)
+        device = _device(Watched, max(BLOCKS, most), self.windows)
         assert isinstance(device, Watched)
         device.costs = costs
         device.engine = Engine(device, limits, clock=ticking())
@@ -174,10 +188,10 @@ class World:
         if move and not move.arrival.closed:
             for run in move.export.runs[move.sent : move.sent + most]:
                 try:
-                    move.arrival.extend(BLOCK * (run.index + 1) - 1)
+                    move.arrival.extend(BLOCK * (run.address.block + 1) - 1)
                 except OutOfBlocks:
                     return
-                move.arrival.write(run.index, bytes(move.export.read(run.index)), run.checksum)
+                move.arrival.write(run.address, bytes(move.export.read(run.address)), run.checksum)
                 move.sent += 1
 
     def finalize(self, n: int) -> None:
@@ -250,7 +264,7 @@ class World:
         for engine in self.engines:
             properties.nothing_is_held(engine)
         for id, request in self.requests.items():
-            properties.same_output_as_alone(self.log[id], expected(request, self.window))
+            properties.same_output_as_alone(self.log[id], expected(request, self.windows))
             cancelled = self.log[id].reason is FinishReason.CANCELLED
             assert not cancelled or id in self.cancelled, f"{id} was cancelled by nobody"
 
@@ -301,10 +315,10 @@ def random_request(rng: random.Random) -> Request:
     )
 
 
-def play(seed: int, actions: int = 80, *, forks: bool = False, window: Window = FULL) -> World:
+def play(seed: int, actions: int = 80, *, forks: bool = False, windows: Windows = (FULL,)) -> World:
     """A random script on a fresh world, checked after every action and at its end."""
     rng = random.Random(seed)
-    machine = World(rng.choice([1, 3, 6, 16]), rng.choice([1, 2, 4]), COSTS[seed % 2], window)
+    machine = World(rng.choice([1, 3, 6, 16]), rng.choice([1, 2, 4]), COSTS[seed % 2], windows)
     choices: list[tuple[Callable[[], object], int]] = [
         (lambda: machine.add(rng.randrange(2), random_request(rng)), 4),
         (lambda: machine.step(rng.randrange(2)), 10),

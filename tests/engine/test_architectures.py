@@ -283,7 +283,7 @@ def _small_checkpoint(kind: str, folder: Path) -> Path | None:
                 size = sum(p.numel() for p in AutoModelForCausalLM.from_config(made).parameters())
             if size <= MOST_WEIGHTS:
                 return tiny.save(made, folder)
-        except Exception:  # noqa: BLE001
+        except Exception:  # noqa: BLE001 - the same: another attempt may be made
             continue
     return None
 

@@ -109,7 +109,7 @@ class Bench:
 
     def row(self, index: int, start: int, end: int) -> Row:
         request = Request(f"s{index}", tuple(self.tokens[index]))
-        return Row(request, self.tokens[index], start, end, self.tables[index], True)
+        return Row(request, self.tokens[index], start, end, (self.tables[index],), True)
 
     def step(self, *spans: tuple[int, int, int]) -> dict[int, torch.Tensor]:
         """Logits of every position of each (sequence, start, end), by sequence."""
@@ -310,11 +310,11 @@ def hand_over(sender: Engine, receiver: Engine, request: Request) -> None:
     while not sender.load().parked:
         sender.step()
         for block in export.runs[sent:]:
-            arrival.write(block.index, bytes(export.read(block.index)), block.checksum)
+            arrival.write(block.address, bytes(export.read(block.address)), block.checksum)
         sent = len(export.runs)
     commit = sender.transfers.finalize(request.id)
     for block in export.runs[sent:]:
-        arrival.write(block.index, bytes(export.read(block.index)), block.checksum)
+        arrival.write(block.address, bytes(export.read(block.address)), block.checksum)
     receiver.transfers.join(arrival, commit)
     sender.transfers.release(request.id)
     sender.check_integrity()

@@ -12,7 +12,8 @@ from tests.engine.factories import BLOCK, OutputLog, make_engine, make_request, 
 def found(engine: Engine, tokens: list[int], salt: bytes = b"") -> int:
     """Leading tokens whose blocks are cached."""
     request = make_request("look", tokens, salt=salt)
-    return BLOCK * len(engine.pool.match(Sequence(request, (0.0, 0), 0.0).hashes(range(len(tokens) // BLOCK), BLOCK)))
+    hashes = Sequence(request, (0.0, 0), 0.0).hashes(range(len(tokens) // BLOCK), BLOCK)
+    return BLOCK * engine.pool.index.longest_prefix(hashes).num_blocks
 
 
 @pytest.mark.parametrize("keep", range(6, 40))

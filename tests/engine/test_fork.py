@@ -91,13 +91,13 @@ def test_full_blocks_are_shared_and_a_partial_one_is_copied(make: MakeDevice) ->
     engine.fork("source", "child", 0)
     child = engine.sequences["child"].block_table
     assert child is not None
-    assert list(child.blocks[:3]) == list(source.block_table.blocks[:3])
-    assert not set(child.blocks[3:]) & set(source.block_table.blocks)
+    assert list(child.blocks[0][:3]) == list(source.block_table.blocks[0][:3])
+    assert not set(child.blocks[0][3:]) & set(source.block_table.blocks[0])
     assert engine.load().held_blocks == before + 1
     assert engine.blocks_of(["source", "child"]) == engine.load().held_blocks
     counts = Counter(block for blocks in engine.pool.held_by().values() for block in blocks)
     assert sorted(counts.values()) == [1, 1, 2, 2, 2]
-    first, second = (engine.device.read(table.blocks[3]) for table in (source.block_table, child))
+    first, second = (engine.device.read(table.blocks[0][3]) for table in (source.block_table, child))
     assert bytes(first) == bytes(second)
     engine.cancel("source")
     engine.check_integrity()

@@ -151,7 +151,7 @@ def test_no_more_tokens_come_than_a_rows_blocks_have_slots_for() -> None:
             result = super().run(plan)
             for index, further in result.further.items():
                 row = plan.rows[index]
-                slots = len(row.blocks) * BLOCK - row.end
+                slots = len(row.blocks[0]) * BLOCK - row.end
                 assert len(further) <= slots
                 if row.end - row.start == 1:
                     assert slots >= min(self.lookahead, CONTEXT_LENGTH - row.end - 1)
@@ -180,4 +180,4 @@ def test_single_tokens_are_unchanged() -> None:
         engine.step()
         for sequence in engine.scheduler.running:
             assert sequence.block_table is not None
-            assert len(sequence.block_table.blocks) == engine.pool.blocks_for(sequence.computed)
+            assert sequence.block_table.num_blocks == engine.pool.blocks_for(sequence.computed)

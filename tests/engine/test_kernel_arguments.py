@@ -116,7 +116,7 @@ def any_row(draw: st.DrawFn) -> Row:
     count = min(-(-max(end, 1) // BLOCK), 9) - (draw(st.integers(0, 19)) == 19)
     ids = st.integers(0, BLOCKS - 1) if draw(st.integers(0, 19)) < 19 else st.integers(-(2**31), 2**31 - 1)
     blocks = array("i", draw(st.lists(ids, min_size=count, max_size=count, unique=True)))
-    return Row(Request("r", (1,)), list(range(written)), start, end, blocks, True)
+    return Row(Request("r", (1,)), list(range(written)), start, end, (blocks,), True)
 
 
 @every_build
@@ -164,10 +164,10 @@ def test_attention_is_right_or_refused(kernels: str, data: st.DataObject) -> Non
     try:
         found = NativeAttention(build(kernels), store, [view], flat).attend(call)
     except REFUSED:
-        assert other or not all(0 <= block < BLOCKS for row in rows for block in row.blocks)
+        assert other or not all(0 <= block < BLOCKS for row in rows for block in row.blocks[0])
         return
     assert found.shape == (1, count, query.shape[1], value_dim)  # any multiple of the KV heads may attend
-    used = [block for row in rows for block in row.blocks]
+    used = [block for row in rows for block in row.blocks[0]]
     if other or any(row.start for row in rows) or len(set(used)) < len(used):
         return  # another dtype; blocks that nothing wrote, or that two sequences write
     plain = KvStore(store.layout, BLOCKS, dtype, CPU)
@@ -197,7 +197,7 @@ def test_attention_names_the_operand_that_does_not_fit(
 ) -> None:
     """Of a step of 3 tokens with 4 heads, over 2 heads of keys and values, all of width 8."""
     store = KvStore(KvLayout((LayerSpec(2, 8, 8),), BLOCK, 4), BLOCKS, torch.float32, CPU)
-    row = Row(Request("r", (1,)), [1, 2, 3], 0, 3, array("i", [0]), True)
+    row = Row(Request("r", (1,)), [1, 2, 3], 0, 3, (array("i", [0]),), True)
     attention = NativeAttention(build(kernels), store, [AttentionWindow()], flatten(build(kernels), [row], BLOCK, 99))
     parts = {"query": torch.zeros(1, 4, 3, 8), "key": torch.zeros(1, 2, 3, 8), "value": torch.zeros(1, 2, 3, 8)}
     parts["sinks"] = torch.zeros(4)
@@ -221,7 +221,7 @@ def test_drawing_is_right_or_refused(data: st.DataObject) -> None:
     rows = [sampled_row(data.draw(st.sampled_from(list(MIXES.values()))), seed=seed) for seed in range(count)]
     if vocabulary < 48:  # their tokens and biases are not of this vocabulary
         requests = [Request("r", (0,), sampling=MIXED) for _ in rows]
-        rows = [Row(one, [0], 0, 1, array("i"), True, SamplerState(one)) for one in requests]
+        rows = [Row(one, [0], 0, 1, (array("i"),), True, SamplerState(one)) for one in requests]
     try:
         found, tokens = sampler.top_tokens(logits), sampler.sample(rows, logits, frozenset())
     except (*REFUSED, RuntimeError, IndexError):
@@ -251,7 +251,7 @@ def test_invalid_sizes_are_refused(kernels: str, data: st.DataObject) -> None:
         "pack": lambda: module.pack(half, at, 0, data.draw(size), data.draw(size)),
         "multiply": lambda: module.multiply(half, data.draw(where), 0, 0, at, *sizes(3), data.draw(threads)),
         "attend": lambda: module.attend(half, half, 0, at, at, data.draw(threads)),
-        "layers": lambda: module.layers(half, at, data.draw(size), at, at, at, at, at, 1, data.draw(threads)),
+        "layers": lambda: module.layers(half, at, data.draw(size), at, at, at, at, 1, data.draw(threads)),
         "rms_norm": lambda: module.rms_norm(half, data.draw(where), at, at, *sizes(2), 1e-5, data.draw(threads)),
         "gate": lambda: module.gate(half, data.draw(where), at, at, *sizes(3), data.draw(threads)),
         "rotate": lambda: module.rotate(half, data.draw(where), at, at, at, *sizes(5), data.draw(threads)),
@@ -293,13 +293,13 @@ def test_no_memory_within_a_parallel_region_is_a_memory_error(kernels: str) -> N
             logits = torch.zeros(2, size, dtype=torch.bfloat16)
             one = Request("r", (0,), sampling=SamplingParams(temperature=1.0))
             from decant.engine.sampler_state import SamplerState
-            rows = [Row(one, [0], 0, 1, array("i"), True, SamplerState(one))] * 2
+            rows = [Row(one, [0], 0, 1, (array("i"),), True, SamplerState(one))] * 2
             return lambda: NativeSampler(kernels).sample(rows, logits, frozenset())
 
         def attending(width):
             store = KvStore(KvLayout((LayerSpec(1, 16, width),), 16, 4), 20, torch.float32, torch.device("cpu"))
             tokens = list(range(256))
-            rows = [Row(Request("r", (0,)), tokens, 0, 256, array("i", range(16)), True)]
+            rows = [Row(Request("r", (0,)), tokens, 0, 256, (array("i", range(16)),), True)]
             attention = NativeAttention(kernels, store, [AttentionWindow()], flatten(rows, 16, store.blank))
             query, key = torch.zeros(1, 4, 256, 16), torch.zeros(1, 1, 256, 16)
             value = torch.zeros(1, 1, 1, width).expand(1, 1, 256, width)

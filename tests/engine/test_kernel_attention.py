@@ -72,7 +72,7 @@ class Scene:
     def step(self, kind: type, *pieces: tuple[int, int, int]) -> torch.Tensor:
         """[T, heads, value dim] of (sequence, first, end), all sequences having the same tokens."""
         rows = [
-            Row(Request(f"{name}", tuple(range(end))), list(range(end)), first, end, self._blocks(name, end), True)
+            Row(Request(f"{name}", tuple(range(end))), list(range(end)), first, end, (self._blocks(name, end),), True)
             for name, first, end in pieces
         ]
         flat = flatten(rows, BLOCK, self.store.blank)

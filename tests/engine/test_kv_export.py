@@ -5,15 +5,20 @@ from __future__ import annotations
 import pytest
 
 from decant.engine.errors import UnknownSequence
+from decant.engine.kv_layout import FULL, Kind, Window
 from decant.engine.request import SamplingParams
-from tests.engine.factories import OutputLog, make_engine, make_request, recompute_each_step, run
+from tests.engine.factories import OutputLog, make_device, make_engine, make_request, recompute_each_step, run
 from tests.engine.properties import nothing_is_held, same_output_as_alone
 
 LIVE = make_request("live", 22, 12, sampling=SamplingParams(temperature=1.0, seed=3))
 
 
-def test_an_export_is_finalized_when_only_its_last_block_is_unsent() -> None:
-    engine, log = make_engine(budget=8), OutputLog()
+@pytest.mark.parametrize("windows", [(FULL,), (FULL, Window(Kind.SLIDING, 7))])
+def test_an_export_is_finalized_when_only_its_last_block_is_unsent(windows: tuple[Window, ...]) -> None:
+    """That of each cache group."""
+    device = make_device()
+    device.windows = windows
+    engine, log = make_engine(device=device, budget=8, context_length=64), OutputLog()
     engine.add(LIVE)
     log.record(engine.step())
     export = engine.transfers.export("live")
@@ -26,7 +31,7 @@ def test_an_export_is_finalized_when_only_its_last_block_is_unsent() -> None:
     commit = engine.transfers.finalize_running("live", sent)
     assert commit is not None
     assert commit.computed == 22 + len(commit.output) - 1
-    assert len(export.runs) == sent + 1
+    assert len(export.runs) == sent + len(windows)
     assert (engine.load().running, engine.load().parked) == (0, 1)
     engine.transfers.release("live")
     nothing_is_held(engine)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from decant.engine.checkpoint import checkpoint
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidConfig
-from decant.engine.kv_layout import Kind
+from decant.engine.kv_layout import Kind, longest_sequence
 from decant.engine.model import rope
 from decant.engine.model.backend import TorchBackend
 from decant.engine.model.model import ModelConfig, ModelDevice, load
@@ -118,7 +118,7 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subjec
 
 
 def engine_on(device: ModelDevice, budget: int = 64, max_running: int = 16) -> Engine:
-    context_length = min(device.context_length, device.num_blocks * device.block_size)
+    context_length = longest_sequence(device.windows, device.num_blocks, device.block_size, device.context_length)
     return Engine(
         device, Limits(token_budget=budget, max_running=min(budget, max_running), context_length=context_length)
     )
@@ -194,7 +194,7 @@ def test_preemption_and_recomputation_generate_the_tokens_of_generate(name, subj
             dtype="float32",
             device="cpu",
             context_length=tiny.CONTEXT_LENGTH,
-            kv_bytes=8 * subject.device.block_bytes,
+            kv_bytes=7 * subject.device.block_bytes,
         )
     )
     engine = engine_on(device, 64)

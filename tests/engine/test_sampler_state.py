@@ -70,7 +70,7 @@ def test_the_work_of_a_step_does_not_grow_with_the_tokens(length: int) -> None:
     tokens, state = Read(prompt), SamplerState(request)
     for step in range(5):
         tokens.reads = 0
-        row = Row(request, tokens, len(tokens) - 1, len(tokens), array("i"), True, state)
+        row = Row(request, tokens, len(tokens) - 1, len(tokens), (array("i"),), True, state)
         [token] = make_backend(torch.device("cpu")).sampler.sample([row], torch.randn(1, 48), frozenset())
         assert tokens.reads == (1 if step else length)
         assert state.counts is not None

@@ -292,15 +292,17 @@ def test_a_pool_adds_up_after_any_allocation_share_and_release(seed: int, blocks
         digests = [bytes([n]) * 16 for n in range(rng.randint(0, 4))]
         try:
             if action == "allocate":
-                live[f"o{turn}"] = pool.allocate(f"o{turn}", rng.randint(0, 4), pool.match(digests))
+                live[f"o{turn}"] = pool.allocate(
+                    f"o{turn}", rng.randint(0, 4), pool.index.longest_prefix(digests).groups
+                )
             elif action == "grow" and table:
-                table.grow(rng.randint(1, 3))
-            elif action == "share" and table and table.blocks:
+                table.grow(table.num_blocks + rng.randint(1, 3))
+            elif action == "share" and table and table.blocks[0]:
                 live[f"o{turn}"] = pool.allocate(f"o{turn}", 0)
-                live[f"o{turn}"].share(rng.choice(table.blocks))
-            elif action == "publish" and table and table.blocks:
-                some = rng.choices(table.blocks, k=rng.randint(1, 3))
-                pool.publish(some, [bytes([rng.randrange(5)]) * 16 for _ in some])
+                live[f"o{turn}"].share(0, rng.choice(table.blocks[0]))
+            elif action == "publish" and table and table.blocks[0]:
+                some = rng.choices(table.blocks[0], k=rng.randint(1, 3))
+                pool.publish(0, some, [bytes([rng.randrange(5)]) * 16 for _ in some])
             elif action == "release" and table:
                 live.pop(table.owner).release()
         except OutOfBlocks as full:
@@ -321,11 +323,11 @@ def test_the_least_recently_used_prefix_is_evicted_from_its_end() -> None:
     digests = [bytes([n]) * 16 for n in range(4)]
     for owner, mine in (("old", digests[:2]), ("new", digests[2:])):
         table = pool.allocate(owner, 2)
-        pool.publish(table.blocks, mine)
+        pool.publish(0, table.blocks[0], mine)
         table.release()
     pool.allocate("other", 1)
-    assert len(pool.match(digests[:2])) == 1
-    assert len(pool.match(digests[2:])) == 2
+    assert pool.index.longest_prefix(digests[:2]).num_blocks == 1
+    assert pool.index.longest_prefix(digests[2:]).num_blocks == 2
 
 
 def test_a_cached_prefix_is_used_again_and_only_by_the_same_salt() -> None:
@@ -343,7 +345,7 @@ def test_sequences_with_a_common_prefix_share_its_blocks() -> None:
     for id in ("a", "b"):
         engine.add(make_request(id, 10, 20))
         engine.step()
-    one, other = (list(sequence.block_table.blocks) for sequence in engine.scheduler.running if sequence.block_table)
+    one, other = (list(sequence.block_table.held) for sequence in engine.scheduler.running if sequence.block_table)
     assert one[:2] == other[:2]
     assert not set(one[2:]) & set(other[2:])
     assert engine.load().held_blocks == len({*one, *other})
@@ -364,9 +366,9 @@ def test_a_prefix_that_was_used_again_is_evicted_after_one_that_was_not() -> Non
     digests = [bytes([n]) * 16 for n in range(2)]
     for digest in digests:
         table = pool.allocate("first", 1)
-        pool.publish(table.blocks, [digest])
+        pool.publish(0, table.blocks[0], [digest])
         table.release()
-    pool.allocate("again", 0, pool.match(digests[:1])).release()
+    pool.allocate("again", 1, pool.index.longest_prefix(digests[:1]).groups).release()
     pool.allocate("other", 2)
-    assert pool.match(digests[:1])
-    assert not pool.match(digests[1:])
+    assert pool.index.find(digests[0])
+    assert not pool.index.find(digests[1])

@@ -39,17 +39,22 @@ compiled = pytest.mark.skipif(KERNELS is None, reason="no compiled kernels here"
 
 
 @st.composite
-def any_row(draw: st.DrawFn) -> Row:
+def any_row(draw: st.DrawFn, groups: int) -> Row:
     """Of a sequence somewhere in the middle, single tokens often; it may hold more blocks than it needs yet."""
     tokens = draw(st.lists(st.integers(0, 2**40), min_size=1, max_size=20))
     end = draw(st.integers(1, len(tokens)))
     start = draw(st.one_of(st.just(end - 1), st.integers(0, end - 1)))
-    held = -(-end // SIZE) + draw(st.integers(0, 2))
-    blocks = array("i", draw(st.lists(st.integers(0, 50), min_size=held, max_size=held)))
-    return Row(Request("r", (1,)), tokens, start, end, blocks, draw(st.booleans()))
+    blocks = []
+    for _ in range(groups):
+        held = -(-end // SIZE) + draw(st.integers(0, 2))
+        blocks.append(array("i", draw(st.lists(st.integers(0, 50), min_size=held, max_size=held))))
+    return Row(Request("r", (1,)), tokens, start, end, tuple(blocks), draw(st.booleans()))
 
 
-@given(st.lists(any_row(), min_size=1, max_size=12))
+any_rows = st.integers(1, 3).flatmap(lambda groups: st.lists(any_row(groups), min_size=1, max_size=12))
+
+
+@given(any_rows)
 def test_compiled_and_in_numpy_rows_are_the_same_arrays(rows: list[Row]) -> None:
     one, other = flatten(rows, SIZE, BLANK), step_batch.flatten(rows, SIZE, BLANK)
     for name in ARRAYS:
@@ -59,7 +64,7 @@ def test_compiled_and_in_numpy_rows_are_the_same_arrays(rows: list[Row]) -> None
     assert all(mine is theirs for mine, theirs in zip(one.rows, other.rows, strict=True))
 
 
-@given(st.lists(any_row(), min_size=1, max_size=12))
+@given(any_rows)
 def test_every_token_is_at_the_position_of_its_row(rows: list[Row]) -> None:
     flat = flatten(rows, SIZE, BLANK)
     assert sorted(flat.order.tolist()) == list(range(len(rows)))
@@ -72,16 +77,18 @@ def test_every_token_is_at_the_position_of_its_row(rows: list[Row]) -> None:
         assert flat.sampled[index] == row.sample
         assert flat.tokens[span].tolist() == list(row.tokens[row.start : row.end])
         assert flat.positions[span].tolist() == list(range(row.start, row.end))
-        places = [row.blocks[position // SIZE] * SIZE + position % SIZE for position in range(row.start, row.end)]
-        assert flat.slot_mapping[span].tolist() == places
         needed = -(-row.end // SIZE)
-        assert flat.table[index, :needed].tolist() == row.blocks[:needed].tolist()
-        assert (flat.table[index, needed:] == BLANK).all()
+        for group, blocks in enumerate(row.blocks):
+            places = [blocks[position // SIZE] * SIZE + position % SIZE for position in range(row.start, row.end)]
+            assert flat.slot_mapping[group, span].tolist() == places
+            assert flat.table[group, index, :needed].tolist() == blocks[:needed].tolist()
+            assert (flat.table[group, index, needed:] == BLANK).all()
     new_blocks = [
-        row.blocks[at // SIZE]
+        blocks[at // SIZE]
         for row in flat.rows
         for at in range(row.start, row.end)
         if at % SIZE == 0 and at + SIZE > row.end
+        for blocks in row.blocks
     ]
     assert flat.new_blocks.tolist() == new_blocks
 
@@ -97,19 +104,21 @@ def test_spans_are_the_last_positions_of_each_row() -> None:
     ids=["beyond its tokens", "no position", "before its tokens", "beyond its blocks"],
 )
 def test_a_row_that_reaches_beyond_what_it_has_is_refused(start: int, end: int, blocks: int) -> None:
-    fine = Row(Request("fine", (1,)), [1], 0, 1, array("i", [0]), True)
-    bad = Row(Request("bad", (1,)), [1, 2, 3, 4, 5], start, end, array("i", range(blocks)), True)
+    fine = Row(Request("fine", (1,)), [1], 0, 1, (array("i", [0]),), True)
+    bad = Row(Request("bad", (1,)), [1, 2, 3, 4, 5], start, end, (array("i", range(blocks)),), True)
     with pytest.raises(ValueError, match=f"row 1: positions {start} to {end} of 5 tokens in {blocks} blocks"):
         flatten([fine, bad], SIZE, BLANK)
 
 
 @compiled
 def test_an_invalid_row_is_refused() -> None:
-    row = Row(Request("r", (1,)), [1], 0, 1, array("i", [0]), True)
+    row = Row(Request("r", (1,)), [1], 0, 1, (array("i", [0]),), True)
     wrong: list[dict[str, Any]] = [{"tokens": 7}, {"tokens": ["a"]}, {"start": "0"}, {"end": None}]
-    wrong += [{"blocks": [0]}, {"blocks": array("q", [0])}]
+    wrong += [{"blocks": array("i", [0])}, {"blocks": ()}, {"blocks": ([0],)}, {"blocks": (array("q", [0]),)}]
     for fields in wrong:
         with pytest.raises(TypeError):
             flatten([row._replace(**fields)], SIZE, BLANK)
     with pytest.raises(TypeError, match="tuples of seven"):
         flatten([row[:5]], SIZE, BLANK)  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="one array for each cache group"):
+        flatten([row, row._replace(blocks=row.blocks * 2)], SIZE, BLANK)

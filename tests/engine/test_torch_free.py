@@ -157,7 +157,7 @@ def test_equal_priorities_run_first_come_first_served() -> None:
 def distribution(device: FakeDevice, **sampling: Any) -> Counter[int]:
     """Tokens that many seeds draw after one prompt."""
     requests = [make_request("a", 5, 1, sampling=SamplingParams(seed=seed, **sampling)) for seed in range(3000)]
-    rows = tuple(Row(request, request.token_ids, 0, 5, array("i", [0, 1]), True) for request in requests)
+    rows = tuple(Row(request, request.token_ids, 0, 5, (array("i", [0, 1]),), True) for request in requests)
     return Counter(token for token in device.run(StepPlan(rows, 5 * len(rows))).sampled if token is not None)
 
 
@@ -210,7 +210,7 @@ def test_a_flipped_byte_in_a_held_block_changes_the_fakes_next_tokens(slot: int)
     log = step_until(engine, lambda: engine.steps == 2)
     table = engine.scheduler.running[0].block_table
     assert table is not None
-    engine.device.read(table.blocks[slot // 4])[slot % 4 * 8 + slot % 8] ^= 1
+    engine.device.read(table.blocks[0][slot // 4])[slot % 4 * 8 + slot % 8] ^= 1
     text = run(engine, log=log)["a"].text
     assert text[:2] == undisturbed[:2]
     assert text[2] != undisturbed[2]

@@ -1,1 +1,1 @@
-"""The handoff: two engines, one fetch, everything that can go wrong on the way."""
+"""The handoff: two engines, one fetch, and every fault on the way."""

@@ -1,4 +1,4 @@
-"""Two workers' ends with torch-free engines, and what stands between them."""
+"""Senders and receivers with torch-free engines, and the transports between them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from decant.engine.engine import Engine
 from decant.engine.fake import FakeDevice
+from decant.engine.kv_layout import FULL, Window
 from decant.engine.loop import EngineLoop
 from decant.engine.output import SequenceFinished, StepOutput, Token
 from decant.engine.plan import StepPlan
@@ -15,10 +16,12 @@ from decant.engine.request import Request, SamplingParams, StopParams
 from decant.engine.scheduler import Limits
 from decant.engine.transfer import IncomingSequence
 from decant.handoff.codec import Received, decode
+from decant.handoff.leases import Lease
 from decant.handoff.packing import MESSAGE_BYTES, TransferLayout, checksum
 from decant.handoff.receiver import KvReceiver
 from decant.handoff.sender import KvSender, SenderTiming
 from decant.protos import worker_pb2 as wire
+from decant.runtime.peer import PROTOCOL
 
 BLOCK = 4
 LAYOUT = 0x1234
@@ -28,7 +31,7 @@ Cost = Callable[[StepPlan], float] | None
 
 
 class Worker:
-    """An engine on its thread with both ends of a handoff; ``told`` keeps what its steps said."""
+    """An engine on its thread with both ends of a handoff; ``tokens`` by sequence."""
 
     def __init__(
         self,
@@ -40,16 +43,22 @@ class Worker:
         cost: Cost = None,
         timing: SenderTiming | None = None,
         message_bytes: int = MESSAGE_BYTES,
+        windows: tuple[Window, ...] = (FULL,),
     ) -> None:
+        device = FakeDevice(num_blocks=blocks, block_size=BLOCK, vocab_size=64, cost=cost)
+        device.windows = windows
         self.engine = Engine(
-            FakeDevice(num_blocks=blocks, block_size=BLOCK, vocab_size=64, cost=cost),
-            Limits(token_budget=budget, max_running=8, context_length=blocks * BLOCK),
+            device,
+            Limits(token_budget=budget, max_running=8, context_length=blocks * BLOCK // len(windows)),
             checksum=checksum,
         )
-        self.peer = wire.Peer(id=name, incarnation=1, protocol=1)
+        self.peer = wire.Peer(id=name, incarnation=1, protocol=PROTOCOL)
         self.shape = TransferLayout(BLOCK, self.engine.device.block_bytes, LAYOUT, message_bytes)
+        self.ended_leases: list[Lease] = []
         self.loop = EngineLoop(self.engine, self._on_step)
-        self.sender = KvSender(self.loop, self.shape, wire.Heartbeat, lease_ms, timing=timing)
+        self.sender = KvSender(
+            self.loop, self.shape, wire.Heartbeat, lease_ms, on_lease_end=self.ended_leases.append, timing=timing
+        )
         self.receiver = KvReceiver(self.loop, self.shape, self.peer, wire.Heartbeat)
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, asyncio.Event] = {}
@@ -137,8 +146,8 @@ class Wire:
         await self._sender.release(request)
 
 
-async def alone(request: Request) -> list[int]:
+async def alone(request: Request, windows: tuple[Window, ...] = (FULL,)) -> list[int]:
     """What a request writes on one engine from beginning to end."""
-    async with Worker("alone") as worker:
+    async with Worker("alone", blocks=64 * len(windows), windows=windows) as worker:
         await worker.loop.call(lambda engine: engine.add(request))
         return await worker.finished(request.id)

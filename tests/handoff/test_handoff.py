@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from decant.engine.transfer import BlockAddress
 from decant.handoff.codec import Received, decode
 from decant.handoff.errors import SequenceAlreadyFinished
 from decant.handoff.service import KvSourceService
@@ -39,16 +40,16 @@ async def test_blocks_travel_while_the_prompt_is_still_being_computed(transport:
     request = ask(length=64)
     async with Worker("p", cost=lambda _: 0.02) as sender, Worker("d") as receiver, transport(sender) as source:
         room = await receiver.room(request)
-        began: dict[int, int] = {}
+        began: dict[tuple[int, int], int] = {}
 
-        def wrote(index: int, *rest: Any, write: Any = room.write) -> None:
-            began.setdefault(index, sender.engine.load().parked)
-            write(index, *rest)
+        def wrote(address: BlockAddress, *rest: Any, write: Any = room.write) -> None:
+            began.setdefault(address, sender.engine.load().parked)
+            write(address, *rest)
 
         room.write = wrote  # type: ignore[method-assign, assignment]
         await receiver.receiver.receive(source, await sender.offer(request), room)
         await receiver.finished("r")
-    assert began[0] == 0, "the first block waited for the last"
+    assert began[0, 0] == 0, "the first block waited for the last"
 
 
 @pytest.mark.slow

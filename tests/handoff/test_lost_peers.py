@@ -26,6 +26,7 @@ from decant.runtime.errors import InvalidArgument, ServiceError
 from decant.runtime.interceptor import ErrorInterceptor
 from tests.handoff.factories import Wire, Worker, ask
 from tests.handoff.harness import TRANSPORTS, Transport, connect, hand_over
+from tests.worker.waiting import eventually
 
 
 @TRANSPORTS
@@ -103,9 +104,12 @@ async def test_the_blocks_of_a_receiver_that_dies_are_free_long_before_the_lease
             await anext(responses)
             if is_silent:
                 await sender.emptied()
+            else:
+                await eventually(lambda: sender.sender._states["r"].final_message)
         await sender.emptied()
         assert not sender.sender.leases.all()
         assert sender.sender.expired == 0
+        assert [lease.failure.cause for lease in sender.ended_leases if lease.failure] == [wire.CAUSE_PEER_LOST]
         await receiver.loop.call(lambda _: arrival.abort())
 
 

@@ -1,4 +1,4 @@
-"""Blocks into messages and back, whatever their size; whatever is changed on the way is refused."""
+"""Blocks of any size survive packing into messages; changed messages are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decant.engine.transfer import block_checksum
+from decant.engine.transfer import BlockAddress, block_checksum
 from decant.handoff.codec import Received, decode, encode
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.packing import (
@@ -35,7 +35,8 @@ def blocks_of(shape: TransferLayout, first: int, count: int, salt: bytes = b"") 
     made = []
     for index in range(first, first + count):
         data = ((salt + index.to_bytes(4, "little")) * (shape.block_bytes // 4 + 1))[: shape.block_bytes]
-        made.append(FilledBlock(index, data, block_checksum(checksum, index, data)))
+        address = BlockAddress(1, index)
+        made.append(FilledBlock(address, data, block_checksum(checksum, address, data)))
     return made
 
 
@@ -43,14 +44,14 @@ def received(shape: TransferLayout, blocks: list[FilledBlock], run: wire.Run = R
     return [decode(message) for message in pack(run, shape, blocks)]
 
 
-def taken(shape: TransferLayout, messages: Iterable[Received], run: wire.Run = RUN) -> dict[int, bytes]:
+def taken(shape: TransferLayout, messages: Iterable[Received], run: wire.Run = RUN) -> dict[BlockAddress, bytes]:
     """What a receiver has in the end: every block verified by its sum, as an arrival does it."""
     unpacker, found = Unpacker(run, shape), {}
     for message in messages:
         for block in unpacker.unpack(message.response.kv_chunk, message.data):
-            if block_checksum(checksum, block.index, block.data) != block.checksum:
+            if block_checksum(checksum, block.address, block.data) != block.checksum:
                 raise HandoffFailed(wire.CAUSE_CORRUPT, "by the arrival")
-            found[block.index] = bytes(block.data)
+            found[block.address] = bytes(block.data)
     return found
 
 
@@ -68,7 +69,7 @@ def test_packed_blocks_are_unpacked_and_no_message_is_too_large(size: int, first
     messages = received(shape, blocks)
     assert all(len(message.data) <= MESSAGE_BYTES for message in messages)
     assert len(messages) <= -(-size // MESSAGE_BYTES) * count
-    assert taken(shape, messages) == {block.index: block.data for block in blocks}
+    assert taken(shape, messages) == {block.address: block.data for block in blocks}
 
 
 def test_a_message_has_a_maximum_number_of_tiny_blocks() -> None:
@@ -86,18 +87,18 @@ def test_any_parser_reads_what_is_sent_and_any_writer_is_read(size: int) -> None
     plain = [wire.FetchResponse.FromString(message) for message in pack(RUN, shape, blocks)]
     assert b"".join(one.kv_chunk.data for one in plain) == b"".join(bytes(block.data) for block in blocks)
     again = [decode(one.SerializeToString()) for one in plain]
-    assert taken(shape, again) == {block.index: block.data for block in blocks}
+    assert taken(shape, again) == {block.address: block.data for block in blocks}
 
 
 def test_messages_without_cache_are_plain_protobuf() -> None:
-    said = [
+    responses = [
         wire.FetchResponse(heartbeat=wire.Heartbeat(step=3)),
         wire.FetchResponse(commit=wire.TransferCommit(computed=9, checksum=1)),
         wire.FetchResponse(closed=wire.ExportClosed()),
         wire.FetchResponse(kv_chunk=wire.KvChunk(first_position=16)),
         wire.FetchResponse(),
     ]
-    for response in said:
+    for response in responses:
         assert decode(encode(response)) == Received(response, memoryview(b""))
 
 
@@ -141,7 +142,7 @@ def test_a_flipped_bit_anywhere_in_a_message_is_refused_or_changes_nothing(size:
         found = taken(shape, map(decode, changed))
     except (HandoffFailed, DecodeError):
         return
-    assert found == {block.index: block.data for block in blocks}
+    assert found == {block.address: block.data for block in blocks}
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
@@ -150,6 +151,7 @@ def test_a_flipped_bit_anywhere_in_a_message_is_refused_or_changes_nothing(size:
     [
         "data",
         "first_position",
+        "group",
         "offset",
         "checksum",
         "block_checksums",
@@ -172,7 +174,7 @@ def test_bytes_are_bound_to_their_place_and_their_run(size: int, fault: str) -> 
     match fault:
         case "data":
             data = memoryview(bytes(data[:-1]) + b"?")
-        case "first_position" | "offset" | "checksum":
+        case "first_position" | "group" | "offset" | "checksum":
             setattr(head, fault, getattr(head, fault) + 16)
         case "block_checksums":
             messages[-1].response.kv_chunk.block_checksums[0] ^= 1
@@ -196,7 +198,7 @@ def test_bytes_are_bound_to_their_place_and_their_run(size: int, fault: str) -> 
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-@pytest.mark.parametrize("fault", ["first_position", "offset", "checksum", "size", "sums"])
+@pytest.mark.parametrize("fault", ["first_position", "group", "offset", "checksum", "size", "sums"])
 def test_a_wrong_position_is_refused_before_any_byte_is_read(size: int, fault: str) -> None:
     shape = TransferLayout(16, size, layout=7)
     first = received(shape, blocks_of(shape, 0, 2))[0]

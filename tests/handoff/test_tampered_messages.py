@@ -33,6 +33,12 @@ def move(message: wire.FetchResponse) -> list[wire.FetchResponse]:
     return [message]
 
 
+def regroup(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+    if message.HasField("kv_chunk"):
+        message.kv_chunk.group += 1
+    return [message]
+
+
 def forge_commit(message: wire.FetchResponse) -> list[wire.FetchResponse]:
     if message.HasField("commit"):
         tokens = message.commit.outputs[0].tokens
@@ -86,6 +92,7 @@ TAMPERS = [
     truncate,
     drop_chunks,
     move,
+    regroup,
     forge_sum,
     another_run,
     double,

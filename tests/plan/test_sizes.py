@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from decant.bench.model_shapes import SHAPES
-from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.blocks import BlockPool
+from decant.engine.kv_layout import Kind, KvLayout, LayerSpec, Window
 from decant.plan.capacity.devices import PRESETS
 from decant.plan.capacity.memory import Room
 from decant.plan.capacity.model_shape import from_config, parse_shape, read_shape
@@ -46,6 +47,45 @@ def test_kv_cache_of_known_models_has_its_published_size_per_token() -> None:
 def test_kv_cache_of_a_token_agrees_with_the_engine_s_layout() -> None:
     layout = KvLayout((LayerSpec(8, 128, 128),) * 32, block_size=16, itemsize=2)
     assert from_config("", LLAMA_3_8B).kv_bytes("bfloat16") * 16 == layout.block_bytes
+
+
+GPT_OSS_20B = {
+    **LLAMA_3_8B,
+    "num_hidden_layers": 24,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, ()),
+        ({"sliding_window": None}, ()),
+        ({"model_type": "mistral", "sliding_window": 4096}, ((4096, 32),)),
+        ({"model_type": "gemma2", "sliding_window": 4096}, ((4096, 16),)),
+        ({"sliding_window": 512, "sliding_window_pattern": 6}, ((512, 27),)),
+        ({"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}, ()),
+        ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28}, ((4096, 4),)),
+        (GPT_OSS_20B, ((128, 12),)),
+        ({"attention_chunk_size": 64, "layer_types": ["chunked_attention"] * 3 + ["full_attention"]}, ((64, 3),)),
+    ],
+)
+def test_windows_of_layers_are_read(changes: dict[str, object], windows: tuple[tuple[int, int], ...]) -> None:
+    assert from_config("", {**LLAMA_3_8B, **changes}).windows == windows
+
+
+@pytest.mark.parametrize("length", [1, 100, 128, 129, 5000])
+def test_a_sequence_of_full_and_windowed_layers_takes_the_blocks_of_the_engine_s_groups(length: int) -> None:
+    shape = from_config("", GPT_OSS_20B)
+    room = Room(40 * GIB, 10 * GIB, shape.kv_bytes("bfloat16"), kv_windows=shape.kv_windows("bfloat16"))
+    sliding = Window(Kind.SLIDING, 128)
+    layers = (LayerSpec(8, 64, 64, sliding), LayerSpec(8, 64, 64)) * 12
+    layout = KvLayout(layers, room.block_size, itemsize=2)
+    pool = BlockPool(1, layout.block_size, layout.windows)
+    assert room.sequence_bytes(length) == pool.blocks_at_once(pool.blocks_for(length)) * layout.block_bytes
+    assert room.sequences(length) == room.kv_bytes // room.sequence_bytes(length)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ class Case:
 
 @dataclass
 class Listener:
-    """Stands for the registry, the store and the quotas: counts what it is told of the request's end."""
+    """Stands for the registry, the store and the quotas: counts reports of the request's end."""
 
     is_unavailable: bool = False
     ends: int = 0
@@ -161,7 +161,7 @@ class Trial:
             while steps := self.world.steps():
                 steps[0]()
                 await settle()
-            self.world.beat()
+            self.world.send_heartbeat()
 
     def begin(self, adopted: StoredRequest | None = None) -> None:
         self.execution = Execution(self.request(), self.router, self.listener, adopted)
@@ -185,7 +185,7 @@ class Trial:
         await asyncio.wait([self.execution.task] if self.execution.task else [])
 
     async def round(self) -> None:
-        self.world.beat()
+        self.world.send_heartbeat()
         await self.drain_steps()
         await asyncio.sleep(0.25)
         await settle()
@@ -209,7 +209,7 @@ class Trial:
             else:
                 faults[(number + choice) % len(faults)]()
         elif choice % 11 == 10 or not (steps := self.world.steps()):
-            self.world.beat()
+            self.world.send_heartbeat()
             await asyncio.sleep(0.25)
         else:
             steps[choice % len(steps)]()

@@ -1,4 +1,4 @@
-"""Chat templates as models have them: written for these tests, in the manners of the families that are named."""
+"""Chat templates in the style of the named model families, written for these tests."""
 
 from __future__ import annotations
 

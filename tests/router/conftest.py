@@ -1,4 +1,4 @@
-"""The private Redis of tests/state, for the router's tests too."""
+"""The private Redis of tests/state, for the router's tests."""
 
 from tests.state.conftest import bare, server, store
 

@@ -1,4 +1,4 @@
-"""Models, requests and their courses in a line."""
+"""Models, requests and their executions in one line."""
 
 from __future__ import annotations
 

@@ -70,13 +70,13 @@ class FakeSession(WorkerState, services.DecodeServicer):
 
     async def _beat(self, out: Queue) -> None:
         while True:
-            beat = wire.Heartbeat(step=1, load=self.load, cache=self.cache, routers=self._routers.values())
+            heartbeat = wire.Heartbeat(step=1, load=self.load, cache=self.cache, routers=self._routers.values())
             self.cache = wire.PrefixCacheUpdate()
             if self.script.stuck_ms is not None:
-                beat.step_age_ms = self.script.stuck_ms
+                heartbeat.step_age_ms = self.script.stuck_ms
             waiting = [run for run in self.runs.values() if run.phase == wire.RunStatus.PHASE_WAITING]
-            beat.renew.extend(run.start.ticket.id for run in waiting if run.start.HasField("ticket"))
-            out.put_nowait(wire.WorkerMessage(heartbeat=beat))
+            heartbeat.renew.extend(run.start.ticket.id for run in waiting if run.start.HasField("ticket"))
+            out.put_nowait(wire.WorkerMessage(heartbeat=heartbeat))
             await asyncio.sleep(0.25)
 
     async def _listen(self, requests: Any, out: Queue) -> None:

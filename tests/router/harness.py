@@ -1,4 +1,4 @@
-"""A router's core over fake workers and a real Redis, in a line."""
+"""A router's core over fake workers and a real Redis, in one line."""
 
 from __future__ import annotations
 

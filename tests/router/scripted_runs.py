@@ -1,4 +1,4 @@
-"""What scripted workers have of a request: prefill calls, runs, and the KV caches that their tickets offer.
+"""Parts of a request at scripted workers: prefill calls, runs, and the KV caches of their tickets.
 
 Nothing here computes: output token k is `token_at(k)` everywhere. What may happen now is a step or, where it harms the
 request, a fault; a schedule chooses.

@@ -129,7 +129,7 @@ class ScriptedWorker:
         """Runs that this router is responsible for."""
         return [run for run in self.runs.values() if run.is_attached]
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         waiting = [run for run in self.runs.values() if run.phase == RunStatus.PHASE_WAITING]
         renew = [run.start.ticket.id for run in waiting if run.start.HasField("ticket")]
         load = wire.Load(total_blocks=1000, free_blocks=1000, takes_prompts=True, role=self.facts.role)
@@ -324,6 +324,6 @@ class World:
     def faults(self) -> list[Step]:
         return [fault for worker in self.workers.values() for fault in worker.faults()]
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         for worker in self.workers.values():
-            worker.beat()
+            worker.send_heartbeat()

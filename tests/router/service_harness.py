@@ -77,7 +77,7 @@ def made(
 async def scene(
     served: Models | None = None, callers: Authenticator | None = None, unread_s: float = UNREAD_S
 ) -> AsyncIterator[Scene]:
-    """Anybody may call, unless it is said who."""
+    """All callers may call, unless ``callers`` restricts them."""
     dispatcher, registry = ScriptedRegistry(), Registry(process=False)
     served = served or Models([tiny()])
     service = made(dispatcher, registry, served, callers, unread_s).service()

@@ -1,4 +1,4 @@
-"""Who gets in, and when."""
+"""Order and bounds of admission."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who asks is known before anything is done, sees what is his alone, and nobody's secret is ever shown."""
+"""Calls are authenticated first, show the caller's requests and models only, and never show a secret."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_secret_names_its_tenant(callers: Authenticator) -> None:
     tenants = [callers.tenant_of(bearer(secret)) for secret in (SECRET, "its next one", OTHER)]
     assert [tenant.name for tenant in tenants] == ["acme", "acme", "umbrella"]
     assert callers.tenant_of([("user-agent", "x"), ("authorization", f"bearer {SECRET}")]).name == "acme"
-    assert callers.limits == {"acme": TenantLimits(in_flight=3)}, "who has no limits costs nothing"
+    assert callers.limits == {"acme": TenantLimits(in_flight=3)}, "a tenant without limits costs nothing"
 
 
 @pytest.mark.parametrize(

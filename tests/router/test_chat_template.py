@@ -1,4 +1,4 @@
-"""Conversations become the prompts that transformers makes of them, and a template can do nothing else."""
+"""Conversations become the prompts that transformers makes, and a template can do nothing else."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ TEXTS = st.text(max_size=12) | st.sampled_from(
 @pytest.mark.parametrize("kind", LIKE)
 @given(st.lists(st.tuples(ROLES, TEXTS), min_size=1, max_size=6), st.booleans())
 @settings(max_examples=60, deadline=None)
-async def test_a_conversation_becomes_the_tokens_that_transformers_makes_of_it(both, kind, said, opens):
+async def test_a_conversation_becomes_the_tokens_that_transformers_makes_of_it(both, kind, turns, opens):
     ours, theirs = both(kind)
-    messages = [pb.Message(role=role, content=text) for role, text in said]
-    plain = [{"role": role, "content": text} for role, text in said]
+    messages = [pb.Message(role=role, content=text) for role, text in turns]
+    plain = [{"role": role, "content": text} for role, text in turns]
     try:
         expected = theirs.apply_chat_template(plain, tokenize=False, add_generation_prompt=opens)
     except TemplateError:

@@ -1,4 +1,4 @@
-"""From what was measured follows which prompts are worth handing over; from nothing, that all are."""
+"""Measured costs decide which prompts are handed off; without measurements all are."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_old_measurements_expire_within_minutes_and_are_taken_again() -> None:
     scene = Scene()
     scene.read(0.001, times=100)
     scene.moved(5.0, 0.0, sizes=(100,) * 100)
-    assert scene.threshold > 1000, "nobody hands anything over, so nobody measures it"
+    assert scene.threshold > 1000, "without handoffs nothing is measured"
     for _ in range(60):
         scene.now += 10
         scene.read(0.001, times=1, beside=True)

@@ -1,4 +1,4 @@
-"""Text while it is written: whole characters, nothing lost, the same text for any cut."""
+"""Incremental text: whole characters, nothing lost, the same text for any division of the tokens."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ VALUES: dict[str, list[Any]] = {"SamplingParams.logit_bias": [{3: 0.5}]}
 """What a field is set to where its type alone doesn't say."""
 
 READ_LATER = {"GenerateRequest.user"}
-"""Fields that a valid request only carries; those who read them test it."""
+"""Fields that a valid request only carries; tests of their readers cover them."""
 
 
 def leaves(descriptor: Descriptor, chain: tuple[FieldDescriptor, ...] = ()) -> Iterator[tuple[FieldDescriptor, ...]]:

@@ -1,4 +1,4 @@
-"""Redis behind the tokens: everything gets there, few commands do it, and nothing stops while it is away."""
+"""The journal writer: every token reaches Redis, in few commands, and nothing waits while Redis is unavailable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flushes of many requests: in bounded round trips, each reply counts, and a faulty request holds up no other."""
+"""Flushes of many requests: bounded round trips, every reply counts, and a faulty request delays no other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Patch = pytest.MonkeyPatch
 
 
 class Held:
-    """A request of which nothing is written by its course."""
+    """A request that its execution does not write."""
 
     def __init__(self, owned: OwnedRequest) -> None:
         self.owned = owned

@@ -1,4 +1,4 @@
-"""A worker that drains gives its live sequences to others: the text is the same at every instant, nothing is left.
+"""A draining worker migrates its live sequences: the text is the same at every instant, and nothing is left.
 
 Routers, workers and what goes between them are real, the engines are fake, with real bytes: a cache that came over
 wrong would change the text.
@@ -48,11 +48,11 @@ class Scene:
     _servers: dict[str, AsyncExitStack]
 
     async def lose(self, name: str) -> None:
-        """Nobody reaches that worker any more, nor hears of it."""
+        """Cut a worker off from all others."""
         await self._servers[name].aclose()
 
     def drain(self, name: str) -> None:
-        """As at SIGTERM: it takes nothing new, and says so with its next beat."""
+        """As at SIGTERM: it takes nothing new, and reports so in its next heartbeat."""
         self.places[name].host.draining = True
 
     def runs(self, name: str) -> int:
@@ -238,13 +238,13 @@ async def test_losing_the_target_of_a_migration_costs_at_most_one_attempt(store:
             others = sorted({*"def"} - {first})
             scene.drain(first)
             await asyncio.sleep(steps * 0.006)
-            taker = next((name for name in others if scene.runs(name)), others[0])
-            await scene.lose(taker)
+            target = next((name for name in others if scene.runs(name)), others[0])
+            await scene.lose(target)
             await ended(stream)
             assert isinstance(stream.end, Finish), stream.end
             assert stream.tokens == expected
             assert stream.path.attempts <= 2
-            assert scene.at(stream) not in (first, taker)
+            assert scene.at(stream) not in (first, target)
 
 
 def _reserve(engine: Engine, number: int) -> IncomingSequence:
@@ -295,9 +295,9 @@ async def test_a_ticket_is_renewed_while_its_receiver_waits_for_free_blocks(stor
 
 
 LINES = [
-    *(("giver", FETCH, way) for way in (TO_WORKER, TO_CALLER)),
-    *(("giver", RELEASE, way) for way in (TO_WORKER, TO_CALLER)),
-    *((name, SESSION, way) for name in ("giver", "taker") for way in (TO_WORKER, TO_CALLER)),
+    *(("source", FETCH, way) for way in (TO_WORKER, TO_CALLER)),
+    *(("source", RELEASE, way) for way in (TO_WORKER, TO_CALLER)),
+    *((name, SESSION, way) for name in ("source", "target") for way in (TO_WORKER, TO_CALLER)),
 ]
 
 
@@ -310,11 +310,11 @@ async def test_the_text_is_the_same_whatever_breaks_in_a_drain(store: Store, lin
         async with moving(store) as scene:
             stream, expected = await scene.begin(number)
             await written(stream, 3)
-            names = {"giver": scene.at(stream)}
-            (names["taker"],) = {"d", "e"} - {names["giver"]}
+            names = {"source": scene.at(stream)}
+            (names["target"],) = {"d", "e"} - {names["source"]}
             cut = Cut(method, direction, number, arrives=number % 2 == 1)
             scene.proxies[names[who]].cuts = (cut,)
-            scene.drain(names["giver"])
+            scene.drain(names["source"])
             await ended(stream)
             assert isinstance(stream.end, Finish), stream.end
             assert stream.tokens == expected

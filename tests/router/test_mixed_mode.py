@@ -1,4 +1,4 @@
-"""Short prompts are computed where they are decoded; sessions stay where they are at home."""
+"""Short prompts are computed where they are decoded; sessions stay at the worker with their prefix."""
 
 from __future__ import annotations
 

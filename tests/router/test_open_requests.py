@@ -1,4 +1,4 @@
-"""An open request is in its owner's open set, whatever happens, and in the end in no other."""
+"""An open request is always in its owner's open set, and in the end in no other."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Routers:
 
     async def each_open_request_is_found(self) -> None:
         for incarnation, owned in (await self.open_requests()).items():
-            assert owned <= await self.store.open.of(incarnation), "nobody would find it were its owner lost"
+            assert owned <= await self.store.open.of(incarnation), "if its owner were lost, no router would find it"
 
     async def open_sets_are_exact(self) -> None:
         for incarnation in self.held:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ from decant.router.placement.policy import (
 from decant.state.ids import Incarnation
 
 P, D = wire.ROLE_PREFILL, wire.ROLE_DECODE
-NOBODY = Incarnation("", 0)
+NO_SENDER = Incarnation("", 0)
 
 
 def snapshot(name: str, role: wire.Role = D, **more: object) -> WorkerSnapshot:
@@ -96,14 +97,30 @@ def test_a_cache_goes_where_it_fits_then_where_the_fewest_sequences_run() -> Non
     )
 
 
+@pytest.mark.parametrize(
+    ("group_blocks", "tokens", "blocks"),
+    [((0,), 31, 2), ((0,), 32, 3), ((5,), 4000, 5), ((0, 5, 5), 31, 6), ((0, 5, 5), 1600, 111)],
+)
+def test_a_worker_has_room_for_the_blocks_that_a_sequence_has_in_each_cache_group(
+    group_blocks: tuple[int, ...], tokens: int, blocks: int
+) -> None:
+    """With a window at most its blocks, so a crowded worker is chosen only where they do not fit."""
+    crowded = snapshot("crowded", sequences=50, free_blocks=100_000)
+    for free, chosen in ((blocks, "calm"), (blocks - 1, "crowded")):
+        calm = snapshot("calm", free_blocks=free, group_blocks=group_blocks)
+        choice = choose_decode_worker([crowded, calm], PlacementRequest(tokens), 1, NO_SENDER)
+        assert choice is not None
+        assert choice.id == chosen
+
+
 def test_a_kv_cache_goes_to_another_worker_of_the_same_layout() -> None:
-    giver = snapshot("p", P)
-    assert choose_decode_worker([snapshot("d", layout=2), giver], PlacementRequest(20), 1, giver.incarnation) is None
+    sender = snapshot("p", P)
+    assert choose_decode_worker([snapshot("d", layout=2), sender], PlacementRequest(20), 1, sender.incarnation) is None
 
 
 def test_a_cache_goes_to_another_prefill_worker_when_no_decode_worker_is_left() -> None:
-    giver, other = snapshot("p", P), snapshot("q", P)
-    assert choose_decode_worker([giver, other], PlacementRequest(20), 1, giver.incarnation) == other.incarnation
+    sender, other = snapshot("p", P), snapshot("q", P)
+    assert choose_decode_worker([sender, other], PlacementRequest(20), 1, sender.incarnation) == other.incarnation
 
 
 def test_a_worker_that_failed_is_chosen_last() -> None:
@@ -174,11 +191,11 @@ def test_a_full_affinity_worker_gets_no_more_requests() -> None:
     session = next(
         each
         for each in SESSIONS
-        if choose_decode_worker(pair, PlacementRequest(1, session=each), 1, NOBODY) == Incarnation("a", 1)
+        if choose_decode_worker(pair, PlacementRequest(1, session=each), 1, NO_SENDER) == Incarnation("a", 1)
     )
     need = PlacementRequest(200, session=session)
     assert choose_decode_worker(
-        [snapshot("a", free_blocks=2), snapshot("b", sequences=9)], need, 1, NOBODY
+        [snapshot("a", free_blocks=2), snapshot("b", sequences=9)], need, 1, NO_SENDER
     ) == Incarnation("b", 1)
 
 

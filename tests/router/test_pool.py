@@ -1,4 +1,4 @@
-"""Who is there: registrations begin it, sessions decide it."""
+"""The worker pool: registrations begin a worker, sessions decide whether it is alive."""
 
 from __future__ import annotations
 

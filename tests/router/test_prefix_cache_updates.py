@@ -1,4 +1,4 @@
-"""Real workers tell, a real router understands: it comes to know what their engines have cached, and goes by it."""
+"""A router learns from real workers' heartbeats what their engines have cached, and places requests by it."""
 
 from __future__ import annotations
 

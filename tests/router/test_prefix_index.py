@@ -28,7 +28,7 @@ def work(tokens: int = 20, salt: bytes = b"s", first: int = 0, **more: object) -
 
 
 def heartbeat(published: object = (), dropped: object = ()) -> wire.Heartbeat:
-    """A beat with these names."""
+    """A heartbeat with these names."""
     news = wire.PrefixCacheUpdate(published=_packed(published), dropped=_packed(dropped))
     return wire.Heartbeat(cache=news)
 
@@ -96,7 +96,7 @@ def test_expected_blocks_count_at_once_and_are_forgotten_unless_reported() -> No
     known.apply_heartbeat(heartbeat(prefix.hashes(BLOCK)[:2]))
     sent.release()
     known.apply_heartbeat(wire.Heartbeat())
-    assert known.cached_tokens(prefix) == 16, "this beat may be older"
+    assert known.cached_tokens(prefix) == 16, "this heartbeat may be older"
     known.apply_heartbeat(wire.Heartbeat())
     assert known.cached_tokens(prefix) == 8
 

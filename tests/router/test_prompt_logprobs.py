@@ -1,4 +1,4 @@
-"""What an answer says of its prompt: its text before the output's, and its tokens' logprobs."""
+"""Echo and logprobs of the prompt."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_the_prompt_is_sent_once_before_the_output():
     tokens = await tiny().encode("return x", special=False)
     reader = await read(tokens, **options(echo=True))
     assert reader.text == "def f(x):return x"
-    assert reader.messages[1].seq >= 1  # with the first token: who has seq 0 has no text
+    assert reader.messages[1].seq >= 1  # with the first token: a client with seq 0 has no text
     late = Reader(reader.stream, after_seq=1)
     await late.read()
     assert "def f" not in late.text
@@ -67,7 +67,7 @@ async def test_an_echo_without_text_is_refused():
 # ------------------------------------------------------------------------------------- prompt logprobs
 
 
-def explained(writer: TokenWriter, first: int, end: int) -> None:
+def write_prompt_logprobs(writer: TokenWriter, first: int, end: int) -> None:
     entries = [wire.TokenLogprobs(logprob=-position, rank=1) for position in range(first, end)]
     writer.add_prompt_logprobs(wire.PromptLogprobs(first_position=first, logprobs=entries))
 
@@ -76,11 +76,11 @@ async def test_each_token_of_the_prompt_has_one_and_the_first_follows_nothing():
     reader = Reader(TokenStream(await valid(**options(prompt_logprobs=0))))
     writer, count = TokenWriter(reader.stream), reader.stream.request.prompt_tokens
     task = asyncio.create_task(reader.read())
-    explained(writer, 1, 3)
+    write_prompt_logprobs(writer, 1, 3)
     write(reader.stream, 5)
     await settle()
     assert not reader.messages  # some are still to come
-    explained(writer, 3, count)
+    write_prompt_logprobs(writer, 3, count)
     await settle()
     write(reader.stream, end=AT_LENGTH)
     await task
@@ -97,7 +97,7 @@ async def test_repeated_prompt_logprobs_count_once_and_surplus_ones_not_at_all()
     made = await valid(**options(prompt_logprobs=1))
     writer, count = TokenWriter(TokenStream(made)), made.prompt_tokens
     for first, end in (1, 3), (1, 2), (2, 4), (5, count), (1, count + 9):
-        explained(writer, first, end)
+        write_prompt_logprobs(writer, first, end)
     assert [found.logprob for found in writer.stream.prompt_logprobs] == [-position for position in range(1, count)]
 
 

@@ -1,4 +1,4 @@
-"""A tenant has no more at work than its quota, over all routers, and whatever becomes of a request, its share is free.
+"""A tenant's quota holds over all routers, and every end of a request frees its share.
 
 Leases are long here: what is free again was given back.
 """
@@ -166,7 +166,7 @@ async def test_a_request_refused_before_it_runs_takes_no_share(store: Store, at_
         await scene.dispatcher.begin(make_request())
         waiting = asyncio.ensure_future(scene.dispatcher.begin(make_request("waits")))
         await until(lambda: scene.router.admission.waiting == 1)
-        assert at_work() == {"r", "waits"}, "who waits counts too"
+        assert at_work() == {"r", "waits"}, "a waiting request counts too"
         with pytest.raises(QueueFull):
             await scene.dispatcher.begin(make_request("one too many"))
         waiting.cancel()
@@ -205,7 +205,7 @@ async def test_a_request_counts_once_wherever_it_goes(store: Store, at_work: Cal
             await ended(first)
             with pytest.raises(QuotaExceeded):
                 await one.dispatcher.begin(make_request("another"))
-            assert at_work() == {"r"}, "who lost it gave nothing back"
+            assert at_work() == {"r"}, "its former owner released nothing"
             workers[1].go.set()
             assert tokens_of(await ended(second)) == answer(PROMPT, 5)
             await until(lambda: not at_work())

@@ -1,4 +1,4 @@
-"""The router's process with real workers' processes, whose engines are fake: what is written survives what happens."""
+"""The router's process with real worker processes on fake engines: outputs survive faults."""
 
 from __future__ import annotations
 

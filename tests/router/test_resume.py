@@ -54,7 +54,7 @@ async def test_an_equal_request_waits_for_admission_with_the_first(store: Store)
             await both[0]
         workers[1].go.set()
         await ended(before)
-        assert tokens_of(await ended(await both[1])) == answer(PROMPT, 5), "one who stays keeps it"
+        assert tokens_of(await ended(await both[1])) == answer(PROMPT, 5), "a reader that stays keeps it"
 
 
 async def test_an_id_is_good_for_one_payload(store: Store) -> None:

@@ -14,7 +14,7 @@ from decant.router.request.valid_request import ValidRequest
 from decant.runtime.errors import AlreadyExists
 from decant.state.errors import StoreUnavailable
 from decant.state.store import Store
-from tests.e2e.fault_injection import GIVER, TAKER, Cutting, cutting
+from tests.e2e.fault_injection import RECEIVER, SENDER, Cutting, cutting
 from tests.router.fake_script import answer
 from tests.router.fake_worker import fleet
 from tests.router.harness import core, ended, make_request, tokens_of, until
@@ -41,7 +41,7 @@ def pair(scene: Cutting, *, same_payload: bool = False) -> tuple[ValidRequest, l
     return first, expected, replace(other, key=first.key)
 
 
-@pytest.mark.parametrize("where", [GIVER, TAKER])
+@pytest.mark.parametrize("where", [SENDER, RECEIVER])
 async def test_another_payload_under_a_live_id_is_refused_while_the_store_is_away(
     store: Store, scene: Cutting, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -51,7 +51,7 @@ async def test_another_payload_under_a_live_id_is_refused_while_the_store_is_awa
         away(patch, store)
         place.device.hold()
         stream = await scene.one.dispatcher.begin(first)
-        await until(lambda: list(place.prefill.runs()) if where == GIVER else list(place.decode.runs()))
+        await until(lambda: list(place.prefill.runs()) if where == SENDER else list(place.decode.runs()))
         refused = await ended(await scene.other.dispatcher.begin(other))
         assert isinstance(refused.end, AlreadyExists)
         assert not refused.tokens
@@ -67,7 +67,7 @@ async def test_the_same_payload_is_answered_once_while_the_store_is_away(
     store: Store, scene: Cutting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, expected, again = pair(scene, same_payload=True)
-    place = scene.places[TAKER]
+    place = scene.places[RECEIVER]
     with monkeypatch.context() as patch:
         away(patch, store)
         place.device.hold()
@@ -88,7 +88,7 @@ async def test_of_two_payloads_the_unstored_one_ends_when_the_store_is_back(
     assert tokens_of(stream) == expected
     await until(lambda: scene.one.store_is_done)
     await scene.quiet()
-    place = scene.places[TAKER]
+    place = scene.places[RECEIVER]
     with monkeypatch.context() as patch:
         away(patch, store)
         place.device.hold()

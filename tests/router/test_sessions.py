@@ -1,4 +1,4 @@
-"""The stream to a worker: what is heard once counts, what is lost comes again, what is nobody's is ended."""
+"""The session with a worker: messages count once, lost ones come again, orphans are ended."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Watcher:
     def opened(self, session: WorkerSession) -> None:
         self.loads += 1
 
-    def on_heartbeat(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
+    def on_heartbeat(self, session: WorkerSession, heartbeat: wire.Heartbeat) -> None:
         self.loads += 1
-        self.renewed += beat.renew
+        self.renewed += heartbeat.renew
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Stop strings: found however tokens and messages divide the text, by the writer and the readers of a stream alike."""
+"""Stop strings are found however tokens and messages divide the text, by writers and readers of a stream alike."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ async def test_a_character_that_the_end_completes_can_complete_a_stop_string():
     assert reader.text == "x"
 
 
-# -------------------------------------------------------------------------------------------- the pen
+# -------------------------------------------------------------------------------------------- the token writer
 
 
 async def stopped_pen() -> tuple[TokenWriter, TokenStream, list[int]]:
@@ -271,7 +271,7 @@ async def test_a_token_writer_of_an_adopted_stream_continues_its_text():
         assert (adopted.tokens, again.stopped) == (written, writer.stopped)
 
 
-# ---------------------------------------------------------------------------------- what workers hear
+# ---------------------------------------------------------------------------------- what workers are sent
 
 
 class AfterSome:
@@ -303,8 +303,8 @@ async def test_a_stop_string_cancels_the_run_at_its_worker(store: Store, count: 
         stream = await scene.answer(stops_after(count, max_tokens=9))
         assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_text="stop")
         assert stream.tokens == answer([1, 2, 3], count)
-        taker = workers[-1]
-        await until(lambda: taker.cancels or (count == 1 and not taker.starts))
+        decoder = workers[-1]
+        await until(lambda: decoder.cancels or (count == 1 and not decoder.starts))
         for worker in workers:
             for cancel in worker.cancels:
                 assert (cancel.reason, cancel.end_position) == (wire.Cancel.REASON_STOP_TEXT, 3 + count)
@@ -329,7 +329,7 @@ async def test_a_stop_survives_a_lost_worker(store: Store) -> None:
 
 
 async def test_frames_after_a_stop_are_ignored(store: Store) -> None:
-    """The worker goes on until it hears of it; all of that comes, and none of it counts."""
+    """The worker goes on until the cancel arrives; all of that comes, and none of it counts."""
     async with fleet(D) as (decode,), core(store, [decode]) as scene:
         stream = await ended(await scene.dispatcher.begin(stops_after(2, max_tokens=200)))
         await until(lambda: decode.cancels)

@@ -1,4 +1,4 @@
-"""Requests that can't be read in the store: each is set aside, and the routers that find it go on."""
+"""Unreadable requests in the store are set aside, and the routers that find them go on."""
 
 from __future__ import annotations
 

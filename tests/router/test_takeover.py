@@ -1,4 +1,4 @@
-"""Requests without a router: when one is taken over, and that a request is never left without an execution."""
+"""Takeover of requests without a router: when it happens, and that no request is left without an execution."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def looks_of(store: Store, patch: pytest.MonkeyPatch) -> list[float]:
     return looks
 
 
-# ------------------------------------------------------------------------------------------------- who is dead
+# ------------------------------------------------------------------------------------------------- dead routers
 
 
 async def test_a_router_that_a_worker_has_a_session_with_keeps_its_requests(
@@ -233,7 +233,7 @@ async def test_a_client_that_leaves_during_an_adoption_leaves_no_request_without
         await until(lambda: not scene.dispatcher.knows(KEY))
         found = await store.requests.read(KEY)
         assert found.state == Generation.STATE_CANCELLED
-        assert found.record.finished, "its end is written by whoever owns it"
+        assert found.record.finished, "its owner writes its end"
         assert await store.open.of(Incarnation.of(scene.router.peer)) == set()
 
 

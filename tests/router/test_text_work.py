@@ -1,4 +1,4 @@
-"""Work on long texts is bounded: calls at once, bytes in memory, and what waits."""
+"""Work on long texts is bounded in concurrency, memory and queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A text is refused for its length only where no tokenization of it would fit."""
+"""A text is refused for its length only if no tokenization of it would fit."""
 
 from __future__ import annotations
 

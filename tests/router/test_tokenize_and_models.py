@@ -48,10 +48,10 @@ async def test_text_beyond_the_context_is_refused_before_it_is_tokenized(monkeyp
         monkeypatch.setattr(ServedModel, "encode", never)
         monkeypatch.setattr(ServedModel, "decode", never)
         text = "def f(x):\n" * 1000
-        said = pb.Messages(messages=[pb.Message(role="user", content=text)])
+        conversation = pb.Messages(messages=[pb.Message(role="user", content=text)])
         calls = {
             "prompt": s.stub.Generate(asked(prompt=text)),
-            "messages": s.stub.Generate(pb.GenerateRequest(model="chat", messages=said)),
+            "messages": s.stub.Generate(pb.GenerateRequest(model="chat", messages=conversation)),
             "text": s.stub.Tokenize(pb.TokenizeRequest(text=text)),
         }
         for field, sent in calls.items():

@@ -1,4 +1,4 @@
-"""What a request has cost: for its client, the metrics, the log."""
+"""Usage and times of a request: for its client, the metrics, the log."""
 
 from __future__ import annotations
 

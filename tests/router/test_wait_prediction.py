@@ -1,4 +1,4 @@
-"""What can't be answered in time is refused at once, by what was measured and never by a guess."""
+"""Requests that can't be answered in time are refused at once, by measured waits only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What frees n places wakes n waiting requests, the first by order, and one more that finds none left."""
+"""Capacity for n requests wakes n waiting ones in order, and one more that finds none left."""
 
 from __future__ import annotations
 
@@ -132,12 +132,12 @@ async def heartbeats(scene: Core, count: int) -> None:
         hear = worker.load.apply_heartbeat
 
         def counted(
-            beat: wire.Heartbeat,
+            heartbeat: wire.Heartbeat,
             incarnation: Incarnation = worker.incarnation,
             hear: Callable[[wire.Heartbeat], None] = hear,
         ) -> None:
             received[incarnation] += 1
-            hear(beat)
+            hear(heartbeat)
 
         worker.load.apply_heartbeat = counted  # type: ignore[method-assign]
     await until(lambda: min(received.values()) >= count)

@@ -1,4 +1,4 @@
-"""What a worker reported, corrected by what this router has started there."""
+"""A worker's reported load, corrected by what this router has started there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages of a faulty worker: one run fails with a typed error, everything else goes on."""
+"""Messages of a faulty worker fail one run with a typed error; everything else goes on."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Views:
     def opened(self, session: WorkerSession) -> None:
         self.load.reset()
 
-    def on_heartbeat(self, session: WorkerSession, beat: wire.Heartbeat) -> None:
-        self.load.apply_heartbeat(beat)
+    def on_heartbeat(self, session: WorkerSession, heartbeat: wire.Heartbeat) -> None:
+        self.load.apply_heartbeat(heartbeat)
 
 
 @asynccontextmanager

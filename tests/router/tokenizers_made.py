@@ -1,4 +1,4 @@
-"""Small tokenizers of each kind that served models have, made here, in the form in which models bring them."""
+"""Small tokenizers of each kind that served models have, in the form of a model's files."""
 
 from __future__ import annotations
 

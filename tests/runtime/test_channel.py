@@ -129,15 +129,15 @@ async def test_tls_files_that_can_not_be_used_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "reason"),
     [
         (["--tls-certificate=a"], "--tls-certificate: needs tls_key"),
         (["--tls-key=a"], "--tls-key: needs tls_certificate"),
         (["--tls-client-ca=a"], "--tls-client-ca: needs tls_certificate"),
     ],
 )
-def test_a_certificate_without_its_key_is_refused(arguments: list[str], said: str) -> None:
-    with pytest.raises(InvalidSettings, match=said):
+def test_a_certificate_without_its_key_is_refused(arguments: list[str], reason: str) -> None:
+    with pytest.raises(InvalidSettings, match=reason):
         load(ServerSettings, arguments, {})
 
 
@@ -146,12 +146,12 @@ class Both(ServerSettings, PeerTls):
 
 
 def test_a_peer_certificate_without_its_key_is_refused() -> None:
-    for arguments, said in (
+    for arguments, reason in (
         (["--tls-key=a"], "--tls-key: needs tls_certificate"),
         (["--peer-key=a", "--peer-ca=b"], "--peer-key: needs peer_certificate"),
         (["--peer-name=a"], "--peer-name: needs peer_ca"),
     ):
-        with pytest.raises(InvalidSettings, match=said):
+        with pytest.raises(InvalidSettings, match=reason):
             load(Both, arguments, {})
 
 

@@ -59,7 +59,7 @@ def test_settings_are_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environ", "said"),
+    ("arguments", "environ", "message"),
     [
         (["--prot", "1"], {}, "--prot: no such setting; did you mean --port?"),
         (["--por=1"], {}, "--por: no such setting"),
@@ -74,14 +74,14 @@ def test_settings_are_frozen() -> None:
         (["--config", "/nowhere.toml"], {}, "/nowhere.toml: a readable TOML file"),
     ],
 )
-def test_a_refusal_names_the_given_value(arguments: list[str], environ: dict[str, str], said: str) -> None:
+def test_a_refusal_names_the_given_value(arguments: list[str], environ: dict[str, str], message: str) -> None:
     with pytest.raises(InvalidSettings) as refused:
         load(Whole, arguments, environ)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("prot = 1", "decant.toml: prot: no such key; did you mean port?"),
         ("port = 70000", "decant.toml: port: should be less than or equal to 65535, got 70000"),
@@ -89,12 +89,12 @@ def test_a_refusal_names_the_given_value(arguments: list[str], environ: dict[str
         ("port 1", "decant.toml: a readable TOML file"),
     ],
 )
-def test_a_file_is_refused_by_key(tmp_path: Path, content: str, said: str) -> None:
+def test_a_file_is_refused_by_key(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "decant.toml"
     file.write_text(content)
     with pytest.raises(InvalidSettings) as refused:
         load(Whole, ["--config", str(file)], {})
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_all_errors_are_reported_at_once_without_secrets() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from decant.protos.inference_pb2 import GenerateRequest, Generation, ResponseOptions
 from decant.protos.state_pb2 import RequestRecord, RouterRegistration, WorkerRegistration
 from decant.protos.worker_pb2 import ROLE_DECODE, Peer, TokenLogprobs
+from decant.runtime.peer import PROTOCOL
 from decant.state import keys
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.journal import Entry
@@ -76,12 +77,12 @@ def written(*tokens: int) -> list[Entry]:
 
 def router_facts(incarnation: Incarnation) -> RouterRegistration:
     return RouterRegistration(
-        peer=Peer(id=incarnation.id, incarnation=incarnation.incarnation, protocol=1), address="host:1"
+        peer=Peer(id=incarnation.id, incarnation=incarnation.incarnation, protocol=PROTOCOL), address="host:1"
     )
 
 
 def worker_facts(incarnation: Incarnation, address: str = "host:2") -> WorkerRegistration:
-    peer = Peer(id=incarnation.id, incarnation=incarnation.incarnation, protocol=1)
+    peer = Peer(id=incarnation.id, incarnation=incarnation.incarnation, protocol=PROTOCOL)
     return WorkerRegistration(peer=peer, address=address, role=ROLE_DECODE, layout=(1 << 64) - 1)
 
 

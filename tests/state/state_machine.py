@@ -57,8 +57,8 @@ class Write:
     end: int
     whole: bool
     serial: int  # of the record
-    explained: bool  # it has the prompt's logprobs
-    explains: bool  # and Redis was not known to have them
+    has_prompt_logprobs: bool  # it has the prompt's logprobs
+    syncs_prompt_logprobs: bool  # and Redis was not known to have them
 
     @property
     def progress(self) -> tuple[int, int, int]:
@@ -75,7 +75,7 @@ class Model:
     length: int
     progress: tuple[int, int, int]
     serial: int
-    explained: bool = False
+    has_prompt_logprobs: bool = False
 
 
 class Writers:
@@ -139,26 +139,26 @@ class Writers:
         owner = self.pick()
         whole = owner.synced_state is None
         base = 0 if whole else owner.synced_entries
-        explains = (bool(owner.packed_prompt_logprobs()), owner.prompt_logprobs_unsynced)
-        said = (owner.attempt, owner.state, base, owner.length, whole, owner.record.prompt_tokens, *explains)
-        self.writes.append(Write(self.store.requests._writing(owner), owner, *said))
+        logprobs = (bool(owner.packed_prompt_logprobs()), owner.prompt_logprobs_unsynced)
+        values = (owner.attempt, owner.state, base, owner.length, whole, owner.record.prompt_tokens, *logprobs)
+        self.writes.append(Write(self.store.requests._writing(owner), owner, *values))
         if self.random.random() < 0.7:
-            await self.deliver(self.writes[-1], heard=self.random.random() < 0.7)
+            await self.deliver(self.writes[-1], is_acknowledged=self.random.random() < 0.7)
 
     async def arrive_late_or_again(self) -> None:
         if self.writes:
-            await self.deliver(self.random.choice(self.writes[-12:]), heard=False)
+            await self.deliver(self.random.choice(self.writes[-12:]), is_acknowledged=False)
 
-    async def deliver(self, write: Write, heard: bool) -> None:
+    async def deliver(self, write: Write, is_acknowledged: bool) -> None:
         answer, length = self.expect(write)
         reply = await self.store.requests._client.run(write.command)
         assert reply[0] == answer, f"{reply} where {answer!r} is right"
         if answer == b"written":
             assert reply[1] == length
-            if heard:
+            if is_acknowledged:
                 write.owner.synced_entries, write.owner.synced_state = length, (write.attempt, write.state)
-                write.owner.prompt_logprobs_unsynced &= not write.explains
-        elif heard and answer != b"superseded":
+                write.owner.prompt_logprobs_unsynced &= not write.syncs_prompt_logprobs
+        elif is_acknowledged and answer != b"superseded":
             write.owner.synced_entries, write.owner.synced_state = 0, None
 
     def expect(self, write: Write) -> tuple[bytes, int]:
@@ -167,15 +167,15 @@ class Writers:
         if now is None or owner.epoch > now.owner.epoch:
             if not write.whole:
                 return b"incomplete", 0
-            said = (write.attempt, write.state, write.end, write.progress, write.serial, write.explained)
-            self.model = Model(owner, *said)
+            values = (write.attempt, write.state, write.end, write.progress, write.serial, write.has_prompt_logprobs)
+            self.model = Model(owner, *values)
             return b"written", write.end
         if owner is not now.owner or write.attempt < now.attempt:
             return b"superseded", 0
         if now.length < write.base:
             return b"behind", now.length
         now.length = max(now.length, write.end)
-        now.explained |= write.explained
+        now.has_prompt_logprobs |= write.has_prompt_logprobs
         if write.progress > now.progress:
             now.attempt, now.state, now.serial = write.attempt, write.state, write.serial
             now.progress = write.progress
@@ -241,4 +241,4 @@ class Writers:
         asked = now.owner.logprobs_options
         if asked.output is not None:
             assert found.logprobs.entries() == [logprobs(entry.token, asked.output) for entry in found.entries]
-        assert found.prompt_logprobs.entries() == (PROMPT if now.explained else []), "the prompt's logprobs"
+        assert found.prompt_logprobs.entries() == (PROMPT if now.has_prompt_logprobs else []), "the prompt's logprobs"

@@ -111,8 +111,8 @@ async def test_only_requests_with_logprobs_send_them(store: Store, bare: sync_re
     (write,) = tape.take()[-1]
     record = request.record.SerializeToString()
     names = [2, keys.request(request.key), keys.journal(request.key)]
-    said = [str(request.owner), 1, 1, request.state, 0, request.packed(0), record, 86_400_000, 3_600_000]
-    assert list(write.words[2:]) == names + said
+    values = [str(request.owner), 1, 1, request.state, 0, request.packed(0), record, 86_400_000, 3_600_000]
+    assert list(write.words[2:]) == names + values
     assert not bare.exists(keys.logprobs(request.key))
 
 

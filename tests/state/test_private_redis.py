@@ -137,7 +137,7 @@ def test_a_silent_redis_is_stopped(folder: Path) -> None:
 
 
 def test_a_redis_that_does_not_start_raises_with_its_output(folder: Path) -> None:
-    with pytest.raises(PrivateRedisFailed, match="no-such-option"):
+    with pytest.raises(PrivateRedisFailed, match=r"(?s)^ended: .*no-such-option"):
         PrivateRedis(options=("--no-such-option", "1")).start()
     assert list(folder.iterdir()) == []
     assert processes_in(folder) == []

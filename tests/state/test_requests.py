@@ -276,7 +276,7 @@ async def test_an_ended_request_is_kept_for_its_time(server: PrivateRedis, bare:
         assert await store.open.of(router()) == set()
         pass_time(bare, 20)
         await store.requests.write(request)
-        assert (await store.requests.read(KEY)).expires_in_s <= 30, "nor does the last write, said again"
+        assert (await store.requests.read(KEY)).expires_in_s <= 30, "nor does the last write, repeated"
         pass_time(bare, 30)
         with pytest.raises(UnknownRequest):
             await store.requests.read(KEY)

@@ -10,6 +10,7 @@ import grpc
 
 from decant.engine.engine import Engine
 from decant.engine.fake import FakeDevice
+from decant.engine.kv_layout import FULL, Window
 from decant.engine.plan import StepPlan, StepResult
 from decant.engine.request import Request
 from decant.engine.scheduler import Limits
@@ -22,6 +23,7 @@ from decant.runtime.error_details import Reason
 from decant.runtime.errors import ServiceError
 from decant.runtime.interceptor import ErrorInterceptor
 from decant.runtime.packed import pack
+from decant.runtime.peer import PROTOCOL
 from decant.worker.decode.service import DecodeService
 from decant.worker.decode.session import SessionLimits
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
@@ -30,12 +32,15 @@ from tests.worker.session_client import Router
 from tests.worker.waiting import eventually
 
 BLOCK = 4
+Windows = tuple[Window, ...]
+"""Of each cache group."""
 
 
 class Device(FakeDevice):
     """A step takes ``seconds``, and raises when the device is ``broken``."""
 
-    def __init__(self, blocks: int, eos: Sequence[int] = ()) -> None:
+    def __init__(self, blocks: int, eos: Sequence[int] = (), windows: Windows = (FULL,)) -> None:
+        self.windows = windows
         super().__init__(
             num_blocks=blocks,
             block_size=BLOCK,
@@ -63,16 +68,17 @@ class Node:
         running: int = 8,
         budget: int = 16,
         session_limits: SessionLimits | None = None,
+        windows: Windows = (FULL,),
         **terms: int,
     ) -> None:
         self._session_limits = session_limits
-        self.device = Device(blocks)
+        self.device = Device(blocks * len(windows), windows=windows)
         self.engine = Engine(
             self.device,
             Limits(token_budget=budget, max_running=running, context_length=blocks * BLOCK),
             checksum=checksum,
         )
-        self.peer = wire.Peer(id=name, incarnation=7, protocol=1)
+        self.peer = wire.Peer(id=name, incarnation=7, protocol=PROTOCOL)
         self.errors: list[ServiceError] = []
         self._transport = GrpcTransport(grpc.aio.insecure_channel)
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor(self._record)])
@@ -156,13 +162,15 @@ def make_work(
     )
 
 
-def alone(work: wire.EngineRequest, eos: Sequence[int] = ()) -> list[int]:
+def alone(work: wire.EngineRequest, eos: Sequence[int] = (), windows: Windows = (FULL,)) -> list[int]:
     """The output of a work on one engine from beginning to end, what came with it included."""
-    return written_alone(to_request("alone", work, model="m"), eos)
+    return written_alone(to_request("alone", work, model="m"), eos, windows)
 
 
-def written_alone(request: Request, eos: Sequence[int] = ()) -> list[int]:
-    engine = Engine(Device(256, eos), Limits(token_budget=64, max_running=1, context_length=1024))
+def written_alone(request: Request, eos: Sequence[int] = (), windows: Windows = (FULL,)) -> list[int]:
+    engine = Engine(
+        Device(256 * len(windows), eos, windows), Limits(token_budget=64, max_running=1, context_length=1024)
+    )
     engine.add(request)
     output = list(request.token_ids[request.prompt_len :])
     while engine.has_work:

@@ -27,6 +27,7 @@ from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.runtime.channel import open_channel
 from decant.runtime.interceptor import ErrorInterceptor
 from decant.runtime.packed import pack
+from decant.runtime.peer import PROTOCOL
 from decant.runtime.tls import PeerTls
 from decant.worker.decode.service import DecodeService
 from decant.worker.decode.session import SessionLimits
@@ -40,7 +41,7 @@ from tests.worker.waiting import PATIENCE, eventually
 BLOCK = 4
 VOCABULARY = 64
 MODEL = "m"
-ROUTER = wire.Peer(id="router", incarnation=7, protocol=1)
+ROUTER = wire.Peer(id="router", incarnation=7, protocol=PROTOCOL)
 
 
 class Device(FakeDevice):
@@ -257,7 +258,7 @@ async def worker(
     names = [services_.full_name for services_ in wire.DESCRIPTOR.services_by_name.values()]
     server = grpc.aio.server(interceptors=[ErrorInterceptor(lambda _: None, services=names)])
     port = server.add_insecure_port("127.0.0.1:0")
-    peer = wire.Peer(id=name, incarnation=hash(name) & 0xFFFF or 1, protocol=1)
+    peer = wire.Peer(id=name, incarnation=hash(name) & 0xFFFF or 1, protocol=PROTOCOL)
     identity = Identity(peer, role, MODEL, advertise)
     place = Place(engine, server, port, identity, WorkerLimits(lease_ms, max_waiting), session_limits)
     async with place.host:

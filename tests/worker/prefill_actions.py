@@ -6,13 +6,14 @@ import asyncio
 
 from decant.protos import worker_pb2 as wire
 from decant.runtime.packed import pack
+from decant.runtime.peer import PROTOCOL
 from tests.router.virtual_time import settle
 from tests.worker.decode_actions import reference_text
 from tests.worker.decode_harness import make_work
 from tests.worker.prefill_trial import PrefillCall, PrefillTrial
 from tests.worker.stepped_worker import LEASE_S
 
-ROUTER = wire.Peer(id="a", incarnation=1, protocol=1)
+ROUTER = wire.Peer(id="a", incarnation=1, protocol=PROTOCOL)
 
 
 class CallActions:

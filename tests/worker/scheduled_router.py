@@ -11,6 +11,7 @@ from typing import Any
 from decant.protos import worker_pb2 as wire
 from decant.runtime.errors import ServiceError, Unavailable
 from decant.runtime.packed import unpack
+from decant.runtime.peer import PROTOCOL
 from tests.router.virtual_time import settle
 from tests.worker.stepped_worker import Node
 
@@ -53,7 +54,7 @@ class RouterClient:
 
     def __init__(self, name: str, node: Node, runs: dict[str, Expected]) -> None:
         self.name = name
-        self.peer = wire.Peer(id=name, incarnation=1, protocol=1)
+        self.peer = wire.Peer(id=name, incarnation=1, protocol=PROTOCOL)
         self._node = node
         self._runs = runs
         self._requests = asyncio.Queue[wire.RouterMessage | None]()

@@ -13,6 +13,7 @@ import grpc
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.runtime.packed import unpack
+from decant.runtime.peer import PROTOCOL
 from tests.worker.waiting import PATIENCE, eventually
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Router(ReceivedMessages):
     def __init__(self, node: Node, name: str = "router", incarnation: int = 1) -> None:
         super().__init__()
         self.node = node
-        self.peer = wire.Peer(id=name, incarnation=incarnation, protocol=1)
+        self.peer = wire.Peer(id=name, incarnation=incarnation, protocol=PROTOCOL)
         self.error: grpc.aio.AioRpcError | None = None
         self.violation: AssertionError | None = None
         self.closed = False

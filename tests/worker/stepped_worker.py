@@ -16,6 +16,7 @@ from decant.engine.scheduler import Limits
 from decant.handoff.codec import Received, decode
 from decant.handoff.packing import checksum
 from decant.protos import worker_pb2 as wire
+from decant.runtime.peer import PROTOCOL
 from decant.worker.decode.service import DecodeService
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
 from decant.worker.prefill.service import PrefillService
@@ -110,7 +111,7 @@ class Node:
         self.device = Device(blocks)
         limits = Limits(token_budget=8, max_running=3, context_length=blocks * BLOCK)
         self.engine = Engine(self.device, limits, checksum=checksum)
-        peer = wire.Peer(id=name, incarnation=7, protocol=1)
+        peer = wire.Peer(id=name, incarnation=7, protocol=PROTOCOL)
         with patch("decant.worker.engine_host.EngineLoop", SteppedLoop):
             self.host = EngineHost(
                 self.engine,

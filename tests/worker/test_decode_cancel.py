@@ -135,7 +135,7 @@ async def test_runs_of_a_broken_session_are_kept_for_one_lease_in_every_state(st
         await scene.router.leave()
         await eventually(lambda: not list(scene.node.decode.runs()))
         assert scene.node.decode.orphans == 0
-        assert not await scene.node.host.loop.call(lambda engine: set(engine.sequences)), "it is decoded for nobody"
+        assert not await scene.node.host.loop.call(lambda engine: set(engine.sequences)), "it is not decoded"
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -216,7 +216,9 @@ async def test_tokens_behind_a_stop_string_are_not_cached_as_output(ends_by_itse
         size = node.host.block_size
 
         def cached(engine: Engine) -> int:
-            return sum(bool(engine.pool.match([digest])) for digest in hash_blocks(root_hash(work.salt), tokens, size))
+            return sum(
+                bool(engine.pool.index.find(digest)) for digest in hash_blocks(root_hash(work.salt), tokens, size)
+            )
 
         assert await node.host.loop.call(cached) == 19 // size
 
@@ -274,12 +276,13 @@ async def test_blocks_that_become_free_while_nothing_decodes_are_noticed() -> No
 async def test_tickets_that_wait_are_renewed_until_they_are_opened() -> None:
     async with standing("waiting for room") as scene:
         lease = scene.sender.host.sender.leases.all()[0]
-        await scene.router.until(lambda: any(lease.ticket.id in beat.renew for beat in scene.router.heartbeats))
+        heartbeats = scene.router.heartbeats
+        await scene.router.until(lambda: any(lease.ticket.id in heartbeat.renew for heartbeat in heartbeats))
         await scene.router.cancel(make_run("t/crowd"))
         await scene.router.until_message(scene.run, "scheduled")
         scene.router.heartbeats.clear()
         await scene.router.until(lambda: len(scene.router.heartbeats) >= 2)
-        assert not any(beat.renew for beat in scene.router.heartbeats)
+        assert not any(heartbeat.renew for heartbeat in scene.router.heartbeats)
         await scene.router.cancel(scene.run)
         await scene.router.until_ended(scene.run)
 

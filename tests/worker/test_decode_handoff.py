@@ -1,4 +1,4 @@
-"""A cache that does not come: the run fails with the cause and the peer, and nothing is left of it."""
+"""A handoff that fails: the run fails with the cause and the peer, and holds nothing afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who owns a request, as a worker sees it."""
+"""Owners of requests as a worker knows them, by epoch."""
 
 from __future__ import annotations
 

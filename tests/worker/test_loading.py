@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,12 @@ from transformers.utils.logging import set_tqdm_hook
 from decant.decode_worker.main import DecodeSettings
 from decant.engine.costs import StepCostModel
 from decant.engine.fake import FakeDevice
+from decant.engine.kv_layout import FULL, Kind, Window
 from decant.engine.model import model
 from decant.engine.scheduler import TOKEN_BUDGET, choose_token_budget
 from decant.models import path
 from decant.worker.startup import load_model as loading
-from decant.worker.startup.load_model import limits_of, own_cores
+from decant.worker.startup.load_model import in_own_thread, limits_of, own_cores
 
 SLOW = StepCostModel(fixed=0.05, token=0.004, pair=1e-6)
 
@@ -25,6 +27,16 @@ def device(costs: StepCostModel) -> FakeDevice:
     made = FakeDevice(num_blocks=64, block_size=16)
     made.costs = costs
     return made
+
+
+def test_the_context_length_is_what_the_blocks_of_all_cache_groups_hold() -> None:
+    small = device(StepCostModel())
+    small.context_length = 4096
+    assert limits_of(settings(), small).context_length == 64 * 16
+    small.windows = (FULL, Window(Kind.SLIDING, 32))
+    assert limits_of(settings(), small).context_length == 60 * 16, "at most four blocks are of the window"
+    small.windows = (Window(Kind.SLIDING, 32),)
+    assert limits_of(settings(), small).context_length == 4096
 
 
 def settings(**given: int) -> DecodeSettings:
@@ -46,6 +58,25 @@ def test_a_step_has_a_token_for_each_sequence_of_a_batch_however_slow_the_machin
 def test_the_time_of_a_step_is_that_of_the_settings() -> None:
     assert limits_of(settings(), device(SLOW)).step_seconds == 0.25
     assert limits_of(settings(step_ms=80), device(SLOW)).step_seconds == 0.08
+
+
+async def test_a_device_is_loaded_in_a_thread_that_ends_and_its_error_is_raised() -> None:
+    """A thread that stays would keep its OpenMP threads beside those of the engine."""
+    threads: list[threading.Thread] = []
+
+    def load(settings: DecodeSettings) -> FakeDevice:
+        threads.append(threading.current_thread())
+        if settings.max_running == 1:
+            raise ValueError("no such model")
+        return device(SLOW)
+
+    assert (await in_own_thread(load, settings())).costs == SLOW
+    with pytest.raises(ValueError, match="no such model"):
+        await in_own_thread(load, DecodeSettings(model="any", max_running=1))
+    for thread in threads:
+        assert thread is not threading.current_thread()
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_the_reading_of_tensors_is_reported() -> None:

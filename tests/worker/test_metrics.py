@@ -1,4 +1,4 @@
-"""What a worker counts of prompts and handoffs."""
+"""A worker's metrics of prompts and handoffs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which messages about a run a worker obeys: those of its present owner about the request that it runs."""
+"""A worker obeys the present owner's messages about the request that it runs, and no others."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_runs_of_an_earlier_incarnation_of_a_router_continue_until_they_ar
 
 async def test_a_worker_names_all_routers_with_a_live_session_when_that_changes() -> None:
     def names(router: Router) -> list[set[str]]:
-        return [{peer.id for peer in beat.routers} for beat in router.heartbeats if beat.routers]
+        return [{peer.id for peer in heartbeat.routers} for heartbeat in router.heartbeats if heartbeat.routers]
 
     async with Node("d") as node, Router(node, "one") as one:
         await one.until(lambda: names(one) == [{"one"}])

@@ -6,12 +6,13 @@ import asyncio
 
 from decant.protos import worker_pb2 as wire
 from decant.runtime.packed import pack
+from decant.runtime.peer import PROTOCOL
 from decant.worker.wire_codec import to_request
 from tests.worker.harness import BLOCK, MODEL, ROUTER, Place, alone, make_work, ticket_of, tokens, worker
 
 
 async def test_a_request_for_another_worker_is_refused(place: Place) -> None:
-    other = wire.Peer(id=place.host.peer.id, incarnation=place.host.peer.incarnation + 1, protocol=1)
+    other = wire.Peer(id=place.host.peer.id, incarnation=place.host.peer.incarnation + 1, protocol=PROTOCOL)
     old = wire.Peer(id="router", incarnation=7, protocol=9)
     for router, meant, cause in (
         (ROUTER, other, wire.CAUSE_WRONG_PEER),

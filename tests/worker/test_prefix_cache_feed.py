@@ -65,22 +65,22 @@ def test_every_session_gets_exactly_the_cached_blocks(story: Sequence[tuple[str,
     for what, number in story:
         if what == "publish" and pool.available:
             holdings.append(pool.allocate("o", 1))
-            pool.publish(holdings[-1].blocks, [digest(number)])
+            pool.publish(0, holdings[-1].blocks[0], [digest(number)])
         elif what == "release" and holdings:
             holdings.pop(number % len(holdings)).release()
         elif what == "evict":
             pool.drop_cache()
         elif what == "look":
-            news.note(pool.changed())
+            news.note(pool.index.changed())
             news.collect()
         elif what == "begin":
             listeners.append(Listener(news))
         elif what == "take" and listeners:
             listeners[number % len(listeners)].take()
-        assert len(pool._changed) <= 2 * pool.num_blocks
-    news.note(pool.changed())
+        assert len(pool.index._changed) <= 2 * pool.num_blocks
+    news.note(pool.index.changed())
     news.collect()
-    cached = {each[:8] for each in pool._block_of}
+    cached = {digest[:8] for _, digest in pool.index.published.values()}
     for listener in [*listeners, Listener(news)]:
         listener.take()
         assert listener.known == cached
@@ -112,13 +112,13 @@ def test_nothing_is_kept_for_a_session_that_ended() -> None:
 
 def known_to(router: Router) -> set[bytes]:
     known = set[bytes]()
-    for beat in router.heartbeats:
-        listen(known, beat.cache)
+    for heartbeat in router.heartbeats:
+        listen(known, heartbeat.cache)
     return known
 
 
 async def cached_at(node: Node) -> set[bytes]:
-    digests = await node.host.loop.call(lambda engine: list(engine.pool._block_of))
+    digests = await node.host.loop.call(lambda engine: [digest for _, digest in engine.pool.index.published.values()])
     return {each[:8] for each in digests}
 
 
@@ -134,7 +134,7 @@ async def test_a_session_gets_published_and_evicted_blocks() -> None:
             return len(known_to(router)) >= 14 and known_to(router) == await cached_at(node)
 
         await eventually(agreed)
-        assert any(beat.cache.dropped for beat in router.heartbeats)
+        assert any(heartbeat.cache.dropped for heartbeat in router.heartbeats)
 
 
 async def test_a_new_session_gets_all_blocks_again() -> None:

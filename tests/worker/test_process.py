@@ -24,13 +24,14 @@ from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.runtime.packed import pack
+from decant.runtime.peer import PROTOCOL
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store, StoreSettings
 from tests.e2e.fork_server import Forked
 from tests.ports import reserved_port
 
 PATIENCE_S = 120.0
-ROUTER = wire.Peer(id="router", incarnation=7, protocol=1)
+ROUTER = wire.Peer(id="router", incarnation=7, protocol=PROTOCOL)
 FAKE = ("tests.worker.fake_process", "decode")
 MODEL = ("--model", str(models.path()))
 SMALL = ("--kv-bytes", str(1 << 16))

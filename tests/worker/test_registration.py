@@ -1,4 +1,4 @@
-"""A worker's place in a real directory: it comes, is renewed through outages, and goes."""
+"""A worker's registration in a real directory: made, renewed through outages, removed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.protos.worker_pb2 import ROLE_DECODE, Load, Peer
+from decant.runtime.peer import PROTOCOL
 from decant.state.directory import DirectoryEntry
 from decant.state.errors import IncarnationReplaced
 from decant.state.keys import Ttls
@@ -37,13 +38,13 @@ async def store(server: PrivateRedis) -> AsyncIterator[Store]:
 
 
 class Scene:
-    """A registrar's owner: the load that it tells, and whether it heard that it is over."""
+    """A registrar's owner: its reported load, and whether it was replaced."""
 
     def __init__(self, store: Store, incarnation: int = 1) -> None:
         self.load = Load(running=1)
         self.replaced = asyncio.Event()
         facts = WorkerRegistration(
-            peer=Peer(id="w", incarnation=incarnation, protocol=1), address="127.0.0.1:1", role=ROLE_DECODE
+            peer=Peer(id="w", incarnation=incarnation, protocol=PROTOCOL), address="127.0.0.1:1", role=ROLE_DECODE
         )
         self.registrar = Registrar(store.workers, facts, lambda: self.load, EVERY_S, self._on_replaced)
 
@@ -52,7 +53,7 @@ class Scene:
 
 
 async def present(store: Store, running: int) -> DirectoryEntry[WorkerRegistration]:
-    """The one that is there, once it tells that load."""
+    """Wait for the registration to report this load."""
     async with asyncio.timeout(PATIENCE):
         while True:
             found = (await store.workers.listing()).present

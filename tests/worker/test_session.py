@@ -1,4 +1,4 @@
-"""One session per router: who may open it, what it says of itself, and what becomes of its runs when it breaks."""
+"""One session per router: who may open it, what it reports, and its runs after a break."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, from_call
+from decant.runtime.peer import PROTOCOL
 from decant.worker.decode.session import RouterSession, SessionLimits
 from tests.worker.decode_harness import Node, alone, make_run, make_work, owned, routed
 from tests.worker.session_client import Router
@@ -34,7 +35,7 @@ async def refusal(node: Node, *words: wire.RouterMessage) -> grpc.aio.AioRpcErro
 
 
 def hello(node: Node, **changed: int) -> wire.RouterMessage:
-    router = wire.Peer(id="router", incarnation=1, protocol=changed.get("protocol", 1))
+    router = wire.Peer(id="router", incarnation=1, protocol=changed.get("protocol", PROTOCOL))
     worker = wire.Peer(id=node.peer.id, incarnation=changed.get("incarnation", node.peer.incarnation))
     return wire.RouterMessage(hello=wire.Hello(router=router, worker=worker))
 
@@ -143,7 +144,7 @@ async def test_an_adopted_run_continues_under_its_new_owner() -> None:
         held = await new.until_message(run, "run_status")
         assert (held.run.epoch, held.slots[0].position) == (2, 9)
         assert (await old.until_message(run, "superseded")).epoch == 2
-        await old.forget(run)  # it is no longer his
+        await old.forget(run)  # the run is no longer this router's
         await old.cancel(run)
         await new.until_message(run, "ended")
         assert new.record_of(run).text(8) == alone(work)[1:]
@@ -170,7 +171,7 @@ async def test_heartbeats_continue_during_a_long_step_and_report_its_age() -> No
         node.device.seconds = 1.5
         await router.start(run, make_work(4, 1))
         await router.until_message(run, "ended")
-        ages = [beat.step_age_ms for beat in router.heartbeats if beat.HasField("step_age_ms")]
+        ages = [heartbeat.step_age_ms for heartbeat in router.heartbeats if heartbeat.HasField("step_age_ms")]
         assert len(ages) >= 2
         assert ages == sorted(ages)
         assert router.heartbeats[0].load.total_blocks == 128

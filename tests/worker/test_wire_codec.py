@@ -1,4 +1,4 @@
-"""What a router asks of an engine, and by which name it is refused."""
+"""Requests of a router as requests of the engine, and the names of refused fields."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Trial:
         self.nodes: dict[str, Node] = {}
         self.drain: asyncio.Task[None] | None = None
         self.complaints: list[dict[str, Any]] = []
-        """Of the event loop: exceptions that nobody has caught."""
+        """Receive the event loop's uncaught exceptions."""
 
     async def begin(self) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: self.complaints.append(context))

@@ -27,8 +27,6 @@ Outcome = IncomingSequence | InvalidRequest | None
 
 
 class DecodeAdmission:
-    """The queue in front of a host's engine."""
-
     def __init__(self, host: EngineHost) -> None:
         self._host = host
         self._waiting: list[DecodeRun] = []  # by queue key
@@ -81,7 +79,6 @@ class DecodeAdmission:
         self._host.loop.post(command, then=lambda: self._on_answer(command))
 
     def _on_answer(self, command: _AdmitCommand) -> None:
-        """Wake the admitted runs; the others keep waiting."""
         if command.runs is self._retried:
             self._retried = []
         for run, outcome in command.outcomes:
@@ -111,7 +108,7 @@ class DecodeAdmission:
 
 
 class _AdmissionGate:
-    """Closed while a run waits for blocks. Used by the engine's thread only."""
+    """Closed while a run waits for blocks. For the engine's thread only."""
 
     is_closed = False
 
@@ -132,7 +129,6 @@ class _AdmitCommand:
 
     @property
     def left(self) -> Sequence[DecodeRun]:
-        """The runs that were not admitted."""
         return self.runs[len(self.outcomes) :]
 
     def __call__(self, engine: Engine) -> None:

@@ -16,12 +16,13 @@ from decant.engine.transfer import IncomingSequence
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.handoff.receiver import TransferResult
 from decant.protos import worker_pb2 as wire
-from decant.runtime import logs
+from decant.runtime import logs, tracing
 from decant.worker.decode.admission import DecodeAdmission
 from decant.worker.decode.migration import MigrationSource
 from decant.worker.decode.notifications import microseconds
 from decant.worker.decode.run import DecodeRun
 from decant.worker.decode.run_table import RunTable
+from decant.worker.decode.spans import run_span
 from decant.worker.engine_host import EngineHost
 from decant.worker.wire_codec import RequestRejected, end_reason, logprobs_from_wire
 
@@ -57,7 +58,8 @@ class RunExecutor:
     async def execute(self, run: DecodeRun) -> None:
         """From admission to the run's end; at its return the run has nothing in the engine."""
         try:
-            finished = await self._until_finished(run)
+            with run_span(run):
+                finished = await self._until_finished(run)
         except asyncio.CancelledError:
             if run.ending is None:
                 raise
@@ -95,7 +97,9 @@ class RunExecutor:
         run.phase = wire.RunStatus.PHASE_ARRIVING
         run.notify.scheduled(arrival.cached_blocks * self._host.shape.block_size)
         source = self._host.transport.source(run.ticket.address)
-        transfer = await self._host.receiver.receive(source, run.ticket, arrival)
+        with tracing.span("handoff", run.span.traceparent, sender=run.ticket.sender.id) as span:
+            transfer = await self._host.receiver.receive(source, run.ticket, arrival)
+            span.set(bytes=transfer.received)
         run.phase = wire.RunStatus.PHASE_RUNNING
         run.tokens.extend(transfer.output[run.prior_tokens :])
         for entry in transfer.logprobs:

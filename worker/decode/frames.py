@@ -24,7 +24,7 @@ MAX_TOKENS = 65_536
 
 
 class Frame:
-    """A frame under construction. Only appending to the arrays is done per token."""
+    """Only appending to the arrays is done per token."""
 
     __slots__ = ("logprobs", "positions", "slots", "tokens")
 
@@ -35,7 +35,7 @@ class Frame:
         self.logprobs: list[wire.TokenLogprobs] = []
 
     def add_logprobs(self, logprobs: TokenLogprobs) -> None:
-        """Of the token that was added last."""
+        """Logprobs of the token that was added last."""
         self.logprobs.append(logprobs_to_wire(len(self.tokens) - 1, logprobs))
 
     def message(self, step: int) -> wire.WorkerMessage:

@@ -41,6 +41,7 @@ class MigrationSource:
             logprobs = partial(_logprobs, run)
             name, prompt = run.request.id, run.request.prompt_len
             run.offered = self._host.sender.issue(ticket, name, prompt, logprobs, is_live=True)
+            run.span.event("migration offered")
         lease = self._host.sender.leases.find(run.offered.id)
         if run.session is not None and lease is not None and not lease.opened:
             run.session.send(wire.WorkerMessage(ticket=run.offered))

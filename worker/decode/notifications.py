@@ -58,7 +58,6 @@ class RunNotifier:
         self._send(prompt_logprobs=message)
 
     def tokens_from(self, index: int, step: int) -> None:
-        """The output tokens from ``index`` on, again."""
         if self._run.session is not None:
             for frame in replay_frames(self._run, index, step):
                 self._run.session.send(frame)
@@ -69,7 +68,6 @@ class RunNotifier:
                 self.tokens_from(self._run.index_of(each.position), step)
 
     def catch_up(self, resume: Iterable[wire.ResumePosition], step: int) -> None:
-        """Everything that a new session lacks."""
         for message in self._run.prompt_logprobs:
             self._send(prompt_logprobs=message)
         self.decode_started(self._run.position)

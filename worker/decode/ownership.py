@@ -17,8 +17,6 @@ from decant.worker.decode.session import RouterSession
 
 
 class RunOwnership:
-    """Assigns the runs of a worker to sessions."""
-
     def __init__(self, runs: RunTable, executor: RunExecutor) -> None:
         self._runs = runs
         self._executor = executor
@@ -49,7 +47,7 @@ class RunOwnership:
             self._executor.migrations.withdraw(run)
 
     def detach(self, session: RouterSession) -> None:
-        """The session ended: its runs are orphans for one lease."""
+        """The session's runs are orphans for one lease."""
         for run in self._runs:
             if run.session is session:
                 run.detach()
@@ -66,12 +64,12 @@ class RunOwnership:
         return [run.ticket.id for run in runs if run.ticket is not None]
 
     def on_new_epoch(self, ref: wire.Run) -> None:
-        """The request has a new owner, which names one attempt: drop the others."""
+        """Drop the attempts that the new owner does not name."""
         for run in self._runs:
             if run.ref.request == ref.request and run.key != key_of(ref):
                 self.supersede(run, ref.epoch)
 
     def supersede(self, run: DecodeRun, epoch: int) -> None:
-        """Drop a run; its owner, if connected, is notified of the newer epoch."""
+        """Drop a run; its owner, if connected, is notified."""
         run.notify.superseded(epoch)
         self._executor.drop(run)

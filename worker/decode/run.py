@@ -20,6 +20,7 @@ from decant.engine.plan import TokenLogprobs
 from decant.engine.request import Request
 from decant.engine.sequence import Timeline
 from decant.protos import worker_pb2 as wire
+from decant.runtime.tracing import Span
 from decant.worker.decode.notifications import RunNotifier
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class DecodeRun:
     stopping: wire.Stopping
     queue_key: tuple[float, int]  # the smallest is admitted first
     received: float  # event loop time
+    span: Span = field(default_factory=Span)
     router: wire.Peer = field(default_factory=wire.Peer)  # the owner
     session: RouterSession | None = None  # the owner's; None: an orphan
     slot: int = 0  # in that session

@@ -37,7 +37,7 @@ class DecodeRunManager(HostHandler):
     # -- messages -----------------------------------------------------------------------------------------------
 
     def start(self, session: RouterSession, start: wire.Start) -> None:
-        """Start a run; a repeated Start is answered with the run's status."""
+        """A repeated Start is answered with the run's status."""
         run = self.runs.get(start.run)
         if run is not None and run.ref.epoch == start.run.epoch:
             session.send(wire.WorkerMessage(run_status=self.ownership.attach(run, session, start.run)))
@@ -55,7 +55,7 @@ class DecodeRunManager(HostHandler):
         self.executor.start(run, request.remaining_ms if request.HasField("remaining_ms") else None)
 
     def cancel(self, session: RouterSession, cancel: wire.Cancel) -> None:
-        """End a run; an unknown one leaves a tombstone for one lease."""
+        """An unknown run leaves a tombstone for one lease."""
         run = self.runs.get(cancel.run)
         if run is None:
             self.runs.add_tombstone(cancel.run, self._host.lease_s)
@@ -73,7 +73,6 @@ class DecodeRunManager(HostHandler):
         self.executor.cancel(run, reason)
 
     def adopt(self, session: RouterSession, adopt: wire.Adopt) -> None:
-        """The sender takes over a run that another router started."""
         run = self._find(session, adopt.run)
         if run is not None:
             status = self.ownership.attach(run, session, adopt.run, adopt.resume)
@@ -87,7 +86,7 @@ class DecodeRunManager(HostHandler):
             run.notify.resend([resend.resume], self.executor.step)
 
     def migrate(self, session: RouterSession, migrate: wire.Migrate) -> None:
-        """Offer a run to another worker, or withdraw the offer. A run that has ended is left as it is."""
+        """Offer a run to another worker, or withdraw the offer. No effect on an ended run."""
         run = self._find(session, migrate.run)
         if run is None or migrate.output != run.output:
             return
@@ -109,7 +108,7 @@ class DecodeRunManager(HostHandler):
             run.migration_requested = True  # its cache is being fetched
 
     def forget(self, ref: wire.Run) -> None:
-        """Forget a run that has ended or migrated. Any other is cancelled first, and its owner gets Ended."""
+        """A run that has neither ended nor migrated is cancelled first, and its owner gets Ended."""
         run = self.runs.get(ref)
         if run is None:
             return
@@ -159,7 +158,7 @@ class DecodeRunManager(HostHandler):
         self.executor.migrations.on_lease_end(lease)
 
     async def close(self) -> None:
-        """Drop all runs and wait until nothing of them is left in the engine."""
+        """Drop all runs and wait until the engine has nothing of them."""
         self.runs.clear_tombstones()
         for run in self.runs:
             self.executor.drop(run)

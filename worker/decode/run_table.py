@@ -35,7 +35,7 @@ class RunTable:
 
     @property
     def by_sequence(self) -> dict[str, DecodeRun]:
-        """Runs whose engine events matter, by the sequence's id. Read-only."""
+        """By the sequence's id, runs whose engine events matter. Read-only."""
         return self._by_sequence
 
     def add(self, run: DecodeRun) -> None:
@@ -45,7 +45,6 @@ class RunTable:
         self._by_sequence[run.request.id] = run
 
     def stop_events(self, run: DecodeRun) -> None:
-        """Ignore further events of the engine about the run."""
         self._by_sequence.pop(run.request.id, None)
 
     def remove(self, run: DecodeRun) -> None:
@@ -59,7 +58,6 @@ class RunTable:
                 self._empty.set()
 
     async def emptied(self) -> None:
-        """Wait until there is no run."""
         await self._empty.wait()
 
     def add_tombstone(self, ref: wire.Run, seconds: float) -> None:

@@ -51,7 +51,6 @@ class DecodeService(services.DecodeServicer):
     async def Session(  # noqa: N802 - the name on the wire
         self, requests: AsyncIterator[wire.RouterMessage], context: _Context
     ) -> None:
-        """One session, until either side ends it."""
         hello = await _hello(requests)
         if hello is None:
             return
@@ -76,12 +75,10 @@ class DecodeService(services.DecodeServicer):
 
     @property
     def fetches_taking(self) -> int:
-        """Open fetches."""
         return sum(run.phase == wire.RunStatus.PHASE_ARRIVING for run in self.run_manager.runs)
 
     @property
     def orphans(self) -> int:
-        """Unfinished runs without a session."""
         return sum(run.session is None and run.end is None for run in self.run_manager.runs)
 
     @property
@@ -90,7 +87,6 @@ class DecodeService(services.DecodeServicer):
 
     @property
     def unretired(self) -> int:
-        """Ended runs that no router has forgotten."""
         return sum(run.end is not None for run in self.run_manager.runs)
 
     async def drain(self) -> None:
@@ -179,14 +175,13 @@ class DecodeService(services.DecodeServicer):
             raise InvalidArgument("message", "hello once, as the first", kind)
 
     def _owns(self, session: RouterSession, ref: wire.Run) -> bool:
-        """Whether the session's router owns the request; if not, it is notified."""
+        """If the session's router does not own the request, it is notified."""
         refusal = self._refusal(ref)
         if refusal is not None:
             session.send(refusal)
         return refusal is None
 
     def _refusal(self, ref: wire.Run) -> wire.WorkerMessage | None:
-        """The answer to a router that does not own the request."""
         epochs = self._host.epochs
         if epochs.is_other_request(ref):
             return wire.WorkerMessage(refused=wire.Refused(run=ref, failure=other_request()))
@@ -208,7 +203,7 @@ class DecodeService(services.DecodeServicer):
 
 
 async def _hello(requests: AsyncIterator[wire.RouterMessage]) -> wire.Hello | None:
-    """The first message; None if the caller ends the stream without one."""
+    """None if the caller ends the stream without one."""
     try:
         async with loop_timeout(HELLO_SECONDS):
             message = await anext(requests)

@@ -66,7 +66,6 @@ class RouterSession:
         self._suspect = False
 
     def send(self, message: wire.WorkerMessage) -> None:
-        """Enqueue a message."""
         if self._over.is_set():
             return
         self._outgoing.put_nowait((self._ticks, message))
@@ -83,7 +82,6 @@ class RouterSession:
             self._over.set()
 
     def take_slot(self) -> int:
-        """The smallest free slot."""
         if self._free_slots:
             return heapq.heappop(self._free_slots)
         self._slots += 1
@@ -98,7 +96,7 @@ class RouterSession:
         write: Write,
         handle: Callable[[RouterSession, wire.RouterMessage], None],
     ) -> None:
-        """Run the session until either side ends it. Raises the error of ``end`` or ``handle``."""
+        """Run until either side ends it. Raises the error of ``end`` or ``handle``."""
         writing = asyncio.create_task(self._write(write))
         parts = (self._over.wait(), self._read(requests, handle), self._send_heartbeats())
         jobs: list[asyncio.Task[object]] = [writing, *[asyncio.create_task(part) for part in parts]]
@@ -153,7 +151,7 @@ class RouterSession:
         return self._silence.is_lost
 
     def _watch(self) -> None:
-        """Log when the router becomes silent. Its runs become orphans only when the session breaks."""
+        """Runs become orphans only when the session breaks."""
         suspect = self._silence.is_suspect
         if suspect and not self._suspect:
             _log.warning("router is silent", router=self.router.id, seconds=self._silence.seconds)

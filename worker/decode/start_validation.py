@@ -7,6 +7,7 @@ from itertools import count
 
 from decant.engine.errors import EngineStopped
 from decant.protos import worker_pb2 as wire
+from decant.runtime import tracing
 from decant.worker.decode.run import DecodeRun, key_of
 from decant.worker.decode.run_table import RunTable
 from decant.worker.engine_host import EngineHost
@@ -39,6 +40,7 @@ class StartValidator:
         run = DecodeRun(wire.Run(), request, wire.Stopping(), (queue_key(work, now), number), now)
         run.ref.CopyFrom(ref)
         run.stopping.CopyFrom(work.stopping)
+        run.span = tracing.span("decode", work.traceparent, worker=self._host.peer.id)
         if start.HasField("ticket"):
             run.ticket = wire.Ticket()
             run.ticket.CopyFrom(start.ticket)

@@ -13,7 +13,7 @@ from functools import partial
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidRequest
 from decant.protos import worker_pb2 as wire
-from decant.runtime import logs
+from decant.runtime import logs, tracing
 from decant.worker.engine_host import EngineHost
 from decant.worker.prefill.messages import first_logprobs, first_tokens
 from decant.worker.prefill.prefill_queue import PrefillQueue
@@ -43,12 +43,16 @@ class PrefillExecutor:
         last_event: dict[str, object] = {}
         try:
             async with asyncio.timeout(run.remaining_s):
-                await run.until(lambda: run.is_admitted)
-                self._add_to_engine(run)
-                await run.until(lambda: run.begun is not None)
-                if run.handoff and not run.has_first_token:
-                    self._issue_ticket(run)  # the router chooses the receiver while the other chunks are computed
-                await run.until(lambda: run.has_first_token)
+                with tracing.span("prefill", run.traceparent) as span:
+                    await run.until(lambda: run.is_admitted)
+                    self._add_to_engine(run)
+                    await run.until(lambda: run.begun is not None)
+                    span.event("scheduled")
+                    if run.handoff and not run.has_first_token:
+                        self._issue_ticket(run)  # the router chooses the receiver while the other chunks are computed
+                    await run.until(lambda: run.has_first_token)
+                    cached = run.begun.cached if run.begun is not None else 0
+                    span.set(worker=self._host.peer.id, tokens=len(run.request.token_ids), cached_tokens=cached)
                 run.send(first=first_tokens(run))
                 if run.handoff and run.finished is None:
                     if run.ticket is None:  # one step computed the prompt: first tokens do not wait for tickets

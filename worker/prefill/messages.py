@@ -1,5 +1,3 @@
-"""Messages about a prefill run, made from the engine's events."""
-
 from __future__ import annotations
 
 from decant.engine.output import PromptLogprobs, Token

@@ -18,7 +18,7 @@ from decant.worker.prefill.run import PrefillRun
 
 
 class PrefillQueue:
-    """All runs by sequence id; the waiting ones are sorted. Keeps the host's counts of waiting prompts and tokens."""
+    """Waiting runs are sorted. Keeps the host's counts of waiting prompts and tokens."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
@@ -37,7 +37,6 @@ class PrefillQueue:
         return self._runs.get(id)
 
     async def emptied(self) -> None:
-        """Wait until there is no run."""
         await self._empty.wait()
 
     @property
@@ -46,7 +45,6 @@ class PrefillQueue:
         return sum(run.begun is None and run.error is None for run in self._runs.values())
 
     def add(self, run: PrefillRun) -> None:
-        """Add a run, and admit it if it is its turn."""
         self._runs[run.id] = run
         self._host.epochs.hold(run.ref)
         self._empty.clear()
@@ -54,7 +52,6 @@ class PrefillQueue:
         self.admit()
 
     def admit(self) -> None:
-        """Admit the runs whose turn it is, in order."""
         while self._waiting and not self._is_full():
             run = self._waiting.pop(0)
             run.is_admitted = True
@@ -63,7 +60,6 @@ class PrefillQueue:
         self._host.waiting_tokens = sum(len(run.request.token_ids) for run in self._waiting)
 
     def remove(self, run: PrefillRun) -> None:
-        """Remove a run in any phase, and admit others."""
         del self._runs[run.id]
         self._host.epochs.release(run.ref)
         if not run.is_admitted:
@@ -73,14 +69,14 @@ class PrefillQueue:
         self.admit()
 
     def _is_full(self) -> bool:
-        """Whether the admitted runs keep, or will keep, more than half of the pool."""
+        """Whether admitted runs keep, or will keep, more than half of the pool."""
         blocks = sum(self._blocks(run) for run in self._runs.values() if run.is_admitted)
         return 2 * blocks > self._host.total_blocks
 
     def _blocks(self, run: PrefillRun) -> int:
         """Blocks that the run needs beyond its cached prefix."""
-        blocks = self._host.blocks_for(len(run.request.token_ids) + 1)
-        return blocks if run.begun is None else blocks - run.begun.cached // self._host.block_size
+        cached = 0 if run.begun is None else run.begun.cached
+        return self._host.blocks_for(len(run.request.token_ids) + 1 - cached)
 
 
 def _order(run: PrefillRun) -> float:

@@ -45,6 +45,7 @@ class PrefillRun:
     received: float  # time.monotonic
     queue_key: float  # the smallest is admitted first
     remaining_s: float | None  # until the deadline; None: there is none
+    traceparent: str = ""
     is_admitted: bool = False
     begun: SequenceStarted | None = None
     first: Token | None = None

@@ -36,7 +36,7 @@ _Event = TypeVar("_Event", SequenceStarted, PromptLogprobs, Token, SequenceFinis
 
 
 class PrefillService(services.PrefillServicer, HostHandler):
-    """Prefill over one host. As a handler of the host's events it records facts for the runs' coroutines."""
+    """As a handler of the host's events it records facts for the runs' coroutines."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
@@ -50,7 +50,6 @@ class PrefillService(services.PrefillServicer, HostHandler):
             yield run.ref, run.output, run.phase, run.id
 
     async def drain(self) -> None:
-        """Wait until there is no run."""
         await self._runs.emptied()
 
     async def close(self) -> None:
@@ -108,7 +107,6 @@ class PrefillService(services.PrefillServicer, HostHandler):
             self._runs.admit()  # cached prefixes leave blocks for other prompts
 
     def _live(self, events: Iterable[_Event]) -> Iterator[tuple[PrefillRun, _Event]]:
-        """The events of runs, with their runs."""
         for event in events:
             if run := self._runs.get(event.id):
                 yield run, event
@@ -121,7 +119,6 @@ class PrefillService(services.PrefillServicer, HostHandler):
             run.wake()
 
     def on_lease_end(self, lease: Lease) -> None:
-        """The receiver released the cache, or the ticket expired."""
         run = self._runs.get(lease.sequence)
         if run is None:
             return

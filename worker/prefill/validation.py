@@ -43,6 +43,7 @@ class CallValidator:
             received=now,
             queue_key=queue_key(work, now),
             remaining_s=work.remaining_ms / 1000 if work.HasField("remaining_ms") else None,
+            traceparent=work.traceparent,
         )
 
     def _check_now(self, call: wire.PrefillRequest) -> None:

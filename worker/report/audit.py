@@ -25,8 +25,6 @@ RunRow = tuple[wire.Run, int, wire.RunStatus.Phase, str]
 
 
 class HasRuns(Protocol):
-    """A service that owns sequences."""
-
     def runs(self) -> Iterable[RunRow]: ...
 
 
@@ -47,7 +45,7 @@ class Decodes(HasRuns, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Map:
-    """The block pool between two steps: blocks by owner, counts, and violations."""
+    """The block pool between two steps."""
 
     held: Mapping[str, list[int]]
     free: int
@@ -59,15 +57,11 @@ class _Map:
 
 
 class _Tables(NamedTuple):
-    """The runs and leases of the services."""
-
     runs: dict[str, RunRow]
     leases: list[Lease]
 
 
 class AuditService(services.AuditServicer):
-    """Audits one host and its services."""
-
     def __init__(self, host: EngineHost, prefill: HasRuns, decode: Decodes) -> None:
         self._host = host
         self._prefill = prefill
@@ -138,7 +132,6 @@ def _sample(engine: Engine) -> _Map:
 
 
 def _unaccounted(answer: wire.AuditResponse, pool: _Map, runs: Mapping[str, RunRow]) -> Iterable[str]:
-    """Contradictions between the engine and the services."""
     parts = answer.free_blocks + answer.cached_blocks + answer.owned_blocks + answer.leased_blocks
     if parts != answer.total_blocks:
         yield f"{parts} of {answer.total_blocks} blocks are accounted for"

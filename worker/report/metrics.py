@@ -1,5 +1,3 @@
-"""Metrics of a worker: its cache and batch, tokens and handoffs."""
-
 from __future__ import annotations
 
 from decant.engine.output import StepOutput
@@ -12,7 +10,7 @@ from decant.worker.engine_host import EngineHost, HostHandler
 
 
 class WorkerMetrics(HostHandler):
-    """Metrics of one host. Gauges are read when metrics are scraped; counters follow the host's events."""
+    """Gauges are read when metrics are scraped; counters follow the host's events."""
 
     def __init__(self, registry: Registry, host: EngineHost) -> None:
         self._metrics = metrics = EngineMetrics(
@@ -64,5 +62,4 @@ class WorkerMetrics(HostHandler):
 
 
 def _label(cause: str) -> str:
-    """As "peer_lost" for CAUSE_PEER_LOST."""
     return cause.removeprefix("CAUSE_").lower()

@@ -14,7 +14,7 @@ from collections.abc import Hashable
 from itertools import islice
 
 from decant.engine.block_hashes import REPORTED_BYTES, BlockHash
-from decant.engine.blocks import apply_changes
+from decant.engine.prefix_index import apply_changes
 from decant.protos import worker_pb2 as wire
 
 BLOCKS_PER_HEARTBEAT = 4096
@@ -34,7 +34,6 @@ class PrefixCacheFeed:
         self._noted.append(changed)
 
     def collect(self) -> None:
-        """Apply the noted changes."""
         while self._noted:
             changed = self._noted.popleft()
             apply_changes(self._cached, changed)

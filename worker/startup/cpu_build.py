@@ -37,6 +37,6 @@ def _has_avx2(cpu_info: Path) -> bool:
 
 
 def check(build: Build, kind: str) -> None:
-    """Raises InvalidConfig unless ``kind``, from ``decant.engine.cpu.kernels.kind``, is of the build."""
+    """``kind``: from ``decant.engine.cpu.kernels.kind``. Raises InvalidConfig."""
     if build != "auto" and kind.split()[-1] != _MODULES[build]:
         raise InvalidConfig("kernels", f"a build that this CPU and installation can run, not {kind}", build)

@@ -24,8 +24,6 @@ Add = Callable[[Any], None]
 
 
 class DeferredService(grpc.GenericRpcHandler):
-    """The methods of one service."""
-
     def __init__(self, descriptor: ServiceDescriptor) -> None:
         self._handlers: list[grpc.GenericRpcHandler] = []
         self._refusals = {f"/{descriptor.full_name}/{method.name}": _refusing(method) for method in descriptor.methods}
@@ -34,11 +32,9 @@ class DeferredService(grpc.GenericRpcHandler):
         server.add_generic_rpc_handlers((self,))
 
     def attach(self, add: Add) -> None:
-        """Serve calls with what ``add`` adds."""
         add(self)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
-        """Called by gRPC for each call."""
         for handler in self._handlers:
             return handler.service(handler_call_details)
         return self._refusals.get(handler_call_details.method)
@@ -49,7 +45,7 @@ class DeferredService(grpc.GenericRpcHandler):
         self._handlers.extend(handlers)
 
     def add_registered_method_handlers(self, name: str, handlers: Mapping[str, Handler]) -> None:
-        """The same methods again, for servers with a faster look-up."""
+        """For servers with a faster look-up."""
 
 
 async def _refuse(*_: object) -> NoReturn:

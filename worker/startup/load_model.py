@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from decant.engine.costs import StepCostModel
+from decant.engine.kv_layout import longest_sequence
 from decant.engine.plan import Device
 from decant.engine.scheduler import Limits, choose_token_budget
 from decant.runtime import logs
@@ -17,6 +20,8 @@ from decant.worker.settings import WorkerSettings
 from decant.worker.startup import cpu_build
 
 _T = TypeVar("_T")
+_Settings = TypeVar("_Settings")
+_Loaded = TypeVar("_Loaded")
 
 _WEIGHTS = "Loading weights"
 """The name of transformers' progress bar over the tensors of a checkpoint."""
@@ -27,8 +32,21 @@ _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _log = logs.get(__name__)
 
 
+async def in_own_thread(load: Callable[[_Settings], _Loaded], settings: _Settings) -> _Loaded:
+    """Run ``load`` in a thread that ends with it, as the pool of OpenMP threads does that it makes for itself.
+
+    The engine's thread makes another pool. With more pooled threads than cores, libgomp puts the engine's threads to
+    sleep at every barrier instead of letting them spin.
+    """
+    executor = ThreadPoolExecutor(1, "load")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(executor, load, settings)
+    finally:
+        executor.shutdown(wait=False)
+
+
 def load_model(settings: WorkerSettings) -> Device:
-    """Load the model and measure its steps. Raises ModelRefused, InvalidConfig."""
+    """Measure its steps too. Raises ModelRefused, InvalidConfig."""
     cpu_build.choose(settings.kernels)
     import torch
     from transformers.utils import logging
@@ -71,7 +89,7 @@ def _report(percent: int) -> None:
 def _reporting(
     set_hook: Callable[[Any], Any], first: int, last: int, interval_s: float = _REPORT_INTERVAL_S
 ) -> Iterator[None]:
-    """Report the loading of tensors every ``interval_s`` as `first` to `last` percent."""
+    """Report tensors as `first` to `last` percent, every ``_REPORT_S``."""
 
     def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and kwargs.get("desc") == _WEIGHTS:
@@ -97,7 +115,9 @@ def _with_progress(tensors: Collection[_T], first: int, last: int, interval_s: f
 def limits_of(settings: WorkerSettings, device: Device) -> Limits:
     """The settings. By default the context length is what model and KV memory allow, and the token budget is what fits
     in a step's time, but at least one token per sequence of a batch."""
-    window = settings.window or min(device.context_length, device.num_blocks * device.block_size)
+    window = settings.window or longest_sequence(
+        device.windows, device.num_blocks, device.block_size, device.context_length
+    )
     seconds = settings.step_ms / 1000
     budget = settings.token_budget or max(settings.max_running, choose_token_budget(device.costs, seconds))
     return Limits(budget, settings.max_running, window, seconds)

@@ -62,7 +62,7 @@ class Registrar:
         await self.leave()
 
     async def leave(self) -> None:
-        """Stop renewing and remove the registration if Redis is available. May be repeated."""
+        """Remove the registration if Redis is available. May be repeated."""
         await self._renewing.close()
         registration, self._registration = self._registration, None
         if registration is not None:
@@ -70,7 +70,7 @@ class Registrar:
                 await registration.remove()
 
     def renew_now(self) -> None:
-        """Renew at once: the load has changed in a way that matters."""
+        """Renew at once, because the load has changed in a way that matters."""
         self._now.set()
 
     async def _renew_always(self) -> None:
@@ -101,7 +101,6 @@ class Registrar:
             await self._registration.renew(self._load())
 
     def _log_availability(self, error: Exception | None) -> None:
-        """Log each change once."""
         if error is not None and not self._is_unavailable:
             _log.warning("the directory is unavailable; this worker keeps serving", reason=str(error))
         elif error is None and self._is_unavailable:

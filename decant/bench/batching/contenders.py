@@ -83,7 +83,6 @@ class Setup:
 
 
 def run(contender: str, queue: Queue, setup: Setup) -> Run:
-    """Serve the queue."""
     if contender in (STATIC_ALL, STATIC_BATCH):
         return _static(contender, queue, setup)
     max_running = queue.reserved if contender == RESERVING else len(queue.outputs)
@@ -98,7 +97,7 @@ def run(contender: str, queue: Queue, setup: Setup) -> Run:
 
 
 def sample(batches: int, most: int = STATIC_SAMPLE) -> list[int]:
-    """Indices of the batches to measure, evenly spread."""
+    """Indices, evenly spread."""
     count = min(batches, most)
     return [index * batches // count for index in range(count)]
 
@@ -123,7 +122,7 @@ class _Pace:
 
 
 def _static(contender: str, queue: Queue, setup: Setup) -> Run:
-    """Batches one after another. The clock counts what a batch took, or would have taken."""
+    """The clock counts what a batch took, or would have taken."""
     batches, longest = queue.batches, max(queue.outputs)
     padded = [longest if contender == STATIC_ALL else max(batch) for batch in batches]
     pace, traces = _Pace(), dict[int, Trace]()

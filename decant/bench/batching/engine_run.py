@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 from decant.engine.engine import Engine
+from decant.engine.kv_layout import longest_sequence
 from decant.engine.output import StepOutput
 from decant.engine.plan import Device, StepPlan
 from decant.engine.request import Request, StopParams
@@ -83,9 +84,9 @@ def make_engine(
     device: Device, kv_tokens: int, token_budget: int, max_running: int, *, separate_prefill: bool = False
 ) -> Engine:
     """An engine with KV memory for `kv_tokens` tokens, whose steps are limited by tokens alone."""
-    num_blocks = kv_tokens // device.block_size
+    num_blocks = kv_tokens // device.block_size * len(device.windows)
     part = cast(Device, _PartOfDevice(device, num_blocks))
-    context_length = min(device.context_length, num_blocks * device.block_size)
+    context_length = longest_sequence(device.windows, num_blocks, device.block_size, device.context_length)
     limits = Limits(max(token_budget, max_running), max_running, context_length, NO_LIMIT_S)
     engine = Engine(part, limits, clock=time.perf_counter)
     if separate_prefill:
@@ -133,4 +134,4 @@ def _record_memory(trace: Trace, engine: Engine, ends: dict[str, int]) -> None:
     running = engine.scheduler.running
     trace.used.append(sum(min(one.computed, ends[one.id]) for one in running))
     size = engine.pool.block_size
-    trace.held.append(sum(len(one.block_table.blocks) for one in running if one.block_table) * size)
+    trace.held.append(sum(one.block_table.num_blocks for one in running if one.block_table) * size)

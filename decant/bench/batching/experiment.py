@@ -48,7 +48,7 @@ class BatchingOptions:
 
 
 def parse_caps(text: str) -> tuple[int, ...]:
-    """ "32,128" as numbers in ascending order. Raises InvalidBenchmark."""
+    """Numbers such as "32,128", in ascending order. Raises InvalidBenchmark."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) >= 2 for word in words):
         raise InvalidBenchmark("--caps", "whole numbers from 2, separated by commas", text)
@@ -56,7 +56,7 @@ def parse_caps(text: str) -> tuple[int, ...]:
 
 
 def plan(options: BatchingOptions, context_length: int) -> list[Queue]:
-    """The queues, in order. Raises InvalidBenchmark for those that can't be served."""
+    """Raises InvalidBenchmark for queues that can't be served."""
     made = [queues.every_eighth_long(QUEUE_PROMPT, SHORT, LONG), queues.uniform(QUEUE_PROMPT, EQUAL)]
     made += [_exponential(options, cap, options.requests) for cap in options.caps]
     for queue in made:
@@ -65,7 +65,7 @@ def plan(options: BatchingOptions, context_length: int) -> list[Queue]:
 
 
 def measure(model: str, device: Device, options: BatchingOptions, notify: Notify) -> dict[str, Any]:
-    """Run everything on a loaded model. Raises InvalidBenchmark."""
+    """Raises InvalidBenchmark."""
     planned = plan(options, device.context_length)
     _check_memory(planned, device)
     points = []
@@ -165,7 +165,8 @@ def _ratios(
 
 def _check_memory(planned: Sequence[Queue], device: Device) -> None:
     """Static batches hold no more than the KV memory of their queue, and a block per sequence."""
-    size, has = device.block_size, device.num_blocks * device.block_size
+    size = device.block_size
+    has = device.num_blocks // len(device.windows) * size
     needed = max(curve.kv_tokens(size), *(queue.kv_tokens + size * queue.batch_size for queue in planned))
     if has < needed:
         raise InvalidBenchmark("--kv-memory", f"room for at least {needed:,} tokens", f"{has:,}")

@@ -6,7 +6,7 @@ from decant.engine.plan import Device
 
 
 def load_device(folder: str, dtype: str, kv_bytes: int, threads: int) -> Device:
-    """A model on this machine's CPU. Raises ModelRefused, InvalidConfig."""
+    """Raises ModelRefused, InvalidConfig."""
     import torch
     from transformers.utils import logging
 

@@ -52,13 +52,13 @@ class Queue:
 
 
 def every_eighth_long(prompt_len: int, short: int, long: int) -> Queue:
-    """32 requests; outputs 8, 16, 24 and 32 have `long` tokens, the others `short`."""
+    """32 requests."""
     outputs = [short if number % EVERY else long for number in range(1, QUEUE + 1)]
     return Queue("every eighth answer long", prompt_len, outputs, long, SLOTS * (prompt_len + long))
 
 
 def uniform(prompt_len: int, output: int) -> Queue:
-    """32 requests with equal outputs."""
+    """32 requests."""
     return Queue("equal answers", prompt_len, [output] * QUEUE, output, SLOTS * (prompt_len + output))
 
 
@@ -70,7 +70,7 @@ def exponential(prompt_len: int, kv_tokens: int, cap: int, count: int, seed: int
 
 
 def check(queue: Queue, context_length: int) -> None:
-    """Raises InvalidBenchmark for a queue that the model or the KV memory can't serve."""
+    """Raises InvalidBenchmark."""
     longest = queue.prompt_len + queue.limit
     if longest > context_length:
         limit = f"at most {context_length:,} tokens with the prompt ({queue.name}; context length of the model)"

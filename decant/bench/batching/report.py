@@ -32,7 +32,6 @@ RATIO_COLUMNS = (
 
 
 def show(document: _Document, console: Console) -> None:
-    """Tables and the answer."""
     console.print(_sizes(document))
     for queue in document["queues"]:
         console.print(_queue(queue))
@@ -103,7 +102,7 @@ def _ratios(document: _Document) -> Table:
 
 
 class TokenProgress(Bars):
-    """A bar per part of the experiment, with tokens/s. Nothing without a terminal."""
+    """Shows nothing without a terminal."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
@@ -112,7 +111,6 @@ class TokenProgress(Bars):
         self._began = self._tokens = 0.0
 
     def notify(self, name: str, tokens: int, total: int) -> None:
-        """As `experiment.Notify`."""
         if self._bar is None or self._bar[0] != name:
             self._bar = name, self.progress.add_task(name, total=total, live="")
             self._began, self._tokens = time.monotonic(), 0

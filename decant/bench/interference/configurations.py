@@ -26,7 +26,6 @@ class Configuration:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether workers compute prompts and decode."""
         return not self.prefill
 
 

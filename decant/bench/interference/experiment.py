@@ -77,6 +77,5 @@ async def _trial(addresses: Sequence[str], options: InterferenceOptions, number:
 
 
 def by_name(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The figures of one configuration."""
     row: Mapping[str, Any] = next(row for row in document["configurations"] if row["name"] == name)
     return row

@@ -17,7 +17,6 @@ _Document = Mapping[str, Any]
 
 
 def to_html(document: _Document) -> str:
-    """The whole file."""
     rows = document["configurations"]
     shown = dict.fromkeys((UNCHUNKED, best_mixed(rows)["name"], SPLIT))
     highest = max(gap for name in shown for _, gap in by_name(document, name)["gaps"])

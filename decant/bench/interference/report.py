@@ -38,12 +38,10 @@ def title(document: _Document) -> str:
 
 
 def cells(row: _Document) -> tuple[str, ...]:
-    """A row of the table, from the figures of a configuration."""
     return row["name"], *(form.format(row[key]) for _, key, form in COLUMNS)
 
 
 def show(document: _Document, console: Console) -> None:
-    """Table and answer."""
     table = make_table(title(document), ("", *(name for name, _, _ in COLUMNS)))
     for row in document["configurations"]:
         table.add_row(*cells(row))
@@ -55,7 +53,7 @@ def show(document: _Document, console: Console) -> None:
 
 
 class PartProgress(Bars):
-    """One bar over deployments and trials. Nothing without a terminal."""
+    """Shows nothing without a terminal."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
@@ -63,5 +61,4 @@ class PartProgress(Bars):
         self._task = self.progress.add_task("")
 
     def notify(self, what: str, done: int, parts: int) -> None:
-        """As `experiment.Notify`."""
         self.progress.update(self._task, description=what, completed=done, total=parts)

@@ -56,7 +56,7 @@ async def measure(client: AsyncClient, options: InterferenceOptions, number: int
 
 
 def check(model: pb.Model, options: InterferenceOptions) -> None:
-    """Raises InvalidBenchmark for prompts that the model can't serve."""
+    """Raises InvalidBenchmark."""
     longest = options.prompt_tokens + LONG_OUTPUT
     if model.max_context_length and longest > model.max_context_length:
         limit = f"at most {model.max_context_length - LONG_OUTPUT:,} (context length of {model.id})"
@@ -99,7 +99,7 @@ async def _stamps(client: AsyncClient, model: pb.Model, options: InterferenceOpt
 
 
 async def _receive(client: AsyncClient, prompt: Sequence[int], output: int, tokens: list[float]) -> None:
-    """Append the arrival of each token to `tokens`. The caller limits its time."""
+    """The caller limits its time."""
     stream = client.stream(prompt, max_tokens=output, ignore_eos=True)
     async with stream:
         async for delta in stream:
@@ -107,7 +107,6 @@ async def _receive(client: AsyncClient, prompt: Sequence[int], output: int, toke
 
 
 async def _until(running: Sequence[Sequence[float]], count: int, tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Wait until every answer has `count` tokens."""
     while min(map(len, running)) < count:
         _check_running(tasks, count)
         await asyncio.sleep(0.005)
@@ -123,6 +122,5 @@ def _check_running(tasks: Sequence[asyncio.Task[None]], output: int) -> None:
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:
-    """Ends the request of a running answer."""
     task.cancel()
     await asyncio.wait([task])

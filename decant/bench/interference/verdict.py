@@ -14,7 +14,6 @@ CLEAR = 0.9
 
 
 def sentence(rows: Sequence[_Row], options: InterferenceOptions) -> str:
-    """The answer of an experiment."""
     split = next(row for row in rows if row["name"] == SPLIT)
     unchunked = next(row for row in rows if row["name"] == UNCHUNKED)
     best = best_mixed(rows)
@@ -33,7 +32,6 @@ def sentence(rows: Sequence[_Row], options: InterferenceOptions) -> str:
 
 
 def best_mixed(rows: Sequence[_Row]) -> _Row:
-    """The mixed configuration with the shortest longest gap."""
     return min((row for row in rows if row["mixed"]), key=lambda row: float(row["longest_gap_ms"]))
 
 

@@ -34,6 +34,7 @@ class Child:
         """None until it listens."""
         self.process = processes.Process(process.pid)
         """Its state."""
+        self._admin_port: int | None = None
         self._subprocess = process
         self._output = output
         self._on_change = on_change
@@ -99,6 +100,7 @@ class Child:
         status = await self._subprocess.wait()
         await asyncio.wait([self._reading], timeout=_REST_SECONDS)
         self._reading.cancel()
+        self._admin_port = None
         self._become(processes.LOST, lost_at=time.time())
         return status
 
@@ -114,7 +116,9 @@ class Child:
         match fields.get("event"), fields.get("state"):
             case "serving", _:
                 self.address = str(fields.get("address"))
-                self._on_change()
+                port = fields.get("admin_port")
+                self._admin_port = port if isinstance(port, int) else None
+                self._become(self.process.state)
             case "loading steps", _:
                 self._become(processes.LOADING, percent=int(fields.get("percent", 0)))
             case "loaded", _:
@@ -126,7 +130,7 @@ class Child:
                 self._become(processes.DRAINING)
 
     def _become(self, state: str, *, percent: int | None = None, lost_at: float | None = None) -> None:
-        self.process = processes.Process(self.pid, state, percent, lost_at)
+        self.process = processes.Process(self.pid, state, percent, lost_at, self._admin_port)
         self._on_change()
 
     async def _lines(self) -> AsyncIterator[str]:

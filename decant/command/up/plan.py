@@ -18,8 +18,13 @@ from decant.runtime.settings import PREFIX, Settings, variable_name
 from decant.runtime.settings_sources import CLIENT_VARIABLES, load
 from decant.worker.settings import WorkerSettings
 
-_DIFFERS = {variable_name(name) for name in ("id", "port", "admin_port", "advertise", "config", "threads")}
+_DIFFERS = {
+    variable_name(name) for name in ("id", "port", "admin_port", "admin_host", "advertise", "config", "threads")
+}
 """Settings that differ between processes, or that `up` divides; refused in the environment."""
+
+_ADMIN = ("--admin-host", "127.0.0.1", "--admin-port", "0")
+"""On loopback, whatever the host: the port has neither TLS nor credentials."""
 
 _EVERY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
 
@@ -109,7 +114,7 @@ def _workers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
     own = _only(environment, WorkerSettings, peers.OF_PEERS | peers.OF_SERVERS)
     if len(names) > len(cores):  # a spinning barrier would wait for a thread that does not run
         own.setdefault("GOMP_SPINCOUNT", "0")
-    where = ("--redis-url", redis_url, "--host", "127.0.0.1", "--log-format", "json")
+    where = ("--redis-url", redis_url, "--host", "127.0.0.1", "--log-format", "json", *_ADMIN)
     common = (*where, "--model", model_of(options), "--dtype", options.dtype)
     memory = ("--kv-bytes", str(_kv_bytes(options, len(names))))
     return [
@@ -133,7 +138,7 @@ def _routers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
             module="decant.router",
             arguments=(
                 *("--id", _id(options, f"router-{n + 1}"), "--redis-url", redis_url, "--host", options.host),
-                *("--models", model_of(options), "--log-format", "json"),
+                *("--models", model_of(options), "--log-format", "json", *_ADMIN),
             ),
             environment=_only(environment, RouterSettings, peers.OF_PEERS),
             port=options.port + n if options.port else 0,

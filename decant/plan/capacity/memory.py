@@ -12,7 +12,8 @@ from decant.plan.quantities import show_bytes
 class Room:
     """Memory of one worker in bytes; `share` of `memory` is for weights and KV cache, the rest for activations.
 
-    Blocks are allocated whole: a sequence takes its length rounded up to `block_size` tokens.
+    Blocks are allocated whole: a sequence takes its length rounded up to `block_size` tokens. `kv_token`: bytes of all
+    layers per token. `kv_windows`: windows (tokens) and bytes per token of the layers that keep no more than a window.
     """
 
     memory: int
@@ -20,6 +21,7 @@ class Room:
     kv_token: int
     share: float = 0.9
     block_size: int = 16
+    kv_windows: tuple[tuple[int, int], ...] = ()
 
     @property
     def kv_bytes(self) -> int:
@@ -27,12 +29,19 @@ class Room:
 
     @property
     def tokens(self) -> int:
-        """Tokens that fit, in whole blocks."""
+        """Tokens that fit, in whole blocks, of sequences shorter than any window."""
         return self.kv_bytes // (self.kv_token * self.block_size) * self.block_size
+
+    def sequence_bytes(self, length: int) -> int:
+        """KV cache of a sequence of `length` tokens: a window and the next block are kept of a layer with a window."""
+        count = -(-length // self.block_size)
+        full = self.kv_token - sum(size for _, size in self.kv_windows)
+        kept = sum(min(count, -(-window // self.block_size) + 2) * size for window, size in self.kv_windows)
+        return (count * full + kept) * self.block_size
 
     def sequences(self, length: int) -> int:
         """Sequences of `length` tokens that fit at the same time."""
-        return self.tokens // (-(-length // self.block_size) * self.block_size)
+        return self.kv_bytes // self.sequence_bytes(length)
 
     def check(self, longest: int) -> None:
         """Raises InvalidPlan unless the weights and one sequence of `longest` tokens fit."""
@@ -46,7 +55,7 @@ class Room:
                 show_bytes(self.memory),
             )
         if not self.sequences(longest):
-            bytes_needed = (self.weights + (longest + self.block_size) * self.kv_token) / self.share
+            bytes_needed = (self.weights + self.sequence_bytes(longest + self.block_size)) / self.share
             raise InvalidPlan(
                 "memory",
                 f"one sequence of {longest:,} tokens needs a device of {show_bytes(bytes_needed)}, --kv-dtype int8, "

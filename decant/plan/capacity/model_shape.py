@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class ModelShape:
     table      parameters of the embedding table; `tied`: the head reads the table
     active     parameters that one token is multiplied with, the head included
     context    most tokens of a sequence; None: unknown
+    windows    windows (tokens) of sliding or chunked attention, and the number of layers with each
     """
 
     name: str
@@ -38,6 +40,7 @@ class ModelShape:
     tied: bool
     active: int
     context: int | None = None
+    windows: tuple[tuple[int, int], ...] = ()
 
     @property
     def params(self) -> int:
@@ -57,8 +60,13 @@ class ModelShape:
         return int(self.linear * BYTES[quantization or dtype] + (self.table * BYTES[dtype] if self.tied else 0))
 
     def kv_bytes(self, kv_dtype: str) -> int:
-        """Bytes of keys and values per token."""
+        """Bytes of keys and values per token, all layers."""
         return int(self.kv_elements * BYTES[kv_dtype])
+
+    def kv_windows(self, kv_dtype: str) -> tuple[tuple[int, int], ...]:
+        """Windows (tokens), and bytes of keys and values per token of the layers with each."""
+        layer = 2 * self.kv_heads * self.head_dim * BYTES[kv_dtype]
+        return tuple((window, int(count * layer)) for window, count in self.windows)
 
 
 def read_shape(path: Path) -> ModelShape:
@@ -96,7 +104,23 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     width = _number(config, "moe_intermediate_size", default=dims["intermediate"]) if experts else dims["intermediate"]
     mlp = (3 if gated else 2) * hidden * width
     tied = bool(config.get("tie_word_embeddings", config.get("model_type") in ("opt", "gpt2", "gemma", "gemma2")))
-    return _assemble(name, dims, mlp, (experts, used), tied=tied, context=config.get("max_position_embeddings"))
+    shape = _assemble(name, dims, mlp, (experts, used), tied=tied, context=config.get("max_position_embeddings"))
+    return replace(shape, windows=_windows(config, layers))
+
+
+def _windows(config: Mapping[str, Any], layers: int) -> tuple[tuple[int, int], ...]:
+    """Windows and their numbers of layers. Without `layer_types`, every `sliding_window_pattern`-th layer is full."""
+    sliding = config.get("sliding_window")
+    sizes = {"sliding_attention": sliding, "chunked_attention": config.get("attention_chunk_size")}
+    kinds = config.get("layer_types")
+    if kinds is None:
+        pattern = config.get("sliding_window_pattern", 2 if config.get("model_type") == "gemma2" else None)
+        first = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
+        is_full = [layer < first or bool(pattern and (layer + 1) % pattern == 0) for layer in range(layers)]
+        used = config.get("use_sliding_window", True)
+        kinds = ["sliding_attention" if used and not full else "full_attention" for full in is_full]
+    counted = Counter(size for kind in kinds if (size := sizes.get(kind)))
+    return tuple(sorted(counted.items()))
 
 
 def parse_shape(text: str) -> ModelShape:

@@ -1,19 +1,5 @@
-"""C++ kernels for x86-64: one build for AVX2, one for AVX-512 with BF16, VBMI and VBMI2. README.md has their history.
-
-batch_from_python.h       the rows of a step as arrays (``engine/model/step_batch.py``)
-panel_types.h             number formats of a panel of a weight
-gemm.h                    rows times panels: the inner loop of linear layers and attention
-weight.h                  the packed weight of a linear layer
-gemm_bf16.h               rows times bfloat16 in twelve bits
-linear.h                  linear layers (``engine/cpu/gemm.py``)
-guard.h                   checks of arguments; exceptions in parallel regions
-step.h, call.h            arguments of attention
-attention.h               attention over blocks (``engine/cpu/attention.py``)
-small_batch_attention.h   its inner loops for few rows (decode)
-layer.h                   decoder layers in one call (``engine/cpu/fused_layer.py``)
-elementwise.h             norms, gated activations, rotary embedding (``engine/cpu/fused_ops.py``)
-simd_avx2.h, simd_bf16.h  vectors of eight and of sixteen numbers
-sample.h                  the likeliest tokens, and sampled tokens (``engine/cpu/sampler.py``)
+"""C++ kernels for x86-64: one build for AVX2, one for AVX-512 with BF16, VBMI and VBMI2. README.md lists the files and
+their history.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from typing import Any
 
 def flatten(
     rows: Sequence[Any], block_size: int, blank: int, /
-) -> tuple[list[Any], bytearray, bytearray, bytearray, int]: ...
+) -> tuple[list[Any], bytearray, bytearray, bytearray, bytearray, int, int]: ...
 def pack(half: bool, weight: int, packed: int, outputs: int, inner: int, /) -> int: ...
 def multiply(
     half: bool, x: int, packed: int, bias: int, out: int, rows: int, inner: int, panels: int, threads: int, /
@@ -15,7 +15,6 @@ def layers(
     half: bool,
     calls: int,
     count: int,
-    step: int,
     x: int,
     cos: int,
     sin: int,

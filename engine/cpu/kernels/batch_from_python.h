@@ -18,7 +18,6 @@ struct FlatRow {
     PyObject* row;
     PyObject* tokens;  // a list or tuple; a reference is owned
     int64_t start, end, sampled;
-    Py_buffer blocks;  // of int32
 
     int64_t count() const { return end - start; }
     bool single() const { return count() == 1; }
@@ -27,10 +26,8 @@ struct FlatRow {
 class Flattening {
   public:
     ~Flattening() {
-        for (FlatRow& row : rows_) {
-            Py_DECREF(row.tokens);
-            PyBuffer_Release(&row.blocks);
-        }
+        for (FlatRow& row : rows_) Py_DECREF(row.tokens);
+        for (Py_buffer& blocks : blocks_) PyBuffer_Release(&blocks);
     }
 
     bool read(PyObject* rows, int64_t size) {
@@ -53,7 +50,8 @@ class Flattening {
         return true;
     }
 
-    // (rows in order, row_table, flattened, new_blocks, block table, its width); see flatten in engine/cpu/backend.py
+    // (rows in order, row_table, flattened, new_blocks, block tables, cache groups, width of a table); see flatten in
+    // engine/cpu/backend.py
     PyObject* to_python(int32_t blank) {
         const int64_t size = size_;
         const int64_t n = rows_.size();
@@ -64,8 +62,8 @@ class Flattening {
         }
         PyObject* ordered = PyList_New(n);
         PyObject* row_table = bytes(ROW_FIELDS * n * sizeof(int64_t));
-        PyObject* flat = bytes(3 * total * sizeof(int64_t));
-        PyObject* table = bytes(n * width * sizeof(int32_t));
+        PyObject* flat = bytes((2 + groups_) * total * sizeof(int64_t));
+        PyObject* table = bytes(groups_ * n * width * sizeof(int32_t));
         PyObject* new_blocks = nullptr;
         if (ordered && row_table && flat && table &&
             fill(ordered, at<int64_t>(row_table), at<int64_t>(flat), total, at<int32_t>(table), width, size, blank))
@@ -75,7 +73,8 @@ class Flattening {
             return nullptr;
         }
         std::copy(new_blocks_.begin(), new_blocks_.end(), at<int64_t>(new_blocks));
-        return Py_BuildValue("(NNNNNn)", ordered, row_table, flat, new_blocks, table, static_cast<Py_ssize_t>(width));
+        return Py_BuildValue("(NNNNNnn)", ordered, row_table, flat, new_blocks, table,
+                             static_cast<Py_ssize_t>(groups_), static_cast<Py_ssize_t>(width));
     }
 
   private:
@@ -94,18 +93,11 @@ class Flattening {
         taken.end = PyLong_AsLongLong(PyTuple_GET_ITEM(row, 3));
         taken.sampled = PyObject_IsTrue(PyTuple_GET_ITEM(row, 5));
         if (PyErr_Occurred()) return false;
-        if (PyObject_GetBuffer(PyTuple_GET_ITEM(row, 4), &taken.blocks, PyBUF_FORMAT | PyBUF_ND)) return false;
-        if (taken.blocks.itemsize != sizeof(int32_t) || !taken.blocks.format || std::strcmp(taken.blocks.format, "i")) {
-            PyBuffer_Release(&taken.blocks);
-            PyErr_SetString(PyExc_TypeError, "block tables are arrays of int32");
-            return false;
-        }
+        long long blocks = 0;
+        if (!take_blocks(PyTuple_GET_ITEM(row, 4), blocks)) return false;
         taken.tokens = PySequence_Fast(PyTuple_GET_ITEM(row, 1), "tokens are a sequence");
-        if (!taken.tokens) {
-            PyBuffer_Release(&taken.blocks);
-            return false;
-        }
-        const long long index = rows_.size(), blocks = taken.blocks.len / sizeof(int32_t);
+        if (!taken.tokens) return false;
+        const long long index = rows_.size();
         const long long length = PySequence_Fast_GET_SIZE(taken.tokens);
         rows_.push_back(taken);  // from here on the destructor releases it
         if (taken.start >= 0 && taken.start < taken.end && taken.end <= length && (taken.end - 1) / size_ < blocks)
@@ -115,6 +107,28 @@ class Flattening {
         return false;
     }
 
+    // Appends a row's block tables to `blocks_`; `fewest`: entries of the shortest one.
+    bool take_blocks(PyObject* tables, long long& fewest) {
+        const Py_ssize_t groups = PyTuple_Check(tables) ? PyTuple_GET_SIZE(tables) : 0;
+        if (rows_.empty()) groups_ = groups;
+        if (!groups || groups != groups_) {
+            PyErr_SetString(PyExc_TypeError, "block tables are a tuple of one array for each cache group");
+            return false;
+        }
+        for (Py_ssize_t group = 0; group < groups; ++group) {
+            Py_buffer blocks;
+            if (PyObject_GetBuffer(PyTuple_GET_ITEM(tables, group), &blocks, PyBUF_FORMAT | PyBUF_ND)) return false;
+            blocks_.push_back(blocks);  // from here on the destructor releases it
+            if (blocks.itemsize != sizeof(int32_t) || !blocks.format || std::strcmp(blocks.format, "i")) {
+                PyErr_SetString(PyExc_TypeError, "block tables are arrays of int32");
+                return false;
+            }
+            const long long count = blocks.len / sizeof(int32_t);
+            fewest = group ? std::min(fewest, count) : count;
+        }
+        return true;
+    }
+
     bool fill(PyObject* ordered, int64_t* row_table, int64_t* flat, int64_t total, int32_t* table, int64_t width,
               int64_t size, int32_t blank) {
         const int64_t n = rows_.size();
@@ -122,8 +136,11 @@ class Flattening {
         for (int64_t i = 0; i < n; ++i, table += width) {
             const FlatRow& row = rows_[order_[i]];
             const int64_t needed = (row.end + size - 1) / size;
-            std::memcpy(table, row.blocks.buf, needed * sizeof(int32_t));
-            std::fill(table + needed, table + width, blank);
+            for (int64_t group = 0; group < groups_; ++group) {
+                int32_t* entries = table + group * n * width;
+                std::memcpy(entries, blocks_[order_[i] * groups_ + group].buf, needed * sizeof(int32_t));
+                std::fill(entries + needed, entries + width, blank);
+            }
             int64_t* column = row_table + i;
             column[ORDER * n] = order_[i];
             column[START * n] = row.start;
@@ -136,9 +153,13 @@ class Flattening {
                 if (token == -1 && PyErr_Occurred()) return false;
                 flat[first] = token;
                 flat[total + first] = position;
-                const int64_t block = table[position / size], slot = position % size;
-                flat[2 * total + first] = block * size + slot;
-                if (!slot && position + size > row.end) new_blocks_.push_back(block);
+                const int64_t slot = position % size;
+                const bool is_new = !slot && position + size > row.end;
+                for (int64_t group = 0; group < groups_; ++group) {
+                    const int64_t block = table[group * n * width + position / size];
+                    flat[(2 + group) * total + first] = block * size + slot;
+                    if (is_new) new_blocks_.push_back(block);
+                }
             }
             Py_INCREF(row.row);
             PyList_SET_ITEM(ordered, i, row.row);
@@ -147,7 +168,9 @@ class Flattening {
     }
 
     int64_t size_ = 1;  // tokens per block
+    int64_t groups_ = 1;
     std::vector<FlatRow> rows_;
+    std::vector<Py_buffer> blocks_;  // of int32: the tables of each row
     std::vector<int64_t> order_, new_blocks_;
 };
 

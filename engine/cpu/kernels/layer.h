@@ -41,6 +41,7 @@ struct LayerCall {
     const Cache* cache;
     const int64_t* visible;  // [tokens]
     const SelectedTokens* selected;  // null: all tokens
+    const Step* step;  // with the block tables of the layer's cache group
 };
 
 inline void check(const Linear& linear, const char* field, int64_t inner, int64_t outputs) {
@@ -72,20 +73,22 @@ inline void check(const Layer& layer, const Cache& cache) {
 }
 
 // `count` consecutive layers over one step of `tokens` tokens.
-inline void check(const LayerCall* calls, int64_t count, const Step& step, int64_t tokens) {
+inline void check(const LayerCall* calls, int64_t count, int64_t tokens) {
     check_positive("layers", count);
     check_address("calls", calls);
-    check_address("step", &step);
     for (const LayerCall* call = calls; call < calls + count; call++) {
         check_address("layer", call->layer);
         check_address("cache", call->cache);
+        check_address("step", call->step);
+        const Step& step = *call->step;
         const Cache &cache = *call->cache, &first = *calls->cache;
         check(cache);
         check_equal("hidden", call->layer->query.inner, calls->layer->query.inner);
         check(*call->layer, cache);
-        if (call == calls || cache.block_size != first.block_size || cache.blocks != first.blocks)
+        bool another = call == calls || call->step != call[-1].step;
+        if (another || cache.block_size != first.block_size || cache.blocks != first.blocks)
             check(step, tokens, cache.block_size, cache.blocks);
-        if (call == calls || call->visible != call[-1].visible) check_visible(call->visible, step);
+        if (another || call->visible != call[-1].visible) check_visible(call->visible, step);
         if (call->selected) check(*call->selected, step, tokens);
     }
 }
@@ -177,13 +180,12 @@ private:
 // x [tokens, hidden] through `count` layers of equal widths. The outputs of all layers go to `out` [count, tokens,
 // hidden]; each is the next layer's x.
 template <class T>
-void run_layers(const LayerCall* calls, long count, const Step& step, const typename T::Element* x,
-                const typename T::Element* cos, const typename T::Element* sin, typename T::Element* out, long tokens,
-                int threads) {
+void run_layers(const LayerCall* calls, long count, const typename T::Element* x, const typename T::Element* cos,
+                const typename T::Element* sin, typename T::Element* out, long tokens, int threads) {
     static thread_local std::vector<typename T::Element> memory;  // grows to what the longest step needs
     for (const LayerCall* call = calls; call < calls + count; call++) {
         DecoderLayer<T>(*call->layer, tokens, threads)
-            .run(*call->cache, step, call->selected, x, cos, sin, call->visible, out, memory);
+            .run(*call->cache, *call->step, call->selected, x, cos, sin, call->visible, out, memory);
         x = out, out += tokens * call->layer->query.inner;
     }
 }

@@ -132,21 +132,20 @@ PyObject* py_attend(PyObject*, PyObject* args) {
 
 PyObject* py_layers(PyObject*, PyObject* args) {
     int half, threads;
-    unsigned long long calls, step, x, cos, sin, out;
+    unsigned long long calls, x, cos, sin, out;
     long count, tokens;
-    if (!PyArg_ParseTuple(args, "pKlKKKKKli", &half, &calls, &count, &step, &x, &cos, &sin, &out, &tokens, &threads))
+    if (!PyArg_ParseTuple(args, "pKlKKKKli", &half, &calls, &count, &x, &cos, &sin, &out, &tokens, &threads))
         return nullptr;
     return none([&] {
-        check_addresses("calls, step, x, cos, sin and out", calls, step, x, cos, sin, out);
+        check_addresses("calls, x, cos, sin and out", calls, x, cos, sin, out);
         check_threads(threads);
         const LayerCall* first = pointer<const LayerCall>(calls);
-        const Step& s = *pointer<const Step>(step);
-        check(first, count, s, tokens);
+        check(first, count, tokens);
         if (half)
-            run_layers<BFloat16>(first, count, s, pointer<const uint16_t>(x), pointer<const uint16_t>(cos),
+            run_layers<BFloat16>(first, count, pointer<const uint16_t>(x), pointer<const uint16_t>(cos),
                                  pointer<const uint16_t>(sin), pointer<uint16_t>(out), tokens, threads);
         else
-            run_layers<Float32>(first, count, s, pointer<const float>(x), pointer<const float>(cos),
+            run_layers<Float32>(first, count, pointer<const float>(x), pointer<const float>(cos),
                                 pointer<const float>(sin), pointer<float>(out), tokens, threads);
     });
 }

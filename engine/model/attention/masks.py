@@ -111,7 +111,9 @@ class Recorder:
             if view is None:
                 raise ModelRefused(self._model, f"layer {call.layer} sees neither all, nor a window, nor a chunk")
             self._fitted[id(function)] = view
-        self.views.append(self._fitted[id(function)])
-        self.specs.append(LayerSpec(call.key.shape[1], call.key.shape[3], call.value.shape[3]))
+        view = self._fitted[id(function)]
+        self.views.append(view)
+        window = Window(view.kind, view.size)
+        self.specs.append(LayerSpec(call.key.shape[1], call.key.shape[3], call.value.shape[3], window))
         _, heads, tokens, _ = call.query.shape
         return call.query.new_zeros(1, tokens, heads, call.value.shape[3])

@@ -50,7 +50,7 @@ class LengthGroup:
     start       first query position of the first sequence
     positions   [B, P] query positions
     in_tile     for each tile of keys, how many of the sequences have keys in it
-    table       [B, tiles * blocks per tile] block ids, padded with the store's blank block
+    table       [G, B, tiles * blocks per tile] block ids of each cache group, padded with the store's blank block
     first_row   flattened position of their first query; the others follow
     """
 
@@ -90,11 +90,11 @@ def make_length_groups(flat: FlatBatch, store: KvStore) -> list[LengthGroup]:
     singles = int((counts == 1).sum())
     groups = []
     if singles:
-        groups.append(_make_group(flat.ends[:singles], 1, flat.table[:singles], store))
+        groups.append(_make_group(flat.ends[:singles], 1, flat.table[:, :singles], store))
     for index in range(singles, len(counts)):
         for start in range(int(flat.starts[index]), int(flat.ends[index]), PIECE):
             end = min(start + PIECE, int(flat.ends[index]))
-            group = _make_group(np.array([end]), end - start, flat.table[index : index + 1], store)
+            group = _make_group(np.array([end]), end - start, flat.table[:, index : index + 1], store)
             groups.append(group)
     first_row = 0
     for group in groups:
@@ -108,9 +108,9 @@ def _make_group(ends: Ints, count: int, table: npt.NDArray[np.int32], store: KvS
     block_size, device = store.layout.block_size, store.blocks.device
     per_tile, tiles = TILE // block_size, -(-int(ends[0]) // TILE)
     count_in_tile = (ends[:, None] > np.arange(tiles) * TILE).sum(0).tolist()
-    padded = np.full((len(ends), tiles * per_tile), store.blank, np.int32)
+    padded = np.full((len(table), len(ends), tiles * per_tile), store.blank, np.int32)
     needed = -(-int(ends[0]) // block_size)
-    padded[:, :needed] = table[:, :needed]
+    padded[:, :, :needed] = table[:, :, :needed]
     positions = torch.from_numpy(ends[:, None] + np.arange(-count, 0)).to(device)
     return LengthGroup(int(ends[0]) - count, positions, count_in_tile, torch.from_numpy(padded).to(device))
 
@@ -133,15 +133,16 @@ class PagedAttention:
         self._views = views
         self._groups = make_length_groups(flat, store)
         slots = np.divmod(flat.slot_mapping, store.layout.block_size)
-        # [T] each: block, and slot in it, of each token
+        # [G, T] each: block of each cache group, and slot in it, of each token
         self._blocks, self._slots = (torch.from_numpy(part).to(store.blocks.device) for part in slots)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """-> [1, T, heads, value dim], of the query's dtype."""
+        group = self._store.layout.group_of[call.layer]
         self._store.put(
             call.layer,
-            self._blocks,
-            self._slots,
+            self._blocks[group],
+            self._slots[group],
             (call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)),
         )
         _, heads, tokens, _ = call.query.shape
@@ -178,7 +179,8 @@ class PagedAttention:
         count_in_tile = lengths.in_tile[tile]
         first = max(0, tile * TILE - lengths.start) * group // ROWS * ROWS  # earlier rows see nothing of this tile
         per_tile = TILE // self._store.layout.block_size
-        table = lengths.table[:count_in_tile, tile * per_tile : (tile + 1) * per_tile]
+        table = lengths.table[self._store.layout.group_of[call.layer]]
+        table = table[:count_in_tile, tile * per_tile : (tile + 1) * per_tile]
         keys, values = self._store.gather(call.layer, table)
         keys = keys.permute(0, 2, 3, 1).float()
         with self._product_threads():

@@ -10,7 +10,7 @@ import pytest
 
 from decant.engine.errors import OutOfBlocks, TransferRejected
 from decant.engine.plan import Device
-from decant.engine.transfer import IncomingSequence, block_checksum, default_checksum
+from decant.engine.transfer import BlockAddress, IncomingSequence, block_checksum, default_checksum
 from tests.engine.conformance_handoff.harness import MOVED, engine_of, expected, flip_a_bit, parked_sender
 from tests.engine.conftest import MakeDevice
 from tests.engine.factories import (
@@ -30,8 +30,9 @@ def test_only_missing_blocks_of_the_table_are_written(make: MakeDevice) -> None:
     assert (arrival.cached_blocks, arrival.num_blocks) == (2, 6)
     data = payload.runs[3][1]
     for index in (0, 1, 6):
+        address = BlockAddress(0, index)
         with pytest.raises(TransferRejected, match=f"no room for block {index}"):
-            arrival.write(index, data, block_checksum(default_checksum, index, data))
+            arrival.write(address, data, block_checksum(default_checksum, address, data))
     arrival.abort()
     nothing_is_held(receiver)
     same_output_as_alone(run(receiver, replace(MOVED, park_after=None))["moved"], expected(make))
@@ -45,7 +46,7 @@ def test_a_repeated_block_must_have_the_same_bytes(make: MakeDevice) -> None:
         arrival.write(*payload.runs[0])
     other = flip_a_bit(payload.runs[0][1])
     with pytest.raises(TransferRejected, match="again"):
-        arrival.write(0, other, block_checksum(default_checksum, 0, other))
+        arrival.write(payload.runs[0][0], other, block_checksum(default_checksum, payload.runs[0][0], other))
     arrival.abort()
     nothing_is_held(receiver)
 
@@ -130,7 +131,7 @@ def test_a_reservation_without_blocks_leaves_nothing(make: MakeDevice) -> None:
     assert receiver.load() == before
     run(receiver, log=log)
     arrival = receiver.transfers.reserve(MOVED)
-    assert len(arrival.sequence.block_table.blocks if arrival.sequence.block_table else ()) == 6
+    assert arrival.num_blocks == 6
     arrival.abort()
     nothing_is_held(receiver)
 

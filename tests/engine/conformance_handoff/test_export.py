@@ -8,7 +8,7 @@ import pytest
 
 from decant.engine.errors import InvalidRequest, TransferRejected, UnknownSequence
 from decant.engine.request import FinishReason
-from decant.engine.transfer import block_checksum, default_checksum
+from decant.engine.transfer import BlockAddress, block_checksum, default_checksum
 from tests.engine.conformance_handoff.harness import MOVED, engine_of, expected, parked_sender
 from tests.engine.conftest import MakeDevice
 from tests.engine.factories import (
@@ -26,10 +26,10 @@ def test_a_lease_keeps_the_bytes_of_a_sequence_that_has_ended(make: MakeDevice) 
     sender.cancel("moved")
     run(sender, make_request("after", prompt(80, 9), 2))
     assert export.ended
-    assert [block_checksum(default_checksum, run_.index, export.read(run_.index)) for run_ in export.runs] == sums
+    assert [block_checksum(default_checksum, run_.address, export.read(run_.address)) for run_ in export.runs] == sums
     sender.transfers.release("moved")
     with pytest.raises(TransferRejected):
-        export.read(0)
+        export.read(BlockAddress(0, 0))
     nothing_is_held(sender)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from decant.engine.errors import TransferRejected
-from decant.engine.transfer import TransferCommit, block_checksum, default_checksum, transfer_checksum
+from decant.engine.transfer import BlockAddress, TransferCommit, block_checksum, default_checksum, transfer_checksum
 from tests.engine.conformance_handoff.harness import MOVED, engine_of, expected, flip_a_bit, parked_sender
 from tests.engine.conftest import MakeDevice
 from tests.engine.factories import (
@@ -20,6 +20,8 @@ from tests.engine.factories import (
     run,
 )
 from tests.engine.properties import nothing_is_held, same_output_as_alone
+
+BEYOND = BlockAddress(0, 6)
 
 
 def _change(payload: Payload, **commit: object) -> Payload:
@@ -37,23 +39,28 @@ BROKEN: dict[str, tuple[str, Callable[[Payload], Payload]]] = {
     ),
     "two blocks are swapped": (
         "bytes of block 1",
-        lambda c: replace(c, runs=[(1, *c.runs[0][1:]), (0, *c.runs[1][1:]), *c.runs[2:]]),
+        lambda c: replace(c, runs=[(c.runs[1][0], *c.runs[0][1:]), (c.runs[0][0], *c.runs[1][1:]), *c.runs[2:]]),
     ),
     "a block is cut short": (
-        "block 0 has",
-        lambda c: replace(c, runs=[(0, c.runs[0][1][:-1], c.runs[0][2]), *c.runs[1:]]),
+        "block 0 of group 0 has",
+        lambda c: replace(c, runs=[(c.runs[0][0], c.runs[0][1][:-1], c.runs[0][2]), *c.runs[1:]]),
     ),
     "a block is too long": (
-        "block 0 has",
-        lambda c: replace(c, runs=[(0, c.runs[0][1] + b"\0", c.runs[0][2]), *c.runs[1:]]),
+        "block 0 of group 0 has",
+        lambda c: replace(c, runs=[(c.runs[0][0], c.runs[0][1] + b"\0", c.runs[0][2]), *c.runs[1:]]),
     ),
-    "a block is empty": ("block 0 has 0", lambda c: replace(c, runs=[(0, b"", c.runs[0][2]), *c.runs[1:]])),
-    "the first block is missing": (r"blocks \[0\] missing", lambda c: replace(c, runs=c.runs[1:])),
-    "the last block is missing": (r"blocks \[5\] missing", lambda c: replace(c, runs=c.runs[:-1])),
-    "all blocks are missing": (r"blocks \[0, .* missing", lambda c: replace(c, runs=[])),
+    "a block is empty": (
+        "block 0 of group 0 has 0",
+        lambda c: replace(c, runs=[(c.runs[0][0], b"", c.runs[0][2]), *c.runs[1:]]),
+    ),
+    "the first block is missing": ("with block 0 of group 0 missing", lambda c: replace(c, runs=c.runs[1:])),
+    "the last block is missing": ("with block 5 of group 0 missing", lambda c: replace(c, runs=c.runs[:-1])),
+    "all blocks are missing": ("block 0 .*, block 5 of group 0 missing", lambda c: replace(c, runs=[])),
     "a block is beyond the commit": (
-        r"blocks \[\] missing, 7 here",
-        lambda c: replace(c, runs=[*c.runs, (6, c.runs[0][1], block_checksum(default_checksum, 6, c.runs[0][1]))]),
+        "with none missing, 7 here",
+        lambda c: replace(
+            c, runs=[*c.runs, (BEYOND, c.runs[0][1], block_checksum(default_checksum, BEYOND, c.runs[0][1]))]
+        ),
     ),
     "the commit's checksum is flipped": (
         "does not match its checksum",
@@ -97,7 +104,7 @@ def test_a_byte_that_flips_before_the_export_is_detected(make: MakeDevice) -> No
     sender, _ = parked_sender(make)
     table = sender.sequences["moved"].block_table
     assert table is not None
-    sender.device.write(table.blocks[1], flip_a_bit(bytes(sender.device.read(table.blocks[1]))))
+    sender.device.write(table.blocks[0][1], flip_a_bit(bytes(sender.device.read(table.blocks[0][1]))))
     with pytest.raises(TransferRejected, match="block 1"):
         import_sequence(engine_of(make), MOVED, export_sequence(sender, "moved"))
     nothing_is_held(sender)

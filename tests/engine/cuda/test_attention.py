@@ -80,7 +80,7 @@ class Scene:
             start, end = case.spans[index]
             count = -(-end // BLOCK)
             blocks = array("i", range(free + count - 1, free - 1, -1))
-            rows.append(Row(Request(str(index), (1,) * end), [1] * end, start, end, blocks, True))
+            rows.append(Row(Request(str(index), (1,) * end), [1] * end, start, end, (blocks,), True))
             free += count
         store = KvStore(layout, free, case.dtype, DEVICE)
         store.blocks.fill_(float("nan"))
@@ -88,7 +88,7 @@ class Scene:
         for row in rows:
             index = int(row.request.id)
             for position in range(row.start):
-                place = row.blocks[position // BLOCK], position % BLOCK
+                place = row.blocks[0][position // BLOCK], position % BLOCK
                 keys[place], values[place] = self.keys[index][:, position], self.values[index][:, position]
         flat = flatten(rows, BLOCK, store.blank)
         before = store.blocks.clone()
@@ -109,7 +109,7 @@ class Scene:
         call = call._replace(key=call.key.to(DEVICE), value=call.value.to(DEVICE))
         backend = TritonAttention(store, [case.view] * 2, flat)
         out = backend.attend(call)[0].cpu()
-        self._check_written(store, before, flat.slot_mapping.tolist())
+        self._check_written(store, before, flat.slot_mapping[0].tolist())
         lengths = [case.spans[index][1] - case.spans[index][0] for index in order]
         return dict(zip(order, out.split(lengths), strict=True))
 
@@ -187,7 +187,7 @@ def test_a_call_of_another_shape_is_refused() -> None:
     scene = Scene(Case(spans=((0, 2),)))
     layer = LayerSpec(1, 64, 64)
     store = KvStore(KvLayout((layer,), BLOCK, 2), 1, torch.bfloat16, DEVICE)
-    row = Row(Request("0", (1, 1)), [1, 1], 0, 2, array("i", [0]), True)
+    row = Row(Request("0", (1, 1)), [1, 1], 0, 2, (array("i", [0]),), True)
     query, key, value = (part[0][None] for part in (scene.queries, scene.keys, scene.values))
     call = AttentionCall(0, query, key, value, 1.0, None, None, None)
     with pytest.raises(ValueError, match="layer 0"):

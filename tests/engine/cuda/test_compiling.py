@@ -15,6 +15,7 @@ SHARED_BYTES = 227 << 10
 """Shared memory of a program on compute capability 9.0."""
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_a_gpu() -> None:
     command = [sys.executable, "-m", "tests.engine.cuda.compile_kernels", "90"]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}

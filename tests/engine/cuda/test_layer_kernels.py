@@ -97,7 +97,7 @@ def test_attention_after_rotation_agrees_with_float64(dtype: torch.dtype, width:
     store = KvStore(KvLayout((layer, layer), 8, dtype.itemsize), 6, dtype, DEVICE)
     store.blocks.fill_(NAN)
     rows = [
-        Row(Request(str(index), (1,) * end), [1] * end, start, end, array("i", [2 * index, 2 * index + 1]), True)
+        Row(Request(str(index), (1,) * end), [1] * end, start, end, (array("i", [2 * index, 2 * index + 1]),), True)
         for index, (start, end) in enumerate(spans)
     ]
     flat = flatten(rows, 8, store.blank)
@@ -110,7 +110,7 @@ def test_attention_after_rotation_agrees_with_float64(dtype: torch.dtype, width:
     result = attention.attend_rotated(call, cos, sin)
     expected_query, expected_key = rotate(query[0], cos[0], sin[0]), rotate(key[0], cos[0], sin[0])
     _, keys, values = store._layers[1]
-    slots = torch.from_numpy(flat.slot_mapping).to(DEVICE)
+    slots = torch.from_numpy(flat.slot_mapping[0]).to(DEVICE)
     assert_close(keys[slots // 8, slots % 8], expected_key.transpose(0, 1))
     assert torch.equal(values[slots // 8, slots % 8], value[0].transpose(0, 1))
     for part in (keys, values):

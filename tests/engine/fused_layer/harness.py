@@ -50,7 +50,7 @@ def fused(device: ModelDevice) -> list[LookaheadLayer]:
 
 
 def row(tokens: list[int], start: int, end: int, blocks: array[int]) -> Row:
-    return Row(Request("r", tuple(tokens)), tokens, start, end, blocks, True)
+    return Row(Request("r", tuple(tokens)), tokens, start, end, (blocks,), True)
 
 
 @torch.inference_mode()
@@ -58,7 +58,9 @@ def compute_steps(device: ModelDevice) -> list[torch.Tensor]:
     """The logits of all steps, and the blocks after them."""
     device.store.blocks.zero_()
     tokens = {id: list(tiny.prompt(50, seed)) for seed, id in enumerate("ab")}
-    blocks = {"a": array("i", [3, 1, 5, 7]), "b": array("i", [2, 0, 4, 6])}
+    of_group = {"a": [3, 1, 5, 7], "b": [2, 0, 4, 6]}
+    groups = range(len(device.windows))
+    blocks = {id: tuple(array("i", [8 * g + block for block in ids]) for g in groups) for id, ids in of_group.items()}
     found = []
     for step in STEPS:
         rows = [
@@ -74,5 +76,5 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def calls_of(calls: int, count: int) -> list[int]:
-    """The kernel's LayerCall structs, four addresses each: layer, cache, visible, selected."""
-    return list((ctypes.c_uint64 * (4 * count)).from_address(calls))
+    """The kernel's LayerCall structs, five addresses each: layer, cache, visible, selected, step."""
+    return list((ctypes.c_uint64 * (5 * count)).from_address(calls))

@@ -20,14 +20,27 @@ from tests.engine.fused_layer.harness import compute_steps, device_of, equal, fu
 
 pytestmark = needs_kernels
 
-FUSED = ["llama", "mistral", "qwen2", "qwen3", "granite"]
-"""Plain; with windows; with biases; with norms of queries and keys; with a scale of its own."""
+MIXED = {
+    "use_sliding_window": True,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+FUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {}),
+    "windows": ("mistral", {}),
+    "biases": ("qwen2", {}),
+    "two cache groups": ("qwen2", MIXED),
+    "norms of queries and keys": ("qwen3", {}),
+    "a scale": ("granite", {"residual_multiplier": 1.0}),
+}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", FUSED)
-def test_a_fused_layer_has_the_bits_of_its_parts(name: str, dtype: str, tmp_path: Path) -> None:
-    device = device_of(tmp_path, name, dtype, **({"residual_multiplier": 1.0} if name == "granite" else {}))
+@pytest.mark.parametrize("kind", FUSED)
+def test_a_fused_layer_has_the_bits_of_its_parts(kind: str, dtype: str, tmp_path: Path) -> None:
+    name, changes = FUSED[kind]
+    device = device_of(tmp_path, name, dtype, **changes)
+    assert len(device.windows) == (2 if kind == "two cache groups" else 1)
     assert len(fused(device)) == 2
     whole = compute_steps(device)
     assert equal(compute_steps(device), whole), "scratch memory of an earlier step is not read"

@@ -24,7 +24,7 @@ def record_order(device: ModelDevice) -> list[LookaheadLayer]:
     for layer in by_address.values():
 
         def noted(half: bool, calls: int, count: int, *more: Any, kernel: Any = layer._kernel) -> None:
-            done.extend(by_address[address] for address in calls_of(calls, count)[::4])
+            done.extend(by_address[address] for address in calls_of(calls, count)[::5])
             kernel(half, calls, count, *more)
 
         layer._kernel = noted

@@ -122,7 +122,7 @@ def test_a_fused_layer_with_one_other_bit_is_not_used(
 
     def layers(*arguments: Any) -> None:
         right(*arguments)
-        _flip(arguments[7] if wrong == "answer" else _first(calls_of(*arguments[1:3])[1]))
+        _flip(arguments[6] if wrong == "answer" else _first(calls_of(*arguments[1:3])[1]))
 
     monkeypatch.setattr(fused_layer, "KERNELS", SimpleNamespace(layers=layers, attend=KERNELS.attend))
     assert not fused(device_of(tmp_path, "llama"))

@@ -7,26 +7,27 @@ from collections.abc import Callable
 
 import pytest
 
+from decant.engine.kv_layout import FULL
 from tests.engine import state_machine as machine
-from tests.engine.state_machine import play
+from tests.engine.state_machine import Windows, play
 
 Patch = pytest.MonkeyPatch
 SEEDS = range(60)
 
 
-def first_failure() -> str:
+def first_failure(windows: Windows = (FULL,)) -> str:
     """The message of the first script that breaks a property; empty when all pass."""
     for seed in SEEDS:
         try:
-            play(seed)
+            play(seed, windows=windows)
         except AssertionError as broken:
             return str(broken)
     return ""
 
 
-def check_found(fault: Callable[[Patch], None], expected: str, patch: Patch) -> None:
+def check_found(fault: Callable[[Patch], None], expected: str, patch: Patch, windows: Windows = (FULL,)) -> None:
     """With the fault, a script breaks a property with the ``expected`` message."""
     patch.setattr(machine, "MEMORY", {})  # a fault may change the expected output too
     fault(patch)
-    message = first_failure()
+    message = first_failure(windows)
     assert re.search(expected, message), f"found by: {message or 'nothing'}"

@@ -9,7 +9,7 @@ import pytest
 from decant.engine import transfer
 from decant.engine.exports import KvTransfers
 from decant.engine.sequence import Sequence as EngineSequence
-from decant.engine.transfer import BlockRun, IncomingSequence, KvExport, TransferCommit, block_checksum
+from decant.engine.transfer import BlockAddress, BlockRun, IncomingSequence, KvExport, TransferCommit, block_checksum
 from tests.engine.factories import (
     OutputLog,
     Payload,
@@ -33,7 +33,7 @@ def swap_two_blocks(patch: Patch) -> None:
     def accept(arrival: IncomingSequence, commit: TransferCommit) -> EngineSequence:
         received, store = sorted(arrival._checksums), arrival._store
         if len(received) > 1 and arrival.sequence.block_table:
-            one, other = (arrival.sequence.block_table.blocks[index] for index in received[:2])
+            one, other = (arrival.sequence.block_table.blocks[group][index] for group, index in received[:2])
             data = bytes(store.read(one))
             store.write(one, bytes(store.read(other)))
             store.write(other, data)
@@ -46,11 +46,11 @@ def swap_two_blocks(patch: Patch) -> None:
 def accept_a_missing_block(patch: Patch) -> None:
     """A block is lost, and the count is not checked."""
 
-    def write(arrival: IncomingSequence, index: int, data: bytes, total: int) -> None:
-        if index == arrival.cached_blocks + 1:
-            arrival._checksums[index] = total
+    def write(arrival: IncomingSequence, address: BlockAddress, data: bytes, total: int) -> None:
+        if address.block == arrival.cached_blocks + 1:
+            arrival._checksums[address] = total
         else:
-            original(arrival, index, data, total)
+            original(arrival, address, data, total)
 
     original: Callable[..., None] = IncomingSequence.write
     patch.setattr(IncomingSequence, "write", write)
@@ -70,14 +70,13 @@ def flip_a_byte_and_forge_the_sum(patch: Patch) -> None:
 def end_a_lease_early(patch: Patch) -> None:
     """The blocks go with their sequence, and the export reads what comes after it."""
 
-    def offer(export: KvExport, sequence: EngineSequence, index: int, checksum: transfer.Checksum) -> BlockRun:
-        run = original(export, sequence, index, checksum)
+    def offer(
+        export: KvExport, sequence: EngineSequence, address: BlockAddress, checksum: transfer.Checksum
+    ) -> BlockRun:
+        run = original(export, sequence, address, checksum)
         table = export._lease
-        if len(table.blocks) > 1:
-            last = table.blocks.pop()
-            pool = table.pool
-            pool._refs[last] -= 1
-            table.blocks.append(last)
+        if len(table.blocks[0]) > 1:
+            table.pool._refs[table.blocks[0][-1]] -= 1
         return run
 
     original = KvExport.offer
@@ -121,7 +120,7 @@ def test_a_fault_with_matching_checksums_changes_the_output(change: str) -> None
     log = run(sender, REQUEST)
     payload = export_sequence(sender, REQUEST.id)
     one, other = CHANGES[change](payload.runs[1][1], payload.runs[2][1])
-    log = continued(log, forged(payload, {1: one, 2: other}))
+    log = continued(log, forged(payload, {payload.runs[1][0]: one, payload.runs[2][0]: other}))
     if change == "nothing":
         same_output_as_alone(log[REQUEST.id], run_alone(REQUEST))
     else:

@@ -59,7 +59,7 @@ def spend_one_token_too_many(patch: Patch) -> None:
 def fill_by_time_alone(patch: Patch) -> None:
     """Where seconds are known, tokens are not counted."""
 
-    def spend(budget: _Budget, sequence: EngineSequence, slots: int | None = None) -> Row:
+    def spend(budget: _Budget, sequence: EngineSequence, slots: int) -> Row:
         limits = budget._limits
         if budget._predictor.costs != StepCostModel():
             budget._limits = replace(limits, token_budget=10**6)
@@ -72,7 +72,7 @@ def fill_by_time_alone(patch: Patch) -> None:
 
 
 def schedule_more_after_a_cut_prompt(patch: Patch) -> None:
-    def spend(budget: _Budget, sequence: EngineSequence, slots: int | None = None) -> Row:
+    def spend(budget: _Budget, sequence: EngineSequence, slots: int) -> Row:
         row = original(budget, sequence, slots)
         budget._over = False
         return row

@@ -114,7 +114,7 @@ def row(mix: dict[str, Any], output: Sequence[int] = OUTPUT, min_tokens: int = 0
     stop = StopParams(min_tokens=min_tokens, stop_token_ids=frozenset({4}))
     request = Request("r", PROMPT, sampling=sampling, stop=stop)
     tokens = [*PROMPT, *output]
-    return Row(request, tokens, len(tokens) - 1, len(tokens), array("i"), True, SamplerState(request))
+    return Row(request, tokens, len(tokens) - 1, len(tokens), (array("i"),), True, SamplerState(request))
 
 
 def serve(folder: Path) -> ModelDevice:

@@ -41,7 +41,7 @@ def test_bfloat16_and_threads_do_not_change_tokens(vocabulary):
     """A bfloat16 is a float32 too."""
     kinds = [row(mix, seed=seed).request.sampling for seed, mix in enumerate(MIXES.values()) if "logit_bias" not in mix]
     requests = [Request("r", (0,), sampling=kind) for kind in kinds]
-    rows = [Row(one, [0, 0], 1, 2, array("i"), True, SamplerState(one)) for one in requests]
+    rows = [Row(one, [0, 0], 1, 2, (array("i"),), True, SamplerState(one)) for one in requests]
     logits = logits_of(5, len(rows), max(vocabulary, VOCAB))[:, :vocabulary].to(torch.bfloat16)
     expected = sample(rows, logits.float().contiguous(), frozenset())
     assert sample(rows, logits, frozenset()) == expected

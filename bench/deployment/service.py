@@ -1,0 +1,102 @@
+"""The whole service with a real model on this machine's cores: Redis, a router and one worker, each a process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.comparison.subprocess_runner import Job
+from bench.deployment.cpu_use import CpuUse, sampled
+from bench.deployment.processes import READY_SECONDS, module_process, registered, router_address, serving
+from bench.deployment.replay import Replay
+from bench.workloads import Item
+from decant.state.client import Client
+from decant.state.private_redis import PrivateRedis
+
+PARTS = ("client", "router", "worker", "redis")
+
+
+class LoadFailed(RuntimeError):
+    """The clients ended without a result."""
+
+
+@asynccontextmanager
+async def service(job: Job, folder: Path) -> AsyncIterator[Service]:
+    """Start it with a job's model, threads and limits, and wait until it is ready. Raises TimeoutError; the logs in the
+    folder say why."""
+    async with AsyncExitStack() as stack:
+        redis = await stack.enter_async_context(PrivateRedis())
+        client = Client(redis.url, deadline_s=10.0, max_connections=2)
+        stack.push_async_callback(client.close)
+        processes = {"redis": psutil.Process((await client.execute("INFO", "server"))["process_id"])}
+        shared = ["--port", "0", "--redis-url", redis.url]
+        worker = ["decant.decode_worker", "--model", job.model, "--dtype", job.dtype, "--threads", str(job.threads)]
+        worker += ["--token-budget", str(job.token_budget), "--kv-bytes", str(job.kv_bytes), *shared]
+        started = await stack.enter_async_context(module_process(worker, folder / "worker.log"))
+        processes["worker"] = psutil.Process(started.pid)
+        async with asyncio.timeout(READY_SECONDS):
+            await registered(redis.url, 1)
+            command = ["decant.router", "--models", job.model, *shared]
+            started = await stack.enter_async_context(module_process(command, folder / "router.log"))
+            processes["router"] = psutil.Process(started.pid)
+            address = await router_address(redis.url)
+            await serving(address)
+        yield Service(address, processes, folder)
+
+
+class Service:
+    """A running service."""
+
+    def __init__(self, address: str, processes: dict[str, psutil.Process], folder: Path) -> None:
+        self._address = address
+        self._processes = processes
+        self._folder = folder
+
+    async def serve(self, items: Sequence[Item], profile: Path | None = None) -> dict[str, Any]:
+        """Send a workload from a client process: the answers, and the CPU of each process meanwhile. With ``profile``
+        samples go to that folder. Raises LoadFailed."""
+        errors = self._folder / "client.log"
+        with errors.open("wb") as output:
+            client = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "bench.deployment.replay", stdin=PIPE, stdout=PIPE, stderr=output, limit=1 << 26
+            )
+        try:
+            await _write(client, json.dumps(asdict(Replay(self._address, items))))
+            pid = (await self._read(client))["ready"]
+            processes = {"client": psutil.Process(pid), **self._processes}
+            watched = {name: one for name, one in processes.items() if name != "redis"}
+            async with nullcontext() if profile is None else sampled(watched, profile):
+                before = {name: CpuUse.of(one) for name, one in processes.items()}
+                await _write(client, "go")
+                served = (await self._read(client))["served"]
+                spent = {name: asdict(CpuUse.of(one).since(before[name])) for name, one in processes.items()}
+        finally:
+            if client.returncode is None:
+                client.kill()
+            await client.wait()
+        return {"served": served, "cpu": spent}
+
+    async def _read(self, client: Process) -> dict[str, Any]:
+        assert client.stdout is not None
+        line = await client.stdout.readline()
+        if not line:
+            raise LoadFailed(
+                f"the clients ended without a result:\n{(self._folder / 'client.log').read_text()[-2000:]}"
+            )
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+
+async def _write(client: Process, line: str) -> None:
+    assert client.stdin is not None
+    client.stdin.write(line.encode() + b"\n")
+    await client.stdin.drain()

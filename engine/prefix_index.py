@@ -1,0 +1,118 @@
+"""Published blocks by cache group and hash: what a prefix cache finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from decant.engine.block_hashes import BlockHash
+from decant.engine.kv_layout import FULL, Window
+
+
+def apply_changes(digests: dict[BlockHash, None], changed: Iterable[BlockHash]) -> None:
+    """Remove the hashes that ``digests`` has, append the others."""
+    for digest in changed:
+        if digest in digests:
+            del digests[digest]
+        else:
+            digests[digest] = None
+
+
+class GroupBlocks(NamedTuple):
+    """Leading blocks of a sequence in one group: ``freed`` ones that no later query sees, then ``blocks``."""
+
+    freed: int = 0
+    blocks: Sequence[int] = ()
+
+
+class CachedPrefix(NamedTuple):
+    """Cached start of a sequence: ``num_blocks`` blocks of tokens, and what each group has of them."""
+
+    num_blocks: int
+    groups: tuple[GroupBlocks, ...]
+
+
+class PrefixIndex:
+    """``windows``: what queries of each group see, widest first."""
+
+    def __init__(self, block_size: int, windows: Sequence[Window]) -> None:
+        self._block_size = block_size
+        self._windows = windows
+        self._full = [group for group, window in enumerate(windows) if window == FULL]
+        self._windowed = [group for group, window in enumerate(windows) if window != FULL]
+        self._blocks: tuple[dict[BlockHash, int], ...] = tuple({} for _ in windows)  # of each group
+        self.published: dict[int, tuple[int, BlockHash]] = {}
+        """Group and hash of each published block."""
+        self._changed: dict[BlockHash, None] = {}  # published now and not at the last ``changed``, or the reverse
+
+    def find(self, digest: BlockHash) -> list[int]:
+        """The blocks of all groups with that hash."""
+        return [blocks[digest] for blocks in self._blocks if digest in blocks]
+
+    def longest_prefix(self, hashes: Sequence[BlockHash]) -> CachedPrefix:
+        """The longest prefix of this hash chain of which each group has published all blocks that a later query sees.
+
+        Full attention needs all of them; a group with a window, those of the window that ends there.
+        """
+        longest = len(hashes)
+        for group in self._full:
+            blocks = self._blocks[group]
+            longest = next((at for at in range(longest) if hashes[at] not in blocks), longest)
+        if self._windowed:
+            longest = self._longest_windowed(hashes[:longest])
+        return CachedPrefix(longest, tuple(self._group_blocks(group, hashes[:longest]) for group in self._groups))
+
+    @property
+    def _groups(self) -> range:
+        return range(len(self._windows))
+
+    def _longest_windowed(self, hashes: Sequence[BlockHash]) -> int:
+        longest, consecutive = 0, dict.fromkeys(self._windowed, 0)  # of each group: published blocks up to this one
+        for count, digest in enumerate(hashes, 1):
+            is_cached = True
+            for group in self._windowed:
+                consecutive[group] = consecutive[group] + 1 if digest in self._blocks[group] else 0
+                first = self._windows[group].first_block(count * self._block_size, self._block_size)
+                is_cached &= consecutive[group] >= max(1, count - first)
+            if is_cached:
+                longest = count
+        return longest
+
+    def _group_blocks(self, group: int, hashes: Sequence[BlockHash]) -> GroupBlocks:
+        end, blocks = len(hashes), self._blocks[group]
+        first = min(self._windows[group].first_block(end * self._block_size, self._block_size), end)
+        return GroupBlocks(first, [blocks[digest] for digest in hashes[first:]])
+
+    def publish(self, group: int, blocks: Iterable[int], digests: Iterable[BlockHash]) -> None:
+        """Make filled blocks of a group findable. The first block published with a digest keeps it."""
+        block_of, keys, new = self._blocks[group], self.published, []
+        for block, digest in zip(blocks, digests, strict=True):
+            if digest not in block_of and block not in keys:
+                block_of[digest] = block
+                keys[block] = (group, digest)
+                new.append(digest)
+        if group == 0:
+            apply_changes(self._changed, new)
+
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Unpublish these blocks."""
+        removed = []
+        for group, digest in map(self.published.pop, blocks):
+            del self._blocks[group][digest]
+            if group == 0:
+                removed.append(digest)
+        apply_changes(self._changed, removed)
+
+    def changed(self) -> list[BlockHash]:
+        """Hashes whose publication in the first group, which sees most, changed since the last call, in that order.
+
+        At most two for each block, however long ago that call was.
+        """
+        changed, self._changed = self._changed, {}
+        return list(changed)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless hashes and blocks agree."""
+        found = {block: (group, digest) for group in self._groups for digest, block in self._blocks[group].items()}
+        if found != self.published or len(found) != sum(map(len, self._blocks)):
+            raise AssertionError("hashes and blocks disagree")

@@ -1,0 +1,37 @@
+"""The page /requests of a router's admin port: its open requests, without their text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from itertools import islice
+from typing import Any
+
+from decant.protos.inference_pb2 import Generation
+from decant.router.execution.execution import Execution
+
+MAX_LISTED = 200
+"""Requests of one page; the oldest come first."""
+
+
+def requests_page(executions: Collection[Execution], now: float) -> bytes:
+    """JSON: "total", and "requests", the oldest `MAX_LISTED`. ``executions``: in the order of their acceptance;
+    ``now``: by the event loop's clock."""
+    listed = [_describe(execution, now) for execution in islice(executions, MAX_LISTED)]
+    return json.dumps({"total": len(executions), "requests": listed}).encode()
+
+
+def _describe(execution: Execution, now: float) -> dict[str, Any]:
+    stream, owned = execution.stream, execution.owned
+    return {
+        "id": owned.key.id,
+        "tenant": owned.key.tenant,
+        "model": stream.request.engine_request.model,
+        "state": Generation.State.Name(owned.state).removeprefix("STATE_").lower(),
+        "age_s": round(max(0.0, now - stream.request.accepted_at), 3),
+        "prompt_tokens": stream.request.prompt_tokens,
+        "output_tokens": len(stream.tokens),
+        "attempt": owned.attempt,
+        "prefill_worker": stream.path.prefill_worker,
+        "decode_worker": stream.path.decode_worker,
+    }

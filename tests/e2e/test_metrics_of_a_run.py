@@ -1,0 +1,84 @@
+"""Every metric that an ordinary run can move has moved at real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+from decant.protos import inference_pb2 as pb
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from decant.runtime.metrics import PromptSource
+from tests.e2e.deployment import PATIENCE_S, Deployment
+from tests.e2e.metrics_page import Totals, read_page, read_totals, totals_of
+
+REFERENCE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
+
+NEEDS_TROUBLE = {
+    "decant_errors_total",
+    "decant_requests_refused_total",
+    "decant_tenant_requests_refused_total",
+    "decant_failovers_total",
+    "decant_requests_adopted_total",
+    "decant_state_store_unwritten_requests",
+    "decant_preemptions_total",
+    "decant_handoff_failures_total",
+}
+"""Overload, lost processes and full caches: tests/e2e/test_router_metrics.py and tests/worker/test_metrics.py."""
+OF_A_MOMENT = {
+    "decant_requests_waiting",
+    "decant_oldest_waiting_request_seconds",
+    "decant_waiting_prompt_tokens",
+    "decant_waiting_prompt_seconds",
+    "decant_queued_prompt_tokens",
+    "decant_handoff_leases",
+}
+"""Gauges that are above 0 for less than the time of a scrape, in a run without overload: in the same tests."""
+
+
+def documented() -> set[str]:
+    """The names of the reference."""
+    return set(re.findall(r"^\| `(decant_\w+)` \|", REFERENCE, re.MULTILINE))
+
+
+def all_ports(pair: Deployment) -> list[int]:
+    processes = [*pair.routers, *(worker.process for worker in pair.workers)]
+    return [one.until("serving")["admin_port"] for one in processes]
+
+
+def moved(before: Totals, after: Totals) -> set[str]:
+    return {name for name, value in after.items() if name.startswith("decant_") and value != before.get(name, 0.0)}
+
+
+async def until_running(ports: list[int]) -> list[Totals]:
+    """Pages of a moment in which the router and a worker run a request."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            pages = await asyncio.gather(*(asyncio.to_thread(read_totals, port) for port in ports))
+            if pages[0]["decant_requests_running"] and sum(page["decant_requests_running"] for page in pages[1:]):
+                return list(pages)
+
+
+async def test_a_run_moves_every_metric_of_the_reference(pair: Deployment, stub: InferenceServiceStub) -> None:
+    ports = all_ports(pair)
+    before = [await asyncio.to_thread(read_totals, port) for port in ports]
+    prompt = "def metrics_of_a_run(values):\n" * 12
+    for _ in range(2):  # the second finds the first's prefix
+        await stub.Generate(pb.GenerateRequest(prompt=prompt, stopping=pb.StoppingParams(max_tokens=4)))
+    long = stub.GenerateStream(
+        pb.GenerateRequest(prompt=prompt, stopping=pb.StoppingParams(max_tokens=400, min_tokens=400))
+    )
+    await long.read()
+    during = await until_running(ports)
+    long.cancel()
+    texts = [await asyncio.to_thread(read_page, port, "/metrics") for port in ports]
+    after = [totals_of(text) for text in texts]
+
+    always = {"decant_build_info", "decant_worker_info", "decant_ready_workers", "decant_known_workers"}
+    always |= {"decant_state_store_available"}  # as set at the start
+    assert all(sum(page.get(name, 0.0) for page in after) > 0 for name in always)
+    changed = set().union(*(moved(b, a) for pages in (during, after) for b, a in zip(before, pages, strict=True)))
+    assert documented() - changed - always <= NEEDS_TROUBLE | OF_A_MOMENT
+    for source in PromptSource:
+        lines = re.findall(rf'decant_prompt_tokens_total{{source="{source.value}"}} ([\d.e+]+)', "".join(texts[1:]))
+        assert sum(map(float, lines)) > 0, source

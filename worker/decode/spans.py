@@ -1,0 +1,27 @@
+"""The span of a run, with the events that the engine's timeline has at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from decant.worker.decode.run import DecodeRun
+
+
+@contextmanager
+def run_span(run: DecodeRun) -> Iterator[None]:
+    """Ends the run's span."""
+    with run.span as span:
+        try:
+            yield
+        finally:
+            span.set(output_tokens=len(run.tokens))
+            if (timeline := run.timeline) is not None:
+                now = time.monotonic()
+                if timeline.scheduled is not None:
+                    span.event("scheduled", now - timeline.scheduled)
+                if timeline.first_token is not None:
+                    span.event("first token", now - timeline.first_token)
+                if timeline.preemptions:
+                    span.event("preempted", count=timeline.preemptions)
