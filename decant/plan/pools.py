@@ -34,24 +34,32 @@ class Pools:
         self._overheads = overheads
 
     @cached_property
-    def prefill(self) -> ServiceTime:
-        """Moments of a prefill's seconds."""
-        prefill, lengths = self.speed.prefill, self._workload.prompt
-        powers = (lengths.mean_of(lambda tokens, power=power: prefill(tokens) ** power) for power in (1, 2, 3))  # type: ignore[misc]
-        return ServiceTime(*powers)
+    def service(self) -> ServiceTime:
+        """Moments of the seconds that a prompt occupies its worker: its prefill, and sending its cache."""
+        prefill, sending = self.speed.prefill, self._overheads.sending
+
+        def moment(power: int) -> float:
+            return self._workload.prompt.mean_of(lambda tokens: (prefill(tokens) + sending * tokens) ** power)
+
+        return ServiceTime(moment(1), moment(2), moment(3))
+
+    @property
+    def prefill_mean(self) -> float:
+        """Seconds of a prefill, on average."""
+        return self._workload.prompt.mean_of(self.speed.prefill)
 
     def prefill_use(self, workers: int, rate: float) -> float:
-        """Share of the time that a prefill worker computes; above 1 where they can't keep up."""
-        return rate * self.prefill.mean / workers
+        """Share of the time that a prefill worker is occupied; above 1 where they can't keep up."""
+        return rate * self.service.mean / workers
 
     def ttft(self, workers: int, rate: float) -> float:
         """Seconds that `quantile` of the requests stay within, with the prefill of the longest prompt."""
-        wait = Wait(workers, rate, self.prefill).quantile(self._workload.quantile)
+        wait = Wait(workers, rate, self.service).quantile(self._workload.quantile)
         return self._overheads.latency + self.speed.prefill(self._workload.prompt.high) + wait
 
     def median_ttft(self, workers: int, rate: float) -> float:
         """Seconds that half of the requests stay within, each with the prefill of its prompt."""
-        wait = Wait(workers, rate, self.prefill)
+        wait = Wait(workers, rate, self.service)
         if not wait.is_bounded:
             return math.inf
         shares = ((number + 0.5) / _LENGTHS for number in range(_LENGTHS))

@@ -90,7 +90,7 @@ class Sizing:
         return Plan(
             prefill_workers=prefill,
             decode_workers=decode,
-            prefill_mean=pools.prefill.mean,
+            prefill_mean=pools.prefill_mean,
             prefill_longest=pools.speed.prefill(workload.prompt.high),
             ttft=pools.ttft(prefill, rate),
             ttft_median=pools.median_ttft(prefill, rate),

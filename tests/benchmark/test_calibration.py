@@ -19,7 +19,7 @@ from decant.protos import inference_pb2 as pb
 
 PREFILL = StepCostModel(fixed=0.004, token=5e-4, pair=3e-7)
 DECODE = StepCostModel(fixed=0.008, token=3e-4, pair=2e-6)
-LATENCY, HANDOFF = 0.006, 0.011
+LATENCY, HANDOFF, SENDING = 0.006, 0.011, 0.02
 
 
 def prompt(tokens: int, factor: float = 1.0) -> PromptSample:
@@ -37,7 +37,12 @@ def samples(prefill_factor: float, step_factor: float) -> Samples:
         prefills=[prompt(tokens) for tokens in lengths],
         steps=[step(1, 2000), step(4, 64), step(4, 2000), step(8, 2000)],
         handoffs=[step(1, 2000).seconds + HANDOFF] * 3,
-        both=(prompt(2000, prefill_factor), loaded := step(4, 2000, step_factor), loaded.seconds + 3 * HANDOFF),
+        beside=(slow := prompt(2000, prefill_factor)),
+        both=(
+            slow._replace(seconds=slow.seconds + SENDING),
+            (busy := step(4, 2000, step_factor)),
+            busy.seconds + 3 * HANDOFF,
+        ),
     )
 
 
@@ -48,6 +53,7 @@ def test_costs_of_exact_samples_are_those_that_made_them() -> None:
     for one in (step(2, 1000), step(6, 300)):
         assert profile.decode.seconds(one.work) == pytest.approx(one.seconds)
     assert (profile.overheads.latency, profile.overheads.handoff) == pytest.approx((LATENCY, HANDOFF))
+    assert profile.overheads.sending == pytest.approx(SENDING / 2000)
     assert profile.overheads.contention.prefill == pytest.approx(1.5)
     assert profile.overheads.contention.decode == pytest.approx(1.2)
     assert profile.overheads.contention.handoff == pytest.approx(3)

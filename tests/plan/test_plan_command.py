@@ -112,7 +112,12 @@ def test_profiles_with_impossible_costs_are_refused(change: dict[str, object], t
 def test_costs_of_each_pool_and_overheads_are_read_and_accepted_again(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     slow = {**COSTS, "token": 0.0004}
-    overheads = {"latency": 0.005, "handoff": 0.01, "contention": {"prefill": 1.5, "decode": 1.25, "handoff": 2}}
+    overheads = {
+        "latency": 0.005,
+        "handoff": 0.01,
+        "sending": 1e-5,
+        "contention": {"prefill": 1.5, "decode": 1.25, "handoff": 2},
+    }
     profile.write_text(json.dumps({"prefill": COSTS, "decode": slow, **overheads}))
     document = plan(*A100, "--rate", "0.1", "--calibrate", str(profile))
     assert (document["profile"]["prefill"], document["profile"]["decode"]) == (COSTS, slow)

@@ -118,9 +118,9 @@ def test_a_pool_is_as_slow_as_the_use_of_the_other_one_makes_it() -> None:
 def test_goodput_and_ttft_count_latency_and_contention() -> None:
     prefill = SPEED.prefill(1750)
     workload = Workload(Tokens(1750, 1750), Tokens(500, 500), rate=0.1)
-    made = Sizing(SPEED, ROOM, workload, Slo(), Overheads(0.05, 0.5, Contention(prefill=2.0, handoff=3.0)))
+    made = Sizing(SPEED, ROOM, workload, Slo(), Overheads(0.05, 0.5, 1e-5, Contention(prefill=2.0, handoff=3.0)))
     plan = made.plan()
-    assert plan.goodput == pytest.approx(1 / (2 * prefill), rel=0.01)
+    assert plan.goodput == pytest.approx(1 / (2 * prefill + 0.0175), rel=0.01)  # 1,750 tokens are sent
     assert plan.ttft_median == pytest.approx(0.05 + plan.prefill_mean, rel=0.01)
     handoff = 0.5 * (1 + 2 * plan.prefill_use)
     assert plan.tpot == pytest.approx(SPEED.step(1 + plan.running, workload.context) + handoff / 499)

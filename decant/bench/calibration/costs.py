@@ -41,13 +41,15 @@ class Samples:
     prefills       of a prefill worker that always has a prompt, nothing else running
     steps          of a decode worker, nothing else running
     handoffs       seconds from the first to the second token of prompts that found the deployment idle
-    both           prefill, step and handoff when both workers always have work
+    beside         of a prefill worker that always has a prompt and hands none off, beside running answers
+    both           prefill, step and handoff when all prompts are handed off beside running answers
     """
 
     lone: Sequence[PromptSample]
     prefills: Sequence[PromptSample]
     steps: Sequence[StepSample]
     handoffs: Sequence[float]
+    beside: PromptSample
     both: tuple[PromptSample, StepSample, float]
 
 
@@ -57,6 +59,7 @@ def costs(samples: Samples) -> dict[str, Any]:
     prefill, decode    cost models of a prompt, and of a step
     latency            of a first token, beside its prefill
     handoff            that an output pauses before its second token, beside a step
+    sending            of a prefill worker for a handoff, per token
     contention         how much longer each takes while the other pool computes
     """
     prefill = fit([(chunk(0, tokens), seconds) for tokens, seconds in samples.prefills])
@@ -69,8 +72,9 @@ def costs(samples: Samples) -> dict[str, Any]:
         "decode": asdict(decode),
         "latency": max(0.0, median(one.seconds - _seconds(prefill, one) for one in samples.lone)),
         "handoff": handoff,
+        "sending": max(0.0, prompt.seconds - samples.beside.seconds) / prompt.tokens,
         "contention": {
-            "prefill": max(1.0, prompt.seconds / _seconds(prefill, prompt)),
+            "prefill": max(1.0, samples.beside.seconds / _seconds(prefill, samples.beside)),
             "decode": max(1.0, step.seconds / decode.seconds(step.work)),
             "handoff": max(1.0, (pause - step.seconds) / handoff),
         },

@@ -105,13 +105,14 @@ class _Calibration:
             self._notify(f"{count} running answers", 3 + number, parts)
             steps.append(await self._steps(count, context))
         self._notify("both", 6, parts)
-        both = await self._both(batch)
+        beside, both = await self._both(batch)
         self._notify("done", parts, parts)
         return Samples(
             lone=[PromptSample(record.prompt_tokens, record.ttft) for record in alone],
             prefills=prefills,
             steps=[one, *steps],
             handoffs=[record.tokens[1] - record.tokens[0] for record in alone if record.prompt_tokens == lengths[-1]],
+            beside=beside,
             both=both,
         )
 
@@ -144,13 +145,18 @@ class _Calibration:
                 times.append(time.monotonic())
             return answers.step(times)
 
-    async def _both(self, batch: int) -> tuple[PromptSample, StepSample, float]:
+    async def _both(self, batch: int) -> tuple[PromptSample, tuple[PromptSample, StepSample, float]]:
+        """Beside running answers: prompts that end with their first token, then prompts that are handed off."""
         tokens = self._options.lengths[-1]
         async with RunningAnswers(self._client, self._model, batch, tokens, self._next_seed()) as answers:
+            beside = await self._queue(tokens)
             records = await self._send(tokens, 2 * _QUEUED, 2, _CLIENTS)
             firsts = sorted(record.tokens[0] for record in records)[: 1 - _CLIENTS]  # others follow on these
-            pauses = [record.tokens[1] - record.tokens[0] for record in records]
-            return PromptSample(tokens, _interval(firsts)), answers.step(firsts), median(pauses)
+            pause = median(record.tokens[1] - record.tokens[0] for record in records)
+            mean = (firsts[-1] - firsts[0]) / (
+                len(firsts) - 1
+            )  # some prompts wait for a handoff: a median leaves it out
+            return beside, (PromptSample(tokens, mean), answers.step(firsts), pause)
 
     async def _send(self, tokens: int, count: int, output: int, clients: int) -> list[Record]:
         """Raises InvalidBenchmark if a request fails."""

@@ -8,7 +8,7 @@ The engine alone, as `--calibrate measure` measures it; a worker logs the same f
 Workers as their clients see them, as `decant bench calibrate` prints it:
 
 {"model": "Qwen2.5-0.5B", "prefill": {"fixed": ...}, "decode": {"fixed": ...}, "latency": 0.005, "handoff": 0.01,
- "contention": {"prefill": 1.4, "decode": 1.1, "handoff": 2.0}}
+ "sending": 2e-5, "contention": {"prefill": 1.4, "decode": 1.1, "handoff": 2.0}}
 
 `decant plan --json` holds its profile under "profile", so that its output is accepted again.
 """
@@ -81,6 +81,7 @@ def from_document(document: dict[str, Any]) -> Profile:
         Overheads(
             _number(document, "latency", 0.0),
             _number(document, "handoff", 0.0),
+            _number(document, "sending", 0.0),
             Contention(*(_number(contention, name, 1.0, "contention.") for name in ("prefill", "decode", "handoff"))),
         ),
         str(document.get("model", "")),

@@ -21,10 +21,12 @@ class Overheads:
 
     latency    of a first token, beside its prefill and its wait for a worker
     handoff    that an output pauses before its second token, beside a step
+    sending    of a prefill worker for a handoff, per token: the next prompt waits for it, the first token does not
     """
 
     latency: float = 0.0
     handoff: float = 0.0
+    sending: float = 0.0
     contention: Contention = Contention()
 
 
