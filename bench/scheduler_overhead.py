@@ -18,6 +18,7 @@ import pstats
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -35,7 +36,7 @@ from decant.engine.engine import Engine
 from decant.engine.kv_layout import FULL, KvLayout, LayerSpec
 from decant.engine.model.backend import Backend, make_backend
 from decant.engine.model.runner import ModelRunner
-from decant.engine.plan import Device, StepPlan, StepResult
+from decant.engine.plan import Device, DeviceMemory, StepPlan, StepResult
 from decant.engine.request import Request, StopParams
 from decant.engine.scheduler import Limits
 
@@ -53,6 +54,7 @@ class NullDevice:
 
     block_bytes = 0
     lookahead = 0
+    overlaps = False
     vocab_size = VOCABULARY
     eos_token_ids: frozenset[int] = frozenset()
     layout = "null"
@@ -64,6 +66,12 @@ class NullDevice:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.context_length = num_blocks * block_size
+
+    def memory(self) -> DeviceMemory | None:
+        return None
+
+    def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        return partial(self.run, plan)
 
     def run(self, plan: StepPlan) -> StepResult:
         return StepResult([7 if row.sample else None for row in plan.rows])

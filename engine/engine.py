@@ -1,5 +1,8 @@
 """The engine's step: schedule, run, commit, publish. Called from one thread; ``loop`` provides it.
 
+On a device that overlaps steps the next one is launched before a result is awaited (``step_queue``). Commands that need
+to know the step in flight commit it first (``settle``).
+
 add ──> waiting ──> running ──> ended           cancel: allowed in any state; an arrival leaves no event
            ^           │  │
            └─ preempt ─┘  └──> parked ──> release (or resume: running again)
@@ -11,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from decant.engine import inspection
 from decant.engine.block_hashes import hash_blocks, root_hash
@@ -20,11 +24,12 @@ from decant.engine.errors import InvalidConfig, InvalidRequest, OutOfBlocks, Unk
 from decant.engine.exports import KvTransfers
 from decant.engine.kv_layout import longest_sequence
 from decant.engine.output import Load, PromptLogprobs, SequenceFinished, SequenceStarted, StepOutput, Token
-from decant.engine.plan import Device, FurtherToken, StepPlan, StepResult, TokenLogprobs
+from decant.engine.plan import Device, FurtherToken, StepResult, TokenLogprobs
 from decant.engine.prefix_index import GroupBlocks
 from decant.engine.request import FinishReason, Request, check_request
 from decant.engine.scheduler import Limits, Scheduler, priority_key
 from decant.engine.sequence import Sequence as EngineSequence
+from decant.engine.step_queue import LaunchedStep, StepQueue
 from decant.engine.transfer import Checksum, default_checksum
 
 
@@ -53,6 +58,8 @@ class Engine:
         self.limits = limits
         self.predictor = StepTimePredictor(device.costs)
         self.scheduler = Scheduler(self.pool, limits, self.predictor, device.lookahead)
+        self.launched = StepQueue(device, clock)
+        self.settled: StepOutput | None = None  # of a step that a command committed; the next ``step`` returns it
         self.transfers = KvTransfers(self, checksum)
         self.sequences: dict[str, EngineSequence] = {}
         self.parked: dict[str, EngineSequence] = {}
@@ -60,6 +67,7 @@ class Engine:
         self.planned_tokens = 0  # of the running step, or of the last one
         self._clock = clock
         self._num_added = 0
+        self._committed_at = 0.0
         self._ended: list[SequenceFinished] = []
 
     # -- receive ------------------------------------------------------------------------------------------------
@@ -79,6 +87,7 @@ class Engine:
         Full blocks are shared, a partial last one is copied; without blocks it waits as its source does. It emits only
         what follows. Raises UnknownSequence, InvalidRequest, OutOfBlocks; then nothing is kept.
         """
+        self.settle()
         source, scheduler, pool = self.sequences.get(id), self.scheduler, self.pool
         if source is None:
             raise UnknownSequence(f"{id} is not alive here")
@@ -108,7 +117,7 @@ class Engine:
         """End a sequence or arrival in any state and free its blocks; False if the id is unknown.
 
         An arrival ends without an event; an open export keeps its lease. With ``keep``, blocks behind the first
-        ``keep`` tokens are not cached.
+        ``keep`` tokens are not cached. Blocks that a launched step uses are freed when it ends.
         """
         arrival = self.transfers.arrivals.get(id)
         if arrival is not None:
@@ -123,10 +132,12 @@ class Engine:
     def forget(self, tokens: Sequence[int], salt: bytes, keep: int) -> None:
         """Evict the cached blocks of these tokens behind the first ``keep``; held blocks stay published."""
         size = self.pool.block_size
-        self.pool.forget(hash_blocks(root_hash(salt), tokens, size)[keep // size :])
+        hashes = hash_blocks(root_hash(salt), tokens, size)[keep // size :]
+        self.launched.after_ends(partial(self.pool.forget, hashes))
 
     def park(self, id: str) -> None:
         """Stop scheduling a running sequence; it keeps its blocks. Raises UnknownSequence."""
+        self.settle()
         sequence = self.sequences.get(id)
         if sequence is None or id in self.parked or sequence.block_table is None:
             raise UnknownSequence(f"{id} is not running here")
@@ -135,6 +146,7 @@ class Engine:
 
     def resume(self, id: str) -> None:
         """Schedule a parked sequence again; it may have to wait. Raises UnknownSequence."""
+        self.settle()  # it may preempt another
         sequence = self.parked.pop(id, None)
         if sequence is None:
             raise UnknownSequence(f"{id} is not parked here")
@@ -144,42 +156,51 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.running or self.scheduler.waiting or self._ended)
+        queued = self.scheduler.running or self.scheduler.waiting or self.launched
+        return bool(queued or self._ended or self.settled is not None)
 
     def step(self) -> StepOutput:
-        """One iteration: schedule, run, commit, publish."""
-        output = StepOutput(self.steps, [], [], [], [], self._ended)
-        self._ended = []
-        plan, sequences = self.scheduler.schedule(reserved_slots=len(self.transfers.arrivals))
-        self.planned_tokens = plan.num_tokens
-        if plan.rows:
-            started = self._clock()
-            result = self.device.run(plan)
-            self._commit(plan, sequences, result, started, output)
-            self.steps += 1
-        output.num_tokens, output.available = plan.num_tokens, self.pool.available
-        output.ended.extend(self._ended)
-        self._ended = []
+        """One iteration: schedule, run, commit, publish. After ``settle``: publish what that committed, at once."""
+        output, self.settled = self.settled, None
+        if output is None:
+            output = self._run_step(ahead=True)
+        else:
+            self.launched.launch(self.scheduler, len(self.transfers.arrivals))
+        output.available = self.pool.available
+        output.ended, self._ended = self._ended, []
         return output
 
-    def _commit(
-        self,
-        plan: StepPlan,
-        sequences: Sequence[EngineSequence],
-        result: StepResult,
-        started: float,
-        output: StepOutput,
-    ) -> None:
+    def settle(self) -> None:
+        """Wait for a step in flight and commit it: then no sequence changes but by commands, until the next step."""
+        if self.launched:
+            self.settled = self._run_step(ahead=False)
+
+    def _run_step(self, *, ahead: bool) -> StepOutput:
+        """Commit the oldest launched step, else one launched now. ``ahead``: launch the next one before the wait."""
+        output, reserved_slots = StepOutput(self.steps, [], [], [], [], []), len(self.transfers.arrivals)
+        step = self.launched.launch(self.scheduler, reserved_slots)
+        self.planned_tokens = output.num_tokens = step.plan.num_tokens if step else 0
+        if step:
+            if ahead:
+                self.launched.launch_ahead(self.scheduler, reserved_slots)
+            self._commit(step, self.launched.finish(), output)
+            self.steps += 1
+        return output
+
+    def _commit(self, step: LaunchedStep, result: StepResult, output: StepOutput) -> None:
         """Apply a result: KV is computed; a row's token is emitted, and may end or park its sequence.
 
         The common path is inlined: with hundreds of rows a call takes 0.1 ms.
         """
-        now, size = self._clock(), self.pool.block_size
-        self.predictor.note(plan.decodes, plan.prompts, now - started)
-        for index, why in result.failed.items():
-            self._fail(sequences[index], why)
+        now, size, started = self._clock(), self.pool.block_size, max(step.started, self._committed_at)
+        self._committed_at = now
+        self.predictor.note(step.plan.decodes, step.plan.prompts, now - started)
+        plan, sequences, result = step.drop_ended(result)
+        for index, why in result.failed.items():  # its KV may not be finite either, so none of it stays cached
+            self._end(sequences[index], FinishReason.FAILED, detail=why)
+            self.forget(sequences[index].tokens, sequences[index].request.salt, 0)
         for index, entries in result.prompt_logprobs.items():
-            self._emit_prompt_logprobs(sequences[index], plan.rows[index].start + 1, entries, output)
+            _emit_prompt_logprobs(sequences[index], plan.rows[index].start + 1, entries, output)
         count, known = len(sequences), result.logprobs
         logprobs = [known.get(index) for index in range(count)] if known else [None] * count
         emit, make = output.tokens.append, tuple.__new__
@@ -227,20 +248,6 @@ class Engine:
             elif len(sequence.tokens) >= sequence.next_check_length and self._finish_or_park(sequence):
                 output.parked.append(sequence.id)
 
-    def _fail(self, sequence: EngineSequence, why: str) -> None:
-        """End a sequence whose logits are not finite. Its KV may not be either, so none of it stays cached."""
-        self._end(sequence, FinishReason.FAILED, detail=why)
-        self.forget(sequence.tokens, sequence.request.salt, 0)
-
-    def _emit_prompt_logprobs(
-        self, sequence: EngineSequence, position: int, entries: Sequence[TokenLogprobs], output: StepOutput
-    ) -> None:
-        """Emit those from ``position`` on that were not emitted before a preemption."""
-        unsent = entries[max(0, sequence.prompt_logprobs_sent - position) :]
-        if unsent:
-            output.prompt_logprobs.append(PromptLogprobs(sequence.id, sequence.prompt_logprobs_sent, unsent))
-            sequence.prompt_logprobs_sent += len(unsent)
-
     def _finish_or_park(self, sequence: EngineSequence) -> bool:
         """At ``next_check_length``: end a sequence that is as long as it may get, else park it. True: parked."""
         request, length, most = sequence.request, len(sequence.tokens), sequence.request.stop.max_tokens
@@ -250,7 +257,8 @@ class Engine:
             self._end(sequence, FinishReason.CONTEXT_LENGTH)
         else:
             sequence.next_check_length = request.next_check_length(length, self.limits.context_length)
-            self.park(sequence.id)
+            self.scheduler.remove(sequence)
+            self.parked[sequence.id] = sequence
             return True
         return False
 
@@ -262,11 +270,11 @@ class Engine:
         stop_token: int | None = None,
         detail: str = "",
     ) -> None:
-        """Dequeue a sequence, free its blocks, emit its end."""
+        """Dequeue a sequence, free its blocks once no launched step uses them, emit its end."""
         del self.sequences[sequence.id]
         if self.parked.pop(sequence.id, None) is None:
             self.scheduler.remove(sequence)
-        self.scheduler.release(sequence)
+        self.launched.when_unused(sequence, partial(self.scheduler.release, sequence))
         self.transfers.on_sequence_end(sequence.id)
         sequence.timeline.finished = self._clock()
         self._ended.append(SequenceFinished(sequence.id, reason, sequence.timeline, stop_token, detail))
@@ -307,3 +315,13 @@ class Engine:
         sequence.stops = request.stop.ids(self.device.eos_token_ids)
         sequence.next_check_length = request.next_check_length(len(request.token_ids), self.limits.context_length)
         return sequence
+
+
+def _emit_prompt_logprobs(
+    sequence: EngineSequence, position: int, entries: Sequence[TokenLogprobs], output: StepOutput
+) -> None:
+    """Emit those from ``position`` on that were not emitted before a preemption."""
+    unsent = entries[max(0, sequence.prompt_logprobs_sent - position) :]
+    if unsent:
+        output.prompt_logprobs.append(PromptLogprobs(sequence.id, sequence.prompt_logprobs_sent, unsent))
+        sequence.prompt_logprobs_sent += len(unsent)

@@ -7,6 +7,7 @@ EngineError
 ├── OutOfBlocks         the blocks are in use now; retry later
 ├── TransferRejected    a block or a transfer commit that does not match its checksum
 ├── UnknownSequence     no live sequence has that id
+├── DeviceFailed        the device is lost, or its memory is exhausted: the engine ends
 └── EngineStopped       the engine's thread has ended; no further command runs
 """
 
@@ -65,6 +66,10 @@ class TransferRejected(EngineError):
 
 class UnknownSequence(EngineError):
     """No live sequence has that id."""
+
+
+class DeviceFailed(EngineError):
+    """The device is lost or its memory is exhausted: no step of this process can run. Another worker has to go on."""
 
 
 class EngineStopped(EngineError):

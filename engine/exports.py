@@ -88,6 +88,7 @@ class KvTransfers:
         ``sent``: number of its export's blocks that were sent. None: it runs on, as more blocks are unsent or it has
         generated no token beyond those of the request. Raises UnknownSequence.
         """
+        self._engine.settle()
         sequence, export = self._engine.sequences.get(id), self.exports.get(id)
         if sequence is None or export is None:
             raise UnknownSequence(f"{id} is not alive here with an open export")
@@ -167,6 +168,7 @@ class KvTransfers:
 
     def join(self, arrival: IncomingSequence, commit: TransferCommit) -> None:
         """Run an arrival from its commit on, once all its blocks are verified. Raises TransferRejected."""
+        self._engine.settle()  # it may preempt a sequence
         sequence = arrival.accept(commit)
         self._engine.sequences[arrival.id] = sequence
         self._engine.scheduler.add(sequence)

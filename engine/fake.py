@@ -14,13 +14,14 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from decant.engine.costs import StepCostModel
 from decant.engine.counter_rng import counter_uniform
 from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import FULL, Window
-from decant.engine.plan import FurtherToken, Row, StepPlan, StepResult, TokenLogprobs
+from decant.engine.plan import DeviceMemory, FurtherToken, Row, StepPlan, StepResult, TokenLogprobs
 
 SLOT_BYTES = 8
 CANDIDATES = 16
@@ -47,6 +48,7 @@ class FakeDevice:
     """
 
     lookahead = 0
+    overlaps = False
     windows: tuple[Window, ...] = (FULL,)
 
     def __init__(
@@ -78,6 +80,12 @@ class FakeDevice:
 
     def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
         self.read(block)[:] = data
+
+    def memory(self) -> DeviceMemory | None:
+        return None
+
+    def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        return partial(self.run, plan)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Fill the rows' slots, then draw from the blocks alone, not from the token list."""

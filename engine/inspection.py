@@ -45,7 +45,7 @@ def blocks_of(engine: Engine, ids: Iterable[str]) -> int:
 def check_integrity(engine: Engine) -> None:
     """Every block is free, cached or held by a live owner, and every sequence in one state. Raises AssertionError."""
     leases = (lease_owner(id) for id in engine.transfers.exports)
-    engine.pool.check_integrity({*engine.sequences, *engine.transfers.arrivals, *leases})
+    engine.pool.check_integrity({*engine.sequences, *engine.transfers.arrivals, *leases, *engine.launched.ended})
     scheduled = [s.id for s in (*engine.scheduler.running, *engine.scheduler.waiting)]
     if sorted([*scheduled, *engine.parked]) != sorted(engine.sequences):
         raise AssertionError("a live sequence is in no state, or in two")

@@ -184,6 +184,8 @@ class EngineLoop:
                 batch = self._take()
                 for call in batch:
                     call.run(self._engine)
+                if self._engine.settled is not None:  # what a command committed is older than its answer
+                    self._deliver([], self._engine.step())
                 if self._engine.has_work:
                     batch = self._answer(batch)
                 self._step_began = began = time.monotonic()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 from decant.engine.costs import NO_WORK, StepCostModel, StepWork, chunk
 from decant.engine.kv_layout import Window
@@ -38,16 +39,21 @@ class Row(NamedTuple):
         return chunk(self.start, self.end - self.start, all_logits=self.request.prompt_logprobs is not None)
 
 
+NO_INPUTS: Mapping[int, int] = MappingProxyType({})
+
+
 class StepPlan(NamedTuple):
     """One call of the model: ``num_tokens`` is the sum over rows, at most the token budget.
 
-    Its seconds were predicted from ``decodes`` and ``prompts``.
+    Its seconds were predicted from ``decodes`` and ``prompts``. ``inputs``: rows whose only token, at ``start``, is not
+    in ``tokens`` yet, as the previous plan's row of that index draws it; only a device that overlaps steps gets any.
     """
 
     rows: tuple[Row, ...]
     num_tokens: int
     decodes: StepWork = NO_WORK
     prompts: StepWork = NO_WORK
+    inputs: Mapping[int, int] = NO_INPUTS
 
     @property
     def work(self) -> StepWork:
@@ -90,11 +96,25 @@ class StepResult:
     failed: Mapping[int, str] = field(default_factory=dict)
     further: Mapping[int, Sequence[FurtherToken]] = field(default_factory=dict)
 
+    def select(self, rows: Sequence[int]) -> StepResult:
+        """The result of these rows only, renumbered in this order."""
+        parts = (self.logprobs, self.prompt_logprobs, self.failed, self.further)
+        chosen: list[dict[int, Any]] = [{at: of[row] for at, row in enumerate(rows) if row in of} for of in parts]
+        return StepResult([self.sampled[row] for row in rows], *chosen)
+
 
 class Runner(Protocol):
     """Computes a plan's KV into the blocks and draws its tokens."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
+
+    def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin a step. The returned function waits for its result, and is to be called once, in order of the steps.
+
+        Steps are computed in order. A device that overlaps steps returns before this one is computed, and takes the
+        next one then; it reads the tokens of the rows before it returns. Others compute when the result is awaited.
+        """
+        ...
 
 
 class BlockBytes(Protocol):
@@ -110,6 +130,13 @@ class BlockBytes(Protocol):
     def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
         """Replace the bytes of a block that the caller holds."""
         ...
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a device's own memory, that of other processes included."""
+
+    free: int
+    total: int
 
 
 class Device(Runner, BlockBytes, Protocol):
@@ -137,6 +164,11 @@ class Device(Runner, BlockBytes, Protocol):
         ...
 
     @property
+    def overlaps(self) -> bool:
+        """Whether ``submit`` takes the next step while one is computed, with tokens that this one still draws."""
+        ...
+
+    @property
     def eos_token_ids(self) -> frozenset[int]: ...
     @property
     def layout(self) -> str:
@@ -146,6 +178,10 @@ class Device(Runner, BlockBytes, Protocol):
     @property
     def costs(self) -> StepCostModel:
         """Measured costs of a step; all zero if unknown."""
+        ...
+
+    def memory(self) -> DeviceMemory | None:
+        """The device's own memory; None if it computes in that of the host. From any thread."""
         ...
 
     @property

@@ -66,3 +66,8 @@ class SamplerState:
         self.counts: TokenCounts | None = None
         if sampling.penalised:
             self.counts = TokenCounts(request.prompt_len, with_prompt=sampling.repetition_penalty != 1.0)
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the next draw depends on which tokens were drawn: they must be known before it."""
+        return self.counts is not None

@@ -105,6 +105,7 @@ class _RunningRows(NamedTuple):
     prompts       sequences with more than one token to compute
     needs_block   rows of block tables without a slot for the next token, of each group
     decodes       work of the rows
+    inputs        as in ``StepPlan``
     """
 
     rows: list[Row]
@@ -112,6 +113,7 @@ class _RunningRows(NamedTuple):
     prompts: deque[Sequence]
     needs_block: list[array[int]]
     decodes: StepWork
+    inputs: dict[int, int]
 
 
 class Scheduler:
@@ -149,6 +151,23 @@ class Scheduler:
         """
         while len((running := self._collect_running()).needs_block) > self.pool.available:
             self._preempt(self.running[-1])
+        return self._plan(running, reserved_slots)
+
+    def schedule_ahead(self, reserved_slots: int = 0) -> tuple[StepPlan, list[Sequence]] | None:
+        """Plan the step after the one in flight, as far as its tokens are not needed for that.
+
+        None: blocks are missing, or a row's next token is drawn with a state that depends on the one before. A
+        sequence that the step in flight ends or parks at a known length gets no row.
+        """
+        running = self._collect_running()
+        if len(running.needs_block) > self.pool.available:
+            return None
+        if any((state := running.rows[index].state) and state.reads_tokens for index in running.inputs):
+            return None
+        return self._plan(running, reserved_slots)
+
+    def _plan(self, running: _RunningRows, reserved_slots: int) -> tuple[StepPlan, list[Sequence]]:
+        """The rows of the running sequences, prompts in progress, and new sequences until the budget is spent."""
         self.pool.grow(running.needs_block)
         rows, chosen, prompts = running.rows, running.chosen, running.prompts
         budget = _Budget(self.limits, self.predictor, running.decodes, self.pool.block_size)
@@ -156,7 +175,7 @@ class Scheduler:
             rows.append(row := budget.spend(sequence, self._max_slots(sequence)))
             chosen.append(sequence)
             _table(sequence).grow(self.pool.blocks_for(row.end))
-        return StepPlan(tuple(rows), budget.tokens, budget.decodes, budget.prompts), chosen
+        return StepPlan(tuple(rows), budget.tokens, budget.decodes, budget.prompts, running.inputs), chosen
 
     @property
     def longest_chunk(self) -> int:
@@ -189,12 +208,18 @@ class Scheduler:
             deque[Sequence](),
             list["array[int]"](),
         )
-        pairs, size = 0, self.pool.block_size
+        pairs, size, inputs = 0, self.pool.block_size, dict[int, int]()
         make = tuple.__new__  # hundreds a step, and Row's own constructor is a Python call
         for sequence in self.running:
             tokens, computed, block_table = sequence.tokens, sequence.computed, sequence.block_table
             assert block_table, "a running sequence has blocks"
-            blocks, length = block_table.blocks, len(tokens)
+            blocks, length, in_flight = block_table.blocks, len(tokens), sequence.in_flight
+            if in_flight is not None:
+                computed, length = in_flight.end, length + in_flight.draws
+                if length >= sequence.next_check_length:
+                    continue
+                if in_flight.draws:
+                    inputs[len(rows)] = in_flight.row
             slots = len(blocks[-1]) * size
             if slots < length and (computed == length - 1 or slots <= computed):
                 needs_block += block_table.shortest
@@ -206,7 +231,7 @@ class Scheduler:
                 prompts.append(sequence)
         if self.lookahead:
             needs_block += [blocks for sequence in chosen for blocks in self._short_of_lookahead(sequence)]
-        return _RunningRows(*groups, StepWork(len(rows), len(rows), pairs))
+        return _RunningRows(*groups, StepWork(len(rows), len(rows), pairs), inputs)
 
     def _short_of_lookahead(self, sequence: Sequence) -> list[array[int]]:
         """The blocks of a decoding sequence that has a slot for its next token, but not for the further ones."""
@@ -217,7 +242,7 @@ class Scheduler:
     def _max_slots(self, sequence: Sequence) -> int:
         """Slots for uncomputed tokens of a prompt: its own and all available ones but those of ``spare``."""
         more = max(0, self.pool.available - self.spare)
-        return _table(sequence).reachable(more) * self.pool.block_size - sequence.computed
+        return _table(sequence).reachable(more) * self.pool.block_size - sequence.scheduled
 
     @property
     def spare(self) -> int:
@@ -292,10 +317,10 @@ class _Budget:
 
     def spend(self, sequence: Sequence, slots: int) -> Row:
         """A row of the next tokens of a running sequence that fit, at least one and at most ``slots``."""
-        request, start = sequence.request, sequence.computed
+        request, start = sequence.request, sequence.scheduled
         all_logits = request.prompt_logprobs is not None
         tokens = self._limits.token_budget - self.tokens
-        most = min(sequence.remaining, tokens, PROMPT_LOGPROB_CHUNK if all_logits else tokens)
+        most = min(len(sequence.tokens) - start, tokens, PROMPT_LOGPROB_CHUNK if all_logits else tokens)
         end = start + self.share(start, min(most, slots), all_logits=all_logits)
         sample = end == len(sequence.tokens)
         row = Row(request, sequence.tokens, start, end, _table(sequence).blocks, sample, sequence.state)

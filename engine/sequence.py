@@ -31,6 +31,19 @@ class Timeline:
         return self.tokens[0] if self.tokens else None
 
 
+class InFlight(NamedTuple):
+    """The row of a sequence in the newest step that the device computes.
+
+    row    its index in the plan
+    end    tokens whose KV is computed after it
+    draws  whether it draws the next token
+    """
+
+    row: int
+    end: int
+    draws: bool
+
+
 class BlockAddress(NamedTuple):
     """A block in a sequence: its cache group, and its index there, counted from the sequence's start."""
 
@@ -51,6 +64,8 @@ class Sequence:
     stops                 tokens that end it
     next_check_length     length at which ``max_tokens``, the context length or ``park_after`` is reached
     prompt_logprobs_sent  prompt tokens whose log-probabilities were emitted; the first token has none
+    in_flight             the sequence's row of a step that is not committed: neither ``computed`` nor ``tokens`` count
+                          it. None: no device computes any of it, or the device overlaps no steps
     block_checksums       made when a block is filled, if ``park_after`` is set
     """
 
@@ -59,6 +74,7 @@ class Sequence:
         "block_checksums",
         "block_table",
         "computed",
+        "in_flight",
         "next_check_length",
         "order",
         "prompt_logprobs_sent",
@@ -73,6 +89,7 @@ class Sequence:
         self.request = request
         self.tokens = list(request.token_ids)
         self.computed = 0
+        self.in_flight: InFlight | None = None
         self.prompt_logprobs_sent = 1
         self.block_table: BlockTable | None = None
         self.order = order
@@ -94,6 +111,11 @@ class Sequence:
     @property
     def remaining(self) -> int:
         return len(self.tokens) - self.computed
+
+    @property
+    def scheduled(self) -> int:
+        """Tokens whose KV is computed, or will be after the step in flight."""
+        return self.computed if self.in_flight is None else self.in_flight.end
 
     def continue_from(self, source: Sequence, full_blocks: int) -> None:
         """Take over the tokens and the progress of another sequence; the first ``full_blocks`` blocks are shared."""

@@ -285,6 +285,10 @@ class EngineMetrics:
         self.info = registry.gauge(
             "worker_info", "Always 1. Its labels are the model and the role of this worker.", ("model", "role")
         )
+        self.device_memory_used = registry.gauge(
+            "device_memory_used_bytes", "Memory of the GPU that is in use, by all its processes; 0 on a CPU."
+        )
+        self.device_memory_total = registry.gauge("device_memory_total_bytes", "Memory of the GPU; 0 on a CPU.")
         self.cache_usage = registry.gauge("kv_cache_usage_ratio", "Share of the KV blocks that are in use, 0 to 1.")
         self.running = registry.gauge("requests_running", "Sequences in the batch.")
         self.waiting = registry.gauge(

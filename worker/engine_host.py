@@ -125,6 +125,7 @@ class EngineHost:
         self.lease_s, self.max_waiting = limits.lease_ms / 1000, limits.max_waiting
         self.shape = TransferLayout(device.block_size, device.block_bytes, self.layout)
         self.loop = EngineLoop(engine, self._on_step, self._on_crash)
+        self.device_memory = device.memory
         self._sampling = BackgroundTask("load samples", self._sample_load_always)
         self.sender = KvSender(
             self.loop, self.shape, self.step_heartbeat, limits.lease_ms, on_lease_end=self._on_lease_end

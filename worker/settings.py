@@ -39,7 +39,12 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
     window: int | None = Field(
         default=None, ge=2, description="longest sequence in tokens; unset: what the model and its KV memory allow"
     )
-    kv_bytes: int = Field(default=1 << 30, ge=1, description="bytes of memory for the KV cache")
+    kv_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="bytes of memory for the KV cache; unset: what a GPU has left beside weights and steps; 1 GiB "
+        "on a CPU",
+    )
     block_size: int = Field(default=16, ge=1, le=128, description="tokens in a block, a power of two")
     step_ms: int = Field(
         default=250,
@@ -62,6 +67,11 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
         default="none",
         description="kernels of a CUDA device; none: torch alone; triton: EXPERIMENTAL, never run on a GPU, torch "
         "replaces those that fail a trial at start",
+    )
+    exact: bool = Field(
+        default=False,
+        description="on CUDA with cuda_kernels triton: EXPERIMENTAL, compute a sequence with the same bits in any "
+        "batch, as on a CPU, so that a failover continues it exactly",
     )
     lease_ms: int = Field(
         default=10_000, ge=1_000, description="milliseconds for which a ticket keeps its blocks unless it is renewed"

@@ -6,11 +6,11 @@ import asyncio
 import json
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -25,14 +25,19 @@ from decant.state.private_redis import PrivateRedis
 PARTS = ("client", "router", "worker", "redis")
 
 
+MAX_RUNNING = 256
+"""As in bench.comparison.own_engine."""
+
+T = TypeVar("T")
+
+
 class LoadFailed(RuntimeError):
-    """The clients ended without a result."""
+    """A process ended early; the message has the end of its log."""
 
 
 @asynccontextmanager
 async def service(job: Job, folder: Path) -> AsyncIterator[Service]:
-    """Start it with a job's model, threads and limits, and wait until it is ready. Raises TimeoutError; the logs in the
-    folder say why."""
+    """Start it with a job's model, threads and limits, and wait until it is ready. Raises LoadFailed, TimeoutError."""
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(PrivateRedis())
         client = Client(redis.url, deadline_s=10.0, max_connections=2)
@@ -41,15 +46,17 @@ async def service(job: Job, folder: Path) -> AsyncIterator[Service]:
         shared = ["--port", "0", "--redis-url", redis.url]
         worker = ["decant.decode_worker", "--model", job.model, "--dtype", job.dtype, "--threads", str(job.threads)]
         worker += ["--token-budget", str(job.token_budget), "--kv-bytes", str(job.kv_bytes), *shared]
-        started = await stack.enter_async_context(module_process(worker, folder / "worker.log"))
-        processes["worker"] = psutil.Process(started.pid)
+        worker += ["--max-running", str(min(MAX_RUNNING, job.token_budget))]
         async with asyncio.timeout(READY_SECONDS):
-            await registered(redis.url, 1)
-            command = ["decant.router", "--models", job.model, *shared]
-            started = await stack.enter_async_context(module_process(command, folder / "router.log"))
+            log = folder / "worker.log"
+            started = await stack.enter_async_context(module_process(worker, log))
+            processes["worker"] = psutil.Process(started.pid)
+            await _while_running(registered(redis.url, 1), started, log)
+            command, log = ["decant.router", "--models", job.model, *shared], folder / "router.log"
+            started = await stack.enter_async_context(module_process(command, log))
             processes["router"] = psutil.Process(started.pid)
-            address = await router_address(redis.url)
-            await serving(address)
+            address = await _while_running(router_address(redis.url), started, log)
+            await _while_running(serving(address), started, log)
         yield Service(address, processes, folder)
 
 
@@ -89,11 +96,27 @@ class Service:
         assert client.stdout is not None
         line = await client.stdout.readline()
         if not line:
-            raise LoadFailed(
-                f"the clients ended without a result:\n{(self._folder / 'client.log').read_text()[-2000:]}"
-            )
+            raise _failure(self._folder / "client.log")
         message: dict[str, Any] = json.loads(line)
         return message
+
+
+async def _while_running(waiting: Coroutine[Any, Any, T], process: Process, log: Path) -> T:
+    """The result of ``waiting``. Raises LoadFailed if the process ends first."""
+    ready, ended = asyncio.create_task(waiting), asyncio.create_task(process.wait())
+    try:
+        await asyncio.wait([ready, ended], return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            raise _failure(log)
+        return ready.result()
+    finally:
+        ready.cancel()
+        ended.cancel()
+        await asyncio.wait([ready, ended])
+
+
+def _failure(log: Path) -> LoadFailed:
+    return LoadFailed(f"the {log.stem} ended early:\n{log.read_text()[-2000:]}")
 
 
 async def _write(client: Process, line: str) -> None:

@@ -6,6 +6,7 @@ Safetensors only; no code of a repository is run.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
@@ -31,7 +32,8 @@ from transformers import (
 )
 
 from decant.engine.checkpoint import model_types, weight_files
-from decant.engine.checkpoint.weight_format import PLAIN, WeightFormat, find_format
+from decant.engine.checkpoint.formats import find_format
+from decant.engine.checkpoint.weight_format import PLAIN, WeightFormat
 from decant.engine.checkpoint.weight_hash import Digests, digest_files
 from decant.engine.checkpoint.weight_shapes import CONSTANTS, predicting
 from decant.engine.errors import InvalidConfig, ModelRefused
@@ -77,7 +79,9 @@ def choose_device(name: str) -> torch.device:
         raise InvalidConfig("device", "auto, cpu, cuda or cuda:N", name) from None
     count = torch.cuda.device_count() if device.type == "cuda" else int(device.type == "cpu")
     if (device.index or 0) >= count:
-        raise InvalidConfig("device", "a device of this machine", name)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") if device.type == "cuda" else None
+        limit = "a device of this machine" + (f" within CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "")
+        raise InvalidConfig("device", limit, name)
     return device
 
 
@@ -155,7 +159,8 @@ class Checkpoint:
             with suppress(OSError):
                 model.generation_config = GenerationConfig.from_pretrained(self._download())
         _drop_other_media(model)
-        torch.nn.Module.to(model, device)
+        with refusing(self.name, f"its weights can't be put on {device}"):
+            torch.nn.Module.to(model, device)
         model.eval()
         return model
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from decant.engine.checkpoint import weight_shapes
-from decant.engine.checkpoint.weight_format import FLOATS, find_format
+from decant.engine.checkpoint.formats import find_format
+from decant.engine.checkpoint.weight_format import FLOATS
 from decant.engine.checkpoint.weight_shapes import Stored
 from decant.engine.errors import ModelRefused
 

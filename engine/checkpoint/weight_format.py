@@ -1,18 +1,16 @@
 """Weight formats: how a checkpoint stores the tensors of its model. Imports no torch.
 
-A format is chosen by ``quantization_config`` in config.json. It gives the model's tensors as slices that are read and
-converted one at a time, when transformers puts them into the model. ``PLAIN`` is the only format today.
+A format gives the model's tensors as slices that are read and converted one at a time, when transformers puts them into
+the model. ``formats`` has all of them.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from decant.engine.checkpoint.weight_shapes import Stored
-from decant.engine.errors import ModelRefused
 
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Dtypes of plain weights, and their bytes per element."""
@@ -60,32 +58,3 @@ class Plain:
 
 
 PLAIN: WeightFormat = Plain()
-
-FORMATS: dict[str, WeightFormat] = {}
-"""Other formats, by ``quant_method``."""
-
-
-def find_format(name: str, config: Mapping[str, Any]) -> WeightFormat:
-    """The format that a config.json names, in itself or in a part. Raises ModelRefused for an unknown one."""
-    chosen = PLAIN
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for key in ("quantization_config", "compression_config"):
-            settings = part.get(key)
-            if settings is None:
-                continue
-            if not settings:  # transformers would fail
-                raise ModelRefused(
-                    name, f"{key} in config.json is {json.dumps(settings)}: remove it, or name the format"
-                )
-            method = settings.get("quant_method") if isinstance(settings, dict) else None
-            if not isinstance(method, str) or method not in FORMATS:
-                raise ModelRefused(name, f"{_title(settings, method)} weights are not served yet")
-            chosen = FORMATS[method]
-    return chosen
-
-
-def _title(settings: object, method: object) -> str:
-    if not isinstance(method, str):
-        bits = {"load_in_4bit", "load_in_8bit"} & set(settings) if isinstance(settings, dict) else set()
-        return "bitsandbytes" if bits else "quantized"
-    return method.upper() if len(method) <= 5 else method

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from decant.engine.cuda import attention_kernels as kernels
 from decant.engine.cuda import layer_kernels
+from decant.engine.cuda.graph_sizes import GraphSize
+from decant.engine.cuda.staging import Staging
 from decant.engine.model.attention import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
@@ -29,11 +32,14 @@ LEAST_ROWS = 16
 
 NO_STATE = -1
 
+EMPTY_ITEM = (0, 1 << 30, 0, 0, NO_STATE)
+"""An item behind the end of its row: it reads no key and writes nothing."""
+
 
 class LaunchList(NamedTuple):
     """Work of one launch of ``attend`` with tiles of ``tile_rows``, and of ``merge_splits`` after it.
 
-    The arrays are as in ``attention_kernels``; ``num_states`` states are needed between the two.
+    The tables are as in ``attention_kernels``; ``num_states`` states are needed between the two.
     """
 
     tile_rows: int
@@ -49,55 +55,79 @@ class StepLists(NamedTuple):
     lists: tuple[LaunchList, ...]
 
 
+class Tables(NamedTuple):
+    """A launch list's tables on the host: ``items`` [n, 5], ``merges`` [m, 3]."""
+
+    items: npt.NDArray[np.int32]
+    merges: npt.NDArray[np.int32]
+    num_states: int = 0
+
+
 def power_of_two(count: int, least: int = 1) -> int:
     """The lowest power of two that is at least ``count`` and ``least``."""
     return max(least, 1 << (count - 1).bit_length())
 
 
-def make_lists(flat: FlatBatch, view: AttentionWindow, group: int, device: torch.device) -> StepLists:
+def first_visible(flat: FlatBatch, view: AttentionWindow) -> npt.NDArray[np.int32]:
+    """The first position [T] that each token sees."""
+    visible: npt.NDArray[np.int32] = view.first(torch.from_numpy(flat.positions)).numpy().astype(np.int32)
+    return visible
+
+
+def make_lists(flat: FlatBatch, view: AttentionWindow, group: int, staging: Staging) -> StepLists:
     """Single tokens get one item per split of their keys, other rows one item per tile of query positions."""
-    visible = view.first(torch.from_numpy(flat.positions))
-    first_split = (visible // SPLIT).numpy()
+    visible = first_visible(flat, view)
     is_single = flat.ends - flat.starts == 1
-    lists = []
+    tables: list[tuple[int, Tables]] = []
     if is_single.any():
-        lists.append(_single_tokens(flat, np.flatnonzero(is_single), first_split, group))
+        tables.append((power_of_two(group, LEAST_ROWS), single_tokens(flat, np.flatnonzero(is_single), visible)))
     if not is_single.all():
-        lists.append(_chunks(flat, np.flatnonzero(~is_single), first_split, group))
-    moved = tuple(part._replace(items=part.items.to(device), merges=part.merges.to(device)) for part in lists)
-    return StepLists(visible.to(device, torch.int32), moved)
+        tile_rows = power_of_two(group, CHUNK_ROWS)
+        rows = np.flatnonzero(~is_single)
+        tables.append((tile_rows, _chunks(flat, rows, visible // SPLIT, tile_rows // group)))
+    moved = staging.upload(visible, *(part for _, table in tables for part in (table.items, table.merges)))
+    lists = tuple(
+        LaunchList(tile_rows, moved[1 + 2 * index], moved[2 + 2 * index], table.num_states)
+        for index, (tile_rows, table) in enumerate(tables)
+    )
+    return StepLists(moved[0], lists)
 
 
-def _single_tokens(flat: FlatBatch, rows: Ints, first_split: Ints, group: int) -> LaunchList:
-    items, merges = [], []
-    num_states = 0
-    for row in rows.tolist():
-        token, position = int(flat.firsts[row]), int(flat.starts[row])
-        first, last = int(first_split[token]), position // SPLIT + 1
-        if last - first == 1:
-            items.append((row, position, first, last, NO_STATE))
-            continue
-        merges.append((token, num_states, last - first))
-        for split in range(first, last):
-            items.append((row, position, split, split + 1, num_states))
-            num_states += 1
-    return LaunchList(power_of_two(group, LEAST_ROWS), _ints(items, 5), _ints(merges, 3), num_states)
+def num_items(flat: FlatBatch) -> int:
+    """Items of a batch of single tokens that see all their keys: no window needs more."""
+    return int((flat.starts // SPLIT + 1).sum())
 
 
-def _chunks(flat: FlatBatch, rows: Ints, first_split: Ints, group: int) -> LaunchList:
-    tile_rows = power_of_two(group, CHUNK_ROWS)
+def single_tokens(flat: FlatBatch, rows: Ints, visible: npt.NDArray[np.int32]) -> Tables:
+    """An item per split of each row's keys; rows of several splits are merged."""
+    tokens, positions = flat.firsts[rows], flat.starts[rows]
+    first = visible[tokens] // SPLIT
+    counts = positions // SPLIT + 1 - first
+    is_split = counts > 1
+    in_row = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    split = np.repeat(first, counts) + in_row
+    states = np.where(np.repeat(is_split, counts), np.cumsum(np.repeat(is_split, counts)) - 1, NO_STATE)
+    items = np.stack([np.repeat(rows, counts), np.repeat(positions, counts), split, split + 1, states], 1)
+    begins = np.cumsum(np.where(is_split, counts, 0)) - np.where(is_split, counts, 0)
+    merges = np.stack([tokens, begins, counts], 1)[is_split]
+    return Tables(items.astype(np.int32), merges.astype(np.int32), int(counts[is_split].sum()))
+
+
+def _chunks(flat: FlatBatch, rows: Ints, first_split: npt.NDArray[np.int32], tile: int) -> Tables:
+    """An item per ``tile`` positions of each row."""
     items = []
     for row in rows.tolist():
         start, end, token = int(flat.starts[row]), int(flat.ends[row]), int(flat.firsts[row])
-        for position in range(start, end, tile_rows // group):
-            last = min(position + tile_rows // group, end)
+        for position in range(start, end, tile):
+            last = min(position + tile, end)
             first = int(first_split[token + position - start])  # later positions see nothing before it
             items.append((row, position, first, (last - 1) // SPLIT + 1, NO_STATE))
-    return LaunchList(tile_rows, _ints(items, 5), _ints([], 3), 0)
+    return Tables(np.array(items, np.int32), np.empty((0, 3), np.int32))
 
 
-def _ints(entries: Sequence[tuple[int, ...]], width: int) -> torch.Tensor:
-    return torch.tensor(entries, dtype=torch.int32).reshape(-1, width)
+def row_spans(flat: FlatBatch) -> npt.NDArray[np.int32]:
+    """[B, 3] for the kernels: first flattened position, start and end of each row."""
+    return np.stack([flat.firsts, flat.starts, flat.ends], 1).astype(np.int32)
 
 
 class TritonAttention:
@@ -107,13 +137,16 @@ class TritonAttention:
         self._store = store
         self._views = views
         self._flat = flat
-        self._device = store.blocks.device
+        self._staging = Staging(store.blocks.device)
+        self._table, self._slot_mapping, self._rows = self._staging.upload(
+            flat.table, flat.slot_mapping, row_spans(flat)
+        )
         # of each cache group
-        self._tables = torch.from_numpy(flat.table).to(self._device).unbind()
-        self._slots = torch.from_numpy(flat.slot_mapping).to(self._device).unbind()
-        rows = np.stack([flat.firsts, flat.starts, flat.ends], 1).astype(np.int32)
-        self._rows = torch.from_numpy(rows).to(self._device)
+        self._tables, self._slots = self._table.unbind(), self._slot_mapping.unbind()
         self._lists: dict[tuple[AttentionWindow, int], StepLists] = {}
+
+    def _make_lists(self, view: AttentionWindow, group: int) -> StepLists:
+        return make_lists(self._flat, view, group, self._staging)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """-> [1, T, heads, value dim] in the query's dtype. Raises ValueError if the call does not fit the store."""
@@ -158,7 +191,7 @@ class TritonAttention:
         spec, heads = self._store.layout.layers[call.layer], call.query.shape[1]
         group, view = heads // spec.kv_heads, self._views[call.layer]
         if (view, group) not in self._lists:
-            self._lists[view, group] = make_lists(self._flat, view, group, self._device)
+            self._lists[view, group] = self._make_lists(view, group)
         out = call.query.new_empty(1, call.query.shape[2], heads, spec.value_dim)
         visible, lists = self._lists[view, group]
         for part in lists:
@@ -213,3 +246,48 @@ class TritonAttention:
         )
         if len(part.merges):
             kernels.merge_splits[len(part.merges), spec.kv_heads](states, out, sinks, part.merges, **shape)
+
+
+class StaticAttention(TritonAttention):
+    """Attention of single tokens over buffers at fixed addresses, for a CUDA graph; ``fill`` gives them a step.
+
+    ``size``: rows and items of the batch; the buffers of a window are made when its layer is first called.
+    """
+
+    def __init__(
+        self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, size: GraphSize, width: int
+    ) -> None:
+        super().__init__(store, views, flat)
+        self._size = size
+        shape = len(store.layout.groups), size.rows, width
+        table = torch.full(shape, store.blank, dtype=torch.int32, device=self._table.device)
+        table[:, :, : self._table.shape[2]] = self._table
+        self._table, self._tables = table, table.unbind()
+
+    def fill(self, flat: FlatBatch) -> None:
+        """Give the buffers the content of a batch of ``size.rows`` single tokens, at most ``size.items`` items."""
+        self._flat = flat
+        tables = [self._padded_tables(view) for view, _ in self._lists]
+        arrays = [part for entry in tables for part in entry]
+        table, slots, rows, *moved = self._staging.upload(flat.table, flat.slot_mapping, row_spans(flat), *arrays)
+        self._table[:, :, : table.shape[2]].copy_(table)
+        self._slot_mapping.copy_(slots)
+        self._rows.copy_(rows)
+        for index, lists in enumerate(self._lists.values()):
+            for target, source in zip((lists.visible, *lists.lists[0][1:3]), moved[3 * index :], strict=False):
+                target.copy_(source)
+
+    def _make_lists(self, view: AttentionWindow, group: int) -> StepLists:
+        visible, items, merges = (part.clone() for part in self._staging.upload(*self._padded_tables(view)))
+        tile_rows = power_of_two(group, LEAST_ROWS)
+        return StepLists(visible, (LaunchList(tile_rows, items, merges, self._size.items),))
+
+    def _padded_tables(self, view: AttentionWindow) -> tuple[npt.NDArray[np.int32], ...]:
+        """Visible positions, items and merges of the batch, padded: with items of no row, and merges of no state."""
+        visible = first_visible(self._flat, view)
+        rows = np.arange(self._size.rows)
+        tables = single_tokens(self._flat, rows, visible)
+        items = np.tile(np.array([EMPTY_ITEM], np.int32), (self._size.items, 1))
+        merges = np.zeros((self._size.rows, 3), np.int32)
+        items[: len(tables.items)], merges[: len(tables.merges)] = tables.items, tables.merges
+        return visible, items, merges

@@ -79,6 +79,47 @@ def finish(highest, total, output, sink):
 
 
 @triton.jit
+def attend_split(
+    queries, memory, blocks, position, first, is_row, kv_head, begin, end, stop,
+    block_elements, key_offset, value_offset, scaling, softcap,
+    BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, TILE_ROWS: tl.constexpr, TILE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """The softmax state (highest, total, output) of a tile of query rows over the keys from ``begin`` to ``end``.
+
+    queries [TILE_ROWS, KEY_PAD], at ``position`` [TILE_ROWS], which see keys from ``first`` on; ``blocks``: their block
+    table; ``stop``: end of the keys that exist.
+    """
+    key_dims, value_dims = tl.arange(0, KEY_PAD), tl.arange(0, VALUE_PAD)
+    highest = tl.full([TILE_ROWS], LOWEST, tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    output = tl.zeros([TILE_ROWS, VALUE_PAD], tl.float32)
+    for key_start in range(begin, end, TILE):
+        keys_at = key_start + tl.arange(0, TILE)
+        exists = keys_at < stop
+        block = tl.load(blocks + keys_at // BLOCK, exists, other=0).to(tl.int64)
+        slot = memory + block * block_elements
+        key_at = slot + key_offset + (keys_at % BLOCK * KV_HEADS + kv_head) * KEY_DIM
+        keys = tl.load(key_at[None, :] + key_dims[:, None], exists[None, :] & (key_dims < KEY_DIM)[:, None], other=0.0)
+        scores = product(queries, keys) * scaling
+        if SOFTCAP:
+            scores = (2.0 / (1.0 + tl.exp2(scores * LOG2E * -2.0 / softcap)) - 1.0) * softcap
+        seen = (keys_at[None, :] <= position[:, None]) & (keys_at[None, :] >= first[:, None]) & is_row[:, None]
+        scores = tl.where(seen, scores * LOG2E, float("-inf"))
+        most = tl.maximum(highest, tl.max(scores, 1))
+        weights, decay = tl.exp2(scores - most[:, None]), tl.exp2(highest - most)
+        value_at = slot + value_offset + (keys_at % BLOCK * KV_HEADS + kv_head) * VALUE_DIM
+        values = tl.load(
+            value_at[:, None] + value_dims[None, :], exists[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0
+        )
+        total = total * decay + tl.sum(weights, 1)
+        output = output * decay[:, None] + product(weights.to(values.dtype), values)
+        highest = most
+    return highest, total, output
+
+
+@triton.jit
 def attend(
     query, out, memory, sinks, visible, items, rows, table,
     states, query_token, query_head, block_elements, key_offset, value_offset, width,
@@ -117,33 +158,11 @@ def attend(
     total = tl.zeros([TILE_ROWS], tl.float32)
     output = tl.zeros([TILE_ROWS, VALUE_PAD], tl.float32)
     while split < last_split:
-        highest_of = tl.full([TILE_ROWS], LOWEST, tl.float32)
-        total_of = tl.zeros([TILE_ROWS], tl.float32)
-        output_of = tl.zeros([TILE_ROWS, VALUE_PAD], tl.float32)
-        for key_start in range(split * SPLIT, tl.minimum((split + 1) * SPLIT, stop), TILE):
-            keys_at = key_start + tl.arange(0, TILE)
-            exists = keys_at < stop
-            block = tl.load(table + row * width + keys_at // BLOCK, exists, other=0).to(tl.int64)
-            slot = memory + block * block_elements
-            key_at = slot + key_offset + (keys_at % BLOCK * KV_HEADS + kv_head) * KEY_DIM
-            keys = tl.load(
-                key_at[None, :] + key_dims[:, None], exists[None, :] & (key_dims < KEY_DIM)[:, None], other=0.0
-            )
-            scores = product(queries, keys) * scaling
-            if SOFTCAP:
-                scores = (2.0 / (1.0 + tl.exp2(scores * LOG2E * -2.0 / softcap)) - 1.0) * softcap
-            seen = (keys_at[None, :] <= position[:, None]) & (keys_at[None, :] >= first[:, None]) & is_row[:, None]
-            scores = tl.where(seen, scores * LOG2E, float("-inf"))
-            most = tl.maximum(highest_of, tl.max(scores, 1))
-            weights, decay = tl.exp2(scores - most[:, None]), tl.exp2(highest_of - most)
-            value_at = slot + value_offset + (keys_at % BLOCK * KV_HEADS + kv_head) * VALUE_DIM
-            values = tl.load(
-                value_at[:, None] + value_dims[None, :], exists[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0
-            )
-            total_of = total_of * decay + tl.sum(weights, 1)
-            mixed = product(weights.to(values.dtype), values)
-            output_of = output_of * decay[:, None] + mixed
-            highest_of = most
+        highest_of, total_of, output_of = attend_split(
+            queries, memory, table + row * width, position, first, is_row, kv_head, split * SPLIT,
+            tl.minimum((split + 1) * SPLIT, stop), stop, block_elements, key_offset, value_offset, scaling, softcap,
+            BLOCK, KV_HEADS, KEY_DIM, VALUE_DIM, KEY_PAD, VALUE_PAD, TILE_ROWS, TILE, SOFTCAP,
+        )  # fmt: skip
         highest, total, output = merge(highest, total, output, highest_of, total_of, output_of)
         split += 1
     if state < 0:
@@ -168,12 +187,12 @@ def merge_splits(
 ):  # fmt: skip
     """Merge the states of a single query token in order of position, and write its output. Grid: (n, KV_HEADS).
 
-    merges [n, 3]: flattened position of the query, index of its first state, how many there are.
+    merges [n, 3]: flattened position of the query, index of its first state, how many there are; none: no output.
     """
     entry, kv_head = merges + tl.program_id(0) * 3, tl.program_id(1)
     token, state, count = tl.load(entry).to(tl.int64), tl.load(entry + 1).to(tl.int64), tl.load(entry + 2)
     folded, dims = tl.arange(0, TILE_ROWS), tl.arange(0, VALUE_PAD)
-    head, is_row = kv_head * GROUP + folded % GROUP, folded < GROUP
+    head, is_row = kv_head * GROUP + folded % GROUP, (folded < GROUP) & (count > 0)
     highest = tl.full([TILE_ROWS], LOWEST, tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
     output = tl.zeros([TILE_ROWS, VALUE_PAD], tl.float32)

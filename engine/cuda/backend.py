@@ -19,13 +19,20 @@ from triton.errors import TritonError
 
 from decant.engine.cuda import fused_layer
 from decant.engine.cuda.attention import TritonAttention
+from decant.engine.cuda.exact import make_exact
+from decant.engine.cuda.graph_sizes import GraphLimits
+from decant.engine.cuda.kv_store import CudaKvStore
+from decant.engine.cuda.runner import CudaRunner
 from decant.engine.cuda.sampler import TritonSampler
+from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
+from decant.engine.model import backend as model_backend
 from decant.engine.model.attention import AttentionBackend, AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
-from decant.engine.model.backend import TorchBackend
+from decant.engine.model.backend import RunnerLimits, TorchBackend
 from decant.engine.model.kv_store import KvStore
+from decant.engine.model.runner import ModelRunner
 from decant.engine.model.sampler import Sampler
 from decant.engine.model.step_batch import FlatBatch, Ints, flatten
 from decant.engine.plan import Row
@@ -57,16 +64,20 @@ Attention = Callable[[KvStore, Sequence[AttentionWindow], FlatBatch], AttentionB
 
 
 class CudaBackend(TorchBackend):
-    """CUDA devices with triton. ``fallbacks``: why torch computes a part in the place of its kernel, by name."""
+    """CUDA devices with triton. ``fallbacks``: why torch computes a part in the place of its kernel, by name.
 
-    def __init__(self, device: torch.device) -> None:
+    With ``exact`` nothing falls back, and linear layers and norms are kernels, too.
+    """
+
+    def __init__(self, device: torch.device, *, exact: bool = False) -> None:
         super().__init__(device)
         self.sampler = TritonSampler()
         self.fallbacks: dict[str, str] = {}
+        self.exact = model_backend.PARTS if exact else frozenset()
 
     @property
     def kind(self) -> str:
-        parts = [part for part in PARTS if part not in self.fallbacks]
+        parts = [part for part in PARTS if part not in self.fallbacks] + ["exact products"] * bool(self.exact)
         return f"{super().kind}, triton {triton.__version__}: {', '.join(parts)}"
 
     def prepare(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -75,6 +86,8 @@ class CudaBackend(TorchBackend):
         self._try("sampling", lambda: try_sampler(self.sampler, self.device))
         if "sampling" in self.fallbacks:
             self.sampler = Sampler()
+        if self.exact:
+            make_exact(model, dtype)
 
     def _try(self, part: str, trial: Callable[[], str | None]) -> None:
         """Note and log why a part is not computed by its kernels, if ``trial`` returns or raises it."""
@@ -83,6 +96,8 @@ class CudaBackend(TorchBackend):
         except (TritonError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}"
         if reason is not None:
+            if self.exact:
+                raise InvalidConfig("exact", f"off, as torch has to compute {part} ({reason})", True)
             self.fallbacks[part] = reason
             logger.warning("%s computed by torch, not by Triton kernels: %s", part, reason)
 
@@ -91,7 +106,20 @@ class CudaBackend(TorchBackend):
         for spec in dict.fromkeys(layout.layers):
             if "attention" not in self.fallbacks:
                 self._try("attention", partial(try_attention, spec, layout, dtype, self.device))
-        return super().make_store(layout, num_blocks, dtype)
+        return CudaKvStore(layout, num_blocks, dtype, self.device)
+
+    def make_runner(
+        self, model: torch.nn.Module, store: KvStore, views: Sequence[AttentionWindow], limits: RunnerLimits
+    ) -> ModelRunner:
+        """Without the kernels of attention or sampling a step waits for the device, and there are no graphs."""
+        if "attention" in self.fallbacks or not isinstance(self.sampler, TritonSampler):
+            return super().make_runner(model, store, views, limits)
+        runner = CudaRunner(model, store, views, limits.eos_token_ids, self, self.sampler)
+        if self.device.type == "cuda":
+            runner.capture(limits.context_length, GraphLimits())
+        return runner
+
+    graph_bytes = GraphLimits().bytes
 
     def make_attention(
         self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints

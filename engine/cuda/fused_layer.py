@@ -143,7 +143,7 @@ class Parts:
     def __init__(self, module: nn.Module) -> None:
         children = dict(module.named_children())
         parts = {name: part for child in children.values() for name, part in child.named_children()} | children
-        self.norms = [_norm(parts.get(name) if name in OPTIONAL else parts[name]) for name in NORMS]
+        self.norms = [find_norm(parts.get(name) if name in OPTIONAL else parts[name]) for name in NORMS]
         self.linears = [_linear(parts[name]) for name in LINEARS]
         self.hidden = self.linears[0].in_features
         widths: list[Any] = [getattr(part, "head_dim", None) for part in children.values()]
@@ -152,7 +152,7 @@ class Parts:
             raise LookupError("no heads of a width that can be rotated")
 
 
-def _norm(part: nn.Module | None) -> Norm | None:
+def find_norm(part: nn.Module | None) -> Norm | None:
     if part is None:
         return None
     eps: Any = getattr(part, "variance_epsilon", getattr(part, "eps", None))

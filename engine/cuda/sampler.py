@@ -1,4 +1,4 @@
-"""Sampling in one Triton kernel per step: all rows at once, without a sort, and one synchronization for the tokens."""
+"""Sampling in one Triton kernel per step: all rows at once, without a sort. The host need not wait for the tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from decant.engine.cuda import sampler_kernels as kernels
-from decant.engine.model.sampler import Sampler, adjust, random_number
+from decant.engine.cuda.adjust import adjust_all
+from decant.engine.cuda.staging import Staging
+from decant.engine.model.sampler import Sampler, random_number
 from decant.engine.plan import Row
 
 TILE = 1024
@@ -27,14 +29,17 @@ _PARAMS: tuple[tuple[str, Any], ...] = (
 class TritonSampler(Sampler):
     """Draws with the same random numbers and rules as ``Sampler``, so the same tokens up to rounding of sums."""
 
+    def launch(self, rows: Sequence[Row], scores: torch.Tensor, eos: frozenset[int], staging: Staging) -> torch.Tensor:
+        """Tokens [n] on the device, from float32 scores [n, vocabulary], which are changed."""
+        adjust_all(rows, scores, eos, staging)
+        params = staging.upload(*_columns(rows))
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=scores.device)
+        kernels.draw[(len(rows),)](scores, tokens, *params, scores.shape[1], TILE=TILE)
+        return tokens
+
     def _draw(self, rows: Sequence[Row], scores: list[torch.Tensor], eos: frozenset[int]) -> list[int]:
-        logits = torch.stack(scores).float()
-        for row, of_row in zip(rows, logits, strict=True):
-            adjust(row, of_row, eos)
-        params = [torch.from_numpy(column).to(logits.device) for column in _columns(rows)]
-        tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-        kernels.draw[(len(rows),)](logits, tokens, *params, logits.shape[1], TILE=TILE)
-        drawn: list[int] = tokens.tolist()
+        stacked = torch.stack(scores).float()
+        drawn: list[int] = self.launch(rows, stacked, eos, Staging(stacked.device)).tolist()
         return drawn
 
 

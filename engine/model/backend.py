@@ -6,10 +6,10 @@ device that torch knows. ``engine.cpu`` has the backend for CPUs, ``engine.cuda`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -18,15 +18,24 @@ from decant.engine.kv_layout import KvLayout
 from decant.engine.model.attention import AttentionBackend
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
+from decant.engine.model.kv_memory import HOST_BYTES, bytes_left
 from decant.engine.model.kv_store import KvStore
+from decant.engine.model.runner import ModelRunner
 from decant.engine.model.sampler import Sampler
 from decant.engine.model.step_batch import FlatBatch, Ints, flatten
-from decant.engine.plan import Device, Row
+from decant.engine.plan import Device, DeviceMemory, Row
 
 CudaKernels = Literal["none", "triton"]
 
 PARTS = frozenset({"linear", "attention", "elementwise", "sampler"})
 """Parts of a step in which a row's bits may depend on the other rows."""
+
+
+class RunnerLimits(NamedTuple):
+    """What a runner has to know of the served model: its end tokens and its longest sequence."""
+
+    eos_token_ids: frozenset[int]
+    context_length: int
 
 
 class Backend(Protocol):
@@ -60,12 +69,29 @@ class Backend(Protocol):
         """Raises InvalidConfig if the memory can't be allocated."""
         ...
 
+    def make_runner(
+        self, model: torch.nn.Module, store: KvStore, views: Sequence[AttentionWindow], limits: RunnerLimits
+    ) -> ModelRunner:
+        """The runner that serves a loaded model: the last call of a load."""
+        ...
+
     def flatten(self, rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch: ...
 
     def make_attention(
         self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
     ) -> AttentionBackend:
         """Attention of one step. ``views[i]``: what layer i sees; ``keep``: flattened positions that need logits."""
+        ...
+
+    def memory(self) -> DeviceMemory | None:
+        """Memory of the device itself; None if it computes in the memory of the host. From any thread."""
+        ...
+
+    def kv_bytes_left(self, steps: Callable[[], object]) -> int:
+        """Bytes for KV blocks beside all else, with the weights loaded; ``steps`` runs the largest ones.
+
+        ``HOST_BYTES`` if the device computes in the memory of the host.
+        """
         ...
 
     def step_threads(self) -> AbstractContextManager[None]:
@@ -101,6 +127,11 @@ class TorchBackend:
     def make_store(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> KvStore:
         return KvStore(layout, num_blocks, dtype, self.device)
 
+    def make_runner(
+        self, model: torch.nn.Module, store: KvStore, views: Sequence[AttentionWindow], limits: RunnerLimits
+    ) -> ModelRunner:
+        return ModelRunner(model, store, views, limits.eos_token_ids, self)
+
     def flatten(self, rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
         return flatten(rows, block_size, blank)
 
@@ -108,6 +139,22 @@ class TorchBackend:
         self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
     ) -> AttentionBackend:
         return PagedAttention(store, views, flat)
+
+    def memory(self) -> DeviceMemory | None:
+        return DeviceMemory(*torch.cuda.mem_get_info(self.device)) if self.device.type == "cuda" else None
+
+    graph_bytes = 0
+    """Memory that is kept for CUDA graphs."""
+
+    def kv_bytes_left(self, steps: Callable[[], object]) -> int:
+        if self.device.type != "cuda":
+            return HOST_BYTES
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        steps()
+        activations = torch.cuda.max_memory_allocated(self.device) - before
+        torch.cuda.empty_cache()
+        return bytes_left(DeviceMemory(*torch.cuda.mem_get_info(self.device)), activations, self.graph_bytes)
 
     def step_threads(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -119,8 +166,11 @@ class TorchBackend:
         return 0
 
 
-def make_backend(device: torch.device, cuda_kernels: CudaKernels = "none") -> Backend:
-    """The backend for a device. Raises InvalidConfig if the device or the installation can't run ``cuda_kernels``."""
+def make_backend(device: torch.device, cuda_kernels: CudaKernels = "none", exact: bool = False) -> Backend:
+    """The backend for a device. Raises InvalidConfig if the device or the installation can't run ``cuda_kernels``.
+
+    ``exact``: only a backend whose rows have the same bits in any batch. Those of a CPU always have.
+    """
     if cuda_kernels == "triton":
         if device.type != "cuda":
             raise InvalidConfig("cuda_kernels", f"none on the device {device}", cuda_kernels)
@@ -128,9 +178,11 @@ def make_backend(device: torch.device, cuda_kernels: CudaKernels = "none") -> Ba
             raise InvalidConfig("cuda_kernels", "none without the package triton (extra cuda)", cuda_kernels)
         from decant.engine.cuda.backend import CudaBackend
 
-        return CudaBackend(device)
+        return CudaBackend(device, exact=exact)
     if device.type == "cpu":
         from decant.engine.cpu.backend import make_cpu_backend
 
         return make_cpu_backend()
+    if exact:
+        raise InvalidConfig("exact", "off on a CUDA device without cuda_kernels triton", exact)
     return TorchBackend(device)

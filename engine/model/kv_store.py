@@ -26,6 +26,7 @@ class KvStore:
         except (MemoryError, torch.OutOfMemoryError):
             size = num_blocks * layout.block_bytes
             raise InvalidConfig("kv_bytes", f"what {device} can allocate beside the weights", size) from None
+        self.blocks_and_blank = self._memory
         self.blocks = self._memory[:num_blocks]
         self.blank = num_blocks  # a block of zeros: pads block tables, and is the pool's null block
         layers = range(len(layout.layers))

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
+from transformers import PreTrainedModel
 
 from decant.engine.checkpoint import checkpoint
 from decant.engine.checkpoint.checkpoint import DTYPES
 from decant.engine.costs import StepCostModel
 from decant.engine.errors import InvalidConfig, check_whole
 from decant.engine.kv_layout import KvLayout, Window
-from decant.engine.model import rope
+from decant.engine.model import kv_memory, rope
+from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import TILE
-from decant.engine.model.backend import PARTS, Backend, CudaKernels, make_backend
+from decant.engine.model.backend import PARTS, Backend, CudaKernels, RunnerLimits, make_backend
+from decant.engine.model.device_errors import naming_failures
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.probe import (
     ProbeResult,
@@ -28,7 +32,7 @@ from decant.engine.model.probe import (
 )
 from decant.engine.model.recurrent_state import refuse_other_state
 from decant.engine.model.runner import ModelRunner
-from decant.engine.plan import StepPlan, StepResult
+from decant.engine.plan import DeviceMemory, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,9 @@ class ModelConfig:
     dtype           "auto" (the checkpoint's; float16 becomes bfloat16 on a CPU), or a name in DTYPES
     device          "auto" (CUDA when there is one), "cpu", "cuda", "cuda:1", ...
     context_length  longest sequence, in tokens; None: the checkpoint's
-    kv_bytes        memory for the blocks
+    kv_bytes        memory for the blocks; None: what a GPU has left, in the memory of the host 1 GiB
     block_size      tokens per block: a power of two of at most 128
+    exact           on CUDA: only kernels that give a row the same bits in any batch; a CPU has no others
     cuda_kernels    what computes attention on CUDA: torch alone (none), or Triton kernels, not measured on a GPU yet
     """
 
@@ -49,9 +54,10 @@ class ModelConfig:
     dtype: str = "auto"
     device: str = "auto"
     context_length: int | None = None
-    kv_bytes: int = 1 << 30
+    kv_bytes: int | None = None
     block_size: int = 16
     cuda_kernels: CudaKernels = "none"
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype != "auto" and self.dtype not in DTYPES:
@@ -61,11 +67,12 @@ class ModelConfig:
             raise InvalidConfig("block_size", f"a power of two of at most {TILE}", self.block_size)
         if self.context_length is not None:
             check_whole("window", self.context_length, least=1)
-        check_whole("kv_bytes", self.kv_bytes, least=1)
+        if self.kv_bytes is not None:
+            check_whole("kv_bytes", self.kv_bytes, least=1)
 
     def make_backend(self) -> Backend:
-        """The backend for ``device`` and ``cuda_kernels``. Raises InvalidConfig."""
-        return make_backend(checkpoint.choose_device(self.device), self.cuda_kernels)
+        """The backend for ``device``, ``cuda_kernels`` and ``exact``. Raises InvalidConfig."""
+        return make_backend(checkpoint.choose_device(self.device), self.cuda_kernels, self.exact)
 
 
 @dataclass(slots=True)
@@ -86,6 +93,10 @@ class ModelDevice:
     lookahead: int = 0
 
     @property
+    def overlaps(self) -> bool:
+        return self.runner.overlaps
+
+    @property
     def num_blocks(self) -> int:
         return self.store.num_blocks
 
@@ -101,8 +112,17 @@ class ModelDevice:
     def block_bytes(self) -> int:
         return self.store.block_bytes
 
+    def memory(self) -> DeviceMemory | None:
+        return self.backend.memory()
+
     def run(self, plan: StepPlan) -> StepResult:
-        return self.runner.run(plan)
+        return self.submit(plan)()
+
+    def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Also raises DeviceFailed, as the result does."""
+        with naming_failures():
+            result = self.runner.submit(plan)
+        return partial(_await, result)
 
     def read(self, block: int) -> memoryview:
         return self.store.read(block)
@@ -111,8 +131,29 @@ class ModelDevice:
         self.store.write(block, data)
 
 
+def _await(result: Callable[[], StepResult]) -> StepResult:
+    with naming_failures():
+        return result()
+
+
 HASHED, READ = 5, 20
 """Percent of a load done when the weight files are hashed, and when they are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadModel:
+    """A model of transformers with its weights on the device, and what is known of it.
+
+    fingerprint  a device's ``layout``, given the layout of its blocks
+    check_files  raises ModelRefused if the files that the weights are mapped from have changed
+    """
+
+    model: PreTrainedModel
+    name: str
+    context_length: int
+    eos_token_ids: frozenset[int]
+    fingerprint: Callable[[KvLayout], str]
+    check_files: Callable[[], object] = lambda: None
 
 
 def load(
@@ -120,8 +161,7 @@ def load(
 ) -> ModelDevice:
     """Load a checkpoint and decide whether it is served. Raises ModelRefused, InvalidConfig.
 
-    The reference is computed by transformers' own attention before anything is replaced. ``progress`` gets the percent
-    done. ``backend``: by default ``config.make_backend()``.
+    ``progress`` gets the percent done. ``backend``: by default ``config.make_backend()``.
     """
     progress(0)
     backend = backend or config.make_backend()
@@ -132,38 +172,70 @@ def load(
     progress(HASHED)
     model = source.read(dtype, backend.device)
     progress(READ)
-    with checkpoint.refusing(source.name, "its rotary scaling can't be frozen"):
+
+    def fingerprint(layout: KvLayout) -> str:
+        return checkpoint.layout_hash(weights, layout, context_length, dtype, (backend.device.type, backend.kind))
+
+    eos = source.eos_token_ids(model)
+    check_files = partial(weights.check_unchanged, source.name)
+    read = ReadModel(model, source.name, context_length, eos, fingerprint, check_files)
+    return make_device(read, config, backend, progress)
+
+
+def make_device(
+    read: ReadModel, config: ModelConfig, backend: Backend, progress: Callable[[int], None] = lambda percent: None
+) -> ModelDevice:
+    """Decide whether a model is served, and prepare it in place. Raises ModelRefused, InvalidConfig.
+
+    The reference is computed by transformers' own attention before anything is replaced. ``config``: block size and
+    memory are used.
+    """
+    model, name, context_length = read.model, read.name, read.context_length
+    dtype = token_embeddings(model).weight.dtype
+    with checkpoint.refusing(name, "its rotary scaling can't be frozen"):
         rope.freeze(model, context_length)
-    refuse_other_state(model, source.name, probe_sequences(model, context_length)[0].tokens)
+    refuse_other_state(model, name, probe_sequences(model, context_length)[0].tokens)
     progress(40)
-    reference = reference_logits(model, source.name, context_length)
+    reference = reference_logits(model, name, context_length)
     progress(60)
-    views, specs = learn_attention(model, source.name, context_length)
+    views, specs = learn_attention(model, name, context_length)
     progress(70)
     layout = KvLayout(specs, config.block_size, dtype.itemsize)
-    if config.kv_bytes < layout.block_bytes:
+    if config.kv_bytes is not None and config.kv_bytes < layout.block_bytes:
         raise InvalidConfig("kv_bytes", f"at least one block of {layout.block_bytes} bytes", config.kv_bytes)
-    subject = Subject(model, source.name, context_length, backend)
+    subject = Subject(model, name, context_length, backend)
     difference = check_attention(subject, layout, views, reference)
     progress(80)
-    with checkpoint.refusing(source.name, "laying its weights out failed"):
+    with checkpoint.refusing(name, "laying its weights out failed"):
         backend.prepare(model, dtype)
-    weights.check_unchanged(source.name)  # all weights are copied from the mapped files now
+    read.check_files()  # all weights are copied from the mapped files now
     progress(90)
     exact = probe(subject, layout, views, reference)
     progress(98)
-    eos = source.eos_token_ids(model)
-    store = backend.make_store(layout, config.kv_bytes // layout.block_bytes, dtype)
+    kv_bytes = _free_kv_bytes(subject, layout, views) if config.kv_bytes is None else config.kv_bytes
+    store = backend.make_store(layout, kv_bytes // layout.block_bytes, dtype)
     store.prefault()
     return ModelDevice(
         store=store,
-        runner=ModelRunner(model, store, views, eos, backend),
+        runner=backend.make_runner(model, store, views, RunnerLimits(read.eos_token_ids, context_length)),
         context_length=context_length,
         vocab_size=token_embeddings(model).num_embeddings,
-        eos_token_ids=eos,
-        layout=checkpoint.layout_hash(weights, layout, context_length, dtype, (backend.device.type, backend.kind)),
+        eos_token_ids=read.eos_token_ids,
+        layout=read.fingerprint(layout),
         equal_bits=backend.exact >= PARTS,
         probe_result=ProbeResult(exact, difference),
         backend=backend,
         model=model,
     )
+
+
+def _free_kv_bytes(subject: Subject, layout: KvLayout, views: Sequence[AttentionWindow]) -> int:
+    """What is left for blocks while the largest steps run, over blocks of their own. Raises InvalidConfig."""
+    sizes = subject.context_length, layout.block_size
+    dtype = token_embeddings(subject.model).weight.dtype
+
+    def run(plan: StepPlan) -> StepResult:
+        store = subject.backend.make_store(layout, kv_memory.blocks_of_largest_steps(*sizes), dtype)
+        return ModelRunner(subject.model, store, views, frozenset(), subject.backend).run(plan)
+
+    return kv_memory.choose(subject.backend.kv_bytes_left, run, kv_memory.largest_steps(*sizes, len(layout.groups)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,18 +12,24 @@ import torch
 
 from decant.engine.model.attention import attending, calls_made
 from decant.engine.model.attention.masks import AttentionWindow
-from decant.engine.model.backend import Backend
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.sampler import Sampler, token_logprobs
 from decant.engine.model.step_batch import FlatBatch, Ints, spans
 from decant.engine.plan import Row, StepPlan, StepResult, TokenLogprobs
 
+if TYPE_CHECKING:
+    from decant.engine.model.backend import Backend
+
 LOGPROB_ROWS = 64
 """Prompt positions whose log-probabilities are computed at once (rows x vocabulary x float32)."""
+
+NOT_FINITE = "the model's logits are not finite"
 
 
 class ModelRunner:
     """A prepared transformers model over a store. ``views[i]`` is what layer i sees."""
+
+    overlaps = False
 
     def __init__(
         self,
@@ -43,10 +50,18 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """One pass of the model over all rows of the plan."""
         flat = self.flatten(plan.rows)
-        step = _StepLogits(flat, self._backend.sampler)
+        step = StepLogits(flat, self._backend.sampler)
         with self._backend.step_threads():
             logits = self.forward(flat, step.keep)
             return step.result(logits, self._eos)
+
+    @property
+    def views(self) -> Sequence[AttentionWindow]:
+        return self._views
+
+    def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """As ``Device.submit``."""
+        return partial(self.run, plan)
 
     def flatten(self, rows: Sequence[Row]) -> FlatBatch:
         return self._backend.flatten(rows, self._store.layout.block_size, self._store.blank)
@@ -75,69 +90,67 @@ class ModelRunner:
         return logits
 
 
-class _StepLogits:
+class StepLogits:
     """Which logits of a step are needed, and the result made of them, by row index of the plan.
 
+    rows, order  as in ``FlatBatch``
     keep [kept]  flattened positions: the last one of each sampled row, all of a row that needs prompt logprobs
+    kept         how many of its last positions each row needs
+    drawing      indexes of the rows that draw; ``prompt_rows``: of those that need prompt logprobs
+    special      indexes of the rows that need more than the likeliest token
     """
 
     def __init__(self, flat: FlatBatch, sampler: Sampler) -> None:
         self._sampler = sampler
-        self._rows = flat.rows
-        self._order = flat.order
-        self._drawing = np.flatnonzero(flat.sampled)
-        self._special = [index for index, row in enumerate(flat.rows) if not row.request.tokens_only]
-        self._prompt_rows = [index for index in self._special if _needs_prompt_logprobs(flat.rows[index])]
-        self._kept = flat.sampled  # how many of its last positions each row needs
-        if self._prompt_rows:
-            self._kept = flat.sampled.copy()
-            self._kept[self._prompt_rows] = (flat.ends - flat.starts)[self._prompt_rows]
-            self.keep = spans(flat.stops, self._kept)
+        self.rows = flat.rows
+        self.order = flat.order
+        self.drawing = np.flatnonzero(flat.sampled)
+        self.special = [index for index, row in enumerate(flat.rows) if not row.request.tokens_only]
+        self.prompt_rows = [index for index in self.special if needs_prompt_logprobs(flat.rows[index])]
+        self.kept = flat.sampled
+        if self.prompt_rows:
+            self.kept = flat.sampled.copy()
+            self.kept[self.prompt_rows] = (flat.ends - flat.starts)[self.prompt_rows]
+            self.keep = spans(flat.stops, self.kept)
         else:
-            self.keep = flat.stops[self._drawing] - 1
+            self.keep = flat.stops[self.drawing] - 1
 
     def result(self, logits: torch.Tensor, eos: frozenset[int]) -> StepResult:
         """``logits`` [kept, vocabulary]."""
         best = self._sampler.top_tokens(logits)
-        invalid = set() if best.finite else self._invalid_rows(best.scores.isfinite().numpy(force=True))
+        invalid = set() if best.finite else invalid_rows(self.kept, best.scores.isfinite().numpy(force=True))
         prompts = {
-            int(self._order[index]): _prompt_logprobs(self._rows[index], logits[self._span(index)])
-            for index in self._prompt_rows
+            int(self.order[index]): _prompt_logprobs(self.rows[index], logits[self._span(index)])
+            for index in self.prompt_rows
             if index not in invalid
         }
-        drawing = self._drawing
+        drawing = self.drawing
         if invalid:
             drawing = np.array([index for index in drawing.tolist() if index not in invalid], np.int64)
         sampled, logprobs = self._draw(drawing, logits, best.tokens, eos)
-        failed = (
-            dict.fromkeys(self._order[list(invalid)].tolist(), "the model's logits are not finite") if invalid else {}
-        )
+        failed = dict.fromkeys(self.order[list(invalid)].tolist(), NOT_FINITE) if invalid else {}
         return StepResult(sampled, logprobs, prompts, failed)
 
     def _span(self, index: int) -> slice:
-        stop = int(self._kept[: index + 1].sum())
-        return slice(stop - int(self._kept[index]), stop)
-
-    def _invalid_rows(self, finite: npt.NDArray[np.bool_]) -> set[int]:
-        owners = np.repeat(np.arange(len(self._rows)), self._kept)
-        return set(owners[~finite].tolist())
+        stop = int(self.kept[: index + 1].sum())
+        return slice(stop - int(self.kept[index]), stop)
 
     def _draw(
         self, drawing: Ints, logits: torch.Tensor, greedy: torch.Tensor, eos: frozenset[int]
     ) -> tuple[list[int | None], dict[int, TokenLogprobs]]:
         """Tokens of the rows ``drawing``, from the last logits of each, and their log-probabilities if requested."""
-        sampled: list[int | None] = [None] * len(self._rows)
+        sampled: list[int | None] = [None] * len(self.rows)
         if not len(drawing):
             return sampled, {}
-        rows = self._rows if len(drawing) == len(self._rows) else [self._rows[index] for index in drawing.tolist()]
+        rows = self.rows if len(drawing) == len(self.rows) else [self.rows[index] for index in drawing.tolist()]
         if len(drawing) < len(logits):
-            last = torch.from_numpy((np.cumsum(self._kept) - 1)[drawing]).to(logits.device)
+            last = torch.from_numpy((np.cumsum(self.kept) - 1)[drawing]).to(logits.device)
             logits, greedy = logits[last], greedy[last]
-        tokens: list[int] = self._sampler.sample(rows, logits, eos, greedy) if self._special else greedy.tolist()
-        indexes: list[int] = self._order[drawing].tolist()
+        tokens: list[int] = self._sampler.sample(rows, logits, eos, greedy) if self.special else greedy.tolist()
+        indexes: list[int] = self.order[drawing].tolist()
         for index, token in zip(indexes, tokens, strict=True):
             sampled[index] = token
-        with_logprobs = [at for at, row in enumerate(rows) if row.request.logprobs is not None] if self._special else []
+        with_logprobs = [at for at, row in enumerate(rows) if row.request.logprobs is not None] if self.special else []
         if not with_logprobs:
             return sampled, {}
         counts = [rows[at].request.logprobs or 0 for at in with_logprobs]
@@ -145,7 +158,12 @@ class _StepLogits:
         return sampled, dict(zip([indexes[at] for at in with_logprobs], entries, strict=True))
 
 
-def _needs_prompt_logprobs(row: Row) -> bool:
+def invalid_rows(kept: Ints, finite: npt.NDArray[np.bool_]) -> set[int]:
+    """Rows that have logits that are not finite; ``kept``: logits of each row, ``finite``: whether each is."""
+    return set(np.repeat(np.arange(len(kept)), kept)[~finite].tolist())
+
+
+def needs_prompt_logprobs(row: Row) -> bool:
     return row.request.prompt_logprobs is not None and row.start < row.request.prompt_len - 1
 
 

@@ -83,11 +83,19 @@ def _sample(rows: Sequence[Row], scores: torch.Tensor, eos: frozenset[int]) -> l
 
 
 def top_tokens(scores: torch.Tensor) -> TopToken:
-    """The maximum of each piece first, then its index within one: torch's max is many times as fast as argmax."""
+    most, tokens = highest(scores)
+    return TopToken(most, tokens, bool(most.isfinite().all()))
+
+
+def highest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The highest score of each row, and the first token that has it; does not wait for the device.
+
+    The maximum of each piece first, then its index within one: torch's max is many times as fast as argmax.
+    """
     pieces = _pieces(scores, _OFF)
     most, piece = pieces.amax(-1).max(-1)
     within = pieces[torch.arange(len(piece), device=piece.device), piece].argmax(-1)
-    return TopToken(most, piece * PIECE + within, bool(most.isfinite().all()))
+    return most, piece * PIECE + within
 
 
 def _pieces(values: torch.Tensor, filler: float) -> torch.Tensor:

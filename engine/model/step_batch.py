@@ -86,7 +86,8 @@ def flatten(rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
     starts, ends = starts[order], ends[order]
     lengths = ends - starts
     stops = np.cumsum(lengths)
-    tokens = [token for row in rows for token in row.tokens[row.start : row.end]]
+    # A token that the device still draws is not in the list: 0 keeps its place.
+    tokens = [token for row in rows for token in row.tokens[row.start : row.end] or (0,)]
     positions = np.repeat(ends - stops, lengths) + np.arange(len(tokens))
     table = block_table(rows, -(-ends // block_size), blank)
     blocks = table[:, np.repeat(np.arange(count), lengths), positions // block_size]

@@ -13,7 +13,8 @@ import pytest
 from bench import service
 from bench.comparison.subprocess_runner import Job
 from bench.deployment.cpu_use import CpuUse, hottest
-from bench.deployment.service import PARTS
+from bench.deployment.service import PARTS, LoadFailed
+from bench.deployment.service import service as running_service
 from bench.workloads import exponential
 
 
@@ -62,6 +63,13 @@ def test_cpu_use_counts_what_a_process_has_used_since() -> None:
     since = CpuUse.of(me).since(before)
     assert since.seconds >= 0.05
     assert CpuUse.of(me).since(before).seconds >= since.seconds
+
+
+async def test_a_worker_that_ends_early_is_reported_with_its_reason(tmp_path: Path) -> None:
+    job = Job(str(tmp_path / "missing"), "bfloat16", 1)
+    with pytest.raises(LoadFailed, match="the worker ended early"):
+        async with running_service(job, tmp_path):
+            pass
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -299,8 +300,15 @@ class TestContainerfile:
             assert f"!{package}" in ignored
 
     def test_the_user_of_the_image_is_the_one_that_pods_run_as(self) -> None:
-        (user,) = re.findall(r"^USER (\d+):\d+$", self.TEXT, re.MULTILINE)
-        assert {pod(one)["securityContext"]["runAsUser"] for one in OURS.values()} == {int(user)}
+        stages = [re.findall(r"^USER (\d+):\d+$", stage, re.MULTILINE) for stage in self.TEXT.split("\nFROM ")]
+        users = {int(named[-1]) for named in stages if named}
+        assert {pod(one)["securityContext"]["runAsUser"] for one in OURS.values()} == users
+
+    def test_the_extras_of_the_image_exist(self) -> None:
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        named = re.findall(r"EXTRAS=([a-z,]+)", self.TEXT)
+        assert named == ["worker,cuda", "worker"]
+        assert {extra for one in named for extra in one.split(",")} <= extras.keys()
 
     def test_the_entrypoint_of_the_image_is_the_command(self) -> None:
         assert '\nENTRYPOINT ["decant"]\n' in self.TEXT

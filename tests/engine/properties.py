@@ -37,8 +37,10 @@ def plan_keeps_the_limits(engine: Engine, plan: StepPlan) -> None:
     assert spent == plan.num_tokens, f"the plan says {plan.num_tokens} tokens and has {spent}"
     assert spent <= limits.token_budget, f"{spent} tokens exceed the budget of {limits.token_budget}"
     assert len(plan.rows) <= limits.max_running, f"{len(plan.rows)} rows exceed {limits.max_running} running"
-    for row in plan.rows:
-        assert row.start < row.end <= len(row.tokens), f"{row.request.id} has no tokens to compute"
+    for index, row in enumerate(plan.rows):
+        assert row.start < row.end <= len(row.tokens) + (index in plan.inputs), (
+            f"{row.request.id} has no tokens to compute"
+        )
         assert row.end <= min(map(len, row.blocks)) * engine.pool.block_size, (
             f"{row.request.id} has no room for its tokens"
         )
@@ -58,8 +60,10 @@ def plan_is_in_order(engine: Engine, plan: StepPlan, ran: Collection[str]) -> No
 
 def no_prompt_follows_one_that_was_cut(plan: StepPlan) -> None:
     """Only the last row may leave tokens to be computed: whatever cut it, there was nothing left for others."""
-    for row in plan.rows[:-1]:
-        assert row.end == len(row.tokens), f"somebody stands behind {row.request.id}, which was cut"
+    for index, row in enumerate(plan.rows[:-1]):
+        assert row.end == len(row.tokens) + (index in plan.inputs), (
+            f"somebody stands behind {row.request.id}, which was cut"
+        )
 
 
 def running_keeps_the_limit(engine: Engine) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from decant.engine.costs import StepCostModel
 from decant.engine.engine import Engine
-from decant.engine.errors import InvalidRequest, OutOfBlocks
+from decant.engine.errors import InvalidRequest, OutOfBlocks, UnknownSequence
 from decant.engine.fake import FakeDevice
 from decant.engine.kv_layout import FULL, Kind, Window
 from decant.engine.plan import StepPlan, StepResult
@@ -90,10 +90,16 @@ class World:
     """The actions. ``n`` picks one of what can be acted on."""
 
     def __init__(
-        self, budget: int = 6, max_running: int = 4, costs: StepCostModel = COSTS[0], windows: Windows = (FULL,)
+        self,
+        budget: int = 6,
+        max_running: int = 4,
+        costs: StepCostModel = COSTS[0],
+        windows: Windows = (FULL,),
+        kind: type[Watched] = Watched,
     ) -> None:
         limits = Limits(token_budget=max(budget, max_running), max_running=max_running, context_length=CONTEXT_LENGTH)
         self.windows = windows
+        self._kind = kind
         self.engines = [self._engine(limits, costs), self._engine(limits, costs)]
         self.log = OutputLog()
         self.contents = [properties.Contents(), properties.Contents()]
@@ -106,7 +112,7 @@ class World:
 
     def _engine(self, limits: Limits, costs: StepCostModel) -> Engine:
         most = sum(window.blocks_at_once(BLOCKS, BLOCK) for window in self.windows)
-        device = _device(Watched, max(BLOCKS, most), self.windows)
+        device = _device(self._kind, max(BLOCKS, most), self.windows)
         assert isinstance(device, Watched)
         device.costs = costs
         device.engine = Engine(device, limits, clock=ticking())
@@ -141,7 +147,12 @@ class World:
     def park(self, n: int) -> None:
         id = _pick([s.id for engine in self.engines for s in engine.scheduler.running], n)
         if id:
-            self.engines[self.home[id]].park(id)
+            engine = self.engines[self.home[id]]
+            try:
+                engine.park(id)
+            except UnknownSequence:
+                assert engine.settled is not None, "it ran, and no step in flight ended it"
+            self._publish(engine)
 
     def resume(self, n: int) -> None:
         """One of each engine that is not being handed over."""
@@ -149,6 +160,12 @@ class World:
             id = _pick([id for id in properties.parked(engine) if id not in self.moves], n)
             if id:
                 engine.resume(id)
+                self._publish(engine)
+
+    def _publish(self, engine: Engine) -> None:
+        """Record what a command committed before it answered."""
+        if engine.settled is not None:
+            self.log.record(engine.step())
 
     def fork(self, n: int) -> None:
         """A copy of a live sequence as it is now. What its source emitted so far counts as the copy's, too."""
@@ -156,10 +173,16 @@ class World:
         if not id:
             return
         child, source = f"s{len(self.requests)}", self.log[id]
+        engine = self.engines[self.home[id]]
         try:
-            self.engines[self.home[id]].fork(id, child, self.requests[id].sampling.output_index)
+            engine.fork(id, child, self.requests[id].sampling.output_index)
         except OutOfBlocks:
             return
+        except UnknownSequence:
+            assert engine.settled is not None, "it lived, and no step in flight ended it"
+            return
+        finally:
+            self._publish(engine)
         self.requests[child] = replace(self.requests[id], id=child)
         self.home[child] = self.home[id]
         self.log[child].tokens = [token._replace(id=child) for token in source.tokens]
@@ -217,6 +240,7 @@ class World:
         if move.commit is None or move.sent < len(move.export.runs):
             return  # no room for what it wrote in the meantime
         self.engines[1 - move.sender].transfers.join(move.arrival, move.commit)
+        self._publish(self.engines[1 - move.sender])
         self.engines[move.sender].transfers.release(id)
         self.home[id] = 1 - move.sender
         self.joined += 1
@@ -315,10 +339,12 @@ def random_request(rng: random.Random) -> Request:
     )
 
 
-def play(seed: int, actions: int = 80, *, forks: bool = False, windows: Windows = (FULL,)) -> World:
+def play(
+    seed: int, actions: int = 80, *, forks: bool = False, windows: Windows = (FULL,), kind: type[Watched] = Watched
+) -> World:
     """A random script on a fresh world, checked after every action and at its end."""
     rng = random.Random(seed)
-    machine = World(rng.choice([1, 3, 6, 16]), rng.choice([1, 2, 4]), COSTS[seed % 2], windows)
+    machine = World(rng.choice([1, 3, 6, 16]), rng.choice([1, 2, 4]), COSTS[seed % 2], windows, kind)
     choices: list[tuple[Callable[[], object], int]] = [
         (lambda: machine.add(rng.randrange(2), random_request(rng)), 4),
         (lambda: machine.step(rng.randrange(2)), 10),

@@ -60,7 +60,7 @@ def test_only_backends_ask_for_the_device_or_the_kernels() -> None:
     question = re.compile(r"\bKERNELS\b|device\.type ==|\bis_cpu\b|(from|import) decant\.engine\.cpu")
     allowed = {ENGINE / "model" / "backend.py"}
     folders = [ROOT / name for name in ("worker", "prefill_worker", "decode_worker", "handoff")]
-    files = [path for path in ENGINE.rglob("*.py") if "cpu" not in path.relative_to(ENGINE).parts]
+    files = [path for path in ENGINE.rglob("*.py") if not {"cpu", "cuda"} & {*path.relative_to(ENGINE).parts}]
     files += [path for folder in folders for path in folder.rglob("*.py")]
     asking = {path for path in files if question.search(path.read_text(encoding="utf-8"))}
     assert asking - allowed == {ENGINE / "checkpoint" / "checkpoint.py"}, "which names devices of the machine"

@@ -177,7 +177,6 @@ def test_quantized_weights_without_their_scales_are_refused_by_name(dtype, named
     [
         ({"quant_method": "gptq", "bits": 4}, "GPTQ"),
         ({"quant_method": "awq"}, "AWQ"),
-        ({"quant_method": "fp8"}, "FP8"),
         ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
         ({"quant_method": "one_of_its_own"}, "one_of_its_own"),
         ({"load_in_4bit": True}, "bitsandbytes"),

@@ -14,6 +14,7 @@ import sys
 import time
 
 from decant.decode_worker.main import KIND as DECODE
+from decant.engine.errors import DeviceFailed
 from decant.engine.fake import FakeDevice
 from decant.engine.plan import StepPlan, StepResult
 from decant.prefill_worker.main import KIND as PREFILL
@@ -25,7 +26,7 @@ from decant.worker.settings import WorkerSettings
 class Device(FakeDevice):
     def run(self, plan: StepPlan) -> StepResult:
         if os.environ.get("CRASH") and any(row.request.id != "warm-up" for row in plan.rows):
-            raise ZeroDivisionError("the device is broken")
+            raise DeviceFailed("the device is lost: simulated")
         time.sleep(float(os.environ.get("SLOW_STEP", "0")))
         return super().run(plan)
 
@@ -38,7 +39,7 @@ def load(settings: WorkerSettings) -> Device:
     while os.environ.get("GREEDY_LOAD"):
         logs.get(__name__).info("loading greedily")
         sum(range(4_000_000))
-    blocks = settings.kv_bytes // (settings.block_size * 8)
+    blocks = (settings.kv_bytes or 1 << 20) // (settings.block_size * 8)
     return Device(num_blocks=blocks, block_size=settings.block_size, vocab_size=4096, context_length=settings.window)
 
 

@@ -17,6 +17,7 @@ from decant.engine.kv_layout import FULL, Kind, Window
 from decant.engine.model import model
 from decant.engine.scheduler import TOKEN_BUDGET, choose_token_budget
 from decant.models import path
+from decant.worker.settings import WorkerSettings
 from decant.worker.startup import load_model as loading
 from decant.worker.startup.load_model import in_own_thread, limits_of, own_cores
 
@@ -64,7 +65,7 @@ async def test_a_device_is_loaded_in_a_thread_that_ends_and_its_error_is_raised(
     """A thread that stays would keep its OpenMP threads beside those of the engine."""
     threads: list[threading.Thread] = []
 
-    def load(settings: DecodeSettings) -> FakeDevice:
+    def load(settings: WorkerSettings) -> FakeDevice:
         threads.append(threading.current_thread())
         if settings.max_running == 1:
             raise ValueError("no such model")

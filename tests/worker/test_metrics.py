@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from decant.engine.engine import Engine
+from decant.engine.plan import DeviceMemory
 from decant.handoff.errors import HandoffFailed
 from decant.protos import worker_pb2 as wire
 from decant.runtime.metrics import Registry
@@ -107,3 +108,17 @@ async def test_preemptions_are_counted() -> None:
             assert len(await place.written(f"r{seed}")) == 30
         await place.host.sample_load()
         assert values(registry)["preemptions_total"] == place.engine.load().preemptions > 0
+
+
+async def test_memory_of_a_gpu_is_read_when_metrics_are() -> None:
+    async with worker() as place:
+        plain, registry = Registry(process=False), Registry(process=False)
+        place.connect(WorkerMetrics(plain, place.host))
+        assert values(plain)["device_memory_total_bytes"] == 0
+        free = [60]
+        place.host.device_memory = lambda: DeviceMemory(free[-1], 80)
+        place.connect(WorkerMetrics(registry, place.host))
+        assert values(registry)["device_memory_used_bytes"] == 20
+        free.append(10)
+        found = values(registry)
+        assert (found["device_memory_used_bytes"], found["device_memory_total_bytes"]) == (70, 80)

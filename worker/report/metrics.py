@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from decant.engine.output import StepOutput
+from decant.engine.plan import DeviceMemory
 from decant.engine.transfer import IncomingSequence
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.receiver import TransferResult
@@ -25,6 +26,9 @@ class WorkerMetrics(HostHandler):
         metrics.leases.set_function(lambda: len(host.sender.leases.all()))
         metrics.running.set_function(lambda: host.load().running)
         metrics.waiting.set_function(lambda: host.load().waiting)
+        if host.device_memory() is not None:
+            metrics.device_memory_used.set_function(lambda: _used(host.device_memory()))
+            metrics.device_memory_total.set_function(lambda: _total(host.device_memory()))
         metrics.cache_usage.set_function(lambda: host.last_load.held_blocks / host.total_blocks)
 
     def _count_preemptions(self) -> None:
@@ -59,6 +63,14 @@ class WorkerMetrics(HostHandler):
             known = outcome.cause in wire.Cause.values()  # a sender of a newer build may name others
             cause = wire.Cause.Name(outcome.cause if known else wire.CAUSE_UNSPECIFIED)
             self._metrics.handoff_failures[_label(cause)].inc()
+
+
+def _used(memory: DeviceMemory | None) -> int:
+    return memory.total - memory.free if memory else 0
+
+
+def _total(memory: DeviceMemory | None) -> int:
+    return memory.total if memory else 0
 
 
 def _label(cause: str) -> str:

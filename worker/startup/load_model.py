@@ -66,6 +66,7 @@ def load_model(settings: WorkerSettings) -> Device:
         kv_bytes=settings.kv_bytes,
         block_size=settings.block_size,
         cuda_kernels=settings.cuda_kernels,
+        exact=settings.exact,
     )
     backend = config.make_backend()
     cpu_build.check(settings.kernels, backend.kind)

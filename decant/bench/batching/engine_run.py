@@ -61,7 +61,14 @@ class SeparatePrefill(Scheduler):
     """A step computes prompts or decodes, never both; prompts first."""
 
     def schedule(self, reserved_slots: int = 0) -> tuple[StepPlan, list[EngineSequence]]:
-        plan, sequences = super().schedule(reserved_slots)
+        return self._separate(*super().schedule(reserved_slots))
+
+    def schedule_ahead(self, reserved_slots: int = 0) -> tuple[StepPlan, list[EngineSequence]] | None:
+        ahead = super().schedule_ahead(reserved_slots)
+        return None if ahead is None else self._separate(*ahead)
+
+    @staticmethod
+    def _separate(plan: StepPlan, sequences: list[EngineSequence]) -> tuple[StepPlan, list[EngineSequence]]:
         decodes = plan.decodes.tokens
         if not plan.prompts.tokens or not decodes:
             return plan, sequences

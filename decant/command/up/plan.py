@@ -88,6 +88,7 @@ def make_plan(options: UpOptions, redis_url: str, environ: Mapping[str, str] | N
     settings: list[RouterSettings | WorkerSettings] = [_load(RouterSettings, spec) for spec in routers]
     settings += [_load(WorkerSettings, spec) for spec in workers]
     kv_bytes = next(one.kv_bytes for one in settings if isinstance(one, WorkerSettings))
+    assert kv_bytes is not None, "each worker gets a share"
     return Plan(
         workers=tuple(workers),
         routers=tuple(routers),

@@ -15,7 +15,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from decant.engine.cuda import attention, attention_kernels, fused_layer, layer_kernels, sampler, sampler_kernels
+from decant.engine.cuda import (
+    attention,
+    attention_kernels,
+    exact,
+    fused_layer,
+    gemm_kernels,
+    layer_kernels,
+    sampler,
+    sampler_kernels,
+)
 
 
 def shapes() -> dict[str, tuple[Any, str, dict[str, Any]]]:
@@ -32,6 +41,16 @@ def shapes() -> dict[str, tuple[Any, str, dict[str, Any]]]:
             layer_kernels.rotate_and_write,
             "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *i64 *bf16 i32 i32 i32",
             {**heads, "HEADS": 32, "HALF_PAD": 64, "VALUE_PAD": 128},
+        ),
+        "linear": (
+            gemm_kernels.linear,
+            "*bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32",
+            {
+                "HAS_BIAS": True,
+                "TILE_ROWS": exact.TILE_ROWS,
+                "TILE_COLUMNS": exact.TILE_COLUMNS,
+                "TILE_DEPTH": exact.TILE_DEPTH,
+            },
         ),
         "draw": (
             sampler_kernels.draw,

@@ -47,7 +47,7 @@ def test_a_model_generates_what_transformers_generates(
     """Prompts in chunks beside decodes, with sliding windows, softcap and sinks, and with fused layers."""
     monkeypatch.setattr(attention, "SPLIT", 32)
     monkeypatch.setattr(cuda_backend, "TRIAL_SAMPLING", cuda_backend.TRIAL_SAMPLING[:2])
-    monkeypatch.setattr(model_module, "make_backend", lambda device, _: InterpretedBackend(device))
+    monkeypatch.setattr(model_module, "make_backend", lambda device, *_: InterpretedBackend(device))
     calls: list[AttentionCall] = []
     attend = TritonAttention._attend
 

@@ -1,0 +1,93 @@
+"""Measures the engine on one GPU, in less than 8 minutes.
+
+    python -m bench.gpu --json OUT.json
+    python -m bench.gpu --device cpu --tiny        to test this command: the figures mean nothing
+
+Needs torch, transformers, triton and numpy. Weights are random, in the shape of Llama-3.1-8B. The table goes to
+standard error, the JSON to OUT (-: standard output).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from bench.gpu.rows import Bench, Row, measure
+from bench.gpu.shapes import TINY, Sizes
+
+SECONDS = 400.0
+"""No part begins later, so that the last one ends within 8 minutes."""
+
+PARTS = ("transformers", "decode", "prompt", "mixed", "idle", "interference", "exact", "queue")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to test this command")
+    parser.add_argument("--cuda-kernels", choices=("triton", "none"), default="triton")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="no part begins later")
+    parser.add_argument("--json", metavar="OUT")
+    args = parser.parse_args(arguments)
+    names = args.parts.split(",")
+    if unknown := set(names) - set(PARTS):
+        parser.error(f"--parts: of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: cpu on a machine without a GPU (with --tiny)")
+    bench = Bench(TINY if args.tiny else Sizes(), device, args.cuda_kernels if device.type == "cuda" else "none")
+    head = describe(bench, tiny=args.tiny)
+    print("\n".join(f"{name}: {value}" for name, value in head.items()), file=sys.stderr)
+    rows = []
+    for row in measure(bench, names, args.seconds):
+        rows.append(row)
+        print(line(row), file=sys.stderr, flush=True)
+    result = head | {"rows": [dataclasses.asdict(row) | {"verdict": row.verdict} for row in rows]}
+    if args.json == "-":
+        print(json.dumps(result, indent=1))
+    elif args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def describe(bench: Bench, *, tiny: bool) -> dict[str, Any]:
+    """Where and with what was measured."""
+    is_cuda = bench.device.type == "cuda"
+    return {
+        "note": "a tiny model: the figures mean nothing" if tiny else "",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(bench.device) if is_cuda else platform.machine(),
+        "driver": torch.version.cuda if is_cuda else None,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "triton": metadata.version("triton") if is_cuda else None,
+        "python": platform.python_version(),
+        "kernels": bench.kernels,
+        "command": " ".join(["python -m bench.gpu", *sys.argv[1:]]),
+        "bandwidth_gb_s": bench.bandwidth / 1e9,
+        "product_tflop_s": bench.rate / 1e12,
+    }
+
+
+def line(row: Row) -> str:
+    """A row of the table."""
+    if row.value is None:
+        return f"{row.name:<90} {row.verdict}"
+    target = "" if row.least is None else f"{'at most' if row.is_most else 'at least'} {row.least:g}: {row.verdict}"
+    details = ", ".join(f"{name} {value:.4g}" for name, value in row.detail.items() if not isinstance(value, bool))
+    return f"{row.name:<90} {row.value:>10.4g} {row.unit:<13} {target:<24} {details}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""Share of the time in which a GPU runs nothing, from a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+
+def gaps_share(spans: Iterable[tuple[float, float]]) -> float:
+    """Share of the time from the first begin to the last end that no span (begin, end) covers; 0 for none."""
+    first = last = covered = 0.0
+    for index, (begin, end) in enumerate(sorted(spans)):
+        if index == 0:
+            first = last = begin
+        covered += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    return 1 - covered / (last - first) if last > first else 0.0
+
+
+def share(run: Callable[[], object]) -> float:
+    """Of the GPU while ``run`` runs, in the second half of its work: steps, after the prompts."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+    events = [event for event in profile.events() or () if str(event.device_type).endswith("CUDA")]
+    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
+    return gaps_share(spans[len(spans) // 2 :])

@@ -1,0 +1,117 @@
+"""Longest gap of running answers while long prompts arrive: prompts in the same steps, or on an engine of their own.
+
+Split on one GPU: a thread with a stream of its own computes the prompts on other blocks of the same model, and the
+blocks move to the engine of the answers as in a handoff between workers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from queue import SimpleQueue
+
+import torch
+
+from bench.gpu.serving import Trace, make_engine, request
+from bench.gpu.shapes import Sizes
+from decant.engine.engine import Engine
+from decant.engine.plan import Device
+from decant.engine.request import Request
+from decant.engine.sequence import BlockAddress
+from decant.engine.transfer import TransferCommit
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Steps on a CPU, whose layers have one set of buffers."""
+
+Payload = tuple[Request, list[tuple[BlockAddress, bytes, int]], TransferCommit]
+
+
+def longest_gap_mixed(device: Device, sizes: Sizes) -> float:
+    """All prompts in whole, in the steps of the answers."""
+    prompts = _prompts(device, sizes)
+    engine = make_engine(device, sizes.answers + len(prompts), budget=sizes.answers + sizes.long_prompts[1])
+    return _longest_gap(engine, sizes, lambda: list(map(engine.add, prompts)))
+
+
+def longest_gap_split(device: Device, prefill_device: Device, sizes: Sizes) -> float:
+    """Prompts on ``prefill_device``, which shares the weights of ``device``."""
+    engine, arrived = make_engine(device, sizes.answers + sizes.long_prompts[0]), SimpleQueue[Payload]()
+    thread = threading.Thread(target=_prefill, args=(prefill_device, _prompts(device, sizes), arrived))
+    try:
+        return _longest_gap(engine, sizes, thread.start, lambda: _join_arrived(engine, arrived))
+    finally:
+        if thread.ident is not None:
+            thread.join()
+
+
+def _prompts(device: Device, sizes: Sizes) -> list[Request]:
+    count, length = sizes.long_prompts
+    return [request(f"long-{index}", length, 4, device.vocab_size) for index in range(count)]
+
+
+def _longest_gap(
+    engine: Engine, sizes: Sizes, arrive: Callable[[], object], between: Callable[[], object] = lambda: None
+) -> float:
+    """Longest gap of the running answers from the arrival of the prompts until each has its tokens."""
+    count, trace = sizes.long_prompts[0], Trace()
+    length = engine.limits.context_length - 17
+    answers = [request(f"answer-{index}", 16, length, engine.device.vocab_size) for index in range(sizes.answers)]
+    for one in answers:
+        engine.add(one)
+    began, arrived, ended = time.perf_counter(), 0.0, 0
+    while (ended < count and engine.scheduler.running) or not arrived:
+        between()
+        with _step():
+            output = engine.step()
+        now = time.perf_counter() - began
+        for token in output.tokens:
+            trace.tokens.setdefault(token.id, []).append(now)
+        ended += sum(one.id.startswith("long") for one in output.ended)
+        if not arrived and len(trace.tokens) == len(answers) and all(len(at) > 4 for at in trace.tokens.values()):
+            arrived = now
+            arrive()
+    for one in answers:
+        engine.cancel(one.id)
+    while engine.has_work:
+        engine.step()
+    gaps = [after - before for one in answers for before, after in pairwise(trace.tokens[one.id]) if after > arrived]
+    return max(gaps)
+
+
+def _prefill(device: Device, prompts: list[Request], arrived: SimpleQueue[Payload]) -> None:
+    """On a thread of its own."""
+    engine = make_engine(device, len(prompts))
+    with _stream():
+        for one in prompts:
+            engine.add(replace(one, park_after=1))
+        while engine.has_work:
+            with _step():
+                output = engine.step()
+            for id in output.parked:
+                export = engine.transfers.export(id)
+                commit = engine.transfers.finalize(id)
+                runs = [(run.address, bytes(export.read(run.address)), run.checksum) for run in export.runs]
+                engine.transfers.release(id)
+                arrived.put((next(one for one in prompts if one.id == id), runs, commit))
+
+
+def _step() -> AbstractContextManager[object]:
+    return nullcontext() if torch.cuda.is_available() else _ONE_AT_A_TIME
+
+
+def _stream() -> AbstractContextManager[object]:
+    return torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_available() else nullcontext()
+
+
+def _join_arrived(engine: Engine, arrived: SimpleQueue[Payload]) -> None:
+    while not arrived.empty():
+        one, runs, commit = arrived.get()
+        arrival = engine.transfers.reserve(one)
+        arrival.extend(one.prompt_len + len(commit.output))
+        for run in runs:
+            arrival.write(*run)
+        engine.transfers.join(arrival, commit)

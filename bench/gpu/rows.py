@@ -1,0 +1,249 @@
+"""The rows of the table: each measures one figure and compares it with its limit."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench.gpu import ceilings, idle, interference, shapes
+from bench.gpu.serving import decode_steps, make_engine, request, serve
+from bench.gpu.shapes import Decode, Sizes
+from decant.engine.errors import EngineError
+from decant.engine.model.backend import CudaKernels
+from decant.engine.model.model import ModelDevice
+
+UNMEASURED = "not measured"
+
+FAILURES = (AssertionError, AttributeError, EngineError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a part may raise on a machine that lacks something, without ending the others."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure. ``least``: what it is to reach, or to stay below if ``is_most``; None: no limit."""
+
+    name: str
+    value: float | None
+    unit: str
+    least: float | None = None
+    is_most: bool = False
+    detail: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.value is None:
+            return f"{UNMEASURED}: {self.why}"
+        if self.least is None:
+            return ""
+        return "reached" if (self.value <= self.least if self.is_most else self.value >= self.least) else "missed"
+
+
+class Bench:
+    """Measures the rows on one device. Each method of ``parts`` yields rows; models are made when first needed."""
+
+    def __init__(self, sizes: Sizes, device: torch.device, kernels: CudaKernels) -> None:
+        self.sizes = sizes
+        self.device = device
+        self.kernels = kernels
+        self.bandwidth = ceilings.bandwidth(device, sizes.copied_bytes)
+        self.rate = ceilings.product_rate(device, sizes.product)
+        self._served: ModelDevice | None = None
+        self._weights = self._products = 0
+        self._others_throughput = 0.0  # of transformers' continuous batching
+
+    def parts(self) -> dict[str, Callable[[], Iterator[Row]]]:
+        """By name, in the order in which they are measured: what needs the model before it is changed comes first."""
+        return {
+            "transformers": self.transformers,
+            "decode": self.decodes,
+            "prompt": self.prompt,
+            "mixed": self.mixed,
+            "idle": self.idle,
+            "interference": self.interference,
+            "exact": self.exact,
+            "queue": self.queue,
+        }
+
+    # -- the large model ----------------------------------------------------------------------------------------
+
+    @property
+    def served(self) -> ModelDevice:
+        if self._served is None:
+            self._served = self._make(self.sizes.model)
+        return self._served
+
+    def _make(self, name: str, *, exact: bool = False) -> ModelDevice:
+        """Notes the size of the model, which is packed on a CPU afterwards."""
+        model = shapes.make_model(name, self.sizes.context_length, self.device)
+        self._weights, self._products = shapes.weight_bytes(model), shapes.products(model)
+        kv_bytes = shapes.kv_bytes(model, self._kv_tokens())
+        return shapes.make_served(model, name, kernels=self.kernels, exact=exact, kv_bytes=kv_bytes)
+
+    def _kv_tokens(self) -> int:
+        """Room for the largest workload, each sequence with a block more."""
+        sizes, steps = self.sizes, self.sizes.steps
+        decodes = max(one.sequences * (one.context + steps + 48) for one in sizes.decodes)
+        requests, _, longest = sizes.mixed
+        count, length = sizes.long_prompts
+        gaps = (sizes.answers + count) * 512 + count * (length + 64) + sizes.answers * sizes.context_length // 8
+        return max(decodes, requests * (longest + sizes.outputs + 32), gaps, sizes.queue_kv_tokens + 64)
+
+    def decodes(self) -> Iterator[Row]:
+        for one in self.sizes.decodes:
+            yield self._decode(one)
+
+    def _decode(self, one: Decode) -> Row:
+        device = self.served
+        steps = decode_steps(device, one.sequences, one.context, self.sizes.steps)
+        seconds, tokens = median(took for took, _ in steps), median(tokens for _, tokens in steps)
+        kv = tokens * device.block_bytes // device.block_size
+        by_bytes = (self._weights + kv) / self.bandwidth
+        by_products = one.sequences * self._products / self.rate
+        limit = max(by_bytes, by_products)
+        detail = {
+            "step_ms": seconds * 1e3,
+            "limit_ms": limit * 1e3,
+            "tokens": tokens,
+            "tokens_s": one.sequences / seconds,
+        }
+        name = f"decode, {one.sequences} sequences, {one.context:,} tokens"
+        return Row(name, limit / seconds, "of the limit", one.least, detail=detail)
+
+    def prompt(self) -> Iterator[Row]:
+        device, length = self.served, self.sizes.prompt
+        seconds = []
+        for run in range(3):
+            engine = make_engine(device, 1, budget=length)
+            (tokens,) = serve(engine, [request(f"prompt-{run}", length, 1, device.vocab_size)]).tokens.values()
+            seconds.append(tokens[0])
+        limit = length * self._products / self.rate
+        detail = {"ttft_ms": min(seconds) * 1e3, "limit_ms": limit * 1e3}
+        yield Row(
+            f"prompt of {length:,} tokens: first token", limit / min(seconds), "of the limit", 0.65, detail=detail
+        )
+
+    def _requests(self, output: int, vocabulary: int) -> list[Any]:
+        count, shortest, longest = self.sizes.mixed
+        rng = random.Random(0)
+        return [request(f"mixed-{at}", rng.randint(shortest, longest), output, vocabulary) for at in range(count)]
+
+    def mixed(self) -> Iterator[Row]:
+        device, (count, shortest, longest) = self.served, self.sizes.mixed
+        for output in (self.sizes.outputs, self.sizes.compared_outputs):
+            trace = serve(make_engine(device, count), self._requests(output, device.vocab_size))
+            name = f"{count} at once, {shortest:,} to {longest:,} in, {output} out"
+            detail = {"tpot_ms": trace.tpot * 1e3, "seconds": trace.seconds}
+            yield Row(name, trace.throughput, "tokens/s", detail=detail)
+        if self._others_throughput:
+            times = trace.throughput / self._others_throughput
+            yield Row(f"{name}: beside transformers' continuous batching", times, "times", 5.0)
+
+    def transformers(self) -> Iterator[Row]:
+        """The compared outputs only: its steps are slow."""
+        count, output = self.sizes.mixed[0], self.sizes.compared_outputs
+        name = f"transformers' continuous batching, the same with {output} out"
+        if self.device.type != "cuda":
+            yield Row(name, None, "tokens/s", why="its batching needs a GPU")
+            return
+        model: Any = shapes.make_model(self.sizes.model, self.sizes.context_length, self.device)
+        requests = self._requests(output, model.config.vocab_size)
+        if not hasattr(model, "generate_batch"):
+            yield Row(name, None, "tokens/s", why="this transformers has no generate_batch")
+            return
+        model.set_attn_implementation("paged|sdpa")
+        model.generation_config.update(max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        began = time.perf_counter()
+        outputs = model.generate_batch(
+            [list(one.token_ids) for one in requests], generation_config=model.generation_config
+        )
+        seconds = time.perf_counter() - began
+        tokens = sum(len(one.generated_tokens) for one in outputs.values())
+        if tokens < count * output:
+            yield Row(name, None, "tokens/s", why=f"it generated {tokens} of {count * output} tokens")
+            return
+        self._others_throughput = tokens / seconds
+        yield Row(name, self._others_throughput, "tokens/s", detail={"seconds": seconds})
+
+    def idle(self) -> Iterator[Row]:
+        one = self.sizes.decodes[1]
+        name = f"device idle between decode steps, {one.sequences} sequences"
+        if self.device.type != "cuda":
+            yield Row(name, None, "of the time", 0.05, is_most=True, why="needs a GPU's profile")
+            return
+        share = idle.share(lambda: decode_steps(self.served, one.sequences, one.context // 4, self.sizes.steps))
+        yield Row(name, share, "of the time", 0.05, is_most=True)
+
+    def interference(self) -> Iterator[Row]:
+        sizes, device = self.sizes, self.served
+        mixed = interference.longest_gap_mixed(device, sizes)
+        count, length = sizes.long_prompts
+        second = shapes.beside(device, count * (-(-length // device.block_size) + 2))
+        split = interference.longest_gap_split(device, second, sizes)
+        name = f"longest gap of {sizes.answers} answers, {count} prompts of {length:,}: split to mixed in whole"
+        detail = {"split_ms": split * 1e3, "mixed_ms": mixed * 1e3}
+        yield Row(name, split / mixed, "of mixed", 0.1, is_most=True, detail=detail)
+
+    def exact(self) -> Iterator[Row]:
+        one = self.sizes.decodes[1]
+        plain = median(took for took, _ in decode_steps(self.served, one.sequences, one.context, self.sizes.steps))
+        self._served = None  # its memory is needed
+        device = self._make(self.sizes.model, exact=True)
+        exact = median(took for took, _ in decode_steps(device, one.sequences, one.context, self.sizes.steps))
+        detail = {"exact_ms": exact * 1e3, "step_ms": plain * 1e3, "equal_bits": device.equal_bits}
+        yield Row(f"exact, {one.sequences} sequences", exact / plain, "of the step", 1.6, is_most=True, detail=detail)
+
+    # -- the small model ----------------------------------------------------------------------------------------
+
+    def queue(self) -> Iterator[Row]:
+        """Requests with exponentially distributed answers over little KV memory, beside static batches of it."""
+        self._served = None
+        sizes, device = self.sizes, self._make(self.sizes.small_model)
+        rng = random.Random(0)
+        outputs = [
+            max(1, min(sizes.queue_most, round(rng.expovariate(1 / sizes.queue_mean)))) for _ in range(sizes.queue)
+        ]
+        requests = [
+            request(f"queue-{at}", sizes.queue_prompt, output, device.vocab_size) for at, output in enumerate(outputs)
+        ]
+        trace = serve(make_engine(device, 64, kv_tokens=sizes.queue_kv_tokens), requests)
+        batch = max(1, sizes.queue_kv_tokens // (sizes.queue_prompt + sizes.queue_most))
+        batches = [outputs[at : at + batch] for at in range(0, len(outputs), batch)]
+        prompt, step = self._static_pace(device, batch)
+        detail = {"seconds": trace.seconds, "batch": batch, "static_step_ms": step * 1e3, "scaled_by_steps": True}
+        for padded, least, name in (
+            ([max(outputs)] * len(batches), 23.0, "a static batch padded to the longest of all"),
+            ([max(one) for one in batches], 6.0, "a static batch padded to its own longest"),
+        ):
+            static = sum(prompt + (length - 1) * step for length in padded)
+            title = f"{sizes.queue:,} requests, {sizes.queue_kv_tokens:,} tokens of KV: beside {name}"
+            yield Row(title, static / trace.seconds, "times", least, detail=detail | {"static_s": static})
+
+    def _static_pace(self, device: ModelDevice, batch: int) -> tuple[float, float]:
+        """Seconds of a batch's prompts, and of a step in the middle of its longest answer, of a sample."""
+        sizes = self.sizes
+        output = max(3, min(sizes.queue_most, sizes.steps * 2))
+        rows = [request(f"static-{at}", sizes.queue_prompt + sizes.queue_most // 2 - output, output, device.vocab_size)
+                for at in range(batch)]  # fmt: skip
+        trace = serve(make_engine(device, batch), rows, batch)
+        short = [request(f"first-{at}", sizes.queue_prompt, 1, device.vocab_size) for at in range(batch)]
+        return serve(make_engine(device, batch), short).seconds, median(took for took, _ in trace.decodes)
+
+
+def measure(bench: Bench, names: Sequence[str], seconds: float) -> Iterator[Row]:
+    """The rows of these parts; a part that fails gives a row with the reason, and none begins after ``seconds``."""
+    ends = time.monotonic() + seconds
+    for name in names:
+        if time.monotonic() > ends:
+            yield Row(name, None, "", why=f"{seconds:g} s were over")
+            continue
+        try:
+            yield from bench.parts()[name]()
+        except FAILURES as error:
+            yield Row(name, None, "", why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")

@@ -1,0 +1,161 @@
+"""Models with random weights in known shapes, made on the device, and the sizes of the workloads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from decant.engine.model.backend import CudaKernels, RunnerLimits
+from decant.engine.model.model import ModelConfig, ModelDevice, ReadModel, make_device
+
+_SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "llama-3.1-8b": {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        },
+        "smollm2-135m": {
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "vocab_size": 49152,
+        },
+        "tiny": {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 512,
+        },
+    }
+)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Sequences that decode together, and the tokens of each. ``least``: share of the limit that is to be reached."""
+
+    sequences: int
+    context: int
+    least: float
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Workloads of the rows. ``steps``: decode steps that are timed."""
+
+    model: str = "llama-3.1-8b"
+    small_model: str = "smollm2-135m"
+    context_length: int = 10_240
+    steps: int = 48
+    decodes: tuple[Decode, ...] = (Decode(1, 1024, 0.85), Decode(64, 2048, 0.75), Decode(256, 1024, 0.65))
+    prompt: int = 3500
+    mixed: tuple[int, int, int] = (64, 1500, 2000)  # requests, shortest and longest prompt
+    outputs: int = 500
+    compared_outputs: int = 100
+    queue: int = 1000
+    queue_prompt: int = 512
+    queue_mean: int = 128
+    queue_most: int = 1536
+    queue_kv_tokens: int = 8200
+    answers: int = 32
+    long_prompts: tuple[int, int] = (8, 8000)  # how many, tokens of each
+    copied_bytes: int = 4 << 30
+    product: int = 8192
+
+
+TINY = Sizes(
+    model="tiny",
+    small_model="tiny",
+    context_length=256,
+    steps=3,
+    decodes=(Decode(1, 24, 0.85), Decode(3, 24, 0.75)),
+    prompt=48,
+    mixed=(3, 12, 20),
+    outputs=4,
+    compared_outputs=2,
+    queue=6,
+    queue_prompt=16,
+    queue_mean=4,
+    queue_most=12,
+    queue_kv_tokens=112,
+    answers=2,
+    long_prompts=(1, 64),
+    copied_bytes=1 << 20,
+    product=64,
+)
+"""To test the benchmark itself: its figures mean nothing."""
+
+
+def make_model(name: str, context_length: int, device: torch.device) -> LlamaForCausalLM:
+    """A model in bfloat16 with random weights; speed does not depend on them."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **_SHAPES[name],
+        max_position_embeddings=context_length,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        tie_word_embeddings=False,
+    )
+    config._attn_implementation = "eager"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device:
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    model.eval()
+    return model
+
+
+def make_served(
+    model: LlamaForCausalLM, name: str, *, kernels: CudaKernels, exact: bool = False, kv_bytes: int | None = None
+) -> ModelDevice:
+    """The engine's device; the model is changed in place. ``kv_bytes`` None: what the GPU has left."""
+    config = ModelConfig(name, device=str(model.device), kv_bytes=kv_bytes, cuda_kernels=kernels, exact=exact)
+    context_length = model.config.max_position_embeddings
+    read = ReadModel(model, name, context_length, frozenset(), lambda layout: f"{name} {layout}")
+    return make_device(read, config, config.make_backend())
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes that a decode step reads: all weights but the rows of the embedding that it does not take."""
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    taken: int = embedding.weight.nbytes
+    return sum(p.numel() * p.element_size() for p in model.parameters()) - taken
+
+
+def products(model: torch.nn.Module) -> int:
+    """Multiplications and additions per token in linear layers."""
+    return 2 * sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+
+
+def kv_bytes(model: torch.nn.Module, tokens: int) -> int:
+    """Of so many tokens."""
+    config: Any = model.config
+    head: int = config.hidden_size // config.num_attention_heads
+    each: int = 2 * config.num_hidden_layers * config.num_key_value_heads * head * torch.bfloat16.itemsize
+    return tokens * each
+
+
+def beside(device: ModelDevice, num_blocks: int) -> ModelDevice:
+    """Another device with the same weights, and blocks of its own."""
+    dtype = device.store.dtype
+    store = device.backend.make_store(device.store.layout, num_blocks, dtype)
+    limits = RunnerLimits(device.eos_token_ids, device.context_length)
+    runner = device.backend.make_runner(device.model, store, device.runner.views, limits)
+    return replace(device, store=store, runner=runner)

@@ -1,0 +1,40 @@
+"""The weight formats, chosen by ``quantization_config`` in config.json. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from decant.engine.checkpoint.fp8 import Fp8
+from decant.engine.checkpoint.weight_format import PLAIN, WeightFormat
+from decant.engine.errors import ModelRefused
+
+FORMATS: dict[str, WeightFormat] = {"fp8": Fp8()}
+"""Formats other than ``PLAIN``, by ``quant_method``."""
+
+
+def find_format(name: str, config: Mapping[str, Any]) -> WeightFormat:
+    """The format that a config.json names, in itself or in a part. Raises ModelRefused for an unknown one."""
+    chosen = PLAIN
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in ("quantization_config", "compression_config"):
+            settings = part.get(key)
+            if settings is None:
+                continue
+            if not settings:  # transformers would fail
+                raise ModelRefused(
+                    name, f"{key} in config.json is {json.dumps(settings)}: remove it, or name the format"
+                )
+            method = settings.get("quant_method") if isinstance(settings, dict) else None
+            if not isinstance(method, str) or method not in FORMATS:
+                raise ModelRefused(name, f"{_title(settings, method)} weights are not served yet")
+            chosen = FORMATS[method]
+    return chosen
+
+
+def _title(settings: object, method: object) -> str:
+    if not isinstance(method, str):
+        bits = {"load_in_4bit", "load_in_8bit"} & set(settings) if isinstance(settings, dict) else set()
+        return "bitsandbytes" if bits else "quantized"
+    return method.upper() if len(method) <= 5 else method

@@ -1,0 +1,98 @@
+"""The option ``exact``: every operation of a model gives a row the same bits in any batch.
+
+Attention, sampling and the operations of fused layers do so already, and elementwise operations always do. What is left
+are sums that torch orders by the shape of the batch: linear layers and norms. Their modules stay; their ``forward`` is
+replaced. A model with other parameters is refused, as nothing is known of their sums.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from decant.engine.cuda import gemm_kernels as kernels
+from decant.engine.cuda.fused_layer import TOLERANCE, WIDEST, Norm, find_norm
+from decant.engine.errors import InvalidConfig
+
+TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 64, 64, 64
+"""Constants: a row's bits depend on ``TILE_DEPTH``, and the others are fixed so that no compiled kernel differs."""
+
+_TRIAL_ROWS = 3
+
+
+class ExactLinear:
+    """Replaces the forward of a linear layer: x [..., in] -> [..., out]."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self._linear = linear
+        self._weight = linear.weight.detach().contiguous()
+        self._bias = None if linear.bias is None else linear.bias.detach()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        columns, depth = self._weight.shape
+        rows = x.reshape(-1, depth)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        out = rows.new_empty(len(rows), columns)
+        if len(rows):
+            tiles = -(-len(rows) // TILE_ROWS) * -(-columns // TILE_COLUMNS)
+            programs = min(tiles, _processors(x.device))
+            kernels.linear[(programs,)](
+                *(rows, self._weight, out if self._bias is None else self._bias, out),
+                *(len(rows), columns, depth, rows.stride(0), programs),
+                HAS_BIAS=self._bias is not None,
+                TILE_ROWS=TILE_ROWS,
+                TILE_COLUMNS=TILE_COLUMNS,
+                TILE_DEPTH=TILE_DEPTH,
+            )
+        return out.view(*x.shape[:-1], columns)
+
+
+class ExactNorm:
+    """Replaces the forward of an RMS norm."""
+
+    def __init__(self, norm: Norm) -> None:
+        self._norm = norm
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
+        return self._norm(rows).view(hidden_states.shape)
+
+
+def _processors(device: torch.device) -> int:
+    """Programs that run at once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@torch.inference_mode()
+def make_exact(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace all linear layers and norms. Raises InvalidConfig for a model with other parameters."""
+    replaced: list[tuple[nn.Module, ExactLinear | ExactNorm]] = []
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if not own or type(module) is nn.Embedding:
+            continue
+        if type(module) is nn.Linear:
+            replaced.append((module, ExactLinear(module)))
+            continue
+        exact = _exact_norm(module, dtype)
+        if exact is None:
+            raise InvalidConfig("exact", "off for a model with other parts than linear layers and RMS norms", name)
+        replaced.append((module, exact))
+    for module, forward in replaced:
+        module.forward = forward
+
+
+def _exact_norm(module: nn.Module, dtype: torch.dtype) -> ExactNorm | None:
+    """The replacement of a norm that computes the same as an RMS norm, up to rounding."""
+    try:
+        norm = find_norm(module)
+    except LookupError:
+        return None
+    width = 0 if norm is None else len(norm.weight)
+    if norm is None or not 0 < width <= WIDEST:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(_TRIAL_ROWS, width, generator=generator).to(norm.weight.device, dtype)
+    exact = ExactNorm(norm)
+    ours, theirs = exact(rows).double(), module(rows).double()
+    return exact if float((ours - theirs).norm()) <= TOLERANCE[dtype] * float(theirs.norm()) else None

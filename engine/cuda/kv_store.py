@@ -1,0 +1,49 @@
+"""A KV store whose blocks are read and written beside the steps: on streams of their own, through pinned memory.
+
+    compute   [ step k          ][ step k+1        ][ step k+2        ]
+    export      [ blocks of step k-1 ]                                    to pinned memory, then the network
+    import            [ blocks of an arrival ]                            from the network, through pinned memory
+
+A block that is read was filled by a step whose result is known, and a block that is written is in no launched step
+(``StepQueue.when_unused``), so the streams need not wait for each other. A block is one run of bytes, which the copy
+engines move without a kernel.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+
+from decant.engine.cuda.staging import Download
+from decant.engine.kv_layout import KvLayout
+from decant.engine.model.kv_store import KvStore
+
+
+class CudaKvStore(KvStore):
+    """``read`` returns a copy. ``write`` returns when the block is written; other threads run meanwhile."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(layout, num_blocks, dtype, device)
+        is_cuda = device.type == "cuda"
+        self._export = torch.cuda.Stream(device) if is_cuda else None
+        self._import = torch.cuda.Stream(device) if is_cuda else None
+
+    def read(self, block: int) -> memoryview:
+        with _on(self._export):
+            (copied,) = Download([self.blocks[block].view(torch.uint8)]).wait()
+        data: memoryview = copied.data
+        return data
+
+    def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
+        packed = torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=self._import is not None)
+        packed.numpy()[:] = np.frombuffer(data, dtype=np.uint8)
+        with _on(self._import):
+            self.blocks[block].view(torch.uint8).copy_(packed, non_blocking=True)
+        if self._import is not None:
+            self._import.synchronize()
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)

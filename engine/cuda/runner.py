@@ -1,0 +1,106 @@
+"""Runs plans on CUDA without waiting: a step is launched from host memory and from the tokens of the step before.
+
+submit(k)    flatten ─> upload ─> tokens of step k-1 that the rows continue ─> graph or kernels ─> draw ─> download
+result(k)    wait for the download of step k, while the device computes step k+1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from decant.engine.cuda.attention import TritonAttention
+from decant.engine.cuda.graph_sizes import GraphLimits
+from decant.engine.cuda.graphs import Capture, DecodeGraphs
+from decant.engine.cuda.sampler import TritonSampler
+from decant.engine.cuda.staging import Staging
+from decant.engine.cuda.step_draw import StepDraw
+from decant.engine.model.attention import AttentionBackend, attending, calls_made
+from decant.engine.model.attention.masks import AttentionWindow
+from decant.engine.model.backend import Backend
+from decant.engine.model.kv_store import KvStore
+from decant.engine.model.runner import ModelRunner, StepLogits
+from decant.engine.model.step_batch import FlatBatch
+from decant.engine.plan import StepPlan, StepResult
+
+
+class CudaRunner(ModelRunner):
+    """A ``ModelRunner`` that overlaps steps, and runs decode batches in graphs once they are captured."""
+
+    overlaps = True
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        store: KvStore,
+        views: Sequence[AttentionWindow],
+        eos: frozenset[int],
+        backend: Backend,
+        sampler: TritonSampler,
+    ) -> None:
+        super().__init__(model, store, views, eos, backend)
+        self._sampler = sampler
+        self._staging = Staging(self._device)
+        self._drawn = torch.zeros(0, dtype=torch.int64, device=self._device)  # by row of the newest plan
+        self.graphs: DecodeGraphs | None = None
+
+    def capture(self, context_length: int, limits: GraphLimits, capture: Capture | None = None) -> None:
+        """Capture the graphs of decode batches of at most ``context_length`` tokens per row."""
+        capture = capture or Capture(self._device)
+        width = -(-context_length // self._store.layout.block_size)
+        self.graphs = DecodeGraphs(self._store, self._views, width, self._compute)
+        with torch.inference_mode():
+            self.graphs.capture(capture, limits, capture.used_bytes)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.submit(plan)()
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Launch all of a step; the result waits for it. ``Device.submit``."""
+        flat = self.flatten(plan.rows)
+        step = StepLogits(flat, self._sampler)
+        graphed = self.graphs.find(plan.rows, flat) if self.graphs else None
+        batch = flat if graphed is None else graphed[1]
+        tokens, positions, keep = self._upload(batch, step, plan)
+        if graphed is None:
+            logits = self._compute(tokens, positions, keep, TritonAttention(self._store, self._views, flat))
+        else:  # padding rows are behind the others, and each row has one logit
+            logits = graphed[0].run(batch, tokens, positions)[keep]
+        if len(self._drawn) < len(plan.rows):
+            self._drawn = torch.zeros(2 * len(plan.rows), dtype=torch.int64, device=self._device)
+        return StepDraw(step, logits, self._eos, self._drawn, self._staging, self._sampler).result
+
+    def _upload(self, batch: FlatBatch, step: StepLogits, plan: StepPlan) -> list[torch.Tensor]:
+        """Token ids [T], positions [T] and kept positions on the device; clears new blocks.
+
+        Ids that the step before draws are taken from its tokens.
+        """
+        first_of = np.empty(len(batch.rows), np.int64)
+        first_of[batch.order] = batch.firsts
+        targets, sources = first_of[list(plan.inputs)], np.array(list(plan.inputs.values()), np.int64)
+        tokens, positions, keep, new, target, source = self._staging.upload(
+            batch.tokens, batch.positions, step.keep, batch.new_blocks, targets, sources
+        )
+        self._store.blocks_and_blank.index_fill_(0, new, 0)
+        if plan.inputs:
+            tokens[target] = self._drawn[source]
+        return [tokens, positions, keep]
+
+    def _compute(
+        self, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        inputs: dict[str, Any] = {
+            "input_ids": tokens[None],
+            "position_ids": positions[None],
+            "use_cache": False,
+            "logits_to_keep": keep,
+        }
+        with attending(attention):
+            logits: torch.Tensor = self._model(**inputs).logits[0]
+            if calls_made() != len(self._views):
+                raise RuntimeError(f"attention was called {calls_made()} times for {len(self._views)} layers")
+        return logits if len(logits) == len(keep) else logits[keep]  # a model without the option returns all rows

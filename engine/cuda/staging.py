@@ -1,0 +1,63 @@
+"""Copies between host and device that the host does not wait for, through pinned memory.
+
+On a CPU device (the kernels' tests) nothing is copied asynchronously, and the interface is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Array = npt.NDArray[np.generic]
+
+_ALIGN = 16
+
+
+class Download:
+    """Copies of device tensors on their way to the host, as of the kernels launched before."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        is_cuda = any(tensor.is_cuda for tensor in tensors)
+        self._host = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda) for tensor in tensors]
+        for host, tensor in zip(self._host, tensors, strict=True):
+            host.copy_(tensor, non_blocking=True)
+        if is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[Array]:
+        """The host's copies. The only call of a step that waits for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [host.numpy() for host in self._host]
+
+
+class Staging:
+    """Sends arrays to one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def upload(self, *arrays: Array) -> list[torch.Tensor]:
+        """A tensor on the device for each array, in one copy. The arrays may change afterwards.
+
+        torch's allocator of pinned memory keeps the buffer until the copy has ended.
+        """
+        offsets = np.cumsum([0, *(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)])
+        packed = torch.empty(int(offsets[-1]), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        host = packed.numpy()
+        for offset, array in zip(offsets.tolist(), arrays, strict=False):
+            host[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        moved = packed.to(self.device, non_blocking=True)
+        return [
+            moved[offset : offset + array.nbytes].view(_dtype(array)).view(array.shape)
+            for offset, array in zip(offsets.tolist(), arrays, strict=False)
+        ]
+
+
+def _dtype(array: Array) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype

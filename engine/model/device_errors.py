@@ -1,0 +1,28 @@
+"""Names the failures of a device that no step survives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from decant.engine.errors import DeviceFailed
+
+
+@contextmanager
+def naming_failures() -> Iterator[None]:
+    """Turn errors of exhausted memory and of a lost device into DeviceFailed.
+
+    After the latter, every call of CUDA in the process fails. Other errors are errors of the program.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DeviceFailed(f"the memory of the device is exhausted: {_first_line(error)}") from error
+    except torch.AcceleratorError as error:
+        raise DeviceFailed(f"the device is lost: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,102 @@
+"""Exact products and norms: the same bits for a row in any batch, and the numbers of torch up to rounding."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton")
+
+from decant.engine.cuda import backend as cuda_backend
+from decant.engine.cuda import exact
+from decant.engine.cuda.exact import ExactLinear, make_exact
+from decant.engine.errors import InvalidConfig
+from decant.engine.model import backend as model_backend
+from decant.engine.model import model as model_module
+from decant.engine.model.model import ModelConfig, load
+from tests.engine import tiny
+from tests.engine.cuda.test_backend import LAYOUT, InterpretedBackend
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small layers have several, the last one in part."""
+    for name in ("TILE_ROWS", "TILE_COLUMNS", "TILE_DEPTH"):
+        monkeypatch.setattr(exact, name, 16)
+
+
+def linear(depth: int, columns: int, dtype: torch.dtype, *, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(depth, columns, bias=bias).to(DEVICE, dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float32, 1e-6)])
+def test_a_product_agrees_with_float64(dtype: torch.dtype, tolerance: float) -> None:
+    layer = linear(50, 37, dtype)
+    rows = torch.randn(2, 19, 50, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    wide = torch.full((2, 19, 64), float("nan"), device=DEVICE, dtype=dtype)
+    wide[..., :50] = rows
+    expected = nn.functional.linear(rows.double(), layer.weight.double(), layer.bias.double())
+    out = ExactLinear(layer)(wide[..., :50])
+    assert out.dtype == dtype
+    assert float((out.double() - expected).norm()) <= tolerance * float(expected.norm())
+
+
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
+    layer = ExactLinear(linear(70, 20, torch.bfloat16, bias=False))
+    rows = torch.randn(35, 70, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
+    together = layer(rows)
+    for chosen in ([3], [34, 3], [*range(16), 33, 3], list(range(34, -1, -1))):
+        assert torch.equal(layer(rows[chosen]), together[chosen])
+    assert layer(rows[:0]).shape == (0, 20)
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+
+def test_a_model_with_other_parts_is_refused() -> None:
+    model = nn.Sequential(linear(4, 4, torch.float32), Router())
+    with pytest.raises(InvalidConfig, match=r"exact: off for a model with other parts .* got '1'"):
+        make_exact(model, torch.float32)
+    assert not isinstance(model[0].forward, ExactLinear), "it is left as it was"
+
+
+@pytest.mark.slow
+def test_a_model_is_exact_by_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe refuses an exact backend whose rows depend on their neighbours. Norms of heads are among the parts."""
+    monkeypatch.setattr(cuda_backend, "TRIAL_SAMPLING", cuda_backend.TRIAL_SAMPLING[:1])
+    for name, size in {"TILE_ROWS": 64, "TILE_COLUMNS": 256, "TILE_DEPTH": 64}.items():
+        monkeypatch.setattr(exact, name, size)
+    config = tiny.config("qwen3")
+    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+    monkeypatch.setattr(model_module, "make_backend", lambda device, _, exact: InterpretedBackend(device, exact=exact))
+    options: Any = {"device": DEVICE.type, "context_length": 64, "kv_bytes": 1 << 20, "exact": True}
+    device = load(ModelConfig(str(tiny.save(config, tmp_path)), dtype="bfloat16", **options))
+    assert device.equal_bits
+    assert device.probe_result.exact
+    linears = [module for module in device.model.modules() if type(module) is nn.Linear]
+    assert linears
+    assert all(isinstance(module.forward, ExactLinear) for module in linears)
+
+
+def test_exact_needs_the_kernels() -> None:
+    with pytest.raises(InvalidConfig, match="exact: off on a CUDA device without cuda_kernels triton"):
+        model_backend.make_backend(torch.device("cuda"), "none", exact=True)
+    assert model_backend.make_backend(torch.device("cpu"), exact=True).exact == model_backend.PARTS
+
+
+def test_a_part_that_fails_its_trial_refuses_an_exact_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_backend, "try_attention", lambda *_: "differs")
+    backend = InterpretedBackend(DEVICE, exact=True)
+    with pytest.raises(InvalidConfig, match=r"exact: off, as torch has to compute attention \(differs\)"):
+        backend.make_store(LAYOUT, 1, torch.float32)

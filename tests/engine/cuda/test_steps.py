@@ -1,0 +1,184 @@
+"""Steps of the CUDA runner: launched ahead, drawn on the device, read in one wait, replayed in padded batches."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from decant.engine.cuda import backend as cuda_backend
+from decant.engine.cuda import runner as cuda_runner
+from decant.engine.cuda.graph_sizes import GraphLimits, GraphSize
+from decant.engine.cuda.graphs import DecodeGraph, Replay
+from decant.engine.cuda.runner import CudaRunner
+from decant.engine.cuda.sampler import TritonSampler
+from decant.engine.cuda.staging import Download, Staging
+from decant.engine.cuda.step_draw import StepDraw
+from decant.engine.engine import Engine
+from decant.engine.model import model as model_module
+from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.model.runner import StepLogits
+from decant.engine.model.sampler import Sampler
+from decant.engine.model.step_batch import flatten
+from decant.engine.plan import Row
+from decant.engine.request import Request, SamplingParams, StopParams
+from decant.engine.sampler_state import SamplerState
+from decant.engine.scheduler import Limits
+from tests.engine import tiny
+from tests.engine.cuda.test_backend import InterpretedBackend
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+VOCABULARY = 200
+EOS = frozenset({7})
+
+
+class Rerun:
+    """A capture whose replay computes again over the same buffers, as a graph does."""
+
+    replays = 0
+
+    def __call__(self, compute: Replay) -> Replay:
+        output = compute().clone()
+
+        def replay() -> torch.Tensor:
+            self.replays += 1
+            output.copy_(compute())
+            return output
+
+        return replay
+
+    def used_bytes(self) -> int:
+        return 0
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fact: Callable[..., Any]) -> list[Any]:
+    """A fact of each call of a method from now on."""
+    facts: list[Any] = []
+    method = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        facts.append(fact(*args))
+        return method(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+    return facts
+
+
+def rows_of_a_step() -> list[Row]:
+    requests = [
+        Request("plain", tuple(range(9))),
+        Request("biased", (1, 2, 3), sampling=SamplingParams(logit_bias={5: 60.0, 9: -60.0}), logprobs=2),
+        Request("ended too early", (4, 5), stop=StopParams(min_tokens=4), logprobs=0),
+        Request("penalised", (1, 1, 2, 3), sampling=SamplingParams(1.0, seed=2, repetition_penalty=1.5), logprobs=5),
+        Request("drawn", tuple(range(30)), sampling=SamplingParams(0.8, top_k=9, seed=5), prompt_logprobs=3),
+        Request("chunk", tuple(range(40)), prompt_logprobs=1),
+        Request("not finite", (8, 9), logprobs=1),
+    ]
+    rows = []
+    for index, request in enumerate(requests):
+        tokens, start = (
+            list(request.token_ids),
+            0 if request.prompt_logprobs is not None else len(request.token_ids) - 1,
+        )
+        end = 20 if request.id == "chunk" else len(tokens)
+        blocks = (array("i", range(3 * index, 3 * index + 3)),)
+        rows.append(Row(request, tokens, start, end, blocks, end == len(tokens), SamplerState(request)))
+    return rows
+
+
+def test_a_step_draws_what_the_plain_sampler_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, log-probabilities with ties, and rows whose logits are not finite."""
+    rows = rows_of_a_step()
+    flat = flatten(rows, 16, 99)
+    step = StepLogits(flat, Sampler())
+    logits = torch.randn(len(step.keep), VOCABULARY, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    logits[:, 50:60] = logits[:, 40:50]
+    owner = flat.rows.index(rows[6])
+    logits[int(step.kept[: owner + 1].sum()) - 1, 3] = float("nan")
+    expected = step.result(logits, EOS)
+    drawn = torch.full((len(rows),), -1, dtype=torch.int64, device=DEVICE)
+    waits = recorded(monkeypatch, Download, "wait", lambda download: download)
+    launched = StepDraw(StepLogits(flat, Sampler()), logits, EOS, drawn, Staging(DEVICE), TritonSampler())
+    assert not waits
+    result = launched.result()
+    assert len(waits) == 1
+    assert result.sampled == expected.sampled
+    assert result.failed == expected.failed
+    assert result.logprobs.keys() == expected.logprobs.keys() == {1, 2, 3}
+    for index, entry in expected.logprobs.items():
+        assert result.logprobs[index] == entry
+    assert result.prompt_logprobs == expected.prompt_logprobs
+    for index, token in enumerate(result.sampled):
+        assert token is None or drawn[index] == token
+
+
+def load_interpreted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capture: Callable[[CudaRunner], None] = lambda runner: None
+) -> ModelDevice:
+    monkeypatch.setattr(cuda_backend, "TRIAL_SAMPLING", cuda_backend.TRIAL_SAMPLING[:2])
+    monkeypatch.setattr(model_module, "make_backend", lambda device, *_: InterpretedBackend(device))
+    config = ModelConfig(str(folder), dtype="float32", device=DEVICE.type, context_length=64, kv_bytes=1 << 20)
+    device = load(config)
+    assert isinstance(device.runner, CudaRunner)
+    capture(device.runner)
+    return device
+
+
+def host_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of tensor methods that make the host wait for a device, as they are called."""
+    calls: list[str] = []
+
+    def counted(name: str) -> Any:
+        method = getattr(torch.Tensor, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return method(*args, **kwargs)
+
+        return call
+
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, counted(name))
+    return calls
+
+
+def test_batches_replayed_with_padding_generate_what_transformers_generates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decodes of 3 rows in a graph of 4, in overlapping steps, with no wait but that for each result."""
+    config = tiny.config("llama")
+    config.num_hidden_layers = 1
+    folder = tiny.save(config, tmp_path)
+    rerun = Rerun()
+    monkeypatch.setattr(cuda_runner, "Capture", lambda device: rerun)
+    monkeypatch.setattr("decant.engine.cuda.graphs.graph_sizes", lambda rows: [GraphSize(4, 8)])
+    device = load_interpreted(folder, monkeypatch, lambda runner: runner.capture(64, GraphLimits()))
+    graphed = recorded(monkeypatch, DecodeGraph, "run", lambda graph, flat, *_: len(flat.rows))
+    engine = Engine(device, Limits(token_budget=16, max_running=4, context_length=64))
+    prompts = {"long": tiny.prompt(20, 1), "short": tiny.prompt(3, 2), "other": tiny.prompt(5, 3)}
+    calls = host_reads(monkeypatch)
+    submit, ahead = device.runner.submit, []
+
+    def watched(plan: Any) -> Any:
+        before = len(calls)
+        ahead.append(len(plan.inputs))
+        wait = submit(plan)
+        assert calls[before:] == [], "a launch waits for the device"
+        return wait
+
+    monkeypatch.setattr(device.runner, "submit", watched)
+    result = tiny.run(engine, [tiny.greedy(id, tokens, 5) for id, tokens in prompts.items()])
+    assert set(graphed) == {4}
+    assert rerun.replays == len(graphed) >= 4
+    assert sum(ahead) >= 10, "rows continue tokens that are still drawn"
+    monkeypatch.undo()
+    reference = tiny.reference(folder)
+    for id, tokens in prompts.items():
+        assert tuple(result.tokens[id]) == tiny.generate(reference, tokens, 5).tokens

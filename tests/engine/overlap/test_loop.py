@@ -1,0 +1,62 @@
+"""Commands on a device that overlaps steps: what they commit is delivered before they are answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from decant.engine.engine import Engine
+from decant.engine.loop import EngineLoop
+from decant.engine.output import StepOutput
+from decant.engine.plan import StepPlan, StepResult
+from decant.engine.request import StopParams
+from tests.engine.factories import BLOCK, VOCABULARY, make_engine, make_request, run_alone
+from tests.engine.overlap.harness import Overlapping
+
+
+class Eager(Overlapping):
+    """Computes when a step is submitted: the next submission delays what is delivered after it."""
+
+    def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        wait = super().submit(plan)
+        self._compute(len(self._submitted))
+        return wait
+
+
+def test_a_sequence_is_parked_behind_the_tokens_that_were_delivered() -> None:
+    """What the park committed was delivered: the tokens that the sequence has are those that the listener knows."""
+    request = make_request("a", 5, stop=StopParams(60, ignore_eos=True))
+    known: list[int] = []
+
+    async def scene() -> list[list[int]]:
+        several, ended = asyncio.Event(), asyncio.Event()
+
+        def on_step(output: StepOutput) -> None:
+            known.extend(token.token for token in output.tokens)
+            if len(known) >= 3:
+                several.set()
+            if output.ended:
+                ended.set()
+
+        def park(engine: Engine) -> list[int]:
+            engine.park("a")
+            return engine.sequences["a"].tokens[5:]
+
+        device = Eager(num_blocks=64, block_size=BLOCK, vocab_size=VOCABULARY, cost=lambda plan: 0.01)
+        loop = EngineLoop(make_engine(device=device), on_step)
+        loop.start()
+        try:
+            await loop.call(lambda engine: engine.add(request))
+            async with asyncio.timeout(30):
+                await several.wait()
+                parked = await loop.call(park)
+                seen = list(known)
+                await loop.call(lambda engine: engine.resume("a"))
+                await ended.wait()
+        finally:
+            await loop.stop()
+        return [parked, seen]
+
+    parked, seen = asyncio.run(scene())
+    assert parked == seen
+    assert known == run_alone(request).text

@@ -1,0 +1,78 @@
+"""Failures of a device: named by the engine, and a device that is not visible is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from decant.engine.checkpoint import checkpoint
+from decant.engine.engine import Engine
+from decant.engine.errors import DeviceFailed, EngineStopped, InvalidConfig
+from decant.engine.fake import FakeDevice
+from decant.engine.loop import EngineLoop
+from decant.engine.model.device_errors import naming_failures
+from decant.engine.plan import StepPlan, StepResult
+from tests.engine.factories import make_request
+
+
+class Failing(FakeDevice):
+    """Raises what torch raises, when the step is launched or when its result is awaited."""
+
+    def __init__(self, error: Exception, *, late: bool) -> None:
+        super().__init__()
+        self._error = error
+        self._late = late
+
+    def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        if not self._late:
+            self._fail()
+        return self._fail
+
+    def _fail(self) -> StepResult:
+        with naming_failures():
+            raise self._error
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory.\nTried to"),
+            "DeviceFailed: the memory of the device is exhausted",
+        ),
+        (torch.AcceleratorError("CUDA error: unspecified launch failure", 719), "DeviceFailed: the device is lost"),
+    ],
+)
+def test_a_failed_device_ends_the_engine_and_answers_its_callers(error: Exception, reason: str, late: bool) -> None:
+    async def scene() -> EngineStopped:
+        crashed: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
+        loop = EngineLoop(Engine(Failing(error, late=late)), lambda output: None, crashed.set_result)
+        loop.start()
+        await loop.call(lambda engine: engine.add(make_request()))
+        stopped = await asyncio.wait_for(crashed, 30)
+        with pytest.raises(EngineStopped, match=reason):
+            await loop.call(lambda engine: engine.load())
+        return stopped
+
+    stopped = asyncio.run(scene())
+    assert isinstance(stopped.__cause__, DeviceFailed)
+    assert reason in str(stopped)
+
+
+def test_an_error_of_the_program_keeps_its_name() -> None:
+    with pytest.raises(RuntimeError, match="shapes differ"), naming_failures():
+        raise RuntimeError("shapes differ")
+
+
+def test_a_device_that_is_not_visible_is_refused_with_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-4a1b")
+    assert checkpoint.choose_device("cuda:0") == torch.device("cuda:0")
+    with pytest.raises(
+        InvalidConfig, match="a device of this machine within CUDA_VISIBLE_DEVICES=MIG-4a1b, got 'cuda:1'"
+    ):
+        checkpoint.choose_device("cuda:1")
