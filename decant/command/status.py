@@ -145,8 +145,8 @@ def show(rows: list[Row], console: Console, deployment: Deployment | None = None
 
 
 def new_console() -> Console:
-    """Without a terminal, lines are not wrapped."""
-    return Console() if sys.stdout.isatty() else Console(width=_NO_TERMINAL)
+    """Without a terminal, lines are not wrapped. No text is markup, such as the address "[fe80::1]:9090"."""
+    return Console(width=None if sys.stdout.isatty() else _NO_TERMINAL, markup=False, emoji=False)
 
 
 def new_table(*names: str) -> Table:

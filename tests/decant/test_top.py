@@ -206,6 +206,19 @@ async def test_the_screen_fits_and_shows_every_process(width: int) -> None:
     assert re.search(r"and \d+ more", text)
 
 
+async def test_names_that_others_choose_are_shown_literally() -> None:
+    snapshot = await read_pair()
+    ids = ["[/x]", "[bold]b", "a\x1b[31mb\nc"]
+    decode = replace(snapshot.processes[0], name="[fe80::1]:9090")
+    console = Console(file=io.StringIO(), width=140, record=True)
+    requests = [{**REQUEST, "id": id} for id in ids]
+    console.print(render(replace(snapshot, requests=requests, processes=[decode]), 140, None))
+    text = console.export_text()
+    for shown in ("[fe80::1]:9090", "[/x]", "[bold]b", "a�[31mb�c"):
+        assert shown in text
+    assert "\x1b" not in text
+
+
 # Errors
 
 

@@ -40,7 +40,7 @@ def render(snapshot: Snapshot, width: int, height: int | None) -> RenderableType
     for table in tables:
         if table.row_count:
             parts += [table, Text()]
-    problems = [Text(f"{one.name}: {one.state}", _BAD) for one in snapshot.processes if one.state != _short(one.state)]
+    problems = [_text(f"{one.name}: {one.state}", _BAD) for one in snapshot.processes if one.state != _short(one.state)]
     parts += [*problems, Text()] if problems else []
     used = sum(table.row_count for table in tables) + len(parts)
     listed = _LISTED if height is None else max(0, height - used - _AROUND_REQUESTS)
@@ -62,6 +62,15 @@ def _table(first: str, *columns: str) -> Table:
     return table
 
 
+def _add_row(table: Table, *cells: str | Text) -> None:
+    table.add_row(*(_text(cell) if isinstance(cell, str) else cell for cell in cells))
+
+
+def _text(text: str, style: str = "") -> Text:
+    """Literal: others choose ids and names, which must neither be markup nor control the terminal."""
+    return Text("".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text), style)
+
+
 def _models(snapshot: Snapshot, is_wide: bool) -> Table:
     names = ["req/s", "tokens/s", "TTFT p50", "p99", "TPOT", "ITL p99", "run", "wait"]
     more = ["TTFT mean", "prompt/s", "cached", "oldest", "refused/s", "failovers/s"] if is_wide else []
@@ -74,7 +83,7 @@ def _models(snapshot: Snapshot, is_wide: bool) -> Table:
             cells += [_time(one.ttft.mean), _rate(one.prompt_tokens_per_s), cached]
             oldest = _time(one.oldest_waiting_s) if one.waiting else "-"
             cells += [oldest, _rate(one.refused_per_s), _rate(one.failovers_per_s)]
-        table.add_row(one.model, *cells)
+        _add_row(table, one.model, *cells)
     return table
 
 
@@ -90,7 +99,7 @@ def _routers(snapshot: Snapshot, is_wide: bool) -> Table:
             cells += [f"{figures.waiting:.0f}", _rate(figures.requests_per_s), _rate(figures.output_tokens_per_s)]
             cells += [f"{figures.cpu_cores:.0%}"]
             cells += [f"{figures.unwritten:.0f}", _rate(figures.errors_per_s)] if is_wide else []
-        table.add_row(one.name, _state(one), *cells)
+        _add_row(table, one.name, _state(one), *cells)
     return table
 
 
@@ -103,7 +112,7 @@ def _workers(snapshot: Snapshot, is_wide: bool) -> Table:
         if workers:
             table.add_row(Text(title, "dim"))
         for one in workers:
-            table.add_row(f" {one.name}", _state(one), *_worker_cells(one, is_wide))
+            _add_row(table, f" {one.name}", _state(one), *_worker_cells(one, is_wide))
     return table
 
 
@@ -134,7 +143,7 @@ def _requests(snapshot: Snapshot, listed: int, is_wide: bool) -> Iterator[Render
             used = [one["prefill_worker"], one["decode_worker"]]
             more = [str(one["attempt"]), " -> ".join(name for name in used if name), one["tenant"]]
         lengths = [f"{one['prompt_tokens']:,}", f"{one['output_tokens']:,}"]
-        table.add_row(_time(one["age_s"]), one["state"], *lengths, *more, one["id"])
+        _add_row(table, _time(one["age_s"]), one["state"], *lengths, *more, one["id"])
     yield table
     if hidden := snapshot.requests_in_flight - len(shown):
         yield Text(f"and {hidden} more, which are younger", "dim")
@@ -143,7 +152,7 @@ def _requests(snapshot: Snapshot, listed: int, is_wide: bool) -> Iterator[Render
 def _state(one: ProcessFigures) -> Text:
     state = _short(one.state)
     is_bad = one.figures is None and (state.startswith(("lost", "no answer", "failed")))
-    return Text(state, _GOOD if state == "ready" else _BAD if is_bad else _WARNING)
+    return _text(state, _GOOD if state == "ready" else _BAD if is_bad else _WARNING)
 
 
 def _short(state: str) -> str:
