@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from random import Random
 from typing import Any, NamedTuple, cast
 
@@ -54,6 +55,9 @@ class Prompted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
+
+    def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        return partial(self.run, plan)
 
     def run(self, plan: StepPlan) -> StepResult:
         if any(row.end - row.start > 1 for row in plan.rows):
