@@ -216,6 +216,15 @@ class BlockPool:
                 self._cached.move_to_end(block, last=False)
                 self._free += self._evict(1)
 
+    def unpublish(self, digests: Iterable[BlockHash]) -> None:
+        """Remove these hashes from the prefix cache in all groups, also those of held blocks."""
+        found = [block for digest in digests for block in self.index.find(digest)]
+        cached = [block for block in found if block in self._cached]
+        self.index.remove(found)
+        for block in cached:
+            del self._cached[block]
+        self._free += cached
+
     def drop_cache(self) -> int:
         """Evict all cached blocks; returns how many."""
         dropped = len(self._cached)

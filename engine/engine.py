@@ -68,6 +68,7 @@ class Engine:
         self._clock = clock
         self._num_added = 0
         self._committed_at = 0.0
+        self._failure: Exception | None = None  # of a step that a command committed
         self._ended: list[SequenceFinished] = []
 
     # -- receive ------------------------------------------------------------------------------------------------
@@ -161,6 +162,8 @@ class Engine:
 
     def step(self) -> StepOutput:
         """One iteration: schedule, run, commit, publish. After ``settle``: publish what that committed, at once."""
+        if self._failure is not None:
+            raise self._failure
         output, self.settled = self.settled, None
         if output is None:
             output = self._run_step(ahead=True)
@@ -171,9 +174,18 @@ class Engine:
         return output
 
     def settle(self) -> None:
-        """Wait for a step in flight and commit it: then no sequence changes but by commands, until the next step."""
+        """Wait for a step in flight and commit it: then no sequence changes but by commands, until the next step.
+
+        If that fails, so does every later step: some of its rows may be committed.
+        """
+        if self._failure is not None:
+            raise self._failure
         if self.launched:
-            self.settled = self._run_step(ahead=False)
+            try:
+                self.settled = self._run_step(ahead=False)
+            except Exception as error:
+                self._failure = error
+                raise
 
     def _run_step(self, *, ahead: bool) -> StepOutput:
         """Commit the oldest launched step, else one launched now. ``ahead``: launch the next one before the wait."""
@@ -197,8 +209,10 @@ class Engine:
         self.predictor.note(step.plan.decodes, step.plan.prompts, now - started)
         plan, sequences, result = step.drop_ended(result)
         for index, why in result.failed.items():  # its KV may not be finite either, so none of it stays cached
-            self._end(sequences[index], FinishReason.FAILED, detail=why)
-            self.forget(sequences[index].tokens, sequences[index].request.salt, 0)
+            sequence = sequences[index]
+            self._end(sequence, FinishReason.FAILED, detail=why)
+            self.pool.unpublish(sequence.hashes(range(len(sequence.tokens) // size), size))
+            self.forget(sequence.tokens, sequence.request.salt, 0)  # what is published when its blocks are released
         for index, entries in result.prompt_logprobs.items():
             _emit_prompt_logprobs(sequences[index], plan.rows[index].start + 1, entries, output)
         count, known = len(sequences), result.logprobs
@@ -210,7 +224,7 @@ class Engine:
                 timeline.scheduled = started
                 output.begun.append(SequenceStarted(request.id, start, len(sequence.tokens), timeline))
             sequence.computed = end
-            if end % size < end - start:
+            if end % size < end - start and timeline.finished is None:
                 self._on_blocks_filled(sequence, start // size, end // size, output)
             if token is None:
                 continue

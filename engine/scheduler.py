@@ -254,6 +254,7 @@ class Scheduler:
         self.remove(sequence)
         self.release(sequence)
         sequence.computed = 0
+        sequence.block_checksums.clear()  # blocks of the prefix cache may have other bits
         self.preemptions += 1
         sequence.timeline.preemptions += 1
         self.add(sequence)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from decant.engine.errors import UnknownSequence
 from decant.engine.kv_layout import FULL, Kind, Window
 from decant.engine.request import SamplingParams
-from tests.engine.factories import OutputLog, make_device, make_engine, make_request, recompute_each_step, run
+from tests.engine.factories import (
+    OutputLog,
+    export_sequence,
+    import_sequence,
+    make_device,
+    make_engine,
+    make_request,
+    recompute_each_step,
+    run,
+    step_until,
+)
 from tests.engine.properties import nothing_is_held, same_output_as_alone
 
 LIVE = make_request("live", 22, 12, sampling=SamplingParams(temperature=1.0, seed=3))
@@ -58,3 +70,21 @@ def test_an_unknown_sequence_is_not_finalized() -> None:
     engine.add(LIVE)
     with pytest.raises(UnknownSequence):
         engine.transfers.finalize_running("live", 0)  # without an export
+
+
+def test_blocks_found_after_a_preemption_are_exported_with_their_own_checksums() -> None:
+    """The prefix cache may have other bits of a block than the sequence computed before."""
+    sender, receiver = make_engine(max_running=1), make_engine()
+    sender.add(replace(LIVE, park_after=3))
+    sender.step()
+    sender.park("live")
+    sender.add(make_request("urgent", 5, None, priority=1))
+    sender.step()
+    sender.resume("live")
+    assert sender.load().preemptions == 1
+    for block in sender.pool.index.published:
+        sender.device.read(block)[0] ^= 1
+    sender.cancel("urgent")
+    step_until(sender, lambda: "live" in sender.parked)
+    import_sequence(receiver, LIVE, export_sequence(sender, "live"))
+    assert receiver.load().running == 1
