@@ -86,9 +86,9 @@ async def test_log_probabilities_stand_beside_their_tokens() -> None:
         assert all(len(entry.top_ids) == 2 for entry in record.logprobs.values())
         message = record.last["prompt_logprobs"]
         assert message.first_position + len(message.logprobs) == 9
-        await router.send(resend=wire.Resend(run=run, resume=wire.ResumePosition(output=0, position=9)))
         before = dict(record.logprobs)
         record.logprobs.clear()
+        await router.send(resend=wire.Resend(run=run, resume=wire.ResumePosition(output=0, position=9)))
         await router.until(lambda: len(record.logprobs) == 6)
         assert record.logprobs == before
 
