@@ -50,7 +50,7 @@ GOAL = 0.2
 SHARES = (0.3, 0.6)
 _CALIBRATION_SEED = 1_000_000
 _CLIENTS, _SATURATION_REQUESTS = 24, 144
-"""Of a closed loop that measures the saturation. With few clients all are in one pool at a time, and the other idles."""
+"""Of a closed loop that measures the saturation. With few clients all are in one pool at a time."""
 
 
 @dataclass(frozen=True)
