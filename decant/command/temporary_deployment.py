@@ -31,10 +31,17 @@ def temporary_deployment(*arguments: str, variables: Mapping[str, str] = _NO_VAR
 
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit, so that every ``with`` of this process ends."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """SIGTERM ends the block, then the process: gRPC may crash an interpreter that ends with open calls."""
+    status = 128 + signal.SIGTERM
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(status))
     try:
         yield
+    except SystemExit as end:
+        if end.code == status:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -72,7 +72,7 @@ def test_the_command_measures_a_deployment_and_the_plan_reads_it() -> None:
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     profile = cost_profile.from_document(document)
-    assert profile.prefill.seconds(chunk(0, 64)) > profile.prefill.seconds(chunk(0, 1)) > 0
+    assert profile.prefill.seconds(chunk(0, 64)) >= profile.prefill.seconds(chunk(0, 1)) > 0
     assert {one[0] for one in document["samples"]["prefills"]} == {16, 32, 64}
     assert {one[0] for one in document["samples"]["steps"]} >= {1, document["samples"]["both"][1][0]}
 
