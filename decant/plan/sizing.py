@@ -123,7 +123,8 @@ class Sizing:
         step_factor = 1 + (contention.decode - 1) * prefill_use
         speed = Slowed(self._speed, prefill_factor, step_factor)
         handoff = self._overheads.handoff * (1 + (contention.handoff - 1) * prefill_use)
-        return Pools(speed, self._room, self._workload, replace(self._overheads, handoff=handoff))
+        sending = self._overheads.sending * prefill_use  # slows a prompt only where one follows at once
+        return Pools(speed, self._room, self._workload, replace(self._overheads, handoff=handoff, sending=sending))
 
     def _check_objectives(self) -> None:
         alone = self._speed.prefill(self._workload.prompt.high)

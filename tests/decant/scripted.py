@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -213,29 +214,30 @@ async def never(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.Generat
 
 @contextmanager
 def serving(script: Script, port: int = 0) -> Iterator[str]:
-    """Serve a script; yields the address."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
+    """Serve a script on a thread of its own; yields the address. `asyncio.run` waits for all that it started."""
+    started, stop = Future[tuple[str, asyncio.AbstractEventLoop]](), asyncio.Event()
 
-    readiness = Readiness()
-
-    async def start() -> tuple[grpc.aio.Server, int]:
-        server = grpc.aio.server(interceptors=[Doorkeeper(script)])
+    async def serve() -> None:
+        server, readiness = grpc.aio.server(interceptors=[Doorkeeper(script)]), Readiness()
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(script, server)
         health_pb2_grpc.add_HealthServicer_to_server(HealthService(readiness, []), server)
         if script.is_ready:
             readiness.ready()
-        bound = server.add_insecure_port(f"127.0.0.1:{port}")
+        address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
         await server.start()
-        return server, bound
+        started.set_result((address, asyncio.get_running_loop()))
+        await stop.wait()
+        readiness.stopped()  # ends watches
+        await server.stop(None)
 
-    server, bound = asyncio.run_coroutine_threadsafe(start(), loop).result(PATIENCE_S)
-    try:
-        yield f"127.0.0.1:{bound}"
-    finally:
-        loop.call_soon_threadsafe(readiness.stopped)  # ends watches
-        asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(PATIENCE_S)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(PATIENCE_S)
-        loop.close()
+    with ThreadPoolExecutor(1) as thread:
+        served = thread.submit(asyncio.run, serve())
+        wait((started, served), PATIENCE_S, FIRST_COMPLETED)
+        if served.done():
+            served.result()
+        address, loop = started.result(0)
+        try:
+            yield address
+        finally:
+            loop.call_soon_threadsafe(stop.set)
+            served.result(PATIENCE_S)

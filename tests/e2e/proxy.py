@@ -8,8 +8,8 @@ cut a call in two.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -161,21 +161,18 @@ async def serving() -> AsyncIterator[Proxy]:
 @contextmanager
 def proxy() -> Iterator[Proxy]:
     """A proxy on a thread and event loop of its own."""
-    ready, loop, stop = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
-    made: list[Proxy] = []
+    started, stop = Future[tuple[Proxy, asyncio.AbstractEventLoop]](), asyncio.Event()
 
     async def serve() -> None:
         async with serving() as one:
-            made.append(one)
-            ready.set()
+            started.set_result((one, asyncio.get_running_loop()))
             await stop.wait()
 
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
-    thread.start()
-    assert ready.wait(30)
-    try:
-        yield made[0]
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(30)
-        loop.close()
+    with ThreadPoolExecutor(1) as thread:
+        served = thread.submit(asyncio.run, serve())  # `run` waits for all that it started
+        made, loop = started.result(30)
+        try:
+            yield made
+        finally:
+            loop.call_soon_threadsafe(stop.set)
+            served.result(30)

@@ -126,6 +126,20 @@ def test_goodput_and_ttft_count_latency_and_contention() -> None:
     assert plan.tpot == pytest.approx(SPEED.step(1 + plan.running, workload.context) + handoff / 499)
 
 
+def test_sending_a_cache_slows_only_a_prompt_that_follows_at_once() -> None:
+    """At 40 % use by prefills, 40 % of the prompts and of those that they delay follow at once: 1 / (1 - 0.4 x 0.5)."""
+    prefill = SPEED.prefill(1750)
+    workload = Workload(Tokens(1750, 1750), Tokens(500, 500), rate=0.1)
+    made = Sizing(SPEED, ROOM, workload, Slo(), Overheads(sending=0.5 * prefill / 1750))
+
+    def use(rate: float) -> float:
+        return made.slowed(1, 1, rate).prefill_use(1, rate)
+
+    assert use(1e-6 / prefill) == pytest.approx(1e-6, rel=1e-3)
+    assert use(0.4 / prefill) == pytest.approx(0.4 / (1 - 0.4 * 0.5), rel=1e-3)
+    assert use(2 / prefill) == pytest.approx(2 * 1.5)
+
+
 def test_a_pool_with_more_load_than_workers_waits_without_bound() -> None:
     service = ServiceTime(0.1, 0.01, 0.001)
     assert math.isinf(Wait(2, 20.0, service).quantile(0.5))

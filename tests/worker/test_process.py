@@ -355,7 +355,7 @@ async def test_a_worker_serves_the_tiny_model(run: Run, redis: PrivateRedis, mod
     loaded, measured = worker.until("loaded"), worker.until("measured")
     assert loaded["layers"] == json.loads((models.path() / "config.json").read_text())["num_hidden_layers"]
     assert loaded["layers_in_one_call"] in (0, loaded["layers"]), "none where kernels or linear layers are not ours"
-    assert measured["token_ms"] > 0
+    assert any(measured[cost] > 0 for cost in ("step_ms", "token_ms", "pair_us"))
     assert 1 <= measured["threads"] <= len(os.sched_getaffinity(0))
     assert measured["token_budget"] >= 256, "a token for each sequence of a batch"
     assert worker.terminate() == (0, "")

@@ -21,7 +21,7 @@ class Overheads:
 
     latency    of a first token, beside its prefill and its wait for a worker
     handoff    that an output pauses before its second token, beside a step
-    sending    of a prefill worker for a handoff, per token: the next prompt waits for it, the first token does not
+    sending    that a handoff delays a prompt which follows at once on the same worker, per token
     """
 
     latency: float = 0.0
