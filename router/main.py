@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with tracing.exporting("decant-router"):
             return 0 if shutdown.run(_serve(settings, models, callers)) else 1
-    except tracing.NotInstalled as error:
+    except tracing.CannotExport as error:
         return _refuse(error)
     except SettingError as error:
         return _refuse(f"{flag_name(error.field)}: {error.limit}, got {error.value}")

@@ -35,14 +35,17 @@ FLUSH_SECONDS = 3.0
 _VALID = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_PROTOCOL = "grpc"
+
 _provider: TracerProvider | None = None
 """Of a server, within `exporting` or `recording`."""
 
 Value = str | int | float | bool
 
 
-class NotInstalled(Exception):
-    """The environment names a collector, and the extra is lacking."""
+class CannotExport(Exception):
+    """The environment names a collector, and spans can't reach it."""
 
 
 class Span:
@@ -131,22 +134,26 @@ def parent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
 def exporting(service: str) -> Iterator[None]:
     """Export this process's spans over OTLP, if the environment names an endpoint.
 
-    Everything else is also read from OpenTelemetry's variables. Raises NotInstalled.
+    Everything else is also read from OpenTelemetry's variables. Raises CannotExport.
     """
     environment = os.environ
-    is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or (
-        environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp"
-    )
+    exporter = environment.get("OTEL_TRACES_EXPORTER") or "otlp"
+    is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or exporter == "none"
     if is_off or not any(environment.get(name) for name in _ENDPOINTS):
         yield
         return
+    if exporter != "otlp":
+        raise CannotExport(f"OTEL_TRACES_EXPORTER: otlp or none, got {exporter}")
+    protocol = next(((name, environment[name]) for name in _PROTOCOLS if environment.get(name)), None)
+    if protocol is not None and protocol[1] != _PROTOCOL:
+        raise CannotExport(f"{protocol[0]}: {_PROTOCOL}, got {protocol[1]}")
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise NotInstalled(f"{_ENDPOINTS[0]} is set, and decant-llm[tracing] is not installed: {error}") from None
+        raise CannotExport(f"{_ENDPOINTS[0]} is set, and decant-llm[tracing] is not installed: {error}") from None
     own_name = {} if environment.get("OTEL_SERVICE_NAME") else {"service.name": service}
     provider = TracerProvider(resource=Resource.create(own_name), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

@@ -81,7 +81,7 @@ def main(kind: WorkerRole, arguments: Sequence[str] | None, load_device: LoadDev
     try:
         with tracing.exporting(kind.program.replace(" ", "-")):
             orderly = shutdown.run(run(settings, kind.role, load_device or load_model))
-    except tracing.NotInstalled as error:
+    except tracing.CannotExport as error:
         return _refused(kind, str(error))
     except (InvalidConfig, SettingError) as error:
         return _refused(kind, f"{flag_name(error.field)}: {error.limit}, got {error.value}")

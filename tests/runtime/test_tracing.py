@@ -53,7 +53,25 @@ def test_an_endpoint_without_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     named = r"OTEL_EXPORTER_OTLP_ENDPOINT.*decant-llm\[tracing\]"
-    with pytest.raises(tracing.NotInstalled, match=named), tracing.exporting("s"):
+    with pytest.raises(tracing.CannotExport, match=named), tracing.exporting("s"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf"),
+        ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json"),
+        ("OTEL_TRACES_EXPORTER", "console"),
+    ],
+)
+def test_an_export_that_is_not_possible_is_refused_and_named(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(tracing.CannotExport, match=rf"{variable}: .*, got {value}"), tracing.exporting("s"):
         pass
 
 
