@@ -33,6 +33,8 @@ _LONE, _QUEUED = 5, 10
 """Prompts of each length, one at a time and in a queue."""
 _CLIENTS = 3
 """Of a queue: one prompt is computed, and another one waits even while a client sends its next."""
+_CLIENTS_OF_HANDOFFS = 8
+"""Of prompts that are handed off while others always wait: a handoff may take as long as several prefills."""
 _PARTS, _STEPS = 5, 8
 """Of a measurement of running answers, and the steps of each part."""
 
@@ -105,7 +107,7 @@ class _Calibration:
             self._notify(f"{count} running answers", 3 + number, parts)
             steps.append(await self._steps(count, context))
         self._notify("both", 6, parts)
-        beside, both = await self._both(batch)
+        beside, both = await self._both(batch, prefills[-1], steps[-1])
         self._notify("done", parts, parts)
         return Samples(
             lone=[PromptSample(record.prompt_tokens, record.ttft) for record in alone],
@@ -145,18 +147,27 @@ class _Calibration:
                 times.append(time.monotonic())
             return answers.step(times)
 
-    async def _both(self, batch: int) -> tuple[PromptSample, tuple[PromptSample, StepSample, float]]:
+    async def _both(
+        self, batch: int, prefill: PromptSample, step: StepSample
+    ) -> tuple[PromptSample, tuple[PromptSample, StepSample, float]]:
         """Beside running answers: prompts that end with their first token, then prompts that are handed off."""
-        tokens = self._options.lengths[-1]
-        async with RunningAnswers(self._client, self._model, batch, tokens, self._next_seed()) as answers:
+        tokens, count = self._options.lengths[-1], 2 * _QUEUED
+        async with RunningAnswers(self._client, self._model, batch, tokens, self._next_seed()):
             beside = await self._queue(tokens)
-            records = await self._send(tokens, 2 * _QUEUED, 2, _CLIENTS)
-            firsts = sorted(record.tokens[0] for record in records)[: 1 - _CLIENTS]  # others follow on these
-            pause = median(record.tokens[1] - record.tokens[0] for record in records)
-            mean = (firsts[-1] - firsts[0]) / (
-                len(firsts) - 1
-            )  # some prompts wait for a handoff: a median leaves it out
-            return beside, (PromptSample(tokens, mean), answers.step(firsts), pause)
+            handed_off = await self._handed_off(tokens)
+        meanwhile = count * prefill.seconds / step.seconds  # steps; contexts are about as those of steps alone
+        context = max(SHORT_CONTEXT, round(self._options.context - meanwhile / 2))
+        async with RunningAnswers(self._client, self._model, batch, context, self._next_seed()) as answers:
+            records = await self._send(tokens, count, 2, _CLIENTS)
+            slowed = answers.step(sorted(record.tokens[0] for record in records)[: 1 - _CLIENTS])
+        pause = median(record.tokens[1] - record.tokens[0] for record in records)
+        return beside, (handed_off, slowed, pause)
+
+    async def _handed_off(self, tokens: int) -> PromptSample:
+        """A mean: prompts that wait for a handoff count."""
+        records = await self._send(tokens, 3 * _CLIENTS_OF_HANDOFFS, 2, _CLIENTS_OF_HANDOFFS)
+        firsts = sorted(record.tokens[0] for record in records)[: 1 - _CLIENTS_OF_HANDOFFS]  # others follow on these
+        return PromptSample(tokens, (firsts[-1] - firsts[0]) / (len(firsts) - 1))
 
     async def _send(self, tokens: int, count: int, output: int, clients: int) -> list[Record]:
         """Raises InvalidBenchmark if a request fails."""
