@@ -20,12 +20,9 @@ if TYPE_CHECKING:
     from decant.worker.decode.run import DecodeRun
 
 MAX_TOKENS = 65_536
-"""Maximum tokens in one frame."""
 
 
 class Frame:
-    """Only appending to the arrays is done per token."""
-
     __slots__ = ("logprobs", "positions", "slots", "tokens")
 
     def __init__(self) -> None:
@@ -35,11 +32,11 @@ class Frame:
         self.logprobs: list[wire.TokenLogprobs] = []
 
     def add_logprobs(self, logprobs: TokenLogprobs) -> None:
-        """Logprobs of the token that was added last."""
+        """Of the token added last."""
         self.logprobs.append(logprobs_to_wire(len(self.tokens) - 1, logprobs))
 
     def message(self, step: int) -> wire.WorkerMessage:
-        """Fills the message in place: protobuf copies a submessage that is assigned."""
+        """In place: protobuf copies an assigned submessage."""
         message = wire.WorkerMessage()
         frame = message.frame
         frame.step = step
@@ -52,7 +49,7 @@ class Frame:
 
 
 def replay_frames(run: DecodeRun, start: int, step: int) -> Iterator[wire.WorkerMessage]:
-    """Frames with the output tokens of a run from index ``start`` on."""
+    """From output index ``start`` on."""
     for first in range(start, len(run.tokens), MAX_TOKENS):
         frame = Frame()
         frame.tokens = run.tokens[first : first + MAX_TOKENS]
