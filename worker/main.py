@@ -1,8 +1,7 @@
 """A worker's process, of either role.
 
-listen ── load and measure the model ── engine, host, services ── warm-up ── register ── ready
-   (in a thread; calls are refused meanwhile)                                               │
-end <── deregister <── no runs, sessions end <── draining <────────────────────────────── SIGTERM
+listen ── load and measure (in a thread; calls are refused) ── services ── warm-up ── register ── ready
+end <── deregister <── no runs, sessions end <── draining <── SIGTERM
 exit status 1 <── the engine crashed, or another incarnation registered
 
 SIGTERM during loading or warm-up ends the process at once: no other process knows it yet.
@@ -248,8 +247,6 @@ class _CrashHandler(HostHandler):
 
 
 class _WarmUpHandler(HostHandler):
-    """The result is the warm-up request's failure, if any."""
-
     def __init__(self) -> None:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -262,7 +259,7 @@ class _WarmUpHandler(HostHandler):
 
 
 def _check(settings: WorkerSettings) -> None:
-    """Checks that need no model. Raises SettingError, InvalidConfig."""
+    """Raises SettingError, InvalidConfig."""
     Limits(settings.token_budget or settings.max_running, settings.max_running)
     if settings.advertise is None and settings.host in EVERY_ADDRESS:
         raise SettingError("advertise", "needed where host is every address", "nothing")

@@ -1,9 +1,4 @@
-"""Frames: the tokens of one step for one router, in three packed arrays of uint32.
-
-slots      3   5   9   9
-positions 17 204  40  41
-tokens    88 519   7 301
-"""
+"""Frames: the tokens of one step for one router, in packed arrays of uint32: slots, positions, tokens."""
 
 from __future__ import annotations
 

@@ -46,7 +46,6 @@ class RunOwnership:
             self._executor.migrations.withdraw(run)
 
     def detach(self, session: RouterSession) -> None:
-        """Its runs are orphans for one lease."""
         for run in self._runs:
             if run.session is session:
                 run.detach()

@@ -86,7 +86,6 @@ class DecodeRun:
 
     @property
     def prior_tokens(self) -> int:
-        """Output tokens of earlier attempts."""
         return len(self.request.token_ids) - self.request.prompt_len
 
     @property

@@ -82,7 +82,7 @@ class DecodeRunManager(HostHandler):
             run.notify.resend([resend.resume], self.executor.step)
 
     def migrate(self, session: RouterSession, migrate: wire.Migrate) -> None:
-        """Offer a run, or withdraw the offer. No effect on an ended run."""
+        """No effect on an ended run."""
         run = self._find(session, migrate.run)
         if run is None or migrate.output != run.output:
             return
@@ -154,7 +154,6 @@ class DecodeRunManager(HostHandler):
         self.executor.migrations.on_lease_end(lease)
 
     async def close(self) -> None:
-        """Waits until the engine has nothing of the runs."""
         self.runs.clear_tombstones()
         for run in self.runs:
             self.executor.drop(run)

@@ -85,7 +85,6 @@ class DecodeService(services.DecodeServicer):
         return sum(run.end is not None for run in self.run_manager.runs)
 
     async def drain(self) -> None:
-        """Refuse new runs, wait until there is none, then end the sessions."""
         self._host.draining = True
         await self.run_manager.runs.emptied()
         self._drained = True
@@ -129,7 +128,6 @@ class DecodeService(services.DecodeServicer):
         self.run_manager.ownership.detach(session)
 
     def _welcome(self, session: RouterSession, hello: wire.Hello) -> None:
-        """Report the runs that the hello names, then send what the router lacks."""
         host, manager = self._host, self.run_manager
         welcome = wire.Welcome(worker=host.peer, role=host.role, model=host.model, layout=host.layout)
         known, refusals = [], []
