@@ -1,1 +1,0 @@
-"""The public service: validate, admit, place, dispatch, follow."""

@@ -1,1 +1,0 @@
-"""What outlives a router: its registration, and takeover of a lost router's requests."""

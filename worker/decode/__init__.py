@@ -1,1 +1,0 @@
-"""The Decode service: sessions with routers, and the runs that are decoded here."""

@@ -1,1 +1,0 @@
-"""The Prefill service: computes prompts, issues tickets, returns first tokens."""

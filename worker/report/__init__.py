@@ -1,1 +1,0 @@
-"""A worker's reports: audit, metrics, changes of its prefix cache."""

@@ -1,1 +1,0 @@
-"""From settings to a worker that is ready: load and measure the model, register."""
