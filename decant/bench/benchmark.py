@@ -111,8 +111,9 @@ async def run(target: Target, options: BenchOptions, notify: Notify) -> Result:
     check(options)
     async with AsyncClient(target.address, tls=target.tls, token=target.token) as client:
         model = await client.model(options.model)
+        if not model.vocab_size:
+            raise InvalidBenchmark("model", "a vocabulary size, which a ready worker reports", "none")
         requests = await _requests(client, model, options)
-        _check_lengths(requests, model)
         bench = _Benchmark(client, model, options, requests, notify)
         await bench.warm_up()
         if options.sweep and options.rate is not None:
@@ -176,6 +177,7 @@ class _Benchmark:
     async def measure(self, rate: float | None) -> dict[str, Any]:
         options, requests = self._options, self._source.take(rate)
         name = f"{rate:.3g} requests/s" if rate else f"{options.concurrency or len(requests)} at a time"
+        name = "times of the trace" if options.trace else name
         count = sum(request.turns for request in requests)
         load = self._load(name, count)
         self._notify(name, None, count)
@@ -186,10 +188,14 @@ class _Benchmark:
         return {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "backend": "decant",
+            "endpoint_type": "decant",
+            "label": None,
             "model_id": self._model.id,
+            "tokenizer_id": self._model.id,
             "num_prompts": count,
             "request_rate": float("inf") if rate is None else rate,
             "ramp_to": options.ramp_to,
+            "trace": options.trace,
             "burstiness": options.burstiness,
             "max_concurrency": options.concurrency,
             **summarise(records, options.slos),
@@ -215,7 +221,7 @@ async def _requests(client: AsyncClient, model: pb.Model, options: BenchOptions)
     if path is None:
         return _random(model, options)
     if path.suffix != ".json":
-        return read_trace(path, model.vocab_size or None, model.max_context_length or None)[: options.requests]
+        return read_trace(path, model.vocab_size, model.max_context_length or None)[: options.requests]
     conversations = read_sharegpt(path)[: options.requests]
     made = [await _conversation(client, model, options, turns) for turns in conversations]
     if not any(made):
@@ -239,20 +245,15 @@ async def _conversation(
 
 
 def _random(model: pb.Model, options: BenchOptions) -> list[BenchRequest]:
-    if not model.vocab_size:
-        raise InvalidBenchmark("model", "a vocabulary size, which a ready worker reports", "none")
     lengths: tuple[Lengths, Lengths] = ANYSCALE
     if options.workload == "random":
         prompt, output = options.prompt_tokens, options.output_tokens
         lengths = parse_lengths("--prompt-tokens", prompt), parse_lengths("--output-tokens", output)
-    return random_requests(options.requests, model.vocab_size, lengths, options.prefix, options.seed)
-
-
-def _check_lengths(requests: Sequence[BenchRequest], model: pb.Model) -> None:
-    longest = max((len(one.prompt) + one.output_len for one in requests if not isinstance(one.prompt, str)), default=0)
+    longest = options.prefix.tokens + sum(one.high for one in lengths)
     if model.max_context_length and longest > model.max_context_length:
         limit = f"at most {model.max_context_length:,} with the output (context length of {model.id})"
         raise InvalidBenchmark("prompt tokens", limit, f"{longest:,}")
+    return random_requests(options.requests, model.vocab_size, lengths, options.prefix, options.seed)
 
 
 def parse_slos(text: str) -> dict[str, float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -71,6 +72,8 @@ def summarise(records: Sequence[Record], slos: _Slos) -> dict[str, Any]:
         "slo_attainment": good / len(records) if slos and records else None,
         "output_throughput": per_second(outputs),
         "total_token_throughput": per_second(inputs + outputs),
+        "max_output_tokens_per_s": _most_in_a_second(sorted(at for one in done for at in one.tokens)),
+        "max_concurrent_requests": _most_at_once([(one.sent, one.tokens[-1]) for one in done]),
         **distribution("ttft", [one.ttft for one in done]),
         **distribution("tpot", [one.tpot for one in done if one.tpot is not None]),
         **distribution("itl", [gap for one in done for gap in one.itls]),
@@ -92,10 +95,26 @@ def details(records: Sequence[Record]) -> dict[str, list[Any]]:
         "spans": [[at - began for at in (one.sent, one.tokens[0], one.tokens[-1])] for one in records if not one.error],
         "input_lens": [one.prompt_tokens for one in records],
         "output_lens": [len(one.tokens) for one in records],
+        "start_times": [one.sent for one in records],
         "ttfts": [one.ttft if one.tokens else 0.0 for one in records],
         "itls": [one.itls for one in records],
         "errors": [one.error for one in records],
     }
+
+
+def _most_in_a_second(ordered: Sequence[float]) -> float:
+    """Times within any second."""
+    most = first = 0
+    for last, at in enumerate(ordered):
+        while at - ordered[first] >= 1:
+            first += 1
+        most = max(most, last - first + 1)
+    return float(most)
+
+
+def _most_at_once(spans: Sequence[tuple[float, float]]) -> int:
+    changes = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
+    return max(accumulate(change for _, change in changes), default=0)
 
 
 def _phases(receipts: Sequence[Receipt]) -> dict[str, float]:

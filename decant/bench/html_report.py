@@ -51,6 +51,8 @@ def _label(run: _Run) -> str:
         return f"{run['max_concurrency']} clients"
     if run["ramp_to"]:
         return f"{run['request_rate']:.3g} to {run['ramp_to']:.3g}/s"
+    if run["trace"]:
+        return "trace"
     return "at once" if math.isinf(run["request_rate"]) else f"{run['request_rate']:.3g}/s"
 
 

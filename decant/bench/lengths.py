@@ -25,16 +25,16 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Exponential:
-    """Exponentially distributed with `mean`, rounded up; above `high` is drawn again."""
+    """Exponentially distributed with `mean`, rounded up, of the values up to `high`."""
 
     mean: float
     high: int
 
     def draw(self, rng: Random) -> int:
-        while True:
-            length = math.ceil(rng.expovariate(1 / self.mean))
-            if 1 <= length <= self.high:
-                return length
+        """By the inverse of the cut distribution: drawing again would not end where `high` is far below `mean`."""
+        share = -math.expm1(-self.high / self.mean)
+        length = math.ceil(-self.mean * math.log1p(-share * rng.random()))
+        return min(max(length, 1), self.high)
 
 
 Lengths = Uniform | Exponential
@@ -42,10 +42,10 @@ Lengths = Uniform | Exponential
 
 def parse_lengths(field: str, text: str) -> Lengths:
     """ "128", "100-200" or "exp:128:1536". Raises InvalidBenchmark."""
-    if match := re.fullmatch(r"(\d+)(?:-(\d+))?", text):
+    if match := re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text):
         low, high = int(match[1]), int(match[2] or match[1])
         if 1 <= low <= high:
             return Uniform(low, high)
-    elif (match := re.fullmatch(r"exp:(\d+):(\d+)", text)) and int(match[1]) >= 1 and int(match[2]) >= 1:
+    elif (match := re.fullmatch(r"exp:(\d{1,9}):(\d{1,9})", text)) and int(match[1]) >= 1 and int(match[2]) >= 1:
         return Exponential(int(match[1]), int(match[2]))
     raise InvalidBenchmark(field, _FORMS, text)

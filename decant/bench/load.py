@@ -49,7 +49,7 @@ class Load:
             return records
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(client()) for _ in range(clients)]
+            tasks = [group.create_task(client()) for _ in range(min(clients, len(requests)))]
         return [record for task in tasks for record in task.result()]
 
     async def _converse(self, request: BenchRequest, due: float) -> list[Record]:

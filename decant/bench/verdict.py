@@ -29,11 +29,7 @@ def bottleneck(summary: Mapping[str, Any], slos: Mapping[str, float]) -> str:
 def sentence(runs: Sequence[Mapping[str, Any]], slos: Mapping[str, float]) -> str:
     """The answer of a run or a sweep. Each run has "request_rate" and the figures of its summary."""
     if not slos:
-        last = runs[-1]
-        return (
-            f"{last['request_throughput']:.3g} requests/s and {last['output_throughput']:.3g} output tokens/s, "
-            f"TTFT p99 {last['p99_ttft_ms']:.4g} ms, TPOT p99 {last['p99_tpot_ms']:.3g} ms"
-        )
+        return _figures(runs[-1])
     limits = " and ".join(f"{_NAMES[name]} p99 under {limit * 1e3:g} ms" for name, limit in slos.items())
     kept = [run for run in runs if not missed(run, slos)]
     lost = [run for run in runs if missed(run, slos)]
@@ -47,6 +43,17 @@ def sentence(runs: Sequence[Mapping[str, Any]], slos: Mapping[str, float]) -> st
     return f"keeps {limits} up to {_load(best)}; beyond that {reason}"
 
 
+def _figures(run: Mapping[str, Any]) -> str:
+    failures = bottleneck(run, {}) if run["failed"] else ""
+    if not run["completed"]:
+        return failures
+    figures = (
+        f"{run['request_throughput']:.3g} requests/s and {run['output_throughput']:.3g} output tokens/s, "
+        f"TTFT p99 {run['p99_ttft_ms']:.4g} ms, TPOT p99 {run['p99_tpot_ms']:.3g} ms"
+    )
+    return f"{figures}; {failures}" if failures else figures
+
+
 def _rate(run: Mapping[str, Any]) -> float:
     return float(run["request_rate"])
 
@@ -54,6 +61,8 @@ def _rate(run: Mapping[str, Any]) -> float:
 def _load(run: Mapping[str, Any]) -> str:
     if run.get("max_concurrency"):
         return f"{run['max_concurrency']} clients ({run['request_throughput']:.3g} requests/s)"
+    if run.get("trace"):
+        return f"the times of the trace ({run['request_throughput']:.3g} requests/s)"
     rate = _rate(run)
     if run.get("ramp_to"):
         return f"{rate:.3g} to {run['ramp_to']:.3g} requests/s"

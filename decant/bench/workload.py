@@ -59,14 +59,14 @@ def _tokens(rng: Random, vocab_size: int, count: int) -> list[int]:
 
 
 def read_trace(path: Path, vocab_size: int | None, context_length: int | None) -> list[BenchRequest]:
-    """Requests in order of arrival. Raises InvalidBenchmark."""
+    """Requests in order of arrival, which counts from the first. Raises InvalidBenchmark."""
     try:
-        items = workload_file.read(path)
-        workload_file.check(items, vocab_size, context_length)
+        items = workload_file.read(path, vocab_size, context_length)
     except (workload_file.InvalidWorkload, OSError, UnicodeDecodeError) as error:
         raise InvalidBenchmark("--dataset", f"a file of JSON lines ({error})", path) from None
     items.sort(key=lambda item: item.arrival_s)
-    return [BenchRequest(item.prompt_token_ids, item.output_len, item.arrival_s) for item in items]
+    first = items[0].arrival_s  # may be a time of day
+    return [BenchRequest(item.prompt_token_ids, item.output_len, item.arrival_s - first) for item in items]
 
 
 Turns = list[tuple[str, str]]
@@ -79,7 +79,7 @@ def read_sharegpt(path: Path) -> list[Turns]:
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidBenchmark("--dataset", f"a JSON list of conversations ({error})", path) from None
     if not isinstance(document, list):
         raise InvalidBenchmark("--dataset", "a JSON list of conversations", type(document).__name__)

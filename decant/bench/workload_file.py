@@ -7,7 +7,7 @@ after the start.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,15 +36,18 @@ def write(items: Iterable[Item], path: Path) -> None:
     path.write_text("".join(json.dumps(item._asdict(), separators=(",", ":")) + "\n" for item in items))
 
 
-def read(path: Path) -> list[Item]:
-    """Blank lines are skipped. Raises InvalidWorkload."""
+def read(path: Path, vocab_size: int | None = None, window: int | None = None) -> list[Item]:
+    """Blank lines are skipped. Raises InvalidWorkload, OSError, UnicodeDecodeError."""
     items: list[Item] = []
     seen: set[str] = set()
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if line.strip():
-            items.append(_parse(number, line))
-            _require(items[-1].id not in seen, number, "id", "different on every line", items[-1].id)
-            seen.add(items[-1].id)
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                item = _parse(number, line)
+                _require(item.id not in seen, number, "id", "different on every line", item.id)
+                _check(number, item, vocab_size, window)
+                items.append(item)
+                seen.add(item.id)
     _require(bool(items), 1, "file", "at least one request", "none")
     return items
 
@@ -52,18 +55,22 @@ def read(path: Path) -> list[Item]:
 def check(items: Iterable[Item], vocab_size: int | None, window: int | None) -> None:
     """Raises InvalidWorkload; lines count from 1."""
     for number, item in enumerate(items, start=1):
-        length, worst = len(item.prompt_token_ids) + item.output_len, max(item.prompt_token_ids)
-        if vocab_size is not None:
-            _require(worst < vocab_size, number, "prompt_token_ids", f"token ids below {vocab_size}", worst)
-        if window is not None:
-            _require(length <= window, number, "output_len", f"at most {window} tokens with the prompt", length)
+        _check(number, item, vocab_size, window)
+
+
+def _check(number: int, item: Item, vocab_size: int | None, window: int | None) -> None:
+    length, worst = len(item.prompt_token_ids) + item.output_len, max(item.prompt_token_ids)
+    if vocab_size is not None:
+        _require(worst < vocab_size, number, "prompt_token_ids", f"token ids below {vocab_size}", worst)
+    if window is not None:
+        _require(length <= window, number, "output_len", f"at most {window} tokens with the prompt", length)
 
 
 def _parse(number: int, line: str) -> Item:
     try:
         raw = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InvalidWorkload(number, "line", f"a JSON object ({error.msg})", line) from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidWorkload(number, "line", f"a JSON object ({getattr(error, 'msg', error)})", line) from None
     _require(isinstance(raw, dict), number, "line", "a JSON object", raw)
     for field in Item._fields:
         _require(field in raw, number, field, "present", "nothing")
@@ -77,7 +84,7 @@ def _parse(number: int, line: str) -> Item:
         _require(_whole(token) and token >= 0, number, "prompt_token_ids", "whole numbers from 0", token)
     written, arrival = item.output_len, item.arrival_s
     _require(_whole(written) and written >= 1, number, "output_len", "a whole number from 1", written)
-    timed = (_whole(arrival) or isinstance(arrival, float)) and math.isfinite(arrival) and arrival >= 0
+    timed = (_whole(arrival) or isinstance(arrival, float)) and 0 <= arrival <= sys.float_info.max
     _require(timed, number, "arrival_s", "a number of seconds from 0", arrival)
     return item
 

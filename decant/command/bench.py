@@ -18,7 +18,7 @@ from decant.command.bench_batching import batching
 from decant.command.bench_calibrate import calibrate
 from decant.command.bench_interference import interference
 from decant.command.errors import CommandFailed, one_line_errors
-from decant.command.files import write_report
+from decant.command.files import check_report, write_report
 
 bench = typer.Typer()
 bench.command()(batching)
@@ -88,10 +88,33 @@ def measure(  # noqa: PLR0913 - a command's options are its parameters
     Random prompts with forced output lengths, in an open loop (--rate), a closed loop (--concurrency) or all at once.
     JSON has the keys of `vllm bench serve`. Ends with 1 if every request failed.
     """
-    if ctx.invoked_subcommand is not None:
-        return
     with one_line_errors():
-        _measure(ctx.params)
+        given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+        if ctx.invoked_subcommand is None:
+            _refuse_unused(given, ctx.params)
+            _measure(ctx.params)
+        elif given:
+            raise CommandFailed(f"{', '.join(map(_flag, sorted(given)))}: after {ctx.invoked_subcommand}", status=2)
+
+
+_NEEDS = {"prefill": "up", "decode": "up", "burstiness": "rate", "prefixes": "prefix_tokens"}
+_OF_RANDOM = ("prompt_tokens", "output_tokens", "prefix_tokens")
+
+
+def _refuse_unused(given: set[str], params: dict[str, Any]) -> None:
+    """Raises CommandFailed for an option that would have no effect."""
+    for name, needed in _NEEDS.items():
+        if name in given and needed not in given:
+            raise CommandFailed(f"{_flag(name)}: with {_flag(needed)}, got {params[name]}", status=2)
+    for name in _OF_RANDOM:
+        if name in given and params["dataset"] is not None:
+            raise CommandFailed(f"{_flag(name)}: without --dataset, got {params[name]}", status=2)
+        if name in given and name != "prefix_tokens" and params["workload"] == "anyscale":
+            raise CommandFailed(f"{_flag(name)}: without --workload anyscale, got {params[name]}", status=2)
+
+
+def _flag(name: str) -> str:
+    return "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
 
 
 def _measure(params: dict[str, Any]) -> None:
@@ -102,6 +125,7 @@ def _measure(params: dict[str, Any]) -> None:
     from decant.bench.html_report import to_html
     from decant.command.status import new_console
 
+    check_report(params["html"])
     try:
         options = _options(params)
         benchmark.check(options)
@@ -110,12 +134,12 @@ def _measure(params: dict[str, Any]) -> None:
             result = asyncio.run(benchmark.run(target, options, progress.notify))
     except InvalidBenchmark as error:
         raise CommandFailed(str(error), status=2) from None
-    if params["html"] is not None:
-        write_report(params["html"], to_html(result, options.slos))
     if params["as_json"]:
         print(report.to_json(result))
     else:
         report.show(result, new_console())
+    if params["html"] is not None:
+        write_report(params["html"], to_html(result, options.slos))
     if not any(run["completed"] for run in result.runs):
         raise SystemExit(1)
 
@@ -135,9 +159,9 @@ def _options(params: dict[str, Any]) -> Any:
     from decant.bench.errors import InvalidBenchmark
     from decant.bench.workload import SharedPrefix
 
-    for name in ("rate", "ramp_to", "burstiness"):
+    for name in ("rate", "ramp_to", "burstiness", "timeout"):
         if params[name] is not None and not 0 < params[name] < float("inf"):
-            raise InvalidBenchmark(f"--{name.replace('_', '-')}", "above 0", params[name])
+            raise InvalidBenchmark(_flag(name), "above 0", params[name])
     if params["up"] and params["address"]:
         raise InvalidBenchmark("--up, --address", "one of them", "both")
     return opt.from_params(

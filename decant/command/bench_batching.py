@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from decant.command.errors import CommandFailed, one_line_errors
-from decant.command.files import write_report
+from decant.command.files import check_report, write_report
 
 
 def batching(  # noqa: PLR0913 - a command's options are its parameters
@@ -45,6 +45,7 @@ def batching(  # noqa: PLR0913 - a command's options are its parameters
     from decant.runtime.cores import usable_cores
 
     with one_line_errors():
+        check_report(html)
         try:
             options = experiment.BatchingOptions(
                 caps=experiment.parse_caps(caps),
@@ -60,12 +61,12 @@ def batching(  # noqa: PLR0913 - a command's options are its parameters
                 document = experiment.measure(folder, device, options, progress.notify)
         except InvalidBenchmark as error:
             raise CommandFailed(str(error), status=2) from None
-        if html is not None:
-            write_report(html, to_html(document))
         if as_json:
             print(dump(document))
         else:
             report.show(document, new_console())
+        if html is not None:
+            write_report(html, to_html(document))
 
 
 def _load(model: str | None, dtype: str, kv_memory: str, threads: int) -> tuple[str, Any]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from decant.command.errors import CommandFailed, one_line_errors
-from decant.command.files import write_report
+from decant.command.files import check_report, write_report
 
 
 def interference(  # noqa: PLR0913 - a command's options are its parameters
@@ -52,6 +52,7 @@ def interference(  # noqa: PLR0913 - a command's options are its parameters
     from decant.command.status import new_console
 
     with one_line_errors():
+        check_report(html)
         try:
             options = configurations.InterferenceOptions(
                 running=running,
@@ -70,12 +71,12 @@ def interference(  # noqa: PLR0913 - a command's options are its parameters
             raise CommandFailed(str(error), status=2) from None
         except TimeoutError:
             raise CommandFailed(f"--timeout: a trial took more than {timeout:g} s") from None
-        if html is not None:
-            write_report(html, to_html(document))
         if as_json:
             print(dump(document))
         else:
             report.show(document, new_console())
+        if html is not None:
+            write_report(html, to_html(document))
 
 
 def _starter(model: str | None, kv_memory: str | None) -> tuple[str, Any]:

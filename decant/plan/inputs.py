@@ -126,6 +126,8 @@ def _scenario(options: PlanOptions) -> dict[str, float] | None:
         return None
     if options.trace is not None and options.burstiness is not None:
         raise InvalidPlan("--burstiness", "without --trace, which has the arrivals", options.burstiness)
+    if "prefixes" in given and not options.prefix_tokens:
+        raise InvalidPlan("--prefixes", "with --prefix-tokens", options.prefixes)
     return {"requests": options.simulate, **given}
 
 
@@ -164,9 +166,17 @@ def _recorded(options: PlanOptions, path: str) -> Workload:
     return Workload(trace.prompt, trace.output, rate, options.quantile, trace)
 
 
+_RATES = ("bandwidth", "flops", "bandwidth_efficiency", "compute_efficiency")
+
+
 def _profile(options: PlanOptions) -> Profile | None:
+    if options.threads != 1 and options.calibrate != "measure":
+        raise InvalidPlan("--threads", "with --calibrate measure", options.threads)
     if options.calibrate is None:
         return None
+    for name in _RATES:
+        if getattr(options, name) != getattr(PlanOptions(), name):
+            raise InvalidPlan(f"--{name.replace('_', '-')}", "without --calibrate", getattr(options, name))
     if options.quantization is not None:
         raise InvalidPlan("--calibrate", "no --quantization: costs are of the weights that were measured", "both")
     if options.calibrate != "measure":

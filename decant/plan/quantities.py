@@ -83,7 +83,7 @@ class Slo:
 
 def parse_tokens(field: str, text: str) -> Tokens:
     """ "500" or "1500-2000". Raises InvalidPlan."""
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.replace(",", "").strip())
+    match = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", text.replace(",", "").strip())
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
         raise InvalidPlan(field, "a number from 1 or a range such as 1500-2000", text)
@@ -92,7 +92,7 @@ def parse_tokens(field: str, text: str) -> Tokens:
 
 def parse_bytes(field: str, text: str) -> int:
     """ "40GB" is decimal; "40GiB" and "40G" are binary. Raises InvalidPlan."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(iB|B)?)?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*(?:([KMGT])(iB|B)?)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise InvalidPlan(field, "a size such as 40GiB or 40GB", text)
     units = _DECIMAL if (match[3] or "").upper() == "B" else _BINARY
@@ -102,7 +102,7 @@ def parse_bytes(field: str, text: str) -> int:
 
 def parse_count(field: str, text: str) -> int:
     """ "13B", "494M" or a plain number, in powers of 1,000. Raises InvalidPlan."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGTB]?)", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([KMGTB]?)", text.strip(), re.IGNORECASE)
     if match is None:
         raise InvalidPlan(field, "a number such as 13B or 494M", text)
     return require_positive(field, round(float(match[1]) * _DECIMAL.get(match[2].upper(), 1)), text)
@@ -120,7 +120,7 @@ def parse_slo(text: str) -> Slo:
     values: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition("=")
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|)", value.strip())
+        match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*(ms|s|)", value.strip())
         if name not in ("ttft", "tpot") or match is None or float(match[1]) <= 0:
             raise InvalidPlan("--slo", "ttft=500ms,tpot=50ms (either may be left out)", part)
         values[name] = float(match[1]) * _SECONDS[match[2]]

@@ -116,7 +116,7 @@ def _json_rows(text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
         if line.strip():
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise InvalidPlan(f"--trace line {number}", f"a JSON object ({error})", line[:40]) from None
             if not isinstance(row, dict):
                 raise InvalidPlan(f"--trace line {number}", "a JSON object", line[:40])
@@ -125,8 +125,11 @@ def _json_rows(text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 def _csv_rows(text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     reader = csv.DictReader(text.splitlines())
-    for row in reader:
-        yield reader.line_num, row
+    try:
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise InvalidPlan(f"--trace line {reader.line_num}", f"a line of CSV ({error})", "another") from None
 
 
 def _column(line: int, row: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, Any]:
@@ -140,6 +143,8 @@ def _seconds(line: int, row: Mapping[str, Any]) -> float:
     field, value = _column(line, row, _ARRIVAL)
     try:
         seconds = float(value)
+    except OverflowError:
+        seconds = math.inf
     except (TypeError, ValueError):
         seconds = _timestamp(field, value)
     if not math.isfinite(seconds):
@@ -160,9 +165,9 @@ def _tokens(line: int, row: Mapping[str, Any], names: tuple[str, ...]) -> int:
     if isinstance(value, list):
         value = len(value)
     try:
-        count = int(value)
+        count = 0 if isinstance(value, float | bool) else int(value)
     except (TypeError, ValueError):
         count = 0
-    if isinstance(value, float | bool) or count < 1:
+    if count < 1:
         raise InvalidPlan(field, "a whole number of tokens from 1", value)
     return count

@@ -17,6 +17,7 @@ COMMAND = [sys.executable, "-P", "-m", "decant.command", "bench"]
 SMALL = ("--prompt-tokens", "20-40", "--output-tokens", "8", "--requests", "12", "--warm-up", "1")
 
 VLLM_KEYS = {
+    *("label", "endpoint_type", "tokenizer_id", "start_times", "max_output_tokens_per_s", "max_concurrent_requests"),
     *("date", "backend", "model_id", "num_prompts", "request_rate", "burstiness", "max_concurrency", "duration"),
     *("completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput", "request_goodput"),
     *("output_throughput", "total_token_throughput", "input_lens", "output_lens", "ttfts", "itls", "errors"),
@@ -87,6 +88,7 @@ def test_a_trace_is_sent_at_its_times(address: str, tmp_path: Path) -> None:
     run = measured(address, "--dataset", str(trace), "--trace", "--warm-up", "1")
     assert run["completed"] == 3
     assert run["duration"] >= 1.0
+    assert run["trace"] is True
     assert measured(address, "--dataset", str(trace))["duration"] < 1.0
 
 

@@ -56,6 +56,8 @@ def test_figures_of_two_requests_are_those_computed_by_hand() -> None:
     assert figures["mean_tps"] == pytest.approx((3 / 2.5 + 1 / 0.25) / 2)
     assert figures["request_goodput"] == pytest.approx(1 / 2.5)
     assert figures["slo_attainment"] == 0.5
+    assert figures["max_output_tokens_per_s"] == 3  # from 1.0 to 1.5
+    assert figures["max_concurrent_requests"] == 2
     assert figures["mean_queue_ms"] == 40.0
     assert figures["max_handoff_ms"] == 0.0  # neither entered that phase
 
@@ -71,6 +73,22 @@ def test_failed_requests_count_by_reason_and_give_no_latency() -> None:
 def test_a_run_without_a_success_has_no_rates() -> None:
     figures = summarise([record(5.0, [], error="NO_WORKER")], {})
     assert (figures["duration"], figures["request_throughput"], figures["request_goodput"]) == (0.0, 0.0, None)
+    assert (figures["max_output_tokens_per_s"], figures["max_concurrent_requests"]) == (0.0, 0)
+    assert figures["p99_ttft_ms"] == figures["mean_tps"] == 0.0
+    assert sentence([{"request_rate": 1.0, **figures}], {}) == "1 of 1 requests fail (NO_WORKER)"
+    assert "does not keep" in sentence([{"request_rate": 1.0, **figures}], SLOS)
+
+
+def test_one_request_of_one_token_has_figures() -> None:
+    figures = summarise([record(1.0, [1.5])], SLOS)
+    assert (figures["completed"], figures["max_concurrent_requests"], figures["output_throughput"]) == (1, 1, 2.0)
+    assert figures["median_ttft_ms"] == figures["p99_ttft_ms"] == figures["max_ttft_ms"] == 500.0
+    assert (figures["p99_tpot_ms"], figures["max_itl_ms"], figures["slo_attainment"]) == (0.0, 0.0, 1.0)
+
+
+def test_requests_that_touch_are_not_concurrent_and_a_second_is_half_open() -> None:
+    figures = summarise([record(0.0, [0.5, 1.0]), record(1.0, [1.5, 2.0])], {})
+    assert (figures["max_concurrent_requests"], figures["max_output_tokens_per_s"]) == (1, 2)
 
 
 def test_details_list_every_request_in_seconds() -> None:
@@ -79,6 +97,7 @@ def test_details_list_every_request_in_seconds() -> None:
         "spans": [[1.0, 1.5, 2.5]],
         "input_lens": [10, 10],
         "output_lens": [2, 0],
+        "start_times": [1.0, 0.0],
         "ttfts": [0.5, 0.0],
         "itls": [[1.0], []],
         "errors": ["", "X"],
@@ -125,3 +144,6 @@ def test_the_answer_of_a_single_run_says_whether_it_keeps_them() -> None:
     assert sentence([run_at(2.0, tpot=1.0)], SLOS).startswith("does not keep TTFT p99 under 500 ms and TPOT")
     assert "all requests at once" in sentence([run_at(float("inf"))], SLOS)
     assert sentence([run_at(2.0)], {}).startswith("9.09 requests/s and 18.2 output tokens/s, TTFT p99 100 ms")
+    assert sentence([run_at(2.0, first="X")], {}).endswith("; 1 of 2 requests fail (X)")
+    traced = {**run_at(float("inf")), "trace": True}
+    assert sentence([traced], SLOS).endswith("at the times of the trace (9.09 requests/s)")

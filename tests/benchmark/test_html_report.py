@@ -29,7 +29,14 @@ def run(rate: float) -> dict[str, object]:
         )
         for n in range(20)
     ]
-    about = {"model_id": "<m>", "date": "2026", "request_rate": rate, "max_concurrency": None, "ramp_to": None}
+    about = {
+        "model_id": "<m>",
+        "date": "2026",
+        "request_rate": rate,
+        "max_concurrency": None,
+        "ramp_to": None,
+        "trace": False,
+    }
     return {**about, **summarise(records, SLOS), **details(records)}
 
 
@@ -97,7 +104,14 @@ def test_a_ramp_has_the_ttft_of_each_request_by_its_send() -> None:
 
 def test_a_run_without_a_success_has_charts_too() -> None:
     failed = Record(0.0, 0.0, error="NO_WORKER")
-    about = {"model_id": "m", "date": "2026", "request_rate": float("inf"), "max_concurrency": None, "ramp_to": None}
+    about = {
+        "model_id": "m",
+        "date": "2026",
+        "request_rate": float("inf"),
+        "max_concurrency": None,
+        "ramp_to": None,
+        "trace": False,
+    }
     page = to_html(Result([{**about, **summarise([failed], {}), **details([failed])}], "none"), {})
     assert page.count("<svg") == 3
 

@@ -15,6 +15,7 @@ from decant.bench.arrivals import ramp_arrivals, random_arrivals
 from decant.bench.benchmark import BenchOptions, RequestSource, check, parse_slos
 from decant.bench.errors import InvalidBenchmark
 from decant.bench.lengths import Exponential, Uniform, parse_lengths
+from decant.bench.load import Load
 from decant.bench.sweep import HALVINGS, MAX_DOUBLINGS, sweep
 from decant.bench.workload import (
     ANYSCALE,
@@ -85,14 +86,33 @@ def test_lengths_have_their_form() -> None:
     assert parse_lengths("", "7") == Uniform(7, 7)
 
 
+def test_exponential_lengths_cut_far_below_their_mean_are_drawn_at_once() -> None:
+    rng, lengths = Random(1), parse_lengths("", "exp:900000000:4")
+    drawn = [lengths.draw(rng) for _ in range(4000)]
+    assert all(drawn.count(length) == pytest.approx(1000, rel=0.15) for length in (1, 2, 3, 4))
+
+
 def test_the_anyscale_workload_has_its_published_lengths() -> None:
     assert (Uniform(512, 512), Exponential(128, 1536)) == ANYSCALE
 
 
-@pytest.mark.parametrize("text", ["0", "5-2", "exp:0:4", "exp:4", "x", ""])
+@pytest.mark.parametrize("text", ["0", "5-2", "exp:0:4", "exp:4", "x", "", "9" * 5000, f"exp:{'9' * 400}:5"])
 def test_invalid_lengths_are_refused(text: str) -> None:
     with pytest.raises(InvalidBenchmark, match="--prompt-tokens: a number, a range"):
         parse_lengths("--prompt-tokens", text)
+
+
+def test_lengths_beyond_the_context_are_refused_before_a_prompt_is_drawn() -> None:
+    options = BenchOptions(rate=1.0, prompt_tokens="100-900000000", requests=10**9)
+    source = RequestSource(pb.Model(id="m", vocab_size=9, max_context_length=2048), options, [BenchRequest([1], 1)])
+    source.take(1.0)
+    with pytest.raises(InvalidBenchmark, match=r"at most 2,048 with the output .*, got 900,000,064"):
+        source.take(2.0)
+
+
+async def test_more_clients_than_requests_are_no_more_tasks() -> None:
+    load = Load(None, "", 1.0, lambda _: None)  # type: ignore[arg-type]
+    assert await load.closed([], 10**9) == []
 
 
 def test_prompts_share_prefixes_and_differ_behind_them() -> None:
@@ -115,6 +135,44 @@ def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
     assert [one.arrival_s for one in read_trace(file, 10, 100)] == [0.0, 1.0, 2.5]
     with pytest.raises(InvalidBenchmark, match=r"line 1: output_len: at most 4 tokens with the prompt, got 5"):
         read_trace(file, 10, 4)
+
+
+REQUEST = '{"id": "a", "prompt_token_ids": [1], "output_len": 3, "arrival_s": 0}'
+
+
+def test_a_trace_begins_with_its_first_request(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    later = REQUEST.replace('"a"', '"b"').replace(": 0}", ": 1763000002.5}")
+    file.write_text("\n".join((later, REQUEST.replace(": 0}", ": 1763000000}"))))
+    assert [one.arrival_s for one in read_trace(file, 10, 100)] == [0.0, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (REQUEST.replace(": 3", ": " + "9" * 5000), "line 3: line: a JSON object"),
+        ("[" * 200_000, "line 3: line: a JSON object"),
+        (REQUEST.replace(": 0}", ": 1" + "0" * 400 + "}"), "line 3: arrival_s: a number of seconds from 0"),
+        (REQUEST.replace("[1]", "[10]"), "line 3: prompt_token_ids: token ids below 10, got 10"),
+    ],
+)
+def test_a_line_of_a_trace_that_can_not_be_sent_is_named(line: str, message: str, tmp_path: Path) -> None:
+    """Blank lines count."""
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n" + REQUEST.replace('"a"', '"b"') + "\n" + line, encoding="utf-8")
+    with pytest.raises(InvalidBenchmark) as refused:
+        read_trace(file, 10, 100)
+    assert message in str(refused.value)
+
+
+def test_a_dataset_in_another_encoding_is_refused_and_a_line_separator_in_a_string_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(REQUEST.replace("a", "\N{LINE SEPARATOR}", 1), encoding="utf-8")
+    assert len(read_trace(file, 10, 100)) == 1
+    file.write_bytes(b"\xff")
+    for read in (read_sharegpt, lambda path: read_trace(path, 10, 100)):
+        with pytest.raises(InvalidBenchmark, match=r"--dataset: .*'utf-8' codec can't decode"):
+            read(file)
 
 
 def test_sharegpt_gives_questions_and_answers_while_they_alternate(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""SIGKILL of a worker during an answer: a pause, and the same tokens."""
+"""SIGKILL of a worker during an answer: a pause, the same tokens, and one trace across all processes."""
 
 import asyncio
 
@@ -7,11 +7,13 @@ import pytest
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
 from tests.e2e.client_checks import asked, decode_started, open_stub
 from tests.e2e.deployment import PATIENCE_S, Deployment, Worker, deployment
+from tests.trace_collector import Collector, collecting
 
 pytestmark = pytest.mark.slow
 
 PROMPT = "def total(values):\n    result = 0\n" * 12
 TOKENS = 300
+TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 async def owner_of_a_run(running: Deployment) -> Worker | None:
@@ -28,7 +30,8 @@ async def tokens(stub: InferenceServiceStub, running: Deployment | None = None) 
     request.stopping.ignore_eos = True
     messages = []
     killed = None
-    async for message in stub.GenerateStream(request, timeout=PATIENCE_S):
+    metadata = (("traceparent", f"00-{TRACE}-{CALLER}-01"),) if running is not None else ()
+    async for message in stub.GenerateStream(request, timeout=PATIENCE_S, metadata=metadata):
         messages.append(message)
         if running is not None and killed is None and message.seq > 10:
             killed = await owner_of_a_run(running)
@@ -41,11 +44,30 @@ async def tokens(stub: InferenceServiceStub, running: Deployment | None = None) 
     return answer.ids
 
 
-async def test_an_answer_outlives_the_decode_worker_that_writes_it() -> None:
-    with deployment(decode=2) as running:
-        channel, stub = open_stub(running.address)
-        async with channel:
-            whole = await tokens(stub)
-            assert len(whole) == TOKENS
-            assert await tokens(stub, running) == whole
-        await asyncio.to_thread(running.settled)
+def check_trace(collector: Collector) -> None:
+    """Of the interrupted answer: both attempts, each with the spans of its workers."""
+    spans = [(service, span) for service, span in collector.spans() if span.trace_id.hex() == TRACE]
+    assert PROMPT[:20] not in str(spans)
+    ((_, request),) = ((service, span) for service, span in spans if span.name == "GenerateStream")
+    assert request.parent_span_id.hex() == CALLER
+    first, second = attempts = [span for _, span in spans if span.name == "attempt"]
+    assert {span.parent_span_id for span in attempts} == {request.span_id}
+    assert (first.status.message, second.status.message) == ("peer_lost", "")
+    made = {(service, span.name, span.parent_span_id) for service, span in spans}
+    assert ("prefill_worker", "prefill", first.span_id) in made
+    assert ("decode_worker", "decode", second.span_id) in made
+    decodes = [span for _, span in spans if span.name == "decode"]
+    assert [span.parent_span_id for span in decodes] == [second.span_id], "the killed worker exports no end"
+
+
+async def test_an_answer_outlives_the_decode_worker_that_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with collecting() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{collector.address}")
+        with deployment(decode=2) as running:
+            channel, stub = open_stub(running.address)
+            async with channel:
+                whole = await tokens(stub)
+                assert len(whole) == TOKENS
+                assert await tokens(stub, running) == whole
+            await asyncio.to_thread(running.settled)
+        check_trace(collector)

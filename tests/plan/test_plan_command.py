@@ -91,6 +91,14 @@ def test_this_machine_is_measured_with_the_worker_s_own_calibration() -> None:
         (["--model", "/nowhere", "--device", "l4"], "--model: a folder or a config.json"),
         (["--model", str(models.path()), "--device", "l4"], "at most 2,048 tokens with the output"),
         ([*A100, "--device", "l4"], "memory: weights of 24.2 GiB need a device of more than"),
+        ([*A100, "--memory", "9" * 400 + "T"], "--memory: a size such as 40GiB"),
+        ([*A100, "--prompt-tokens", "9" * 5000], "--prompt-tokens: a number from 1"),
+        ([*A100, "--slo", f"ttft={'9' * 400}s"], "--slo: ttft=500ms"),
+        (["--shape", "layers=1,hidden=2,heads=3", "--device", "l4"], "hidden: at least 1 for each of 3 heads, got 2"),
+        ([*A100, "--threads", "2"], "--threads: with --calibrate measure, got 2"),
+        ([*A100, "--calibrate", "x", "--flops", "1T"], "--flops: without --calibrate, got 1T"),
+        ([*A100, "--calibrate", "x", "--compute-efficiency", "0.5"], "--compute-efficiency: without --calibrate"),
+        ([*A100, "--simulate", "9", "--prefixes", "2"], "--prefixes: with --prefix-tokens, got 2"),
     ],
 )
 def test_inputs_are_refused_in_one_line(arguments: list[str], message: str) -> None:
@@ -100,7 +108,9 @@ def test_inputs_are_refused_in_one_line(arguments: list[str], message: str) -> N
     assert output.count("\n") == 1
 
 
-@pytest.mark.parametrize("change", [dict.fromkeys(COSTS, 0), {"pair": "x"}, {"fixed": -1}, {"logits": None}])
+@pytest.mark.parametrize(
+    "change", [dict.fromkeys(COSTS, 0), {"pair": "x"}, {"fixed": -1}, {"logits": None}, {"token": 10**400}]
+)
 def test_profiles_with_impossible_costs_are_refused(change: dict[str, object], tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     profile.write_text(json.dumps({"costs": {**COSTS, **change}}))
@@ -151,6 +161,14 @@ def test_a_simulation_runs_the_planned_workers_and_is_part_of_the_json() -> None
     assert simulated["ttft"]["p50"] < document["plan"]["ttft"]
     assert simulated["tpot"]["p50"] == pytest.approx(document["plan"]["tpot"], rel=0.2)
     assert plan(*A100)["simulation"] is None
+
+
+def test_a_simulation_of_single_tokens_has_no_tpot() -> None:
+    status, output = run(*SIMULATED, "--output-tokens", "1", "--json")
+    assert status == 0
+    assert "NaN" not in output
+    assert json.loads(output)["simulation"]["tpot"] == {"p50": None, "p90": None, "p99": None}
+    assert "- / - / -" in run(*SIMULATED, "--output-tokens", "1")[1]
 
 
 def test_a_simulation_is_shown_as_a_table() -> None:

@@ -73,6 +73,10 @@ def test_a_plan_uses_the_rate_and_lengths_of_a_trace(tmp_path: Path) -> None:
         (CSV + "nan,1,5\n", "--trace line 5: arrival_s: finite seconds, got nan"),
         (lines({"arrival_s": 0, "prompt_tokens": 1.5, "output_tokens": 1}), "line 1: prompt_tokens: a whole number"),
         ('{"arrival_s": 0,\n', "--trace line 1: a JSON object"),
+        (f'{{"arrival_s": 1{"0" * 400}, "prompt_tokens": 1, "output_tokens": 1}}', "arrival_s: finite seconds"),
+        ('{"arrival_s": 0, "prompt_tokens": Infinity, "output_tokens": 1}', "prompt_tokens: a whole number of tokens"),
+        (CSV + "13,5," + "9" * 200_000 + "\n", "--trace line 5: a line of CSV (field larger than field limit"),
+        ('{"a":' * 100_000, "--trace line 1: a JSON object"),
         ("arrival_s,prompt_tokens,output_tokens\n1,2,3\n1,2,3\n", "--trace: at least two requests, at different times"),
     ],
 )

@@ -6,15 +6,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent import futures
-from typing import Any
 
-import grpc
 import pytest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 
 from decant.runtime import tracing
+from tests.trace_collector import Collector, collecting
 
 VALID = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -75,27 +71,10 @@ def test_an_export_that_is_not_possible_is_refused_and_named(
         pass
 
 
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps what is exported to it."""
-
-    def __init__(self) -> None:
-        self.address = ""
-        self.exports: list[Any] = []
-
-    def Export(self, request: Any, context: object) -> Any:  # noqa: N802
-        self.exports += request.resource_spans
-        return otlp.ExportTraceServiceResponse()
-
-
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    servicer = Collector()
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
-    servicer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    yield servicer
-    server.stop(None).wait()
+    with collecting() as made:
+        yield made
 
 
 def test_the_spans_of_a_server_reach_a_collector_before_it_ends(

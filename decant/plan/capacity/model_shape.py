@@ -156,6 +156,8 @@ def _assemble(
     """`mlp`: parameters of one expert, or of the one MLP; `experts`: how many there are, and how many a token uses."""
     layers, hidden, heads = dims["layers"], dims["hidden"], dims["heads"]
     kv_heads, head_dim = dims["kv_heads"], dims["head_dim"]
+    if not head_dim:
+        raise InvalidPlan("hidden", f"at least 1 for each of {heads:,} heads", hidden)
     if heads % kv_heads:
         raise InvalidPlan("kv_heads", f"a divisor of {heads} heads", kv_heads)
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)

@@ -16,7 +16,7 @@ Workers as their clients see them, as `decant bench calibrate` prints it:
 from __future__ import annotations
 
 import json
-import math
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,8 @@ def _costs(document: dict[str, Any], name: str) -> StepCostModel:
 def _number(values: dict[str, Any], name: str, least: float | None, parent: str = "") -> float:
     """At least `least`, which is also the default; None: from 0, and it has to be there."""
     value: Any = values.get(name, least)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < (least or 0.0):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (least or 0.0) <= value <= sys.float_info.max:
         raise InvalidPlan(f"--calibrate {parent}{name}", f"a number from {least or 0:g}", value)
     return float(value)
 

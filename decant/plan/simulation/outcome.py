@@ -12,14 +12,14 @@ from decant.plan.simulation.simulation import Simulation
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """In seconds; NaN where there are no values."""
+    """In seconds; None where there are no values."""
 
-    p50: float
-    p90: float
-    p99: float
+    p50: float | None
+    p90: float | None
+    p99: float | None
 
     def __str__(self) -> str:
-        return " / ".join(map(show_seconds, (self.p50, self.p90, self.p99)))
+        return " / ".join("-" if one is None else show_seconds(one) for one in (self.p50, self.p90, self.p99))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def percentiles(values: Iterable[float]) -> Percentiles:
     """By nearest rank."""
     ordered = sorted(values)
     if not ordered:
-        return Percentiles(math.nan, math.nan, math.nan)
+        return Percentiles(None, None, None)
     ranks = (math.ceil(share * len(ordered)) - 1 for share in (0.5, 0.9, 0.99))
     return Percentiles(*(ordered[rank] for rank in ranks))
 

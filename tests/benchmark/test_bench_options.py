@@ -1,0 +1,45 @@
+"""Options of `decant bench` that would have no effect, or waste a measurement, are refused before it begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from decant.command.app import app
+
+NOWHERE = ("--address", "127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--requests", "5", "batching"), "--requests: after batching"),
+        (("--json", "--seed", "1", "interference"), "--json, --seed: after interference"),
+        (("--prefill", "2", *NOWHERE), "--prefill: with --up, got 2"),
+        (("--burstiness", "2", *NOWHERE), "--burstiness: with --rate, got 2.0"),
+        (("--prefixes", "2", *NOWHERE), "--prefixes: with --prefix-tokens, got 2"),
+        (("--dataset", "x.jsonl", "--output-tokens", "9", *NOWHERE), "--output-tokens: without --dataset, got 9"),
+        (("--workload", "anyscale", "--prompt-tokens", "9", *NOWHERE), "--prompt-tokens: without --workload anyscale"),
+        (("--timeout", "inf", *NOWHERE), "--timeout: above 0, got inf"),
+        (("--timeout", "nan", *NOWHERE), "--timeout: above 0, got nan"),
+        (("--rate", "nan", *NOWHERE), "--rate: above 0, got nan"),
+        (("--html", "/nowhere/report.html", *NOWHERE), "--html: a file in a folder that exists"),
+        (("--html", "/tmp", *NOWHERE), "--html: a file in a folder that exists, got /tmp"),
+        (("batching", "--html", "/nowhere/report.html"), "--html: a file in a folder that exists"),
+        (("interference", "--html", "/nowhere/report.html"), "--html: a file in a folder that exists"),
+    ],
+)
+def test_an_option_without_effect_is_refused_in_one_line(arguments: tuple[str, ...], message: str) -> None:
+    done = CliRunner().invoke(app, ["bench", *arguments])
+    assert done.exit_code == 2
+    assert message in done.output
+    assert done.output.count("\n") == 1
+
+
+def test_a_deployment_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", *NOWHERE, "--html", str(tmp_path / "report.html")])
+    assert done.exit_code == 1
+    assert done.output.count("\n") == 1
+    assert not list(tmp_path.iterdir())
