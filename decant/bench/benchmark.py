@@ -30,6 +30,7 @@ from decant.bench.workload import (
 from decant.client.async_client import AsyncClient
 from decant.client.channel import Tls
 from decant.protos import inference_pb2 as pb
+from decant.runtime.errors import InvalidArgument
 
 SLO_NAMES = ("ttft", "tpot", "e2el")
 Notify = Callable[[str, Record | None, int], None]
@@ -198,6 +199,7 @@ class _Benchmark:
             "trace": options.trace,
             "burstiness": options.burstiness,
             "max_concurrency": options.concurrency,
+            "not_sent": count - len(records),
             **summarise(records, options.slos),
             **details(records),
         }
@@ -237,7 +239,10 @@ async def _conversation(
     requests = []
     chosen = turns if options.multi_turn else turns[:1]
     for prompt, (_, answer) in zip(prompts(chosen), chosen, strict=True):
-        lengths = [(await client.tokenize(text, model=options.model)).count for text in (prompt, answer)]
+        try:
+            lengths = [(await client.tokenize(text, model=options.model)).count for text in (prompt, answer)]
+        except InvalidArgument:  # so long that it is not even counted
+            break
         if model.max_context_length and sum(lengths) > model.max_context_length:
             break
         requests.append(BenchRequest(prompt, lengths[1]))

@@ -1,7 +1,8 @@
 """Sends requests to a deployment and records what happens.
 
 open loop    each request is sent at its time, whether earlier ones have ended or not
-closed loop  each of several clients sends its next request when its last one has ended
+closed loop  each of several clients sends its next request when its last one has ended, and none after
+             `LOST_IN_A_ROW` that reached no router
 """
 
 from __future__ import annotations
@@ -10,11 +11,17 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+import grpc
+
 from decant.bench.records import Record
 from decant.bench.workload import BenchRequest
 from decant.client.async_client import AsyncClient
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import ServiceError
+
+LOST = grpc.StatusCode.UNAVAILABLE.name
+"""Without a reason of the service."""
+LOST_IN_A_ROW = 3
 
 Notify = Callable[[Record], None]
 """Is called with each record when its request has ended."""
@@ -46,6 +53,8 @@ class Load:
             records: list[Record] = []
             for request in waiting:
                 records += await self._converse(request, time.monotonic())
+                if [one.error for one in records[-LOST_IN_A_ROW:]] == [LOST] * LOST_IN_A_ROW:
+                    break
             return records
 
         async with asyncio.TaskGroup() as group:

@@ -57,7 +57,9 @@ _LATE_MS = 50.0
 def _totals(run: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     cached = f", {run['total_cached_tokens']:,} of them cached" if run["total_cached_tokens"] else ""
-    table.add_row("requests", f"{run['completed']} completed, {run['failed']} failed, in {run['duration']:.1f} s")
+    unsent = f", {run['not_sent']} not sent" if run["not_sent"] else ""
+    counts = f"{run['completed']} completed, {run['failed']} failed{unsent}"
+    table.add_row("requests", f"{counts}, in {run['duration']:.1f} s")
     table.add_row(
         "tokens", f"{run['total_input_tokens']:,} of prompts{cached}, {run['total_output_tokens']:,} of output"
     )

@@ -97,6 +97,7 @@ def measure(  # noqa: PLR0913 - a command's options are its parameters
             raise CommandFailed(f"{', '.join(map(_flag, sorted(given)))}: after {ctx.invoked_subcommand}", status=2)
 
 
+_LEAST, _MOST = 1e-9, 1e9
 _NEEDS = {"prefill": "up", "decode": "up", "burstiness": "rate", "prefixes": "prefix_tokens"}
 _OF_RANDOM = ("prompt_tokens", "output_tokens", "prefix_tokens")
 
@@ -160,8 +161,8 @@ def _options(params: dict[str, Any]) -> Any:
     from decant.bench.workload import SharedPrefix
 
     for name in ("rate", "ramp_to", "burstiness", "timeout"):
-        if params[name] is not None and not 0 < params[name] < float("inf"):
-            raise InvalidBenchmark(_flag(name), "above 0", params[name])
+        if params[name] is not None and not _LEAST <= params[name] <= _MOST:
+            raise InvalidBenchmark(_flag(name), f"{_LEAST:g} to {_MOST:g}", params[name])
     if params["up"] and params["address"]:
         raise InvalidBenchmark("--up, --address", "one of them", "both")
     return opt.from_params(

@@ -129,7 +129,7 @@ def _csv_rows(text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
         for row in reader:
             yield reader.line_num, row
     except csv.Error as error:
-        raise InvalidPlan(f"--trace line {reader.line_num}", f"a line of CSV ({error})", "another") from None
+        raise InvalidPlan(f"--trace line {reader.line_num + 1}", f"a line of CSV ({error})", "another") from None
 
 
 def _column(line: int, row: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, Any]:

@@ -95,9 +95,10 @@ def test_a_trace_is_sent_at_its_times(address: str, tmp_path: Path) -> None:
 def test_conversations_of_a_file_are_sent_as_text(address: str, tmp_path: Path) -> None:
     file = tmp_path / "sharegpt.json"
     turns = [{"from": "human", "value": "def add(a, b):"}, {"from": "gpt", "value": "    return a + b"}]
-    file.write_text(json.dumps([{"conversations": turns}] * 2))
+    too_long = [{"from": "human", "value": "x = 1\n" * 100_000}, turns[1]]
+    file.write_text(json.dumps([{"conversations": too_long}, *[{"conversations": turns}] * 2]))
     run = measured(address, "--dataset", str(file))
-    assert run["completed"] == 2
+    assert (run["completed"], run["not_sent"]) == (2, 0)
     assert run["input_lens"][0] > 3
     assert run["output_lens"][0] == run["output_lens"][1] > 2
 
@@ -147,7 +148,7 @@ def test_failures_are_counted_by_reason_and_end_with_1(address: str) -> None:
     ("arguments", "message"),
     [
         (("--prompt-tokens", "3000"), "prompt tokens: at most 2,048 with the output"),
-        (("--rate", "-1"), "--rate: above 0, got -1.0"),
+        (("--rate", "-1"), "--rate: 1e-09 to 1e+09, got -1.0"),
         (("--up",), "--up, --address: one of them"),
         (("--dataset", "/nowhere.jsonl"), "--dataset: a file of JSON lines"),
     ],

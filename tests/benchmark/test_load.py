@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -10,12 +11,13 @@ from statistics import fmean, pstdev
 from typing import Any
 
 import pytest
+from google.rpc import code_pb2
 
 from decant.bench.arrivals import ramp_arrivals, random_arrivals
 from decant.bench.benchmark import BenchOptions, RequestSource, check, parse_slos
 from decant.bench.errors import InvalidBenchmark
 from decant.bench.lengths import Exponential, Uniform, parse_lengths
-from decant.bench.load import Load
+from decant.bench.load import LOST_IN_A_ROW, Load
 from decant.bench.sweep import HALVINGS, MAX_DOUBLINGS, sweep
 from decant.bench.workload import (
     ANYSCALE,
@@ -27,6 +29,8 @@ from decant.bench.workload import (
     read_trace,
 )
 from decant.protos import inference_pb2 as pb
+from decant.runtime.error_details import ErrorDetail
+from decant.runtime.errors import ServiceError
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
@@ -135,6 +139,34 @@ def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
     assert [one.arrival_s for one in read_trace(file, 10, 100)] == [0.0, 1.0, 2.5]
     with pytest.raises(InvalidBenchmark, match=r"line 1: output_len: at most 4 tokens with the prompt, got 5"):
         read_trace(file, 10, 4)
+
+
+class Gone:
+    """A client, and the stream, of a deployment that is lost."""
+
+    usage = receipt = None
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def stream(self, *_: object, **__: object) -> Gone:
+        self.sent += 1
+        return self
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def __aiter__(self) -> AsyncIterator[None]:
+        raise ServiceError(ErrorDetail(code_pb2.UNAVAILABLE, "no connection"))
+        yield
+
+
+async def test_clients_stop_once_no_router_answers() -> None:
+    gone = Gone()
+    records = await Load(gone, "", 1.0, lambda _: None).closed([BenchRequest([1], 2)] * 100, 2)  # type: ignore[arg-type]
+    assert gone.sent == len(records) == 2 * LOST_IN_A_ROW
+    assert {one.error for one in records} == {"UNAVAILABLE"}
 
 
 REQUEST = '{"id": "a", "prompt_token_ids": [1], "output_len": 3, "arrival_s": 0}'

@@ -192,7 +192,7 @@ def test_a_simulated_trace_arrives_at_its_own_times(tmp_path: Path) -> None:
         (("--routers", "2"), "--routers: with --simulate, got 2"),
         (("--prefix-tokens", "9"), "--prefix-tokens: with --simulate, got 9"),
         (("--simulate", "9", "--prefix-tokens", "1500"), "below the shortest prompt (1,500 tokens)"),
-        (("--simulate", "9", "--burstiness", "0"), "--burstiness: above 0"),
+        (("--simulate", "9", "--burstiness", "0"), "--burstiness: 1e-09 to 1e+09, got 0"),
     ],
 )
 def test_options_of_a_simulation_that_cannot_be_are_refused(arguments: tuple[str, ...], message: str) -> None:

@@ -54,8 +54,8 @@ class Scenario:
         for name in ("routers", "requests", "prefixes"):
             if getattr(self, name) < 1:
                 raise InvalidPlan(f"--{name}", "at least 1", getattr(self, name))
-        if not 0 < self.burstiness < float("inf"):
-            raise InvalidPlan("--burstiness", "above 0", self.burstiness)
+        if not 1e-9 <= self.burstiness <= 1e9:
+            raise InvalidPlan("--burstiness", "1e-09 to 1e+09", self.burstiness)
         if not 0 <= self.prefix_tokens < shortest_prompt:
             limit = f"at least 0 and below the shortest prompt ({shortest_prompt:,} tokens)"
             raise InvalidPlan("--prefix-tokens", limit, self.prefix_tokens)
