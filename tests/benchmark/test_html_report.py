@@ -69,6 +69,14 @@ def test_each_run_is_a_point_of_each_percentile() -> None:
     assert {"p50", "p90", "p99"} <= set(texts(latency))
 
 
+def test_equal_gaps_are_all_in_the_distribution() -> None:
+    """To about half a bit, 10 ms."""
+    _, latency, _ = charts(4.0)
+    heights = [float(bar.get("height", 0)) for bar in latency.iter(f"{SVG}rect")]
+    assert max(heights) > 0.9 * (HEIGHT - TOP - BOTTOM)
+    assert sum(map(bool, heights)) <= 2
+
+
 def test_points_lie_between_the_axes_in_proportion() -> None:
     chart = Chart("t", Axis("x", 10.0), Axis("y", 50.0))
     chart.line("l", [(0.0, 0.0), (5.0, 25.0), (10.0, 50.0)], "#000000")
