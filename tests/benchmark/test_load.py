@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, Never
 
 import pytest
 from google.rpc import code_pb2
@@ -157,9 +156,11 @@ class Gone:
 
     async def __aexit__(self, *_: object) -> None: ...
 
-    async def __aiter__(self) -> AsyncIterator[None]:
+    def __aiter__(self) -> Gone:
+        return self
+
+    async def __anext__(self) -> Never:
         raise ServiceError(ErrorDetail(code_pb2.UNAVAILABLE, "no connection"))
-        yield
 
 
 async def test_clients_stop_once_no_router_answers() -> None:
