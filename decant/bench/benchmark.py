@@ -11,7 +11,7 @@ from typing import Any
 
 from decant.bench import verdict
 from decant.bench.arrivals import ramp_arrivals, random_arrivals
-from decant.bench.errors import InvalidBenchmark
+from decant.bench.errors import InvalidBenchmark, InvalidTarget
 from decant.bench.figures import details, summarise
 from decant.bench.lengths import Lengths, Uniform, parse_lengths
 from decant.bench.load import Load
@@ -110,7 +110,7 @@ def check(options: BenchOptions) -> None:
 async def run(target: Target, options: BenchOptions, notify: Notify) -> Result:
     """Measure. Raises InvalidBenchmark, and ServiceError where the deployment can't be reached."""
     check(options)
-    async with AsyncClient(target.address, tls=target.tls, token=target.token) as client:
+    async with _client(target) as client:
         model = await client.model(options.model)
         if not model.vocab_size:
             raise InvalidBenchmark("model", "a vocabulary size, which a ready worker reports", "none")
@@ -122,6 +122,13 @@ async def run(target: Target, options: BenchOptions, notify: Notify) -> Result:
         else:
             runs = [await bench.measure(options.rate)]
     return Result(runs, verdict.sentence(runs, options.slos))
+
+
+def _client(target: Target) -> AsyncClient:
+    try:
+        return AsyncClient(target.address, tls=target.tls, token=target.token)
+    except (OSError, ValueError) as error:
+        raise InvalidTarget(str(error)) from None
 
 
 class RequestSource:

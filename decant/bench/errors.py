@@ -8,3 +8,10 @@ class InvalidBenchmark(Exception):
 
     def __init__(self, field: str, limit: str, value: object) -> None:
         super().__init__(f"{field}: {limit}, got {value}")
+
+
+class InvalidTarget(InvalidBenchmark):
+    """An address, a token or a TLS file that no client can use; `text` says which."""
+
+    def __init__(self, text: str) -> None:
+        Exception.__init__(self, text)

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
+from decant.client.channel import Tls
 from decant.command import options as opt
 from decant.command.bench_batching import batching
 from decant.command.bench_calibrate import calibrate
@@ -58,6 +59,10 @@ Html = Annotated[Path | None, Option(help="Also write a report with charts, as o
 def measure(  # noqa: PLR0913 - a command's options are its parameters
     ctx: typer.Context,
     address: opt.Address = None,
+    ca: opt.Ca = None,
+    certificate: opt.Certificate = None,
+    key: opt.Key = None,
+    server_name: opt.ServerName = None,
     up: Up = False,
     model: Model = None,
     prefill: Prefill = 1,
@@ -131,7 +136,7 @@ def _measure(params: dict[str, Any]) -> None:
         options = _options(params)
         benchmark.check(options)
         progress = report.LiveProgress(Console(stderr=True))
-        with _target(params["address"], _up_arguments(params)) as target, progress:
+        with _target(params["address"], opt.tls_from(params), _up_arguments(params)) as target, progress:
             result = asyncio.run(benchmark.run(target, options, progress.notify))
     except InvalidBenchmark as error:
         raise CommandFailed(str(error), status=2) from None
@@ -163,8 +168,9 @@ def _options(params: dict[str, Any]) -> Any:
     for name in ("rate", "ramp_to", "burstiness", "timeout"):
         if params[name] is not None and not _LEAST <= params[name] <= _MOST:
             raise InvalidBenchmark(_flag(name), f"{_LEAST:g} to {_MOST:g}", params[name])
-    if params["up"] and params["address"]:
-        raise InvalidBenchmark("--up, --address", "one of them", "both")
+    for name in ("address", "ca", "certificate", "key", "server_name"):
+        if params["up"] and params[name]:
+            raise InvalidBenchmark(f"--up, {_flag(name)}", "one of them", "both")
     return opt.from_params(
         BenchOptions,
         params,
@@ -175,7 +181,7 @@ def _options(params: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _target(address: str | None, up_arguments: list[str] | None) -> Iterator[Any]:
+def _target(address: str | None, tls: Tls | None, up_arguments: list[str] | None) -> Iterator[Any]:
     """The deployment at `address`, a new one with `up_arguments`, or the newest on this machine."""
     from decant.bench.benchmark import Target
     from decant.command import deployments
@@ -187,6 +193,9 @@ def _target(address: str | None, up_arguments: list[str] | None) -> Iterator[Any
         with temporary_deployment(*up_arguments) as deployment:
             yield Target(deployment.addresses)
     elif address is not None:
-        yield Target(address, token=token)
+        yield Target(address, tls, token)
     else:
-        yield Target(deployments.latest("--address").addresses, token=token)
+        deployment = deployments.latest("--address")
+        if not deployment.has_started:
+            raise CommandFailed(f"`decant up` (process {deployment.pid}) is starting: measure it once it is ready")
+        yield Target(deployment.addresses, tls, token)

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from decant.command.app import app
+from decant.command.deployments import Deployment
 
 NOWHERE = ("--address", "127.0.0.1:1")
 
@@ -26,6 +27,11 @@ NOWHERE = ("--address", "127.0.0.1:1")
         (("--rate", "nan", *NOWHERE), "--rate: 1e-09 to 1e+09, got nan"),
         (("--rate", "1e308", *NOWHERE), "--rate: 1e-09 to 1e+09, got 1e+308"),
         (("--rate", "1", "--burstiness", "1e-300", *NOWHERE), "--burstiness: 1e-09 to 1e+09, got 1e-300"),
+        (("--address", "host:99999"), "address: host:port with a port from 1 to 65535"),
+        (("--address", ""), "address: 'host:port'"),
+        (("--ca", "/nowhere.pem", *NOWHERE), "/nowhere.pem"),
+        (("--key", "/nowhere.pem", *NOWHERE), "--certificate and --key come together"),
+        (("--up", "--ca", "/nowhere.pem"), "--up, --ca: one of them, got both"),
         (("--html", "/nowhere/report.html", *NOWHERE), "--html: a file in a folder that exists"),
         (("--html", "/tmp", *NOWHERE), "--html: a file in a folder that exists, got /tmp"),
         (("batching", "--html", "/nowhere/report.html"), "--html: a file in a folder that exists"),
@@ -37,6 +43,14 @@ def test_an_option_without_effect_is_refused_in_one_line(arguments: tuple[str, .
     assert done.exit_code == 2
     assert message in done.output
     assert done.output.count("\n") == 1
+
+
+def test_a_deployment_that_is_starting_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    starting = Deployment(7, (), "unix:///r", has_started=False)
+    monkeypatch.setattr("decant.command.deployments.running", lambda: [starting])
+    done = CliRunner().invoke(app, ["bench"])
+    assert done.exit_code == 1
+    assert done.output == "decant: `decant up` (process 7) is starting: measure it once it is ready\n"
 
 
 def test_a_deployment_that_is_not_there_is_one_line(tmp_path: Path) -> None:
