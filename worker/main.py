@@ -76,7 +76,7 @@ def main(kind: WorkerRole, arguments: Sequence[str] | None, load_device: LoadDev
     settings = load_or_exit(kind.settings, given, program=kind.program)
     logs.start(kind.program, settings)
     try:
-        with tracing.exporting(kind.program.replace(" ", "-")):
+        with tracing.exporting(f"decant-{kind.program.replace('_', '-')}"):
             orderly = shutdown.run(run(settings, kind.role, load_device or load_model))
     except tracing.CannotExport as error:
         return _refused(kind, str(error))

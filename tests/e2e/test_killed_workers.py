@@ -54,8 +54,8 @@ def check_trace(collector: Collector) -> None:
     assert {span.parent_span_id for span in attempts} == {request.span_id}
     assert (first.status.message, second.status.message) == ("peer_lost", "")
     made = {(service, span.name, span.parent_span_id) for service, span in spans}
-    assert ("prefill_worker", "prefill", first.span_id) in made
-    assert ("decode_worker", "decode", second.span_id) in made
+    assert ("decant-prefill-worker", "prefill", first.span_id) in made
+    assert ("decant-decode-worker", "decode", second.span_id) in made
     decodes = [span for _, span in spans if span.name == "decode"]
     assert [span.parent_span_id for span in decodes] == [second.span_id], "the killed worker exports no end"
 
