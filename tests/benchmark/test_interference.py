@@ -145,7 +145,7 @@ def document(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_reports_have_every_configuration_and_the_answer(document: dict[str, Any]) -> None:
     assert json.loads(dump(document)) == document
     out = StringIO()
-    report.show(document, Console(file=out, width=2000))
+    report.show(document, Console(file=out, width=240))
     page = to_html(document)
     assert "&lt;m&gt;" in page
     assert not re.search(r"(src|href)=|@import|url\(", page)

@@ -49,7 +49,7 @@ def show(document: _Document, console: Console) -> None:
     console.print(EXPLANATION)
     if warning := busy(document):
         console.print(warning)
-    console.print(document["sentence"])
+    console.print(document["sentence"], soft_wrap=True)
 
 
 class PartProgress(Bars):
