@@ -1,1 +1,1 @@
-"""What every process needs: settings, logs, errors, health, metrics, TLS and a gRPC server that drains."""
+"""Parts that every process uses."""

@@ -1,7 +1,4 @@
-"""`decant top`: both pools, rates and latency of the last minute, and the requests in flight.
-
-pages (admin ports) --> samples (differences) --> figures --> screen, or JSON
-"""
+"""pages (admin ports) --> samples (differences) --> figures --> screen, or JSON"""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _NO_TERMINAL = 140  # columns
 
 @dataclass(frozen=True)
 class TopOptions:
-    """Options of `decant top`. ``addresses``: of admin ports; empty: those of the deployment on this machine."""
+    """``addresses``: of admin ports; empty: this machine's deployment."""
 
     addresses: tuple[str, ...] = ()
     once: bool = False
@@ -36,7 +33,7 @@ class TopOptions:
 
 
 def run(options: TopOptions) -> None:
-    """Show the deployment until an interrupt, or once. Raises CommandFailed if there is none, or none answers."""
+    """Until an interrupt, or once. Raises CommandFailed without a deployment or an answer."""
     asyncio.run(_run(options))
 
 
@@ -59,7 +56,7 @@ async def _run(options: TopOptions) -> None:
 
 
 def _explicit(addresses: Sequence[str]) -> Callable[[], tuple[list[Target], str]]:
-    """Raises CommandFailed for an invalid address."""
+    """Raises CommandFailed."""
     for address in addresses:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -69,7 +66,7 @@ def _explicit(addresses: Sequence[str]) -> Callable[[], tuple[list[Target], str]
 
 
 def _local() -> Callable[[], tuple[list[Target], str]]:
-    """Raises CommandFailed if there is no deployment, and later when it has ended."""
+    """Raises CommandFailed without a deployment, also later."""
     pid = deployments.latest("addresses of admin ports").pid
 
     def now() -> tuple[list[Target], str]:
@@ -88,7 +85,7 @@ def _local() -> Callable[[], tuple[list[Target], str]]:
 
 @contextlib.contextmanager
 def _output(options: TopOptions) -> Iterator[Callable[[Snapshot], None]]:
-    """Shows a snapshot: in place on a terminal, else one after the other."""
+    """In place on a terminal."""
     if options.as_json:
         yield lambda snapshot: print(json.dumps(document(snapshot)), flush=True)
         return

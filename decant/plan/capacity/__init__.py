@@ -1,1 +1,0 @@
-"""What fits on a device, and the shapes of models and devices."""

@@ -1,1 +1,0 @@
-"""Seconds of prefills and decode steps: computed from a device, or measured."""

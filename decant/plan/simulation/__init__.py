@@ -1,1 +1,0 @@
-"""A plan in simulated time, with the routers' own placement code."""
