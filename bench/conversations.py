@@ -24,7 +24,7 @@ DOCUMENT_TOKENS = (100, 4000)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A prompt and its arrival time in seconds."""
+    """``at``: seconds."""
 
     at: float
     tokens: int
@@ -32,7 +32,7 @@ class Arrival:
 
 
 def arrivals(prompts: int, rate: float, shared: float, seed: int) -> list[Arrival]:
-    """``prompts`` arrivals in order of time, ``rate`` per second on average; conversations have ``shared`` of them."""
+    """Ascending, ``rate`` per second on average; ``shared`` of them are conversations."""
     rng = Random(seed)
     systems = [_text(rng, SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
     turns = sum(TURNS) / 2
@@ -67,5 +67,4 @@ def _arrival(at: float, tokens: array[int]) -> Arrival:
 
 
 def _text(rng: Random, tokens: tuple[int, int]) -> array[int]:
-    """Tokens that no other prompt has."""
     return array("I", rng.randbytes(4 * rng.randint(*tokens)))

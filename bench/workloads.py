@@ -18,17 +18,17 @@ from decant.bench.workload_file import InvalidWorkload, Item, check, read, write
 __all__ = ["GENERATORS", "InvalidWorkload", "Item", "check", "exponential", "long_prompts", "mixed", "read", "write"]
 
 LONGEST_OUTPUT = 256
-"""Outputs of ``exponential`` above this are drawn again."""
+"""Longer ones are drawn again."""
 
 
 def exponential(vocab_size: int, seed: int = 0, *, count: int = 64, prompt: int = 128, mean: float = 64) -> list[Item]:
-    """``count`` simultaneous requests, equal prompts, exponentially distributed output lengths, cut by rejection."""
+    """At once, with equal prompts and exponentially distributed output lengths, cut by rejection."""
     rng = Random(seed)
     return [_item(rng, vocab_size, f"exp-{n}", prompt, _output_len(rng, mean), 0.0) for n in range(count)]
 
 
 def long_prompts(vocab_size: int, seed: int = 0, *, count: int = 8, output: int = 128) -> list[Item]:
-    """``count`` simultaneous requests with prompts of 1,500 to 2,000 tokens."""
+    """At once; prompts of 1,500 to 2,000 tokens."""
     rng = Random(seed)
     return [_item(rng, vocab_size, f"long-{n}", rng.randint(1500, 2000), output, 0.0) for n in range(count)]
 
@@ -43,7 +43,6 @@ def mixed(vocab_size: int, seed: int = 0, *, long_at: float = 3.0) -> list[Item]
 GENERATORS: Mapping[str, Callable[[int, int], list[Item]]] = MappingProxyType(
     {"exponential": exponential, "long-prompts": long_prompts, "mixed": mixed}
 )
-"""Name -> (vocabulary size, seed) -> workload."""
 
 
 def _output_len(rng: Random, mean: float) -> int:

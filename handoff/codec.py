@@ -2,8 +2,8 @@
 
     FetchResponse:  | kv_chunk: all but data | kv_chunk: data |
 
-Any protobuf parser reads this as one ``kv_chunk``, since it merges a repeated submessage; ``decode`` also reads the
-encodings of other writers. The data come last, so that the receiver can use a view of them.
+A protobuf parser reads one ``kv_chunk``, as it merges a repeated submessage. The data come last, so the receiver can
+use a view of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def encode(response: wire.FetchResponse, data: Sequence[bytes | memoryview] = ()
 
 
 def decode(message: bytes) -> Received:
-    """Decode any encoding; copies no data of a message that ``encode`` made. Raises protobuf's DecodeError."""
+    """Decodes any encoding; copies no data of ``encode``'s. Raises protobuf's DecodeError."""
     view = memoryview(message)
     head, data = _borders(view)
     if head:
@@ -47,7 +47,7 @@ def decode(message: bytes) -> Received:
 
 
 def _borders(view: memoryview) -> tuple[int, int]:
-    """The end of a message's first ``kv_chunk`` and the start of the data that end it; zeros for any other encoding."""
+    """End of the first ``kv_chunk`` and start of the data that end the message; zeros for any other encoding."""
     head = _content(view, 0, _RUN)
     tail = head and _content(view, head.stop, _RUN)
     data = tail and _content(view, tail.start, _DATA)
@@ -57,7 +57,7 @@ def _borders(view: memoryview) -> tuple[int, int]:
 
 
 def _content(view: memoryview, at: int, tag: int) -> slice | None:
-    """The content of the field that begins at ``at``; None when it has another tag."""
+    """None when the field that begins at ``at`` has another tag."""
     if at >= len(view) or view[at] != tag:
         return None
     length = shift = 0

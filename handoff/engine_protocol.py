@@ -1,7 +1,6 @@
-"""The operations of an engine that a handoff needs.
+"""The operations of an engine that a handoff needs; ``EngineLoop`` and ``StepOutput`` have them.
 
-``EngineLoop`` and ``StepOutput`` of the engine satisfy these protocols as they are. A handoff imports from the engine
-only the records that travel (``engine.transfer``) and its errors.
+A handoff imports from the engine only the records that travel (``engine.transfer``) and its errors.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class EngineThread(Protocol):
     async def call(
         self, command: Callable[[TransferEngine], T], undo: Callable[[TransferEngine, T], object] | None = None
     ) -> T:
-        """The command's result or exception. If the caller is cancelled after it ran, ``undo`` gets the result."""
+        """If the caller is cancelled after the command ran, ``undo`` gets the result."""
         ...
 
     def post(self, command: Callable[[TransferEngine], object]) -> None: ...
@@ -55,8 +54,6 @@ class SequenceEvent(Protocol):
 
 
 class StepEvents(Protocol):
-    """The events of a step that concern handoffs: filled blocks, parked ids and finished sequences."""
-
     @property
     def filled(self) -> Sequence[SequenceEvent]: ...
 

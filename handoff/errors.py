@@ -1,4 +1,4 @@
-"""Reasons why a handoff failed, convertible to and from ``wire.Failure``."""
+"""Why a handoff failed, convertible to and from ``wire.Failure``."""
 
 from __future__ import annotations
 
@@ -24,4 +24,4 @@ class HandoffFailed(Exception):
 
 
 class SequenceAlreadyFinished(Exception):
-    """Every output ended before the commit: nothing is left to hand over, and nothing failed."""
+    """Every output ended before the commit: nothing is left to hand over."""

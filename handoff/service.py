@@ -12,7 +12,7 @@ DESCRIPTOR = wire.DESCRIPTOR.services_by_name["KvSource"]
 
 
 class KvSourceService:
-    """Responses are already encoded, which generated code does not support."""
+    """Sends encoded responses, which generated code does not support."""
 
     def __init__(self, sender: KvSender) -> None:
         self._sender = sender

@@ -48,7 +48,7 @@ def fit(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Each text as ``int32[tokens]`` between a begin and an end token."""
+    """``int32[tokens]`` of each, between a begin and an end token."""
     encodings = tokenizer.encode_batch(texts)
     return [np.array([*encoding.ids, END_ID], dtype=np.int32) for encoding in encodings]
 

@@ -13,7 +13,7 @@ SMOOTHING = 0.1
 
 
 class Bar:
-    """Shows step, loss (nats per token), tokens per second and the time left. Use it as a context."""
+    """Step, loss (nats per token), tokens per second, time left. A context manager."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe

@@ -38,11 +38,11 @@ class StoredRequest:
 
 
 WRITE_BYTES = 1024
-"""Size of a write without entries: names, numbers and record."""
+"""Without entries."""
 
 
 class LogprobsOptions(NamedTuple):
-    """Numbers of alternatives for each token; None: no logprobs."""
+    """Of alternatives; None: no logprobs."""
 
     output: int | None
     prompt: int | None
@@ -67,7 +67,7 @@ class LogprobsOptions(NamedTuple):
 class OwnedRequest:
     """Everything to write a request to an empty Redis; written only by its owner.
 
-    The owner changes the record directly, the rest through methods. `Requests.flush` writes the changes to Redis.
+    The owner changes the record directly, the rest through methods.
     """
 
     def __init__(self, key: RequestKey, owner: Incarnation, payload: GenerateRequest, record: RequestRecord) -> None:
@@ -93,10 +93,7 @@ class OwnedRequest:
     def begin(
         cls, key: RequestKey, owner: Incarnation, payload: GenerateRequest, record: RequestRecord, at: datetime
     ) -> OwnedRequest:
-        """A new request, QUEUED in its first attempt. `at` (UTC) becomes its create_time.
-
-        If it replaces a failed one, the caller sets a greater epoch before it uses the request.
-        """
+        """QUEUED in its first attempt; `at`: UTC. To replace a failed request, set a greater epoch before use."""
         request = cls(key, owner, payload, record)
         record.create_time.FromDatetime(at)
         request._record_transition(at)
@@ -124,7 +121,7 @@ class OwnedRequest:
 
     @property
     def needs_write(self) -> bool:
-        """Whether Redis lacks entries, attempt or state, or still lists it as open. The record alone does not count."""
+        """Changes of the record alone do not count."""
         return self.is_unsynced or (self.ended and self.is_listed)
 
     @property
@@ -140,7 +137,7 @@ class OwnedRequest:
         return self.logprobs_options.prompt is None or self.record.prompt_tokens < 2 or bool(self._prompt_logprobs)
 
     def append(self, entries: Iterable[Entry], packed_logprobs: bytes = b"") -> None:
-        """`packed_logprobs`: as `Logprobs.packed`, one for each of these entries, if requested.
+        """`packed_logprobs`: as `Logprobs.packed`, one for each entry, if requested.
 
         Raises ValueError for another number of logprobs, after the end, and for a token out of range.
         """
@@ -157,7 +154,7 @@ class OwnedRequest:
         self._journal += packed
 
     def add_prompt_logprobs(self, packed_logprobs: bytes) -> None:
-        """Add all of them, as `Logprobs.packed`. Ignored if not requested."""
+        """All of them, packed. Ignored if not requested."""
         if self.logprobs_options.prompt is not None:
             self._prompt_logprobs = packed_logprobs
             self.prompt_logprobs_unsynced = bool(self._prompt_logprobs)
@@ -183,11 +180,11 @@ class OwnedRequest:
         return journal.unpack(self._journal[first * ENTRY_BYTES :])
 
     def transition(self, state: State, at: datetime) -> None:
-        """Enter the next state of this attempt at `at` (UTC). Raises ValueError for an invalid transition."""
+        """`at`: UTC. Raises ValueError for an invalid transition."""
         self._enter(state, at, new_attempt=False)
 
     def start_attempt(self, at: datetime) -> None:
-        """Return to QUEUED, with the request's tokens. Raises ValueError after the end."""
+        """Raises ValueError after the end."""
         self._enter(Generation.STATE_QUEUED, at, new_attempt=True)
 
     def _enter(self, state: State, at: datetime, *, new_attempt: bool) -> None:

@@ -54,12 +54,10 @@ DEFINITIONS: Mapping[str, Define] = {
     "Router": metrics.RequestMetrics,
     "Workers": lambda registry: metrics.EngineMetrics(registry, CAUSES),
 }
-"""What defines the metrics of a process, by the title of its section."""
+"""By title of a process's section."""
 
 
 class Defined(NamedTuple):
-    """One metric as a process defines it."""
-
     name: str
     kind: str
     labels: tuple[str, ...]
@@ -98,7 +96,7 @@ def render() -> str:
 
 
 def all_metrics() -> list[Defined]:
-    """Of all kinds of processes; one of the same name may occur twice."""
+    """Of all processes; a name may occur twice."""
     return [metric for define in DEFINITIONS.values() for metric in _defined(define)]
 
 
