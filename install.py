@@ -21,12 +21,12 @@ from pathlib import Path
 LOCK = Path(__file__).parent / "requirements.lock"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP_SETTINGS = {"index-url": "--default-index", "extra-index-url": "--index", "find-links": "--find-links"}
-"""With uv's options of the same meaning."""
+"""uv's options of the same meaning."""
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 
 def pip_settings(listing: str) -> dict[str, list[str]]:
-    """From the output of ``pip config list``. Environment variables (``:env:``) win."""
+    """``listing``: of ``pip config list``. Environment variables (``:env:``) win."""
     settings: dict[str, list[str]] = {}
     for line in sorted(listing.splitlines(), key=lambda line: line.startswith(":env:")):
         name, _, value = line.partition("=")
@@ -61,7 +61,7 @@ def locked(package: str) -> str:
 
 
 def find_uv() -> str:
-    """On PATH, else the environment's own, installed on first use."""
+    """On PATH, else in the environment, installed on first use."""
     if on_path := shutil.which("uv"):
         return on_path
     own = Path(sys.executable).with_name("uv")

@@ -83,11 +83,11 @@ CPUS = {
     "_kernels": ("module.cpp", ("-mavx2",)),
     "_kernels_avx512": ("avx512.cpp", tuple(f"-mavx512{part}" for part in AVX512)),
 }
-"""By what a CPU has; the package of kernels picks one."""
+"""By what a CPU has."""
 
 
 def extensions() -> list[Extension]:
-    """Optional: without a compiler for the CPU's instructions, workers run without kernels and log it."""
+    """Optional: without a compiler for the instructions, workers log it and run without kernels."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return []
     # torch's libgomp has the system library's name: the package imports torch first, so the kernels use torch's.

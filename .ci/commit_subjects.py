@@ -1,7 +1,7 @@
 """Refuse commit subjects of more than 72 characters: python .ci/commit_subjects.py [REPOSITORY].
 
-Looks at the last commits before HEAD, so it works in a shallow clone. Counts from a date of the author on, as older
-subjects are longer and a rebase keeps it.
+Looks at the last commits before HEAD, for shallow clones. Older subjects are longer; the date of the author decides,
+which a rebase keeps.
 """
 
 from __future__ import annotations

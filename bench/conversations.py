@@ -24,15 +24,13 @@ DOCUMENT_TOKENS = (100, 4000)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """``at``: seconds."""
-
     at: float
     tokens: int
     prefix: PromptBlocks
 
 
 def arrivals(prompts: int, rate: float, shared: float, seed: int) -> list[Arrival]:
-    """Ascending, ``rate`` per second on average; ``shared`` of them are conversations."""
+    """``rate``: per second. ``shared``: share of conversations."""
     rng = Random(seed)
     systems = [_text(rng, SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
     turns = sum(TURNS) / 2

@@ -3,9 +3,9 @@
     python -m bench.engine --model qwen2.5-0.5b --baselines all --runs 5 --json OUT.json --plot OUT.svg
     python -m bench.engine --model qwen2.5-0.5b --workload exponential
 
-Contenders alternate, each in its own process with the same threads and, by default, the same dtype. Without
-``--workload`` all are measured, and the table of limits. The report goes to standard error, the JSON to OUT (``-``:
-standard output), which is updated after each workload.
+Without ``--workload`` it measures the whole table of limits. Contenders alternate, each in its own process with the
+same threads and, by default, the same dtype. The report goes to standard error, the JSON to OUT (``-``: standard
+output, only complete) after each workload.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class Bench:
         self._console = console
 
     def whole(self) -> Iterator[dict[str, Any]]:
-        """After each workload, then with the table of limits."""
         steps = []
         for index in range(self._args.runs):
             limits = self._limits()
@@ -74,7 +73,7 @@ class Bench:
     def workload(self, name: str) -> dict[str, Any]:
         """Every contender's median run by throughput, and all runs, in alternation.
 
-        A baseline that fails is skipped from then on; ``unavailable`` has the reason. Raises InvalidWorkload.
+        A baseline that fails is skipped from then on. Raises InvalidWorkload.
         """
         items = items_of(name, self.folder, self._args.seed)
         job, runs = replace(self.job, items=tuple(items)), dict[str, list[dict[str, Any]]]()
@@ -144,7 +143,7 @@ def _ratio(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def bench(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
-    """Yields after each workload; the last one is complete. Raises ChildFailed, InvalidWorkload, FileNotFoundError."""
+    """The last result is complete. Raises ChildFailed, InvalidWorkload, FileNotFoundError."""
     facts, measuring = machine.facts(), Bench(args, console)
     job = measuring.job
     asked: dict[str, Any] = {"machine": facts, "model_id": args.model, "workload": args.workload}
@@ -156,7 +155,7 @@ def bench(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]
 
 
 def items_of(workload: str, folder: Path, seed: int) -> list[Item]:
-    """Checked against the model. Raises InvalidWorkload."""
+    """Raises InvalidWorkload."""
     config = json.loads((folder / "config.json").read_text())
     config = config.get("text_config", config)
     vocab_size, window = config.get("vocab_size"), config.get("max_position_embeddings")

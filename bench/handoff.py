@@ -2,8 +2,8 @@
 
     python -m bench.handoff [--model qwen2.5-0.5b] [--mib 128] [--runs 15] [--prompts 5] [--json OUT]
 
-moving     only the transfer of a computed prompt, until the sequence has joined; over plaintext and mutual TLS. The bare
-           stream sends as many messages of 1 MiB and discards them. They alternate.
+moving     only the transfer of a computed prompt, until the sequence has joined; over plaintext and mutual TLS, in turn
+           with the bare stream, which sends as many messages of 1 MiB and discards them.
 stepping   how much a handoff slows a step. Each side is a real engine on one thread:
            all at once     eight sequences decode on one side: alone, beside bare streams, and beside handoffs of an
                            existing cache at full speed, the worst case
@@ -54,11 +54,10 @@ ENDS = ("sender", "receiver")
 
 
 async def migrate(model: Path, mib: int, tls: ServerTls) -> None:
-    """Serves until standard input closes; prints the ports for plaintext and for `tls` first."""
+    """Until standard input closes. Prints the ports for plaintext and for `tls`."""
     end = End("sender", model, mib)
 
     async def offer(name: str, tokens: int, computed: bool) -> wire.Ticket:
-        """Waits for a prompt that is not ``computed``."""
         ticket = await end.offer(name, tokens, computed=computed)
         if not computed:
             await end.happened(name)
@@ -239,9 +238,7 @@ async def _measure(
 
 
 async def decodes_beside(stepper: Stepper, moves: dict[str, Move], least: float) -> dict[str, dict[str, float]]:
-    """Median step milliseconds alone and beside each of ``moves``, over at ``least`` that many seconds, and the seconds
-    of a transfer.
-    """
+    """Median milliseconds of a step alone and beside each move, and seconds of the move. ``least``: seconds."""
 
     async def nothing() -> Span:
         began = time.monotonic()
@@ -260,7 +257,7 @@ async def decodes_beside(stepper: Stepper, moves: dict[str, Move], least: float)
 
 
 async def prompt_beside(pair: Pair, steppers: dict[str, Stepper]) -> dict[str, float]:
-    """Seconds of the prompt's steps, milliseconds of a decode step, without and with a fetch."""
+    """Seconds of the prompt's steps, milliseconds of a decode step."""
     figures = {}
     for name, move in {"unfetched": pair.unfetched, "fetched": pair.fetched}.items():
         await steppers["receiver"].busy()
@@ -275,7 +272,7 @@ async def prompt_beside(pair: Pair, steppers: dict[str, Stepper]) -> dict[str, f
 
 
 def report(mib: int, figures: dict[str, Any]) -> dict[str, Any]:
-    """A ratio is the median over pairs, its spread the quartiles."""
+    """Ratios are medians over pairs, with quartiles."""
     ratios = _ratios(figures["bare_s"], figures["handoff_s"])
     at_once, as_read = figures["all_at_once"], figures["as_it_is_read"]
     steps = {end: at_once[end]["step_ms"] for end in ENDS}

@@ -37,7 +37,7 @@ SWITCH_SECONDS = 0.0005
 
 
 class Span(NamedTuple):
-    """Of the machine's monotonic clock, which its processes share."""
+    """Of the machine's monotonic clock."""
 
     began: float
     ended: float
@@ -49,8 +49,6 @@ class Steps(NamedTuple):
 
 
 class Watched(Prompted):
-    """Records decodes, and prompts where ``computes_prompts``."""
-
     def __init__(self, device: ModelDevice) -> None:
         super().__init__(device)
         self.computes_prompts = False
@@ -122,7 +120,7 @@ class End:
         await self.loop.call(add)
 
     async def rest(self) -> Steps:
-        """Returns the steps since the last call."""
+        """Steps since the last call."""
 
         def cancel(engine: Engine) -> None:
             for number in range(DECODES):
@@ -134,7 +132,7 @@ class End:
 
 
 def seconds(steps: list[Span], company: list[Span]) -> list[float]:
-    """Counts steps that overlap a span by at least half: those inside a span alone would favour short ones."""
+    """Those that overlap a span by at least half: those inside alone would favour short ones."""
     return [step.ended - step.began for step in steps if any(_is_beside(step, span) for span in company)]
 
 

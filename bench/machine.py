@@ -1,5 +1,3 @@
-"""Facts about a machine, and its two hardware limits."""
-
 from __future__ import annotations
 
 import os
@@ -67,7 +65,7 @@ def measure(job: Job, _on_progress: OnProgress) -> dict[str, Any]:
 
 
 def read_bytes() -> int:
-    """Beyond every cache; 1 GiB when memory is short."""
+    """Beyond every cache."""
     short = psutil.virtual_memory().available < 6 << 30
     return (1 if short else 2) << 30
 

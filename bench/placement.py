@@ -27,7 +27,6 @@ from decant.router.placement.policy import PlacementRequest, WorkerSnapshot, cho
 from decant.state.ids import Incarnation
 
 LOADS = {"conversations": 1.0, "mixed": 0.5}
-"""Share of conversations."""
 
 _DECODE = WorkerSnapshot(
     Incarnation("decode", 1),
@@ -62,7 +61,6 @@ def in_turn() -> Choose:
 
 
 def policies(routers: int, seed: int) -> Iterator[tuple[str, list[Choose]]]:
-    """One instance per router."""
     yield "placement", [placed] * routers
     yield "load alone", [by_load] * routers
     yield "round robin", [in_turn() for _ in range(routers)]

@@ -51,8 +51,6 @@ CASES = ("distinct", "shared", "session")
 
 
 class NoWorkers:
-    """Never used."""
-
     def stream_stream(self, *_: object, **__: object) -> None:
         return None
 
@@ -90,7 +88,6 @@ def new_prompts(case: str) -> list[PromptBlocks]:
 
 
 def place(pool: WorkerPool, prompt: PromptBlocks, session: str) -> None:
-    """The prompt is computed at once."""
     request = PlacementRequest(PROMPT_TOKENS, session=session, handoff_min_tokens=pool.handoff_min_tokens(MODEL))
     first = choose_first_worker(pool.snapshot(MODEL, frozenset(), prompt), request)
     assert first is not None
@@ -126,7 +123,7 @@ def search_ms(workers: int, case: str, rounds: int) -> float:
 
 
 async def measure(workers: Sequence[int], rounds: int) -> dict[str, dict[str, float]]:
-    """By case and number of workers. A coroutine, as a pool needs an event loop."""
+    """A coroutine, as a pool needs an event loop."""
     return {case: {str(count): search_ms(count, case, rounds) for count in workers} for case in CASES}
 
 

@@ -52,8 +52,6 @@ _CLIENTS, _SATURATION_REQUESTS = 24, 144
 
 @dataclass(frozen=True)
 class Options:
-    """`seconds`: of a run at a rate."""
-
     model: str
     prompt_tokens: str
     output_tokens: str
@@ -64,7 +62,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Figure:
-    """Requests/s or milliseconds; `measured` once a round."""
+    """Requests/s or milliseconds."""
 
     name: str
     predicted: float
@@ -93,7 +91,6 @@ def planned(options: Options, profile: Profile, rate: float) -> Plan:
 
 
 def measure(options: Options, rounds: list[dict[str, float]], on_round: Callable[[], None]) -> None:
-    """Appends the missing rounds."""
     arguments = ("--prefill", "1", "--decode", "1", "--model", options.model, "--kv-memory", options.kv_memory)
     with (
         temporary_deployment(*arguments, variables=bench_calibrate.HAND_ALL_OFF) as deployment,

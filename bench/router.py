@@ -51,7 +51,6 @@ STREAMS = 32
 FRAMES = (64, 256)
 IDLE = ("router", "prefill", "decode", "redis")
 SETTLE_SECONDS = 2.0
-"""From the last request."""
 FLUSH_SECONDS = RouterSettings.model_fields["flush_ms"].default / 1000
 
 

@@ -2,8 +2,7 @@
 
     python -m bench.sampling [--rows 64] [--vocabulary 151936] [--written 200] [--json OUT]
 
-Beside it one softmax, the lower bound in tensor operations, and the fallback without kernels. All alternate; figures
-are medians.
+In turn with one softmax, the lower bound in tensor operations, and the fallback without kernels; figures are medians.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def make_rows(count: int, vocabulary: int, kind: Mapping[str, Any], written: int
 
 
 def make_logits(count: int, vocabulary: int) -> torch.Tensor:
-    """As a trained model's: some tens of tokens have high values. bfloat16."""
+    """Some tens of tokens have high values, as in a trained model. bfloat16."""
     generator = torch.Generator().manual_seed(1)
     logits = 2 * torch.randn(count, vocabulary, generator=generator)
     logits[:, :40] += 8 + 8 * torch.rand(count, 40, generator=generator)

@@ -81,8 +81,6 @@ class NullDevice:
 
 
 class NullModel(torch.nn.Module):
-    """Constant logits."""
-
     def forward(self, *, logits_to_keep: torch.Tensor, **_: Any) -> SimpleNamespace:
         return SimpleNamespace(logits=torch.zeros(1, len(logits_to_keep), VOCABULARY))
 
@@ -103,7 +101,7 @@ DEVICES: dict[str, Callable[[int], Device]] = {"null": NullDevice, "laid out": L
 
 
 class Scene:
-    """After the prompts, with contexts of about ``context`` tokens."""
+    """Contexts of about ``context`` tokens."""
 
     def __init__(self, device: Callable[[int], Device], running: int, context: int, churn: bool) -> None:
         self._context = context
@@ -118,7 +116,7 @@ class Scene:
             self.engine.step()
 
     def add(self) -> None:
-        """In churn, lengths are spread evenly around half of the context."""
+        """In churn, lengths are spread evenly."""
         spread = self._context // 4
         length = self._context - self._rng.randint(0, spread) - (0 if self._churn else ROUND // 2)
         prompt = tuple(self._rng.choices(range(VOCABULARY), k=length))
@@ -138,7 +136,7 @@ class Scene:
 
 
 def measure(name: str, running: int, context: int, steps: int, *, churn: bool) -> dict[str, Any]:
-    """Milliseconds by the clock and by this thread's CPU, which other processes disturb less."""
+    """Milliseconds by the clock and by this thread's CPU."""
     seconds: list[tuple[float, float]] = []
     while len(seconds) < steps:
         scene = Scene(DEVICES[name], running, context, churn)
@@ -150,7 +148,7 @@ def measure(name: str, running: int, context: int, steps: int, *, churn: bool) -
 
 
 class Parts:
-    """CPU seconds in named methods."""
+    """CPU seconds."""
 
     def __init__(self, backend: Backend, *names: str) -> None:
         self.seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -6,7 +6,7 @@
     python -m bench.service --model qwen2.5-0.5b [--runs 3] [--json OUT] [--profile DIR]
 
 Both alternate, with the same requests, threads, token budget and KV memory. Clients read streams, a message a token.
-The ratio is that of output tokens per second. The service's own cost is all CPU that the engine alone does not need.
+The ratio is that of output tokens per second; the service's own cost is all CPU that the engine alone does not need.
 ``--profile`` serves the workload once more under py-spy and keeps the samples in DIR.
 """
 
@@ -84,7 +84,7 @@ def measure(args: argparse.Namespace, notify: Callable[[str], None]) -> dict[str
 
 
 def compare(alone: Sequence[Mapping[str, Any]], served: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, Any]:
-    """Medians; CPU of each part in microseconds a token."""
+    """CPU in microseconds a token."""
 
     def middle(runs: Sequence[Mapping[str, Any]], key: str) -> float:
         return float(statistics.median(run[key] for run in runs))

@@ -32,21 +32,17 @@ PROMPT_SECONDS = 0.005
 BEAT_SECONDS = 0.25
 
 Choose = Callable[[Sequence[WorkerSnapshot], int], Incarnation]
-"""The workers as a router sees them, and a prompt's tokens."""
+"""``int``: the prompt's tokens."""
 
 
 @dataclass(slots=True)
 class Prompt:
-    """``sent``: the router's record of it."""
-
     arrival: Arrival
     digests: Sequence[bytes]
     sent: LoadReservation
 
 
 class Worker:
-    """Caches while it has free blocks."""
-
     def __init__(self, blocks: int) -> None:
         self.pool = BlockPool(blocks, BLOCK_TOKENS)
         self.news = PrefixCacheFeed()
@@ -64,7 +60,7 @@ class Worker:
         return PROMPT_SECONDS + (tokens - cached) / TOKENS_PER_SECOND
 
     def end(self) -> tuple[Prompt, int]:
-        """Returns the prompt and its number of cached tokens."""
+        """The prompt and its number of cached tokens."""
         assert self.reading is not None
         (prompt, holding, cached), self.reading = self.reading, None
         self.pool.publish(0, holding.blocks[0][: len(prompt.digests)], prompt.digests)
@@ -73,7 +69,6 @@ class Worker:
         return prompt, cached
 
     def look(self) -> None:
-        """Samples what heartbeats report."""
         self.news.note(self.pool.index.changed())
         self.news.collect()
         here = [*self.queue, *([self.reading[0]] if self.reading else [])]
@@ -109,7 +104,6 @@ class Simulation:
             worker.news.begin(router)
 
     def run(self, load: Sequence[Arrival]) -> None:
-        """Until every prompt has its first token."""
         routers = itertools.cycle(range(len(self._choose)))
         for arrival in load:
             self._at(arrival.at, partial(self._arrive, next(routers), arrival))

@@ -1,6 +1,5 @@
-"""The operations of an engine that a handoff needs; ``EngineLoop`` and ``StepOutput`` have them.
-
-A handoff imports from the engine only the records that travel (``engine.transfer``) and its errors.
+"""The operations of an engine that a handoff needs. From the engine it imports only the records that travel
+(``engine.transfer``) and its errors.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ T = TypeVar("T")
 
 
 class SequenceTransfers(Protocol):
-    """Every method raises EngineError for a sequence that it cannot serve."""
+    """Each raises EngineError for a sequence that it cannot serve."""
 
     def export(self, id: str, cached_blocks: int = 0) -> KvExport: ...
 
@@ -30,8 +29,6 @@ class SequenceTransfers(Protocol):
 
 
 class TransferEngine(Protocol):
-    """An engine between two steps, on its own thread."""
-
     @property
     def transfers(self) -> SequenceTransfers: ...
 

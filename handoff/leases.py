@@ -15,8 +15,8 @@ from decant.handoff.errors import HandoffFailed
 from decant.protos import worker_pb2 as wire
 
 COMMITTED_SECONDS = 3.0
-"""For the receiver's Release after the commit. Shorter than a lease, in case the receiver was killed: no block is read
-any more, and a receiver that joins later keeps its sequence.
+"""Shorter than a lease, in case the receiver was killed: no block is read any more, and a receiver that joins later
+keeps its sequence.
 """
 
 
@@ -36,10 +36,7 @@ class Lease:
 
 
 class LeaseTable:
-    """The tickets of one sender, on one event loop.
-
-    ``on_end`` is called with each lease that has ended, then ``on_expired`` if its time was over.
-    """
+    """On one event loop. ``on_end`` is called with each ended lease, then ``on_expired`` if its time was over."""
 
     def __init__(
         self,
@@ -61,13 +58,12 @@ class LeaseTable:
         return ticket
 
     def renew_unopened(self, id: bytes) -> None:
-        """No effect on an open fetch, which renews by its acks."""
+        """An open fetch renews by its acks instead."""
         lease = self._leases.get(id)
         if lease is not None and not lease.opened:
             self.renew(id)
 
     def renew(self, id: bytes) -> bool:
-        """False if there is no such lease."""
         lease = self._leases.get(id)
         if lease is None:
             return False
@@ -101,7 +97,7 @@ class LeaseTable:
         return lease
 
     def close(self, id: bytes, failure: wire.Failure | None = None) -> Lease | None:
-        """``failure``: None if its receiver released it. Returns None if it is unknown."""
+        """``failure``: None if the receiver released the ticket. Returns None for an unknown one."""
         lease = self._leases.pop(id, None)
         if lease is not None:
             lease.timer.cancel()

@@ -24,7 +24,7 @@ from decant.handoff.errors import HandoffFailed
 from decant.protos import worker_pb2 as wire
 
 MESSAGE_BYTES = 1 << 20
-"""Default of the maximum bytes of cache in one message. Both sides must agree."""
+"""Maximum of cache in one message. Both sides must agree."""
 
 MESSAGE_BLOCKS = 64
 """Limits the handling of a message to a millisecond or two."""
@@ -66,7 +66,7 @@ def message_sum(run: wire.Run, shape: TransferLayout, message: wire.KvChunk, siz
 
 
 def pack(run: wire.Run, shape: TransferLayout, blocks: list[FilledBlock]) -> Iterator[bytes]:
-    """Encoded messages of consecutive blocks of a group. Bytes are copied when their message is yielded."""
+    """Consecutive blocks of a group. Copies bytes when it yields their message."""
     if shape.block_bytes > shape.message_bytes:
         for block in blocks:
             yield from _pieces(run, shape, block)
@@ -98,7 +98,7 @@ def _message(run: wire.Run, shape: TransferLayout, head: wire.KvChunk, data: Seq
 
 
 class Unpacker:
-    """Rejects messages of another run, position or order. The caller compares blocks with their checksums."""
+    """Rejects messages of another run, position or order. The caller compares block checksums."""
 
     def __init__(self, run: wire.Run, shape: TransferLayout) -> None:
         self.received = 0  # bytes of cache
@@ -109,7 +109,7 @@ class Unpacker:
         self._filled = 0
 
     def unpack(self, message: wire.KvChunk, data: memoryview) -> list[FilledBlock]:
-        """The blocks that this message completes, valid until the next one. Raises HandoffFailed (CORRUPT)."""
+        """The blocks that it completes, valid until the next message. Raises HandoffFailed (CORRUPT)."""
         index, rest = divmod(message.first_position, self._shape.block_size)
         if message_sum(self._run, self._shape, message, len(data)) != message.checksum:
             raise _corrupt(f"the message at position {message.first_position} does not agree with its sum")

@@ -29,7 +29,7 @@ from decant.runtime.packed import unpack
 from decant.runtime.peer import UnknownMessages
 
 RELEASE_SECONDS = 2.0
-"""Without a Release the lease ends by itself."""
+"""Then the lease ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class KvReceiver:
     async def receive(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
         """Owns the arrival: joins or aborts it.
 
-        Raises HandoffFailed, and SequenceAlreadyFinished if the sender's sequence ended first. Then, and when
-        cancelled, it frees the blocks and sends a Release.
+        Raises HandoffFailed, SequenceAlreadyFinished. Then, and when cancelled, it frees the blocks and sends a
+        Release.
         """
         outcome = wire.ReleaseRequest.OUTCOME_ABANDONED
         try:
@@ -72,7 +72,7 @@ class KvReceiver:
             self._send_release(source, ticket, outcome)
 
     def decline(self, source: KvSource, ticket: wire.Ticket) -> None:
-        """Release an unused ticket, so the sender need not wait for its lease. May be repeated."""
+        """Release an unused ticket before its lease ends. May be repeated."""
         self._send_release(source, ticket, wire.ReleaseRequest.OUTCOME_ABANDONED)
 
     async def close(self) -> None:
@@ -154,7 +154,7 @@ class _Fetch:
     async def requests(
         self, opening: wire.Open, heartbeat: Callable[[], wire.Heartbeat]
     ) -> AsyncIterator[wire.FetchRequest]:
-        """Open, then at every heartbeat interval an Ack of the new chunks, or a heartbeat."""
+        """Open, then at every heartbeat interval an Ack or a heartbeat."""
         yield wire.FetchRequest(open=opening)
         acknowledged = 0
         while True:

@@ -35,7 +35,7 @@ from decant.runtime.heartbeat import HEARTBEAT_SECONDS, SILENT_SECONDS
 from decant.runtime.peer import UnknownMessages
 
 LEASE_MS = 10_000
-"""Until a ticket's blocks are freed without a renewal or an Ack."""
+"""Without a renewal or an Ack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,8 @@ class KvSender:
         is_live: bool = False,
         is_parked: bool = False,
     ) -> wire.Ticket:
-        """``is_live``: a sequence without ``park_after``. ``is_parked``: the step that parked it is over.
-
-        ``logprobs`` is called at the commit, for its output tokens.
+        """``is_live``: a sequence without ``park_after``. ``is_parked``: the step that parked it is over. ``logprobs``
+        is called at the commit.
         """
         state = self._states[sequence] = _SendState(prompt_tokens, logprobs, is_live)
         if is_parked:
@@ -255,7 +254,7 @@ class KvSender:
         return self._states.get(lease.sequence) is state
 
     async def _receive_acks(self, lease: Lease, state: _SendState, incoming: AsyncIterator[wire.FetchRequest]) -> None:
-        """Renew the lease with each Ack, and with heartbeats once all sent chunks are acknowledged."""
+        """Each Ack renews the lease, and heartbeats once all sent chunks are acknowledged."""
         unknown = UnknownMessages(lease.receiver.id if lease.receiver else "")
         try:
             async for message in with_heartbeat_timeout(incoming, "the receiver", self._timing.silent_s):
@@ -297,7 +296,7 @@ def _finalize_running(engine: TransferEngine, id: str, sent: int) -> EngineCommi
 
 
 def _consecutive(runs: list[BlockRun]) -> list[BlockRun]:
-    """The first blocks of one group without a gap: what one message can carry."""
+    """The first blocks of one group without a gap: one message."""
     group, index = runs[0].address
     return [run for at, run in enumerate(runs) if run.address == (group, index + at)]
 

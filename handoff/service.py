@@ -18,7 +18,6 @@ class KvSourceService:
         self._sender = sender
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """In place of ``add_KvSourceServicer_to_server``."""
         methods: dict[str, Any] = {
             "Fetch": grpc.stream_stream_rpc_method_handler(
                 self._fetch, request_deserializer=wire.FetchRequest.FromString

@@ -1,6 +1,4 @@
-"""Transports of a fetch: they move the messages of ``KvSource`` and do not interpret them. gRPC needs only the worker's
-port.
-"""
+"""Transports of a fetch: they move the messages of ``KvSource`` and do not interpret them."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 
 FETCH = f"/{wire.DESCRIPTOR.services_by_name['KvSource'].full_name}/Fetch"
-"""Its messages are not encoded by protobuf alone, see ``codec``."""
+"""Not encoded by protobuf alone, see ``codec``."""
 IDLE_SECONDS = 60.0
 
 

@@ -1,4 +1,4 @@
-"""The trained default model, and the script that trains it. Imports neither torch nor transformers."""
+"""The trained default model. Imports neither torch nor transformers."""
 
 from pathlib import Path
 

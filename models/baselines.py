@@ -20,8 +20,7 @@ def ngram_probabilities(train: np.ndarray, held: np.ndarray, vocab_size: int, or
     """``float64[tokens]``: of each token of ``held`` after up to ``order - 1`` before it.
 
     Interpolated Kneser-Ney with one absolute discount per order (Ney, Essen and Kneser, 1994; Chen and Goodman, 1998,
-    section 2.7). The longest n-grams use their counts, shorter ones the number of different preceding tokens; the
-    shortest order mixes with the uniform distribution. Only training positions are counted.
+    section 2.7); the shortest order mixes with the uniform distribution. Only training positions are counted.
     """
     stream = np.concatenate([train, held]).astype(np.int64)
     split = len(train)
@@ -42,9 +41,7 @@ def ngram_probabilities(train: np.ndarray, held: np.ndarray, vocab_size: int, or
 
 
 def _number_grams(stream: np.ndarray, order: int) -> list[np.ndarray]:
-    """``grams[n][i]``: dense number of the n-gram that ends at position i, shared by both streams; undefined for i < n
-    - 1.
-    """
+    """``grams[n][i]``: dense number of the n-gram that ends at position i; undefined for i < n - 1."""
     grams = [np.zeros(len(stream), dtype=np.int64), np.unique(stream, return_inverse=True)[1]]
     unit = int(stream.max()) + 1
     for _ in range(2, order + 1):
@@ -59,9 +56,8 @@ def _number_grams(stream: np.ndarray, order: int) -> list[np.ndarray]:
 def _interpolate(
     grams: list[np.ndarray], n: int, counts: np.ndarray, at: np.ndarray, split: int, lower: np.ndarray
 ) -> np.ndarray:
-    """Discounted probability of order n mixed with that of order n - 1, at the held positions.
-
-    ``counts``: by number of an n-gram. ``at``: one training position per counted occurrence.
+    """Mixed with order n - 1, at the held positions. ``counts``: by number of an n-gram. ``at``: a training position
+    per counted occurrence.
     """
     context = np.concatenate([[0], grams[n - 1][:-1]])
     size = int(context.max()) + 1

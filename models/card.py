@@ -1,4 +1,4 @@
-"""Saves a trained model, evaluates the saved files, and writes the figures."""
+"""Saves a trained model, evaluates the files, and writes the figures."""
 
 from __future__ import annotations
 
@@ -88,7 +88,6 @@ def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, ou
 
 
 def choose_excerpt(held_out: list[Source], tokenizer: Tokenizer) -> Source:
-    """The longest held-out file that fits in ``EXCERPT_TOKENS``."""
     fitting = [source for source in held_out if len(tokenizer.encode(source.text).ids) <= EXCERPT_TOKENS]
     return max(fitting, key=lambda source: (len(source.text), source.name))
 
@@ -96,7 +95,7 @@ def choose_excerpt(held_out: list[Source], tokenizer: Tokenizer) -> Source:
 def losses(
     model: LlamaForCausalLM, tokenizer: Tokenizer, training: list[Source], held_out: list[Source]
 ) -> dict[str, Any]:
-    """Every token of the held-out files counts but the begin token. ``bits_per_byte``: over UTF-8 bytes."""
+    """Without begin tokens. ``bits_per_byte``: over UTF-8 bytes."""
     held = bpe.encode(tokenizer, [source.text for source in held_out])
     train_stream = np.concatenate(bpe.encode(tokenizer, [source.text for source in training]))
     held_stream = np.concatenate(held)
@@ -129,7 +128,6 @@ def greedy_records(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[s
 
 
 def samples(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Unselected, with seeds from zero."""
     drawn = []
     for seed, prompt in enumerate(SAMPLE_PROMPTS[:SAMPLES_ON_CARD]):
         tokens = evaluate.sample(model, tokenizer.encode(prompt).ids, seed, TEMPERATURE)

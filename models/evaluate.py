@@ -22,10 +22,9 @@ class Continuation:
 
 @torch.inference_mode()
 def document_nats(model: LlamaForCausalLM, document: np.ndarray) -> float:
-    """Sum of the nats of every token after the first.
+    """Of every token after the first.
 
-    Windows overlap by half. A token counts in the first window that contains it: after at least half a window, or all
-    earlier tokens.
+    Windows overlap by half; a token counts in the first that contains it.
     """
     ids = torch.from_numpy(document.astype(np.int64)).to(model.device)
     size = model.config.max_position_embeddings
@@ -42,14 +41,13 @@ def document_nats(model: LlamaForCausalLM, document: np.ndarray) -> float:
 
 
 def mean_nats(model: LlamaForCausalLM, documents: list[np.ndarray]) -> float:
-    """Without the begin tokens."""
     total = sum(document_nats(model, document) for document in documents)
     return total / sum(len(document) - 1 for document in documents)
 
 
 @torch.inference_mode()
 def greedy(model: LlamaForCausalLM, prompt: list[int], length: int) -> Continuation:
-    """Up to an end token, by a full forward pass for each token."""
+    """A full forward pass for each token, up to an end token."""
     ids = torch.tensor([prompt], device=model.device)
     margin = float("inf")
     for _ in range(length):

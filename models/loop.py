@@ -54,7 +54,6 @@ def build_model(recipe: Recipe) -> LlamaForCausalLM:
 
 
 def build_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the blocks' matrices, Adam for the embedding and the norms."""
     matrices = [param for name, param in model.named_parameters() if param.ndim == 2 and "layers" in name]
     others = [param for name, param in model.named_parameters() if param.ndim != 2 or "layers" not in name]
     return [
@@ -64,7 +63,7 @@ def build_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.opti
 
 
 def batches(recipe: Recipe, documents: list[np.ndarray], start: int) -> Iterator[np.ndarray]:
-    """A batch depends only on its step, so a resumed run gets the same ones."""
+    """Each depends only on its step, so a resumed run gets the same ones."""
     switch = recipe.steps - recipe.long_steps
     for first, last, length in ((0, switch, recipe.context), (switch, recipe.steps, recipe.long_context)):
         rows = recipe.tokens_per_step // length
@@ -80,7 +79,7 @@ def fast_bfloat16(device: torch.device) -> bool:
 
 
 def train_step(run: Run, recipe: Recipe, batch: torch.Tensor) -> float:
-    """One step on ``int64[rows, length + 1]``; returns the mean loss in nats per token.
+    """``int64[rows, length + 1]`` -> mean loss in nats per token.
 
     Small pieces of rows limit the logits' memory and keep them in the CPU cache.
     """
@@ -107,8 +106,8 @@ def train_step(run: Run, recipe: Recipe, batch: torch.Tensor) -> float:
 
 
 def train(recipe: Recipe, documents: list[np.ndarray], checkpoint: Path, device: torch.device, report: Report) -> Run:
-    """Resumes from ``checkpoint`` if it exists, and writes it every ``CHECKPOINT_EVERY`` steps. An interruption does
-    not change the result.
+    """Resumes from ``checkpoint``, written every ``CHECKPOINT_EVERY`` steps; an interruption does not change the
+    result.
     """
     model = build_model(recipe).to(device)  # type: ignore[arg-type]
     run = Run(model, build_optimizers(model, recipe))

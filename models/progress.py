@@ -13,7 +13,7 @@ SMOOTHING = 0.1
 
 
 class Bar:
-    """Step, loss (nats per token), tokens per second, time left. A context manager."""
+    """Loss in nats per token. A context manager."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe

@@ -7,7 +7,7 @@ import dataclasses
 class Recipe:
     """Two runs of a recipe on one machine agree bit for bit.
 
-    The last ``long_steps`` use windows of ``long_context`` tokens instead of ``context``, to learn the far positions.
+    The last ``long_steps`` use windows of ``long_context`` tokens.
     """
 
     vocab_size: int = 4096

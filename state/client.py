@@ -38,7 +38,7 @@ _REFUSED = (
 
 class Client:
     def __init__(self, url: str, deadline_s: float, max_connections: int) -> None:
-        """`deadline_s`: with the wait for a connection. Raises ValueError for an invalid URL."""
+        """`deadline_s` includes the wait for a connection. Raises ValueError for an invalid URL."""
         self._deadline_s = deadline_s
         self._pool = BlockingConnectionPool.from_url(
             url,
@@ -68,10 +68,10 @@ class Client:
         return replies
 
     async def try_all(self, commands: Sequence[Command], deadlines: float = 1.0) -> list[Reply]:
-        """As `run_all`; a failed command's reply is its StoreFault or StoreUnavailable.
+        """As `run_all`, but a failed command's reply is its StoreFault or StoreUnavailable.
 
-        `deadlines`: factor of the deadline, for large commands. Raises StoreUnavailable without any reply, StoreFault
-        if the connection is refused.
+        `deadlines`: factor, for large commands. Raises StoreUnavailable without any reply, StoreFault if the connection
+        is refused.
         """
         return await self._within(deadlines * self._deadline_s, commands) if commands else []
 

@@ -64,7 +64,7 @@ class Directory(Generic[Facts]):
         return Listing(version, next_end_ms / 1000 if next_end_ms >= 0 else None, present)
 
     async def change(self, seen: Listing[Facts], timeout_s: float) -> Listing[Facts]:
-        """Wait at most `timeout_s` for another listing. Raises StoreUnavailable at once."""
+        """Wait at most `timeout_s` for a change. Raises StoreUnavailable at once."""
         clock = asyncio.get_running_loop().time
         ends = clock() + timeout_s
         listing = seen
@@ -106,7 +106,7 @@ class Directory(Generic[Facts]):
 
 
 class Registration(Generic[Facts]):
-    """Its process renews it every `Ttls.renew_every_s`."""
+    """Renewed every `Ttls.renew_every_s`."""
 
     def __init__(self, directory: Directory[Facts], facts: Facts, since: int) -> None:
         self.facts = facts  # the owner may replace it, except for the peer

@@ -92,4 +92,4 @@ class QuotaExceeded(StateError):
 
 
 class PrivateRedisFailed(StateError):
-    """redis-server is missing, exited, or did not answer during start."""
+    pass

@@ -32,7 +32,7 @@ class RequestKey(NamedTuple):
     id: str
 
     def __str__(self) -> str:
-        """`tenant/id`, both quoted for a hash tag."""
+        """Both quoted for a hash tag."""
         return f"{quote(self.tenant, safe='')}/{quote(self.id, safe='')}"
 
     @classmethod
@@ -46,7 +46,7 @@ class Incarnation(NamedTuple):
     incarnation: int  # 64 bits, drawn when the process starts
 
     def __str__(self) -> str:
-        """The 16 digits come first: an id may contain a slash."""
+        """Digits first, as an id may contain a slash."""
         return f"{self.hex}/{self.id}"
 
     @property

@@ -16,7 +16,6 @@ from decant.protos.worker_pb2 import TokenLogprobs
 NONE = (1 << 32) - 1
 MOST_ALTERNATIVES = 1024
 _ID_LIMIT = 1 << 24
-"""As in the journal."""
 
 
 def entry_bytes(alternatives: int) -> int:

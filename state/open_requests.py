@@ -43,7 +43,6 @@ class OpenRequests:
         await self._client.run_all([_removing(router, batch) for batch in cut(requests)])
 
     async def remove_all(self, requests: Iterable[OwnedRequest]) -> None:
-        """From each owner's set."""
         await self._client.run_all([_removing(router, batch) for router, batch in _batches(requests)])
 
     async def of(self, router: Incarnation) -> set[RequestKey]:
@@ -56,8 +55,8 @@ class OpenRequests:
         return set(_readable(Incarnation.parse, await self._client.run(scripts.OPEN_ORPHANED.call(names))))
 
     async def take(self, dead: Incarnation, router: Incarnation, most: int = BATCH) -> list[RequestKey]:
-        """Move at most `most` entries to `router`; each goes to one router. If the reply is lost, they are in
-        `of(router)`. Raises OwnerAlive.
+        """Move entries to `router`, each to one router only. If the reply is lost, they are in `of(router)`. Raises
+        OwnerAlive.
         """
         names = [keys.expiry("routers"), keys.peers("routers"), keys.OWNERS, keys.open_set(dead), keys.open_set(router)]
         reply = await self._client.run(

@@ -1,5 +1,3 @@
-"""A request at its owner, and as read from the store."""
-
 from __future__ import annotations
 
 import hashlib
@@ -38,7 +36,6 @@ class StoredRequest:
 
 
 WRITE_BYTES = 1024
-"""Without entries."""
 
 
 class LogprobsOptions(NamedTuple):
@@ -65,9 +62,8 @@ class LogprobsOptions(NamedTuple):
 
 
 class OwnedRequest:
-    """Everything to write a request to an empty Redis; written only by its owner.
-
-    The owner changes the record directly, the rest through methods.
+    """Enough to write a request to an empty Redis; changed only by its owner, the record directly, the rest through
+    methods.
     """
 
     def __init__(self, key: RequestKey, owner: Incarnation, payload: GenerateRequest, record: RequestRecord) -> None:
@@ -137,7 +133,7 @@ class OwnedRequest:
         return self.logprobs_options.prompt is None or self.record.prompt_tokens < 2 or bool(self._prompt_logprobs)
 
     def append(self, entries: Iterable[Entry], packed_logprobs: bytes = b"") -> None:
-        """`packed_logprobs`: as `Logprobs.packed`, one for each entry, if requested.
+        """`packed_logprobs`: one for each entry, if requested.
 
         Raises ValueError for another number of logprobs, after the end, and for a token out of range.
         """
@@ -173,7 +169,6 @@ class OwnedRequest:
         return bytes(self._logprobs[first * self.logprobs_options.entry_bytes :])
 
     def packed_prompt_logprobs(self) -> bytes:
-        """Those that Redis may lack."""
         return self._prompt_logprobs if self.prompt_logprobs_unsynced or not self.synced_state else b""
 
     def entries(self, first: int = 0) -> list[Entry]:

@@ -1,8 +1,5 @@
-"""A private Redis for one machine, without persistence. It ends with the process that started it: when the pipe closes,
-the shell kills Redis and removes its folder.
-
-    this process ==pipe==> shell ---> redis-server
-                                      folder with its socket
+"""A private Redis for one machine, without persistence. It ends with the process that started it: when their pipe
+closes, a shell kills Redis and removes its folder.
 """
 
 from __future__ import annotations
@@ -54,9 +51,8 @@ def find_redis_server() -> str:
 
 class PrivateRedis:
     def __init__(self, *, port: int | None = None, options: Sequence[str] = (), deadline_s: float = 10.0) -> None:
-        """On a Unix socket of this user, or on loopback `port` for every user.
-
-        `options`: arguments of redis-server. `deadline_s`: of the start.
+        """On a Unix socket of this user, or on loopback `port` for every user. `options`: of redis-server.
+        `deadline_s`: of the start.
         """
         self._port = port
         self._options = options
@@ -66,7 +62,7 @@ class PrivateRedis:
 
     @property
     def url(self) -> str:
-        """Raises PrivateRedisFailed while it is not started."""
+        """Raises PrivateRedisFailed unless started."""
         if not self._keeper:
             raise PrivateRedisFailed("not started")
         return f"unix://{self._address}" if isinstance(self._address, str) else f"redis://127.0.0.1:{self._port}"
@@ -76,7 +72,7 @@ class PrivateRedis:
         return self._keeper is not None and self._keeper.poll() is None
 
     def start(self) -> Self:
-        """Waits for an answer. Raises PrivateRedisFailed with Redis's output, after cleanup."""
+        """Raises PrivateRedisFailed with Redis's output, after cleanup."""
         server = find_redis_server()
         folder = _make_folder()
         self._address = ("127.0.0.1", self._port) if self._port else f"{folder}/redis.sock"

@@ -48,7 +48,7 @@ class Quotas:
         self._lease_ms = round(ttls.quota_lease_s * 1000)
 
     async def acquire(self, key: RequestKey, tokens: int, limits: TenantLimits) -> bool:
-        """Acquire or renew a lease for at most ``tokens``; True if it is new. Raises QuotaExceeded."""
+        """Acquire or renew a lease for at most `tokens`; True if it is new. Raises QuotaExceeded."""
         args = (key.id, tokens, self._lease_ms, _or_none(limits.in_flight), _or_none(limits.tokens_per_minute))
         reply = await self._client.run(scripts.QUOTA_ACQUIRE.call(list(keys.quota(key.tenant)), *args))
         if reply[0] == b"in_flight":
@@ -73,7 +73,7 @@ class Quotas:
         await self._client.run_all([_releasing(*used) for used in ended])
 
     async def in_flight(self, tenant: str) -> int:
-        """May include leases that have just expired."""
+        """May include expired leases."""
         count: int = await self._client.execute("ZCARD", keys.quota(tenant)[0])
         return count
 

@@ -35,7 +35,7 @@ from decant.state.store_instance import StoreInstance
 from decant.state.stored import parse
 
 BATCH_BYTES = 256 << 10
-"""Of a round trip. A larger write gets a longer deadline."""
+"""A larger write gets a longer deadline."""
 BATCH_WRITES = 100
 
 Displaced = Superseded | AlreadyExists
@@ -91,9 +91,9 @@ class Requests:
             raise error
 
     async def flush(self, requests: Sequence[OwnedRequest]) -> dict[OwnedRequest, Lost]:
-        """Write changes, in round trips of limited size; what Redis lost is written whole. Returns what is not written.
+        """In round trips of limited size; what Redis lost is written whole. Returns what is not written.
 
-        After StoreUnavailable the requests that were answered count as written.
+        After StoreUnavailable, requests that were answered count as written.
         """
         lost: dict[OwnedRequest, Lost] = {}
         behind = await self._write_batches(requests, lost)
@@ -121,8 +121,8 @@ class Requests:
     async def adopt(self, key: RequestKey, router: Incarnation, epoch: int | None = None) -> StoredRequest:
         """Make `router` the owner, because the client's newest stream is there. Two round trips.
 
-        `epoch`: only if this is the request's, so one of several routers wins. No effect on an ended request. Raises
-        Superseded, UnknownRequest, StoreRefilling.
+        `epoch`: only if this is the request's, so one of several routers wins. No effect on an ended or own request.
+        Raises Superseded, UnknownRequest, StoreRefilling.
         """
         reply = await self._with_open_entry(
             key, router, self._adopting(key, router, "" if epoch is None else epoch, "")
@@ -139,7 +139,7 @@ class Requests:
     async def cancel(self, key: RequestKey, router: Incarnation) -> StoredRequest:
         """Make `router` the owner and the request CANCELLED, in one step. Returns the request as before.
 
-        The new owner writes the record of the end. Raises UnknownRequest, StoreRefilling.
+        The owner writes the record of the end. Raises UnknownRequest, StoreRefilling.
         """
         reply = await self._client.run(self._adopting(key, router, "", self._ended_ms))
         if reply[0] == b"unknown":
@@ -149,8 +149,8 @@ class Requests:
         return found
 
     async def leftovers(self, router: Incarnation) -> set[RequestKey]:
-        """Open entries of requests that have ended, expired, or another owner. Only an entry found twice is stale: it
-        may be written before its request.
+        """Open entries of requests that have ended, expired, or another owner. Stale only if found twice: an entry may
+        be written before its request.
         """
         left = set[RequestKey]()
         for batch in cut(list(await self._open.of(router))):
@@ -183,7 +183,7 @@ class Requests:
         return scripts.REQUEST_ADOPT.call(_names(key), str(router), self._open_ms, epoch, ended_ms)
 
     async def _with_open_entry(self, key: RequestKey, router: Incarnation, command: Command) -> Reply:
-        """The open entry first: a request without one is never found."""
+        """The entry first: a request without one is never found."""
         replies = await self._client.run_all([self._open.adding(router, [key]), command])
         return replies[1]
 
@@ -208,7 +208,7 @@ class Requests:
         return behind
 
     async def _write_all(self, requests: Sequence[OwnedRequest], lost: dict[OwnedRequest, Lost]) -> list[OwnedRequest]:
-        """Adds to `lost`; returns the requests to be written whole."""
+        """Adds to `lost`; returns those to be written whole."""
         sent = [(request.attempt, request.state, request.prompt_logprobs_unsynced) for request in requests]
         adding = self._open.adding_all(each for each in requests if each.is_listed and not each.synced_state)
         size = sum(request.write_bytes for request in requests)

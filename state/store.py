@@ -53,7 +53,7 @@ class StoreSettings:
 
 
 class Store:
-    """Belongs to the event loop that uses it first, when it connects.
+    """Belongs to the event loop that uses it first.
 
     Registrations with quotas, writes, and reads have separate connections: reads delay no registration.
     """

@@ -1,1 +1,0 @@
-"""Baselines, each in its own environment."""

@@ -1,8 +1,8 @@
-"""The environment of a baseline, created on first use and cached.
+"""The environment of a baseline, cached.
 
     vllm.txt ── pip install --no-deps ──> <cache>/decant/baselines/vllm-<hash of the file>/bin/python
 
-The file lists every package. ``complete`` is written last, so an interrupted installation is repeated.
+``complete`` is written last, so an interrupted installation is repeated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from decant.bench.model_shapes import cache_folder
 
 
 class NotInstallable(RuntimeError):
-    """The message is pip's reason in one line."""
+    pass
 
 
 def python(requirements: Path, say: Callable[[str], None]) -> Path:

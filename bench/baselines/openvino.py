@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: its continuous batching pipeline, step by step, on the CPU."""
+"""OpenVINO GenAI's continuous batching pipeline, step by step, on the CPU."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
 
 
 def _export(model: Path) -> Path:
-    """Cached; exported again when older than the weights."""
     newest = max(file.stat().st_mtime_ns for file in model.glob("*.safetensors"))
     folder = cache_folder().parent / "openvino" / f"{model.name}-{newest:x}"
     if folder.is_dir():

@@ -1,7 +1,7 @@
 """transformers' ``generate``: static batches, one after another.
 
-A batch takes the arrived requests in order and pads to its longest prompt. A virtual clock advances by each batch's
-measured or predicted duration. A token is received when ``generate`` has drawn it: the best case of a stream.
+A virtual clock advances by each batch's measured or predicted duration. A token is received when ``generate`` has drawn
+it: the best case of a stream.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
 
 
 def run(model: PreTrainedModel, job: Job, on_progress: OnProgress) -> tuple[list[Served], dict[str, Any]]:
-    """Returns the results and the batches."""
     waiting = deque(sorted(job.items, key=lambda item: item.arrival_s))
     wanted = job.static_batches or len(job.items)
     expected = min(wanted, -(-len(job.items) // job.batch_size))
@@ -92,7 +91,7 @@ def run(model: PreTrainedModel, job: Job, on_progress: OnProgress) -> tuple[list
 
 @torch.inference_mode()
 def generate(model: Any, batch: Sequence[Item], on_progress: OnProgress) -> list[float]:
-    """Returns the seconds from the start to each step's end."""
+    """Seconds from the start to each step's end."""
     width, longest = max(len(item.prompt_token_ids) for item in batch), _longest(batch)
     stamps: list[float] = []
     began = time.perf_counter()

@@ -1,8 +1,5 @@
 """KV memory lost in partly filled blocks, counted over a random mix of sequences in a real engine.
 
-    a sequence's blocks   [################][################][######..........]
-                                                                     lost
-
 Contexts average 500 tokens. A new sequence replaces each one that ends. The device computes nothing.
 """
 
@@ -21,7 +18,7 @@ from decant.engine.scheduler import Limits
 RUNNING = 64
 PROMPT = (100, 700)
 OUTPUT = 100
-"""Mean. A sequence found running is halfway through an output of twice that."""
+"""Mean; one found running is halfway through an output of twice that."""
 
 WINDOW = 4096
 ROUNDS = 2000

@@ -42,7 +42,7 @@ class Served:
 
 
 def summarise(served: Sequence[Served]) -> dict[str, Any]:
-    """Distributions in milliseconds."""
+    """Distributions in milliseconds, ``duration`` in seconds."""
     duration = max(one.tokens[-1] for one in served) - min(one.sent for one in served)
     inputs, outputs = sum(one.input_len for one in served), sum(len(one.tokens) for one in served)
     summary: dict[str, Any] = {
@@ -62,7 +62,7 @@ def summarise(served: Sequence[Served]) -> dict[str, Any]:
 
 
 def _disturbed(served: Sequence[Served]) -> dict[str, float | None]:
-    """TTFT of the last request to arrive, and the longest gap of the others from then on (None if they have ended)."""
+    """None if the others have ended."""
     last = max(served, key=lambda one: one.sent)
     if last.sent == min(one.sent for one in served):
         return {}
@@ -80,7 +80,7 @@ def peak_rss() -> int:
 
 
 def resident(field: str = "VmRSS") -> int:
-    """Bytes; 0 where the platform does not report them."""
+    """0 where the platform does not report them."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)

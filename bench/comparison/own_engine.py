@@ -52,8 +52,6 @@ class Stopwatch:
 
 
 class Meter:
-    """Records each step's seconds, those in the model, and the computed tokens."""
-
     def __init__(self, engine: Engine, model: torch.nn.Module) -> None:
         self.steps: list[float] = []
         self.models: list[float] = []
@@ -138,7 +136,7 @@ def layers(model: torch.nn.Module) -> list[PackedLinear]:
 
 
 def weights(model: Any) -> Weights | None:
-    """None for a model that reads only part of them in a step (experts)."""
+    """None for a model that reads only part of them in a step."""
     if any(isinstance(module, PackedExperts | FixedRows) for module in model.modules()):
         return None
     head = model.get_output_embeddings().weight

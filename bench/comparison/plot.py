@@ -1,10 +1,4 @@
-"""A chart of a result as SVG.
-
-exponential
-  Decant           ██████████████████        ┆  34.1
-  OpenVINO GenAI   ████████████              ┆  22.0
-                                 the machine allows 45.2
-"""
+"""A chart of a result as SVG: tokens per second of every contender, and the machine's limit."""
 
 from __future__ import annotations
 
@@ -17,7 +11,6 @@ from bench.comparison.table import workloads_of
 
 WIDTH, MARGIN = 780, 24
 LABELS, FIGURES = 240, 60
-"""Left and right of the bars."""
 
 ORDER = (OURS, *reversed([name for name in CONTENDERS if name != OURS]))
 

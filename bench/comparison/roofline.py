@@ -1,7 +1,7 @@
 """The machine's limit for each step of a model: the larger of bytes / bandwidth and operations / product rate.
 
 A step reads the weights of all linear layers once and multiplies them by each token; the head by the sampled rows only,
-if any. Attention and everything else are omitted, so no engine reaches the limit.
+if any. Everything else is omitted.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Elements of a dense model's linear layers and of its head; bytes per element.
-
-    ``table``: elements of the embedding table, when a tied head has a separate packed copy.
-    """
+    """Elements of a dense model; bytes per element. ``table``: of the embedding, when a tied head has a packed copy."""
 
     body: int
     head: int
@@ -44,7 +41,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes read per second; operations per second of a packed product."""
+    """Bytes and operations of packed products, per second."""
 
     bandwidth: float
     products: float

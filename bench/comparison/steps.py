@@ -43,8 +43,6 @@ WARM_UP, STEPS, PROFILED = 2, 10, 4
 
 
 class Prompted:
-    """Prompts take no time; decodes are real."""
-
     def __init__(self, device: ModelDevice) -> None:
         self._device = device
 
@@ -61,7 +59,7 @@ class Prompted:
 
 
 class Profile:
-    """Seconds of a step by part: linear layers, attention, the rest of the model, outside the model.
+    """Seconds by part of a step.
 
     Until ``close`` each layer runs module by module, as one compiled call can't be profiled. Probes cost some
     microseconds, so a timing uses other steps.
@@ -123,7 +121,7 @@ def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
 
 
 def decoding(device: ModelDevice, case: Case, written: int) -> Engine:
-    """Sequences have their context and decode ``written`` more steps. Raises InvalidConfig."""
+    """Decodes ``written`` more steps with a full context. Raises InvalidConfig."""
     # All prompts in one step: no sequence ends before all of them decode.
     engine = make_engine(cast(Device, Prompted(device)), case.sequences * case.context)
     needed = case.sequences * (case.context + written + device.block_size)
@@ -137,7 +135,7 @@ def decoding(device: ModelDevice, case: Case, written: int) -> Engine:
 
 
 def _decode(device: ModelDevice, case: Case) -> dict[str, Any]:
-    """Measures the bandwidth between the steps, as that of a shared machine varies within seconds."""
+    """Measures the bandwidth between the steps: a shared machine's varies within seconds."""
     engine = decoding(device, case, 1 + WARM_UP + STEPS + PROFILED)
     size = read_bytes()
     read = reader(size)

@@ -5,7 +5,7 @@ parent                                  python -m bench.comparison.subprocess_ru
   {"progress": 0.25}    <── stdout ──
   {"result": {...}}     <── stdout ──   last
 
-This module and its imports need only the standard library: the environment of a baseline runs it too.
+This module and its imports need only the standard library: a baseline's environment runs it too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import Any, TextIO
 from bench.workloads import Item
 
 OnProgress = Callable[[float], None]
-"""Called with the share of a job that is done."""
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}

@@ -22,7 +22,7 @@ RATE_OF_GOALS = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """``share_goal``: required share of the limit. ``most``: upper bound of ``measured`` on this machine."""
+    """``most``: upper bound of ``measured``."""
 
     name: str
     unit: str
@@ -34,7 +34,7 @@ class Line:
 
     @property
     def share(self) -> float | None:
-        """1 is the limit itself; less is worse for every unit."""
+        """1 is the limit; less is worse."""
         if not self.measured or not self.limit:
             return None
         return self.measured / self.limit if self.unit == "tok/s" else self.limit / self.measured
@@ -53,9 +53,7 @@ class Line:
 
 
 def allowed(rates: Rates, figures: Mapping[str, Any], last_sent: float) -> dict[str, float] | None:
-    """``last_sent``: seconds after the start, of a last request whose TTFT and longest later step are limited too. None
-    for a model that does not read all of its weights.
-    """
+    """``last_sent``: seconds after the start. None for a model that does not read all of its weights."""
     if figures["weights"] is None:
         return None
     weights, steps = Weights(**figures["weights"]), [Step(*step) for step in figures["schedule"]]

@@ -1,5 +1,3 @@
-"""CPU seconds of processes, and py-spy's samples of them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -47,7 +45,7 @@ class CpuUse:
 
 
 def _switches(pid: int) -> int:
-    """Voluntary ones; 0 where the platform does not report them."""
+    """0 where the platform does not report them."""
     count = 0
     for task in Path(f"/proc/{pid}/task").glob("*"):
         with contextlib.suppress(OSError):
@@ -67,7 +65,7 @@ def profiler() -> str:
 
 @asynccontextmanager
 async def sampled(processes: Mapping[str, psutil.Process], folder: Path) -> AsyncIterator[None]:
-    """Into NAME.txt: a stack and its count per line."""
+    """A stack and its count per line."""
     async with AsyncExitStack() as stack:
         for name, process in processes.items():
             await stack.enter_async_context(_sampled(process.pid, folder / f"{name}.txt"))
@@ -93,7 +91,7 @@ async def _sampled(pid: int, out: Path) -> AsyncIterator[None]:
 
 
 def hottest(samples: Path, count: int = 15) -> list[dict[str, Any]]:
-    """By samples of their own; also the share of samples with them in the stack."""
+    """By samples of their own."""
     own, within, total = Counter[str](), Counter[str](), 0
     for line in samples.read_text().splitlines():
         stack, _, number = line.rpartition(" ")

@@ -2,8 +2,8 @@
 
     python -m bench.deployment.fake_worker ROLE TIMES FIRST_MS STEP_MS [the worker's own command line]
 
-Appends the engine's part of the time to first token to the file TIMES for every computed prompt: `{"id": ...,
-"engine_ms": ...}`, with the wait for the current step.
+Appends to the file TIMES for every computed prompt: `{"id": ..., "engine_ms": ...}`, the engine's part of the time to
+first token.
 """
 
 from __future__ import annotations

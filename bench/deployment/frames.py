@@ -40,8 +40,6 @@ BEGIN_SECONDS = 30.0
 
 
 class Scripted(services.DecodeServicer):
-    """Waits for a router's runs, then sends one token of each in every frame."""
-
     def __init__(self, sequences: int) -> None:
         self._sequences = sequences
 

@@ -133,7 +133,7 @@ class Clients:
         seen.tokens += delta.num_tokens
 
     def _request(self, number: int) -> pb.GenerateRequest:
-        """Starts with its number, so no prefix is cached."""
+        """No prefix is cached."""
         job = self._job
         digits = (job.seed % 1000, number // 1000 % 1000, number % 1000)
         prompt = [2 + digit for digit in digits] + [2 + (7 * k) % 1000 for k in range(job.prompt_tokens - 3)]

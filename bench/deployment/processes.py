@@ -1,4 +1,4 @@
-"""A deployment to measure: Redis, a router and one worker of each role, each a process, with engines of known times."""
+"""A deployment to measure, each part a process, with engines of known times."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ class Speed:
 
 
 class Deployment:
-    """``bare``: address of ``bench.deployment.grpc_baseline``."""
-
     def __init__(
         self, address: str, bare: str, folder: Path, processes: dict[str, psutil.Process], redis: Client
     ) -> None:
@@ -52,12 +50,12 @@ class Deployment:
         return {name: spent.user + spent.system for name, spent in times.items()}
 
     async def scripts(self) -> int:
-        """Redis scripts so far; every write of a router is one."""
+        """Every write of a router is one."""
         stats = await self._redis.execute("INFO", "commandstats")
         return int(stats.get("cmdstat_evalsha", {"calls": 0})["calls"])
 
     def engine_ms(self) -> dict[str, float]:
-        """The engine's part of the time to first token, by request id."""
+        """By request id, until the first token."""
         lines = (self._folder / "prefill.times").read_text().splitlines()
         times = [json.loads(line) for line in lines]
         return {one["id"].partition("/")[2]: one["engine_ms"] for one in times}
@@ -65,7 +63,7 @@ class Deployment:
 
 @asynccontextmanager
 async def deployment(speed: Speed, folder: Path) -> AsyncIterator[Deployment]:
-    """Waits until it is ready. Raises TimeoutError; the logs in the folder say why."""
+    """Raises TimeoutError; the logs in the folder say why."""
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(PrivateRedis())
         client = Client(redis.url, deadline_s=10.0, max_connections=2)
@@ -95,7 +93,6 @@ async def deployment(speed: Speed, folder: Path) -> AsyncIterator[Deployment]:
 
 @asynccontextmanager
 async def module_process(command: Sequence[str], log: Path, stdout: int | None = None) -> AsyncIterator[Process]:
-    """Terminates the process and waits at the end."""
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", *command, stdout=stdout or output, stderr=output

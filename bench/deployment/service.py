@@ -1,4 +1,4 @@
-"""The service with a real model: Redis, a router and one worker, each a process."""
+"""The service with a real model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LoadFailed(RuntimeError):
 
 @asynccontextmanager
 async def service(job: Job, folder: Path) -> AsyncIterator[Service]:
-    """Waits until it is ready. Raises LoadFailed, TimeoutError."""
+    """Raises LoadFailed, TimeoutError."""
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(PrivateRedis())
         client = Client(redis.url, deadline_s=10.0, max_connections=2)
@@ -66,7 +66,7 @@ class Service:
         self._folder = folder
 
     async def serve(self, items: Sequence[Item], profile: Path | None = None) -> dict[str, Any]:
-        """Answers, and CPU of each process. ``profile``: folder of py-spy's samples. Raises LoadFailed."""
+        """``profile``: folder of py-spy's samples. Raises LoadFailed."""
         errors = self._folder / "client.log"
         with errors.open("wb") as output:
             client = await asyncio.create_subprocess_exec(

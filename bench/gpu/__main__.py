@@ -26,7 +26,6 @@ from bench.gpu.rows import Bench, Row, measure
 from bench.gpu.shapes import TINY, Sizes
 
 SECONDS = 400.0
-"""No part begins later."""
 
 PARTS = ("transformers", "decode", "prompt", "mixed", "idle", "interference", "exact", "queue")
 

@@ -16,7 +16,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def bandwidth(device: torch.device, size: int) -> float:
-    """Bytes per second of a copy, which reads and writes."""
+    """Of a copy, which reads and writes: bytes per second."""
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / _best(lambda: target.copy_(source), device)

@@ -6,7 +6,7 @@ import torch
 
 
 def gaps_share(spans: Iterable[tuple[float, float]]) -> float:
-    """What no span (begin, end) covers between the first begin and the last end; 0 for none."""
+    """What no span (begin, end) covers; 0 for none."""
     first = last = covered = 0.0
     for index, (begin, end) in enumerate(sorted(spans)):
         if index == 0:

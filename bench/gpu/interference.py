@@ -54,7 +54,7 @@ def _prompts(device: Device, sizes: Sizes) -> list[Request]:
 def _longest_gap(
     engine: Engine, sizes: Sizes, arrive: Callable[[], object], between: Callable[[], object] = lambda: None
 ) -> float:
-    """Seconds, from the arrival of the prompts until each has its tokens."""
+    """In seconds."""
     count, trace = sizes.long_prompts[0], Trace()
     length = engine.limits.context_length - 17
     answers = [request(f"answer-{index}", 16, length, engine.device.vocab_size) for index in range(sizes.answers)]

@@ -19,7 +19,7 @@ from decant.engine.model.model import ModelDevice
 UNMEASURED = "not measured"
 
 FAILURES = (AssertionError, AttributeError, EngineError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a machine that lacks something may raise; ends one part only."""
+"""What a part may raise on a machine that lacks something."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,6 @@ class Bench:
         return self._served
 
     def _make(self, name: str, *, exact: bool = False) -> ModelDevice:
-        """Notes the model's size first, as a CPU packs it."""
         model = shapes.make_model(name, self.sizes.context_length, self.device)
         self._weights, self._products = shapes.weight_bytes(model), shapes.products(model)
         kv_bytes = shapes.kv_bytes(model, self._kv_tokens())
@@ -196,7 +195,6 @@ class Bench:
     # -- the small model ----------------------------------------------------------------------------------------
 
     def queue(self) -> Iterator[Row]:
-        """Beside static batches of the same KV memory."""
         self._served = None
         sizes, device = self.sizes, self._make(self.sizes.small_model)
         rng = random.Random(0)
@@ -231,7 +229,7 @@ class Bench:
 
 
 def measure(bench: Bench, names: Sequence[str], seconds: float) -> Iterator[Row]:
-    """A part that fails gives a row with the reason; none begins after ``seconds``."""
+    """A failed part gives a row with the reason; none begins after ``seconds``."""
     ends = time.monotonic() + seconds
     for name in names:
         if time.monotonic() > ends:

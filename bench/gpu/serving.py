@@ -14,7 +14,6 @@ from decant.engine.request import Request, StopParams
 from decant.engine.scheduler import Limits
 
 NO_LIMIT_S = 3600.0
-"""Never reached: the token budget limits a step."""
 
 BUDGET = 2048
 
@@ -29,7 +28,6 @@ class _PartOfDevice:
 
 
 def make_engine(device: Device, max_running: int, *, budget: int = BUDGET, kv_tokens: int | None = None) -> Engine:
-    """``kv_tokens`` None: all."""
     if kv_tokens is not None:
         device = cast(Device, _PartOfDevice(device, kv_tokens // device.block_size))
     length = min(device.context_length, device.num_blocks * device.block_size)
@@ -45,9 +43,9 @@ def request(id: str, prompt: int, output: int, vocabulary: int) -> Request:
 
 @dataclass
 class Trace:
-    """Seconds after the start. ``tokens``: when each token was known.
+    """Seconds after the start.
 
-    ``decodes``: seconds and all tokens of each step in which ``most`` sequences had one token.
+    ``decodes``: seconds and tokens of each step of ``most`` sequences that decode.
     """
 
     tokens: dict[str, list[float]] = field(default_factory=dict)
@@ -60,12 +58,11 @@ class Trace:
 
     @property
     def tpot(self) -> float:
-        """Mean seconds between tokens, of the median request."""
+        """Median of the requests' means, in seconds."""
         return median(fmean(after - before for before, after in pairwise(at)) for at in self.tokens.values())
 
 
 def serve(engine: Engine, requests: Iterable[Request], most: int = 0) -> Trace:
-    """``most``: sequences of a full batch, see ``Trace``."""
     trace = Trace()
     for one in requests:
         engine.add(one)
@@ -84,10 +81,7 @@ def serve(engine: Engine, requests: Iterable[Request], most: int = 0) -> Trace:
 
 
 def decode_steps(device: Device, sequences: int, context: int, steps: int) -> Sequence[tuple[float, int]]:
-    """Seconds and tokens of steps in which all sequences decode.
-
-    Prompts are shorter by what a sequence generates before the last one is computed.
-    """
+    """Seconds and tokens of steps in which all sequences decode."""
     filling = -(-sequences * context // BUDGET) + 2
     prompt = max(1, context - filling)
     requests = [

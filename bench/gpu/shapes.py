@@ -1,5 +1,3 @@
-"""Models with random weights in known shapes, and the sizes of the workloads."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -94,7 +92,6 @@ TINY = Sizes(
     copied_bytes=1 << 20,
     product=64,
 )
-"""The figures mean nothing."""
 
 
 def make_model(name: str, context_length: int, device: torch.device) -> LlamaForCausalLM:
@@ -130,7 +127,7 @@ def make_served(
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Of a decode step: without the rows of the embedding that it does not take."""
+    """Without the rows of the embedding that a decode step does not take."""
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     taken: int = embedding.weight.nbytes
     return sum(p.numel() * p.element_size() for p in model.parameters()) - taken

@@ -26,7 +26,6 @@ and [errors](errors.md) lists every error and what to do. It is defined in
 [protos/inference.proto](../../protos/inference.proto)."""
 UNIMPLEMENTED = "A request that sets one of these fields is refused with `FIELD_NOT_SUPPORTED`:"
 LEFT_OUT = {"ErrorReason"}
-"""Elements on other pages."""
 
 
 class Element(NamedTuple):
@@ -63,7 +62,6 @@ def defaults_of_limits() -> dict[str, str]:
 
 
 def _rules(file: CommentedFile) -> str:
-    """Without the sentence that leads to this page."""
     return textwrap.dedent(file.rules.partition("Rules for the whole file:")[2].strip("\n"))
 
 
@@ -92,7 +90,7 @@ def _examples() -> list[Path]:
 
 
 def _elements(file: CommentedFile) -> Iterator[Element]:
-    """In the order of the file; nested ones after what they are nested in."""
+    """Nested ones after what they are nested in."""
     top = [Element(message, (proto.MESSAGES, index)) for index, message in enumerate(file.file.message_type)]
     top += [Element(enum, (proto.ENUMS, index)) for index, enum in enumerate(file.file.enum_type)]
     spans = {tuple(location.path): location.span[0] for location in file.file.source_code_info.location}
@@ -132,7 +130,7 @@ def _element(file: CommentedFile, element: Element, comment: Comment) -> list[st
 
 
 def _type(message: DescriptorProto, field: FieldDescriptorProto) -> str:
-    """As in the file; a message or an enum of this page is a link."""
+    """A message or an enum of this page is a link."""
     entry = next((nested for nested in message.nested_type if nested.name == _name(field.type_name)), None)
     if entry is not None and entry.options.map_entry:
         key, value = entry.field
@@ -159,7 +157,7 @@ def _cell(text: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """Lines that are indented by four become a block of code."""
+    """Lines indented by four become a block of code."""
     parts, block = [], False
     for line in text.splitlines():
         if line.startswith("    ") != block and (block or line.strip()):

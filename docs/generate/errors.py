@@ -73,12 +73,10 @@ def _reasons(file: CommentedFile, enum: EnumDescriptorProto, path: tuple[int, ..
 
 
 def _named(text: str, names: Iterable[str]) -> list[str]:
-    """In the order of the text."""
     return [word for word in re.findall(r"\w+", text) if word in names]
 
 
 def _marked(text: str) -> str:
-    """Statuses and details as code."""
     return re.sub(
         r"\w+", lambda match: code(match[0]) if match[0] in STATUSES or match[0] in DETAILS else match[0], text
     )
@@ -91,7 +89,7 @@ def _example() -> str:
 
 
 def _exceptions() -> Iterator[tuple[str, str]]:
-    """The class of each status; RESOURCE_EXHAUSTED has two."""
+    """RESOURCE_EXHAUSTED has two."""
     faults = [ErrorDetail(status.value[0], "", Reason.UNSPECIFIED) for status in grpc.StatusCode]
     faults += [ErrorDetail(EXHAUSTED.value[0], "", reason) for reason in (Reason.QUOTA_EXCEEDED, Reason.QUEUE_FULL)]
     for fault in faults:
@@ -103,7 +101,6 @@ def _exceptions() -> Iterator[tuple[str, str]]:
 
 
 def _error(name: str, status: str) -> errors.ServiceError:
-    """As a client gets it."""
     return errors.from_fault(ErrorDetail(STATUSES[status].value[0], "", Reason(name)))
 
 

@@ -54,7 +54,6 @@ DEFINITIONS: Mapping[str, Define] = {
     "Router": metrics.RequestMetrics,
     "Workers": lambda registry: metrics.EngineMetrics(registry, CAUSES),
 }
-"""By title of a process's section."""
 
 
 class Defined(NamedTuple):
@@ -65,8 +64,6 @@ class Defined(NamedTuple):
 
 
 class Recorder(metrics.Registry):
-    """A registry that notes what is defined in it."""
-
     def __init__(self) -> None:
         super().__init__(process=False)
         self.defined: list[Defined] = []
@@ -96,7 +93,7 @@ def render() -> str:
 
 
 def all_metrics() -> list[Defined]:
-    """Of all processes; a name may occur twice."""
+    """A name may occur twice."""
     return [metric for define in DEFINITIONS.values() for metric in _defined(define)]
 
 

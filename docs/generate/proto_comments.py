@@ -46,7 +46,7 @@ NONE = Comment("", "", "")
 
 
 class CommentedFile:
-    """The file's descriptor, and each element's comment by its path."""
+    """By path of the element."""
 
     def __init__(self, name: str = "inference.proto") -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +61,6 @@ class CommentedFile:
 
     @property
     def rules(self) -> str:
-        """At the start of the file."""
         comment = self.of(SYNTAX)
         return comment.above or comment.apart
 

@@ -28,7 +28,7 @@ NOT_SHOWN = re.compile(r"_pb2|_lock|-lock|^\.|^__")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds a page for each file that a page links to, and for those that these link to."""
+    """Adds pages for files that a page links to, and for those that these link to."""
     waiting = [_repository_path(file.src_uri) for file in files.documentation_pages()]
     while waiting:
         for target in _targets(waiting.pop()):
@@ -41,7 +41,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links to files lead to their pages."""
     here = page.file.src_uri
 
     def replace(match: re.Match[str]) -> str:
@@ -67,7 +66,7 @@ def _targets(path: str) -> Iterator[str]:
 
 
 def _parts(text: str) -> Iterator[tuple[str, bool]]:
-    """Prose (False) and code (True), in order."""
+    """Prose (False) and code (True)."""
     end = 0
     for match in CODE.finditer(text):
         yield text[end : match.start()], False
@@ -77,10 +76,7 @@ def _parts(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _resolve(page: str, link: str) -> str | None:
-    """What a link leads to, relative to the repository; None if there is nothing.
-
-    A folder with an index or a README stands for that file.
-    """
+    """Relative to the repository; None if it does not exist. A folder with an index or README stands for it."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
     if path.startswith("..") or not (ROOT / path).exists():
         return None

@@ -40,7 +40,6 @@ def adjust_all(rows: Sequence[Row], scores: torch.Tensor, eos: frozenset[int], s
 
 
 def _entries(parts: Sequence[tuple[int, Any, Sequence[Any]]], width: int) -> list[npt.NDArray[Any]]:
-    """Parts of (row, tokens, ``width`` columns) end to end: rows, tokens, columns."""
     rows = np.concatenate([np.empty(0, np.int64), *(np.full(len(tokens), at) for at, tokens, _ in parts)])
     tokens = np.concatenate([np.empty(0, np.int64), *(np.array(tokens, np.int64) for _, tokens, _ in parts)])
     columns = [
@@ -51,7 +50,6 @@ def _entries(parts: Sequence[tuple[int, Any, Sequence[Any]]], width: int) -> lis
 
 
 def _penalties(at: int, row: Row) -> tuple[int, Any, Sequence[Any]] | None:
-    """None without any penalty."""
     counts, sampling = row.state.counts if row.state else None, row.request.sampling
     if counts is None:
         return None

@@ -19,16 +19,15 @@ from decant.engine.model.kv_store import KvStore
 from decant.engine.model.step_batch import FlatBatch, Ints
 
 SPLIT = 512
-"""Key positions per program of a single token; constant, so a row's bits are too."""
+"""Key positions per program of a single token. Constant: no row's bits depend on the batch."""
 
 TILE = 32
 """Keys per product; divides SPLIT."""
 
 CHUNK_ROWS = 64
-"""Query rows of a tile of a sequence with several tokens."""
+"""Of a sequence with several tokens."""
 
 LEAST_ROWS = 16
-"""Fewest rows of a tensor-core product."""
 
 NO_STATE = -1
 
@@ -37,8 +36,6 @@ EMPTY_ITEM = (0, 1 << 30, 0, 0, NO_STATE)
 
 
 class LaunchList(NamedTuple):
-    """One launch of ``attend``, then of ``merge_splits``, with ``num_states`` states between."""
-
     tile_rows: int
     items: torch.Tensor
     merges: torch.Tensor
@@ -46,7 +43,7 @@ class LaunchList(NamedTuple):
 
 
 class StepLists(NamedTuple):
-    """Of one window; ``visible`` [T]: first position that each token sees."""
+    """``visible`` [T]: the first position that each token sees."""
 
     visible: torch.Tensor
     lists: tuple[LaunchList, ...]
@@ -65,7 +62,6 @@ def power_of_two(count: int, least: int = 1) -> int:
 
 
 def first_visible(flat: FlatBatch, view: AttentionWindow) -> npt.NDArray[np.int32]:
-    """First position [T] that each token sees."""
     visible: npt.NDArray[np.int32] = view.first(torch.from_numpy(flat.positions)).numpy().astype(np.int32)
     return visible
 
@@ -90,12 +86,11 @@ def make_lists(flat: FlatBatch, view: AttentionWindow, group: int, staging: Stag
 
 
 def num_items(flat: FlatBatch) -> int:
-    """Of single tokens that see all their keys; no window needs more."""
+    """Of single tokens that see all keys; no window needs more."""
     return int((flat.starts // SPLIT + 1).sum())
 
 
 def single_tokens(flat: FlatBatch, rows: Ints, visible: npt.NDArray[np.int32]) -> Tables:
-    """An item per split of each row's keys, and merges for rows of several splits."""
     tokens, positions = flat.firsts[rows], flat.starts[rows]
     first = visible[tokens] // SPLIT
     counts = positions // SPLIT + 1 - first
@@ -110,7 +105,6 @@ def single_tokens(flat: FlatBatch, rows: Ints, visible: npt.NDArray[np.int32]) -
 
 
 def _chunks(flat: FlatBatch, rows: Ints, first_split: npt.NDArray[np.int32], tile: int) -> Tables:
-    """An item per ``tile`` positions of each row."""
     items = []
     for row in rows.tolist():
         start, end, token = int(flat.starts[row]), int(flat.ends[row]), int(flat.firsts[row])
@@ -127,7 +121,7 @@ def row_spans(flat: FlatBatch) -> npt.NDArray[np.int32]:
 
 
 class TritonAttention:
-    """One step: writes keys and values to their blocks, then attends over the blocks."""
+    """Writes a step's keys and values to their blocks, then attends over the blocks."""
 
     def __init__(self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch) -> None:
         self._store = store
@@ -152,7 +146,7 @@ class TritonAttention:
         return self._attend(call._replace(query=query))
 
     def attend_rotated(self, call: AttentionCall, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotates query and key by cos and sin [1, T, key dim] first: x cos + rotate_half(x) sin."""
+        """Rotates first, by cos and sin [1, T, key dim]: x cos + rotate_half(x) sin."""
         self._check(call)
         store, spec = self._store, self._store.layout.layers[call.layer]
         query, key, value = (part[0].transpose(0, 1).contiguous() for part in (call.query, call.key, call.value))
@@ -244,7 +238,7 @@ class TritonAttention:
 
 
 class StaticAttention(TritonAttention):
-    """Single tokens over buffers at fixed addresses, for a CUDA graph. ``size``: rows and items."""
+    """Over buffers at fixed addresses, for a CUDA graph of single tokens."""
 
     def __init__(
         self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, size: GraphSize, width: int
@@ -257,7 +251,7 @@ class StaticAttention(TritonAttention):
         self._table, self._tables = table, table.unbind()
 
     def fill(self, flat: FlatBatch) -> None:
-        """Takes ``size.rows`` single tokens with at most ``size.items`` items."""
+        """At most ``size.items`` items."""
         self._flat = flat
         tables = [self._padded_tables(view) for view, _ in self._lists]
         arrays = [part for entry in tables for part in entry]

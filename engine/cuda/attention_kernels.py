@@ -7,10 +7,10 @@ heads of one KV head, position-major::
     chunk tile   [======================================]     one item walks all splits
     decode       [======]        [======]        [==]         one item per split, then ``merge_splits``
 
-Each split is computed by itself, in tiles of ``TILE`` keys, and merged in order of position. A tile or split that a row
-does not see leaves its state unchanged to the bit, so a row's bits depend on neither the other rows nor the batch's
-splits. Scores are in units of log2. Online softmax: Milakov and Gimelshein 2018; tiles: FlashAttention, Dao et al.
-2022; splits: Flash-Decoding, Dao et al. 2023.
+Splits are computed in tiles of ``TILE`` keys and merged in order of position. One that a row does not see leaves its
+state unchanged to the bit, so a row's bits depend on neither the other rows nor the batch's splits. Scores are in units
+of log2. Online softmax: Milakov and Gimelshein 2018; tiles: FlashAttention, Dao et al. 2022; splits: Flash-Decoding,
+Dao et al. 2023.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 
 LOWEST = tl.constexpr(-1e30)
-"""Below any score, and finite for rows without visible keys."""
+"""Below any score; finite for rows without visible keys."""
 
 
 WIDEN = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -62,7 +62,6 @@ def write_kv(
 
 @triton.jit
 def merge(highest, total, output, highest_of, total_of, output_of):
-    """Add a split's softmax state (``*_of``) to the running one."""
     most = tl.maximum(highest, highest_of)
     decay, weight = tl.exp2(highest - most), tl.exp2(highest_of - most)
     output = output * decay[:, None] + output_of * weight[:, None]
@@ -86,10 +85,9 @@ def attend_split(
     KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, TILE_ROWS: tl.constexpr, TILE: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """The softmax state (highest, total, output) of a tile of query rows over the keys from ``begin`` to ``end``.
+    """Softmax state (highest, total, output) of a tile of query rows over the keys from ``begin`` to ``end``.
 
-    queries [TILE_ROWS, KEY_PAD], position [TILE_ROWS]; keys from ``first`` on are visible; ``stop``: end of the keys
-    that exist.
+    queries [TILE_ROWS, KEY_PAD], position [TILE_ROWS]; ``first``: first visible key; ``stop``: end of the keys.
     """
     key_dims, value_dims = tl.arange(0, KEY_PAD), tl.arange(0, VALUE_PAD)
     highest = tl.full([TILE_ROWS], LOWEST, tl.float32)

@@ -1,7 +1,7 @@
 """The CUDA backend: the only module of ``engine.cuda`` that the rest of the engine uses.
 
-On request only (``ModelConfig.cuda_kernels``): the kernels have run only in triton's interpreter. A part whose kernels
-fail a trial at load is computed by torch.
+On request only (``ModelConfig.cuda_kernels``): the kernels have run only in triton's interpreter. torch computes a part
+whose kernels fail a trial at load.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Attention = Callable[[KvStore, Sequence[AttentionWindow], FlatBatch], AttentionB
 
 
 class CudaBackend(TorchBackend):
-    """``fallbacks``: why torch computes a part in place of its kernel, by name; none with ``exact``."""
+    """``fallbacks``: why torch computes a part in place of its kernel; none with ``exact``."""
 
     def __init__(self, device: torch.device, *, exact: bool = False) -> None:
         super().__init__(device)
@@ -96,7 +96,6 @@ class CudaBackend(TorchBackend):
             logger.warning("%s computed by torch, not by Triton kernels: %s", part, reason)
 
     def make_store(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> KvStore:
-        """Also tries the kernels on the layout's shapes."""
         for spec in dict.fromkeys(layout.layers):
             if "attention" not in self.fallbacks:
                 self._try("attention", partial(try_attention, spec, layout, dtype, self.device))
@@ -125,7 +124,7 @@ class CudaBackend(TorchBackend):
 
 @torch.inference_mode()
 def try_attention(spec: LayerSpec, layout: KvLayout, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the kernel can't be used for this layer, or None. Raises what its launch raises."""
+    """Why the kernel can't be used, or None. Raises what its launch raises."""
     ours, theirs = (_attend(make, spec, layout, dtype, device) for make in (TritonAttention, PagedAttention))
     difference = float((ours - theirs).norm() / theirs.norm())
     if difference < TOLERANCE[dtype]:

@@ -61,7 +61,7 @@ def _processors(device: torch.device) -> int:
 
 @torch.inference_mode()
 def make_exact(model: nn.Module, dtype: torch.dtype) -> None:
-    """Raises InvalidConfig for a model with parameters outside linear layers and norms."""
+    """Raises InvalidConfig for a model with other parameters than of linear layers and norms."""
     replaced: list[tuple[nn.Module, ExactLinear | ExactNorm]] = []
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
@@ -79,7 +79,7 @@ def make_exact(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _exact_norm(module: nn.Module, dtype: torch.dtype) -> ExactNorm | None:
-    """For a norm that computes an RMS norm, up to rounding; else None."""
+    """None if it computes no RMS norm."""
     try:
         norm = find_norm(module)
     except LookupError:

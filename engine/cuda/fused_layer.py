@@ -33,15 +33,14 @@ OPTIONAL = ("q_norm", "k_norm")
 GATE_TILE = 1024
 
 WIDEST = 1 << 14
-"""Widest row that one program holds."""
 
 TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 4e-3, torch.float32: 1e-4}
-"""Of a trial, relative to the norm of what the layer adds to a row."""
+"""Relative to the norm of what the layer adds to a row."""
 
 TRIAL_SCALES = (1e-2, 0.1, 1.0)
 TRIAL_BLOCK = 16
 TRIAL_POSITION = 1 << 20
-"""High, as a layer that scales distant tokens must fail the trial."""
+"""A layer that scales distant tokens must fail the trial."""
 
 Forward = Callable[..., Any]
 
@@ -54,7 +53,6 @@ class Norm(NamedTuple):
         return self._run(rows, rows, rows)
 
     def add(self, rows: torch.Tensor, addend: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """rows + addend, both [n, width], and its norm."""
         total = torch.empty_like(rows)
         return total, self._run(rows, addend, total)
 
@@ -67,7 +65,7 @@ class Norm(NamedTuple):
 
 
 def gated(gates: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gates) * up, both [n, width] and contiguous."""
+    """Both [n, width] and contiguous."""
     out, count = torch.empty_like(gates), gates.numel()
     kernels.gate[(-(-count // GATE_TILE),)](gates, up, out, count, TILE=GATE_TILE)
     return out
@@ -132,7 +130,7 @@ class FusedLayer:
 
 
 class Parts:
-    """Raises LookupError if a part of a decoder layer is missing or of another kind."""
+    """Raises LookupError if a part is missing or of another kind."""
 
     def __init__(self, module: nn.Module) -> None:
         children = dict(module.named_children())
@@ -163,7 +161,7 @@ def _linear(part: nn.Module) -> nn.Linear:
 
 
 def fuse(model: nn.Module, dtype: torch.dtype) -> int:
-    """Fuse the layers that pass the trial; returns how many. Raises what a launch raises."""
+    """Fuses the layers that pass the trial; returns how many. Raises what a launch raises."""
     layers = []
     for module in model.modules():
         try:
@@ -202,7 +200,7 @@ class _Trial:
         self._step = [Row(Request("trial", tuple(tokens)), tokens, 0, count, (array("i", [0]),), True)]
 
     def run(self, forward: Forward) -> tuple[torch.Tensor, torch.Tensor, AttentionCall | None]:
-        """Output, blocks afterwards, attention call (None from a fused layer)."""
+        """Output, blocks, attention call (None from a fused layer)."""
         store = KvStore(self._layout, 1, self.rows.dtype, self._device)
         attention = TritonAttention(store, [AttentionWindow()], flatten(self._step, TRIAL_BLOCK, store.blank))
         recording = _RecordingAttention(attention)

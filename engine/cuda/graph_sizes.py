@@ -1,6 +1,6 @@
-"""Which decode batches get a CUDA graph, and which graph a batch runs in. Imports no torch.
+"""Which decode batches get a CUDA graph. Imports no torch.
 
-A graph has fixed numbers of rows and attention items (``attention.num_items``). A batch is padded to the smallest that
+A graph has fixed numbers of rows and attention items (``attention.num_items``); a batch is padded to the smallest that
 holds it::
 
     rows    [ a | b | c | pad ]     a padding row computes position 0 of the null block
@@ -33,7 +33,7 @@ class GraphSize(NamedTuple):
 
 
 class GraphLimits(NamedTuple):
-    """Of capturing all graphs."""
+    """``rows``: of a graph; the others: of capturing all."""
 
     rows: int = 256
     seconds: float = 20.0
@@ -41,7 +41,7 @@ class GraphLimits(NamedTuple):
 
 
 def graph_sizes(most_rows: int) -> list[GraphSize]:
-    """In order of capture: small ones first, as launches are a larger share of their time."""
+    """Small ones first, as launches are a larger share of their time."""
     rows = [count for count in (1, 2, 4, 8) if count < most_rows]
     rows += [*range(_STEP, most_rows, _STEP), most_rows]
     return [GraphSize(count, count * each) for each in ITEMS_PER_ROW for count in rows]

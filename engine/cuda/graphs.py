@@ -27,14 +27,14 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBackend],
 
 
 class Capture:
-    """Captures functions of tensors at fixed addresses. All graphs share one memory pool."""
+    """All graphs share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Replay) -> Replay:
-        """Run the function once to compile its kernels, then capture it. The replay returns the same tensor."""
+        """Runs the function once to compile its kernels. The replay returns the same tensor."""
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -51,7 +51,7 @@ class Capture:
         return replay
 
     def used_bytes(self) -> int:
-        """Of the device, by this process and others."""
+        """Of the device, by all processes."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
@@ -108,7 +108,7 @@ class DecodeGraphs:
         logger.info("captured %d of %d CUDA graphs", len(self.graphs), len(sizes))
 
     def find(self, rows: Sequence[Row], flat: FlatBatch) -> tuple[DecodeGraph, FlatBatch] | None:
-        """The batch's graph, and the batch padded to its size; None if it has none or is no decode batch."""
+        """Also the batch padded to its size; None if there is none."""
         if len(flat.tokens) != len(rows):
             return None
         size = choose_size(self.graphs, len(rows), num_items(flat))

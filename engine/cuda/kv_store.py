@@ -4,8 +4,8 @@
     export      [ blocks of step k-1 ]
     import            [ blocks of an arrival ]
 
-The streams do not wait for each other: a block that is read was filled by a step whose result is known, and one that is
-written is in no launched step (``StepQueue.when_unused``).
+The streams need not wait for each other: blocks that are read are of a step whose result is known, and those that are
+written are in no launched step (``StepQueue.when_unused``).
 """
 
 from __future__ import annotations

@@ -28,8 +28,6 @@ from decant.engine.plan import StepPlan, StepResult
 
 
 class CudaRunner(ModelRunner):
-    """Overlaps steps; runs decode batches in graphs once captured."""
-
     overlaps = True
 
     def __init__(
@@ -74,9 +72,8 @@ class CudaRunner(ModelRunner):
         return StepDraw(step, logits, self._eos, self._drawn, self._staging, self._sampler).result
 
     def _upload(self, batch: FlatBatch, step: StepLogits, plan: StepPlan) -> list[torch.Tensor]:
-        """Token ids [T], positions [T] and kept positions on the device; clears new blocks.
-
-        Ids that the step before draws are taken from its tokens.
+        """Token ids [T], positions [T] and kept positions on the device; ids of the step before come from its tokens.
+        Clears new blocks.
         """
         first_of = np.empty(len(batch.rows), np.int64)
         first_of[batch.order] = batch.firsts

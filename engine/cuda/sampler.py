@@ -43,7 +43,7 @@ class TritonSampler(Sampler):
 
 
 def _columns(rows: Sequence[Row]) -> list[np.ndarray]:
-    """``_PARAMS``, an array each; a greedy row's temperature is 0."""
+    """``_PARAMS``, an array each; 0 is a greedy row's temperature."""
     entries = []
     for row in rows:
         sampling = row.request.sampling

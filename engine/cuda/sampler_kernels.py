@@ -12,7 +12,6 @@ import triton.language as tl
 LOWEST_KEY = tl.constexpr(-2139095041)
 
 ONE_BITS = tl.constexpr(0x3F800000)
-"""Bits of 1.0: no probability is higher."""
 
 
 @triton.jit
@@ -58,7 +57,7 @@ def top_p_bits(
     scores, vocabulary, highest, temperature, lowest_key, total, top_p,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the lowest number such that the probabilities above it sum to less than ``top_p``."""
+    """Bits of the lowest number above which the probabilities sum to less than ``top_p``."""
     low = tl.full([], 0, tl.int32)
     high = tl.full([], ONE_BITS, tl.int32)
     while low < high:

@@ -38,8 +38,8 @@ class Staging:
         self.device = device
 
     def upload(self, *arrays: Array) -> list[torch.Tensor]:
-        """One copy for all arrays, which may change afterwards: torch's allocator of pinned memory keeps the buffer
-        until the copy has ended.
+        """One copy for all arrays, which may change afterwards: torch's pinned allocator keeps the buffer until it has
+        ended.
         """
         offsets = np.cumsum([0, *(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)])
         packed = torch.empty(int(offsets[-1]), dtype=torch.uint8, pin_memory=self.device.type == "cuda")

@@ -18,14 +18,7 @@ _LOW = 0xFFFFFFFF
 
 
 class _Logprobs(NamedTuple):
-    """Of one row, under way.
-
-    row        its index in the plan
-    most       alternatives of each entry
-    is_prompt  of prompt tokens, in order; else of the drawn token
-    first      where its ``_FIELDS`` begin in the download
-    part       its entries in those arrays
-    """
+    """``row``: index in the plan. ``first``: where its ``_FIELDS`` begin in the download; ``part``: its entries."""
 
     row: int
     most: int
@@ -35,10 +28,7 @@ class _Logprobs(NamedTuple):
 
 
 class StepDraw:
-    """Launches all that a step draws from its logits [kept, vocabulary].
-
-    ``drawn`` [rows of the largest plan] on the device gets each row's token, by index in the plan.
-    """
+    """``drawn`` [rows of the largest plan] on the device gets each row's token, by index in the plan."""
 
     def __init__(
         self,
@@ -132,7 +122,7 @@ _FIELDS = ("token", "logprob", "rank", "alternatives", "their logprobs")
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
     """``_FIELDS`` of ``tokens`` [n] under logits [n, vocabulary], with ``most`` alternatives each, best first.
 
-    One integer holds likelihood and token id of an alternative, so no two are equal.
+    One integer holds likelihood and token id of an alternative, so none are equal.
     """
     normal = torch.log_softmax(logits, -1) + 0.0  # no negative zero
     chosen = normal.gather(1, tokens[:, None])
