@@ -1,4 +1,1 @@
-"""Benchmarks of parts: each module here with ``main`` is a command (README.md), the packages are what they consist of.
-
-No other package imports this one.
-"""
+"""Benchmarks: each module here with ``main`` is a command (README.md). No other package imports this one."""

@@ -24,20 +24,20 @@ from decant.handoff.errors import HandoffFailed
 from decant.protos import worker_pb2 as wire
 
 MESSAGE_BYTES = 1 << 20
-"""Default maximum bytes of cache in one message. Both sides must agree."""
+"""Maximum of cache in one message. Both sides must agree."""
 
 MESSAGE_BLOCKS = 64
-"""Maximum blocks in one message, so that handling a message takes at most a millisecond or two."""
+"""Limits the handling of a message to a millisecond or two."""
 
 checksum = xxhash.xxh3_64_intdigest
-"""XXH3, 64 bits. A worker's engine uses it for its block checksums, too."""
+"""XXH3, 64 bits; also of a worker's block checksums."""
 
 _PLACE = struct.Struct("<QIIIII")
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLayout:
-    """Block size (tokens, bytes) and KV layout, equal on both sides. ``layout`` is the hash that the ticket carries."""
+    """Equal on both sides. ``layout`` is the hash that the ticket carries."""
 
     block_size: int
     block_bytes: int
@@ -51,7 +51,7 @@ class TransferLayout:
 
 @dataclass(frozen=True, slots=True)
 class FilledBlock:
-    """A block: its ``address`` in the sequence, its bytes, and the ``checksum`` over both."""
+    """``checksum``: over ``address`` and ``data``."""
 
     address: BlockAddress
     data: bytes | memoryview
@@ -59,17 +59,14 @@ class FilledBlock:
 
 
 def message_sum(run: wire.Run, shape: TransferLayout, message: wire.KvChunk, size: int) -> int:
-    """Checksum over run, group, position, size and the checksums of the blocks that end in this message.
-
-    The block checksums cover the bytes, so that each is read once.
-    """
+    """Over run, group, position, size and the checksums of the blocks that end in this message."""
     place = _PLACE.pack(shape.layout, run.attempt, message.group, message.first_position, message.offset, size)
     sums = message.block_checksums
     return checksum(run.request.encode() + place + struct.pack(f"<{len(sums)}Q", *sums))
 
 
 def pack(run: wire.Run, shape: TransferLayout, blocks: list[FilledBlock]) -> Iterator[bytes]:
-    """Encoded messages of consecutive blocks of a group. Bytes are copied when the iterator yields their message."""
+    """Consecutive blocks of a group. Copies bytes when it yields their message."""
     if shape.block_bytes > shape.message_bytes:
         for block in blocks:
             yield from _pieces(run, shape, block)
@@ -101,7 +98,7 @@ def _message(run: wire.Run, shape: TransferLayout, head: wire.KvChunk, data: Seq
 
 
 class Unpacker:
-    """Rejects messages of another run, position or order. The caller compares blocks with their checksums."""
+    """Rejects messages of another run, position or order. The caller compares block checksums."""
 
     def __init__(self, run: wire.Run, shape: TransferLayout) -> None:
         self.received = 0  # bytes of cache
@@ -112,7 +109,7 @@ class Unpacker:
         self._filled = 0
 
     def unpack(self, message: wire.KvChunk, data: memoryview) -> list[FilledBlock]:
-        """The blocks that this message completes, valid until the next one. Raises HandoffFailed (CORRUPT)."""
+        """The blocks that it completes, valid until the next message. Raises HandoffFailed (CORRUPT)."""
         index, rest = divmod(message.first_position, self._shape.block_size)
         if message_sum(self._run, self._shape, message, len(data)) != message.checksum:
             raise _corrupt(f"the message at position {message.first_position} does not agree with its sum")

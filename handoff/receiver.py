@@ -29,13 +29,13 @@ from decant.runtime.packed import unpack
 from decant.runtime.peer import UnknownMessages
 
 RELEASE_SECONDS = 2.0
-"""Timeout of a Release; without one, the lease ends by itself."""
+"""Then the lease ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """``received``: bytes of cache. ``opened``, ``owned``: event loop time. ``entry`` of ``logprobs`` is the token's
-    index in ``output``.
+    """``received``: bytes of cache. ``opened``, ``owned``: event loop time. ``entry`` of ``logprobs``: index in
+    ``output``.
     """
 
     output: tuple[int, ...]
@@ -46,8 +46,6 @@ class TransferResult:
 
 
 class KvReceiver:
-    """``heartbeat`` makes the heartbeats of a fetch."""
-
     def __init__(
         self, loop: EngineThread, shape: TransferLayout, peer: wire.Peer, heartbeat: Callable[[], wire.Heartbeat]
     ) -> None:
@@ -60,8 +58,8 @@ class KvReceiver:
     async def receive(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
         """Owns the arrival: joins or aborts it.
 
-        Raises HandoffFailed, and SequenceAlreadyFinished if the sender's sequence ended first. Then, and when it is
-        cancelled, the blocks are freed and the sender gets a Release.
+        Raises HandoffFailed, SequenceAlreadyFinished. Then, and when cancelled, it frees the blocks and sends a
+        Release.
         """
         outcome = wire.ReleaseRequest.OUTCOME_ABANDONED
         try:
@@ -74,11 +72,11 @@ class KvReceiver:
             self._send_release(source, ticket, outcome)
 
     def decline(self, source: KvSource, ticket: wire.Ticket) -> None:
-        """Release an unused ticket, so that the sender need not wait for its lease. May be repeated."""
+        """Release an unused ticket before its lease ends. May be repeated."""
         self._send_release(source, ticket, wire.ReleaseRequest.OUTCOME_ABANDONED)
 
     async def close(self) -> None:
-        """Wait at most RELEASE_SECONDS for Releases. All fetches must have ended before."""
+        """Wait at most RELEASE_SECONDS for Releases. All fetches must have ended."""
         if self._releases:
             await asyncio.wait(self._releases)
 
@@ -128,7 +126,7 @@ class KvReceiver:
             await self._loop.call(lambda _: arrival.extend(filled * size - 1))
 
     async def _join(self, arrival: IncomingSequence, commit: EngineCommit) -> tuple[int, ...]:
-        """If the caller is cancelled meanwhile, the sequence is cancelled, too."""
+        """If the caller is cancelled, so is the sequence."""
         await self._loop.call(
             lambda engine: engine.transfers.join(arrival, commit), undo=lambda engine, _: engine.cancel(arrival.id)
         )
@@ -156,10 +154,7 @@ class _Fetch:
     async def requests(
         self, opening: wire.Open, heartbeat: Callable[[], wire.Heartbeat]
     ) -> AsyncIterator[wire.FetchRequest]:
-        """Open, then at every heartbeat interval an Ack of the new chunks, or a heartbeat.
-
-        A lease is much longer than the interval; an Ack per chunk would cost more than a checksum.
-        """
+        """Open, then at every heartbeat interval an Ack or a heartbeat."""
         yield wire.FetchRequest(open=opening)
         acknowledged = 0
         while True:
@@ -171,7 +166,7 @@ class _Fetch:
                 yield wire.FetchRequest(ack=wire.Ack(kv_chunks=acknowledged))
 
     def handle(self, received: Received) -> EngineCommit | None:
-        """Returns a commit. Raises HandoffFailed, SequenceAlreadyFinished, TransferRejected."""
+        """Raises HandoffFailed, SequenceAlreadyFinished, TransferRejected."""
         response = received.response
         match response.WhichOneof("message"):
             case "kv_chunk":

@@ -4,11 +4,11 @@ Open ──> export ──> kv_chunk, kv_chunk ... (as blocks fill) ──> park
             │            acks renew the lease                               │
             └── the sequence ended first: closed                            └── lease over: freed
 
-A prefill sequence parks after its first token. A live sequence keeps decoding, and parks at the first step after which
-only its last, partial block is unsent. If its fetch or lease ends without a commit, it continues here.
+A prefill sequence parks after its first token. A live sequence decodes until only its last, partial block is unsent,
+then parks; if its fetch or lease ends without a commit, it continues here.
 
-A ticket opens once, so a fetch that breaks before the commit ends it at once: the connection closed, or the receiver
-was silent. After the commit the receiver may own the sequence; then a Release or the lease ends the ticket.
+A fetch that breaks before the commit ends its ticket at once. After the commit the receiver may own the sequence; then
+a Release or the lease ends the ticket.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from decant.runtime.heartbeat import HEARTBEAT_SECONDS, SILENT_SECONDS
 from decant.runtime.peer import UnknownMessages
 
 LEASE_MS = 10_000
-"""How long a ticket keeps its blocks without a renewal or an Ack."""
+"""Without a renewal or an Ack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,8 @@ class KvSender:
         is_live: bool = False,
         is_parked: bool = False,
     ) -> wire.Ticket:
-        """Issue a ticket for a sequence with ``park_after``, or (``is_live``) for any other.
-
-        ``is_parked``: the step that parked it is over. ``logprobs`` is called at the commit, for its output tokens.
+        """``is_live``: a sequence without ``park_after``. ``is_parked``: the step that parked it is over. ``logprobs``
+        is called at the commit.
         """
         state = self._states[sequence] = _SendState(prompt_tokens, logprobs, is_live)
         if is_parked:
@@ -125,7 +124,7 @@ class KvSender:
                 state.progressed.set()
 
     async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[bytes, None]:
-        """A refused Open is answered with ``closed``."""
+        """Answers a refused Open with ``closed``."""
         incoming = aiter(requests)
         try:
             opened = await self._opening(incoming)
@@ -154,7 +153,7 @@ class KvSender:
         self.reclaim(lease.ticket.id, failure)
 
     def reclaim(self, ticket: bytes, failure: wire.Failure) -> None:
-        """``failure`` is sent to an open fetch. Ignores a ticket that has ended."""
+        """An open fetch gets ``failure``. Ignores a ticket that has ended."""
         lease = self.leases.close(ticket, failure)
         if lease is not None:
             self._free(lease)
@@ -187,7 +186,7 @@ class KvSender:
         state.changed.set()
 
     async def _final_message(self, lease: Lease, state: _SendState, cached_blocks: int) -> bytes:
-        """Wait until the sequence is parked or has ended. Raises EngineError."""
+        """Waits until the sequence is parked or has ended. Raises EngineError."""
         name = lease.sequence
         if not state.ended:
             state.export = await self._loop.call(
@@ -255,7 +254,7 @@ class KvSender:
         return self._states.get(lease.sequence) is state
 
     async def _receive_acks(self, lease: Lease, state: _SendState, incoming: AsyncIterator[wire.FetchRequest]) -> None:
-        """Renew the lease with each Ack, and with heartbeats once all chunks sent are acknowledged."""
+        """Each Ack renews the lease, and heartbeats once all sent chunks are acknowledged."""
         unknown = UnknownMessages(lease.receiver.id if lease.receiver else "")
         try:
             async for message in with_heartbeat_timeout(incoming, "the receiver", self._timing.silent_s):
@@ -278,7 +277,7 @@ class KvSender:
         self._free(lease)
 
     def _free(self, lease: Lease) -> None:
-        """Free the ticket's blocks. The fetch is woken first and reads no more of them."""
+        """Wakes the fetch first, which reads no more blocks."""
         self._wake(lease.sequence, ended=True)
         state = self._states.pop(lease.sequence, None)
         if state is not None:
@@ -297,7 +296,7 @@ def _finalize_running(engine: TransferEngine, id: str, sent: int) -> EngineCommi
 
 
 def _consecutive(runs: list[BlockRun]) -> list[BlockRun]:
-    """The first blocks of one group without a gap between their indexes: what one message can carry."""
+    """The first blocks of one group without a gap: one message."""
     group, index = runs[0].address
     return [run for at, run in enumerate(runs) if run.address == (group, index + at)]
 
@@ -308,7 +307,7 @@ async def _stop(task: asyncio.Task[None]) -> None:
 
 
 def _closed(failure: wire.Failure | None) -> bytes:
-    """No failure: the sequence ended first."""
+    """None: the sequence ended first."""
     return encode(wire.FetchResponse(closed=wire.ExportClosed(failure=failure)))
 
 

@@ -1,7 +1,4 @@
-"""Transports of a fetch. gRPC streaming needs only the worker's own port; others may be faster.
-
-A transport moves the messages of ``KvSource`` and does not interpret them.
-"""
+"""Transports of a fetch: they move the messages of ``KvSource`` and do not interpret them."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 
 FETCH = f"/{wire.DESCRIPTOR.services_by_name['KvSource'].full_name}/Fetch"
-"""The method's full name: its messages are not encoded by protobuf alone, see ``codec``."""
+"""Not encoded by protobuf alone, see ``codec``."""
 IDLE_SECONDS = 60.0
 
 
 class KvSource(Protocol):
     def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncIterator[Received]:
-        """The sender's messages; ends when either side ends the call. Raises ConnectionError when it breaks."""
+        """Ends when either side ends the call. Raises ConnectionError when it breaks."""
         ...
 
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
@@ -78,7 +75,6 @@ class GrpcTransport:
         self._closing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        """Open channels."""
         return len(self._channels)
 
     def source(self, address: str) -> GrpcSource:
