@@ -1,10 +1,9 @@
-"""Digests of weight files over all their bytes, cached beside the files, else in the user's cache folder, else
-nowhere::
+"""Digests of weight files over all their bytes, cached beside the files::
 
     model.safetensors
     .model.safetensors.xxh128     {"stamp": [size, mtime_ns, ctime_ns, inode], "digest": "..."}
 
-A cached digest counts while the stamp is the same.
+If the folder can't be written, the cache is in the user's cache folder. A digest counts while the stamp is the same.
 """
 
 from __future__ import annotations
