@@ -1,1 +1,0 @@
-"""Everything specific to CPUs: packed weights, fused operations, attention, and their C++ kernels."""

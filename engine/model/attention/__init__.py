@@ -1,7 +1,6 @@
-"""Attention, plugged into transformers' own modelling code through its attention interface.
+"""Attention, plugged into transformers' modelling code through its attention interface.
 
-The registry is one per process, and some architectures pass no keywords to attention, so the function registered here
-calls the thread's current ``AttentionBackend``: a step's attention, or at load a recorder.
+The registry is one per process: the registered function calls the thread's current ``AttentionBackend``.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ NAME = "decant"
 
 
 class AttentionCall(NamedTuple):
-    """One layer's call; ``layer`` counts calls within a pass of the model from 0.
+    """``layer`` counts calls within a pass from 0.
 
-    query [1, heads, T, key dim], key [1, kv heads, T, key dim], value [1, kv heads, T, value dim]; ``sinks``
-    [heads] takes part in the softmax and carries no value; ``softcap`` bounds scores before masking.
+    query [1, heads, T, key dim], key [1, kv heads, T, key dim], value [1, kv heads, T, value dim]; ``sinks`` [heads]
+    takes part in the softmax without a value; ``softcap`` bounds scores before masking.
     """
 
     layer: int
@@ -35,8 +34,6 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionBackend(Protocol):
-    """Attention of one pass of the model."""
-
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """-> [1, T, heads, value dim]"""
         ...
@@ -52,7 +49,7 @@ _current = _Current()
 
 @contextmanager
 def attending(backend: AttentionBackend) -> Iterator[None]:
-    """Within the block, attention calls of this thread go to ``backend``."""
+    """Attention calls of this thread go to ``backend``."""
     _current.backend, _current.calls = backend, 0
     try:
         yield
@@ -61,7 +58,6 @@ def attending(backend: AttentionBackend) -> Iterator[None]:
 
 
 def calls_made() -> int:
-    """Attention calls of this thread since ``attending`` began."""
     return _current.calls
 
 
@@ -70,7 +66,7 @@ def current() -> AttentionBackend | None:
 
 
 def next_layer() -> int:
-    """Number of the layer that calls attention now; advances the count."""
+    """Advances the count of layers."""
     _current.calls += 1
     return _current.calls - 1
 
