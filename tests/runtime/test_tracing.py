@@ -1,5 +1,3 @@
-"""When spans are made, and what a process does without OpenTelemetry."""
-
 from __future__ import annotations
 
 import subprocess
@@ -58,8 +56,6 @@ def test_an_endpoint_without_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps what is exported to it."""
-
     def __init__(self) -> None:
         self.address = ""
         self.exports: list[Any] = []
