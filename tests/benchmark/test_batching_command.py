@@ -1,5 +1,3 @@
-"""`decant bench batching` as a process."""
-
 from __future__ import annotations
 
 import json

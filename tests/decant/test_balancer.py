@@ -1,5 +1,3 @@
-"""Router selection and retries, with a manual clock."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -144,7 +142,6 @@ def test_only_retryable_errors_are_tried_again(error: decant.ServiceError, again
 
 
 def tried(tries: RetryState, clock: Clock, error: decant.ServiceError) -> int:
-    """Total number of tries when each fails at once."""
     count = 1
     while True:
         try:

@@ -1,5 +1,3 @@
-"""Division of a machine's resources, and the settings of each process."""
-
 from __future__ import annotations
 
 import os

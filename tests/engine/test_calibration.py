@@ -1,5 +1,3 @@
-"""A machine is measured once: in bounded time, from noisy steps, and nothing of it is left in the engine."""
-
 from __future__ import annotations
 
 import random
@@ -56,7 +54,7 @@ def test_noise_makes_a_measurement_a_little_wrong_not_absurd() -> None:
 
 @pytest.mark.parametrize("slower", [0.1, 1.0, 10.0, 100.0, 1000.0])
 def test_measuring_ends_in_time_and_a_slow_machine_runs_less(slower: float) -> None:
-    """Three steps are run in any case: one that lays out memory, a decode, a chunk."""
+    """Three steps always run: one that lays out memory, a decode, a chunk."""
     device = Timed(COSTS, slower)
     found = measure(device, patience=3.0, clock=device.clock)
     needed = slower * (2 * COSTS.seconds(chunk(0, 1)) + COSTS.seconds(chunk(0, 32)))

@@ -1,4 +1,4 @@
-"""The compiled kernels compute what is right, or raise: no arguments from Python end the process."""
+"""Compiled kernels compute correctly or raise: no arguments from Python end the process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def build(name: str) -> ModuleType:
 
 @st.composite
 def tensors(draw: st.DrawFn, *shape: int, dtypes: list[torch.dtype] = ODD) -> torch.Tensor:
-    """Of a shape; contiguous, a part of a wider tensor, or transposed in memory."""
+    """Contiguous, part of a wider tensor, or transposed in memory."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 9)))
     dtype = draw(st.sampled_from(dtypes))
     match draw(st.sampled_from(["contiguous", "part", "transposed"])):
@@ -107,7 +107,6 @@ BLOCK, BLOCKS = 4, 12
 
 @st.composite
 def any_row(draw: st.DrawFn) -> Row:
-    """Mostly one whose positions are in blocks that there are."""
     written = draw(st.integers(1, 20))
     end = draw(st.integers(1, written)) if draw(st.integers(0, 19)) < 19 else draw(st.integers(-2, 2**62))
     start = (
@@ -135,7 +134,6 @@ def test_rows_are_laid_out_right_or_refused(kernels: str, rows: list[Row], size:
 @every_build
 @given(data=st.data())
 def test_attention_is_right_or_refused(kernels: str, data: st.DataObject) -> None:
-    """Other heads, widths and lengths than the store and the step have, and blocks that there are not."""
     draw = data.draw
     kv_heads, group, dims = draw(st.integers(1, 3)), draw(st.integers(1, 3)), st.sampled_from([2, 5, 8, 16, 24])
     key_dim, value_dim, dtype = draw(dims), draw(dims), draw(st.sampled_from(DTYPES))
@@ -195,7 +193,7 @@ sampler = make_backend(CPU).sampler
 def test_attention_names_the_operand_that_does_not_fit(
     kernels: str, part: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Of a step of 3 tokens with 4 heads, over 2 heads of keys and values, all of width 8."""
+    """The step has 3 tokens with 4 heads over 2 KV heads, all of width 8."""
     store = KvStore(KvLayout((LayerSpec(2, 8, 8),), BLOCK, 4), BLOCKS, torch.float32, CPU)
     row = Row(Request("r", (1,)), [1, 2, 3], 0, 3, (array("i", [0]),), True)
     attention = NativeAttention(build(kernels), store, [AttentionWindow()], flatten(build(kernels), [row], BLOCK, 99))
@@ -211,7 +209,6 @@ def test_attention_names_the_operand_that_does_not_fit(
 
 @given(data=st.data())
 def test_drawing_is_right_or_refused(data: st.DataObject) -> None:
-    """A row's token has a finite score; logits that are no numbers are refused, or drawn from as if they were."""
     count, vocabulary = data.draw(st.integers(0, 5)), data.draw(st.sampled_from([0, 1, 7, 48, 1030]))
     logits = data.draw(tensors(count, vocabulary))
     if vocabulary and count and data.draw(st.integers(0, 3)) == 0:
@@ -240,7 +237,7 @@ MIXED = sampled_row({"top_k": 5, "top_p": 0.9}).request.sampling
 @every_build
 @given(data=st.data())
 def test_invalid_sizes_are_refused(kernels: str, data: st.DataObject) -> None:
-    """Each kernel by itself, with memory for any size up to 4 and sizes that are negative, zero, or without memory."""
+    """Memory for sizes up to 4; sizes that are negative, zero, or without memory."""
     module = build(kernels)
     memory = torch.zeros(1 << 14, dtype=torch.uint8)
     at = -(-memory.data_ptr() // 64) * 64

@@ -1,5 +1,3 @@
-"""Steps are filled by predicted seconds: prompts get what decodes leave, and always progress."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -29,13 +27,12 @@ def make(costs: StepCostModel = COSTS, *, budget: int = 512, slower: float = 1.0
 
 
 def begin(engine: Engine, device: Timed, decodes: int) -> None:
-    """Add sequences that decode to the end of the test; then drop the plans so far."""
+    """Add sequences that decode to the end of the test; drop the plans so far."""
     run(engine, *(make_request(f"d{n}", prompt(4, n + 1), 1500) for n in range(decodes)), steps=decodes + 1)
     device.plans.clear()
 
 
 def chunks(device: Timed, id: str) -> list[int]:
-    """The tokens of a sequence's prompt in each step that had some."""
     rows = [row for plan in device.plans for row in plan.rows if row.request.id == id]
     return [row.end - row.start for row in rows if row.start < row.request.prompt_len]
 
@@ -91,7 +88,6 @@ def test_prompts_progress_by_a_block_beside_slow_decodes(prompts: int) -> None:
 
 
 def test_prompts_beside_many_decodes_get_longer_than_those() -> None:
-    """However long that is: a machine on which decodes alone fill a step would read its prompts for ever."""
     costs = StepCostModel(fixed=0.5, token=0.01)
     engine, device = make(costs)
     begin(engine, device, 5)
@@ -103,7 +99,7 @@ def test_prompts_beside_many_decodes_get_longer_than_those() -> None:
 
 
 def test_no_sequence_overtakes_a_prompt_cut_by_time() -> None:
-    """Behind its long context a token costs more than what is left; at the beginning of another prompt it would not."""
+    """A token costs more than what is left after its long context, but not at the start of another prompt."""
     engine, device = make(StepCostModel(token=0.001, pair=1e-4))
     begin(engine, device, 1)
     engine.add(make_request("first", prompt(1000, 50), 1))
@@ -137,7 +133,6 @@ def test_a_device_slower_than_measured_is_learnt() -> None:
 
 
 def test_decodes_that_were_measured_far_too_slow_do_not_keep_prompts_from_going_on() -> None:
-    """Costs measured on a busy machine: no fixed part, and many times too much."""
     engine, device = make(StepCostModel(token=0.07, logits=0.2))
     device.truth = COSTS
     begin(engine, device, 4)

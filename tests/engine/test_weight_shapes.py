@@ -1,5 +1,3 @@
-"""Weights that don't fit config.json are refused by their headers, and only those that transformers refuses too."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""A handoff between two workers in one process, directly or over gRPC."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
@@ -17,7 +15,6 @@ Transport = Callable[[Worker], AbstractAsyncContextManager[KvSource]]
 
 
 async def hand_over(sender: Worker, receiver: Worker, request: Request, tamper: Tamper | None = None) -> Wire:
-    """From the prompt on the sender to a running sequence on the receiver."""
     ticket = await sender.offer(request)
     arrival = await receiver.room(request)
     source = Wire(sender.sender, tamper) if tamper else Wire(sender.sender)

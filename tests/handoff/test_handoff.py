@@ -1,5 +1,3 @@
-"""A cache changes owner as a whole or not at all."""
-
 from __future__ import annotations
 
 import asyncio
@@ -36,7 +34,6 @@ async def test_a_handoff_generates_the_text_of_one_engine(transport: Transport, 
 
 @TRANSPORTS
 async def test_blocks_travel_while_the_prompt_is_still_being_computed(transport: Transport) -> None:
-    """The fetch is opened before the prompt is read, on a device whose steps take a while."""
     request = ask(length=64)
     async with Worker("p", cost=lambda _: 0.02) as sender, Worker("d") as receiver, transport(sender) as source:
         room = await receiver.room(request)
@@ -67,7 +64,7 @@ async def test_a_fetch_lasts_longer_than_a_lease_while_its_runs_are_acknowledged
 
 
 async def test_a_joined_sequence_does_not_wait_for_its_sender() -> None:
-    """The sender is notified meanwhile; only the end of the receiver waits for that."""
+    """Only the end of the receiver waits for notifying the sender."""
     heard = asyncio.Event()
 
     class Deaf(Wire):

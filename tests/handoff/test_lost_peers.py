@@ -1,5 +1,3 @@
-"""A sender or receiver that is lost, silent or cancelled: what is held is freed, and the cause is reported."""
-
 from __future__ import annotations
 
 import asyncio

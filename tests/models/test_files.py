@@ -1,5 +1,3 @@
-"""The committed folder is complete and small, and its card is accurate."""
-
 from __future__ import annotations
 
 import hashlib

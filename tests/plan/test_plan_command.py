@@ -1,5 +1,3 @@
-"""The command: what it prints, and what it refuses."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Incremental text: whole characters, nothing lost, the same text for any division of the tokens."""
-
 from __future__ import annotations
 
 from functools import cache
@@ -126,7 +124,6 @@ def test_a_piece_of_a_character_has_its_bytes_and_a_special_token_its_name():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_does_not_grow_with_the_text(kind):
-    """The cost of a token is that of what is held back, and of what it adds."""
     stream = words(kind).detokenizer(skip_special_tokens=True)
     size = tokenizer(kind).get_vocab_size()
     ids = [id for id in range(size) if len(words(kind).bytes_of(id)) > 1]

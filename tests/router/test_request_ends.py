@@ -1,5 +1,3 @@
-"""Requests that end from outside: cancel, deadline, a lost stream, drain, shutdown."""
-
 from __future__ import annotations
 
 import asyncio
@@ -50,7 +48,6 @@ PHASES = ["waiting for room", "prefilling", "waiting for a receiver", "handing o
 
 
 def hold(workers: list[FakeWorker], phase: str) -> None:
-    """Everything stops in that phase."""
     prefill, decode = workers
     match phase:
         case "waiting for room":

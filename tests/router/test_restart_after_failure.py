@@ -1,5 +1,3 @@
-"""A request that failed before its first token starts again under its id."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""The router as a process: its command line, its start, its end, and what it never imports."""
-
 from __future__ import annotations
 
 import asyncio
@@ -184,7 +182,6 @@ async def test_a_router_without_workers_is_ready_and_refuses_requests(server: Pr
 
 
 async def page(port: object, path: str) -> str:
-    """What a router's admin port answers."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(str(port)))
     writer.write(f"GET {path} HTTP/1.1\r\n\r\n".encode())
     async with asyncio.timeout(PATIENCE):

@@ -1,5 +1,3 @@
-"""The session with a worker: messages count once, lost ones come again, orphans are ended."""
-
 from __future__ import annotations
 
 import asyncio
@@ -47,8 +45,6 @@ class Watcher:
 
 @dataclass
 class Run:
-    """A run at a worker, and what is reported of it."""
-
     following: RunSubscription
     stream: TokenStream
     events: list[Any]

@@ -1,5 +1,3 @@
-"""Unreadable requests in the store are set aside, and the routers that find them go on."""
-
 from __future__ import annotations
 
 import random
@@ -110,7 +108,6 @@ async def test_stored_tokens_outside_the_vocabulary_are_never_continued(store: S
 
 
 def spoil(bare: Any, source: random.Random) -> None:
-    """One thing that is stored of the request becomes another."""
     fields = bare.hkeys(HASH)
     field = source.choice(fields)
     before = bare.hget(HASH, field)

@@ -1,5 +1,3 @@
-"""Takeover of requests without a router: when it happens, and that no request is left without an execution."""
-
 from __future__ import annotations
 
 import asyncio
@@ -35,7 +33,7 @@ async def has_state(store: Store, state: State) -> bool:
 
 
 def looks_of(store: Store, patch: pytest.MonkeyPatch) -> list[float]:
-    """When dead routers were looked for, by the event loop's clock."""
+    """Times of the event loop at which dead routers were looked for."""
     orphaned, looks = store.open.orphaned, list[float]()
 
     async def looked() -> set[Incarnation]:
@@ -167,8 +165,6 @@ async def test_requests_that_no_router_can_run_are_tried_with_backoff(
 
 
 class Gate:
-    """A call of the store that waits until it is let through, or whose answer is lost."""
-
     def __init__(self, patch: pytest.MonkeyPatch, store: Store, name: str) -> None:
         self.wait_until_caught_up, self.opened = asyncio.Event(), asyncio.Event()
         self.answers = True
@@ -258,7 +254,6 @@ async def test_an_adoption_whose_reply_is_lost_is_completed(store: Store, monkey
 async def test_an_acceptance_whose_answer_is_lost_does_not_stay_open(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where requests are refused while the store is away."""
     async with (
         fleet(P, D) as workers,
         core(store, workers, serve_without_redis=False, resume_grace_ms=50) as scene,

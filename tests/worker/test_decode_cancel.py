@@ -1,5 +1,3 @@
-"""Cancels, deadlines and lost sessions end a run in every state, and it holds nothing afterwards."""
-
 from __future__ import annotations
 
 import asyncio
@@ -19,7 +17,7 @@ from tests.worker.session_client import Router
 from tests.worker.waiting import eventually
 
 LONG = 600_000
-"""A lease longer than any test: blocks that become free before its end were freed by a message."""
+"""Longer than any test: only a message can free blocks."""
 STATES = ["waiting for room", "arriving", "waiting its turn", "in its prompt", "running", "running after a handoff"]
 
 
@@ -34,7 +32,6 @@ class Scene:
 
 @asynccontextmanager
 async def standing(state: str, lease_ms: int = LONG, **more: Any) -> AsyncIterator[Scene]:
-    """A run in that state, which it leaves only much later by itself."""
     run, work = make_run(), make_work(40, 80, **more)
     blocks, running = (40, 8) if state == "waiting for room" else (128, 1 if state == "waiting its turn" else 8)
     decode = Node("d", blocks=blocks, running=running, lease_ms=lease_ms)
@@ -48,7 +45,6 @@ async def standing(state: str, lease_ms: int = LONG, **more: Any) -> AsyncIterat
 
 
 async def crowd(scene: Scene, length: int) -> None:
-    """Another run that takes most of the worker."""
     other = make_run("t/crowd")
     scene.node.device.seconds = 0.05
     await scene.router.start(other, make_work(length, 30, seed=9))
@@ -259,7 +255,6 @@ async def test_blocks_go_by_priority_then_age_and_no_run_overtakes() -> None:
 
 
 async def test_blocks_that_become_free_while_nothing_decodes_are_noticed() -> None:
-    """The blocks are held by a ticket of this very worker: its end is no step's doing."""
     held, run = make_run("t/held"), make_run()
     work, big = make_work(60, 4), make_work(100, 4, seed=1)
     async with Node("p") as sender, Node("d", blocks=40) as node, Router(node) as router:

@@ -1,5 +1,3 @@
-"""The load of a worker in its heartbeats, and the handlers of each step."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""A worker's limits come from its settings, and by default from its device and machine."""
-
 from __future__ import annotations
 
 import threading
@@ -62,7 +60,7 @@ def test_the_time_of_a_step_is_that_of_the_settings() -> None:
 
 
 async def test_a_device_is_loaded_in_a_thread_that_ends_and_its_error_is_raised() -> None:
-    """A thread that stays would keep its OpenMP threads beside those of the engine."""
+    """Its OpenMP threads would stay beside those of the engine."""
     threads: list[threading.Thread] = []
 
     def load(settings: WorkerSettings) -> FakeDevice:

@@ -1,5 +1,3 @@
-"""A worker as a process: it becomes ready, serves, drains and ends with the documented exit status."""
-
 from __future__ import annotations
 
 import json
@@ -38,8 +36,7 @@ SMALL = ("--kv-bytes", str(1 << 16))
 
 
 class Process:
-    """A worker and what it logged. An interpreter of its own where it is ``whole``, else a fork of one. Ends with the
-    test."""
+    """An interpreter of its own if ``whole``, else a fork. Ends with the test."""
 
     def __init__(self, module: Sequence[str], *arguments: str, whole: bool = False, **environ: str) -> None:
         name, words = module[0], [*module[1:], "--log-format", "json", "--port", "0", *arguments]
@@ -71,7 +68,6 @@ class Process:
             self._changed.notify_all()
 
     def until(self, event: str, **fields: object) -> dict[str, Any]:
-        """The first such line."""
         wanted = {"event": event, **fields}
 
         def found() -> dict[str, Any] | None:
@@ -84,12 +80,10 @@ class Process:
         return line
 
     def ready(self) -> str:
-        """Its address, once it is ready."""
         self.until("readiness", state="ready")
         return str(self.until("serving")["address"])
 
     def ended(self) -> tuple[int, str]:
-        """Exit status and standard error."""
         status = self.process.wait(PATIENCE_S)
         self._errors.seek(0)
         return status, self._errors.read()
@@ -117,7 +111,6 @@ Run = Callable[..., Process]
 
 @pytest.fixture
 def run(redis: PrivateRedis) -> Iterator[Run]:
-    """Starts a worker with that Redis."""
     started: list[Process] = []
 
     def start(module: Sequence[str] = FAKE, *arguments: str, whole: bool = False, **environ: str) -> Process:

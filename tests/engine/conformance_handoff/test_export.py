@@ -1,5 +1,3 @@
-"""The lease of an export, and errors of its owner; on a fake and a real device."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

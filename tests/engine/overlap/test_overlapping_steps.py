@@ -1,5 +1,3 @@
-"""Steps launched before the last result is known: the output of one step at a time, and no block is lost."""
-
 from __future__ import annotations
 
 import random
