@@ -1,1 +1,4 @@
-"""Benchmarks: each module here with ``main`` is a command (README.md). No other package imports this one."""
+"""Benchmarks of parts: each module here with ``main`` is a command (README.md), the packages are what they consist of.
+
+No other package imports this one.
+"""

@@ -8,8 +8,8 @@
     ...     print(f" ({stream.usage.completion_tokens} tokens, first after {stream.receipt.ttft_ms} ms)")
     return a + b (4 tokens, first after 5.0 ms)
 
-`Client` blocks, `AsyncClient` awaits; methods, options and results are the same. They load only grpcio and protobuf;
-servers load no client.
+`Client` blocks, `AsyncClient` awaits; they have the same methods, options and results. They load grpcio and
+protobuf and no other package. `decant.router`, `decant.engine` and the other servers' packages load no client.
 """
 
 from importlib import import_module
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Load the client on first use."""
+        """Load the client when one of its names is first used: servers and tools do without it."""
         if name == "__all__" or not name.startswith("_"):
             client = import_module("decant.client")
             if name == "__all__" or name in client.__all__:

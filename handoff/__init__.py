@@ -1,5 +1,5 @@
-"""A KV cache changes owner: ticket and lease, sender, receiver, transport.
+"""A KV cache changes owner: ticket and lease, the sender, the receiver, and the transport between them.
 
-The receiver pulls blocks while the sender's engine fills them, verifies every checksum, and owns the sequence once the
-commit matches. Every block that either side keeps has an owner that releases it.
+The sender's engine fills blocks; the receiver pulls them while they fill, verifies every checksum, and owns the
+sequence once the commit matches. Every block that either side keeps has an owner that releases it.
 """

@@ -1,4 +1,4 @@
-"""The trained default model. Imports neither torch nor transformers."""
+"""The trained default model, and the script that trains it. Imports neither torch nor transformers."""
 
 from pathlib import Path
 
@@ -6,4 +6,5 @@ DEFAULT_MODEL = "tiny-python"
 
 
 def path() -> Path:
+    """A folder for ``from_pretrained``."""
     return Path(__file__).resolve().parent / DEFAULT_MODEL

@@ -1,1 +1,1 @@
-"""Parts that every process uses."""
+"""What every process needs: settings, logs, errors, health, metrics, TLS and a gRPC server that drains."""

@@ -1,4 +1,25 @@
-"""The typed errors of the service. Times are in seconds."""
+"""The typed errors of the service.
+
+ServiceError                     any status without a subclass
+├── InvalidArgument              a field, its limit, the value              INVALID_ARGUMENT
+├── Unimplemented                a field that is not implemented            UNIMPLEMENTED
+├── NotFound                     a kind and a name                          NOT_FOUND
+├── AlreadyExists                an id with another payload                 ALREADY_EXISTS
+├── OutOfRange                   a seq that is no longer kept               OUT_OF_RANGE
+├── Unauthenticated              missing or unknown credentials             UNAUTHENTICATED
+├── PermissionDenied             an action that is not allowed              PERMISSION_DENIED
+├── QuotaExceeded                the tenant's quota is exhausted            RESOURCE_EXHAUSTED
+├── QueueFull                    the queue is full                          RESOURCE_EXHAUSTED
+├── Unavailable                  not possible here or now                   UNAVAILABLE
+├── DeadlineExceeded             the deadline has passed                    DEADLINE_EXCEEDED
+├── Cancelled                    the request was cancelled                  CANCELLED
+├── Aborted                      a stream that can't continue here          ABORTED
+├── FailedPrecondition           incompatible router and worker             FAILED_PRECONDITION
+└── Internal                     a bug, without details                     INTERNAL
+
+An error wraps an ``ErrorDetail``. ``from_fault`` and ``from_call`` make the typed error at the client. Times are in
+seconds.
+"""
 
 from __future__ import annotations
 

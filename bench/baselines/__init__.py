@@ -1,0 +1,1 @@
+"""Baselines, each in its own environment. Every contender's module has a ``measure``."""

@@ -1,4 +1,7 @@
-"""Import its names from `decant`."""
+"""The client, blocking and asyncio: calls and streams to several routers, typed errors, retries, resumption.
+
+Users import its names from `decant`.
+"""
 
 from decant.client.async_client import AsyncClient
 from decant.client.channel import Tls

@@ -1,4 +1,4 @@
-"""Modules of commands are imported when they run."""
+"""The `decant` command. A command's modules are imported when it runs, so that importing this package is fast."""
 
 import sys
 
@@ -9,7 +9,7 @@ _EXTRA_OF = dict.fromkeys(_ROUTER, "router") | dict.fromkeys(
 
 
 def main() -> None:
-    """Names the extra to install if one is missing."""
+    """The console script. Names the extra to install if one is missing."""
     try:
         from decant.command.app import app
 

@@ -1,4 +1,4 @@
-"""Triton kernels and the CUDA backend, whose only entry is ``backend.make_cuda_backend``.
+"""The engine on CUDA: Triton kernels and the backend that uses them. ``backend.make_cuda_backend`` is the only entry.
 
-Modules named ``*_kernels`` import triton; only a backend that uses them imports them.
+Modules named ``*_kernels`` import triton; they are imported only by a backend that uses them.
 """

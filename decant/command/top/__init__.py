@@ -1,4 +1,7 @@
-"""pages (admin ports) --> samples (differences) --> figures --> screen, or JSON"""
+"""`decant top`: both pools, rates and latency of the last minute, and the requests in flight.
+
+pages (admin ports) --> samples (differences) --> figures --> screen, or JSON
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _NO_TERMINAL = 140  # columns
 
 @dataclass(frozen=True)
 class TopOptions:
-    """``addresses``: of admin ports; empty: this machine's deployment."""
+    """Options of `decant top`. ``addresses``: of admin ports; empty: those of the deployment on this machine."""
 
     addresses: tuple[str, ...] = ()
     once: bool = False
@@ -33,7 +36,7 @@ class TopOptions:
 
 
 def run(options: TopOptions) -> None:
-    """Until an interrupt, or once. Raises CommandFailed without a deployment or an answer."""
+    """Show the deployment until an interrupt, or once. Raises CommandFailed if there is none, or none answers."""
     asyncio.run(_run(options))
 
 
@@ -56,7 +59,7 @@ async def _run(options: TopOptions) -> None:
 
 
 def _explicit(addresses: Sequence[str]) -> Callable[[], tuple[list[Target], str]]:
-    """Raises CommandFailed."""
+    """Raises CommandFailed for an invalid address."""
     for address in addresses:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -66,7 +69,7 @@ def _explicit(addresses: Sequence[str]) -> Callable[[], tuple[list[Target], str]
 
 
 def _local() -> Callable[[], tuple[list[Target], str]]:
-    """Raises CommandFailed without a deployment, also later."""
+    """Raises CommandFailed if there is no deployment, and later when it has ended."""
     pid = deployments.latest("addresses of admin ports").pid
 
     def now() -> tuple[list[Target], str]:
@@ -85,7 +88,7 @@ def _local() -> Callable[[], tuple[list[Target], str]]:
 
 @contextlib.contextmanager
 def _output(options: TopOptions) -> Iterator[Callable[[Snapshot], None]]:
-    """In place on a terminal."""
+    """Shows a snapshot: in place on a terminal, else one after the other."""
     if options.as_json:
         yield lambda snapshot: print(json.dumps(document(snapshot)), flush=True)
         return

@@ -1,9 +1,11 @@
-"""A whole deployment on this machine.
+"""`decant up`: a whole deployment on this machine.
 
-up ──┬── Redis                     unless --redis-url names one
-     ├── prefill-1, decode-1 ...   workers, each with its own cores and memory
-     ├── router-1 ...              started when the workers are ready
-     └── keeper                    removes the temporary files, also if this process is killed
+    up ──┬── Redis                     unless --redis-url names one
+         ├── prefill-1, decode-1 ...   workers, each with its own cores and memory
+         ├── router-1 ...              started when the workers are ready
+         └── keeper                    removes the temporary files, also if this process is killed
+
+`checks` runs first, `plan` makes the settings of each process, `supervisor` starts, restarts and ends them.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ __all__ = ["UpOptions", "run", "supervise"]
 
 
 def run(options: UpOptions) -> int:
-    """The exit status. Raises CommandFailed if the start fails."""
+    """Return the exit status, 0 after an orderly end. Raises CommandFailed if the start fails."""
     if options.log_format not in ("auto", "json", "console"):
         raise CommandFailed(f"--log-format: auto, json or console, got {options.log_format}", status=2)
     console = options.log_format == "console" or (options.log_format == "auto" and sys.stdout.isatty())

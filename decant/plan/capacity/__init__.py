@@ -1,0 +1,1 @@
+"""What fits on a device, and the shapes of models and devices."""

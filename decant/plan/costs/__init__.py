@@ -1,0 +1,1 @@
+"""Seconds of prefills and decode steps: computed from a device, or measured."""

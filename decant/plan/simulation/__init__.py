@@ -1,0 +1,1 @@
+"""A plan in simulated time, with the routers' own placement code."""

@@ -1,4 +1,6 @@
-"""C++ kernels for x86-64: one build for AVX2, one for AVX-512 with BF16, VBMI and VBMI2."""
+"""C++ kernels for x86-64: one build for AVX2, one for AVX-512 with BF16, VBMI and VBMI2. README.md lists the files and
+their history.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from types import ModuleType
 import torch  # first: its libgomp is then the one that the kernels use
 
 AMX = bool(torch.cpu.get_capabilities().get("amx_bf16"))
-"""oneDNN then multiplies bfloat16."""
+"""Whether the CPU multiplies tiles of bfloat16, which is left to oneDNN (``engine/cpu/gemm.py``)."""
 
 
 def load() -> ModuleType | None:
-    """The best module for this CPU. None without AVX2, or if none was built."""
+    """The best module for this CPU; None without AVX2, or if the package was built without a C++ compiler."""
     for name in fitting():
         try:
             return import_module(f"decant.engine.cpu.kernels.{name}")
@@ -23,7 +25,7 @@ def load() -> ModuleType | None:
 
 
 def fitting() -> list[str]:
-    """Best first."""
+    """Modules that this CPU can run, the best first."""
     has = torch.cpu.get_capabilities()
     match torch.backends.cpu.get_cpu_capability():
         case "AVX512" if all(has.get(f"avx512_{part}") for part in ("bf16", "vbmi", "vbmi2")):
@@ -37,6 +39,6 @@ KERNELS = load()
 
 
 def kind() -> str:
-    """What can change bits or speed."""
+    """Architecture, capability of the CPU, and kernel module: what can change bits or speed."""
     own = KERNELS.__name__.rpartition(".")[2] if KERNELS else "torch"
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}{' AMX' * AMX} {own}"

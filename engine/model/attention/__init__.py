@@ -1,6 +1,7 @@
-"""Attention, plugged into transformers' modelling code through its attention interface.
+"""Attention, plugged into transformers' own modelling code through its attention interface.
 
-The registry is one per process: the registered function calls the thread's current ``AttentionBackend``.
+The registry is one per process, and some architectures pass no keywords to attention, so the function registered here
+calls the thread's current ``AttentionBackend``: a step's attention, or at load a recorder.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ NAME = "decant"
 
 
 class AttentionCall(NamedTuple):
-    """``layer`` counts calls within a pass from 0.
+    """One layer's call; ``layer`` counts calls within a pass of the model from 0.
 
-    query [1, heads, T, key dim], key [1, kv heads, T, key dim], value [1, kv heads, T, value dim]; ``sinks`` [heads]
-    takes part in the softmax without a value; ``softcap`` bounds scores before masking.
+    query [1, heads, T, key dim], key [1, kv heads, T, key dim], value [1, kv heads, T, value dim]; ``sinks``
+    [heads] takes part in the softmax and carries no value; ``softcap`` bounds scores before masking.
     """
 
     layer: int
@@ -34,6 +35,8 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionBackend(Protocol):
+    """Attention of one pass of the model."""
+
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """-> [1, T, heads, value dim]"""
         ...
@@ -49,7 +52,7 @@ _current = _Current()
 
 @contextmanager
 def attending(backend: AttentionBackend) -> Iterator[None]:
-    """Attention calls of this thread go to ``backend``."""
+    """Within the block, attention calls of this thread go to ``backend``."""
     _current.backend, _current.calls = backend, 0
     try:
         yield
@@ -58,6 +61,7 @@ def attending(backend: AttentionBackend) -> Iterator[None]:
 
 
 def calls_made() -> int:
+    """Attention calls of this thread since ``attending`` began."""
     return _current.calls
 
 
@@ -66,7 +70,7 @@ def current() -> AttentionBackend | None:
 
 
 def next_layer() -> int:
-    """Advances the count of layers."""
+    """Number of the layer that calls attention now; advances the count."""
     _current.calls += 1
     return _current.calls - 1
 
