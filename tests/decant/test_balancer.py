@@ -264,9 +264,9 @@ def test_a_refusal_before_the_stream_began_does_not_delay_its_resumption() -> No
 def test_no_try_begins_after_the_deadline(seconds: float, steps: list[tuple[bool, float]]) -> None:
     clock = Clock()
     tries = RetryState(RouterSelector(2, clock), seconds, patience=1000)
-    for hears, took in steps:
+    for answers, took in steps:
         clock.now += took
-        if hears:
+        if answers:
             tries.mark_progress()
         try:
             clock.now += tries.pause_after(unavailable(took))

@@ -61,7 +61,7 @@ def no_prompt_follows_one_that_was_cut(plan: StepPlan) -> None:
     """Only the last row may leave prompt tokens to be computed."""
     for index, row in enumerate(plan.rows[:-1]):
         assert row.end == len(row.tokens) + (index in plan.inputs), (
-            f"somebody stands behind {row.request.id}, which was cut"
+            f"a row is behind {row.request.id}, which was cut"
         )
 
 

@@ -280,7 +280,7 @@ class World:
         for id, request in self.requests.items():
             properties.same_output_as_alone(self.log[id], expected(request, self.windows))
             cancelled = self.log[id].reason is FinishReason.CANCELLED
-            assert not cancelled or id in self.cancelled, f"{id} was cancelled by nobody"
+            assert not cancelled or id in self.cancelled, f"{id} ended as cancelled without a cancellation"
 
     def _alive(self) -> list[str]:
         return [id for engine in self.engines for id in properties.live(engine)]

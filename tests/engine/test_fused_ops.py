@@ -234,7 +234,7 @@ def test_attention_calls_the_fused_rotation_with_the_same_result(dtype: torch.dt
     assert isinstance(vars(module)["forward"].__globals__[ROTATION], Rotation)
     got, _ = module(x, where, None)
     assert torch.equal(got, expected)
-    assert modeling_llama.apply_rotary_pos_emb is apply_rotary_pos_emb  # nobody else's
+    assert modeling_llama.apply_rotary_pos_emb is apply_rotary_pos_emb  # not replaced
 
 
 @pytest.mark.parametrize(

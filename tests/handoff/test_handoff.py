@@ -65,11 +65,11 @@ async def test_a_fetch_lasts_longer_than_a_lease_while_its_runs_are_acknowledged
 
 async def test_a_joined_sequence_does_not_wait_for_its_sender() -> None:
     """Only the end of the receiver waits for notifying the sender."""
-    heard = asyncio.Event()
+    received = asyncio.Event()
 
     class Deaf(Wire):
         async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
-            await heard.wait()
+            await received.wait()
             await super().release(request, seconds)
 
     request = ask()
@@ -81,7 +81,7 @@ async def test_a_joined_sequence_does_not_wait_for_its_sender() -> None:
         assert await sender.held()
         closing = asyncio.create_task(receiver.receiver.close())
         assert not (await asyncio.wait([closing], timeout=0.05))[0]
-        heard.set()
+        received.set()
         async with asyncio.timeout(20):
             await closing
         assert [release.outcome for release in source.released] == [wire.ReleaseRequest.OUTCOME_OWNED]

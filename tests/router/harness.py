@@ -151,8 +151,8 @@ async def begin_paused(
     return stream
 
 
-async def until(condition: Callable[[], object], *workers: FakeWorker) -> None:
-    """Polls; raises TimeoutError after PATIENCE. `workers` has no effect."""
+async def until(condition: Callable[[], object]) -> None:
+    """Polls; raises TimeoutError after PATIENCE."""
     async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110 - what tests look at has no event of its own
             await asyncio.sleep(0.005)

@@ -125,7 +125,7 @@ async def test_a_router_that_registers_again_during_its_takeover_keeps_its_entri
     await left_behind(store, *answer(PROMPT, 2))
     gate = Gate(monkeypatch, store, "adopt_orphan")
     async with fleet(P, D) as workers, core(store, workers) as scene, watching(store, scene):
-        await gate.wait_until_caught_up.wait()
+        await gate.arrived.wait()
         registration = await store.routers.register(router_facts(GONE))
         looks = looks_of(store, monkeypatch)
         gate.opened.set()
@@ -166,13 +166,13 @@ async def test_requests_that_no_router_can_run_are_tried_with_backoff(
 
 class Gate:
     def __init__(self, patch: pytest.MonkeyPatch, store: Store, name: str) -> None:
-        self.wait_until_caught_up, self.opened = asyncio.Event(), asyncio.Event()
+        self.arrived, self.opened = asyncio.Event(), asyncio.Event()
         self.answers = True
         self._real = getattr(store.requests, name)
         patch.setattr(store.requests, name, self._call)
 
     async def _call(self, *args: Any) -> StoredRequest:
-        self.wait_until_caught_up.set()
+        self.arrived.set()
         await self.opened.wait()
         found: StoredRequest = await self._real(*args)
         if not self.answers:
@@ -188,7 +188,7 @@ async def test_a_takeover_leaves_a_stream_alone_that_a_client_resumed_meanwhile(
         workers[1].script.pause_at = 3
         gate = Gate(monkeypatch, store, "adopt_orphan")
         taking = asyncio.create_task(scene.dispatcher.take_over(KEY))
-        await gate.wait_until_caught_up.wait()
+        await gate.arrived.wait()
         stream = await scene.dispatcher.resume(KEY)
         with ReaderLease(stream):
             gate.opened.set()
@@ -220,7 +220,7 @@ async def test_a_client_that_leaves_during_an_adoption_leaves_no_request_without
         workers[1].script.pause_at = 3
         gate = Gate(monkeypatch, store, "adopt" if call == "resume" else "cancel")
         calling = asyncio.create_task(getattr(scene.dispatcher, call)(KEY))
-        await gate.wait_until_caught_up.wait()
+        await gate.arrived.wait()
         calling.cancel()
         with suppress(asyncio.CancelledError):
             await calling
@@ -279,7 +279,7 @@ async def test_a_drain_waits_for_an_adoption_and_leaves_the_request_to_others(
         workers[1].script.pause_at = 3
         gate = Gate(monkeypatch, store, "adopt")
         calling = asyncio.create_task(scene.dispatcher.resume(KEY))
-        await gate.wait_until_caught_up.wait()
+        await gate.arrived.wait()
         draining = asyncio.create_task(scene.dispatcher.drain())
         await until(lambda: scene.dispatcher.is_draining)
         assert not draining.done()

@@ -123,15 +123,15 @@ async def waiting(scene: Core, workers: list[FakeWorker], count: int) -> Waiting
 async def heartbeats(scene: Core, count: int) -> None:
     received = dict.fromkeys((worker.incarnation for worker in scene.router.pool.of("m")), 0)
     for worker in scene.router.pool.of("m"):
-        hear = worker.load.apply_heartbeat
+        apply = worker.load.apply_heartbeat
 
         def counted(
             heartbeat: wire.Heartbeat,
             incarnation: Incarnation = worker.incarnation,
-            hear: Callable[[wire.Heartbeat], None] = hear,
+            apply: Callable[[wire.Heartbeat], None] = apply,
         ) -> None:
             received[incarnation] += 1
-            hear(heartbeat)
+            apply(heartbeat)
 
         worker.load.apply_heartbeat = counted  # type: ignore[method-assign]
     await until(lambda: min(received.values()) >= count)

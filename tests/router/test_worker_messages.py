@@ -199,7 +199,7 @@ async def test_logprobs_keep_no_frame_in_memory(session: WorkerSession) -> None:
 # -------------------------------------------------------------------------------------------- any message
 
 
-RUNS = [wire.Run(request=request, epoch=1, attempt=1) for request in ("a", "b", "nobody's")]
+RUNS = [wire.Run(request=request, epoch=1, attempt=1) for request in ("a", "b", "unknown")]
 
 
 class Maker:
