@@ -60,9 +60,7 @@ def plan_is_in_order(engine: Engine, plan: StepPlan, ran: Collection[str]) -> No
 def no_prompt_follows_one_that_was_cut(plan: StepPlan) -> None:
     """Only the last row may leave prompt tokens to be computed."""
     for index, row in enumerate(plan.rows[:-1]):
-        assert row.end == len(row.tokens) + (index in plan.inputs), (
-            f"a row is behind {row.request.id}, which was cut"
-        )
+        assert row.end == len(row.tokens) + (index in plan.inputs), f"a row is behind {row.request.id}, which was cut"
 
 
 def running_keeps_the_limit(engine: Engine) -> None:
