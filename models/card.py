@@ -180,7 +180,6 @@ def render(figures: dict[str, Any], out: Path) -> str:
         losses="\n".join(rows),
         samples="\n\n".join(rendered),
         hashes="\n".join(hashes),
-        held_names=", ".join(f"`{name}`" for name in training["held_out_files"]),
         minutes=training["seconds"] / 60,
         rate=training["tokens"] / max(training["seconds"], 1e-9),
         **training,
