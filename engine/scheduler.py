@@ -12,8 +12,8 @@ blocks::
 A sequence is admitted when blocks for all its tokens are available in every cache group; in one with a window, as many
 as it needs at once.
 
-The budget limits tokens and predicted seconds. Decodes are never cut. Prompts beside decodes get the rest of the
-seconds, but at least ``DECODE_STRETCH_FACTOR`` - 1 times those of the decodes, and at least one block.
+The budget limits tokens and predicted seconds. Decodes are never cut. Prompts get the rest of the seconds, but at least
+``STRETCH_FACTOR`` - 1 times those of the step without them, and at least one block.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ from decant.engine.sequence import Sequence
 PROMPT_LOGPROB_CHUNK = 128
 """Most tokens per step of a prompt that needs logits of every position."""
 
-PREFILL_ONLY_FACTOR = 4
-"""A step without decodes may take this many times ``step_seconds``."""
-DECODE_STRETCH_FACTOR = 4
-"""A step may take this many times as long as its decodes alone, if that is more than ``step_seconds``."""
+STRETCH_FACTOR = 4
+"""A step may take this many times as long as without prompts, if that is more than ``step_seconds``."""
 PREFIX_LOOKAHEAD = 32
 
 TOKEN_BUDGET = 512
@@ -59,8 +57,7 @@ class Limits:
 
     max_running     running sequences and reserved arrivals; at most the token budget, so that decodes always fit
     context_length  longest sequence, in tokens
-    step_seconds    predicted seconds up to which a step with decodes is filled, but see ``DECODE_STRETCH_FACTOR`` and
-                    ``PREFILL_ONLY_FACTOR``
+    step_seconds    predicted seconds up to which a step is filled, but see ``STRETCH_FACTOR``
     """
 
     token_budget: int = TOKEN_BUDGET
@@ -82,7 +79,7 @@ def choose_token_budget(costs: StepCostModel, step_seconds: float) -> int:
     """The largest power of two of prompt tokens that fits a step without decodes, within the bounds."""
     if costs == StepCostModel():
         return TOKEN_BUDGET
-    seconds = PREFILL_ONLY_FACTOR * step_seconds - costs.fixed
+    seconds = max(step_seconds, STRETCH_FACTOR * costs.fixed) - costs.fixed
     tokens = costs.max_tokens_within(seconds, 0, MAX_TOKEN_BUDGET)
     return max(MIN_TOKEN_BUDGET, 1 << tokens.bit_length() >> 1)
 
@@ -272,10 +269,7 @@ class _Budget:
         self.prompts = NO_WORK
         self._limits = limits
         self._predictor = predictor
-        if decodes.tokens:
-            self._seconds = max(limits.step_seconds, DECODE_STRETCH_FACTOR * predictor.seconds(decodes))
-        else:
-            self._seconds = limits.step_seconds * PREFILL_ONLY_FACTOR
+        self._seconds = max(limits.step_seconds, STRETCH_FACTOR * predictor.seconds(decodes))
         self._least = block_size  # for the first prompt, so that prompts progress at any cost
         self._over = False
 

@@ -50,7 +50,7 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
         default=250,
         ge=1,
         le=60_000,
-        description="milliseconds up to which prompts fill a step with decodes, or four times its decodes alone",
+        description="milliseconds up to which prompts fill a step, or four times its time without them",
     )
     token_budget: int | None = Field(
         default=None, ge=1, description="maximum tokens in a step; unset: as many as fit its time, as measured"

@@ -118,7 +118,7 @@ def test_nothing_leaks_and_all_end_as_if_alone_in_long_runs() -> None:
 
 def test_random_scripts_reach_every_corner() -> None:
     """The properties would hold of an empty world, too."""
-    worlds = [play(seed) for seed in range(40)]
+    worlds = [play(seed) for seed in range(60)]
     reasons = {result.reason for machine in worlds for result in machine.log.by_id.values()}
     assert reasons >= set(FinishReason) - {FinishReason.FAILED}
     assert sum(engine.scheduler.preemptions for machine in worlds for engine in machine.engines) >= 10
