@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from itertools import pairwise
 from math import ceil
 from statistics import median
 from typing import Any
@@ -23,7 +22,7 @@ from decant.protos import inference_pb2 as pb
 
 SHORT_CONTEXT = 64
 LARGEST_BATCH = 16
-_LONE, _QUEUED = 5, 10
+_LONE, _QUEUED = 5, 16
 _CLIENTS = 3
 """Of a queue: one prompt is computed, and another one waits even while a client sends its next."""
 _CLIENTS_OF_HANDOFFS = 8
@@ -135,7 +134,7 @@ class _Calibration:
         self, batch: int, prefill: PromptSample, step: StepSample
     ) -> tuple[PromptSample, tuple[PromptSample, StepSample, float]]:
         """Beside running answers: prompts that end with their first token, then prompts that are handed off."""
-        tokens, count = self._options.lengths[-1], 2 * _QUEUED
+        tokens, count = self._options.lengths[-1], _QUEUED
         async with RunningAnswers(self._client, self._model, batch, tokens, self._next_seed()):
             beside = await self._queue(tokens)
             handed_off = await self._handed_off(tokens)
@@ -143,15 +142,15 @@ class _Calibration:
         context = max(SHORT_CONTEXT, round(self._options.context - meanwhile / 2))
         async with RunningAnswers(self._client, self._model, batch, context, self._next_seed()) as answers:
             records = await self._send(tokens, count, 2, _CLIENTS)
-            slowed = answers.step(sorted(record.tokens[0] for record in records)[: 1 - _CLIENTS])
+            firsts = sorted(record.tokens[0] for record in records)[: 1 - _CLIENTS]
+            slowed = answers.step(_parts(firsts[0], firsts[-1]))
         pause = median(record.tokens[1] - record.tokens[0] for record in records)
         return beside, (handed_off, slowed, pause)
 
     async def _handed_off(self, tokens: int) -> PromptSample:
-        """A mean: prompts that wait for a handoff count."""
         records = await self._send(tokens, 3 * _CLIENTS_OF_HANDOFFS, 2, _CLIENTS_OF_HANDOFFS)
         firsts = sorted(record.tokens[0] for record in records)[: 1 - _CLIENTS_OF_HANDOFFS]  # others follow on these
-        return PromptSample(tokens, (firsts[-1] - firsts[0]) / (len(firsts) - 1))
+        return PromptSample(tokens, _interval(firsts))
 
     async def _send(self, tokens: int, count: int, output: int, clients: int) -> list[Record]:
         """Raises InvalidBenchmark if a request fails."""
@@ -168,5 +167,10 @@ class _Calibration:
         return self._seed
 
 
+def _parts(begin: float, end: float) -> Sequence[float]:
+    return [begin + (end - begin) * part / _PARTS for part in range(_PARTS + 1)]
+
+
 def _interval(times: Sequence[float]) -> float:
-    return median(after - before for before, after in pairwise(sorted(times)))
+    """Mean seconds from one to the next: a step may complete several prompts, or none."""
+    return (max(times) - min(times)) / (len(times) - 1)
