@@ -57,6 +57,7 @@ async def test_closed_clients_send_their_next_request_when_the_last_is_answered(
     assert len({one["id"] for one in result["seen"]}) == len(result["seen"]) > 3
 
 
+@pytest.mark.slow
 async def test_open_requests_begin_whatever_became_of_the_earlier_ones() -> None:
     async with server(500, 1) as address:
         first = (await done(Job("o", address, "open", 1.0, rate=40, output_tokens=1)))[1]["seen"]
@@ -65,6 +66,7 @@ async def test_open_requests_begin_whatever_became_of_the_earlier_ones() -> None
     assert len(first) == len(again), "the same seed, the same instants"
 
 
+@pytest.mark.slow
 async def test_only_tokens_within_the_window_are_counted() -> None:
     async with server(1, 5) as address:
         windows, result = await done(Job("s", address, "streams", 0.5, clients=2, output_tokens=5000))

@@ -63,6 +63,7 @@ def test_cpu_use_counts_what_a_process_has_used_since() -> None:
     assert CpuUse.of(me).since(before).seconds >= since.seconds
 
 
+@pytest.mark.slow
 async def test_a_worker_that_ends_early_is_reported_with_its_reason(tmp_path: Path) -> None:
     job = Job(str(tmp_path / "missing"), "bfloat16", 1)
     with pytest.raises(LoadFailed, match="the worker ended early"):

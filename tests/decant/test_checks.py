@@ -264,6 +264,7 @@ def test_nothing_is_started_for_what_is_refused(monkeypatch: pytest.MonkeyPatch)
         starting.run(UpOptions(model="/nowhere"))
 
 
+@pytest.mark.slow
 def test_no_torch_is_loaded_for_the_checks() -> None:
     program = (
         "import sys; from decant.command.up import UpOptions, check; check(UpOptions(port=0, kv_memory='32M')); "

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+import pytest
 import redis as sync_redis
 
 from decant.protos import worker_pb2 as wire
@@ -103,6 +104,7 @@ async def registered_are(store: Store, incarnations: list[Incarnation], expected
     return all([await store.routers.alive(incarnation) is expected for incarnation in incarnations])
 
 
+@pytest.mark.slow
 async def test_streams_go_on_when_their_router_loses_redis_for_longer_than_a_registration(
     server: PrivateRedis, bare: sync_redis.Redis
 ) -> None:

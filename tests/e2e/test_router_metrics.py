@@ -95,6 +95,7 @@ async def lose_store(scene: Scene, redis: sync_redis.Redis) -> Totals:
     return totals
 
 
+@pytest.mark.slow
 async def test_every_metric_of_a_router_changes(
     server: PrivateRedis, store: Store, bare: sync_redis.Redis, tmp_path: Path
 ) -> None:

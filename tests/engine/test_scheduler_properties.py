@@ -107,6 +107,7 @@ class Lives(RuleBasedStateMachine):
             self.machine.finish()
 
 
+@pytest.mark.slow
 def test_nothing_leaks_and_all_end_as_if_alone_after_any_actions() -> None:
     run_state_machine_as_test(Lives, settings=QUICK)
 

@@ -177,6 +177,7 @@ def test_a_handoff_sends_what_the_last_token_sees() -> None:
             assert engine.load().held_blocks == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", GROUPS)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_scripts_over_groups(seed: int, windows: Windows) -> None:

@@ -98,6 +98,7 @@ TAMPERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message_bytes", [MESSAGE_BYTES, 20])
 @pytest.mark.parametrize("tamper", TAMPERS)
 async def test_a_tampered_message_is_refused_and_everything_is_freed(tamper: Tamper, message_bytes: int) -> None:

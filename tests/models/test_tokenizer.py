@@ -64,6 +64,7 @@ def test_any_bytes_come_back_as_latin_1_text(raw):
     assert FAST.decode(ids, skip_special_tokens=False).encode("latin-1") == raw
 
 
+@pytest.mark.slow
 @given(st.binary())
 @settings(max_examples=300, deadline=None)
 def test_any_bytes_have_tokens_though_they_are_no_text(raw):

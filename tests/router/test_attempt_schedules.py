@@ -81,6 +81,7 @@ def cases(names: str) -> st.SearchStrategy[Case]:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, phases=UNSHRUNK)
 @given(cases("pd"))
 def test_a_split_request_survives_any_schedule(case: Case) -> None:
@@ -108,6 +109,7 @@ def quiet_log() -> Iterator[None]:
 PHASES = [None, RunStatus.PHASE_WAITING, RunStatus.PHASE_RUNNING, RunStatus.PHASE_ENDED]
 
 
+@pytest.mark.slow
 @settings(max_examples=50, phases=UNSHRUNK)
 @given(cases("d"), st.sampled_from(PHASES), st.integers(0, 4), st.none() | st.integers(0, STEPS))
 def test_an_adopted_request_survives_any_schedule(

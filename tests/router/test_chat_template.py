@@ -183,6 +183,7 @@ async def test_a_template_reaches_nothing(text):
     assert shown == ""  # what the sandbox hides is undefined
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

@@ -39,6 +39,7 @@ def whole(stream: Detokenizer, ids: list[int]) -> str:
     return "".join([*(stream.add([id]) for id in ids), stream.end()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_joined_it_is_what_the_tokenizer_makes_of_all_tokens(kind, skip):
@@ -51,6 +52,7 @@ def test_joined_it_is_what_the_tokenizer_makes_of_all_tokens(kind, skip):
     same()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_after_some_tokens_does_not_depend_on_how_they_were_cut(kind, skip):

@@ -91,6 +91,7 @@ def name_of(chain: tuple[FieldDescriptor, ...]) -> str:
     return ".".join(field.name for field in chain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", FIELDS, ids=name_of)
 async def test_no_field_is_ignored(chain):
     name = f"{chain[-1].containing_type.name}.{chain[-1].name}"

@@ -130,6 +130,7 @@ async def test_a_drained_worker_is_empty_while_its_outputs_continue_elsewhere(st
             assert len(stream.tokens) == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefill", ["", "p"], ids=["from tokens", "handed over"])
 async def test_the_text_is_the_same_at_any_instant_of_a_drain(store: Store, prefill: str) -> None:
     rng = random.Random(5)
@@ -268,6 +269,7 @@ async def test_losing_the_target_before_the_commit_costs_no_attempt(store: Store
         _let_go(place, crowd)
 
 
+@pytest.mark.slow
 async def test_a_ticket_is_renewed_while_its_receiver_waits_for_free_blocks(store: Store) -> None:
     """The receiver is full for three leases; nothing is done twice."""
     async with moving(store, decode="d", prefill="p", lease_ms=1000) as scene:

@@ -195,6 +195,7 @@ class Routers:
             assert await self.store.open.of(incarnation) == owned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(15))
 async def test_an_open_request_is_always_found_and_nothing_else_in_the_end(
     store: Store, bare: sync_redis.Redis, monkeypatch: Patch, seed: int

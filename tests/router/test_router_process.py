@@ -30,6 +30,7 @@ P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 MODEL = str(trained.path())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -64,6 +65,7 @@ def test_a_bad_redis_url_is_named_as_it_was_given_and_not_shown(
     assert ended.stderr == f"decant router: DECANT_REDIS_URL: {limit}\n"
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_is_refused_ends_with_the_same_line() -> None:
     arguments = ("--models", MODEL, "--flush-ms", "0")
     command = [sys.executable, "-m", "decant.router", *arguments]
@@ -211,6 +213,7 @@ async def test_workers_that_take_requests_are_counted_by_model_and_role(server: 
                 await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_router_imports_nothing_that_computes() -> None:
     program = (
         "import sys, decant.router.main; "

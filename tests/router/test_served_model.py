@@ -54,6 +54,7 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("kind", ["tiny-python", *MADE])
 def test_a_prompt_becomes_the_tokens_that_transformers_makes_of_it(both, kind, config):

@@ -313,6 +313,7 @@ async def test_another_incarnation_ends_the_session() -> None:
         assert run.kinds == [wire.Failed]
 
 
+@pytest.mark.slow
 async def test_silence_is_suspect_and_then_a_break() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         assert not opened.is_suspect

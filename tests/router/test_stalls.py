@@ -96,6 +96,7 @@ async def longest_stall(work: Callable[[], Awaitable[None]]) -> float:
     return longest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", CASES)
 async def test_the_event_loop_runs_while_an_accepted_input_is_validated(what: str) -> None:
     stalls: list[float] = []

@@ -45,6 +45,7 @@ def plain_held(text: str, stops: Sequence[str]) -> int:
     return max(begun, default=0)
 
 
+@pytest.mark.slow
 @given(st.text("ab\n", max_size=30), STOPS, st.data())
 @settings(max_examples=400, deadline=None)
 def test_the_first_complete_stop_string_is_found_in_any_pieces(text, stops, data):
@@ -147,6 +148,7 @@ async def scene(data: st.DataObject) -> tuple[dict[str, Any], list[int], list[st
     return {"stopping": stopping, "response": response, "request_id": "r"}, tokens, stops or ["\n"]
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=250, deadline=None)
 async def test_output_text_equals_a_search_in_the_whole_text_however_tokens_are_divided(data):

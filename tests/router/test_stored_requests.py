@@ -47,6 +47,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_request_that_cannot_be_read_is_set_aside_and_others_are_taken_over(
     store: Store, bare: sync_redis.Redis, fault: str

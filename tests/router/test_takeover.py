@@ -84,6 +84,7 @@ async def test_every_router_may_be_alive_until_a_reopened_session_names_those_th
         await until(lambda: not pool.is_connected(GONE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["an error", "a late answer"])
 async def test_no_router_is_dead_until_the_directory_was_readable_for_a_whole_registration(
     store: Store, monkeypatch: pytest.MonkeyPatch, fault: str

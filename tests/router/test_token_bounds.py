@@ -66,6 +66,7 @@ DECOMPOSED = "α\u0313\u0300\u0345"  # four code points, which NFC makes one
 TEXTS = st.lists(st.one_of(st.text(max_size=20), st.sampled_from([*PARTS, DECOMPOSED * 50])), max_size=8).map("".join)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BOUNDED)
 @given(TEXTS)
 @settings(max_examples=150, deadline=None)

@@ -330,6 +330,7 @@ sys.exit(run(main()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "signals", "code"), [("short", 1, 0), ("long", 2, 1)])
 async def test_signals_drain_and_end_the_process(prompt: str, signals: int, code: int) -> None:
     process = await asyncio.create_subprocess_exec(

@@ -93,6 +93,7 @@ REACH = dict(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_a_cancel_ends_a_run_in_every_state_and_frees_all(state: str) -> None:
     async with standing(state) as scene:
@@ -105,6 +106,7 @@ async def test_a_cancel_ends_a_run_in_every_state_and_frees_all(state: str) -> N
         await scene.router.cancel(make_run("t/crowd"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_retiring_a_run_that_has_not_ended_cancels_it_and_its_owner_is_sent_the_end(state: str) -> None:
     async with standing(state) as scene, Router(scene.node, "another") as another:
@@ -117,6 +119,7 @@ async def test_retiring_a_run_that_has_not_ended_cancels_it_and_its_owner_is_sen
         await scene.router.cancel(make_run("t/crowd"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_time_that_is_over_ends_a_run_in_every_state(state: str) -> None:
     async with standing(state, remaining_ms=1500) as scene:
@@ -125,6 +128,7 @@ async def test_time_that_is_over_ends_a_run_in_every_state(state: str) -> None:
         await scene.router.cancel(make_run("t/crowd"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_runs_of_a_broken_session_are_kept_for_one_lease_in_every_state(state: str) -> None:
     async with standing(state, lease_ms=300) as scene:
@@ -134,6 +138,7 @@ async def test_runs_of_a_broken_session_are_kept_for_one_lease_in_every_state(st
         assert not await scene.node.host.loop.call(lambda engine: set(engine.sequences)), "it is not decoded"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_a_router_that_comes_back_has_its_run_in_every_state(state: str) -> None:
     async with standing(state) as scene:

@@ -4,6 +4,7 @@ run ends once for its owner, and the worker keeps nothing of it.
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,12 +28,14 @@ async def play(schedule: Schedule) -> None:
     await trial.finish()
 
 
+@pytest.mark.slow
 @in_many_orders
 @given(schedules(*COMMON, *COMMON, *MESSAGES))
 def test_runs_end_once_and_leave_nothing_in_any_order_of_messages(schedule: Schedule) -> None:
     run(play(schedule))
 
 
+@pytest.mark.slow
 @in_many_orders
 @given(schedules(*COMMON, *COMMON, *MESSAGES, *FAULTS))
 def test_runs_end_once_and_leave_nothing_under_faults(schedule: Schedule) -> None:

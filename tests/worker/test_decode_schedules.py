@@ -173,6 +173,7 @@ async def run_schedules(seeds: Iterable[int], moves: int) -> None:
             group.create_task(run(seed))
 
 
+@pytest.mark.slow
 async def test_every_run_ends_and_every_block_has_an_owner() -> None:
     await run_schedules(range(6), 40)
 

@@ -43,8 +43,8 @@ def settings(**given: int) -> DecodeSettings:
 
 
 def test_the_token_budget_is_chosen_from_measurements_unless_it_is_set() -> None:
-    assert limits_of(settings(), device(SLOW)).token_budget == choose_token_budget(SLOW, 0.25) == 128
-    assert limits_of(settings(step_ms=500), device(SLOW)).token_budget == 256
+    assert limits_of(settings(), device(SLOW)).token_budget == choose_token_budget(SLOW, 0.25) == 64
+    assert limits_of(settings(step_ms=1000), device(SLOW)).token_budget == 128
     assert limits_of(settings(token_budget=77), device(SLOW)).token_budget == 77
     assert limits_of(settings(), device(StepCostModel())).token_budget == TOKEN_BUDGET
 

@@ -42,6 +42,7 @@ def with_written(work: wire.EngineRequest, old: Router, prompt: int) -> wire.Eng
     return make_work(prompt, work.stopping.max_tokens, seed=work.sampling.seed, written=text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 async def test_source_and_target_generate_one_text_wherever_the_run_migrates(seed: int) -> None:
     """Every third model has two cache groups."""

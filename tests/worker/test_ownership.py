@@ -44,6 +44,7 @@ async def test_runs_of_an_earlier_incarnation_of_a_router_continue_until_they_ar
         await restarted.leave()
 
 
+@pytest.mark.slow
 async def test_a_worker_names_all_routers_with_a_live_session_when_that_changes() -> None:
     def names(router: Router) -> list[set[str]]:
         return [{peer.id for peer in heartbeat.routers} for heartbeat in router.heartbeats if heartbeat.routers]
@@ -68,6 +69,7 @@ def other(run: wire.Run) -> wire.Run:
     return wire.Run(request=run.request, epoch=run.epoch, attempt=run.attempt, digest=b"b" * 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["start", "start in a later epoch", "adopt", "hello"])
 async def test_a_run_is_not_handed_to_a_request_with_the_same_id_and_another_payload(kind: str) -> None:
     run, work = make_run(), make_work(8, 25, seed=1)

@@ -5,6 +5,7 @@ once unless a fetch is open.
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,12 +29,14 @@ async def play(schedule: Schedule) -> None:
     await trial.finish()
 
 
+@pytest.mark.slow
 @in_many_orders
 @given(schedules(*COMMON, *COMMON, *MESSAGES))
 def test_calls_end_once_and_leave_nothing_in_any_order_of_messages(schedule: Schedule) -> None:
     run(play(schedule))
 
 
+@pytest.mark.slow
 @in_many_orders
 @given(schedules(*COMMON, *COMMON, *MESSAGES, *FAULTS))
 def test_calls_end_once_and_leave_nothing_under_faults(schedule: Schedule) -> None:

@@ -158,6 +158,7 @@ def prefill(channel: grpc.Channel, worker: wire.Peer, *, handoff: bool, model: s
     return events
 
 
+@pytest.mark.slow
 async def test_a_worker_without_torch_serves_and_drains(run: Run, redis: PrivateRedis) -> None:
     worker = run(whole=True)
     address = worker.ready()
@@ -200,6 +201,7 @@ def test_a_worker_stopped_during_imports_ends_at_the_first_turn_of_its_event_loo
     assert events[events.index("shutdown") :].count("loading greedily") <= 1
 
 
+@pytest.mark.slow
 def test_a_drain_waits_for_running_requests_and_refuses_new_ones(run: Run) -> None:
     worker = run(FAKE, *SMALL, "--lease-ms", "3000")
     with channel_to(worker.ready()) as channel:
@@ -216,6 +218,7 @@ def test_a_drain_waits_for_running_requests_and_refuses_new_ones(run: Run) -> No
     assert worker.ended() == (0, "")
 
 
+@pytest.mark.slow
 def test_sessions_outlive_the_prompts_whose_tickets_they_renew(run: Run) -> None:
     worker = run(FAKE, *SMALL, "--lease-ms", "4000")
     with channel_to(worker.ready()) as channel:

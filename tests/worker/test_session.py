@@ -244,6 +244,7 @@ async def test_a_router_loses_its_session_by_the_age_of_its_oldest_unread_messag
         assert count == 1
 
 
+@pytest.mark.slow
 async def test_a_router_that_reads_nothing_over_grpc_loses_its_session() -> None:
     run, work, limits = make_run(), make_work(8, 480), SessionLimits(max_unread=50)
     async with (

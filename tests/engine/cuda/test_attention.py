@@ -150,6 +150,7 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "CHUNK_ROWS", 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_attention_agrees_with_float64(case: Case) -> None:
     scene = Scene(case)
@@ -159,6 +160,7 @@ def test_attention_agrees_with_float64(case: Case) -> None:
         assert (result.double() - expected).norm() <= TOLERANCE[case.dtype] * expected.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", [AttentionWindow(), AttentionWindow(Kind.SLIDING, 24)], ids=["full", "sliding"])
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(view: AttentionWindow) -> None:
     scene = Scene(Case(heads=2, kv_heads=1, view=view, sinks=True))

@@ -36,6 +36,7 @@ class InterpretedBackend(CudaBackend):
         return "interpreted" if self.device.type == "cpu" else super().kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layers"), [("gemma2", 0), ("gpt_oss", 0), ("llama", 1)])
 def test_a_model_generates_what_transformers_generates(
     name: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -145,6 +145,7 @@ def host_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+@pytest.mark.slow
 def test_batches_replayed_with_padding_generate_what_transformers_generates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,7 @@ def test_a_handoff_between_overlapping_engines_keeps_the_output() -> None:
     nothing_is_held(receiver)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", GROUPS, ids=str)
 def test_all_actions_in_any_order_keep_output_and_blocks(windows: Any) -> None:
     first = 100 * GROUPS.index(windows)
