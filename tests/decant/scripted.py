@@ -224,7 +224,8 @@ def serving(script: Script, port: int = 0) -> Iterator[str]:
 
     with ThreadPoolExecutor(1) as thread:
         served = thread.submit(asyncio.run, serve())
-        wait((started, served), PATIENCE_S, FIRST_COMPLETED)
+        either: list[Future[Any]] = [started, served]
+        wait(either, PATIENCE_S, FIRST_COMPLETED)
         if served.done():
             served.result()
         address, loop = started.result(0)
