@@ -117,11 +117,22 @@ class Runner(Protocol):
         ...
 
 
+class BlockMemory(NamedTuple):
+    """Where all blocks are, in order and without gaps: ``gpu`` is the number of the device, None for host memory."""
+
+    address: int
+    nbytes: int
+    gpu: int | None = None
+
+
 class BlockBytes(Protocol):
     """Bytes of the blocks: all that a handoff sees of the KV cache."""
 
     @property
     def block_bytes(self) -> int: ...
+
+    @property
+    def block_memory(self) -> BlockMemory: ...
 
     def read(self, block: int) -> memoryview:
         """The ``block_bytes`` bytes of a block; may alias the store, valid while the block is held."""
