@@ -39,10 +39,10 @@ class NixlUnusable(Exception):
 class NixlAgent:
     """``blocks`` are registered until ``aclose``, which must come before they are freed. ``name`` must be unique.
 
-    Used on the event loop only.
+    Used by one thread at a time.
     """
 
-    def __init__(self, name: str, blocks: BlockMemory, buffer_bytes: int) -> None:
+    def __init__(self, name: str, blocks: BlockMemory, buffer_bytes: int, read_seconds: float = READ_SECONDS) -> None:
         """Raises NixlUnusable."""
         try:
             self.api: Any = importlib.import_module("nixl._bindings")
@@ -50,7 +50,7 @@ class NixlAgent:
             raise NixlUnusable(f"the package nixl cannot be imported ({error})") from error
         kinds = [kind for kind in vars(self.api).values() if isinstance(kind, type) and issubclass(kind, Exception)]
         self.errors = tuple(kinds)
-        self.buffer_bytes = buffer_bytes
+        self.buffer_bytes, self.read_seconds = buffer_bytes, read_seconds
         self.retired: deque[bytearray] = deque(maxlen=RETIRED)
         self.peers: Shared[bytes, str] = Shared(self._connect, self._disconnect)
         self._reads: set[asyncio.Task[None]] = set()
@@ -115,7 +115,8 @@ class NixlReader:
         except agent.errors as error:
             self._exit.close()
             raise ConnectionError(f"NIXL cannot register a buffer ({error})") from error
-        self._exit.callback(agent.agent.deregisterMem, registered, agent.ucx)
+        self.is_registered = True
+        self._exit.callback(self._deregister, registered)
 
     async def read(self, parts: Sequence[range]) -> memoryview:
         here, local, remote = self._address, [], []
@@ -134,6 +135,10 @@ class NixlReader:
         else:
             self._read.add_done_callback(lambda _: self._exit.close())
 
+    def _deregister(self, registered: Any) -> None:
+        self._agent.agent.deregisterMem(registered, self._agent.ucx)
+        self.is_registered = False
+
     async def _transfer(self, local: list[tuple[int, int, int]], remote: list[tuple[int, int, int]]) -> None:
         """Raises ConnectionError; the next fetch connects again."""
         api, agent = self._agent.api, self._agent.agent
@@ -144,14 +149,15 @@ class NixlReader:
                 request = agent.createXferReq(api.NIXL_READ, *descriptors, self._peer, "", self._agent.ucx)
                 stack.callback(agent.releaseXferReq, request)
                 state = agent.postXferReq(request)
-                async with loop_timeout(READ_SECONDS):
+                async with loop_timeout(self._agent.read_seconds):
                     while state == api.NIXL_IN_PROG:
                         await asyncio.sleep(POLL_SECONDS)
                         state = agent.getXferStatus(request)
         except TimeoutError:
             self._agent.retired.append(self._buffer)
             self._agent.peers.evict(self._memory.agent)
-            raise ConnectionError(f"NIXL has not read {len(local)} blocks in {READ_SECONDS:g} s") from None
+            limit = self._agent.read_seconds
+            raise ConnectionError(f"NIXL has not read {len(local)} blocks in {limit:g} s") from None
         except self._agent.errors as error:
             self._agent.peers.evict(self._memory.agent)
             raise ConnectionError(f"NIXL cannot read the sender's blocks ({error})") from error

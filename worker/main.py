@@ -181,7 +181,7 @@ class Worker:
         settings = self._settings
         name = wire.Role.Name(self._role).removeprefix("ROLE_").lower()
         peer = new_peer(settings.id or default_id(name))
-        transport = self._make_transport(engine.device, peer)
+        transport = await self._make_transport(engine.device, peer)
         identity = Identity(
             peer=peer,
             role=self._role,
@@ -191,7 +191,7 @@ class Worker:
         host = EngineHost(engine, identity, transport, WorkerLimits(settings.lease_ms, settings.max_waiting))
         return await self._stack.enter_async_context(host)
 
-    def _make_transport(self, device: Device, peer: wire.Peer) -> Transport:
+    async def _make_transport(self, device: Device, peer: wire.Peer) -> Transport:
         """Raises SettingError."""
         messages = GrpcTransport(Connector(self._settings).open)
         self._stack.push_async_callback(messages.close)
@@ -199,7 +199,8 @@ class Worker:
             return messages
         shape = transfer_layout(device)
         try:
-            agent = NixlAgent(f"{peer.id}/{peer.incarnation:x}", device.block_memory, shape.message_bytes)
+            name = f"{peer.id}/{peer.incarnation:x}"
+            agent = await asyncio.to_thread(NixlAgent, name, device.block_memory, shape.message_bytes)
         except NixlUnusable as error:
             raise SettingError("handoff", f"grpc, as {error}", self._settings.handoff) from error
         self._stack.push_async_callback(agent.aclose)
