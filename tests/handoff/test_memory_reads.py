@@ -12,6 +12,7 @@ from decant.handoff import sender as sender_module
 from decant.handoff.codec import decode
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.packing import MESSAGE_BYTES
+from decant.handoff.receiver import KvReceiver
 from decant.protos import worker_pb2 as wire
 from tests.handoff.factories import Worker, alone, ask
 from tests.handoff.harness import LocalAgent, LocalReader, reads
@@ -154,6 +155,18 @@ async def test_a_fetch_cancelled_in_a_read_frees_both_ends() -> None:
         await eventually(lambda: agent.readers[0].closed)
         await sender.emptied()
         await receiver.emptied()
+
+
+async def test_the_commit_of_many_chunks_waits_for_no_heartbeat() -> None:
+    """Blocks of 4 tokens, one in two messages: more than may be unread."""
+    request = ask(length=240)
+    workers = [Worker(name, message_bytes=20) for name in "pd"]
+    async with workers[0] as sender, workers[1] as receiver:
+        heartless = KvReceiver(receiver.loop, receiver.shape, receiver.peer, wire.Heartbeat, heartbeat_s=3600)
+        source = reads(sender, agent_of(sender)).source("p")
+        await heartless.receive(source, await sender.offer(request), await receiver.room(request))
+        assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
+        await heartless.close()
 
 
 async def test_the_commit_waits_until_few_chunks_are_unread() -> None:
