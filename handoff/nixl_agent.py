@@ -50,6 +50,7 @@ class NixlAgent:
             raise NixlUnusable(f"the package nixl cannot be imported ({error})") from error
         kinds = [kind for kind in vars(self.api).values() if isinstance(kind, type) and issubclass(kind, Exception)]
         self.errors = tuple(kinds)
+        self._name = name
         self.buffer_bytes, self.read_seconds = buffer_bytes, read_seconds
         self.retired: deque[bytearray] = deque(maxlen=RETIRED)
         self.peers: Shared[bytes, str] = Shared(self._connect, self._disconnect)
@@ -84,6 +85,8 @@ class NixlAgent:
         self.agent.deregisterMem(self._blocks, self.ucx)
 
     def _connect(self, metadata: bytes) -> str:
+        if metadata == self.memory.agent:  # a worker may fetch from itself; NIXL refuses to load its own agent
+            return self._name
         try:
             name: str = self.agent.loadRemoteMD(metadata)
         except self.errors as error:

@@ -118,6 +118,16 @@ async def test_the_buffer_of_a_cancelled_read_is_released_after_its_end(owner: O
 
 
 @NEEDS_NIXL
+async def test_an_agent_reads_its_own_memory() -> None:
+    data = bytearray(b"0123456789")
+    blocks = BlockMemory(ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data))
+    async with aclosing(NixlAgent("self", blocks, SIZE, read_seconds=PATIENCE)) as agent:
+        reader = agent.open(agent.memory)
+        assert bytes(await reader.read([range(7, 10), range(2)])) == b"78901"
+        reader.close()
+
+
+@NEEDS_NIXL
 async def test_an_unknown_agent_is_a_connection_error(owner: Owner) -> None:
     async with reader_of(owner) as (agent, _):
         with pytest.raises(ConnectionError, match="cannot load the agent"):
