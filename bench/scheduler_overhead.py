@@ -35,7 +35,7 @@ from decant.engine.engine import Engine
 from decant.engine.kv_layout import FULL, KvLayout, LayerSpec
 from decant.engine.model.backend import Backend, make_backend
 from decant.engine.model.runner import ModelRunner
-from decant.engine.plan import Device, DeviceMemory, StepPlan, StepResult
+from decant.engine.plan import BlockMemory, Device, DeviceMemory, StepPlan, StepResult
 from decant.engine.request import Request, StopParams
 from decant.engine.scheduler import Limits
 
@@ -63,6 +63,10 @@ class NullDevice:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.context_length = num_blocks * block_size
+
+    @property
+    def block_memory(self) -> BlockMemory:
+        raise AssertionError("nothing is handed over here")
 
     def memory(self) -> DeviceMemory | None:
         return None

@@ -6,6 +6,7 @@ gives a small distribution: a lost, swapped, stale or corrupt block changes the 
 
 from __future__ import annotations
 
+import ctypes
 import math
 import struct
 import time
@@ -19,7 +20,7 @@ from decant.engine.costs import StepCostModel
 from decant.engine.counter_rng import counter_uniform
 from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import FULL, Window
-from decant.engine.plan import DeviceMemory, FurtherToken, Row, StepPlan, StepResult, TokenLogprobs
+from decant.engine.plan import BlockMemory, DeviceMemory, FurtherToken, Row, StepPlan, StepResult, TokenLogprobs
 
 SLOT_BYTES = 8
 CANDIDATES = 16
@@ -70,6 +71,10 @@ class FakeDevice:
 
     def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
         self.read(block)[:] = data
+
+    @property
+    def block_memory(self) -> BlockMemory:
+        return BlockMemory(ctypes.addressof(ctypes.c_char.from_buffer(self._bytes)), len(self._bytes))
 
     def memory(self) -> DeviceMemory | None:
         return None

@@ -110,9 +110,20 @@ class Runner(Protocol):
         ...
 
 
+class BlockMemory(NamedTuple):
+    """Where all blocks are, in order and without gaps: ``gpu`` is the number of the device, None for host memory."""
+
+    address: int
+    nbytes: int
+    gpu: int | None = None
+
+
 class BlockBytes(Protocol):
     @property
     def block_bytes(self) -> int: ...
+
+    @property
+    def block_memory(self) -> BlockMemory: ...
 
     def read(self, block: int) -> memoryview:
         """May alias the store; valid while the block is held."""

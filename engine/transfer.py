@@ -76,11 +76,19 @@ class KvExport:
         return self._lease.held
 
     def read(self, address: BlockAddress) -> memoryview:
-        """Valid until ``release``. Raises TransferRejected."""
+        """Bytes of a block of the sequence, valid until ``release``. Raises TransferRejected."""
+        return self._store.read(self._leased(address))
+
+    def locate(self, address: BlockAddress) -> range:
+        """Where these bytes are in the store's ``block_memory``. Raises TransferRejected."""
+        start = self._leased(address) * self._store.block_bytes
+        return range(start, start + self._store.block_bytes)
+
+    def _leased(self, address: BlockAddress) -> int:
         block = self._blocks.get(address)
         if block is None or not self._lease.live:
             raise TransferRejected(f"{self.id}: {address} is not leased")
-        return self._store.read(block)
+        return block
 
     def release(self) -> None:
         """Idempotent."""

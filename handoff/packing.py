@@ -58,6 +58,15 @@ class FilledBlock:
     checksum: int
 
 
+@dataclass(frozen=True, slots=True)
+class LocatedBlock:
+    """A block whose bytes the receiver reads itself, at ``data`` of the sender's block memory."""
+
+    address: BlockAddress
+    data: range
+    checksum: int
+
+
 def message_sum(run: wire.Run, shape: TransferLayout, message: wire.KvChunk, size: int) -> int:
     """Over run, group, position, size and the checksums of the blocks that end in this message."""
     place = _PLACE.pack(shape.layout, run.attempt, message.group, message.first_position, message.offset, size)
@@ -65,8 +74,8 @@ def message_sum(run: wire.Run, shape: TransferLayout, message: wire.KvChunk, siz
     return checksum(run.request.encode() + place + struct.pack(f"<{len(sums)}Q", *sums))
 
 
-def pack(run: wire.Run, shape: TransferLayout, blocks: list[FilledBlock]) -> Iterator[bytes]:
-    """Consecutive blocks of a group. Copies bytes when it yields their message."""
+def pack(run: wire.Run, shape: TransferLayout, blocks: Sequence[FilledBlock | LocatedBlock]) -> Iterator[bytes]:
+    """Encoded messages of consecutive blocks of a group. Bytes are copied when the iterator yields their message."""
     if shape.block_bytes > shape.message_bytes:
         for block in blocks:
             yield from _pieces(run, shape, block)
@@ -77,8 +86,8 @@ def pack(run: wire.Run, shape: TransferLayout, blocks: list[FilledBlock]) -> Ite
         yield _message(run, shape, head, [block.data for block in some])
 
 
-def _pieces(run: wire.Run, shape: TransferLayout, block: FilledBlock) -> Iterator[bytes]:
-    data = memoryview(block.data)
+def _pieces(run: wire.Run, shape: TransferLayout, block: FilledBlock | LocatedBlock) -> Iterator[bytes]:
+    data = block.data if isinstance(block, LocatedBlock) else memoryview(block.data)
     for offset in range(0, shape.block_bytes, shape.message_bytes):
         piece = data[offset : offset + shape.message_bytes]
         sums = [block.checksum] if offset + len(piece) == shape.block_bytes else []
@@ -92,9 +101,20 @@ def _head(shape: TransferLayout, first: BlockAddress, checksums: Sequence[int]) 
     return wire.KvChunk(group=first.group, first_position=position, block_checksums=checksums)
 
 
-def _message(run: wire.Run, shape: TransferLayout, head: wire.KvChunk, data: Sequence[bytes | memoryview]) -> bytes:
-    head.checksum = message_sum(run, shape, head, sum(len(part) for part in data))
-    return encode(wire.FetchResponse(kv_chunk=head), data)
+def _message(
+    run: wire.Run, shape: TransferLayout, head: wire.KvChunk, parts: Sequence[bytes | memoryview | range]
+) -> bytes:
+    head.checksum = message_sum(run, shape, head, sum(len(part) for part in parts))
+    head.block_offsets.extend(part.start for part in parts if isinstance(part, range))
+    return encode(wire.FetchResponse(kv_chunk=head), [part for part in parts if not isinstance(part, range)])
+
+
+def located_parts(shape: TransferLayout, chunk: wire.KvChunk) -> list[range]:
+    """The parts of a ``_message`` that has ``block_offsets``. Raises HandoffFailed (CORRUPT)."""
+    size = min(shape.block_bytes - chunk.offset, shape.message_bytes)
+    if size <= 0 or len(chunk.block_offsets) > shape.blocks_per_message:
+        raise _corrupt(f"{len(chunk.block_offsets)} block offsets with {size} bytes each")
+    return [range(start, start + size) for start in chunk.block_offsets]
 
 
 class Unpacker:

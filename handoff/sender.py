@@ -27,7 +27,7 @@ from decant.handoff.engine_protocol import EngineThread, StepEvents, TransferEng
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.heartbeat import with_heartbeat_timeout
 from decant.handoff.leases import COMMITTED_SECONDS, Lease, LeaseTable
-from decant.handoff.packing import FilledBlock, TransferLayout, pack
+from decant.handoff.packing import FilledBlock, LocatedBlock, TransferLayout, pack
 from decant.protos import worker_pb2 as wire
 from decant.runtime import packed
 from decant.runtime.errors import InvalidArgument
@@ -36,6 +36,11 @@ from decant.runtime.peer import UnknownMessages
 
 LEASE_MS = 10_000
 """Without a renewal or an Ack."""
+
+
+UNREAD_CHUNKS = 64
+"""Most chunks that a receiver which reads the blocks' memory itself has not acknowledged when it gets the commit. The
+lease after a commit is short, and without their bytes the connection does not hold chunks back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ class _SendState:
     blocks: int = 0  # sent
     messages: int = 0  # sent
     acknowledged: int = 0
+    is_read: bool = False  # the receiver reads the blocks' memory
     final_message: bytes | None = None  # ends the fetch
     error: InvalidArgument | None = None  # ends the fetch: a malformed message of the receiver
     settled: asyncio.Event = field(default_factory=asyncio.Event)  # parked or ended
@@ -83,6 +89,8 @@ class KvSender:
         self._loop = loop
         self._shape = shape
         self._heartbeat = heartbeat
+        self.memory: wire.BlockMemory | None = None
+        """Where receivers can read the engine's blocks, if they can."""
         self._states: dict[str, _SendState] = {}
 
     def issue(
@@ -133,6 +141,7 @@ class KvSender:
             yield _closed(refused.message())
             return
         state = self._states[lease.sequence]
+        state.is_read = opened.reads_memory and self.memory is not None
         async with AsyncExitStack() as stack:
             stack.callback(self._end_uncommitted, lease, state)
             for job in (
@@ -217,6 +226,8 @@ class KvSender:
     async def _messages(self, lease: Lease, state: _SendState) -> AsyncGenerator[bytes, None]:
         clock = asyncio.get_running_loop().time
         sent_at = clock()
+        if state.is_read:
+            yield encode(wire.FetchResponse(memory=self.memory))
         while state.error is None:
             state.changed.clear()
             for message in self._filled(lease, state):
@@ -225,7 +236,8 @@ class KvSender:
             if not self._is_current(lease, state):
                 yield _closed(lease.failure or _reclaimed("the ticket is over"))
                 return
-            if state.final_message is not None:
+            is_behind = state.is_read and state.messages - state.acknowledged > UNREAD_CHUNKS
+            if state.final_message is not None and not is_behind:
                 if state.export is not None:
                     self.leases.commit(lease)
                 yield state.final_message
@@ -241,7 +253,12 @@ class KvSender:
     def _filled(self, lease: Lease, state: _SendState) -> Iterator[bytes]:
         while (export := state.export) and state.blocks < len(export.runs):
             some = _consecutive(export.runs[state.blocks : state.blocks + self._shape.blocks_per_message])
-            blocks = [FilledBlock(run.address, export.read(run.address), run.checksum) for run in some]
+            blocks = [
+                LocatedBlock(run.address, export.locate(run.address), run.checksum)
+                if state.is_read
+                else FilledBlock(run.address, export.read(run.address), run.checksum)
+                for run in some
+            ]
             for message in pack(lease.ticket.run, self._shape, blocks):
                 state.messages += 1
                 yield message
@@ -261,6 +278,7 @@ class KvSender:
                 match message.WhichOneof("message"):
                     case "ack":
                         state.acknowledged = message.ack.kv_chunks
+                        state.changed.set()
                         self.leases.renew(lease.ticket.id)
                     case "heartbeat" if state.acknowledged >= state.messages:
                         self.leases.renew(lease.ticket.id)

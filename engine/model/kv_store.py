@@ -6,6 +6,7 @@ import torch
 
 from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import KvLayout
+from decant.engine.plan import BlockMemory
 
 PREFAULT_BYTES = 256 << 20
 
@@ -37,6 +38,10 @@ class KvStore:
     @property
     def block_bytes(self) -> int:
         return self.layout.block_bytes
+
+    @property
+    def block_memory(self) -> BlockMemory:
+        return BlockMemory(self.blocks.data_ptr(), self.blocks.nbytes, self.blocks.device.index)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -30,7 +30,7 @@ from decant.engine.model.probe import (
 )
 from decant.engine.model.recurrent_state import refuse_other_state
 from decant.engine.model.runner import ModelRunner
-from decant.engine.plan import DeviceMemory, StepPlan, StepResult
+from decant.engine.plan import BlockMemory, DeviceMemory, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,10 @@ class ModelDevice:
     @property
     def block_bytes(self) -> int:
         return self.store.block_bytes
+
+    @property
+    def block_memory(self) -> BlockMemory:
+        return self.store.block_memory
 
     def memory(self) -> DeviceMemory | None:
         return self.backend.memory()

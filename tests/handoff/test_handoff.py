@@ -151,13 +151,13 @@ async def test_channels_to_senders_are_closed_when_they_are_idle_and_never_in_a_
         for n in range(2):
             request = ask(f"r{n}")
             ticket, arrival = await sender.offer(request), await receiver.room(request)
-            with transport._borrow(address):  # another call
+            with transport.channels.borrow(address):  # another call
                 await receiver.receiver.receive(source, ticket, arrival)
                 await receiver.finished(f"r{n}")
                 await asyncio.sleep(0.2)
-                assert len(transport) == 1
+                assert len(transport.channels) == 1
             async with asyncio.timeout(60):
-                while len(transport):  # noqa: ASYNC110 - a channel's end has no event
+                while len(transport.channels):  # noqa: ASYNC110 - a channel's end has no event
                     await asyncio.sleep(0.02)
         assert len(opened) == 2
         assert all(channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN for channel in opened)

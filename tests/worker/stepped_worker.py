@@ -101,6 +101,10 @@ class LocalSource:
 
 
 class Node:
+    """A worker without a server."""
+
+    memory = None
+
     def __init__(self, name: str, nodes: dict[str, Node], network: Network, blocks: int) -> None:
         self._nodes, self._network = nodes, network
         self.device = Device(blocks)

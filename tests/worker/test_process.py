@@ -311,6 +311,7 @@ def test_metrics_are_served_on_the_admin_port(run: Run) -> None:
         (("--redis-url", "http://x"), "--redis-url: begins with one of"),
         (("--redis-url", "redis://h:port"), "--redis-url: host:port with a port from 0 to 65535, got another port"),
         (("--model", "/nowhere/at all"), "--model: /nowhere/at all: no folder"),
+        (("--handoff", "nixl"), "--handoff: grpc unless --allow-unauthenticated-peers is set"),
         (("--threads", "0"), "--threads"),
         (("--step-ms", "0"), "--step-ms"),
         (("--token-budget", "0"), "--token-budget"),
