@@ -1,0 +1,1 @@
+"""The public service: validate, admit, place, dispatch, follow."""

@@ -1,1 +1,1 @@
-"""A worker of either role: the engine on its thread, and its gRPC services."""
+"""A worker of either role: the engine on its thread, and the services Prefill, Decode, KvSource and Audit."""

@@ -17,6 +17,7 @@ from decant.engine.errors import EngineStopped
 from decant.engine.kv_layout import FULL
 from decant.engine.loop import EngineLoop
 from decant.engine.output import Load, StepOutput
+from decant.engine.plan import Device
 from decant.engine.transfer import IncomingSequence
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.leases import Lease
@@ -115,13 +116,14 @@ class EngineHost:
         self.block_size, self.total_blocks = device.block_size, device.num_blocks
         self.windows = device.windows
         self.lease_s, self.max_waiting = limits.lease_ms / 1000, limits.max_waiting
-        self.shape = TransferLayout(device.block_size, device.block_bytes, self.layout)
+        self.shape = transfer_layout(device)
         self.loop = EngineLoop(engine, self._on_step, self._on_crash)
         self.device_memory = device.memory
         self._sampling = BackgroundTask("load samples", self._sample_load_always)
         self.sender = KvSender(
             self.loop, self.shape, self.step_heartbeat, limits.lease_ms, on_lease_end=self._on_lease_end
         )
+        self.sender.memory = transport.memory
         self.receiver = ObservedReceiver(self)
         self.transport = transport
         self.epochs = Epochs(self._on_new_owner)
@@ -241,6 +243,10 @@ class EngineHost:
     def on_fetched(self, arrival: IncomingSequence, outcome: TransferResult | HandoffFailed | None) -> None:
         for handler in self._handlers:
             handler.on_fetched(arrival, outcome)
+
+
+def transfer_layout(device: Device) -> TransferLayout:
+    return TransferLayout(device.block_size, device.block_bytes, layout_number(device.layout))
 
 
 def layout_number(layout: str) -> int:

@@ -1,8 +1,6 @@
-"""Sends requests to a deployment and records what happens.
+"""Open loop: requests are sent at their times. Closed loop: a client sends its next when its last has ended.
 
-open loop    each request is sent at its time, whether earlier ones have ended or not
-closed loop  each of several clients sends its next request when its last one has ended, and none after
-             `LOST_IN_A_ROW` that reached no router
+No client of a closed loop sends after `LOST_IN_A_ROW` requests that reached no router.
 """
 
 from __future__ import annotations
@@ -24,11 +22,10 @@ LOST = grpc.StatusCode.UNAVAILABLE.name
 LOST_IN_A_ROW = 3
 
 Notify = Callable[[Record], None]
-"""Is called with each record when its request has ended."""
 
 
 class Load:
-    """`timeout`: deadline of each request in seconds."""
+    """`timeout` in seconds."""
 
     def __init__(self, client: AsyncClient, model: str, timeout: float, notify: Notify) -> None:
         self._client = client
@@ -62,7 +59,7 @@ class Load:
         return [record for task in tasks for record in task.result()]
 
     async def _converse(self, request: BenchRequest, due: float) -> list[Record]:
-        """One record a turn. After a turn that fails no other is sent."""
+        """A failed turn is the last."""
         records = [await self._send(request, due)]
         for follow_up in request.follow_ups:
             if records[-1].error:

@@ -1,7 +1,5 @@
-"""A workload as a file of JSON lines.
-
-One object per line: {"id", "prompt_token_ids", "output_len", "arrival_s"}. Lengths are forced; arrival is in seconds
-after the start.
+"""JSON lines: {"id", "prompt_token_ids", "output_len", "arrival_s"}. Lengths are forced; arrival is in seconds after
+the start.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ class Item(NamedTuple):
 
 
 class InvalidWorkload(ValueError):
-    """Lines count from 1."""
-
     def __init__(self, line: int, field: str, limit: str, value: object) -> None:
         text = repr(value)
         super().__init__(f"line {line}: {field}: {limit}, got {text if len(text) <= 80 else text[:77] + '...'}")
@@ -53,7 +49,7 @@ def read(path: Path, vocab_size: int | None = None, window: int | None = None) -
 
 
 def check(items: Iterable[Item], vocab_size: int | None, window: int | None) -> None:
-    """Raises InvalidWorkload; lines count from 1."""
+    """Raises InvalidWorkload."""
     for number, item in enumerate(items, start=1):
         _check(number, item, vocab_size, window)
 

@@ -1,8 +1,5 @@
-"""Triton kernel of a linear layer that gives a row the same bits in any batch.
-
-A tile of the output is the sum over tiles of ``TILE_DEPTH`` inputs, in ascending order, in one accumulator. The tiles
-are of one size for any number of rows, and no sum is split over programs: neither the other rows, nor how many there
-are, nor the program that takes a tile changes its numbers. Programs are persistent: each takes every n-th tile.
+"""Triton kernel of a linear layer that gives a row the same bits in any batch: inputs are summed in ascending order in
+one accumulator, tile sizes are fixed, and no sum is split over programs. Programs are persistent.
 """
 
 from __future__ import annotations
@@ -20,8 +17,8 @@ def linear(
 ):  # fmt: skip
     """out = x @ weight^T + bias. Grid: (programs,).
 
-    x [rows, depth] of row stride ``x_row``, weight [columns, depth], bias [columns] if HAS_BIAS, out [rows, columns].
-    Tiles with the same rows are ``row_tiles`` apart, so that programs that run together share weights.
+    x [rows, depth] of row stride ``x_row``, weight [columns, depth], bias [columns], out [rows, columns]. Programs that
+    run together share weights: tiles with the same rows are ``row_tiles`` apart.
     """
     row_tiles = tl.cdiv(rows, TILE_ROWS)
     tile = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""Decode batches as CUDA graphs: one launch for all kernels of a step, over buffers at fixed addresses."""
+"""Decode batches as CUDA graphs over buffers at fixed addresses."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ logger = logging.getLogger(__name__)
 Replay = Callable[[], torch.Tensor]
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBackend], torch.Tensor]
-"""A pass of the model: token ids [T], positions [T], kept positions [k], attention -> logits [k, vocabulary]."""
+"""Token ids [T], positions [T], kept positions [k], attention -> logits [k, vocabulary]."""
 
 
 class Capture:
-    """Captures functions of tensors at fixed addresses. All graphs share one memory pool."""
+    """All graphs share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Replay) -> Replay:
-        """Run the function once to compile its kernels, then capture it. The replay returns the same tensor."""
+        """Runs the function once to compile its kernels. The replay returns the same tensor."""
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -51,14 +51,12 @@ class Capture:
         return replay
 
     def used_bytes(self) -> int:
-        """Bytes of the device in use, by this process and others."""
+        """Of the device, by all processes."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
 
 class DecodeGraph:
-    """A decode batch of one size."""
-
     def __init__(
         self,
         size: GraphSize,
@@ -78,7 +76,7 @@ class DecodeGraph:
         self._replay = capture(lambda: compute(self._tokens, self._positions, keep, self._attention))
 
     def run(self, flat: FlatBatch, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocabulary] of a batch of the graph's size, valid until the next step."""
+        """Logits [rows, vocabulary], valid until the next step."""
         self._attention.fill(flat)
         self._tokens.copy_(tokens)
         self._positions.copy_(positions)
@@ -86,7 +84,7 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """The graphs of a model. ``width``: most blocks of a row."""
+    """``width``: most blocks of a row."""
 
     def __init__(self, store: KvStore, views: Sequence[AttentionWindow], width: int, compute: Compute) -> None:
         self._store = store
@@ -96,7 +94,7 @@ class DecodeGraphs:
         self.graphs: dict[GraphSize, DecodeGraph] = {}
 
     def capture(self, capture: Callable[[Replay], Replay], limits: GraphLimits, used_bytes: Callable[[], int]) -> None:
-        """Capture within the limits. After an error the batches run without graphs, and the log says why."""
+        """After an error, which is logged, batches run without graphs."""
 
         def make(size: GraphSize) -> DecodeGraph:
             return DecodeGraph(size, self._store, self._views, self._width, self._compute, capture)
@@ -110,7 +108,7 @@ class DecodeGraphs:
         logger.info("captured %d of %d CUDA graphs", len(self.graphs), len(sizes))
 
     def find(self, rows: Sequence[Row], flat: FlatBatch) -> tuple[DecodeGraph, FlatBatch] | None:
-        """The graph of a batch, and the batch padded to its size; None if it has none or is no decode batch."""
+        """Also the batch padded to its size; None if there is none."""
         if len(flat.tokens) != len(rows):
             return None
         size = choose_size(self.graphs, len(rows), num_items(flat))

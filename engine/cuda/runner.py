@@ -1,4 +1,4 @@
-"""Runs plans on CUDA without waiting: a step is launched from host memory and from the tokens of the step before.
+"""Runs plans on CUDA without waiting for the step before.
 
 submit(k)    flatten ─> upload ─> tokens of step k-1 that the rows continue ─> graph or kernels ─> draw ─> download
 result(k)    wait for the download of step k, while the device computes step k+1
@@ -28,8 +28,6 @@ from decant.engine.plan import StepPlan, StepResult
 
 
 class CudaRunner(ModelRunner):
-    """A ``ModelRunner`` that overlaps steps, and runs decode batches in graphs once they are captured."""
-
     overlaps = True
 
     def __init__(
@@ -48,7 +46,7 @@ class CudaRunner(ModelRunner):
         self.graphs: DecodeGraphs | None = None
 
     def capture(self, context_length: int, limits: GraphLimits, capture: Capture | None = None) -> None:
-        """Capture the graphs of decode batches of at most ``context_length`` tokens per row."""
+        """``context_length``: most tokens of a row."""
         capture = capture or Capture(self._device)
         width = -(-context_length // self._store.layout.block_size)
         self.graphs = DecodeGraphs(self._store, self._views, width, self._compute)
@@ -60,7 +58,6 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Launch all of a step; the result waits for it. ``Device.submit``."""
         flat = self.flatten(plan.rows)
         step = StepLogits(flat, self._sampler)
         graphed = self.graphs.find(plan.rows, flat) if self.graphs else None
@@ -75,9 +72,8 @@ class CudaRunner(ModelRunner):
         return StepDraw(step, logits, self._eos, self._drawn, self._staging, self._sampler).result
 
     def _upload(self, batch: FlatBatch, step: StepLogits, plan: StepPlan) -> list[torch.Tensor]:
-        """Token ids [T], positions [T] and kept positions on the device; clears new blocks.
-
-        Ids that the step before draws are taken from its tokens.
+        """Token ids [T], positions [T] and kept positions on the device; ids of the step before come from its tokens.
+        Clears new blocks.
         """
         first_of = np.empty(len(batch.rows), np.int64)
         first_of[batch.order] = batch.firsts

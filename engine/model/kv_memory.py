@@ -1,4 +1,4 @@
-"""Bytes for KV blocks on a device with memory of its own: what is free when all else has its share.
+"""Bytes for KV blocks on a device with memory of its own.
 
 total   [ weights | other processes | activations of the largest step | CUDA graphs | margin | KV blocks ]
                                       measured                          budget        2 %
@@ -15,21 +15,20 @@ from decant.engine.request import Request
 from decant.engine.scheduler import MAX_TOKEN_BUDGET, Limits
 
 HOST_BYTES = 1 << 30
-"""Of a device that shares the memory of the host with other processes."""
+"""Of a device that computes in the host's memory."""
 
 MARGIN = 0.02
-"""Share of the device's memory that nothing uses: fragments, and kernels that are loaded later."""
+"""For fragments, and kernels that are loaded later."""
 
 
 def bytes_left(memory: DeviceMemory, activations: int, graphs: int) -> int:
-    """Bytes for KV blocks beside the activations of a step and the graphs; ``memory`` with the weights loaded."""
     return memory.free - activations - graphs - int(memory.total * MARGIN)
 
 
 def largest_steps(context_length: int, block_size: int, groups: int) -> Sequence[StepPlan]:
-    """The steps that need most memory: the longest chunk of a prompt, and a token of each of the most sequences.
+    """The longest chunk of a prompt, and a token of each of the most sequences.
 
-    On blocks from 0 on (``blocks_of_largest_steps``), the same in each cache group.
+    On blocks from 0 on, the same in each cache group.
     """
     longest = min(MAX_TOKEN_BUDGET, context_length)
     per_row = -(-longest // block_size)
@@ -50,7 +49,7 @@ def blocks_of_largest_steps(context_length: int, block_size: int) -> int:
 def choose(
     measure: Callable[[Callable[[], object]], int], run: Callable[[StepPlan], StepResult], plans: Sequence[StepPlan]
 ) -> int:
-    """Bytes for KV blocks: ``measure`` runs the largest steps and returns what is left. Raises InvalidConfig."""
+    """``measure`` runs the steps and returns the bytes left. Raises InvalidConfig."""
 
     def steps() -> None:
         for plan in plans:

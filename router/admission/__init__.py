@@ -1,0 +1,1 @@
+"""Whether and when a request may start: the bounded queue, quotas, predicted waits."""

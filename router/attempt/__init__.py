@@ -1,0 +1,4 @@
+"""One try at one request: which workers run it, in which order. All that it holds at workers is a leg.
+
+Entry: ``attempt``.
+"""

@@ -151,7 +151,7 @@ class Attempt:
     def _start(self, worker: WorkerHandle, ticket: wire.Ticket | None = None) -> DecodeLeg:
         if ticket is None:
             self._recorder.is_split = False
-            self._context.check_determinism(worker)
+            self._context.mark_uncertain_tail(worker)
         request = self._context.engine_request(self._num_tokens)
         return self._decode_on(worker, wire.Start(run=self._run, engine_request=request, ticket=ticket))
 
@@ -164,7 +164,7 @@ class Attempt:
     def _call_prefill(self, worker: WorkerHandle) -> PrefillLeg:
         self._recorder.is_split = True
         self._recorder.assign_prefill(worker)
-        self._context.check_determinism(worker)
+        self._context.mark_uncertain_tail(worker)
         request = wire.PrefillRequest(
             run=self._run,
             router=self._router,

@@ -61,7 +61,7 @@ class AttemptContext:
         message.outputs.add(output=0, tokens=pack(self.stream.tokens[:num_output_tokens]))
         return message
 
-    def check_determinism(self, worker: WorkerHandle) -> None:
+    def mark_uncertain_tail(self, worker: WorkerHandle) -> None:
         """Mark the tail uncertain if a client may have tokens that this worker would generate differently."""
         facts = worker.facts
         if self.stream.may_lag_client and not (facts.equal_bits and facts.layout == self.layout):

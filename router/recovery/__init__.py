@@ -1,0 +1,1 @@
+"""What outlives a router: its registration, and takeover of a lost router's requests."""

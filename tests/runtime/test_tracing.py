@@ -1,5 +1,3 @@
-"""When spans are made, and what a process does without OpenTelemetry."""
-
 from __future__ import annotations
 
 import subprocess

@@ -1,9 +1,8 @@
 """A worker's process over a torch-free engine: ``python -m tests.worker.fake_process decode --model ...``.
 
-It exits with 3 if torch or transformers were imported, unless it is the fork of a process that has
-them. With CRASH set its engine raises in the second step after the warm-up.
-SLOW_LOAD and SLOW_STEP are seconds that the load and each step take, in a call that cannot be interrupted. With
-GREEDY_LOAD set the load never ends, and holds the interpreter's lock for 50 ms or more at a time, as imports do.
+Exits with 3 if it imported torch or transformers, unless it is a fork. Environment: CRASH: the engine raises in the
+second step after the warm-up. SLOW_LOAD, SLOW_STEP: seconds of the load and of each step, which cannot be interrupted.
+GREEDY_LOAD: the load never ends, and holds the interpreter's lock for 50 ms or more at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Device(FakeDevice):
 
 
 def load(settings: WorkerSettings) -> Device:
-    """As much of the settings as a fake device can honour."""
+    """Uses the settings that a fake device can honour."""
     if slow := os.environ.get("SLOW_LOAD"):
         logs.get(__name__).info("loading slowly")
         time.sleep(float(slow))

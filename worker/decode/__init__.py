@@ -1,0 +1,1 @@
+"""The Decode service: sessions with routers, and the runs that are decoded here."""

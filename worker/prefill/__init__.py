@@ -1,0 +1,1 @@
+"""The Prefill service: computes prompts, issues tickets, returns first tokens."""

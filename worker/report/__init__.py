@@ -1,0 +1,1 @@
+"""A worker's reports: audit, metrics, changes of its prefix cache."""

@@ -1,8 +1,8 @@
-"""Compiles every kernel to machine code of a GPU, which needs no GPU; run by test_compiling.py in its own process.
+"""Compiles every kernel for a GPU, which needs none.
 
     TRITON_INTERPRET=0 python -m tests.engine.cuda.compile_kernels 90
 
-Prints the shared memory of each kernel in bytes, as JSON.
+Prints the shared memory of each in bytes, as JSON.
 """
 
 from __future__ import annotations

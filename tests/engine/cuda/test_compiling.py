@@ -1,4 +1,4 @@
-"""The kernels compile for a GPU, which triton's interpreter does not show: it has no types."""
+"""Triton's interpreter has no types: only compiling finds errors of type."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 SHARED_BYTES = 227 << 10
-"""Shared memory of a program on compute capability 9.0."""
+"""Of a program on compute capability 9.0."""
 
 
 @pytest.mark.slow

@@ -1,5 +1,3 @@
-"""Steps of the CUDA runner: launched ahead, drawn on the device, read in one wait, replayed in padded batches."""
-
 from __future__ import annotations
 
 import os
@@ -40,7 +38,7 @@ EOS = frozenset({7})
 
 
 class Rerun:
-    """A capture whose replay computes again over the same buffers, as a graph does."""
+    """Its replay computes again over the same buffers, as a graph does."""
 
     replays = 0
 
@@ -59,7 +57,6 @@ class Rerun:
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fact: Callable[..., Any]) -> list[Any]:
-    """A fact of each call of a method from now on."""
     facts: list[Any] = []
     method = getattr(owner, name)
 
@@ -94,7 +91,6 @@ def rows_of_a_step() -> list[Row]:
 
 
 def test_a_step_draws_what_the_plain_sampler_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens, log-probabilities with ties, and rows whose logits are not finite."""
     rows = rows_of_a_step()
     flat = flatten(rows, 16, 99)
     step = StepLogits(flat, Sampler())
@@ -132,7 +128,7 @@ def load_interpreted(
 
 
 def host_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of tensor methods that make the host wait for a device, as they are called."""
+    """Names of called tensor methods that make the host wait for a device."""
     calls: list[str] = []
 
     def counted(name: str) -> Any:
@@ -149,10 +145,10 @@ def host_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+@pytest.mark.slow
 def test_batches_replayed_with_padding_generate_what_transformers_generates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The decodes of 3 rows in a graph of 4, in overlapping steps, with no wait but that for each result."""
     config = tiny.config("llama")
     config.num_hidden_layers = 1
     folder = tiny.save(config, tmp_path)
