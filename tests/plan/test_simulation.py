@@ -174,7 +174,7 @@ def test_an_outcome_counts_what_the_requests_show() -> None:
     [
         ({"routers": 0}, "--routers: at least 1, got 0"),
         ({"requests": 0}, "--requests: at least 1, got 0"),
-        ({"burstiness": 0.0}, "--burstiness: 1e-09 to 1e+09"),
+        ({"burstiness": 0.0}, "--burstiness: 1e-09 to 1e.09, got 0"),
         ({"prefix_tokens": 50}, r"--prefix-tokens: at least 0 and below the shortest prompt \(50 tokens\), got 50"),
     ],
 )
