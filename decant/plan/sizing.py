@@ -23,6 +23,7 @@ from decant.plan.quantities import Slo, show_seconds
 from decant.plan.workload import Workload
 
 MAX_WORKERS = 10_000
+_LEAST_RATE = 1e-6
 _STEPS = 60  # halvings: more than a double resolves
 _ROUNDS = 40
 """Until each pool's use agrees with what it costs the other."""
@@ -71,8 +72,8 @@ class Sizing:
         self._room.check(self._workload.longest)
         self._check_objectives()
         rate, slo, busy = self._workload.rate, self._slo, self._pools(1.0, 1.0)
-        prefill = _fewest("prefill workers", lambda count: busy.prefill_fits(count, rate, slo.ttft))
-        decode = _fewest("decode workers", lambda count: busy.decode_fits(rate / count, slo.tpot))
+        prefill = _fewest("prefill", rate, lambda count, rate: busy.prefill_fits(count, rate, slo.ttft))
+        decode = _fewest("decode", rate, lambda count, rate: busy.decode_fits(rate / count, slo.tpot))
         return self._describe(prefill, decode)
 
     def _describe(self, prefill: int, decode: int) -> Plan:
@@ -140,17 +141,19 @@ class Sizing:
             )
 
 
-def _fewest(what: str, fits: Callable[[int], bool]) -> int:
+def _fewest(role: str, rate: float, fits: Callable[[int, float], bool]) -> int:
     """Fitting is monotonic. Raises InvalidPlan."""
     high = 1
-    while not fits(high):
+    while not fits(high, rate):
         if high >= MAX_WORKERS:
-            raise InvalidPlan("--rate", f"a rate that {MAX_WORKERS:,} {what} can serve", "more")
+            highest = _highest(lambda rate: fits(MAX_WORKERS, rate), _LEAST_RATE)
+            limit = f"at most {highest:.3g} requests/s, for {MAX_WORKERS:,} {role} workers"
+            raise InvalidPlan("--rate", limit, f"{rate:g}")
         high *= 2
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
+        low, high = (low, middle) if fits(middle, rate) else (middle, high)
     return high
 
 

@@ -138,6 +138,14 @@ def test_sending_a_cache_slows_only_a_prompt_that_follows_at_once() -> None:
     assert use(2 / prefill) == pytest.approx(2 * 1.5)
 
 
+def test_a_rate_beyond_the_most_workers_is_refused_with_the_highest_one() -> None:
+    workload = Workload(Tokens(1000, 1000), Tokens(2, 2), rate=1e9)
+    with pytest.raises(InvalidPlan) as refused:
+        Sizing(SPEED, ROOM, workload, Slo()).plan()
+    highest = 10_000 / SPEED.prefill(1000)
+    assert str(refused.value) == f"--rate: at most {highest:.3g} requests/s, for 10,000 prefill workers, got 1e+09"
+
+
 def test_a_pool_with_more_load_than_workers_waits_without_bound() -> None:
     service = ServiceTime(0.1, 0.01, 0.001)
     assert math.isinf(Wait(2, 20.0, service).quantile(0.5))
