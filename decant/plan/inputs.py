@@ -6,7 +6,7 @@ from pathlib import Path
 
 from decant.plan.capacity.devices import PRESETS, Device
 from decant.plan.capacity.memory import Room
-from decant.plan.capacity.model_shape import ModelShape, parse_shape, read_shape
+from decant.plan.capacity.model_shape import ModelShape, find_shape, parse_shape
 from decant.plan.costs import cost_profile
 from decant.plan.costs.cost_profile import Profile
 from decant.plan.costs.overheads import NO_OVERHEADS, Overheads
@@ -132,7 +132,7 @@ def _scenario(options: PlanOptions) -> dict[str, float] | None:
 def _shape(options: PlanOptions) -> ModelShape:
     if (options.model is None) == (options.shape is None):
         raise InvalidPlan("--model, --shape", "one of them", "both" if options.model else "neither")
-    return read_shape(Path(options.model)) if options.model else parse_shape(options.shape or "")
+    return find_shape(options.model) if options.model else parse_shape(options.shape or "")
 
 
 def _workload(options: PlanOptions, shape: ModelShape) -> Workload:

@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from decant.bench.model_shapes import SHAPES
 from decant.engine.blocks import BlockPool
 from decant.engine.kv_layout import Kind, KvLayout, LayerSpec, Window
 from decant.plan.capacity.devices import PRESETS
 from decant.plan.capacity.memory import Room
-from decant.plan.capacity.model_shape import from_config, parse_shape, read_shape
+from decant.plan.capacity.model_shape import find_shape, from_config, parse_shape, read_shape
 from decant.plan.errors import InvalidPlan
 from decant.plan.quantities import parse_bytes, parse_count, parse_slo, parse_tokens
 
@@ -147,6 +150,30 @@ def test_a_folder_and_its_config_give_the_same_shape(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": LLAMA_3_8B}))
     assert read_shape(tmp_path) == read_shape(tmp_path / "config.json")
     assert read_shape(tmp_path).context == 8192
+
+
+def test_a_name_on_the_hub_is_read_from_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fetch(*what: str) -> str:
+        asked.append(what)
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+        return str(tmp_path / "config.json")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
+    shape = find_shape("someone/llama-3.1")
+    assert asked == [("someone/llama-3.1", "config.json")]
+    assert shape == from_config("someone/llama-3.1", LLAMA_3_8B)
+
+
+@pytest.mark.parametrize("error", [LocalEntryNotFoundError("nothing\nmore"), OSError("no network")])
+def test_a_name_out_of_reach_is_refused(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fetch(*_: str) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
+    with pytest.raises(InvalidPlan, match=rf"--model: .*hub \({str(error).split()[0]}[^\n]*\), got someone/llama"):
+        find_shape("someone/llama")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from decant.plan.quantities import parse_count
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
 """Of an element; int4 has a two-byte scale for each group of 128."""
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _REQUIRED = ("layers", "hidden", "heads")
 _KEYS = (*_REQUIRED, "kv_heads", "head_dim", "intermediate", "vocab", "params")
 
@@ -65,6 +67,24 @@ class ModelShape:
         """Tokens, and bytes per token of the layers with each."""
         layer = 2 * self.kv_heads * self.head_dim * BYTES[kv_dtype]
         return tuple((window, int(count * layer)) for window, count in self.windows)
+
+
+def find_shape(model: str) -> ModelShape:
+    """`model`: a folder, a config.json, or a name on the Hugging Face hub. Raises InvalidPlan."""
+    if Path(model).exists() or not _HUB_NAME.fullmatch(model):
+        return read_shape(Path(model))
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise InvalidPlan("--model", f"a folder or a config.json; for names on the hub, {error.name}", model) from None
+    try:
+        file = hf_hub_download(model, "config.json")
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        limit = f"a folder, a config.json, or a model on the Hugging Face hub ({reason})"
+        raise InvalidPlan("--model", limit, model) from None
+    return replace(read_shape(Path(file)), name=model)
 
 
 def read_shape(path: Path) -> ModelShape:
