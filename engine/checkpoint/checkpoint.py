@@ -30,7 +30,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import is_accelerate_available
+from transformers.utils.import_utils import is_accelerate_available
 
 from decant.engine.checkpoint import model_types, weight_files
 from decant.engine.checkpoint.formats import find_format
