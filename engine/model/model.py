@@ -128,10 +128,12 @@ class ModelDevice:
         return partial(_await, result)
 
     def read(self, block: int) -> memoryview:
-        return self.store.read(block)
+        with naming_failures():
+            return self.store.read(block)
 
     def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
-        self.store.write(block, data)
+        with naming_failures():
+            self.store.write(block, data)
 
 
 def _await(result: Callable[[], StepResult]) -> StepResult:
