@@ -3,8 +3,8 @@
     python install.py [--with uv|pip]
 
 Installs torch first, then the versions in requirements.lock. Uses the uv on PATH or installs it into the environment.
-pip's own settings (index, find-links) also apply to uv. Where neither they nor UV_TORCH_BACKEND nor TORCH_INDEX
-choose a build of torch, a machine without an NVIDIA driver gets the CPU build.
+pip's settings (index, find-links) also apply to uv. Unless they, UV_TORCH_BACKEND or TORCH_INDEX choose a build of
+torch, a machine without an NVIDIA driver gets the CPU build.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import Path
 LOCK = Path(__file__).parent / "requirements.lock"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP_SETTINGS = {"index-url": "--default-index", "extra-index-url": "--index", "find-links": "--find-links"}
-"""pip's settings for where packages come from, with uv's options of the same meaning."""
+"""uv's options of the same meaning."""
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 
 def pip_settings(listing: str) -> dict[str, list[str]]:
-    """Values of ``PIP_SETTINGS`` in the output of ``pip config list``. Environment variables (``:env:``) win."""
+    """``listing``: of ``pip config list``. Environment variables (``:env:``) win."""
     settings: dict[str, list[str]] = {}
     for line in sorted(listing.splitlines(), key=lambda line: line.startswith(":env:")):
         name, _, value = line.partition("=")
@@ -47,7 +47,7 @@ def has_nvidia_driver() -> bool:
 
 
 def torch_source(installer: str, settings: Mapping[str, list[str]], environment: Mapping[str, str]) -> list[str]:
-    """Options that choose the build of torch; empty where the settings or the default index choose it."""
+    """Empty where the settings or the default index choose the build."""
     if index := environment.get("TORCH_INDEX"):
         return ["--default-index" if installer == "uv" else "--index-url", index]
     is_chosen = settings or any(environment.get(name) for name in ("UV_TORCH_BACKEND", "UV_INDEX", "UV_DEFAULT_INDEX"))
@@ -61,7 +61,7 @@ def locked(package: str) -> str:
 
 
 def find_uv() -> str:
-    """Path of uv: the one on PATH, else the environment's own, installed on first use."""
+    """On PATH, else in the environment, installed on first use."""
     if on_path := shutil.which("uv"):
         return on_path
     own = Path(sys.executable).with_name("uv")

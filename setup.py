@@ -1,8 +1,7 @@
-"""Compiles protos/*.proto and the C++ kernels during the build; everything else is in pyproject.toml.
+"""Compiles protos/*.proto and the C++ kernels during the build.
 
-The stubs are not committed. A wheel gets them in its build folder, an editable install beside the sources.
-The compiler runs as a separate build step, not in `build_py`: in an editable install setuptools turns
-an error of a customised `build_py` into a warning, and the install would succeed without stubs.
+A wheel gets the stubs in its build folder, an editable install beside the sources. The compiler is a build step of its
+own: in an editable install setuptools turns an error of a customised `build_py` into a warning.
 """
 
 import os
@@ -22,7 +21,7 @@ GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py")
 
 
 def include_paths() -> list[str]:
-    """Import search path: our root, then google/rpc (decant/protos/), then google/protobuf (grpc_tools)."""
+    """Our root, then google/rpc (decant/protos/), then google/protobuf (grpc_tools)."""
     bundled = find_spec("grpc_tools")
     if bundled is None:
         raise ExecError("compiling protos/ needs grpcio-tools")
@@ -38,7 +37,7 @@ def compile_proto(source: Path, out: Path) -> None:
 
 
 class CompileProtos(Command):
-    """A step of `build`; setuptools sets `editable_mode` when the stubs belong beside the sources."""
+    """setuptools sets `editable_mode` when the stubs belong beside the sources."""
 
     description = "compile protos/*.proto to Python"
     user_options: ClassVar[list[tuple[str, str | None, str]]] = []
@@ -84,11 +83,11 @@ CPUS = {
     "_kernels": ("module.cpp", ("-mavx2",)),
     "_kernels_avx512": ("avx512.cpp", tuple(f"-mavx512{part}" for part in AVX512)),
 }
-"""The engine's own kernels, by what a CPU has (the package of kernels picks one)."""
+"""By what a CPU has."""
 
 
 def extensions() -> list[Extension]:
-    """Optional kernels: without a compiler that supports the CPU's instructions, workers run without and log it."""
+    """Optional: without a compiler for the instructions, workers log it and run without kernels."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return []
     # torch's libgomp has the system library's name: the package imports torch first, so the kernels use torch's.

@@ -1,7 +1,7 @@
 """Refuse commit subjects of more than 72 characters: python .ci/commit_subjects.py [REPOSITORY].
 
-It looks at the last commits before HEAD, so it works in a shallow clone and on a detached HEAD. Older commits have
-longer subjects; the date of the author decides, which a rebase keeps.
+Looks at the last commits before HEAD, for shallow clones. Older subjects are longer; the date of the author decides,
+which a rebase keeps.
 """
 
 from __future__ import annotations

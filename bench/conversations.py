@@ -24,15 +24,13 @@ DOCUMENT_TOKENS = (100, 4000)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A prompt and its arrival time in seconds."""
-
     at: float
     tokens: int
     prefix: PromptBlocks
 
 
 def arrivals(prompts: int, rate: float, shared: float, seed: int) -> list[Arrival]:
-    """``prompts`` arrivals in order of time, ``rate`` per second on average; conversations have ``shared`` of them."""
+    """``rate``: per second. ``shared``: share of conversations."""
     rng = Random(seed)
     systems = [_text(rng, SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
     turns = sum(TURNS) / 2
@@ -67,5 +65,4 @@ def _arrival(at: float, tokens: array[int]) -> Arrival:
 
 
 def _text(rng: Random, tokens: tuple[int, int]) -> array[int]:
-    """Tokens that no other prompt has."""
     return array("I", rng.randbytes(4 * rng.randint(*tokens)))

@@ -3,9 +3,9 @@
     python -m bench.engine --model qwen2.5-0.5b --baselines all --runs 5 --json OUT.json --plot OUT.svg
     python -m bench.engine --model qwen2.5-0.5b --workload exponential
 
-The first command measures the whole table of limits, the second one workload. Each contender runs in its own process
-with the same threads and, by default, the same dtype; contenders alternate. The report and progress go to standard
-error, the JSON to OUT (``-``: standard output). OUT is updated after each workload, so an interruption loses little.
+Without ``--workload`` it measures the whole table of limits. Contenders alternate, each in its own process with the
+same threads and, by default, the same dtype. The report goes to standard error, the JSON to OUT (``-``: standard
+output, only complete) after each workload.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DTYPES = ("bfloat16", "float32")
 
 
 class Bench:
-    """Measures one model on this machine and shows progress. All methods raise ChildFailed."""
+    """All methods raise ChildFailed."""
 
     def __init__(self, args: argparse.Namespace, console: Console) -> None:
         self.folder = shapes.checkpoint(args.model)
@@ -54,7 +54,6 @@ class Bench:
         self._console = console
 
     def whole(self) -> Iterator[dict[str, Any]]:
-        """All results for the table of limits: partial results after each workload, then the result with the table."""
         steps = []
         for index in range(self._args.runs):
             limits = self._limits()
@@ -72,9 +71,9 @@ class Bench:
         yield result | {"lines": [line.as_json() for line in table.lines(result)]}
 
     def workload(self, name: str) -> dict[str, Any]:
-        """Run every contender ``runs`` times, in alternation; return each one's median run by throughput, and all runs.
+        """Every contender's median run by throughput, and all runs, in alternation.
 
-        A baseline that fails once is skipped from then on; ``unavailable`` has the reason. Raises InvalidWorkload.
+        A baseline that fails is skipped from then on. Raises InvalidWorkload.
         """
         items = items_of(name, self.folder, self._args.seed)
         job, runs = replace(self.job, items=tuple(items)), dict[str, list[dict[str, Any]]]()
@@ -95,11 +94,10 @@ class Bench:
         return {"num_prompts": len(items), "contenders": figures, "allowed": least} | _ratio(figures)
 
     def _limits(self) -> dict[str, Any]:
-        """The current limits of the machine; the speed of a shared machine changes by the minute."""
         return {"limits": self._part("bench.machine", "reads and products alone")} if self._args.limits else {}
 
     def _run(self, who: str, job: Job, progress: Progress, task: TaskID) -> Sequence[dict[str, Any]]:
-        """One run; None for an unavailable baseline."""
+        """None for an unavailable baseline."""
         description = progress.tasks[task].description
         if who != OURS:
             job = replace(job, dtype=self._args.baseline_dtype)
@@ -137,7 +135,6 @@ def _title(who: str, workload: str, index: int, runs: int) -> str:
 
 
 def _ratio(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Our throughput over that of static batches, if they ran."""
     if "static" not in figures:
         return {}
     ours, theirs = figures[OURS], figures["static"]
@@ -146,10 +143,7 @@ def _ratio(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def bench(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
-    """Yield the result after each workload; the last one is complete.
-
-    Raises ChildFailed, InvalidWorkload, FileNotFoundError.
-    """
+    """The last result is complete. Raises ChildFailed, InvalidWorkload, FileNotFoundError."""
     facts, measuring = machine.facts(), Bench(args, console)
     job = measuring.job
     asked: dict[str, Any] = {"machine": facts, "model_id": args.model, "workload": args.workload}
@@ -161,7 +155,7 @@ def bench(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]
 
 
 def items_of(workload: str, folder: Path, seed: int) -> list[Item]:
-    """A workload's requests, from its file or generator, checked against the model. Raises InvalidWorkload."""
+    """Raises InvalidWorkload."""
     config = json.loads((folder / "config.json").read_text())
     config = config.get("text_config", config)
     vocab_size, window = config.get("vocab_size"), config.get("max_position_embeddings")
@@ -241,7 +235,6 @@ def main() -> int:
 
 
 def _keep(result: Mapping[str, Any], out: str | None) -> None:
-    """Write partial results to the file only; standard output gets only the complete result."""
     if out and out != "-":
         Path(out).write_text(_json(result))
 

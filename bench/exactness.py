@@ -2,9 +2,9 @@
 
     python -m bench.exactness [--shape qwen2.5-0.5b] [--dtype float32] [--json OUT]
 
-The plain contender uses torch's linear layers and one ``scaled_dot_product_attention`` per sequence over exactly its
-keys. Both run alternately in this process on the same blocks; a figure is the median. The report also counts the
-rows whose logits differ in bits between a batched decode and the same decode alone.
+The plain contender uses torch's linear layers and one ``scaled_dot_product_attention`` per sequence. Both alternate on
+the same blocks; figures are medians. Also counts rows whose logits differ in bits between a batched decode and the same
+decode alone.
 """
 
 from __future__ import annotations
@@ -35,15 +35,12 @@ from decant.engine.plan import Row
 from decant.engine.request import Request
 
 CASES = {"decode 1": (1, 1), "decode 8": (8, 1), "decode 64": (64, 1), "prompt 512": (1, 512)}
-"""Sequences, and tokens of each, in a step."""
+"""Sequences, and tokens of each."""
 
 CONTEXT = 256
-"""Tokens before a decode."""
 
 
 class PlainAttention:
-    """One ``scaled_dot_product_attention`` call per sequence, over exactly its keys."""
-
     def __init__(self, device: ModelDevice, rows: Sequence[Row]) -> None:
         self._store = device.store
         self._rows = rows
@@ -71,7 +68,7 @@ class PlainAttention:
 
 
 def plain_logits(model: PreTrainedModel, device: ModelDevice, rows: Sequence[Row]) -> torch.Tensor:
-    """Logits [rows, vocabulary] at each row's last position."""
+    """[rows, vocabulary]"""
     tokens = [token for row in rows for token in row.tokens[row.start : row.end]]
     positions = [position for row in rows for position in range(row.start, row.end)]
     last = torch.tensor([row.end - row.start for row in rows]).cumsum(0) - 1
@@ -82,14 +79,14 @@ def plain_logits(model: PreTrainedModel, device: ModelDevice, rows: Sequence[Row
 
 
 def exact_logits(device: ModelDevice, rows: Sequence[Row]) -> torch.Tensor:
-    """Logits [rows, vocabulary] from the engine's runner."""
+    """[rows, vocabulary]"""
     last = np.cumsum([row.end - row.start for row in rows]) - 1
     with torch.inference_mode():
         return device.runner.logits(rows, last)
 
 
 def make_rows(device: ModelDevice, sequences: int, count: int) -> list[Row]:
-    """Sequences on blocks of their own, whose last ``count`` tokens are not computed yet."""
+    """The last ``count`` tokens are to be computed."""
     generator = torch.Generator().manual_seed(0)
     start = CONTEXT if count == 1 else 0
     needed = -(-(start + count) // device.block_size)
@@ -102,7 +99,6 @@ def make_rows(device: ModelDevice, sequences: int, count: int) -> list[Row]:
 
 
 def measure(model: PreTrainedModel, device: ModelDevice, case: tuple[int, int], runs: int) -> dict[str, Any]:
-    """One case: times of both contenders, their ratio, and the number of rows whose bits the batch changes."""
     rows = make_rows(device, *case)
     plain_ms, exact_ms = in_turn([lambda: plain_logits(model, device, rows), lambda: exact_logits(device, rows)], runs)
     changed = {
@@ -119,13 +115,11 @@ def measure(model: PreTrainedModel, device: ModelDevice, case: tuple[int, int], 
 
 
 def _changed(logits: Callable[[Sequence[Row]], torch.Tensor], rows: Sequence[Row]) -> int:
-    """Number of rows whose batched logits differ in bits from those computed alone."""
     alone = torch.cat([logits([row]) for row in rows])
     return int((logits(rows) != alone).any(-1).sum())
 
 
 def run(shape: str, dtype: str, runs: int) -> dict[str, Any]:
-    """Measure all cases of one shape."""
     folder = str(shapes.make(shape))
     device = load(ModelConfig(folder, dtype=dtype, device="cpu", context_length=2048, kv_bytes=1 << 30))
     source = checkpoint.open(folder)

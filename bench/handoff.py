@@ -2,14 +2,13 @@
 
     python -m bench.handoff [--model qwen2.5-0.5b] [--mib 128] [--runs 15] [--prompts 5] [--json OUT]
 
-moving     the prompt is computed beforehand, so the figure covers only the transfer: reading blocks, checksums,
-           messages, checks, writing blocks and commit, until the sequence has joined; over plaintext and mutual TLS.
-           The bare stream sends as many messages of 1 MiB and discards them. They alternate.
+moving     only the transfer of a computed prompt, until the sequence has joined; over plaintext and mutual TLS, in turn
+           with the bare stream, which sends as many messages of 1 MiB and discards them.
 stepping   how much a handoff slows a step. Each side is a real engine on one thread:
            all at once     eight sequences decode on one side: alone, beside bare streams, and beside handoffs of an
-                           existing cache at full speed, which is the worst case
+                           existing cache at full speed, the worst case
            as it is read   the sender computes a prompt while eight sequences decode at the receiver, with and without
-                           a concurrent fetch, which is the cost of a request
+                           a fetch: the cost of a request
 
 With fewer than four free cores the bare stream slows steps too.
 """
@@ -46,11 +45,8 @@ from decant.runtime.channel import open_channel
 from decant.runtime.tls import PeerTls, ServerTls, server_credentials
 
 GOAL = 0.8
-"""Share of the bare stream's rate that a handoff should reach."""
 STEP_GOAL = 1.2
-"""How many times as long a step beside a handoff may take as one without."""
 PROMPT_TOKENS = 1792
-"""Of a prompt that is fetched as it is computed."""
 ENDS = ("sender", "receiver")
 
 
@@ -58,18 +54,16 @@ ENDS = ("sender", "receiver")
 
 
 async def migrate(model: Path, mib: int, tls: ServerTls) -> None:
-    """Serve until standard input closes; the first line has the ports for plaintext and for `tls`."""
+    """Until standard input closes. Prints the ports for plaintext and for `tls`."""
     end = End("sender", model, mib)
 
     async def offer(name: str, tokens: int, computed: bool) -> wire.Ticket:
-        """Return at once for a computed prompt; otherwise wait until the prompt is complete."""
         ticket = await end.offer(name, tokens, computed=computed)
         if not computed:
             await end.happened(name)
         return ticket
 
     async def read(name: str, tokens: int) -> None:
-        """Compute a prompt without a fetch."""
         ticket = await end.offer(name, tokens, computed=True)
         await end.happened(name)
         end.sender.reclaim(ticket.id, wire.Failure(cause=wire.CAUSE_CANCELLED))
@@ -116,8 +110,6 @@ def connect(address: str) -> grpc.aio.Channel:
 
 
 class Pair:
-    """The receiver at ``end`` and the sender at ``address``; ``tls_address`` accepts only TLS."""
-
     def __init__(self, end: End, address: str, tls_address: str, tls: PeerTls) -> None:
         self.end = end
         self._channel = connect(address)
@@ -128,13 +120,11 @@ class Pair:
         self._names = (f"prompt-{number}" for number in count())
 
     async def ask(self, do: str, **words: object) -> bytes:
-        """Send a command to the sender's process."""
         call: Any = self._channel.unary_unary("/bench.Bench/Ask")
         answer: bytes = await call(json.dumps({"do": do, **words}).encode())
         return answer
 
     async def bare(self) -> Span:
-        """Receive as many bytes as a handoff transfers."""
         began, received = time.monotonic(), 0
         stream: Any = self._channel.unary_stream("/bench.Bench/Bare")
         async for message in stream(b""):
@@ -142,25 +132,20 @@ class Pair:
         return Span(began, time.monotonic())
 
     async def handoff(self) -> Span:
-        """Transfer an existing cache."""
         return await self._adopt_for_client(self._plain_source, self.end.tokens, computed=False)
 
     async def tls(self) -> Span:
-        """Transfer an existing cache over mutual TLS."""
         return await self._adopt_for_client(self._tls_source, self.end.tokens, computed=False)
 
     async def fetched(self) -> Span:
-        """Compute a prompt and fetch it meanwhile."""
         return await self._adopt_for_client(self._plain_source, PROMPT_TOKENS, computed=True)
 
     async def unfetched(self) -> Span:
-        """Compute a prompt without a fetch."""
         began = time.monotonic()
         await self.ask("read", name=next(self._names), tokens=PROMPT_TOKENS)
         return Span(began, time.monotonic())
 
     async def _adopt_for_client(self, source: GrpcSource, tokens: int, *, computed: bool) -> Span:
-        """Run from the fetch until the sequence has joined."""
         name = next(self._names)
         ticket = wire.Ticket.FromString(await self.ask("offer", name=name, tokens=tokens, computed=computed))
         request = self.end.request(name, tokens, park=False)
@@ -181,15 +166,11 @@ class Pair:
 
 
 class Stepper(Protocol):
-    """A side that decodes on command."""
-
     async def busy(self) -> None: ...
     async def rest(self) -> Steps: ...
 
 
 class GiverSteps:
-    """The sender's steps, in its own process."""
-
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
 
@@ -207,15 +188,13 @@ Move = Callable[[], Awaitable[Span]]
 
 
 class Length(NamedTuple):
-    """How much to measure."""
-
     runs: int  # number of caches transferred, and of bare streams
     seconds: float  # duration of decoding beside each load
     prompts: int  # prompts fetched during computation, and as many without a fetch
 
 
 async def measure(model: Path, mib: int, length: Length, console: Console) -> dict[str, Any]:
-    """Seconds of each transfer, alternating after one warm-up; then steps on each side. Raises InvalidConfig."""
+    """Alternates after one warm-up. Raises InvalidConfig."""
     with tempfile.TemporaryDirectory() as folder:
         return await _measure(model, mib, length, console, certificates.make(Path(folder, "tls")))
 
@@ -259,9 +238,7 @@ async def _measure(
 
 
 async def decodes_beside(stepper: Stepper, moves: dict[str, Move], least: float) -> dict[str, dict[str, float]]:
-    """Median step milliseconds alone and beside each of ``moves``, over at ``least`` that many seconds; and
-    the seconds that a transfer takes beside them.
-    """
+    """Median milliseconds of a step alone and beside each move, and seconds of the move. ``least``: seconds."""
 
     async def nothing() -> Span:
         began = time.monotonic()
@@ -280,7 +257,7 @@ async def decodes_beside(stepper: Stepper, moves: dict[str, Move], least: float)
 
 
 async def prompt_beside(pair: Pair, steppers: dict[str, Stepper]) -> dict[str, float]:
-    """Seconds of a prompt's steps and milliseconds of a concurrent decode step, without and with a fetch."""
+    """Seconds of the prompt's steps, milliseconds of a decode step."""
     figures = {}
     for name, move in {"unfetched": pair.unfetched, "fetched": pair.fetched}.items():
         await steppers["receiver"].busy()
@@ -295,7 +272,7 @@ async def prompt_beside(pair: Pair, steppers: dict[str, Stepper]) -> dict[str, f
 
 
 def report(mib: int, figures: dict[str, Any]) -> dict[str, Any]:
-    """The figures and their ratios; a ratio is the median over pairs, its spread the quartiles."""
+    """Ratios are medians over pairs, with quartiles."""
     ratios = _ratios(figures["bare_s"], figures["handoff_s"])
     at_once, as_read = figures["all_at_once"], figures["as_it_is_read"]
     steps = {end: at_once[end]["step_ms"] for end in ENDS}
@@ -323,7 +300,6 @@ def _ratios(ones: list[float], others: list[float]) -> list[float]:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Print the report as text."""
     rates, (low, high) = result["mib_per_s"], result["ratio_quartiles"]
     console.print(
         f"bare stream {rates['bare']:.0f} MiB/s, handoff {rates['handoff']:.0f} MiB/s: "

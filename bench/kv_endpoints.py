@@ -28,35 +28,27 @@ from decant.runtime.server import freeze_gc
 
 LAYOUT = 1
 CHUNK_TOKENS = 256
-"""Of a prompt that is computed, in a step."""
 DECODES = 8
 CONTEXT = 256
-"""Tokens of a sequence that decodes, when it begins."""
 MOST_DECODED = 1000
-"""Tokens that each of them may write."""
 DECODE_BYTES = 512 << 20
-"""Room for them."""
 SWITCH_SECONDS = 0.0005
-"""As a worker's process has it."""
+"""As in a worker's process."""
 
 
 class Span(NamedTuple):
-    """Two instants of the machine's monotonic clock, which its processes share."""
+    """Of the machine's monotonic clock."""
 
     began: float
     ended: float
 
 
 class Steps(NamedTuple):
-    """Steps that a model computed, by kind."""
-
     prompts: list[Span]
     decodes: list[Span]
 
 
 class Watched(Prompted):
-    """Records each step that it computes: decodes, and prompts where ``computes_prompts``."""
-
     def __init__(self, device: ModelDevice) -> None:
         super().__init__(device)
         self.computes_prompts = False
@@ -73,7 +65,7 @@ class Watched(Prompted):
 
 
 class End:
-    """A sender and a receiver over one engine. ``tokens`` fill a cache of ``mib``."""
+    """``tokens`` fill a cache of ``mib``."""
 
     def __init__(self, name: str, model: Path, mib: int) -> None:
         """Raises InvalidConfig when the model does not support a sequence that long."""
@@ -104,16 +96,14 @@ class End:
             self._events.setdefault(name, asyncio.Event()).set()
 
     async def happened(self, name: str) -> None:
-        """Wait until the sequence is parked or ended."""
         await self._events.setdefault(name, asyncio.Event()).wait()
 
     def request(self, name: str, tokens: int, *, park: bool) -> Request:
-        """A prompt that shares no cached blocks."""
         stop = StopParams(max_tokens=2, ignore_eos=True)
         return Request(name, (1,) * tokens, stop=stop, use_prefix_cache=False, park_after=1 if park else None)
 
     async def offer(self, name: str, tokens: int, *, computed: bool) -> wire.Ticket:
-        """A ticket for a prompt whose computation starts now; instantaneous unless ``computed``."""
+        """The prompt takes no time unless ``computed``."""
         self.device.computes_prompts = computed
         ticket = wire.Ticket(run=wire.Run(request=name, epoch=1, attempt=1), sender=self.peer, layout=LAYOUT)
         self.sender.issue(ticket, name, tokens)
@@ -121,7 +111,6 @@ class End:
         return ticket
 
     async def busy(self) -> None:
-        """Decode continuously from now on."""
         stop = StopParams(max_tokens=MOST_DECODED, ignore_eos=True)
 
         def add(engine: Engine) -> None:
@@ -131,7 +120,7 @@ class End:
         await self.loop.call(add)
 
     async def rest(self) -> Steps:
-        """Stop decoding; return the steps since the last call."""
+        """Steps since the last call."""
 
         def cancel(engine: Engine) -> None:
             for number in range(DECODES):
@@ -143,9 +132,7 @@ class End:
 
 
 def seconds(steps: list[Span], company: list[Span]) -> list[float]:
-    """Seconds of the steps that overlap one of the spans by at least half. A step may last nearly as long as a
-    transfer, so counting only steps inside a span would favour short ones.
-    """
+    """Those that overlap a span by at least half: those inside alone would favour short ones."""
     return [step.ended - step.began for step in steps if any(_is_beside(step, span) for span in company)]
 
 

@@ -1,5 +1,3 @@
-"""Facts about the machine of a measurement, and its two hardware limits."""
-
 from __future__ import annotations
 
 import os
@@ -18,15 +16,13 @@ from bench.comparison.subprocess_runner import Job, OnProgress
 from decant.runtime.cores import usable_cores
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-"""What decides how fast a CPU multiplies."""
 
 TRIES = 10
 PRODUCT = (1024, 896, 4864)
-"""Rows, inner length and columns of the product whose rate is the arithmetic limit."""
+"""Rows, inner length and columns."""
 
 
 def facts() -> dict[str, Any]:
-    """Machine facts for comparing figures."""
     info = _cpuinfo()
     flags = info.get("flags", "").split()
     return {
@@ -45,7 +41,7 @@ def facts() -> dict[str, Any]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first processor's lines of /proc/cpuinfo; empty except on Linux."""
+    """Empty except on Linux."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return {}
@@ -54,7 +50,7 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def measure(job: Job, _on_progress: OnProgress) -> dict[str, Any]:
-    """Read bandwidth and product rate with the job's threads, each the best of ``TRIES``."""
+    """The best of ``TRIES``."""
     import torch
 
     torch.set_num_threads(job.threads)
@@ -69,25 +65,23 @@ def measure(job: Job, _on_progress: OnProgress) -> dict[str, Any]:
 
 
 def read_bytes() -> int:
-    """Size of the read buffer in bytes, beyond every cache: 2 GiB, or 1 GiB when memory is short."""
+    """Beyond every cache."""
     short = psutil.virtual_memory().available < 6 << 30
     return (1 if short else 2) << 30
 
 
 def read_bandwidth(size: int) -> float:
-    """Bytes per second when reading a buffer of ``size`` bytes."""
     return size / _best(reader(size))
 
 
 def reader(size: int) -> Callable[[], object]:
-    """A function that reads a buffer of ``size`` bytes with torch's threads."""
     import torch
 
     return torch.ones(size // 4, dtype=torch.float32).sum
 
 
 def product_rate(dtype: str, shape: tuple[int, int, int] = PRODUCT) -> float:
-    """Floating point operations per second of one packed linear layer, the faster of the engine's and oneDNN's."""
+    """Operations per second of a packed linear layer, the faster of the engine's and oneDNN's."""
     import torch
 
     from decant.engine.cpu.gemm import OneDnn, prepare
@@ -101,7 +95,6 @@ def product_rate(dtype: str, shape: tuple[int, int, int] = PRODUCT) -> float:
 
 
 def _best(call: Callable[[], object]) -> float:
-    """Seconds of the fastest of ``TRIES`` calls after one warm-up."""
     call()
     seconds = []
     for _ in range(TRIES):

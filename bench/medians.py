@@ -1,5 +1,3 @@
-"""Medians over several runs of alternating contenders."""
-
 from __future__ import annotations
 
 import statistics
@@ -8,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 LONG = ("requests", "schedule", "weights")
-"""What only the chosen run keeps."""
 
 
 def of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge runs with the same nested keys: numbers become medians, other values come from the first run."""
+    """Medians of the floats; the rest from the first run."""
     return {key: _median([run[key] for run in runs]) for key in runs[0]}
 
 
@@ -23,7 +20,7 @@ def _median(values: Sequence[Any]) -> Any:
 
 
 def run_of_median(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The run with the (lower) median output throughput; ``runs`` has the figures of every run."""
+    """By output throughput, the lower one of two."""
     ordered = sorted(runs, key=lambda run: run["output_throughput"])
     chosen = ordered[(len(ordered) - 1) // 2]
     brief = [{key: value for key, value in run.items() if key not in LONG} for run in runs]
@@ -31,7 +28,7 @@ def run_of_median(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def in_turn(contenders: Sequence[Callable[[], object]], runs: int) -> list[float]:
-    """Median milliseconds of each function, run alternately after one warm-up."""
+    """Milliseconds, after one warm-up."""
     times: list[list[float]] = [[] for _ in contenders]
     for run in range(runs + 1):
         for place, contender in enumerate(contenders):

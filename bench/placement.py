@@ -1,6 +1,6 @@
 """Prompt placement in simulated time: the router's own policy beside load alone, random and round robin.
 
-Figures depend on the seed only, not on the machine. See ``bench.simulation``.
+Figures depend on the seed only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from decant.router.placement.policy import PlacementRequest, WorkerSnapshot, cho
 from decant.state.ids import Incarnation
 
 LOADS = {"conversations": 1.0, "mixed": 0.5}
-"""How much of each load is conversations; the rest shares nothing."""
 
 _DECODE = WorkerSnapshot(
     Incarnation("decode", 1),
@@ -41,14 +40,13 @@ _DECODE = WorkerSnapshot(
 
 
 def placed(workers: Sequence[WorkerSnapshot], tokens: int) -> Incarnation:
-    """The router's policy."""
     place = choose_first_worker([*workers, _DECODE], PlacementRequest(tokens))
     assert place is not None
     return place.incarnation
 
 
 def by_load(workers: Sequence[WorkerSnapshot], tokens: int) -> Incarnation:
-    """The router's policy without knowledge of caches."""
+    """Without knowledge of caches."""
     return placed([replace(worker, cached_tokens=0) for worker in workers], tokens)
 
 
@@ -63,7 +61,6 @@ def in_turn() -> Choose:
 
 
 def policies(routers: int, seed: int) -> Iterator[tuple[str, list[Choose]]]:
-    """For each policy its name and one instance per router."""
     yield "placement", [placed] * routers
     yield "load alone", [by_load] * routers
     yield "round robin", [in_turn() for _ in range(routers)]
@@ -73,7 +70,7 @@ def policies(routers: int, seed: int) -> Iterator[tuple[str, list[Choose]]]:
 def simulate(
     *, prompts: int, rate: float, workers: int = 8, routers: int = 2, blocks: int = 8192, seed: int = 0
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Figures by load and policy: the cached share of prompt tokens, and milliseconds to first token."""
+    """By load and policy: cached share of prompt tokens, milliseconds to first token."""
     figures: dict[str, dict[str, dict[str, float]]] = {}
     for name, shared in LOADS.items():
         load = arrivals(prompts, rate, shared, seed)
@@ -91,7 +88,6 @@ def simulate(
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """One table for each load."""
     for name, figures in result["loads"].items():
         table = Table("", title=f"{name}, {result['rate']:g} prompts a second, simulated", box=None)
         for column in ("cached", "TTFT mean, ms", "median", "p99", ""):

@@ -2,10 +2,9 @@
 
     python -m bench.placement_cost [--workers 10 100 1000] [--json OUT]
 
-A router's own pool with as many prefill as decode workers, half of ``--workers`` each. Sessions are open and no process
-answers them. A request is placed as a router places it: a search for the first worker, a search for the decode worker,
-and the reservation of each; every eighth placement a heartbeat changes a worker. Figures are CPU time of this process
-for one search, the least of ``--rounds``. Goal: 0.3 ms at 100 workers.
+The router's own pool, half prefill and half decode workers; no process answers. A request is a search for and a
+reservation of each; every eighth placement a heartbeat changes a worker. Figures are this process's CPU time for one
+search, the least of ``--rounds``. Goal: 0.3 ms at 100 workers.
 
     distinct    prompts share nothing
     shared      each prompt begins with the same 512 tokens, which all workers have cached
@@ -52,8 +51,6 @@ CASES = ("distinct", "shared", "session")
 
 
 class NoWorkers:
-    """A directory and a channel that are never used: workers are added directly."""
-
     def stream_stream(self, *_: object, **__: object) -> None:
         return None
 
@@ -61,7 +58,6 @@ class NoWorkers:
 
 
 def new_pool(workers: int) -> WorkerPool:
-    """A pool of usable workers, alternately prefill and decode."""
     unused: Any = NoWorkers()
     pool = WorkerPool(ROUTER, unused, {MODEL: 1}, PeerTls(), handoff_min_tokens=64)
     for number in range(workers):
@@ -92,7 +88,6 @@ def new_prompts(case: str) -> list[PromptBlocks]:
 
 
 def place(pool: WorkerPool, prompt: PromptBlocks, session: str) -> None:
-    """One request, from its acceptance to its decode worker; its prompt is computed at once."""
     request = PlacementRequest(PROMPT_TOKENS, session=session, handoff_min_tokens=pool.handoff_min_tokens(MODEL))
     first = choose_first_worker(pool.snapshot(MODEL, frozenset(), prompt), request)
     assert first is not None
@@ -112,7 +107,6 @@ def warm(pool: WorkerPool, case: str, prompts: Sequence[PromptBlocks]) -> None:
 
 
 def search_ms(workers: int, case: str, rounds: int) -> float:
-    """CPU milliseconds of one search."""
     best = float("inf")
     for _ in range(rounds):
         pool, prompts = new_pool(workers), new_prompts(case)
@@ -129,7 +123,7 @@ def search_ms(workers: int, case: str, rounds: int) -> float:
 
 
 async def measure(workers: Sequence[int], rounds: int) -> dict[str, dict[str, float]]:
-    """CPU milliseconds of one search by case and number of workers. A coroutine: a pool needs an event loop."""
+    """A coroutine, as a pool needs an event loop."""
     return {case: {str(count): search_ms(count, case, rounds) for count in workers} for case in CASES}
 
 

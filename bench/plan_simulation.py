@@ -2,10 +2,9 @@
 
     python -m bench.plan_simulation [--workers 1 10 100 1000] [--routers 10] [--json OUT]
 
-As `decant plan --simulate`: the routers' own placement code, on workers of planned speed; ``--workers`` of each role.
-The model has the shape of Llama-3-8B, on an H100 each; prompts of 1,500 to 2,000 tokens, of which the first 1,000 are
-one of 50 prefixes, outputs of 500. The rate is 70 % of what one worker of each role could serve without a prefix cache,
-times their number.
+As `decant plan --simulate`, with ``--workers`` of each role. Llama-3-8B's shape, on an H100 each; prompts of 1,500 to
+2,000 tokens, the first 1,000 one of 50 prefixes; outputs of 500. The rate is 70 % of what the workers could serve
+without a prefix cache.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ FEWEST_REQUESTS, REQUESTS_PER_WORKER = 10_000, 20
 
 
 def simulate(inputs: Inputs, workers: int, routers: int) -> dict[str, Any]:
-    """The outcome, and the seconds that it took."""
     alone = replace(inputs.workload, rate=1e-3)
     goodput = Sizing(inputs.speed, inputs.room, alone, inputs.slo).plan().goodput
     workload = replace(inputs.workload, rate=SHARE * goodput * workers)

@@ -6,11 +6,8 @@
     plan           `decant plan` with these costs: saturation, and TTFT p50 and TPOT p50 at 30 % and 60 % of it
     measurement    one prefill and one decode worker, ``--rounds`` times: saturation, then both rates
 
-A run continues what OUT holds: its calibration, and the rounds that it lacks.
-
-Every prompt is handed off, as a plan assumes. The rates are shares of the saturation of the first round. Figures are
-medians of the rounds, whose requests and arrivals differ. Nothing of the measurement enters the plan. Goal: each figure
-within 20 %.
+A run continues what OUT holds. Every prompt is handed off. The rates are shares of the first round's saturation.
+Figures are medians of the rounds, whose requests and arrivals differ. Goal: each figure within 20 %.
 """
 
 from __future__ import annotations
@@ -50,13 +47,11 @@ GOAL = 0.2
 SHARES = (0.3, 0.6)
 _CALIBRATION_SEED = 1_000_000
 _CLIENTS, _SATURATION_REQUESTS = 24, 144
-"""Of a closed loop that measures the saturation. With few clients all are in one pool at a time."""
+"""With few clients all are in one pool at a time."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """`seconds`: of a run at a rate."""
-
     model: str
     prompt_tokens: str
     output_tokens: str
@@ -67,7 +62,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Figure:
-    """Requests/s or milliseconds; `measured` once a round."""
+    """Requests/s or milliseconds."""
 
     name: str
     predicted: float
@@ -79,14 +74,13 @@ class Figure:
 
 
 def calibrate(options: Options) -> dict[str, Any]:
-    """On a deployment of its own."""
     prompt, output = (parse_tokens("", text) for text in (options.prompt_tokens, options.output_tokens))
     calibration = CalibrationOptions(prompt.high, round(output.mean), seed=_CALIBRATION_SEED)
     return bench_calibrate.measure(options.model, options.kv_memory, calibration, lambda *_: None)
 
 
 def planned(options: Options, profile: Profile, rate: float) -> Plan:
-    """For one prefill and one decode worker. Raises InvalidPlan."""
+    """One worker of each role. Raises InvalidPlan."""
     room = Room(parse_size(options.kv_memory), 0, read_shape(Path(options.model)).kv_bytes("bfloat16"), share=1.0)
     prompt, output = (parse_tokens("", text) for text in (options.prompt_tokens, options.output_tokens))
     speed = Measured(profile.prefill, profile.decode)
@@ -97,7 +91,6 @@ def planned(options: Options, profile: Profile, rate: float) -> Plan:
 
 
 def measure(options: Options, rounds: list[dict[str, float]], on_round: Callable[[], None]) -> None:
-    """Append the rounds that are missing, each as soon as it is measured."""
     arguments = ("--prefill", "1", "--decode", "1", "--model", options.model, "--kv-memory", options.kv_memory)
     with (
         temporary_deployment(*arguments, variables=bench_calibrate.HAND_ALL_OFF) as deployment,
@@ -136,7 +129,6 @@ def throughput(document: Mapping[str, Any]) -> float:
 
 
 def compare(options: Options, profile: Profile, rounds: Sequence[Mapping[str, float]]) -> list[Figure]:
-    """Predicted and measured."""
     saturation = rounds[0]["saturation"]
     predicted = {"saturation": planned(options, profile, saturation / 1000).goodput}
     for share in SHARES:

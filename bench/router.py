@@ -12,8 +12,8 @@
     scripts       Redis scripts per running stream and flush interval, and per short request
     idle          CPU of each process without requests
 
-``bench.deployment.grpc_baseline``, a gRPC server that knows the answers, gives added TTFT and CPU for comparison. All
-processes share the machine's cores: on few cores, times mostly measure waiting for a core.
+A gRPC server that knows the answers (``bench.deployment.grpc_baseline``) also gives added TTFT and CPU. On few cores,
+times mostly measure waiting for a core.
 """
 
 from __future__ import annotations
@@ -45,20 +45,17 @@ from bench.deployment.processes import Deployment, Speed, deployment
 from decant.router.settings import RouterSettings
 
 CLIENTS = (8, 16, 32, 64, 128, 256)
-"""Of the closed loop; it ends where a doubling brings less than GROWTH times as much."""
+"""Ends where a doubling brings less than GROWTH times as much."""
 GROWTH = 1.1
 STREAMS = 32
 FRAMES = (64, 256)
 IDLE = ("router", "prefill", "decode", "redis")
 SETTLE_SECONDS = 2.0
-"""From the last request to what is called idle."""
 FLUSH_SECONDS = RouterSettings.model_fields["flush_ms"].default / 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Target of a figure: at most, or at least, ``value``."""
-
     key: str
     label: str
     unit: str
@@ -89,8 +86,6 @@ GOALS = (
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The cost of a load between two instants."""
-
     seconds: float
     cpu: Mapping[str, float]  # seconds, per process
     scripts: int
@@ -103,11 +98,11 @@ class Window:
 
 
 class LoadFailed(RuntimeError):
-    """A load generator ended without a result or with errors; the message has the first error."""
+    pass
 
 
 async def load(job: Job, scene: Deployment) -> Window:
-    """Run a load in its own process. Raises LoadFailed."""
+    """Raises LoadFailed."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bench.deployment.load", stdin=pipe, stdout=pipe, limit=1 << 26
@@ -134,7 +129,7 @@ async def load(job: Job, scene: Deployment) -> Window:
 
 
 class Bench:
-    """One run over one deployment. ``figures`` uses the keys of GOALS."""
+    """``figures`` has the keys of GOALS."""
 
     def __init__(self, scene: Deployment, speed: Speed, seconds: float) -> None:
         self.figures: dict[str, float] = {}
@@ -144,7 +139,6 @@ class Bench:
         self._seconds = seconds
 
     async def saturate(self) -> None:
-        """The highest request rate, and the Redis scripts per request at that rate."""
         await load(Job("warm", self._scene.address, "closed", min(1.0, self._seconds), clients=4), self._scene)
         rates: dict[int, float] = {}
         best = 0.0
@@ -162,7 +156,6 @@ class Bench:
         self.figures["requests_per_s"] = max(rates.values())
 
     async def half(self) -> None:
-        """The client's wait minus the engine's part, at half of saturation; and the same with gRPC alone."""
         rate = self.figures["requests_per_s"] / 2
         job = Job("open", self._scene.address, "open", 2 * self._seconds, rate=rate, seed=7)
         window = await load(job, self._scene)
@@ -182,7 +175,6 @@ class Bench:
         self.figures[f"{name}_p50_ms"], self.figures[f"{name}_p99_ms"] = np.percentile(values, [50, 99]).tolist()
 
     async def stream(self) -> None:
-        """Router CPU per message, Redis scripts per stream, and CPU per message of gRPC alone."""
         tokens = round(1000 * (2 * self._seconds + 5) / self._speed.step_ms)
         job = Job("streams", self._scene.address, "streams", self._seconds, STREAMS, output_tokens=min(tokens, 1900))
         window = await load(job, self._scene)
@@ -197,12 +189,10 @@ class Bench:
         self.details["tokens_per_message"] = tokens / messages
 
     async def session(self) -> None:
-        """Tokens per second through one session."""
         for count in FRAMES:
             self.figures[f"session_{count}_tokens_per_s"] = await tokens_per_second(count, self._seconds)
 
     async def idle(self) -> None:
-        """CPU of each process without requests."""
         await asyncio.sleep(SETTLE_SECONDS)
         before, began = self._scene.cpu(), time.monotonic()
         await asyncio.sleep(self._seconds)
@@ -221,7 +211,6 @@ PARTS = {
 
 
 async def measure(seconds: float, console: Console) -> dict[str, Any]:
-    """Run all parts in order; each window lasts ``seconds``."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     speed = Speed()
     async with AsyncExitStack() as stack:
@@ -239,7 +228,6 @@ async def measure(seconds: float, console: Console) -> dict[str, Any]:
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:
-    """Print each figure, its target, and the distance."""
     table = Table(box=None, pad_edge=False)
     for name in ("", "measured", "goal", "of goal", ""):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)

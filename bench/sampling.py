@@ -2,8 +2,7 @@
 
     python -m bench.sampling [--rows 64] [--vocabulary 151936] [--written 200] [--json OUT]
 
-The same run measures one softmax over the same rows, which is the lower bound of a sampler in tensor operations,
-and the fallback without kernels. All alternate; a figure is the median.
+In turn with one softmax, the lower bound in tensor operations, and the fallback without kernels; figures are medians.
 """
 
 from __future__ import annotations
@@ -43,11 +42,9 @@ KINDS: Mapping[str, dict[str, Any]] = MappingProxyType(
     }
 )
 WRITTEN = 200
-"""Tokens that each sequence has so far, if the command line does not say how many."""
 
 
 def make_rows(count: int, vocabulary: int, kind: Mapping[str, Any], written: int = WRITTEN) -> list[Row]:
-    """``count`` sequences of ``written`` tokens, each ready for its next token."""
     tokens = torch.randint(vocabulary, (count, written), generator=torch.Generator().manual_seed(0)).tolist()
     requests = [
         Request(f"s{seed}", (of[0],), sampling=SamplingParams(seed=seed, **kind)) for seed, of in enumerate(tokens)
@@ -59,7 +56,7 @@ def make_rows(count: int, vocabulary: int, kind: Mapping[str, Any], written: int
 
 
 def make_logits(count: int, vocabulary: int) -> torch.Tensor:
-    """Logits like a trained model's: some tens of tokens have high values. bfloat16."""
+    """Some tens of tokens have high values, as in a trained model. bfloat16."""
     generator = torch.Generator().manual_seed(1)
     logits = 2 * torch.randn(count, vocabulary, generator=generator)
     logits[:, :40] += 8 + 8 * torch.rand(count, 40, generator=generator)
@@ -67,12 +64,11 @@ def make_logits(count: int, vocabulary: int) -> torch.Tensor:
 
 
 def in_tensor_operations(rows: list[Row], logits: torch.Tensor) -> list[int]:
-    """Sample without kernels."""
     return Sampler(SCORES_AT_ONCE).sample(rows, logits, frozenset())
 
 
 def measure(count: int, vocabulary: int, runs: int, written: int = WRITTEN) -> dict[str, Any]:
-    """Milliseconds for all rows, by kind of request and contender."""
+    """Milliseconds by kind of request and contender."""
     logits = make_logits(count, vocabulary)
     kinds, sampler = {}, make_backend(torch.device("cpu")).sampler
     for name, kind in track(KINDS.items(), "measuring", console=Console(stderr=True), transient=True):
@@ -89,7 +85,6 @@ def measure(count: int, vocabulary: int, runs: int, written: int = WRITTEN) -> d
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print one line per kind of request."""
     title = f"{result['rows']} rows, {result['vocabulary']:,} tokens, {result['threads']} threads; ms"
     table = Table(title=title)
     for heading in ("", "one softmax", "sample", "in tensor operations"):

@@ -2,10 +2,9 @@
 
     python -m bench.scheduler_overhead --json OUT.json
 
-Two devices compute nothing. ``null`` answers at once, so a step is the engine's own work. ``laid out`` is the real
-ModelRunner around a model that returns constants, so a step includes row layout and reading the logits (of a tiny
-vocabulary). Two scenes: ``decode`` (every sequence gets one token per step, contexts about ``--context``) and
-``churn`` (about one sequence per step ends and a new one starts).
+``null`` is the engine's own work. ``laid out`` adds row layout and reading the logits (of a tiny vocabulary): the real
+ModelRunner around a model of constants. ``decode``: every sequence gets one token per step, with contexts about
+``--context``. ``churn``: about one sequence per step ends and a new one starts.
 """
 
 from __future__ import annotations
@@ -36,22 +35,20 @@ from decant.engine.engine import Engine
 from decant.engine.kv_layout import FULL, KvLayout, LayerSpec
 from decant.engine.model.backend import Backend, make_backend
 from decant.engine.model.runner import ModelRunner
-from decant.engine.plan import Device, DeviceMemory, StepPlan, StepResult
+from decant.engine.plan import BlockMemory, Device, DeviceMemory, StepPlan, StepResult
 from decant.engine.request import Request, StopParams
 from decant.engine.scheduler import Limits
 
 BLOCK_SIZE = 16
 VOCABULARY = 16
 GOAL_MS = 1.5
-"""Most that a step of 256 running sequences may cost apart from the model."""
+"""For 256 running sequences."""
 
 ROUND = 100
-"""Steps on one set of sequences: contexts grow by no more than this."""
+"""Limits the growth of contexts."""
 
 
 class NullDevice:
-    """Blocks without bytes, and the same token for every row at no cost."""
-
     block_bytes = 0
     lookahead = 0
     overlaps = False
@@ -66,6 +63,10 @@ class NullDevice:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.context_length = num_blocks * block_size
+
+    @property
+    def block_memory(self) -> BlockMemory:
+        raise AssertionError("nothing is handed over here")
 
     def memory(self) -> DeviceMemory | None:
         return None
@@ -84,15 +85,11 @@ class NullDevice:
 
 
 class NullModel(torch.nn.Module):
-    """A causal model without layers: constant logits for the kept positions."""
-
     def forward(self, *, logits_to_keep: torch.Tensor, **_: Any) -> SimpleNamespace:
         return SimpleNamespace(logits=torch.zeros(1, len(logits_to_keep), VOCABULARY))
 
 
 class LaidOutDevice(NullDevice):
-    """The real runner around a model that computes nothing."""
-
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         layout = KvLayout((LayerSpec(1, 1, 1),), BLOCK_SIZE, 4)
@@ -108,7 +105,7 @@ DEVICES: dict[str, Callable[[int], Device]] = {"null": NullDevice, "laid out": L
 
 
 class Scene:
-    """An engine with ``running`` sequences after their prompts, with contexts of about ``context`` tokens."""
+    """Contexts of about ``context`` tokens."""
 
     def __init__(self, device: Callable[[int], Device], running: int, context: int, churn: bool) -> None:
         self._context = context
@@ -123,7 +120,7 @@ class Scene:
             self.engine.step()
 
     def add(self) -> None:
-        """Add a sequence; in churn its length is spread evenly around half of the context."""
+        """In churn, lengths are spread evenly."""
         spread = self._context // 4
         length = self._context - self._rng.randint(0, spread) - (0 if self._churn else ROUND // 2)
         prompt = tuple(self._rng.choices(range(VOCABULARY), k=length))
@@ -133,7 +130,7 @@ class Scene:
         self._added += 1
 
     def step(self) -> tuple[float, float]:
-        """Seconds of one step by the clock and by this thread's CPU; replacing ended sequences is excluded."""
+        """Seconds by the clock and by this thread's CPU, without replacing ended sequences."""
         began, worked = time.perf_counter(), time.thread_time()
         output = self.engine.step()
         took = (time.perf_counter() - began, time.thread_time() - worked)
@@ -143,7 +140,7 @@ class Scene:
 
 
 def measure(name: str, running: int, context: int, steps: int, *, churn: bool) -> dict[str, Any]:
-    """Milliseconds of ``steps`` steps by the clock and by this thread's CPU, which other processes disturb less."""
+    """Milliseconds by the clock and by this thread's CPU."""
     seconds: list[tuple[float, float]] = []
     while len(seconds) < steps:
         scene = Scene(DEVICES[name], running, context, churn)
@@ -155,7 +152,7 @@ def measure(name: str, running: int, context: int, steps: int, *, churn: bool) -
 
 
 class Parts:
-    """CPU seconds in named methods of a backend and its sampler, while open."""
+    """CPU seconds."""
 
     def __init__(self, backend: Backend, *names: str) -> None:
         self.seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -181,7 +178,7 @@ class Parts:
 
 
 def parts(running: int, context: int, steps: int) -> dict[str, float]:
-    """Median CPU milliseconds per step of the functions that lay out a decode step."""
+    """Median CPU milliseconds per step."""
     scene = Scene(LaidOutDevice, running, context, churn=False)
     device = scene.engine.device
     assert isinstance(device, LaidOutDevice)
@@ -192,7 +189,6 @@ def parts(running: int, context: int, steps: int) -> dict[str, float]:
 
 
 def profile(running: int, context: int, steps: int) -> None:
-    """Print a profile of laid-out decode steps to standard error."""
     scene = Scene(LaidOutDevice, running, context, churn=False)
     profiler = cProfile.Profile()
     profiler.enable()

@@ -5,10 +5,9 @@
 
     python -m bench.service --model qwen2.5-0.5b [--runs 3] [--json OUT] [--profile DIR]
 
-Both take turns, with the same requests, threads, token budget and KV memory. Every client reads a stream, a message a
-token. The ratio is that of output tokens per second, from the first send to the last token. CPU seconds show the cost
-of each process with less noise on a shared machine: the service's own cost is all CPU that the engine alone does not
-need. ``--profile`` serves the workload once more under py-spy, which slows it down, and keeps the samples in DIR.
+Both alternate, with the same requests, threads, token budget and KV memory. Clients read streams, a message a token.
+The ratio is that of output tokens per second; the service's own cost is all CPU that the engine alone does not need.
+``--profile`` serves the workload once more under py-spy and keeps the samples in DIR.
 """
 
 from __future__ import annotations
@@ -40,17 +39,16 @@ from decant.runtime.cores import usable_cores
 
 GOAL = 0.9
 KEYS = ("duration", "output_throughput", "median_ttft_ms", "median_tpot_ms", "p99_itl_ms", "max_itl_ms")
-"""Of each run, in the report's order."""
 
 
 def engine_alone(job: Job) -> dict[str, Any]:
-    """One run. Raises ChildFailed."""
+    """Raises ChildFailed."""
     result = child.run("bench.comparison.own_engine", job, lambda _: None)
     return {key: result[key] for key in KEYS} | {"cpu_seconds": result["cpu_seconds"]}
 
 
 async def whole_service(job: Job, profile: Path | None = None) -> dict[str, Any]:
-    """One run. Raises LoadFailed, TimeoutError."""
+    """Raises LoadFailed, TimeoutError."""
     with tempfile.TemporaryDirectory(prefix="decant-bench-") as folder:
         async with service(job, Path(folder)) as running:
             result = await running.serve(job.items, profile)
@@ -63,7 +61,7 @@ async def whole_service(job: Job, profile: Path | None = None) -> dict[str, Any]
 
 
 def measure(args: argparse.Namespace, notify: Callable[[str], None]) -> dict[str, Any]:
-    """All runs and their summary. Raises ChildFailed, LoadFailed, InvalidWorkload, FileNotFoundError, TimeoutError."""
+    """Raises ChildFailed, LoadFailed, InvalidWorkload, FileNotFoundError, TimeoutError."""
     folder = shapes.checkpoint(args.model)
     items = tuple(items_of(args.workload, folder, args.seed))
     job = Job(str(folder), args.dtype, args.threads, items, args.token_budget, args.kv_bytes)
@@ -86,7 +84,7 @@ def measure(args: argparse.Namespace, notify: Callable[[str], None]) -> dict[str
 
 
 def compare(alone: Sequence[Mapping[str, Any]], served: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, Any]:
-    """Medians over the runs: the ratio of throughputs, and the CPU of each part in microseconds a token."""
+    """CPU in microseconds a token."""
 
     def middle(runs: Sequence[Mapping[str, Any]], key: str) -> float:
         return float(statistics.median(run[key] for run in runs))
@@ -104,7 +102,6 @@ def _seconds(spent: Mapping[str, float]) -> float:
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:
-    """Runs, CPU of each process, the hottest functions, and the ratio."""
     table = Table(title=f"{result['workload']}, {result['model_id']}, {result['threads']} threads")
     for name in ("", *KEYS, "CPU s"):
         table.add_column(name, justify="right")

@@ -4,8 +4,7 @@
              ──> router b ──┘  ^                            └──> worker 2 ...
                                └── heartbeats: load and cache events as of the last sample <───┘
 
-A worker computes ``TOKENS_PER_SECOND``, plus a fixed time per prompt. Blocks, eviction, cache events and the routers'
-views are the product's own code.
+Blocks, eviction, cache events and the routers' views are the product's own code.
 """
 
 from __future__ import annotations
@@ -33,21 +32,17 @@ PROMPT_SECONDS = 0.005
 BEAT_SECONDS = 0.25
 
 Choose = Callable[[Sequence[WorkerSnapshot], int], Incarnation]
-"""From the workers as a router sees them, for a prompt of so many tokens."""
+"""``int``: the prompt's tokens."""
 
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt in progress: as sent, and the router's record of it."""
-
     arrival: Arrival
     digests: Sequence[bytes]
     sent: LoadReservation
 
 
 class Worker:
-    """Computes one prompt after another and caches the result while it has free blocks."""
-
     def __init__(self, blocks: int) -> None:
         self.pool = BlockPool(blocks, BLOCK_TOKENS)
         self.news = PrefixCacheFeed()
@@ -56,7 +51,7 @@ class Worker:
         self._load = wire.Load()
 
     def begin(self) -> float:
-        """Start the next prompt; return its duration in seconds."""
+        """Returns seconds."""
         prompt = self.queue.popleft()
         prefix = self._cached(prompt)
         tokens, cached = prompt.arrival.tokens, prefix.num_blocks * BLOCK_TOKENS
@@ -65,7 +60,7 @@ class Worker:
         return PROMPT_SECONDS + (tokens - cached) / TOKENS_PER_SECOND
 
     def end(self) -> tuple[Prompt, int]:
-        """Finish the prompt; return it and its number of cached tokens."""
+        """The prompt and its number of cached tokens."""
         assert self.reading is not None
         (prompt, holding, cached), self.reading = self.reading, None
         self.pool.publish(0, holding.blocks[0][: len(prompt.digests)], prompt.digests)
@@ -74,7 +69,6 @@ class Worker:
         return prompt, cached
 
     def look(self) -> None:
-        """Sample the state that heartbeats report until the next sample."""
         self.news.note(self.pool.index.changed())
         self.news.collect()
         here = [*self.queue, *([self.reading[0]] if self.reading else [])]
@@ -97,8 +91,6 @@ class Worker:
 
 
 class Simulation:
-    """Routers, workers, and their events in order of time."""
-
     def __init__(self, choose: Sequence[Choose], workers: int, blocks: int) -> None:
         self.waited: list[float] = []  # seconds from arrival to first token
         self.read = self.cached = 0  # tokens
@@ -112,7 +104,6 @@ class Simulation:
             worker.news.begin(router)
 
     def run(self, load: Sequence[Arrival]) -> None:
-        """Run until every prompt has its first token."""
         routers = itertools.cycle(range(len(self._choose)))
         for arrival in load:
             self._at(arrival.at, partial(self._arrive, next(routers), arrival))

@@ -18,23 +18,22 @@ from decant.bench.workload_file import InvalidWorkload, Item, check, read, write
 __all__ = ["GENERATORS", "InvalidWorkload", "Item", "check", "exponential", "long_prompts", "mixed", "read", "write"]
 
 LONGEST_OUTPUT = 256
-"""Outputs of ``exponential`` above this are drawn again."""
 
 
 def exponential(vocab_size: int, seed: int = 0, *, count: int = 64, prompt: int = 128, mean: float = 64) -> list[Item]:
-    """``count`` simultaneous requests, equal prompts, exponentially distributed output lengths, cut by rejection."""
+    """Simultaneous; output lengths exponentially distributed, cut by rejection."""
     rng = Random(seed)
     return [_item(rng, vocab_size, f"exp-{n}", prompt, _output_len(rng, mean), 0.0) for n in range(count)]
 
 
 def long_prompts(vocab_size: int, seed: int = 0, *, count: int = 8, output: int = 128) -> list[Item]:
-    """``count`` simultaneous requests with prompts of 1,500 to 2,000 tokens."""
+    """Simultaneous; prompts of 1,500 to 2,000 tokens."""
     rng = Random(seed)
     return [_item(rng, vocab_size, f"long-{n}", rng.randint(1500, 2000), output, 0.0) for n in range(count)]
 
 
 def mixed(vocab_size: int, seed: int = 0, *, long_at: float = 3.0) -> list[Item]:
-    """Eight decodes (``run-*``); a prompt of 3,000 tokens (``long-0``) arrives ``long_at`` seconds in."""
+    """Eight decodes (``run-*``); a prompt of 3,000 tokens (``long-0``) arrives after ``long_at`` seconds."""
     rng = Random(seed)
     running = [_item(rng, vocab_size, f"run-{n}", 128, 384, 0.0) for n in range(8)]
     return [*running, _item(rng, vocab_size, "long-0", 3000, 32, long_at)]
@@ -43,7 +42,6 @@ def mixed(vocab_size: int, seed: int = 0, *, long_at: float = 3.0) -> list[Item]
 GENERATORS: Mapping[str, Callable[[int, int], list[Item]]] = MappingProxyType(
     {"exponential": exponential, "long-prompts": long_prompts, "mixed": mixed}
 )
-"""Name -> (vocabulary size, seed) -> workload."""
 
 
 def _output_len(rng: Random, mean: float) -> int:

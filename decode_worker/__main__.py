@@ -1,5 +1,3 @@
-"""``python -m decode_worker``."""
-
 from __future__ import annotations
 
 import sys

@@ -1,8 +1,4 @@
-"""A decode worker: receives KV caches and decodes.
-
-It can also compute prompts, when that is faster than a handoff or there is no prefill worker. Only the defaults of its
-settings differ from a prefill worker's.
-"""
+"""A decode worker. It can also compute prompts; only the defaults of its settings differ from a prefill worker's."""
 
 from __future__ import annotations
 
@@ -17,8 +13,6 @@ from decant.worker.settings import WorkerSettings
 
 
 class DecodeSettings(WorkerSettings):
-    """How a decode worker runs."""
-
     port: int = Field(default=50071, ge=0, le=65535, description="port to listen on; 0 takes a free one")
 
 
@@ -26,5 +20,4 @@ KIND = WorkerRole(wire.ROLE_DECODE, "decode_worker", DecodeSettings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a worker; returns the exit status. ``arguments``: by default those of the command line."""
     return run_worker(KIND, arguments)

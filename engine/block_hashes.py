@@ -1,5 +1,3 @@
-"""The hash of a block of tokens, by which prefix caches find it. Routers use it too."""
-
 from __future__ import annotations
 
 import hashlib
@@ -7,10 +5,10 @@ from array import array
 from collections.abc import Sequence
 
 BlockHash = bytes
-"""Chained digest of a block's tokens, all tokens before them, and a salt (16 bytes)."""
+"""Digest of 16 bytes over a salt and all tokens up to the block's end."""
 
 REPORTED_BYTES = 8
-"""Workers report so many leading bytes of a hash to routers."""
+"""Leading bytes of a hash that workers report to routers."""
 
 
 def root_hash(salt: bytes) -> BlockHash:
@@ -19,10 +17,7 @@ def root_hash(salt: bytes) -> BlockHash:
 
 
 def hash_blocks(parent: BlockHash, tokens: Sequence[int], size: int) -> list[BlockHash]:
-    """Digests of the full blocks of ``size`` tokens, each chained to the previous one and the first to ``parent``.
-
-    Two prefixes are equal exactly when their last digests are.
-    """
+    """Each digest is chained to the previous one, the first to ``parent``."""
     words = array("Q", tokens)
     data, stride = memoryview(words).cast("B"), words.itemsize * size
     digests = []

@@ -1,13 +1,10 @@
-"""Block accounting: block tables, reference counts, LRU eviction. No bytes are touched here.
+"""Block accounting: block tables, reference counts, LRU eviction.
 
-A block is in exactly one of three states::
+A block is in exactly one state::
 
-    free     no reference, no hash                 <-- allocate takes these first
-    cached   no reference, a published hash        <-- then it evicts the least recently used of these
+    free     no reference, no hash                 <-- allocated first
+    cached   no reference, a published hash        <-- then the least recently used is evicted
     held     listed by one or more block tables    <-- release: to cached if published, else to free
-
-An allocation is a ``BlockTable`` with an owner; ``release`` is the only way to return it. The reference count of a
-block is the number of live tables that list it; ``check_integrity`` recounts from the tables.
 
 A table has a row of blocks for each cache group (``kv_layout``). A group with a window frees those that no later query
 sees::
@@ -29,10 +26,9 @@ from decant.engine.prefix_index import GroupBlocks, PrefixIndex
 
 
 class BlockTable:
-    """Blocks of one owner, by group and in the order of the tokens they carry. Only ``BlockPool`` makes one.
+    """Blocks of one owner by group, in token order; the owner must ``release`` it.
 
-    The first ``freed[group]`` entries of ``blocks[group]`` are the pool's ``null`` block. A group never has more
-    entries than one with a wider window.
+    The first ``freed[group]`` entries of ``blocks[group]`` are ``null``. A wider window never has fewer entries.
     """
 
     __slots__ = ("blocks", "freed", "live", "owner", "pool")
@@ -46,21 +42,18 @@ class BlockTable:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that each group has, from the sequence's start."""
         return len(self.blocks[-1])
 
     @property
     def shortest(self) -> list[array[int]]:
-        """The rows of the groups that have no more than ``num_blocks``."""
         return [blocks for blocks in self.blocks if len(blocks) == len(self.blocks[-1])]
 
     @property
     def held(self) -> list[int]:
-        """The blocks of all groups that are not freed."""
         return [block for blocks, freed in zip(self.blocks, self.freed, strict=True) for block in blocks[freed:]]
 
     def grow(self, count: int) -> None:
-        """Append fresh blocks until each group has ``count``, all or none. Raises OutOfBlocks."""
+        """Until each group has ``count`` entries, all or none. Raises OutOfBlocks."""
         missing = [max(0, count - len(blocks)) for blocks in self.blocks]
         fresh = self.pool.take(sum(missing))
         for blocks, more in zip(self.blocks, missing, strict=True):
@@ -68,12 +61,11 @@ class BlockTable:
             del fresh[:more]
 
     def reachable(self, more: int) -> int:
-        """How many blocks each group can have with ``more`` more blocks in all."""
+        """Entries that every group can have with ``more`` more blocks in all."""
         lengths = sorted(map(len, self.blocks))
         return min((more + sum(lengths[:count])) // count for count in range(1, len(lengths) + 1))
 
     def share(self, group: int, block: int) -> None:
-        """Append a block that another table lists now."""
         self.pool.acquire(block)
         self.blocks[group].append(block)
 
@@ -88,7 +80,7 @@ class BlockTable:
                 self.freed[group] = first
 
     def release(self) -> None:
-        """Return all blocks to the pool; a second call does nothing."""
+        """Return all blocks to the pool. Idempotent."""
         if self.live:
             self.live = False
             self.pool.give_back(self)
@@ -97,10 +89,9 @@ class BlockTable:
 
 
 class BlockPool:
-    """Accounting of ``num_blocks`` blocks of ``block_size`` tokens each, which serve any cache group.
+    """``windows``: of each group, widest first; ``windowed``: the groups that free blocks.
 
-    ``windows``: what queries of each group see, widest first; ``windowed``: the groups that free blocks. ``null`` is
-    the id of no block: a freed entry of a table. ``KvStore`` has zeros there.
+    ``null``: id of a freed table entry; ``KvStore`` has zeros there.
     """
 
     def __init__(self, num_blocks: int, block_size: int, windows: Sequence[Window] = (FULL,)) -> None:
@@ -117,7 +108,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Free and cached blocks: what an allocation can get now."""
+        """Free and cached blocks."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -129,22 +120,19 @@ class BlockPool:
         return len(self._cached)
 
     def blocks_for(self, tokens: int) -> int:
-        """Number of blocks that ``tokens`` tokens need; the last one may be partial."""
         return -(-tokens // self.block_size)
 
     def blocks_at_once(self, count: int) -> int:
-        """How many blocks of all groups a sequence of ``count`` blocks of tokens needs at the same time."""
+        """Blocks of all groups that a sequence needs at the same time."""
         return sum(window.blocks_at_once(count, self.block_size) for window in self.windows)
 
     def first_block(self, group: int, position: int) -> int:
-        """Index of the first block that a query of the group at ``position`` sees."""
         return self.windows[group].first_block(position, self.block_size)
 
     def allocate(self, owner: str, count: int, prefix: Sequence[GroupBlocks] = (), spare: int = 0) -> BlockTable:
-        """A table of ``count`` blocks in each group: the held or cached ``prefix``, then fresh ones, all or none.
+        """A table of ``count`` entries per group: the held or cached ``prefix``, then fresh blocks, all or none.
 
-        A group with a window gets only as many as it needs at once; ``BlockTable.grow`` adds the others.
-        ``spare`` blocks must stay available. Raises OutOfBlocks.
+        A group with a window gets only what it needs at once. ``spare`` blocks stay available. Raises OutOfBlocks.
         """
         prefix = prefix or [GroupBlocks()] * len(self.windows)
         cached = [block for group in prefix for block in group.blocks]
@@ -164,19 +152,19 @@ class BlockPool:
         return table
 
     def publish(self, group: int, blocks: Sequence[int], digests: Iterable[BlockHash]) -> None:
-        """Make held, filled blocks of a group findable by their digests. The first one of a digest keeps it."""
+        """Make held, filled blocks findable. The first block of a digest keeps it."""
         for block in blocks:
             if self._refs[block] == 0:
                 raise AssertionError(f"block {block} is published without a reference")
         self.index.publish(group, blocks, digests)
 
     def grow(self, rows: Sequence[array[int]]) -> None:
-        """Append one fresh block to each of these rows of tables, all or none. Raises OutOfBlocks."""
+        """Append one fresh block to each row, all or none. Raises OutOfBlocks."""
         for blocks, block in zip(rows, self.take(len(rows)), strict=True):
             blocks.append(block)
 
     def take(self, count: int) -> list[int]:
-        """``count`` fresh blocks with one reference each. Raises OutOfBlocks. Internal to this module."""
+        """Raises OutOfBlocks."""
         if count > self.available:
             raise OutOfBlocks(count, self.available)
         taken = self._free[: -count - 1 : -1]
@@ -188,18 +176,17 @@ class BlockPool:
         return taken
 
     def acquire(self, block: int) -> None:
-        """Add a reference to a held or cached block. Internal to this module."""
+        """The block must be held or cached."""
         if self._refs[block] == 0:
             del self._cached[block]
         self._refs[block] += 1
 
     def give_back(self, table: BlockTable) -> None:
-        """Drop a table's references, last blocks first, so that a prefix is evicted after what follows it."""
         del self._tables[id(table)]
         self.drop(table.held)
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """Drop a reference of each block, the last one first. Internal to this module."""
+        """The last first: a prefix is evicted after what follows it."""
         refs, published = self._refs, self.index.published
         for block in reversed(blocks):
             refs[block] -= 1
@@ -210,14 +197,14 @@ class BlockPool:
                     self._free.append(block)
 
     def forget(self, digests: Iterable[BlockHash]) -> None:
-        """Evict the cached blocks of these hashes in all groups; held ones stay published."""
+        """Evict cached blocks of these hashes in all groups; held ones stay published."""
         for block in [block for digest in digests for block in self.index.find(digest)]:
             if block in self._cached:
                 self._cached.move_to_end(block, last=False)
                 self._free += self._evict(1)
 
     def unpublish(self, digests: Iterable[BlockHash]) -> None:
-        """Remove these hashes from the prefix cache in all groups, also those of held blocks."""
+        """In all groups, also those of held blocks."""
         found = [block for digest in digests for block in self.index.find(digest)]
         cached = [block for block in found if block in self._cached]
         self.index.remove(found)
@@ -226,26 +213,23 @@ class BlockPool:
         self._free += cached
 
     def drop_cache(self) -> int:
-        """Evict all cached blocks; returns how many."""
         dropped = len(self._cached)
         self._free += self._evict(dropped)
         return dropped
 
     def _evict(self, count: int) -> list[int]:
-        """Unpublish the ``count`` least recently used cached blocks; the caller puts them elsewhere."""
         evicted = [self._cached.popitem(last=False)[0] for _ in range(count)]
         self.index.remove(evicted)
         return evicted
 
     def held_by(self) -> dict[str, list[int]]:
-        """Blocks of each owner; several tables of one owner are concatenated."""
         owners: dict[str, list[int]] = {}
         for table in self._tables.values():
             owners.setdefault(table.owner, []).extend(table.held)
         return owners
 
     def check_integrity(self, live_owners: Iterable[str]) -> None:
-        """Recount everything from the tables. Raises AssertionError with what does not add up."""
+        """Raises AssertionError."""
         counted = [0] * self.num_blocks
         for table in self._tables.values():
             _require(table.live, f"{table.owner} was released and is still listed")

@@ -4,10 +4,10 @@
 
                   keys: context      chunk
     queries of   [############## | #         ]     A chunk of n tokens behind c computed ones has
-    the chunk    [############## | # #       ]     n c + n (n + 1) / 2 pairs: a longer context
-                 [############## | # # #     ]     leaves fewer tokens for the same seconds.
+    the chunk    [############## | # #       ]     n c + n (n + 1) / 2 pairs.
+                 [############## | # # #     ]
 
-Plain arithmetic: no clock, no device. ``model.calibration`` measures a device's costs.
+``model.calibration`` measures the costs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from typing import NamedTuple
 
 _GAIN = 0.2
 _MAX_RATIO = 1.5
-"""A step's ratio of measured to predicted seconds is clipped to this, and to its inverse."""
 
 
 class StepWork(NamedTuple):
-    """Work of a step or a row: tokens, rows of the output head (``logits``), and (query, key) ``pairs``."""
+    """``logits``: rows of the output head; ``pairs``: (query, key) pairs."""
 
     tokens: int = 0
     logits: int = 0
@@ -36,13 +35,13 @@ NO_WORK = StepWork()
 
 
 def chunk(context: int, tokens: int, *, all_logits: bool = False) -> StepWork:
-    """Work of ``tokens`` tokens behind ``context`` computed ones; logits of the last one, or ``all_logits``."""
+    """Work behind ``context`` computed tokens; logits of the last one, or ``all_logits``."""
     return StepWork(tokens, tokens if all_logits else 1, tokens * context + tokens * (tokens + 1) // 2)
 
 
 @dataclass(frozen=True, slots=True)
 class StepCostModel:
-    """Seconds per step, token, row of logits and (query, key) pair. All zero: unknown, every chunk fits."""
+    """Seconds per step, token, row of logits and pair. All zero: unknown, every chunk fits."""
 
     fixed: float = 0.0
     token: float = 0.0
@@ -53,7 +52,7 @@ class StepCostModel:
         return self.fixed + self.token * work.tokens + self.logits * work.logits + self.pair * work.pairs
 
     def max_tokens_within(self, seconds: float, context: int, most: int, *, all_logits: bool = False) -> int:
-        """Most tokens, 0 to ``most``, of one chunk behind ``context`` tokens that add at most ``seconds``."""
+        """Most tokens, 0 to ``most``, of one chunk that adds at most ``seconds``."""
         left = seconds - (0.0 if all_logits else self.logits)
         if left <= 0:
             return 0
@@ -65,12 +64,11 @@ class StepCostModel:
 
 
 class StepTimePredictor:
-    """A cost model that corrects itself: ``factor`` for all work, ``own`` in addition for decodes.
+    """A cost model that corrects itself.
 
         predicted = factor x (own x decodes + what prompts add)
 
-    A step with prompts corrects ``factor``, one without corrects ``own``, by at most 8 %: a stall of seconds counts as
-    one slow step, and half the speed is learned in ten.
+    A step with prompts corrects ``factor``, one without corrects ``own``, by at most 8 %.
     """
 
     def __init__(self, costs: StepCostModel) -> None:
@@ -82,11 +80,9 @@ class StepTimePredictor:
         return self.factor * (self.own * base + self.costs.seconds(decodes.plus(prompts)) - base)
 
     def max_tokens_within(self, seconds: float, context: int, most: int, *, all_logits: bool = False) -> int:
-        """As ``StepCostModel.max_tokens_within``, corrected."""
         return self.costs.max_tokens_within(seconds / self.factor, context, most, all_logits=all_logits)
 
     def note(self, decodes: StepWork, prompts: StepWork, seconds: float) -> None:
-        """Correct the model by a step that took ``seconds``."""
         predicted = self.seconds(decodes, prompts)
         if predicted <= 0:
             return

@@ -1,9 +1,8 @@
-"""The engine's step: schedule, run, commit, publish. Called from one thread; ``loop`` provides it.
+"""The engine's step: schedule, run, commit, publish. Not thread-safe; ``loop`` provides the thread.
 
-On a device that overlaps steps the next one is launched before a result is awaited (``step_queue``). Commands that need
-to know the step in flight commit it first (``settle``).
+Commands that need to know the step in flight (``step_queue``) commit it first (``settle``).
 
-add ──> waiting ──> running ──> ended           cancel: allowed in any state; an arrival leaves no event
+add ──> waiting ──> running ──> ended           cancel: allowed in any state
            ^           │  │
            └─ preempt ─┘  └──> parked ──> release (or resume: running again)
 reserve ──> arrival ──> join: running           (``exports``)
@@ -34,8 +33,6 @@ from decant.engine.transfer import Checksum, default_checksum
 
 
 class Engine:
-    """Continuous batching over one device. ``transfers`` holds exports and arrivals of a handoff."""
-
     def __init__(
         self,
         device: Device,
@@ -83,10 +80,10 @@ class Engine:
         self.scheduler.add(sequence)
 
     def fork(self, id: str, child: str, output_index: int) -> None:
-        """Start ``child``: a copy of a sequence as it is now, that draws its next tokens as output ``output_index``.
+        """Start ``child``: a copy of a sequence as it is now that draws its next tokens as output ``output_index``.
 
-        Full blocks are shared, a partial last one is copied; without blocks it waits as its source does. It emits only
-        what follows. Raises UnknownSequence, InvalidRequest, OutOfBlocks; then nothing is kept.
+        Full blocks are shared, a partial last one is copied; without blocks it waits. It emits only what follows.
+        Raises UnknownSequence, InvalidRequest, OutOfBlocks; then nothing is kept.
         """
         self.settle()
         source, scheduler, pool = self.sequences.get(id), self.scheduler, self.pool
@@ -131,13 +128,13 @@ class Engine:
         return sequence is not None or arrival is not None
 
     def forget(self, tokens: Sequence[int], salt: bytes, keep: int) -> None:
-        """Evict the cached blocks of these tokens behind the first ``keep``; held blocks stay published."""
+        """Evict cached blocks behind the first ``keep`` tokens; held ones stay published."""
         size = self.pool.block_size
         hashes = hash_blocks(root_hash(salt), tokens, size)[keep // size :]
         self.launched.after_ends(partial(self.pool.forget, hashes))
 
     def park(self, id: str) -> None:
-        """Stop scheduling a running sequence; it keeps its blocks. Raises UnknownSequence."""
+        """The sequence keeps its blocks. Raises UnknownSequence if it is not running."""
         self.settle()
         sequence = self.sequences.get(id)
         if sequence is None or id in self.parked or sequence.block_table is None:
@@ -146,7 +143,7 @@ class Engine:
         self.parked[id] = sequence
 
     def resume(self, id: str) -> None:
-        """Schedule a parked sequence again; it may have to wait. Raises UnknownSequence."""
+        """Raises UnknownSequence."""
         self.settle()  # it may preempt another
         sequence = self.parked.pop(id, None)
         if sequence is None:
@@ -161,7 +158,7 @@ class Engine:
         return bool(queued or self._ended or self.settled is not None)
 
     def step(self) -> StepOutput:
-        """One iteration: schedule, run, commit, publish. After ``settle``: publish what that committed, at once."""
+        """After ``settle``: publish what that committed, without waiting."""
         if self._failure is not None:
             raise self._failure
         output, self.settled = self.settled, None
@@ -174,10 +171,7 @@ class Engine:
         return output
 
     def settle(self) -> None:
-        """Wait for a step in flight and commit it: then no sequence changes but by commands, until the next step.
-
-        If that fails, so does every later step: some of its rows may be committed.
-        """
+        """Commit the step in flight. If that fails, so does every later step: its rows may be half committed."""
         if self._failure is not None:
             raise self._failure
         if self.launched:
@@ -188,7 +182,6 @@ class Engine:
                 raise
 
     def _run_step(self, *, ahead: bool) -> StepOutput:
-        """Commit the oldest launched step, else one launched now. ``ahead``: launch the next one before the wait."""
         output, reserved_slots = StepOutput(self.steps, [], [], [], [], []), len(self.transfers.arrivals)
         step = self.launched.launch(self.scheduler, reserved_slots)
         self.planned_tokens = output.num_tokens = step.plan.num_tokens if step else 0
@@ -200,10 +193,7 @@ class Engine:
         return output
 
     def _commit(self, step: LaunchedStep, result: StepResult, output: StepOutput) -> None:
-        """Apply a result: KV is computed; a row's token is emitted, and may end or park its sequence.
-
-        The common path is inlined: with hundreds of rows a call takes 0.1 ms.
-        """
+        """The common path is inlined, for steps of hundreds of rows."""
         now, size, started = self._clock(), self.pool.block_size, max(step.started, self._committed_at)
         self._committed_at = now
         self.predictor.note(step.plan.decodes, step.plan.prompts, now - started)
@@ -241,10 +231,9 @@ class Engine:
     def _commit_further(
         self, sequence: EngineSequence, further: Sequence[FurtherToken], now: float, output: StepOutput
     ) -> None:
-        """Commit a row's further tokens up to the one that ends or parks its sequence, and drop the others.
+        """Commit a row's tokens up to the one that ends or parks its sequence.
 
-        ``computed`` counts the KV of committed tokens only: slots behind it hold KV of rejected tokens, are never
-        published, and are overwritten.
+        Slots behind ``computed`` may hold KV of rejected tokens; they are never published, and are overwritten.
         """
         size = self.pool.block_size
         for token, logprobs in further:
@@ -263,7 +252,7 @@ class Engine:
                 output.parked.append(sequence.id)
 
     def _finish_or_park(self, sequence: EngineSequence) -> bool:
-        """At ``next_check_length``: end a sequence that is as long as it may get, else park it. True: parked."""
+        """True: parked."""
         request, length, most = sequence.request, len(sequence.tokens), sequence.request.stop.max_tokens
         if most is not None and length - request.prompt_len >= most:
             self._end(sequence, FinishReason.LENGTH)
@@ -284,7 +273,6 @@ class Engine:
         stop_token: int | None = None,
         detail: str = "",
     ) -> None:
-        """Dequeue a sequence, free its blocks once no launched step uses them, emit its end."""
         del self.sequences[sequence.id]
         if self.parked.pop(sequence.id, None) is None:
             self.scheduler.remove(sequence)
@@ -294,10 +282,6 @@ class Engine:
         self._ended.append(SequenceFinished(sequence.id, reason, sequence.timeline, stop_token, detail))
 
     def _on_blocks_filled(self, sequence: EngineSequence, first: int, stop: int, output: StepOutput) -> None:
-        """Blocks ``first`` up to ``stop`` are full: cache those of the prompt, and lease them to an open export.
-
-        Blocks that no later token sees are freed.
-        """
         prompt_blocks = len(sequence.request.token_ids) // self.pool.block_size
         if first < prompt_blocks:
             self.scheduler.publish(sequence, range(first, min(stop, prompt_blocks)))
@@ -314,11 +298,11 @@ class Engine:
         return inspection.blocks_of(self, ids)
 
     def check_integrity(self) -> None:
-        """Check that every block is free, cached or held by a live owner. Raises AssertionError."""
+        """Raises AssertionError."""
         inspection.check_integrity(self)
 
     def new_sequence(self, request: Request) -> EngineSequence:
-        """A sequence in no queue yet. Raises InvalidRequest."""
+        """Raises InvalidRequest."""
         in_use = request.id in self.sequences or self.transfers.uses(request.id)
         if in_use or any(end.id == request.id for end in self._ended):
             raise InvalidRequest("id", "not alive already", request.id)
@@ -334,7 +318,6 @@ class Engine:
 def _emit_prompt_logprobs(
     sequence: EngineSequence, position: int, entries: Sequence[TokenLogprobs], output: StepOutput
 ) -> None:
-    """Emit those from ``position`` on that were not emitted before a preemption."""
     unsent = entries[max(0, sequence.prompt_logprobs_sent - position) :]
     if unsent:
         output.prompt_logprobs.append(PromptLogprobs(sequence.id, sequence.prompt_logprobs_sent, unsent))

@@ -1,26 +1,24 @@
 """Exceptions of the engine.
 
 EngineError
-├── InvalidRequest      a request that this engine can't serve: field, limit, value
+├── InvalidRequest      a request that can't be served: field, limit, value
 ├── InvalidConfig       a setting that can't be applied: field, limit, value
-├── ModelRefused        a checkpoint that would give wrong output: which, and what differed
+├── ModelRefused        a checkpoint that would give wrong output
 ├── OutOfBlocks         the blocks are in use now; retry later
-├── TransferRejected    a block or a transfer commit that does not match its checksum
+├── TransferRejected    a block or commit does not match its checksum, position or length
 ├── UnknownSequence     no live sequence has that id
-├── DeviceFailed        the device is lost, or its memory is exhausted: the engine ends
-└── EngineStopped       the engine's thread has ended; no further command runs
+├── DeviceFailed        the device is lost or out of memory: no further step can run
+└── EngineStopped       the engine's thread has ended; after a crash ``__cause__`` is set
 """
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Base class of the engine's errors."""
+    pass
 
 
 class _OutOfLimit(EngineError):
-    """``field`` has a ``value`` that breaks ``limit``."""
-
     def __init__(self, field: str, limit: str, value: object) -> None:
         super().__init__(f"{field}: {limit}, got {_short(value)}")
         self.field = field
@@ -29,11 +27,11 @@ class _OutOfLimit(EngineError):
 
 
 class InvalidRequest(_OutOfLimit):
-    """A request refused by ``Engine.add``; nothing of it was kept."""
+    pass
 
 
 class InvalidConfig(_OutOfLimit):
-    """A setting refused at start-up."""
+    pass
 
 
 def check_whole(field: str, value: object, least: int) -> None:
@@ -43,8 +41,6 @@ def check_whole(field: str, value: object, least: int) -> None:
 
 
 class ModelRefused(EngineError):
-    """A checkpoint that this engine does not serve, and the reason."""
-
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"{model} is not served: {reason}")
         self.model = model
@@ -52,8 +48,6 @@ class ModelRefused(EngineError):
 
 
 class OutOfBlocks(EngineError):
-    """The needed blocks are in use now; a retry may succeed."""
-
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(f"needs {needed} blocks, {available} are available")
         self.needed = needed
@@ -61,19 +55,19 @@ class OutOfBlocks(EngineError):
 
 
 class TransferRejected(EngineError):
-    """An imported block or commit that does not match its checksum, position or length."""
+    pass
 
 
 class UnknownSequence(EngineError):
-    """No live sequence has that id."""
+    pass
 
 
 class DeviceFailed(EngineError):
-    """The device is lost or its memory is exhausted: no step of this process can run. Another worker has to go on."""
+    pass
 
 
 class EngineStopped(EngineError):
-    """The engine's thread has ended, on request or by a crash (then ``__cause__`` is set)."""
+    pass
 
 
 def _short(value: object) -> str:

@@ -28,12 +28,11 @@ if TYPE_CHECKING:
 
 
 def lease_owner(id: str) -> str:
-    """The pool's owner name of the blocks leased to the export of sequence ``id``."""
     return f"lease:{id}"
 
 
 class KvTransfers:
-    """Open exports and arrivals of one engine, by sequence id. All methods run on the engine's thread."""
+    """By sequence id. All methods run on the engine's thread."""
 
     def __init__(self, engine: Engine, checksum: Checksum) -> None:
         self.exports: dict[str, KvExport] = {}
@@ -42,16 +41,14 @@ class KvTransfers:
         self._checksum = checksum
 
     def uses(self, id: str) -> bool:
-        """Whether an export or an arrival has that id."""
         return id in self.exports or id in self.arrivals
 
     # -- sender -------------------------------------------------------------------------------------------------
 
     def export(self, id: str, cached_blocks: int = 0) -> KvExport:
-        """Lease the blocks of a sequence from block ``cached_blocks`` on: those filled now and those filled later.
+        """Lease a sequence's filled blocks from block ``cached_blocks`` on, now and as they fill.
 
-        Blocks that the sequence's last token does not see are left out: the receiver needs none of them. Raises
-        UnknownSequence, InvalidRequest (all blocks or more are cached, or a second export).
+        Blocks that its last token does not see are left out. Raises UnknownSequence, InvalidRequest.
         """
         sequence = self._engine.sequences.get(id)
         if sequence is None:
@@ -85,8 +82,8 @@ class KvTransfers:
     def finalize_running(self, id: str, sent: int) -> TransferCommit | None:
         """Park and commit a running sequence once only its last, partial block is unsent.
 
-        ``sent``: number of its export's blocks that were sent. None: it runs on, as more blocks are unsent or it has
-        generated no token beyond those of the request. Raises UnknownSequence.
+        ``sent``: number of blocks that were sent. None: it runs on, as more are unsent or it has generated no token
+        here. Raises UnknownSequence.
         """
         self._engine.settle()
         sequence, export = self._engine.sequences.get(id), self.exports.get(id)
@@ -101,13 +98,13 @@ class KvTransfers:
         return self.finalize(id)
 
     def withdraw(self, id: str) -> None:
-        """Cancel an export; a sequence that was parked for it runs on."""
+        """A sequence that was parked for the export runs on."""
         if id in self._engine.parked:
             self._engine.resume(id)
         self.release(id)
 
     def release(self, id: str) -> None:
-        """End an export and free its lease; once committed, the parked sequence leaves with it, without an event."""
+        """End an export and free its lease; a committed sequence ends with it, without an event."""
         export = self.exports.pop(id, None)
         if export is None:
             return
@@ -117,7 +114,6 @@ class KvTransfers:
             del self._engine.sequences[id]
 
     def on_blocks_filled(self, sequence: Sequence, first: int, stop: int, output: StepOutput) -> None:
-        """Blocks ``first`` up to ``stop`` are full: checksum those to be handed over, lease them to an open export."""
         request = sequence.request
         if request.park_after is not None and sequence.block_table:
             pool, last = self._engine.pool, len(sequence.tokens) - 1
@@ -131,7 +127,6 @@ class KvTransfers:
                 output.filled.append(BlockFilled(request.id, run.address))
 
     def on_sequence_end(self, id: str) -> None:
-        """An uncommitted export of an ended sequence gets no more blocks."""
         export = self.exports.get(id)
         if export is not None and export.commit is None:
             export.ended = True
@@ -139,12 +134,10 @@ class KvTransfers:
     # -- receiver -----------------------------------------------------------------------------------------------
 
     def reserve(self, request: Request) -> IncomingSequence:
-        """Reserve a running slot and the blocks of a sequence that arrives with its KV, all or none.
+        """Reserve a running slot and the blocks of an arriving sequence, all or none.
 
-        Its cached prefix is pinned; the other blocks have capacity for its tokens and one more. Blocks that its last
-        token does not see are left out. Preempted sequences that wait for blocks go first.
-
-        Raises OutOfBlocks, InvalidRequest.
+        The cached prefix is pinned; the rest has capacity for all tokens and one more, without blocks that the last
+        token does not see. Preempted sequences that wait go first. Raises OutOfBlocks, InvalidRequest.
         """
         engine, limits = self._engine, self._engine.limits
         sequence = engine.new_sequence(request)
@@ -167,7 +160,7 @@ class KvTransfers:
         return arrival
 
     def join(self, arrival: IncomingSequence, commit: TransferCommit) -> None:
-        """Run an arrival from its commit on, once all its blocks are verified. Raises TransferRejected."""
+        """Raises TransferRejected unless all blocks are verified."""
         self._engine.settle()  # it may preempt a sequence
         sequence = arrival.accept(commit)
         self._engine.sequences[arrival.id] = sequence

@@ -1,13 +1,12 @@
-"""A device without torch: real bytes in the blocks, and the next token is a function of the bytes that a row sees.
+"""A device without torch: the next token is a function of the bytes in the blocks that a row sees.
 
-A slot holds eight bytes made of its token, its position, its cache group and the previous slot, as KV depends on all
-earlier tokens.
-The next token is drawn from a small distribution that is a function of the checksum of all slots so far, so a lost,
-swapped, stale or corrupt block changes the output. All sampling parameters apply to that distribution.
+A slot has eight bytes made of its token, position, cache group and the previous slot. The checksum of the visible slots
+gives a small distribution: a lost, swapped, stale or corrupt block changes the output.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import struct
 import time
@@ -21,31 +20,23 @@ from decant.engine.costs import StepCostModel
 from decant.engine.counter_rng import counter_uniform
 from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import FULL, Window
-from decant.engine.plan import DeviceMemory, FurtherToken, Row, StepPlan, StepResult, TokenLogprobs
+from decant.engine.plan import BlockMemory, DeviceMemory, FurtherToken, Row, StepPlan, StepResult, TokenLogprobs
 
 SLOT_BYTES = 8
 CANDIDATES = 16
-"""Tokens in a distribution; each is half as likely as the previous one."""
 
 _OTHER_WEIGHT = -20.0
-"""Log-weight of a token outside the distribution that a logit bias names."""
 
 _SLOT = struct.Struct("<II")
 
 
 class Candidate(NamedTuple):
-    """A token and the natural logarithm of its weight."""
-
     token: int
     weight: float
 
 
 class FakeDevice:
-    """A ``Device`` over plain bytes. ``cost`` returns the seconds that a step sleeps.
-
-    With ``lookahead`` it drafts further tokens of each sampled row and verifies them in the step; every third draft
-    is wrong.
-    """
+    """``cost`` returns the seconds that a step sleeps. With ``lookahead``, every third draft is wrong."""
 
     lookahead = 0
     overlaps = False
@@ -81,6 +72,10 @@ class FakeDevice:
     def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
         self.read(block)[:] = data
 
+    @property
+    def block_memory(self) -> BlockMemory:
+        return BlockMemory(ctypes.addressof(ctypes.c_char.from_buffer(self._bytes)), len(self._bytes))
+
     def memory(self) -> DeviceMemory | None:
         return None
 
@@ -88,7 +83,7 @@ class FakeDevice:
         return partial(self.run, plan)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Fill the rows' slots, then draw from the blocks alone, not from the token list."""
+        """Draws from the blocks alone, not from the token list."""
         if self._cost is not None:
             time.sleep(self._cost(plan))
         sampled: list[int | None] = [None] * len(plan.rows)
@@ -109,14 +104,12 @@ class FakeDevice:
         return StepResult(sampled, logprobs, prompts, further=further)
 
     def _next(self, row: Row) -> FurtherToken:
-        """Draw the token at position ``end``."""
         distribution = candidates(self._checksum(row, row.end), self.vocab_size)
         token = draw(distribution, row, self.eos_token_ids)
         count = row.request.logprobs
         return FurtherToken(token, None if count is None else _logprobs(distribution, token, count))
 
     def _speculate(self, row: Row, token: int) -> list[FurtherToken]:
-        """Fill the slots of drafts, then draw while the drafts are what was drawn."""
         accepted: list[FurtherToken] = []
         tokens = [*row.tokens[: row.end], token]
         for end in range(row.end + 1, min(row.end + self.lookahead, len(row.blocks[-1]) * self.block_size) + 1):
@@ -144,7 +137,6 @@ class FakeDevice:
         return self.read(row.blocks[group][block])[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
 
     def _checksum(self, row: Row, count: int) -> int:
-        """Checksum of those of the row's first ``count`` slots, of all groups, that their last one sees."""
         total = 0
         for blocks, window in zip(row.blocks, self.windows, strict=True):
             first = window.first_visible(count - 1)
@@ -155,7 +147,6 @@ class FakeDevice:
         return total
 
     def _prompt_logprobs(self, row: Row) -> list[TokenLogprobs]:
-        """Log-probabilities of the prompt tokens at positions start + 1 .. end."""
         last = min(row.end, row.request.prompt_len - 1)
         count = row.request.prompt_logprobs or 0
         return [
@@ -165,12 +156,12 @@ class FakeDevice:
 
 
 def slot_bytes(token: int, position: int, before: bytes, group: int = 0) -> bytes:
-    """Bytes of a computed slot of a cache group; ``before``: the previous slot's (empty for the first)."""
+    """``before``: the previous slot's bytes."""
     return _SLOT.pack(token, zlib.crc32(before, position + 1 + (group << 24)))
 
 
 def candidates(total: int, vocab_size: int) -> list[Candidate]:
-    """The distribution of a checksum, likeliest first."""
+    """Likeliest first."""
     stride = 1 + 2 * (total >> 16) % vocab_size
     while math.gcd(stride, vocab_size) != 1:
         stride += 1
@@ -178,7 +169,6 @@ def candidates(total: int, vocab_size: int) -> list[Candidate]:
 
 
 def draw(distribution: list[Candidate], row: Row, eos: frozenset[int]) -> int:
-    """As ``sampler.sample``, on the candidates and the tokens that a logit bias names."""
     request = row.request
     sampling, position = request.sampling, row.end - request.prompt_len
     weights = dict(distribution)
@@ -215,7 +205,6 @@ def _penalise(weights: dict[int, float], row: Row) -> None:
 
 
 def _keep(ordered: list[tuple[int, float]], row: Row) -> list[tuple[int, float]]:
-    """Tokens and weights that top-k, top-p and min-p keep, likeliest first."""
     sampling = row.request.sampling
     if sampling.top_k:
         ordered = ordered[: sampling.top_k]
@@ -231,7 +220,6 @@ def _keep(ordered: list[tuple[int, float]], row: Row) -> list[tuple[int, float]]
 
 
 def _logprobs(distribution: list[Candidate], token: int, count: int) -> TokenLogprobs:
-    """Log-probability of a token; one outside the distribution has ``_OTHER_WEIGHT`` and the last rank."""
     normal = math.log(sum(math.exp(weight) for _, weight in distribution))
     weight = dict(distribution).get(token, _OTHER_WEIGHT)
     rank = 1 + sum(other > weight for _, other in distribution)

@@ -1,5 +1,3 @@
-"""Views of an engine that change nothing: its load, the blocks of sequences, and the check of its bookkeeping."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -31,7 +29,7 @@ def load(engine: Engine) -> Load:
 
 
 def blocks_of(engine: Engine, ids: Iterable[str]) -> int:
-    """Number of distinct blocks that these sequences and their exports hold."""
+    """Distinct blocks, those of exports included."""
     held: set[int] = set()
     for id in ids:
         sequence, export = engine.sequences.get(id), engine.transfers.exports.get(id)
@@ -43,7 +41,7 @@ def blocks_of(engine: Engine, ids: Iterable[str]) -> int:
 
 
 def check_integrity(engine: Engine) -> None:
-    """Every block is free, cached or held by a live owner, and every sequence in one state. Raises AssertionError."""
+    """Raises AssertionError unless blocks, owners and sequences agree."""
     leases = (lease_owner(id) for id in engine.transfers.exports)
     engine.pool.check_integrity({*engine.sequences, *engine.transfers.arrivals, *leases, *engine.launched.ended})
     scheduled = [s.id for s in (*engine.scheduler.running, *engine.scheduler.waiting)]

@@ -3,8 +3,8 @@
 block   [ layer 0: k | v ][ layer 1: k | v ] ...
 k, v    [ slot 0 .. block_size - 1 ][ kv head ][ head dim ]
 
-Layers with the same window form one cache group, or several of fewer layers. A block belongs to one group and has
-its layers only; blocks of all groups have the same size, so that one pool serves them::
+Layers with the same window form one or several cache groups. A block has the layers of one group; blocks of all groups
+have the same size and share one pool::
 
     layers    F S S S F S S S          F: full attention, S: a sliding window
     groups    [F F] [S S] [S S] [S S]  a sequence has a row of blocks in each; behind the window S frees its own
@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import accumulate
 
 MOST_GROUPS = 8
-"""Most cache groups, unless there are more kinds of windows: each costs time for every sequence of a step."""
+"""Unless there are more kinds of windows. Each costs time for every sequence of a step."""
 
 
 class Kind(enum.Enum):
@@ -40,7 +40,7 @@ class Window:
     size: int = 0
 
     def first_visible(self, position: int) -> int:
-        """First visible key of a query; never decreases with the position."""
+        """Never decreases with the position."""
         match self.kind:
             case Kind.FULL:
                 return 0
@@ -50,15 +50,14 @@ class Window:
                 return position // self.size * self.size
 
     def first_block(self, position: int, block_size: int) -> int:
-        """Index of the first block that a query at ``position`` sees."""
         return self.first_visible(position) // block_size
 
     def blocks_at_once(self, count: int, block_size: int) -> int:
-        """How many of its ``count`` blocks a sequence needs at the same time."""
+        """How many of ``count`` blocks a sequence needs at once."""
         return count if self.kind is Kind.FULL else min(count, self.most_blocks(block_size))
 
     def most_blocks(self, block_size: int) -> int:
-        """Most blocks that a sequence needs at once, unless it sees everything: those of a window, and the next one."""
+        """Not for FULL: the blocks of a window, and the next one."""
         return -(-self.size // block_size) + 2
 
 
@@ -66,7 +65,7 @@ FULL = Window()
 
 
 def longest_sequence(windows: Sequence[Window], num_blocks: int, block_size: int, most: int) -> int:
-    """The longest sequence, of at most ``most`` tokens, that ``num_blocks`` blocks hold."""
+    """In tokens, at most ``most``."""
 
     def needed(count: int) -> int:
         return sum(window.blocks_at_once(count, block_size) for window in windows)
@@ -77,7 +76,7 @@ def longest_sequence(windows: Sequence[Window], num_blocks: int, block_size: int
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Shape of one layer's keys and values, dimensions in elements, and what its queries see."""
+    """Dimensions are in elements."""
 
     kv_heads: int
     key_dim: int
@@ -91,39 +90,33 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers (by number) that share blocks: all see the same ``window``."""
-
     window: Window
     layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class KvLayout:
-    """The layers of a model in blocks of ``block_size`` tokens, ``itemsize`` bytes per element."""
-
     layers: tuple[LayerSpec, ...]
     block_size: int
     itemsize: int
 
     @cached_property
     def groups(self) -> tuple[CacheGroup, ...]:
-        """The cache groups, widest window first."""
+        """Widest window first."""
         return _group(self.layers)
 
     @cached_property
     def windows(self) -> tuple[Window, ...]:
-        """Of each group."""
         return tuple(group.window for group in self.groups)
 
     @cached_property
     def group_of(self) -> tuple[int, ...]:
-        """Each layer's group."""
         pairs = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
         return tuple(pairs[layer] for layer in range(len(self.layers)))
 
     @cached_property
     def block_elements(self) -> int:
-        """Of the largest group; the blocks of smaller ones end with unused elements."""
+        """Of the largest group; smaller ones leave elements unused."""
         return self.block_size * max(_slot_elements(self.layers, group.layers) for group in self.groups)
 
     @property
@@ -145,7 +138,7 @@ def _slot_elements(specs: Sequence[LayerSpec], layers: Sequence[int]) -> int:
 
 
 def _group(specs: Sequence[LayerSpec]) -> tuple[CacheGroup, ...]:
-    """Groups of about equal size, with the least unused memory in blocks of the widest window, then of the next."""
+    """Of about equal size, with the least unused memory in blocks of the widest window, then of the next."""
     kinds: dict[Window, list[int]] = {}
     for layer, spec in enumerate(specs):
         kinds.setdefault(spec.window, []).append(layer)
@@ -168,7 +161,6 @@ def _group(specs: Sequence[LayerSpec]) -> tuple[CacheGroup, ...]:
 
 
 def _sizes(specs: Sequence[LayerSpec], kinds: Sequence[Sequence[int]]) -> Iterator[int]:
-    """Elements of a slot of a group, if one kind is divided evenly: those into which each layer fits."""
     least = max(spec.slot_elements for spec in specs)
     for layers in kinds:
         for count in range(1, len(layers) + 1):
@@ -179,7 +171,6 @@ def _sizes(specs: Sequence[LayerSpec], kinds: Sequence[Sequence[int]]) -> Iterat
 
 
 def _divide(specs: Sequence[LayerSpec], layers: Sequence[int], size: int) -> list[list[int]]:
-    """Consecutive parts of at most ``size`` elements a slot."""
     parts: list[list[int]] = [[]]
     for layer in layers:
         if _slot_elements(specs, [*parts[-1], layer]) > size:

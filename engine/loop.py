@@ -7,8 +7,8 @@
                                                    │   step
       listener <──────── call_soon_threadsafe ─────┘   deliver the step's output
 
-Without work the thread sleeps on a condition. Callers are answered before the next step, so a call waits for at most
-one step. When the thread crashes, pending and later commands fail with ``EngineStopped``, and ``on_crash`` is called.
+A call waits for at most one step. When the thread crashes, pending and later commands fail with ``EngineStopped``, and
+``on_crash`` is called.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from decant.engine.output import StepOutput
 T = TypeVar("T")
 
 STOP_SECONDS = 30.0
-"""Most seconds that ``EngineLoop.stop`` waits for the running step."""
 
 Command = Callable[[Engine], Any]
 
 
 class StepDurations:
-    """Longest step so far of each size class, to distinguish a stuck step from a long one.
+    """Longest step so far of each size class: 1 token, 2 to 3, 4 to 7, ...
 
-    A size class is a power of two of tokens: 1, 2 to 3, 4 to 7, ... Written by the engine's thread, read from any.
+    Written by the engine's thread, read from any.
     """
 
     def __init__(self) -> None:
@@ -47,10 +46,7 @@ class StepDurations:
             self._longest[size] = seconds
 
     def longest(self, tokens: int) -> float:
-        """Seconds of the longest step of that size class, else of the next larger one seen, else of the largest.
-
-        0 before the first step.
-        """
+        """Seconds; if unknown, of the next larger class seen, else of the largest; 0 before the first step."""
         size, known = tokens.bit_length(), dict(self._longest)
         larger = min((other for other in known if other >= size), default=max(known, default=0))
         return known.get(larger, 0.0)
@@ -58,7 +54,7 @@ class StepDurations:
 
 @dataclass(slots=True)
 class _Call:
-    """A command on its way to the engine's thread and back. ``is_late``: answered after the step that follows."""
+    """``is_late``: answered after the step that follows."""
 
     command: Command
     undo: Callable[[Engine, Any], object] | None
@@ -68,7 +64,6 @@ class _Call:
     error: BaseException | None = None
 
     def run(self, engine: Engine) -> None:
-        """On the engine's thread."""
         try:
             self.value = self.command(engine)
         except Exception as error:  # noqa: BLE001 - answered to the caller
@@ -84,14 +79,14 @@ class _Call:
             self.future.set_result(self.value)
 
     def undo_if_abandoned(self, loop: EngineLoop) -> None:
-        """On the event loop, when the caller was cancelled."""
+        """On the event loop."""
         undo = self.undo
         if self.error is None and undo is not None:
             loop.post(lambda engine: undo(engine, self.value))
 
 
 class EngineLoop:
-    """Owner of an engine. Calls ``on_step`` and ``on_crash`` on the event loop that ``start`` ran on."""
+    """Calls ``on_step`` and ``on_crash`` on the event loop that ``start`` ran on."""
 
     def __init__(
         self,
@@ -112,7 +107,7 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Call it on a running event loop."""
+        """Call it on a running event loop."""
         self._event_loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -128,14 +123,14 @@ class EngineLoop:
 
     @property
     def longest_step(self) -> float:
-        """Seconds of the longest step so far of the running step's size class. From any thread."""
+        """Seconds, of the running step's size class. From any thread."""
         return self._durations.longest(self._engine.planned_tokens)
 
     async def call(self, command: Callable[[Engine], T], undo: Callable[[Engine, T], object] | None = None) -> T:
-        """Run ``command`` on the engine's thread between two steps and return its result or raise its exception.
+        """Run ``command`` on the engine's thread between two steps; return its result or raise its exception.
 
         If the caller is cancelled after the command ran, ``undo`` gets its result on the engine's thread. Raises
-        EngineStopped if the thread ends before the command ran.
+        EngineStopped if the thread ends before.
         """
         call = _Call(command, undo, self._event_loop.create_future())
         self._enqueue(call)
@@ -150,8 +145,7 @@ class EngineLoop:
     def post(self, command: Command, then: Callable[[], object] = lambda: None) -> None:
         """Run ``command`` between two steps, without waiting; dropped if the thread has ended.
 
-        ``then`` is called on the event loop once the command ran or was dropped, after ``on_step`` of the step that
-        came with it.
+        ``then`` is called on the event loop once the command ran or was dropped, after ``on_step`` of its step.
         """
         future = self._event_loop.create_future()
         future.add_done_callback(lambda done: (done.exception(), then()))
@@ -203,7 +197,7 @@ class EngineLoop:
             self._end(batch, stopped)
 
     def _wait(self) -> bool:
-        """Sleep until there is work; False: stop."""
+        """False: stop."""
         with self._condition:
             self._condition.wait_for(
                 lambda: self._inbox or self._stopping or (self._engine.has_work and not self._stalled)
@@ -211,13 +205,12 @@ class EngineLoop:
             return not self._stopping
 
     def _take(self) -> list[_Call]:
-        """Empty the inbox; without calls that were cancelled."""
         with self._condition:
             batch, self._inbox = self._inbox, []
         return [call for call in batch if not call.future.cancelled()]
 
     def _answer(self, batch: list[_Call]) -> list[_Call]:
-        """Answer the awaited calls before a step; returns the late ones."""
+        """Returns the late calls."""
         awaited = [call for call in batch if not call.is_late]
         if awaited:
 
@@ -237,7 +230,6 @@ class EngineLoop:
         self._post(on_event_loop)
 
     def _end(self, batch: list[_Call], stopped: EngineStopped) -> None:
-        """Answer calls that ran, refuse pending and later ones, and report a crash."""
         with self._condition:
             self._stopped = stopped
             pending, self._inbox = self._inbox, []

@@ -1,5 +1,3 @@
-"""Output of a step: started and finished sequences, tokens, filled blocks; and the load of an engine."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,7 +10,7 @@ from decant.engine.sequence import BlockAddress, Timeline
 
 
 class Token(NamedTuple):
-    """A new token; ``position`` counts output tokens from 0."""
+    """``position`` counts output tokens from 0."""
 
     id: str
     position: int
@@ -21,7 +19,7 @@ class Token(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """Log-probabilities of consecutive prompt tokens from ``position`` on (the first prompt token has none)."""
+    """Of consecutive prompt tokens from ``position`` on; the first prompt token has none."""
 
     id: str
     position: int
@@ -39,11 +37,7 @@ class SequenceFinished(NamedTuple):
 
 
 class SequenceStarted(NamedTuple):
-    """First event of a sequence: a step computed tokens of it.
-
-    ``cached`` of its ``tokens`` tokens had KV before: a prefix hit, an arrival or a fork. ``timeline`` is the
-    sequence's own and keeps changing.
-    """
+    """``cached`` of its ``tokens`` tokens had KV before. ``timeline`` is the sequence's own and keeps changing."""
 
     id: str
     cached: int
@@ -52,17 +46,15 @@ class SequenceStarted(NamedTuple):
 
 
 class BlockFilled(NamedTuple):
-    """A block of an open export can be read."""
-
     id: str
     block: BlockAddress
 
 
 @dataclass(slots=True)
 class StepOutput:
-    """Output of one step. Deliver it in the order ``begun``, ``tokens``, ``ended``.
+    """Deliver in the order ``begun``, ``tokens``, ``ended``.
 
-    ``parked``: ids that reached ``park_after``. ``available``: blocks that an allocation can get after the step.
+    ``parked``: ids that reached ``park_after``. ``available``: blocks that an allocation can get.
     """
 
     step: int
@@ -78,7 +70,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Snapshot of an engine's load; free, cached and held blocks add up to ``total_blocks``.
+    """Free, cached and held blocks add up to ``total_blocks``.
 
     ``queued_tokens``: tokens of waiting and running sequences whose KV is neither computed nor cached.
     """

@@ -20,10 +20,9 @@ class Row(NamedTuple):
 
     tokens      all tokens of the sequence; read it only while the step runs
     start, end  the positions to compute: tokens[start:end]
-    blocks      block table: position p of group g lives in blocks[g][p // block_size]. An entry that no position
-                from ``start`` on sees may be ``num_blocks``, the null block
+    blocks      position p of group g is in blocks[g][p // block_size]. An entry that no position from ``start`` on sees
+                may be ``num_blocks``, the null block
     sample      whether to draw the token at position ``end``
-    state       sampler state of the sequence; None if the request is plain
     """
 
     request: Request
@@ -43,10 +42,10 @@ NO_INPUTS: Mapping[int, int] = MappingProxyType({})
 
 
 class StepPlan(NamedTuple):
-    """One call of the model: ``num_tokens`` is the sum over rows, at most the token budget.
+    """``num_tokens`` is at most the token budget.
 
-    Its seconds were predicted from ``decodes`` and ``prompts``. ``inputs``: rows whose only token, at ``start``, is not
-    in ``tokens`` yet, as the previous plan's row of that index draws it; only a device that overlaps steps gets any.
+    ``inputs``: rows whose only token, at ``start``, is not in ``tokens`` yet, as the previous plan's row of that index
+    draws it; only a device that overlaps steps gets any.
     """
 
     rows: tuple[Row, ...]
@@ -57,14 +56,12 @@ class StepPlan(NamedTuple):
 
     @property
     def work(self) -> StepWork:
-        """Total work, recounted from the rows."""
         return reduce(StepWork.plus, (row.work for row in self.rows), NO_WORK)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probability of a token under the model's own logits, its rank (1: likeliest), and the likeliest
-    alternatives, best first."""
+    """Under the model's own logits. ``rank`` 1 is likeliest; ``top``: best first."""
 
     token: int
     logprob: float
@@ -73,8 +70,6 @@ class TokenLogprobs:
 
 
 class FurtherToken(NamedTuple):
-    """A token of a row after its first one of the step."""
-
     token: int
     logprobs: TokenLogprobs | None = None
 
@@ -83,11 +78,11 @@ class FurtherToken(NamedTuple):
 class StepResult:
     """Result of a plan, by row index.
 
-    sampled          the drawn token of each row; None where none was to be drawn
+    sampled          None where no token was to be drawn
     prompt_logprobs  of the prompt tokens at positions start + 1 .. end
     failed           why a row has no valid logits
-    further          tokens after ``sampled[i]`` (speculative decoding): at most ``Device.lookahead``, and no more than
-                     the row's blocks have slots for; KV of all new tokens but the last is in the blocks
+    further          tokens after ``sampled[i]`` (speculative decoding): at most ``Device.lookahead``, and only as many
+                     as the row's blocks have slots for; KV of all new tokens but the last is in the blocks
     """
 
     sampled: Sequence[int | None]
@@ -97,51 +92,56 @@ class StepResult:
     further: Mapping[int, Sequence[FurtherToken]] = field(default_factory=dict)
 
     def select(self, rows: Sequence[int]) -> StepResult:
-        """The result of these rows only, renumbered in this order."""
+        """These rows only, renumbered in this order."""
         parts = (self.logprobs, self.prompt_logprobs, self.failed, self.further)
         chosen: list[dict[int, Any]] = [{at: of[row] for at, row in enumerate(rows) if row in of} for of in parts]
         return StepResult([self.sampled[row] for row in rows], *chosen)
 
 
 class Runner(Protocol):
-    """Computes a plan's KV into the blocks and draws its tokens."""
-
     def run(self, plan: StepPlan) -> StepResult: ...
 
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Begin a step. The returned function waits for its result, and is to be called once, in order of the steps.
+        """Begin a step. The returned function waits for its result; call it once, in order of the steps.
 
-        Steps are computed in order. A device that overlaps steps returns before this one is computed, and takes the
-        next one then; it reads the tokens of the rows before it returns. Others compute when the result is awaited.
+        A device that overlaps steps reads the rows' tokens and returns before the step is computed. Others compute when
+        the result is awaited.
         """
         ...
 
 
-class BlockBytes(Protocol):
-    """Bytes of the blocks: all that a handoff sees of the KV cache."""
+class BlockMemory(NamedTuple):
+    """Where all blocks are, in order and without gaps: ``gpu`` is the number of the device, None for host memory."""
 
+    address: int
+    nbytes: int
+    gpu: int | None = None
+
+
+class BlockBytes(Protocol):
     @property
     def block_bytes(self) -> int: ...
 
+    @property
+    def block_memory(self) -> BlockMemory: ...
+
     def read(self, block: int) -> memoryview:
-        """The ``block_bytes`` bytes of a block; may alias the store, valid while the block is held."""
+        """May alias the store; valid while the block is held."""
         ...
 
     def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
-        """Replace the bytes of a block that the caller holds."""
+        """Replace the ``block_bytes`` bytes of a block that the caller holds."""
         ...
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of a device's own memory, that of other processes included."""
+    """Bytes, other processes' included."""
 
     free: int
     total: int
 
 
 class Device(Runner, BlockBytes, Protocol):
-    """A model with its blocks. ``model.load`` and ``fake.FakeDevice`` make one."""
-
     @property
     def num_blocks(self) -> int: ...
     @property
@@ -150,22 +150,22 @@ class Device(Runner, BlockBytes, Protocol):
     def vocab_size(self) -> int: ...
     @property
     def context_length(self) -> int:
-        """Longest sequence, in tokens."""
+        """In tokens."""
         ...
 
     @property
     def windows(self) -> tuple[Window, ...]:
-        """What queries see of the blocks of each cache group, widest first: blocks that no later one sees are freed."""
+        """Of each cache group, widest first."""
         ...
 
     @property
     def lookahead(self) -> int:
-        """Most further tokens of a row in one step, less than a block; a decoding row's blocks have slots for them."""
+        """Most further tokens of a row in one step, less than a block."""
         ...
 
     @property
     def overlaps(self) -> bool:
-        """Whether ``submit`` takes the next step while one is computed, with tokens that this one still draws."""
+        """Whether ``submit`` takes the next step while one is computed."""
         ...
 
     @property
@@ -177,11 +177,11 @@ class Device(Runner, BlockBytes, Protocol):
 
     @property
     def costs(self) -> StepCostModel:
-        """Measured costs of a step; all zero if unknown."""
+        """All zero if unknown."""
         ...
 
     def memory(self) -> DeviceMemory | None:
-        """The device's own memory; None if it computes in that of the host. From any thread."""
+        """None if it computes in the host's memory. From any thread."""
         ...
 
     @property

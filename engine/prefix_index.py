@@ -1,5 +1,3 @@
-"""Published blocks by cache group and hash: what a prefix cache finds."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -19,21 +17,19 @@ def apply_changes(digests: dict[BlockHash, None], changed: Iterable[BlockHash]) 
 
 
 class GroupBlocks(NamedTuple):
-    """Leading blocks of a sequence in one group: ``freed`` ones that no later query sees, then ``blocks``."""
+    """``freed`` blocks that no later query sees, then ``blocks``."""
 
     freed: int = 0
     blocks: Sequence[int] = ()
 
 
 class CachedPrefix(NamedTuple):
-    """Cached start of a sequence: ``num_blocks`` blocks of tokens, and what each group has of them."""
-
     num_blocks: int
     groups: tuple[GroupBlocks, ...]
 
 
 class PrefixIndex:
-    """``windows``: what queries of each group see, widest first."""
+    """``windows``: widest first."""
 
     def __init__(self, block_size: int, windows: Sequence[Window]) -> None:
         self._block_size = block_size
@@ -46,14 +42,10 @@ class PrefixIndex:
         self._changed: dict[BlockHash, None] = {}  # published now and not at the last ``changed``, or the reverse
 
     def find(self, digest: BlockHash) -> list[int]:
-        """The blocks of all groups with that hash."""
         return [blocks[digest] for blocks in self._blocks if digest in blocks]
 
     def longest_prefix(self, hashes: Sequence[BlockHash]) -> CachedPrefix:
-        """The longest prefix of this hash chain of which each group has published all blocks that a later query sees.
-
-        Full attention needs all of them; a group with a window, those of the window that ends there.
-        """
+        """The longest prefix of which each group has published all blocks that a later query sees."""
         longest = len(hashes)
         for group in self._full:
             blocks = self._blocks[group]
@@ -84,7 +76,7 @@ class PrefixIndex:
         return GroupBlocks(first, [blocks[digest] for digest in hashes[first:]])
 
     def publish(self, group: int, blocks: Iterable[int], digests: Iterable[BlockHash]) -> None:
-        """Make filled blocks of a group findable. The first block published with a digest keeps it."""
+        """The first block of a digest keeps it."""
         block_of, keys, new = self._blocks[group], self.published, []
         for block, digest in zip(blocks, digests, strict=True):
             if digest not in block_of and block not in keys:
@@ -95,7 +87,6 @@ class PrefixIndex:
             apply_changes(self._changed, new)
 
     def remove(self, blocks: Iterable[int]) -> None:
-        """Unpublish these blocks."""
         removed = []
         for group, digest in map(self.published.pop, blocks):
             del self._blocks[group][digest]
@@ -104,10 +95,7 @@ class PrefixIndex:
         apply_changes(self._changed, removed)
 
     def changed(self) -> list[BlockHash]:
-        """Hashes whose publication in the first group, which sees most, changed since the last call, in that order.
-
-        At most two for each block, however long ago that call was.
-        """
+        """Hashes whose publication in group 0 changed since the last call, in order; at most two per block."""
         changed, self._changed = self._changed, {}
         return list(changed)
 

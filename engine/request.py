@@ -1,8 +1,4 @@
-"""Requests to an engine: tokens to continue, sampling parameters, stop conditions.
-
-Each type checks its own ranges in its constructor. ``Engine.add`` checks what depends on the model or the pool
-(vocabulary, context length, capacity).
-"""
+"""Each type checks its own ranges in its constructor; ``Engine.add`` checks what depends on the model."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from dataclasses import dataclass, field
 from decant.engine.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
-"""Most alternatives per token."""
 
 _MAX_TEMPERATURE = 100.0
 _LEAST_TEMPERATURE = 1e-5
@@ -47,11 +42,11 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters. ``temperature`` below 1e-5 is greedy; ``top_k`` 0 and ``top_p`` 1 are off.
+    """``temperature`` below 1e-5 is greedy; ``top_k`` 0 and ``top_p`` 1 are off.
 
     Order: logit bias, minimum length, penalties, temperature, top-k, top-p, min-p, one draw. The repetition penalty is
-    CTRL's (of prompt and output; divides positive logits), presence and frequency penalty are the OpenAI API's (of
-    the output; subtracted).
+    CTRL's (of prompt and output; divides positive logits), presence and frequency penalty are the OpenAI API's (of the
+    output; subtracted).
     """
 
     temperature: float = 0.0
@@ -91,7 +86,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StopParams:
-    """When a sequence ends. ``max_tokens`` None: at the context length. No stop token before ``min_tokens``."""
+    """``max_tokens`` None: at the context length. No stop token before ``min_tokens``."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -108,7 +103,6 @@ class StopParams:
             raise InvalidRequest("min_tokens", f"at most max_tokens {self.max_tokens}", self.min_tokens)
 
     def ids(self, eos: Set[int]) -> Set[int]:
-        """Tokens that end a sequence of a model with the end tokens ``eos``."""
         return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | eos
 
 
@@ -120,8 +114,7 @@ class Request:
     prompt_tokens     how many of them are prompt; None: all
     logprobs, prompt_logprobs  alternatives per token; 0: the token's own alone; None: no log-probabilities
     salt              prefix caches of different salts are separate
-    park_after        output tokens after which the sequence is no longer scheduled and keeps its blocks, to be
-                      handed over; None: never
+    park_after        output tokens after which the sequence keeps its blocks unscheduled, for a handoff; None: never
     """
 
     id: str
@@ -137,9 +130,9 @@ class Request:
     park_after: int | None = None
     prompt_len: int = field(init=False, repr=False, compare=False)
     plain: bool = field(init=False, repr=False, compare=False)
-    """Derived: every token is the likeliest by the model's own logits."""
+    """Every token is the likeliest by the model's own logits."""
     tokens_only: bool = field(init=False, repr=False, compare=False)
-    """Derived: plain, and without any log-probabilities."""
+    """``plain``, and without any log-probabilities."""
 
     def __post_init__(self) -> None:
         self._check()
@@ -152,7 +145,7 @@ class Request:
         object.__setattr__(self, "tokens_only", self.plain and self.logprobs is None and self.prompt_logprobs is None)
 
     def next_check_length(self, length: int, context_length: int) -> int:
-        """The next length above ``length`` at which the sequence ends or parks."""
+        """Above ``length``; there the sequence ends or parks."""
         lengths = [context_length]
         if self.stop.max_tokens is not None:
             lengths.append(self.prompt_len + self.stop.max_tokens)
@@ -176,7 +169,7 @@ class Request:
 
 
 def check_tokens(field: str, tokens: Collection[int], vocabulary: int) -> None:
-    """Raises InvalidRequest with the first token that is not an int from 0 to ``vocabulary`` - 1."""
+    """Raises InvalidRequest unless all are ints from 0 to ``vocabulary`` - 1."""
     try:
         valid = max(array("Q", tokens), default=0) < vocabulary
     except (TypeError, OverflowError):
@@ -187,7 +180,7 @@ def check_tokens(field: str, tokens: Collection[int], vocabulary: int) -> None:
 
 
 def check_some_left(stop: StopParams, eos: Set[int], vocabulary: int) -> None:
-    """Raises InvalidRequest if no token of ``vocabulary`` may be drawn before ``min_tokens``."""
+    """Raises InvalidRequest if no token may be drawn before ``min_tokens``."""
     forbidden = stop.ids(eos)
     if stop.min_tokens and len(forbidden) >= vocabulary:
         limit = f"at most {vocabulary - 1} with the model's own end tokens, for min_tokens forbids them"
@@ -195,7 +188,7 @@ def check_some_left(stop: StopParams, eos: Set[int], vocabulary: int) -> None:
 
 
 def check_request(request: Request, vocabulary: int, eos: Set[int], context_length: int) -> None:
-    """Raises InvalidRequest unless a model of that vocabulary and context length can continue the request."""
+    """Raises InvalidRequest."""
     if len(request.token_ids) > context_length:
         raise InvalidRequest("token_ids", f"at most {context_length} tokens", len(request.token_ids))
     check_tokens("token_ids", request.token_ids, vocabulary)

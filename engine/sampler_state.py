@@ -1,7 +1,6 @@
-"""Per-sequence sampler state: what depends on a sequence's tokens and changes its logits.
+"""What depends on a sequence's tokens and changes its logits.
 
-The sequence owns it, and each ``Row`` has it. It is derived from the request and the tokens, never transferred or
-stored. A grammar's matcher would be part of it.
+Owned by the sequence; derived from the request and the tokens, never transferred or stored.
 """
 
 from __future__ import annotations
@@ -14,11 +13,7 @@ from decant.engine.request import Request
 
 
 class TokenCounts:
-    """Distinct tokens of a sequence, and how often each occurs in its output.
-
-    tokens  distinct token ids, in order of first occurrence
-    output  occurrences of each in the output; 0 if it is only in the prompt
-    """
+    """``tokens``: distinct, in order of first occurrence. ``output``: occurrences of each in the output."""
 
     __slots__ = ("_first", "_index", "_length", "_prompt_len", "output", "tokens")
 
@@ -33,7 +28,7 @@ class TokenCounts:
         self._length = self._first
 
     def update(self, tokens: Sequence[int], length: int) -> None:
-        """Make the counts those of the first ``length`` tokens. Reads only the tokens added since the last call."""
+        """Count the first ``length`` tokens. Reads only those added since the last call."""
         if length < self._length:  # the output was rolled back
             self._clear()
         start, end = self._length, self._prompt_len
@@ -51,11 +46,7 @@ class TokenCounts:
 
 
 class SamplerState:
-    """State of a sequence whose request is not plain.
-
-    bias_tokens, bias  the request's logit bias, as two arrays
-    counts             input of the penalties; None without penalties
-    """
+    """Only for requests that are not plain. ``counts``: None without penalties."""
 
     __slots__ = ("bias", "bias_tokens", "counts")
 
@@ -69,5 +60,5 @@ class SamplerState:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the next draw depends on which tokens were drawn: they must be known before it."""
+        """Whether the next draw depends on earlier draws."""
         return self.counts is not None

@@ -1,7 +1,7 @@
 """Scheduler: which tokens of which sequences the next step computes.
 
-A sequence has tokens, and a count of those whose KV is computed; a step spends a token budget to close the gap.
-There are no prefill and decode phases. One step, with a budget of 12 tokens and enough blocks::
+A step spends a token budget on tokens whose KV is not computed. One step, with a budget of 12 tokens and enough
+blocks::
 
     running   A  [##########|.]                1   decodes first
               B  [######|.]                    1
@@ -9,13 +9,11 @@ There are no prefill and decode phases. One step, with a budget of 12 tokens and
     waiting   D  [|...]                        3   then new sequences until the budget is spent
               E  [|........................]   0   no budget left: keeps its position in the queue
 
-After a prefix hit, a preemption or a handoff only the start value of ``computed`` differs.
+A sequence is admitted when blocks for all its tokens are available in every cache group; in one with a window, as many
+as it needs at once.
 
-A sequence is admitted when blocks for all its tokens are available in every cache group. A group with a window needs
-only as many as it has at the same time; it gets more per chunk, while blocks before the window are freed.
-
-The budget limits tokens and predicted seconds. Decodes are never cut. Prompts beside decodes get the rest of the
-seconds, but at least ``DECODE_STRETCH_FACTOR`` - 1 times those of the decodes, and at least one block.
+The budget limits tokens and predicted seconds. Decodes are never cut. Prompts get the rest of the seconds, but at least
+``STRETCH_FACTOR`` - 1 times those of the step without them, and at least one block.
 """
 
 from __future__ import annotations
@@ -34,32 +32,22 @@ from decant.engine.prefix_index import CachedPrefix
 from decant.engine.sequence import Sequence
 
 PROMPT_LOGPROB_CHUNK = 128
-"""Most tokens per step of a prompt whose every position needs logits (rows x vocabulary)."""
+"""Most tokens per step of a prompt that needs logits of every position."""
 
-PREFILL_ONLY_FACTOR = 4
-"""A step without decodes may take this many times ``step_seconds``: it delays no output, and the fixed cost of a step
-is paid less often."""
-DECODE_STRETCH_FACTOR = 4
-"""A step may take this many times as long as its decodes alone, if that is more than ``step_seconds``; else prompts
-would progress slowly and few sequences would decode together."""
+STRETCH_FACTOR = 4
+"""A step may take this many times as long as without prompts, if that is more than ``step_seconds``."""
 PREFIX_LOOKAHEAD = 32
-"""Number of waiting sequences whose cached prefix is counted in ``queued_tokens``."""
 
 TOKEN_BUDGET = 512
-"""Token budget on a device without measured costs."""
+"""Without measured costs."""
 
 MIN_TOKEN_BUDGET, MAX_TOKEN_BUDGET = 64, 2048
-"""Bounds of a token budget chosen from measured costs. A longer step is no more efficient."""
 
 STEPS_PER_PRIORITY = 256
-"""Steps of waiting that one level of priority is worth."""
 
 
 def priority_key(step: int, arrival: int, priority: int) -> tuple[float, int]:
-    """Sort key, most urgent first: the step of arrival, earlier by the priority; ``arrival`` breaks ties.
-
-    A key never changes, so no sequence starves.
-    """
+    """Most urgent first. It never changes, so no sequence starves."""
     return (step - priority * STEPS_PER_PRIORITY, arrival)
 
 
@@ -67,11 +55,9 @@ def priority_key(step: int, arrival: int, priority: int) -> tuple[float, int]:
 class Limits:
     """Limits of a step and of the engine.
 
-    token_budget    tokens that one step computes
     max_running     running sequences and reserved arrivals; at most the token budget, so that decodes always fit
     context_length  longest sequence, in tokens
-    step_seconds    predicted seconds up to which a step with decodes is filled: the longest wait for a next token,
-                    but see ``DECODE_STRETCH_FACTOR`` and ``PREFILL_ONLY_FACTOR``
+    step_seconds    predicted seconds up to which a step is filled, but see ``STRETCH_FACTOR``
     """
 
     token_budget: int = TOKEN_BUDGET
@@ -90,23 +76,16 @@ class Limits:
 
 
 def choose_token_budget(costs: StepCostModel, step_seconds: float) -> int:
-    """The largest power of two of prompt tokens that a step without decodes and without context has time for."""
+    """The largest power of two of prompt tokens that fits a step without decodes, within the bounds."""
     if costs == StepCostModel():
         return TOKEN_BUDGET
-    seconds = PREFILL_ONLY_FACTOR * step_seconds - costs.fixed
+    seconds = max(step_seconds, STRETCH_FACTOR * costs.fixed) - costs.fixed
     tokens = costs.max_tokens_within(seconds, 0, MAX_TOKEN_BUDGET)
     return max(MIN_TOKEN_BUDGET, 1 << tokens.bit_length() >> 1)
 
 
 class _RunningRows(NamedTuple):
-    """The running sequences, by what they need.
-
-    rows, chosen  one row per decoding sequence, and those sequences
-    prompts       sequences with more than one token to compute
-    needs_block   rows of block tables without a slot for the next token, of each group
-    decodes       work of the rows
-    inputs        as in ``StepPlan``
-    """
+    """``prompts``: more than one token to compute. ``needs_block``: table rows without a slot for the next token."""
 
     rows: list[Row]
     chosen: list[Sequence]
@@ -117,10 +96,10 @@ class _RunningRows(NamedTuple):
 
 
 class Scheduler:
-    """Waiting and running sequences over one block pool. No clock, device or log.
+    """Waiting and running sequences over one block pool.
 
-    Without a ``predictor`` only the token budget limits a step. ``lookahead``: slots that each decoding row has
-    behind its next token, for the further tokens of a ``StepResult``.
+    Without a ``predictor`` only the token budget limits a step. ``lookahead``: slots behind the next token of each
+    decoding row, for the further tokens of a ``StepResult``.
     """
 
     def __init__(
@@ -135,29 +114,29 @@ class Scheduler:
         self.preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence: as running if it has blocks (may preempt the least urgent one), else as waiting."""
+        """As running if it has blocks (may preempt the least urgent one), else as waiting."""
         insort(self.running if sequence.block_table else self.waiting, sequence, key=_order)
         if len(self.running) > self.limits.max_running:
             self._preempt(self.running[-1])
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of its queue; it keeps its blocks."""
+        """The sequence keeps its blocks."""
         (self.running if sequence.block_table else self.waiting).remove(sequence)
 
     def schedule(self, reserved_slots: int = 0) -> tuple[StepPlan, list[Sequence]]:
-        """Plan a step: decodes, then prompts in progress, then new sequences; and the sequence of each row.
+        """May preempt sequences. Also returns the sequence of each row.
 
-        ``reserved_slots`` of ``max_running`` are kept for arriving sequences.
+        ``reserved_slots`` of ``max_running`` are kept for arrivals.
         """
         while len((running := self._collect_running()).needs_block) > self.pool.available:
             self._preempt(self.running[-1])
         return self._plan(running, reserved_slots)
 
     def schedule_ahead(self, reserved_slots: int = 0) -> tuple[StepPlan, list[Sequence]] | None:
-        """Plan the step after the one in flight, as far as its tokens are not needed for that.
+        """Plan the step after the one in flight, before its tokens are known.
 
-        None: blocks are missing, or a row's next token is drawn with a state that depends on the one before. A
-        sequence that the step in flight ends or parks at a known length gets no row.
+        None: blocks are missing, or a next token is drawn with a state that depends on the one before. A sequence that
+        the step in flight ends or parks at a known length gets no row.
         """
         running = self._collect_running()
         if len(running.needs_block) > self.pool.available:
@@ -167,7 +146,6 @@ class Scheduler:
         return self._plan(running, reserved_slots)
 
     def _plan(self, running: _RunningRows, reserved_slots: int) -> tuple[StepPlan, list[Sequence]]:
-        """The rows of the running sequences, prompts in progress, and new sequences until the budget is spent."""
         self.pool.grow(running.needs_block)
         rows, chosen, prompts = running.rows, running.chosen, running.prompts
         budget = _Budget(self.limits, self.predictor, running.decodes, self.pool.block_size)
@@ -179,12 +157,11 @@ class Scheduler:
 
     @property
     def longest_chunk(self) -> int:
-        """Tokens that a step computes of a long prompt if there is no other work."""
+        """Tokens per step of a long prompt without other work."""
         limits, size = self.limits, self.pool.block_size
         return _Budget(limits, self.predictor, NO_WORK, size).share(0, limits.token_budget)
 
     def publish(self, sequence: Sequence, filled: range) -> None:
-        """Add filled blocks of a sequence to the prefix cache."""
         if not sequence.request.use_prefix_cache or not sequence.block_table:
             return
         table, stop = sequence.block_table, filled.stop
@@ -194,7 +171,7 @@ class Scheduler:
                 self.pool.publish(group, blocks[first:stop], sequence.hashes(range(first, stop), self.pool.block_size))
 
     def release(self, sequence: Sequence) -> None:
-        """Free a sequence's blocks. Blocks of its output are published now: no request has that prefix earlier."""
+        """Publishes blocks of the output first: no request has that prefix earlier."""
         if sequence.block_table:
             size = self.pool.block_size
             self.publish(sequence, range(len(sequence.request.token_ids) // size, sequence.computed // size))
@@ -234,23 +211,20 @@ class Scheduler:
         return _RunningRows(*groups, StepWork(len(rows), len(rows), pairs), inputs)
 
     def _short_of_lookahead(self, sequence: Sequence) -> list[array[int]]:
-        """The blocks of a decoding sequence that has a slot for its next token, but not for the further ones."""
         table, length = _table(sequence), len(sequence.tokens)
         needed = min(length + self.lookahead, self.limits.context_length)
         return table.shortest if length <= table.num_blocks * self.pool.block_size < needed else []
 
     def _max_slots(self, sequence: Sequence) -> int:
-        """Slots for uncomputed tokens of a prompt: its own and all available ones but those of ``spare``."""
         more = max(0, self.pool.available - self.spare)
         return _table(sequence).reachable(more) * self.pool.block_size - sequence.scheduled
 
     @property
     def spare(self) -> int:
-        """Blocks that stay available for the next tokens of the running sequences, so that prompts preempt none."""
+        """Blocks kept for the next tokens of the running sequences, so that prompts preempt none."""
         return len(self.running) * len(self.pool.windows)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Free a sequence's blocks and let it wait; it recomputes what the prefix cache no longer has."""
         self.remove(sequence)
         self.release(sequence)
         sequence.computed = 0
@@ -260,10 +234,7 @@ class Scheduler:
         self.add(sequence)
 
     def _admit_next(self, reserved_slots: int) -> Sequence | None:
-        """Move the most urgent waiting sequence to the running ones if the blocks that it needs at once are available.
-
-        In order: a sequence never overtakes one that waits for blocks. ``spare`` blocks stay available.
-        """
+        """In order: a sequence never overtakes one that waits for blocks. ``spare`` blocks stay available."""
         if not self.waiting or len(self.running) + reserved_slots >= self.limits.max_running:
             return None
         sequence = self.waiting[0]
@@ -280,30 +251,25 @@ class Scheduler:
         return sequence
 
     def cached_prefix(self, sequence: Sequence) -> CachedPrefix:
-        """Published blocks with the start of a sequence; always less than all of its tokens."""
+        """Always less than all of a sequence's tokens."""
         if not sequence.request.use_prefix_cache or sequence.request.prompt_logprobs is not None:
             return self.pool.index.longest_prefix([])  # cached positions have no logits
         size = self.pool.block_size
         return self.pool.index.longest_prefix(sequence.hashes(range((len(sequence.tokens) - 1) // size), size))
 
     def queued_tokens(self) -> int:
-        """Tokens still to be computed, without the cached prefixes of the first ``PREFIX_LOOKAHEAD`` waiting."""
+        """Without the cached prefixes of the first ``PREFIX_LOOKAHEAD`` waiting."""
         cached = sum(self.cached_prefix(sequence).num_blocks for sequence in self.waiting[:PREFIX_LOOKAHEAD])
         return sum(one.remaining for one in (*self.running, *self.waiting)) - cached * self.pool.block_size
 
 
 class _Budget:
-    """Tokens and predicted seconds that a step has left for prompts."""
-
     def __init__(self, limits: Limits, predictor: StepTimePredictor, decodes: StepWork, block_size: int) -> None:
         self.decodes = decodes
         self.prompts = NO_WORK
         self._limits = limits
         self._predictor = predictor
-        if decodes.tokens:
-            self._seconds = max(limits.step_seconds, DECODE_STRETCH_FACTOR * predictor.seconds(decodes))
-        else:
-            self._seconds = limits.step_seconds * PREFILL_ONLY_FACTOR
+        self._seconds = max(limits.step_seconds, STRETCH_FACTOR * predictor.seconds(decodes))
         self._least = block_size  # for the first prompt, so that prompts progress at any cost
         self._over = False
 
@@ -313,11 +279,10 @@ class _Budget:
 
     @property
     def left(self) -> bool:
-        """Whether another prompt gets tokens. None does after one that was cut."""
         return not self._over and self.tokens < self._limits.token_budget
 
     def spend(self, sequence: Sequence, slots: int) -> Row:
-        """A row of the next tokens of a running sequence that fit, at least one and at most ``slots``."""
+        """The next tokens that fit, at least one and at most ``slots``."""
         request, start = sequence.request, sequence.scheduled
         all_logits = request.prompt_logprobs is not None
         tokens = self._limits.token_budget - self.tokens
@@ -331,7 +296,6 @@ class _Budget:
         return row
 
     def share(self, context: int, most: int, *, all_logits: bool = False) -> int:
-        """Tokens of the next chunk, at most ``most``, behind ``context`` computed ones."""
         return min(most, max(self._max_tokens(context, most, all_logits=all_logits), self._least))
 
     def _max_tokens(self, context: int, most: int, *, all_logits: bool = False) -> int:

@@ -1,5 +1,3 @@
-"""A sequence: its tokens, and the count of those whose KV is computed. Everything else is derived."""
-
 from __future__ import annotations
 
 import sys
@@ -15,10 +13,7 @@ from decant.engine.sampler_state import SamplerState
 
 @dataclass(slots=True)
 class Timeline:
-    """Instants of a sequence in seconds of the engine's clock (None: not yet), and its number of preemptions.
-
-    What is recomputed after a preemption changes no instant.
-    """
+    """Seconds of the engine's clock. A recomputation after a preemption changes none."""
 
     added: float
     scheduled: float | None = None
@@ -32,12 +27,7 @@ class Timeline:
 
 
 class InFlight(NamedTuple):
-    """The row of a sequence in the newest step that the device computes.
-
-    row    its index in the plan
-    end    tokens whose KV is computed after it
-    draws  whether it draws the next token
-    """
+    """In the newest launched step. ``row``: index in the plan; ``end``: tokens whose KV is computed after it."""
 
     row: int
     end: int
@@ -45,7 +35,7 @@ class InFlight(NamedTuple):
 
 
 class BlockAddress(NamedTuple):
-    """A block in a sequence: its cache group, and its index there, counted from the sequence's start."""
+    """``block`` counts from the sequence's start."""
 
     group: int
     block: int
@@ -55,17 +45,14 @@ class BlockAddress(NamedTuple):
 
 
 class Sequence:
-    """The scheduler's unit. ``remaining`` is the gap that steps close::
+    """The scheduler's unit.
 
-        tokens    [ prompt ............ | output ...... ]
-        computed  [ KV is in the blocks ......... |  gap ]
-
+    computed              number of leading tokens whose KV is in the blocks
     block_table           None while it waits
-    stops                 tokens that end it
     next_check_length     length at which ``max_tokens``, the context length or ``park_after`` is reached
     prompt_logprobs_sent  prompt tokens whose log-probabilities were emitted; the first token has none
-    in_flight             the sequence's row of a step that is not committed: neither ``computed`` nor ``tokens`` count
-                          it. None: no device computes any of it, or the device overlaps no steps
+    in_flight             row of a step that is not committed; ``computed`` and ``tokens`` do not count it. None: not in
+                          a step in flight, or the device overlaps no steps
     block_checksums       made when a block is filled, if ``park_after`` is set
     """
 
@@ -114,18 +101,18 @@ class Sequence:
 
     @property
     def scheduled(self) -> int:
-        """Tokens whose KV is computed, or will be after the step in flight."""
+        """``computed``, or what it will be after the step in flight."""
         return self.computed if self.in_flight is None else self.in_flight.end
 
     def continue_from(self, source: Sequence, full_blocks: int) -> None:
-        """Take over the tokens and the progress of another sequence; the first ``full_blocks`` blocks are shared."""
+        """The first ``full_blocks`` blocks are shared."""
         self.tokens = list(source.tokens)
         self.prompt_logprobs_sent = source.prompt_logprobs_sent
         self.block_checksums = {at: sum for at, sum in source.block_checksums.items() if at.block < full_blocks}
         self._chain = list(source._chain)
 
     def hashes(self, blocks: range, block_size: int) -> list[BlockHash]:
-        """Chained hashes of these full blocks. Each is computed once."""
+        """Of full blocks; each is computed once."""
         known = len(self._chain) - 1
         if known < blocks.stop:
             missing = self.tokens[known * block_size : blocks.stop * block_size]

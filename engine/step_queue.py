@@ -5,10 +5,9 @@ While a device that overlaps steps computes one, the engine launches the next::
     host      launch 1, launch 2 | commit 1, launch 3 | commit 2, launch 4 | ...
     device             [ step 1 ][ step 2            ][ step 3            ]
 
-Step 2 is planned before the tokens of step 1 are known. A row of it may continue a token that step 1 still draws: its
-place is known, and the device has its id. A sequence that step 1 ends has a row too many in step 2: the row is dropped,
-and the blocks of the sequence are held until step 2 has ended, as the device writes to them. Where step 2 depends on
-more than that (``Scheduler.schedule_ahead``), it is planned after step 1.
+A row of step 2 may continue a token that step 1 still draws. The row of a sequence that step 1 ends is dropped; its
+blocks are held until step 2 has ended, as the device writes to them. Where step 2 depends on more than that
+(``Scheduler.schedule_ahead``), it is planned after step 1.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ from decant.engine.sequence import InFlight, Sequence
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step that the device computes, with the sequence of each row.
-
-    wait     returns its result, once it is computed; to be called once
-    on_done  what waits until the device no longer uses the step's blocks
-    """
+    """``wait``: call it once. ``on_done``: called once the device no longer uses the step's blocks."""
 
     plan: StepPlan
     sequences: list[Sequence]
@@ -36,7 +31,7 @@ class LaunchedStep:
     on_done: list[Callable[[], object]] = field(default_factory=list)
 
     def drop_ended(self, result: StepResult) -> tuple[StepPlan, list[Sequence], StepResult]:
-        """Plan, sequences and result without the rows of sequences that ended after the launch."""
+        """Without the rows of sequences that ended after the launch."""
         if not self.on_done:  # their blocks would wait for this step
             return self.plan, self.sequences, result
         ended = {index for index, sequence in enumerate(self.sequences) if sequence.timeline.finished is not None}
@@ -46,8 +41,6 @@ class LaunchedStep:
 
 
 class StepQueue:
-    """Launches steps on a device: one at a time, or with a device that overlaps them the next one, too."""
-
     def __init__(self, device: Device, clock: Callable[[], float]) -> None:
         self._device = device
         self._clock = clock
@@ -58,13 +51,12 @@ class StepQueue:
         return bool(self._steps)
 
     def launch(self, scheduler: Scheduler, reserved_slots: int) -> LaunchedStep | None:
-        """The older step; launched now if there is none. None: there is nothing to compute."""
+        """The older step, launched now if there is none. None: nothing to compute."""
         if not self._steps:
             self._launch(*scheduler.schedule(reserved_slots))
         return self._steps[0] if self._steps else None
 
     def launch_ahead(self, scheduler: Scheduler, reserved_slots: int) -> None:
-        """Launch the step after the older one, if it can be planned now."""
         if self._overlaps and (ahead := scheduler.schedule_ahead(reserved_slots)):
             self._launch(*ahead)
 
@@ -89,20 +81,19 @@ class StepQueue:
 
     @staticmethod
     def _land(steps: list[LaunchedStep]) -> None:
-        """Their rows are no longer the newest of their sequences."""
         for step in steps:
             for sequence in step.sequences:
                 sequence.in_flight = None
 
     def when_unused(self, sequence: Sequence, action: Callable[[], object]) -> None:
-        """Call ``action`` once no launched step uses the blocks of an ended sequence: now or when that step ends."""
+        """Call ``action`` once no launched step uses the blocks of an ended sequence."""
         if sequence.in_flight is None:
             action()
         else:
             self._steps[-1].on_done.append(action)
 
     def after_ends(self, action: Callable[[], object]) -> None:
-        """Call ``action`` after all actions that wait for a step: now if there are none."""
+        """Call ``action`` after all that wait for a step."""
         if self._steps and self._steps[-1].on_done:
             self._steps[-1].on_done.append(action)
         else:
@@ -110,7 +101,7 @@ class StepQueue:
 
     @property
     def ended(self) -> set[str]:
-        """Ids of ended sequences that still hold blocks."""
+        """Ended sequences that still hold blocks."""
         return {
             sequence.id
             for step in self._steps

@@ -1,8 +1,7 @@
 """Both ends of a KV handoff: blocks leave one engine while they fill, and become a sequence in another.
 
-A ``KvExport`` leases the filled blocks of a sequence; an ``IncomingSequence`` owns the blocks that receive them. Each
-block travels with a checksum over its index and bytes, the commit with one over those checksums and its own fields.
-The sequence exists at the receiver only once all agree. Neither end is known to the scheduler.
+Each block has a checksum over its address and bytes, the commit one over those checksums and its own fields. The
+sequence exists at the receiver only once all agree.
 
     sender    [0][1][2][3][4.]          blocks fill step by step
     lease        [1][2][3][4.]          shared from ``cached_blocks`` on, the last one with the commit
@@ -26,34 +25,30 @@ from decant.engine.sequence import BlockAddress as BlockAddress
 from decant.engine.sequence import Sequence as EngineSequence
 
 Checksum = Callable[[bytes | memoryview], int]
-"""Checksum of bytes, below 2**64."""
+"""Below 2**64."""
 
 default_checksum: Checksum = zlib.crc32
 
 
 def block_checksum(checksum: Checksum, address: BlockAddress, data: bytes | memoryview) -> int:
-    """Checksum of a block and its address in the sequence: a verified block can't be stored at another one."""
+    """Includes the address: a verified block can't be stored at another one."""
     return checksum(struct.pack("<QQQ", *address, checksum(data)))
 
 
 def transfer_checksum(checksum: Checksum, computed: int, output: Sequence[int], sums: Sequence[int]) -> int:
-    """Checksum of a commit: over its fields and the checksums of all blocks sent, in order of their addresses."""
+    """``sums``: of all blocks sent, in order of their addresses."""
     words = (computed, len(output), *output, *sums)
     return checksum(struct.pack(f"<{len(words)}Q", *words))
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """A filled block to be sent, and its ``block_checksum``."""
-
     address: BlockAddress
     checksum: int
 
 
 @dataclass(frozen=True, slots=True)
 class TransferCommit:
-    """The sender's last message: tokens computed, the output so far, and their ``transfer_checksum``."""
-
     computed: int
     output: tuple[int, ...]
     checksum: int
@@ -62,9 +57,8 @@ class TransferCommit:
 class KvExport:
     """A lease on a sequence's filled blocks, in each group from an index on; its owner must release it.
 
-    The lease keeps the bytes alive after the sequence has ended. ``runs`` grows as blocks fill, in each group in
-    ascending order; ``next_index`` is that of each group's first block that is not offered yet. ``commit`` is set once
-    the sequence is parked and finalized.
+    The lease outlives the sequence. ``runs`` grows as blocks fill, ascending in each group; ``next_index``: each
+    group's first block not offered yet. Only the engine calls ``offer_filled``, ``offer`` and ``finalize``.
     """
 
     def __init__(self, sequence: EngineSequence, first: Sequence[int], lease: BlockTable, store: BlockBytes) -> None:
@@ -79,25 +73,32 @@ class KvExport:
 
     @property
     def held(self) -> Sequence[int]:
-        """The leased blocks."""
         return self._lease.held
 
     def read(self, address: BlockAddress) -> memoryview:
         """Bytes of a block of the sequence, valid until ``release``. Raises TransferRejected."""
+        return self._store.read(self._leased(address))
+
+    def locate(self, address: BlockAddress) -> range:
+        """Where these bytes are in the store's ``block_memory``. Raises TransferRejected."""
+        start = self._leased(address) * self._store.block_bytes
+        return range(start, start + self._store.block_bytes)
+
+    def _leased(self, address: BlockAddress) -> int:
         block = self._blocks.get(address)
         if block is None or not self._lease.live:
             raise TransferRejected(f"{self.id}: {address} is not leased")
-        return self._store.read(block)
+        return block
 
     def release(self) -> None:
-        """End the lease; read nothing after it. A second call does nothing."""
+        """Idempotent."""
         self.ended = True
         self._lease.release()
 
     def offer_filled(self, sequence: EngineSequence, stop: int, checksum: Checksum) -> list[BlockRun]:
-        """Lease and checksum the sequence's blocks up to ``stop`` that were not offered. Only the engine calls it.
+        """Lease and checksum the blocks up to ``stop`` that were not offered.
 
-        After a preemption, blocks that the sequence did not compute again, as no later token sees them, are left out.
+        After a preemption, blocks that were not computed again, as no later token sees them, are left out.
         """
         if sequence.block_table is None:
             return []
@@ -108,7 +109,7 @@ class KvExport:
         ]
 
     def offer(self, sequence: EngineSequence, address: BlockAddress, checksum: Checksum) -> BlockRun:
-        """Lease and checksum a block, behind all that were offered of its group. Only the engine calls it."""
+        """The block must be behind all that were offered of its group."""
         assert sequence.block_table is not None
         group, index = address
         assert index >= self.next_index[group]
@@ -121,7 +122,7 @@ class KvExport:
         return self.runs[-1]
 
     def finalize(self, sequence: EngineSequence, checksum: Checksum) -> TransferCommit:
-        """Lease the remaining blocks, the last perhaps partial, and commit. Only the engine calls it."""
+        """Lease the remaining blocks, the last perhaps partial, and commit."""
         self.offer_filled(sequence, self._lease.pool.blocks_for(sequence.computed), checksum)
         output = tuple(sequence.tokens[sequence.request.prompt_len :])
         sums = [run.checksum for run in sorted(self.runs, key=lambda run: run.address)]
@@ -131,11 +132,10 @@ class KvExport:
 
 
 class IncomingSequence:
-    """Blocks for a sequence that is arriving; its owner must ``abort`` it or have the engine ``join`` it.
+    """Blocks for an arriving sequence; the owner must ``abort`` it or have the engine ``join`` it.
 
-    After either it is ``closed`` (``on_close`` gets its id) and no longer owns its blocks. ``write`` may be called
-    from any thread, during the engine's steps; everything else only on the engine's thread. A block is never freed
-    during a copy: closing waits for it.
+    After either it is ``closed`` (``on_close`` gets its id) and no longer owns blocks. ``write`` may be called from any
+    thread, during steps; everything else only on the engine's thread. Closing waits for a running copy.
     """
 
     def __init__(
@@ -161,7 +161,6 @@ class IncomingSequence:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the sequence has in each group, from its start."""
         return self.sequence.block_table.num_blocks if self.sequence.block_table else 0
 
     def write(self, address: BlockAddress, data: bytes | bytearray | memoryview, total: int) -> None:
@@ -223,10 +222,7 @@ class IncomingSequence:
             table.release()
 
     def _close(self, table: BlockTable, filled: int) -> None:
-        """Stop writes and publish verified blocks.
-
-        Blocks of the first ``filled`` tokens were full when received: a partial block comes only with a commit.
-        """
+        """Blocks of the first ``filled`` tokens were full when received: a partial block comes only with a commit."""
         with self._copying:
             self.closed = True
         size: int = table.pool.block_size

@@ -1,9 +1,8 @@
-"""``FetchResponse`` as bytes, with the cache data separate: protobuf alone would copy the cache twice on either side.
+"""``FetchResponse`` as bytes, with the cache data last: protobuf alone would copy the cache twice on either side.
 
     FetchResponse:  | kv_chunk: all but data | kv_chunk: data |
 
-Any protobuf parser reads this as one ``kv_chunk``, since it merges a repeated submessage; ``decode`` also reads the
-encodings of other writers. The data come last, so that the receiver can use a view of them.
+A protobuf parser merges the two.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Received:
 
 
 def encode(response: wire.FetchResponse, data: Sequence[bytes | memoryview] = ()) -> bytes:
-    """Copies ``data`` once. ``response`` has none itself."""
+    """Copies ``data`` once; ``response`` has none."""
     head = response.SerializeToString()
     if not data:
         return head
@@ -37,7 +36,7 @@ def encode(response: wire.FetchResponse, data: Sequence[bytes | memoryview] = ()
 
 
 def decode(message: bytes) -> Received:
-    """Decode any encoding; copies no data of a message that ``encode`` made. Raises protobuf's DecodeError."""
+    """Decodes any encoding; copies no data of ``encode``'s. Raises protobuf's DecodeError."""
     view = memoryview(message)
     head, data = _borders(view)
     if head:
@@ -47,7 +46,7 @@ def decode(message: bytes) -> Received:
 
 
 def _borders(view: memoryview) -> tuple[int, int]:
-    """The end of a message's first ``kv_chunk`` and the start of the data that end it; zeros for any other encoding."""
+    """End of the first ``kv_chunk`` and start of the data; zeros for any other encoding."""
     head = _content(view, 0, _RUN)
     tail = head and _content(view, head.stop, _RUN)
     data = tail and _content(view, tail.start, _DATA)
@@ -57,7 +56,7 @@ def _borders(view: memoryview) -> tuple[int, int]:
 
 
 def _content(view: memoryview, at: int, tag: int) -> slice | None:
-    """The content of the field that begins at ``at``; None when it has another tag."""
+    """None for another tag."""
     if at >= len(view) or view[at] != tag:
         return None
     length = shift = 0

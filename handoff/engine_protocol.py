@@ -1,7 +1,5 @@
-"""The operations of an engine that a handoff needs.
-
-``EngineLoop`` and ``StepOutput`` of the engine satisfy these protocols as they are. A handoff imports from the engine
-only the records that travel (``engine.transfer``) and its errors.
+"""The operations of an engine that a handoff needs. From the engine it imports only the records that travel
+(``engine.transfer``) and its errors.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ T = TypeVar("T")
 
 
 class SequenceTransfers(Protocol):
-    """Every method raises EngineError for a sequence that it cannot serve."""
+    """Each raises EngineError for a sequence that it cannot serve."""
 
     def export(self, id: str, cached_blocks: int = 0) -> KvExport: ...
 
@@ -31,8 +29,6 @@ class SequenceTransfers(Protocol):
 
 
 class TransferEngine(Protocol):
-    """An engine between two steps, on its own thread."""
-
     @property
     def transfers(self) -> SequenceTransfers: ...
 
@@ -43,7 +39,7 @@ class EngineThread(Protocol):
     async def call(
         self, command: Callable[[TransferEngine], T], undo: Callable[[TransferEngine, T], object] | None = None
     ) -> T:
-        """The command's result or exception. If the caller is cancelled after it ran, ``undo`` gets the result."""
+        """If the caller is cancelled after the command ran, ``undo`` gets the result."""
         ...
 
     def post(self, command: Callable[[TransferEngine], object]) -> None: ...
@@ -55,8 +51,6 @@ class SequenceEvent(Protocol):
 
 
 class StepEvents(Protocol):
-    """The events of a step that concern handoffs: filled blocks, parked ids and finished sequences."""
-
     @property
     def filled(self) -> Sequence[SequenceEvent]: ...
 

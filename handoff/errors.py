@@ -1,5 +1,3 @@
-"""Reasons why a handoff failed, convertible to and from ``wire.Failure``."""
-
 from __future__ import annotations
 
 from decant.protos import worker_pb2 as wire
@@ -24,4 +22,4 @@ class HandoffFailed(Exception):
 
 
 class SequenceAlreadyFinished(Exception):
-    """Every output ended before the commit: nothing is left to hand over, and nothing failed."""
+    """Every output ended before the commit."""

@@ -1,5 +1,3 @@
-"""The end of a fetch that has gone silent, noticed by the other end."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
@@ -15,7 +13,7 @@ T = TypeVar("T")
 async def with_heartbeat_timeout(
     messages: AsyncIterator[T], peer: str, seconds: float = SILENT_SECONDS
 ) -> AsyncIterator[T]:
-    """The messages of a peer that sends heartbeats. Raises HandoffFailed (PEER_LOST) after ``seconds`` of silence."""
+    """Raises HandoffFailed (PEER_LOST) after ``seconds`` of silence."""
     while True:
         try:
             async with loop_timeout(seconds):  # wait_for may lose a cancellation that comes with a message

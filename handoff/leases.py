@@ -15,8 +15,9 @@ from decant.handoff.errors import HandoffFailed
 from decant.protos import worker_pb2 as wire
 
 COMMITTED_SECONDS = 3.0
-"""Time for the receiver's Release after the commit. No block is read any more, and a receiver that joins later keeps
-its sequence; so this is shorter than a lease, in case the receiver was killed."""
+"""Shorter than a lease, in case the receiver was killed: no block is read any more, and a receiver that joins later
+keeps its sequence.
+"""
 
 
 @dataclass(slots=True)
@@ -35,10 +36,7 @@ class Lease:
 
 
 class LeaseTable:
-    """All tickets of one sender, on one event loop.
-
-    ``on_end`` is called with each lease that has ended, then ``on_expired`` if its time was over.
-    """
+    """On one event loop. ``on_end`` is called with each ended lease, then ``on_expired`` if its time was over."""
 
     def __init__(
         self,
@@ -60,13 +58,12 @@ class LeaseTable:
         return ticket
 
     def renew_unopened(self, id: bytes) -> None:
-        """Renew a ticket whose fetch has not opened; an open fetch renews by its acks."""
+        """An open fetch renews by its acks instead."""
         lease = self._leases.get(id)
         if lease is not None and not lease.opened:
             self.renew(id)
 
     def renew(self, id: bytes) -> bool:
-        """Return False if there is no such lease."""
         lease = self._leases.get(id)
         if lease is None:
             return False
@@ -80,7 +77,7 @@ class LeaseTable:
         self.renew(lease.ticket.id)
 
     def open(self, message: wire.Open) -> Lease:
-        """Use a ticket. Raises HandoffFailed for one that is unknown, used, or does not match the message."""
+        """Raises HandoffFailed for a ticket that is unknown, used, or does not match the message."""
         lease = self._leases.get(message.ticket)
         if lease is None or lease.opened:
             raise HandoffFailed(wire.CAUSE_LEASE_OVER, "unknown ticket: its lease is over, or it was used")
@@ -100,7 +97,7 @@ class LeaseTable:
         return lease
 
     def close(self, id: bytes, failure: wire.Failure | None = None) -> Lease | None:
-        """End a ticket: released by its receiver, or because of ``failure``. None if it is unknown."""
+        """``failure``: None if the receiver released the ticket. Returns None for an unknown one."""
         lease = self._leases.pop(id, None)
         if lease is not None:
             lease.timer.cancel()

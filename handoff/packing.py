@@ -24,20 +24,20 @@ from decant.handoff.errors import HandoffFailed
 from decant.protos import worker_pb2 as wire
 
 MESSAGE_BYTES = 1 << 20
-"""Default maximum bytes of cache in one message. Both sides must agree."""
+"""Maximum of cache in one message. Both sides must agree."""
 
 MESSAGE_BLOCKS = 64
-"""Maximum blocks in one message, so that handling a message takes at most a millisecond or two."""
+"""Limits the handling of a message to a millisecond or two."""
 
 checksum = xxhash.xxh3_64_intdigest
-"""XXH3, 64 bits. A worker's engine uses it for its block checksums, too."""
+"""XXH3, 64 bits; also of a worker's block checksums."""
 
 _PLACE = struct.Struct("<QIIIII")
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLayout:
-    """Block size (tokens, bytes) and KV layout, equal on both sides. ``layout`` is the hash that the ticket carries."""
+    """Equal on both sides. ``layout`` is the hash that the ticket carries."""
 
     block_size: int
     block_bytes: int
@@ -51,24 +51,30 @@ class TransferLayout:
 
 @dataclass(frozen=True, slots=True)
 class FilledBlock:
-    """A block: its ``address`` in the sequence, its bytes, and the ``checksum`` over both."""
+    """``checksum``: over ``address`` and ``data``."""
 
     address: BlockAddress
     data: bytes | memoryview
     checksum: int
 
 
-def message_sum(run: wire.Run, shape: TransferLayout, message: wire.KvChunk, size: int) -> int:
-    """Checksum over run, group, position, size and the checksums of the blocks that end in this message.
+@dataclass(frozen=True, slots=True)
+class LocatedBlock:
+    """A block whose bytes the receiver reads itself, at ``data`` of the sender's block memory."""
 
-    The block checksums cover the bytes, so that each is read once.
-    """
+    address: BlockAddress
+    data: range
+    checksum: int
+
+
+def message_sum(run: wire.Run, shape: TransferLayout, message: wire.KvChunk, size: int) -> int:
+    """Over run, group, position, size and the checksums of the blocks that end in this message."""
     place = _PLACE.pack(shape.layout, run.attempt, message.group, message.first_position, message.offset, size)
     sums = message.block_checksums
     return checksum(run.request.encode() + place + struct.pack(f"<{len(sums)}Q", *sums))
 
 
-def pack(run: wire.Run, shape: TransferLayout, blocks: list[FilledBlock]) -> Iterator[bytes]:
+def pack(run: wire.Run, shape: TransferLayout, blocks: Sequence[FilledBlock | LocatedBlock]) -> Iterator[bytes]:
     """Encoded messages of consecutive blocks of a group. Bytes are copied when the iterator yields their message."""
     if shape.block_bytes > shape.message_bytes:
         for block in blocks:
@@ -80,8 +86,8 @@ def pack(run: wire.Run, shape: TransferLayout, blocks: list[FilledBlock]) -> Ite
         yield _message(run, shape, head, [block.data for block in some])
 
 
-def _pieces(run: wire.Run, shape: TransferLayout, block: FilledBlock) -> Iterator[bytes]:
-    data = memoryview(block.data)
+def _pieces(run: wire.Run, shape: TransferLayout, block: FilledBlock | LocatedBlock) -> Iterator[bytes]:
+    data = block.data if isinstance(block, LocatedBlock) else memoryview(block.data)
     for offset in range(0, shape.block_bytes, shape.message_bytes):
         piece = data[offset : offset + shape.message_bytes]
         sums = [block.checksum] if offset + len(piece) == shape.block_bytes else []
@@ -95,13 +101,24 @@ def _head(shape: TransferLayout, first: BlockAddress, checksums: Sequence[int]) 
     return wire.KvChunk(group=first.group, first_position=position, block_checksums=checksums)
 
 
-def _message(run: wire.Run, shape: TransferLayout, head: wire.KvChunk, data: Sequence[bytes | memoryview]) -> bytes:
-    head.checksum = message_sum(run, shape, head, sum(len(part) for part in data))
-    return encode(wire.FetchResponse(kv_chunk=head), data)
+def _message(
+    run: wire.Run, shape: TransferLayout, head: wire.KvChunk, parts: Sequence[bytes | memoryview | range]
+) -> bytes:
+    head.checksum = message_sum(run, shape, head, sum(len(part) for part in parts))
+    head.block_offsets.extend(part.start for part in parts if isinstance(part, range))
+    return encode(wire.FetchResponse(kv_chunk=head), [part for part in parts if not isinstance(part, range)])
+
+
+def located_parts(shape: TransferLayout, chunk: wire.KvChunk) -> list[range]:
+    """The parts of a ``_message`` that has ``block_offsets``. Raises HandoffFailed (CORRUPT)."""
+    size = min(shape.block_bytes - chunk.offset, shape.message_bytes)
+    if size <= 0 or len(chunk.block_offsets) > shape.blocks_per_message:
+        raise _corrupt(f"{len(chunk.block_offsets)} block offsets with {size} bytes each")
+    return [range(start, start + size) for start in chunk.block_offsets]
 
 
 class Unpacker:
-    """Rejects messages of another run, position or order. The caller compares blocks with their checksums."""
+    """Rejects messages of another run, position or order. The caller compares block checksums."""
 
     def __init__(self, run: wire.Run, shape: TransferLayout) -> None:
         self.received = 0  # bytes of cache
@@ -112,7 +129,7 @@ class Unpacker:
         self._filled = 0
 
     def unpack(self, message: wire.KvChunk, data: memoryview) -> list[FilledBlock]:
-        """The blocks that this message completes, valid until the next one. Raises HandoffFailed (CORRUPT)."""
+        """The blocks that it completes, valid until the next message. Raises HandoffFailed (CORRUPT)."""
         index, rest = divmod(message.first_position, self._shape.block_size)
         if message_sum(self._run, self._shape, message, len(data)) != message.checksum:
             raise _corrupt(f"the message at position {message.first_position} does not agree with its sum")

@@ -29,13 +29,17 @@ from decant.runtime.packed import unpack
 from decant.runtime.peer import UnknownMessages
 
 RELEASE_SECONDS = 2.0
-"""Timeout of a Release; without one, the lease ends by itself."""
+"""Then the lease ends by itself."""
+
+
+ACK_CHUNKS = 32
+"""Chunks after which an Ack is sent before its time; a sender whose memory is read waits for it with the commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """``received``: bytes of cache. ``opened``, ``owned``: event loop time. ``entry`` of ``logprobs`` is the token's
-    index in ``output``.
+    """``received``: bytes of cache. ``opened``, ``owned``: event loop time. ``entry`` of ``logprobs``: index in
+    ``output``.
     """
 
     output: tuple[int, ...]
@@ -46,22 +50,26 @@ class TransferResult:
 
 
 class KvReceiver:
-    """``heartbeat`` makes the heartbeats of a fetch."""
-
     def __init__(
-        self, loop: EngineThread, shape: TransferLayout, peer: wire.Peer, heartbeat: Callable[[], wire.Heartbeat]
+        self,
+        loop: EngineThread,
+        shape: TransferLayout,
+        peer: wire.Peer,
+        heartbeat: Callable[[], wire.Heartbeat],
+        heartbeat_s: float = HEARTBEAT_SECONDS,
     ) -> None:
         self._loop = loop
         self._shape = shape
         self._peer = peer
         self._heartbeat = heartbeat
+        self._heartbeat_s = heartbeat_s
         self._releases: set[asyncio.Task[None]] = set()
 
     async def receive(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
         """Owns the arrival: joins or aborts it.
 
-        Raises HandoffFailed, and SequenceAlreadyFinished if the sender's sequence ended first. Then, and when it is
-        cancelled, the blocks are freed and the sender gets a Release.
+        Raises HandoffFailed, SequenceAlreadyFinished. Then, and when cancelled, it frees the blocks and sends a
+        Release.
         """
         outcome = wire.ReleaseRequest.OUTCOME_ABANDONED
         try:
@@ -74,11 +82,11 @@ class KvReceiver:
             self._send_release(source, ticket, outcome)
 
     def decline(self, source: KvSource, ticket: wire.Ticket) -> None:
-        """Release an unused ticket, so that the sender need not wait for its lease. May be repeated."""
+        """Release an unused ticket before its lease ends. May be repeated."""
         self._send_release(source, ticket, wire.ReleaseRequest.OUTCOME_ABANDONED)
 
     async def close(self) -> None:
-        """Wait at most RELEASE_SECONDS for Releases. All fetches must have ended before."""
+        """Wait at most RELEASE_SECONDS for Releases. All fetches must have ended."""
         if self._releases:
             await asyncio.wait(self._releases)
 
@@ -97,7 +105,7 @@ class KvReceiver:
         unpacker = Unpacker(ticket.run, self._shape)
         fetch = _Fetch(arrival, unpacker, ticket.sender.id)
         opened = asyncio.get_running_loop().time()
-        requests = fetch.requests(self._open(ticket, arrival), self._heartbeat)
+        requests = fetch.requests(self._open(ticket, arrival), self._heartbeat, self._heartbeat_s)
         try:
             async for received in with_heartbeat_timeout(source.fetch(requests), f"sender {ticket.sender.id}"):
                 await self._extend(arrival, received.response)
@@ -128,7 +136,7 @@ class KvReceiver:
             await self._loop.call(lambda _: arrival.extend(filled * size - 1))
 
     async def _join(self, arrival: IncomingSequence, commit: EngineCommit) -> tuple[int, ...]:
-        """If the caller is cancelled meanwhile, the sequence is cancelled, too."""
+        """If the caller is cancelled, so is the sequence."""
         await self._loop.call(
             lambda engine: engine.transfers.join(arrival, commit), undo=lambda engine, _: engine.cancel(arrival.id)
         )
@@ -152,32 +160,38 @@ class _Fetch:
         self._unknown = UnknownMessages(sender)
         self._unpacker = unpacker
         self._messages = 0
+        self._acknowledged = 0
+        self._ack_is_due = asyncio.Event()
 
     async def requests(
-        self, opening: wire.Open, heartbeat: Callable[[], wire.Heartbeat]
+        self, opening: wire.Open, heartbeat: Callable[[], wire.Heartbeat], interval: float
     ) -> AsyncIterator[wire.FetchRequest]:
-        """Open, then at every heartbeat interval an Ack of the new chunks, or a heartbeat.
+        """Open, then at every interval, and after ACK_CHUNKS, an Ack of the new chunks; without any, a heartbeat.
 
         A lease is much longer than the interval; an Ack per chunk would cost more than a checksum.
         """
         yield wire.FetchRequest(open=opening)
-        acknowledged = 0
         while True:
-            await asyncio.sleep(HEARTBEAT_SECONDS)
-            if acknowledged == self._messages:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval):
+                    await self._ack_is_due.wait()
+            self._ack_is_due.clear()
+            if self._acknowledged == self._messages:
                 yield wire.FetchRequest(heartbeat=heartbeat())
             else:
-                acknowledged = self._messages
-                yield wire.FetchRequest(ack=wire.Ack(kv_chunks=acknowledged))
+                self._acknowledged = self._messages
+                yield wire.FetchRequest(ack=wire.Ack(kv_chunks=self._acknowledged))
 
     def handle(self, received: Received) -> EngineCommit | None:
-        """Returns a commit. Raises HandoffFailed, SequenceAlreadyFinished, TransferRejected."""
+        """Raises HandoffFailed, SequenceAlreadyFinished, TransferRejected."""
         response = received.response
         match response.WhichOneof("message"):
             case "kv_chunk":
                 for block in self._unpacker.unpack(response.kv_chunk, received.data):
                     self._arrival.write(block.address, block.data, block.checksum)
                 self._messages += 1
+                if self._messages - self._acknowledged >= ACK_CHUNKS:
+                    self._ack_is_due.set()
             case "commit":
                 return self._commit(response.commit)
             case "closed" if response.closed.HasField("failure"):

@@ -4,11 +4,11 @@ Open ──> export ──> kv_chunk, kv_chunk ... (as blocks fill) ──> park
             │            acks renew the lease                               │
             └── the sequence ended first: closed                            └── lease over: freed
 
-A prefill sequence parks after its first token. A live sequence keeps decoding, and parks at the first step after which
-only its last, partial block is unsent. If its fetch or lease ends without a commit, it continues here.
+A prefill sequence parks after its first token. A live sequence decodes until only its last, partial block is unsent,
+then parks; if its fetch or lease ends without a commit, it continues here.
 
-A ticket opens once, so a fetch that breaks before the commit ends it at once: the connection closed, or the receiver
-was silent. After the commit the receiver may own the sequence; then a Release or the lease ends the ticket.
+A fetch that breaks before the commit ends its ticket at once. After the commit the receiver may own the sequence; then
+a Release or the lease ends the ticket.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from decant.handoff.engine_protocol import EngineThread, StepEvents, TransferEng
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.heartbeat import with_heartbeat_timeout
 from decant.handoff.leases import COMMITTED_SECONDS, Lease, LeaseTable
-from decant.handoff.packing import FilledBlock, TransferLayout, pack
+from decant.handoff.packing import FilledBlock, LocatedBlock, TransferLayout, pack
 from decant.protos import worker_pb2 as wire
 from decant.runtime import packed
 from decant.runtime.errors import InvalidArgument
@@ -35,7 +35,12 @@ from decant.runtime.heartbeat import HEARTBEAT_SECONDS, SILENT_SECONDS
 from decant.runtime.peer import UnknownMessages
 
 LEASE_MS = 10_000
-"""How long a ticket keeps its blocks without a renewal or an Ack."""
+"""Without a renewal or an Ack."""
+
+
+UNREAD_CHUNKS = 64
+"""Most chunks that a receiver which reads the blocks' memory itself has not acknowledged when it gets the commit. The
+lease after a commit is short, and without their bytes the connection does not hold chunks back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ class _SendState:
     blocks: int = 0  # sent
     messages: int = 0  # sent
     acknowledged: int = 0
+    is_read: bool = False  # the receiver reads the blocks' memory
     final_message: bytes | None = None  # ends the fetch
     error: InvalidArgument | None = None  # ends the fetch: a malformed message of the receiver
     settled: asyncio.Event = field(default_factory=asyncio.Event)  # parked or ended
@@ -83,6 +89,8 @@ class KvSender:
         self._loop = loop
         self._shape = shape
         self._heartbeat = heartbeat
+        self.memory: wire.BlockMemory | None = None
+        """Where receivers can read the engine's blocks, if they can."""
         self._states: dict[str, _SendState] = {}
 
     def issue(
@@ -95,9 +103,8 @@ class KvSender:
         is_live: bool = False,
         is_parked: bool = False,
     ) -> wire.Ticket:
-        """Issue a ticket for a sequence with ``park_after``, or (``is_live``) for any other.
-
-        ``is_parked``: the step that parked it is over. ``logprobs`` is called at the commit, for its output tokens.
+        """``is_live``: a sequence without ``park_after``. ``is_parked``: the step that parked it is over. ``logprobs``
+        is called at the commit.
         """
         state = self._states[sequence] = _SendState(prompt_tokens, logprobs, is_live)
         if is_parked:
@@ -125,7 +132,7 @@ class KvSender:
                 state.progressed.set()
 
     async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[bytes, None]:
-        """A refused Open is answered with ``closed``."""
+        """Answers a refused Open with ``closed``."""
         incoming = aiter(requests)
         try:
             opened = await self._opening(incoming)
@@ -134,6 +141,7 @@ class KvSender:
             yield _closed(refused.message())
             return
         state = self._states[lease.sequence]
+        state.is_read = opened.reads_memory and self.memory is not None
         async with AsyncExitStack() as stack:
             stack.callback(self._end_uncommitted, lease, state)
             for job in (
@@ -154,7 +162,7 @@ class KvSender:
         self.reclaim(lease.ticket.id, failure)
 
     def reclaim(self, ticket: bytes, failure: wire.Failure) -> None:
-        """``failure`` is sent to an open fetch. Ignores a ticket that has ended."""
+        """An open fetch gets ``failure``. Ignores a ticket that has ended."""
         lease = self.leases.close(ticket, failure)
         if lease is not None:
             self._free(lease)
@@ -187,7 +195,7 @@ class KvSender:
         state.changed.set()
 
     async def _final_message(self, lease: Lease, state: _SendState, cached_blocks: int) -> bytes:
-        """Wait until the sequence is parked or has ended. Raises EngineError."""
+        """Waits until the sequence is parked or has ended. Raises EngineError."""
         name = lease.sequence
         if not state.ended:
             state.export = await self._loop.call(
@@ -218,6 +226,8 @@ class KvSender:
     async def _messages(self, lease: Lease, state: _SendState) -> AsyncGenerator[bytes, None]:
         clock = asyncio.get_running_loop().time
         sent_at = clock()
+        if state.is_read:
+            yield encode(wire.FetchResponse(memory=self.memory))
         while state.error is None:
             state.changed.clear()
             for message in self._filled(lease, state):
@@ -226,7 +236,8 @@ class KvSender:
             if not self._is_current(lease, state):
                 yield _closed(lease.failure or _reclaimed("the ticket is over"))
                 return
-            if state.final_message is not None:
+            is_behind = state.is_read and state.messages - state.acknowledged > UNREAD_CHUNKS
+            if state.final_message is not None and not is_behind:
                 if state.export is not None:
                     self.leases.commit(lease)
                 yield state.final_message
@@ -242,7 +253,12 @@ class KvSender:
     def _filled(self, lease: Lease, state: _SendState) -> Iterator[bytes]:
         while (export := state.export) and state.blocks < len(export.runs):
             some = _consecutive(export.runs[state.blocks : state.blocks + self._shape.blocks_per_message])
-            blocks = [FilledBlock(run.address, export.read(run.address), run.checksum) for run in some]
+            blocks = [
+                LocatedBlock(run.address, export.locate(run.address), run.checksum)
+                if state.is_read
+                else FilledBlock(run.address, export.read(run.address), run.checksum)
+                for run in some
+            ]
             for message in pack(lease.ticket.run, self._shape, blocks):
                 state.messages += 1
                 yield message
@@ -255,13 +271,14 @@ class KvSender:
         return self._states.get(lease.sequence) is state
 
     async def _receive_acks(self, lease: Lease, state: _SendState, incoming: AsyncIterator[wire.FetchRequest]) -> None:
-        """Renew the lease with each Ack, and with heartbeats once all chunks sent are acknowledged."""
+        """Each Ack renews the lease, and heartbeats once all sent chunks are acknowledged."""
         unknown = UnknownMessages(lease.receiver.id if lease.receiver else "")
         try:
             async for message in with_heartbeat_timeout(incoming, "the receiver", self._timing.silent_s):
                 match message.WhichOneof("message"):
                     case "ack":
                         state.acknowledged = message.ack.kv_chunks
+                        state.changed.set()
                         self.leases.renew(lease.ticket.id)
                     case "heartbeat" if state.acknowledged >= state.messages:
                         self.leases.renew(lease.ticket.id)
@@ -278,7 +295,7 @@ class KvSender:
         self._free(lease)
 
     def _free(self, lease: Lease) -> None:
-        """Free the ticket's blocks. The fetch is woken first and reads no more of them."""
+        """Wakes the fetch first, which reads no more blocks."""
         self._wake(lease.sequence, ended=True)
         state = self._states.pop(lease.sequence, None)
         if state is not None:
@@ -297,7 +314,7 @@ def _finalize_running(engine: TransferEngine, id: str, sent: int) -> EngineCommi
 
 
 def _consecutive(runs: list[BlockRun]) -> list[BlockRun]:
-    """The first blocks of one group without a gap between their indexes: what one message can carry."""
+    """The first blocks of one group without a gap: one message."""
     group, index = runs[0].address
     return [run for at, run in enumerate(runs) if run.address == (group, index + at)]
 
@@ -308,7 +325,7 @@ async def _stop(task: asyncio.Task[None]) -> None:
 
 
 def _closed(failure: wire.Failure | None) -> bytes:
-    """No failure: the sequence ended first."""
+    """None: the sequence ended first."""
     return encode(wire.FetchResponse(closed=wire.ExportClosed(failure=failure)))
 
 

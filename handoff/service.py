@@ -12,13 +12,12 @@ DESCRIPTOR = wire.DESCRIPTOR.services_by_name["KvSource"]
 
 
 class KvSourceService:
-    """Responses are already encoded, which generated code does not support."""
+    """Sends encoded responses, which generated code does not support."""
 
     def __init__(self, sender: KvSender) -> None:
         self._sender = sender
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """In place of ``add_KvSourceServicer_to_server``."""
         methods: dict[str, Any] = {
             "Fetch": grpc.stream_stream_rpc_method_handler(
                 self._fetch, request_deserializer=wire.FetchRequest.FromString

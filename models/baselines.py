@@ -6,7 +6,7 @@ import numpy as np
 
 
 def unigram_loss(train: np.ndarray, held: np.ndarray, scored: np.ndarray, vocab_size: int) -> float:
-    """Nats per token of add-one frequencies. ``scored`` marks the positions of ``held`` that count."""
+    """Nats per token of add-one frequencies. ``scored``: the positions of ``held`` that count."""
     counts = np.bincount(train, minlength=vocab_size) + 1.0
     return float(-np.log(counts / counts.sum())[held[scored]].mean())
 
@@ -17,15 +17,10 @@ def ngram_loss(train: np.ndarray, held: np.ndarray, scored: np.ndarray, vocab_si
 
 
 def ngram_probabilities(train: np.ndarray, held: np.ndarray, vocab_size: int, order: int = 5) -> np.ndarray:
-    """Probability of each token of ``held`` given the up to ``order - 1`` before it, as ``float64[tokens]``.
+    """``float64[tokens]``: of each token of ``held`` after up to ``order - 1`` before it.
 
-    Interpolated Kneser-Ney with one absolute discount per order (Ney, Essen and Kneser, 1994; Chen and
-    Goodman, 1998, section 2.7). The longest n-grams use their counts, shorter ones the number of different
-    preceding tokens, and the shortest order mixes with the uniform distribution, so the probabilities after
-    any context sum to one.
-
-    Both streams share one numbering, so ``np.unique`` replaces dictionaries: ``grams[n][i]`` is the dense
-    number of the n-gram that ends at position ``i``. Only training positions are counted.
+    Interpolated Kneser-Ney with one absolute discount per order (Ney, Essen and Kneser, 1994; Chen and Goodman, 1998,
+    section 2.7); the shortest order mixes with the uniform distribution. Only training positions are counted.
     """
     stream = np.concatenate([train, held]).astype(np.int64)
     split = len(train)
@@ -46,7 +41,7 @@ def ngram_probabilities(train: np.ndarray, held: np.ndarray, vocab_size: int, or
 
 
 def _number_grams(stream: np.ndarray, order: int) -> list[np.ndarray]:
-    """``grams[n][i]`` for n from 0 to ``order``; values with i < n - 1 are undefined."""
+    """``grams[n][i]``: dense number of the n-gram that ends at position i; undefined for i < n - 1."""
     grams = [np.zeros(len(stream), dtype=np.int64), np.unique(stream, return_inverse=True)[1]]
     unit = int(stream.max()) + 1
     for _ in range(2, order + 1):
@@ -61,10 +56,8 @@ def _number_grams(stream: np.ndarray, order: int) -> list[np.ndarray]:
 def _interpolate(
     grams: list[np.ndarray], n: int, counts: np.ndarray, at: np.ndarray, split: int, lower: np.ndarray
 ) -> np.ndarray:
-    """Discounted probability of order n mixed with that of order n - 1, at the positions of the held stream.
-
-    ``counts`` is indexed by the number of an n-gram; ``at`` lists one training position per occurrence
-    that it counts.
+    """Mixed with order n - 1, at the held positions. ``counts``: by number of an n-gram. ``at``: a training position
+    per counted occurrence.
     """
     context = np.concatenate([[0], grams[n - 1][:-1]])
     size = int(context.max()) + 1

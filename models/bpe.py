@@ -1,5 +1,3 @@
-"""A byte-level BPE tokenizer fitted to Python source."""
-
 from __future__ import annotations
 
 import json
@@ -25,7 +23,7 @@ PIECES = (
 
 
 def fit(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """The vocabulary has all 256 bytes, so every text round-trips."""
+    """With all 256 bytes, so every text round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -48,7 +46,7 @@ def fit(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Each text as ``int32[tokens]`` between a begin and an end token."""
+    """``int32[tokens]`` each, between a begin and an end token."""
     encodings = tokenizer.encode_batch(texts)
     return [np.array([*encoding.ids, END_ID], dtype=np.int32) for encoding in encodings]
 

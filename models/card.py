@@ -1,4 +1,4 @@
-"""Finishes a run: saves the model, evaluates the saved files, and writes the figures."""
+"""Saves a trained model, evaluates the files, and writes the figures."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ EXCERPT_TOKENS = 1500
 
 
 def finish(run: Run, recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], out: Path) -> None:
-    """All figures are measured on the files as read back, in float32 on the CPU, so that a test can repeat them."""
+    """Figures are of the files as read back, in float32 on the CPU, so a test can repeat them."""
     out.mkdir(parents=True, exist_ok=True)
     save_model(run.model, tokenizer, recipe, out)
     model = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
@@ -88,7 +88,6 @@ def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, ou
 
 
 def choose_excerpt(held_out: list[Source], tokenizer: Tokenizer) -> Source:
-    """The longest held-out file that fits in ``EXCERPT_TOKENS``; it is committed beside the card."""
     fitting = [source for source in held_out if len(tokenizer.encode(source.text).ids) <= EXCERPT_TOKENS]
     return max(fitting, key=lambda source: (len(source.text), source.name))
 
@@ -96,7 +95,7 @@ def choose_excerpt(held_out: list[Source], tokenizer: Tokenizer) -> Source:
 def losses(
     model: LlamaForCausalLM, tokenizer: Tokenizer, training: list[Source], held_out: list[Source]
 ) -> dict[str, Any]:
-    """Every token of the held-out files counts, the begin token excepted. ``bits_per_byte``: over UTF-8 bytes."""
+    """Without begin tokens. ``bits_per_byte``: over UTF-8 bytes."""
     held = bpe.encode(tokenizer, [source.text for source in held_out])
     train_stream = np.concatenate(bpe.encode(tokenizer, [source.text for source in training]))
     held_stream = np.concatenate(held)
@@ -118,7 +117,7 @@ def losses(
 
 
 def greedy_records(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The first prompts whose greedy continuation is robust to rounding differences."""
+    """The first prompts whose continuation is robust to rounding differences."""
     records: list[dict[str, Any]] = []
     for prompt in GREEDY_PROMPTS:
         continuation = evaluate.greedy(model, tokenizer.encode(prompt).ids, GREEDY_LENGTH)
@@ -129,7 +128,6 @@ def greedy_records(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[s
 
 
 def samples(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Unselected samples, with seeds from zero."""
     drawn = []
     for seed, prompt in enumerate(SAMPLE_PROMPTS[:SAMPLES_ON_CARD]):
         tokens = evaluate.sample(model, tokenizer.encode(prompt).ids, seed, TEMPERATURE)
@@ -182,7 +180,6 @@ def render(figures: dict[str, Any], out: Path) -> str:
         losses="\n".join(rows),
         samples="\n\n".join(rendered),
         hashes="\n".join(hashes),
-        held_names=", ".join(f"`{name}`" for name in training["held_out_files"]),
         minutes=training["seconds"] / 60,
         rate=training["tokens"] / max(training["seconds"], 1e-9),
         **training,

@@ -1,5 +1,3 @@
-"""The standard library's source as documents: file selection, held-out files, order."""
-
 from __future__ import annotations
 
 import ast
@@ -61,9 +59,7 @@ def read_sources(root: Path) -> list[Source]:
 
 
 def definitions(text: str) -> list[str]:
-    """Functions, methods (dedented) and short classes, as separate texts. They teach the model to complete a prompt
-    that starts with ``def``, and to stop.
-    """
+    """Functions, methods (dedented) and short classes: they teach the model to complete a ``def``, and to stop."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old escapes in string literals
         try:
@@ -93,8 +89,9 @@ def _segment(lines: list[str], node: ast.stmt) -> str:
 
 
 def windows(documents: list[np.ndarray], length: int, seed: int, number: int) -> np.ndarray:
-    """Pass ``number``: shuffled, joined, cut at another offset in each pass. ``int64[n, length + 1]`` in random order;
-    neighbours share one token, so every token but the first is a target once.
+    """Pass ``number``: ``int64[n, length + 1]`` in random order, cut at another offset in each pass.
+
+    Neighbours share one token, so every token but the first is a target once.
     """
     random = np.random.default_rng([seed, number, length])
     stream = np.concatenate([documents[index] for index in random.permutation(len(documents))])
@@ -106,7 +103,7 @@ def windows(documents: list[np.ndarray], length: int, seed: int, number: int) ->
 
 
 def batches(documents: list[np.ndarray], length: int, rows: int, seed: int) -> Iterator[np.ndarray]:
-    """Endless ``int64[rows, length + 1]``; a pass's incomplete batch is dropped."""
+    """Endless ``int64[rows, length + 1]``; drops a pass's incomplete batch."""
     for number in count():
         cut = windows(documents, length, seed, number)
         if len(cut) < rows:

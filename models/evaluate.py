@@ -13,7 +13,7 @@ OVERLAP = 2
 
 @dataclass(frozen=True)
 class Continuation:
-    """``margin``: smallest lead, in logits, of a chosen token over the next."""
+    """``margin``: smallest lead of a chosen token over the next, in logits."""
 
     prompt: list[int]
     tokens: list[int]
@@ -22,10 +22,9 @@ class Continuation:
 
 @torch.inference_mode()
 def document_nats(model: LlamaForCausalLM, document: np.ndarray) -> float:
-    """Sum of the nats of every token after the first.
+    """Of every token after the first.
 
-    Windows that overlap by half score a document longer than the context length. Each token counts once, in the
-    first window that contains it, after at least half a window or all earlier tokens of the document.
+    Windows overlap by half; a token counts in the first that contains it.
     """
     ids = torch.from_numpy(document.astype(np.int64)).to(model.device)
     size = model.config.max_position_embeddings
@@ -42,14 +41,13 @@ def document_nats(model: LlamaForCausalLM, document: np.ndarray) -> float:
 
 
 def mean_nats(model: LlamaForCausalLM, documents: list[np.ndarray]) -> float:
-    """The begin tokens are not scored."""
     total = sum(document_nats(model, document) for document in documents)
     return total / sum(len(document) - 1 for document in documents)
 
 
 @torch.inference_mode()
 def greedy(model: LlamaForCausalLM, prompt: list[int], length: int) -> Continuation:
-    """Up to an end token. A full forward pass for each token: the record does not depend on a cache."""
+    """A full forward pass for each token, up to an end token."""
     ids = torch.tensor([prompt], device=model.device)
     margin = float("inf")
     for _ in range(length):

@@ -23,7 +23,7 @@ Report = Callable[[int, float, float], None]
 
 
 class CheckpointMismatch(Exception):
-    """The checkpoint in the work folder belongs to another recipe, corpus or device."""
+    """The checkpoint belongs to another recipe, corpus or device."""
 
 
 @dataclasses.dataclass
@@ -54,7 +54,6 @@ def build_model(recipe: Recipe) -> LlamaForCausalLM:
 
 
 def build_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the blocks, Adam for the embedding and the norms."""
     matrices = [param for name, param in model.named_parameters() if param.ndim == 2 and "layers" in name]
     others = [param for name, param in model.named_parameters() if param.ndim != 2 or "layers" not in name]
     return [
@@ -64,7 +63,7 @@ def build_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.opti
 
 
 def batches(recipe: Recipe, documents: list[np.ndarray], start: int) -> Iterator[np.ndarray]:
-    """Each depends only on its step: a resumed run gets the same ones."""
+    """Each depends only on its step, so a resumed run gets the same ones."""
     switch = recipe.steps - recipe.long_steps
     for first, last, length in ((0, switch, recipe.context), (switch, recipe.steps, recipe.long_context)):
         rows = recipe.tokens_per_step // length
@@ -73,7 +72,6 @@ def batches(recipe: Recipe, documents: list[np.ndarray], start: int) -> Iterator
 
 
 def fast_bfloat16(device: torch.device) -> bool:
-    """A CPU without bfloat16 instructions emulates them slowly."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     capabilities = torch.cpu.get_capabilities()
@@ -81,9 +79,9 @@ def fast_bfloat16(device: torch.device) -> bool:
 
 
 def train_step(run: Run, recipe: Recipe, batch: torch.Tensor) -> float:
-    """One optimiser step on ``int64[rows, length + 1]``; returns the mean loss in nats per token.
+    """``int64[rows, length + 1]`` -> mean loss in nats per token.
 
-    The rows are processed in small pieces, which limits the logits' memory and keeps them in the CPU cache.
+    Small pieces of rows limit the logits' memory and keep them in the CPU cache.
     """
     factor = recipe.learning_rate_factor(run.step)
     for optimizer, rate in zip(run.optimizers, (recipe.muon_lr, recipe.adam_lr), strict=True):
@@ -108,8 +106,8 @@ def train_step(run: Run, recipe: Recipe, batch: torch.Tensor) -> float:
 
 
 def train(recipe: Recipe, documents: list[np.ndarray], checkpoint: Path, device: torch.device, report: Report) -> Run:
-    """Resume from ``checkpoint`` if it exists. It is written every ``CHECKPOINT_EVERY`` steps; an interruption does not
-    change the result.
+    """Resumes from ``checkpoint``, written every ``CHECKPOINT_EVERY`` steps; an interruption does not change the
+    result.
     """
     model = build_model(recipe).to(device)  # type: ignore[arg-type]
     run = Run(model, build_optimizers(model, recipe))
@@ -128,7 +126,7 @@ def train(recipe: Recipe, documents: list[np.ndarray], checkpoint: Path, device:
 
 
 def save(run: Run, checkpoint: Path, identity: dict[str, Any]) -> None:
-    """Renamed at the end, so that a kill leaves a complete checkpoint."""
+    """Renames at the end: a kill leaves a complete checkpoint."""
     state = {
         "identity": identity,
         "step": run.step,
@@ -142,7 +140,7 @@ def save(run: Run, checkpoint: Path, identity: dict[str, Any]) -> None:
 
 
 def restore(run: Run, checkpoint: Path, identity: dict[str, Any]) -> None:
-    """Raises ``CheckpointMismatch``."""
+    """Raises CheckpointMismatch."""
     state = torch.load(checkpoint, map_location="cpu", weights_only=True)
     for key, value in identity.items():
         saved = state["identity"].get(key)

@@ -1,8 +1,6 @@
 """Muon: momentum whose update is the nearest orthogonal matrix (Jordan et al., 2024).
 
-Every direction of a weight matrix moves by the same amount per step, which makes a short run learn about half
-as much again per token as Adam does. ``torch.optim.Muon`` iterates in bfloat16, which is slow on a CPU without
-bfloat16 products, and on one matrix at a time; this one uses float32 on all matrices of a shape at once.
+Unlike ``torch.optim.Muon`` in float32, as a CPU may lack bfloat16 products, and on all matrices of a shape at once.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ ITERATIONS = 5
 
 
 def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
-    """Push the singular values of ``[n, rows, columns]`` towards one by Newton-Schulz iteration."""
+    """Singular values of ``[n, rows, columns]`` approach one by Newton-Schulz iteration."""
     a, b, c = QUINTIC
     tall = matrices.size(-2) > matrices.size(-1)
     x: torch.Tensor = matrices.mT if tall else matrices
@@ -30,7 +28,7 @@ def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalised, with decoupled weight decay. For matrices only."""
+    """Nesterov momentum, decoupled weight decay. Matrices only."""
 
     def __init__(
         self, params: Iterable[torch.Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
@@ -39,7 +37,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Apply the gradients. Tall matrices get larger steps, so that their outputs change by a similar amount."""
+        """Tall matrices get larger steps, so that their outputs change by a similar amount."""
         for group in self.param_groups:
             by_shape = defaultdict(list)
             for param in group["params"]:

@@ -13,7 +13,7 @@ SMOOTHING = 0.1
 
 
 class Bar:
-    """Shows step, loss (nats per token), tokens per second and the time left. Use it as a context."""
+    """Loss in nats per token. A context manager."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe

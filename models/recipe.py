@@ -1,5 +1,3 @@
-"""All parameters that determine a training run, as one frozen value."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -9,8 +7,7 @@ import dataclasses
 class Recipe:
     """Two runs of a recipe on one machine agree bit for bit.
 
-    The last ``long_steps`` use windows of ``long_context`` tokens instead of ``context``: attention over short windows
-    is cheaper, and a short final phase suffices to learn the far positions.
+    The last ``long_steps`` use windows of ``long_context`` tokens.
     """
 
     vocab_size: int = 4096
@@ -35,7 +32,7 @@ class Recipe:
     seed: int = 0
 
     def learning_rate_factor(self, step: int) -> float:
-        """Warm up linearly, hold, then fall linearly to zero over the last ``decay_fraction``."""
+        """Linear warm-up, constant, then linear to zero over the last ``decay_fraction``."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         return min(1.0, (self.steps - step) / (self.decay_fraction * self.steps))

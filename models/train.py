@@ -53,7 +53,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def changed(recipe: Recipe, changes: list[str]) -> Recipe:
-    """``recipe`` with ``NAME=VALUE`` changes; raises ValueError for a name or value it cannot take."""
+    """``changes``: NAME=VALUE. Raises ValueError for a name or value it cannot take."""
     types = {field.name: type(getattr(recipe, field.name)) for field in dataclasses.fields(recipe)}
     values = {}
     for change in changes:
@@ -65,7 +65,7 @@ def changed(recipe: Recipe, changes: list[str]) -> Recipe:
 
 
 def prepare(device: torch.device, threads: int) -> None:
-    """Make arithmetic repeatable. The cuBLAS setting must precede its first use."""
+    """The cuBLAS setting must precede its first use."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Filling fresh memory costs a pass over it and only guards against bugs elsewhere.

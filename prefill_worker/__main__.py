@@ -1,5 +1,3 @@
-"""``python -m prefill_worker``."""
-
 from __future__ import annotations
 
 import sys

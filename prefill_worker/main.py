@@ -1,7 +1,4 @@
-"""A prefill worker: computes prompts, sends first tokens, and hands KV caches over.
-
-It can also decode, when there is no decode worker. Only the defaults of its settings differ from a decode worker's.
-"""
+"""A prefill worker. It can also decode; only the defaults of its settings differ from a decode worker's."""
 
 from __future__ import annotations
 
@@ -16,8 +13,6 @@ from decant.worker.settings import WorkerSettings
 
 
 class PrefillSettings(WorkerSettings):
-    """How a prefill worker runs."""
-
     port: int = Field(default=50061, ge=0, le=65535, description="port to listen on; 0 takes a free one")
 
 
@@ -25,5 +20,4 @@ KIND = WorkerRole(wire.ROLE_PREFILL, "prefill_worker", PrefillSettings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a worker; returns the exit status. ``arguments``: by default those of the command line."""
     return run_worker(KIND, arguments)

@@ -1,5 +1,3 @@
-"""Limits of one request, in addition to those of its model."""
-
 from __future__ import annotations
 
 import math
@@ -30,7 +28,7 @@ _ABOVE_ZERO = {"top_p": 1.0, "repetition_penalty": 10.0}
 
 
 def check_sampling(params: pb.SamplingParams) -> None:
-    """Raises InvalidArgument. Does not check `n`, `seed` and the logit bias."""
+    """Raises InvalidArgument. Leaves out `n`, `seed` and the logit bias."""
     for name, (low, high) in _RANGES.items():
         within(f"sampling.{name}", getattr(params, name), low, high)
     for name, high in _ABOVE_ZERO.items():
@@ -40,7 +38,7 @@ def check_sampling(params: pb.SamplingParams) -> None:
 
 
 def check_size(request: pb.GenerateRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> None:
-    """Raises InvalidArgument. Comes first: other checks are slow on a large message."""
+    """Raises InvalidArgument. Comes first: other checks are slow on large messages."""
     at_most(request.DESCRIPTOR.name, request.ByteSize(), MAX_REQUEST_BYTES, "bytes")
     if not isinstance(request, pb.DetokenizeRequest):
         at_most("messages.messages", len(request.messages.messages), MAX_MESSAGES, "messages")
@@ -64,7 +62,7 @@ def at_most(field: str, count: int, limit: int, what: str) -> None:
 
 
 def limits(*, max_queued_requests: int, resume_grace_ms: int, result_ttl_ms: int) -> pb.Limits:
-    """The limits that clients see. Limits of unimplemented fields are 0."""
+    """As clients see them; 0 for unimplemented fields."""
     return pb.Limits(
         max_request_bytes=MAX_REQUEST_BYTES,
         max_request_id_bytes=MAX_REQUEST_ID_BYTES,

@@ -1,9 +1,6 @@
-"""A router's process.
+"""A router's process: `close` ends in reverse what `start` begins.
 
-    settings, logs -> models -> listening -> Redis, registered -> workers found -> ready -> SIGTERM -> drained -> ended
-
-`RouterProcess` makes the parts; `close` ends in reverse what `start` begins: requests, their last write, registration,
-the workers' sessions.
+settings, logs -> models -> listening -> Redis, registered -> workers found -> ready -> SIGTERM -> drained -> ended
 """
 
 from __future__ import annotations
@@ -57,14 +54,14 @@ from decant.state.store import Store, StoreSettings
 PROGRAM = "decant router"
 VERSION = version("decant-llm")
 DRAIN_SHARE = 0.8
-"""Of a drain's time, for requests to end by themselves; the rest is for telling those that did not."""
+"""For requests to end; the rest is for telling the others."""
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
 _log = logs.get(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 after an orderly end, 1 when something was cut off, 2 for settings or models that can't be used."""
+    """0 after an orderly end, 1 when something was cut off, 2 for unusable settings or models."""
     settings = load_or_exit(RouterSettings, sys.argv[1:] if arguments is None else arguments, program=PROGRAM)
     logs.start("router", settings)
     try:
@@ -207,7 +204,6 @@ class RouterProcess:
     async def _run(
         self, name: str, run: Callable[[], Coroutine[Any, Any, None]], *closes: Callable[[], Awaitable[None]]
     ) -> None:
-        """Run a part until the process closes: then its task is cancelled and its `closes` are awaited."""
         for close in closes:
             self._ends.push_async_callback(close)
         await self._ends.enter_async_context(BackgroundTask(name, run, self._part_failed))

@@ -1,11 +1,9 @@
-"""A plaintext HTTP port for operators: health and metrics.
+"""HTTP port for operators, plaintext, on the event loop: /alive also shows that it runs.
 
 GET /alive      200, or 503 after a failure
 GET /ready      200 while READY, else 503
 GET /metrics    Prometheus' text format
-GET /NAME       each page of the Registry, in JSON
-
-The event loop answers, so /alive also shows that it runs.
+GET /NAME       a page of the Registry, in JSON
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A bounded priority queue in front of a bounded number of slots.
+"""A bounded priority queue in front of a bounded number of slots, on one event loop.
 
 enter --slot free--------------------------> active --leave--> the first waiter gets the slot
   |--all taken--> waits, ordered by `queue_key` -^
@@ -19,12 +19,10 @@ from decant.runtime.errors import RETRY_AFTER_SECONDS, DeadlineExceeded, QueueFu
 from decant.runtime.priority import queue_key
 
 _Waiter = tuple[float, int, asyncio.Future[None]]
-"""Sort key, arrival number, and a future that is done when the slot is granted."""
+"""Sort key, arrival number, and a future for the slot."""
 
 
 class Admission:
-    """Slots and waiters on one event loop."""
-
     def __init__(self, max_active: int, queue_limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.active = 0
         self._max_active = max_active
@@ -38,7 +36,7 @@ class Admission:
         return len(self._queue)
 
     async def enter(self, priority: int, deadline: Deadline) -> AdmissionSlot:
-        """Wait for a slot; the caller must ``leave`` it. Raises QueueFull, DeadlineExceeded."""
+        """The caller must ``leave`` the slot. Raises QueueFull, DeadlineExceeded."""
         deadline.check()
         if self.active < self._max_active:
             self.active += 1
@@ -49,7 +47,7 @@ class Admission:
         return AdmissionSlot(self)
 
     def enter_at_once(self) -> AdmissionSlot:
-        """A slot for a request that another router admitted, also beyond ``max_active``."""
+        """For a request that another router admitted, also beyond ``max_active``."""
         self.active += 1
         return AdmissionSlot(self)
 

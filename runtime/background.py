@@ -1,9 +1,3 @@
-"""A task that runs from its owner's start to its owner's end.
-
-start --> runs --close--> cancelled, and waited for at most `close_seconds`
-            '--crash--> logged at once, passed to `on_crash`
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -14,7 +8,7 @@ from typing import Any, Self
 from decant.runtime import logs
 
 CLOSE_SECONDS = 10.0
-"""Time for a cancelled task to clean up; one that takes longer is logged and left running."""
+"""A cancelled task that takes longer is left running."""
 
 OnCrash = Callable[[str, BaseException], None]
 """Called on the event loop with the task's name and exception."""
@@ -23,8 +17,8 @@ _log = logs.get(__name__)
 
 
 class BackgroundTask:
-    """Runs `run()` from `start` to `close`, or inside ``async with``. Without `on_crash`, `close` raises the exception.
-    The task may also return. `start` works once; `close` may be repeated, also before `start`.
+    """Runs `run()`, which may return, from `start` (once) to `close` (repeatable). A crash is logged and passed to
+    `on_crash`; without one, `close` raises it.
     """
 
     def __init__(

@@ -1,8 +1,4 @@
-"""Certificates for the processes of one deployment on one machine.
-
-All processes share one certificate, for servers and clients. The authority's key is never written to disk, so no
-other certificate can be issued.
-"""
+"""One certificate for all processes of a deployment. The authority's key is never written to disk."""
 
 from __future__ import annotations
 
@@ -18,10 +14,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 PEER_NAME = "peer.decant.internal"
-"""DNS name in the certificate, which peers check instead of the address."""
+"""Checked by peers instead of the address."""
 
 _VALID_FOR = datetime.timedelta(days=3650)
-"""Longer than any deployment, which deletes the files at its end."""
+"""The deployment deletes the files at its end."""
 _CLOCK_SKEW = datetime.timedelta(hours=1)
 _LOOPBACK = ("127.0.0.1", "::1")
 
@@ -36,7 +32,7 @@ class PeerFiles:
 
 
 def make(folder: Path) -> PeerFiles:
-    """Create `folder` (mode 0700); the key has mode 0600. Raises FileExistsError."""
+    """Create `folder` (mode 0700; the key 0600). Raises FileExistsError."""
     folder.mkdir(mode=0o700)
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     ca = _authority(ca_key)

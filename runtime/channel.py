@@ -1,5 +1,3 @@
-"""Channels between the processes of a deployment, and deadlines of their calls."""
-
 from __future__ import annotations
 
 import time
@@ -12,7 +10,7 @@ from decant.runtime.errors import DeadlineExceeded
 from decant.runtime.tls import PeerTls, channel_files
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Limit of a message between router and workers, in both directions."""
+"""Limit between router and workers, in both directions."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -39,19 +37,19 @@ NAME_OVERRIDE = "grpc.ssl_target_name_override"
 
 
 class Connector:
-    """Opens channels with the newest valid TLS files. The constructor raises SettingError."""
+    """Opens channels with the newest valid TLS files. Raises SettingError."""
 
     def __init__(self, tls: PeerTls) -> None:
         self._name = tls.peer_name
         self._files = channel_files(tls)
 
     def generation(self) -> int:
-        """Generation of the TLS files of a new channel. A channel keeps its files."""
+        """A channel keeps its TLS files."""
         self._files.reload()
         return self._files.generation
 
     def open(self, target: str) -> grpc.aio.Channel:
-        """A new channel; the caller closes it."""
+        """The caller closes it."""
         self._files.reload()
         options: list[tuple[str, str | int]] = list(CHANNEL_OPTIONS)
         credentials = self._files.loaded
@@ -72,17 +70,14 @@ class HasTime(Protocol):
 
 
 def remaining(context: HasTime) -> float | None:
-    """Seconds until the call's deadline, at least 0; None without one.
-
-    gRPC rounds a timeout up by a few percent when it sends it; messages carry exact deadlines.
-    """
+    """Seconds, at least 0. gRPC rounds a sent timeout up by a few percent; messages carry exact deadlines."""
     left = context.time_remaining()
     return None if left is None else max(0.0, left)
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A time on this process's monotonic clock, or none. Messages carry the remaining time."""
+    """A time on this process's monotonic clock, or none."""
 
     at: float | None = None
 
@@ -99,7 +94,7 @@ class Deadline:
         return None if self.at is None else max(0.0, self.at - time.monotonic())
 
     def remaining_ms(self) -> int | None:
-        """Remaining time, rounded down; None without a deadline."""
+        """Rounded down; None without a deadline."""
         left = self.remaining()
         return None if left is None else int(left * 1000)
 

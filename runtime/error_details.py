@@ -1,10 +1,4 @@
-"""Details of an error, as a frozen value and as a google.rpc.Status.
-
-    ErrorDetail -> Status      code, message and details: ErrorInfo always, the others where they are set
-                -> trailers    the status as gRPC's trailing metadata, and `grpc-retry-pushback-ms` with a RetryInfo
-
-Parsing is lenient: a status without details, or of another service, gives the parts that it has.
-"""
+"""Details of an error as a frozen value, google.rpc.Status and trailing metadata. Parsing is lenient."""
 
 from __future__ import annotations
 
@@ -25,15 +19,15 @@ DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
 MAX_PART = 80
-"""Maximum characters of a name or value in an error."""
+"""Maximum characters of a name or value."""
 MAX_MESSAGE = 300
-"""Maximum characters of a message, so that it fits gRPC's 8 KiB of metadata with its details."""
+"""Characters; message and details fit gRPC's 8 KiB of metadata."""
 
 _Detail = TypeVar("_Detail", bound=Message)
 
 
 class Reason(StrEnum):
-    """``ErrorInfo.reason``: the names of ``decant.v1.ErrorReason`` without their prefix, and two internal ones."""
+    """The names of ``decant.v1.ErrorReason`` without prefix, and two internal ones."""
 
     UNSPECIFIED = "UNSPECIFIED"
     """From the transport or another server."""
@@ -122,7 +116,6 @@ def to_status(fault: ErrorDetail) -> Status:
 
 
 def trailers(fault: ErrorDetail) -> tuple[tuple[str, str | bytes], ...]:
-    """Trailing metadata, with the pushback for gRPC's retries."""
     pairs: list[tuple[str, str | bytes]] = [(DETAILS_KEY, to_status(fault).SerializeToString())]
     if fault.retry_after is not None:
         pairs.append((PUSHBACK_KEY, str(_milliseconds(fault.retry_after))))
@@ -215,7 +208,6 @@ def _reason(info: ErrorInfo | None) -> Reason:
 
 
 def _violation(info: ErrorInfo | None, bad: BadRequest | None, quota: QuotaFailure | None) -> Violation | None:
-    """From ErrorInfo, or from the others, which clients that know only google.rpc read."""
     if quota is not None and quota.violations:
         about = info.metadata if info is not None else {}
         limit = about.get("limit", quota.violations[0].description)

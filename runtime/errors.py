@@ -41,7 +41,7 @@ from decant.runtime.error_details import (
 )
 
 RETRY_AFTER_SECONDS = 1.0
-"""Delay before a retry if the end of the cause is unknown."""
+"""Where the end of the cause is unknown."""
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -74,7 +74,7 @@ _CAPACITY_REASONS = frozenset(
 
 
 class ServiceError(Exception):
-    """`fault` is what is sent; the rest is derived from it."""
+    """Also a status without a subclass."""
 
     def __init__(self, fault: ErrorDetail) -> None:
         super().__init__(fault.message)
@@ -90,7 +90,7 @@ class ServiceError(Exception):
 
     @property
     def label(self) -> str:
-        """Metric label: the reason in lower case."""
+        """Metric label."""
         return self.fault.reason.value.lower()
 
     @property
@@ -137,7 +137,7 @@ class _FieldError(ServiceError):
 
 
 class InvalidArgument(_FieldError):
-    """`reason` may also be EMPTY_PROMPT or PROMPT_TOO_LONG. `advice` replaces the message "field: limit, got value"."""
+    """`reason` may also be EMPTY_PROMPT or PROMPT_TOO_LONG. `advice` replaces the message."""
 
     def __init__(
         self, field: str, limit: str, value: object, *, reason: Reason = Reason.INVALID_FIELD, advice: str = ""
@@ -171,7 +171,7 @@ class AlreadyExists(ServiceError):
 
 
 class OutOfRange(ServiceError):
-    """Valid are `first_seq` to `last_seq`."""
+    """Valid are `first_seq` to `last_seq`; earlier ones are no longer kept."""
 
     def __init__(self, after_seq: int, first_seq: int, last_seq: int) -> None:
         text = f"after_seq: from {first_seq} to {last_seq}, got {after_seq}"
@@ -230,8 +230,8 @@ class Cancelled(ServiceError):
 
 
 class Aborted(ServiceError):
-    """`reason` is DRAINING, OWNER_CHANGED, WORKERS_LOST, SLOW_READER or TAIL_UNCERTAIN with a point to resume from, or
-    SUPERSEDED without.
+    """A stream can't continue here. `reason` is DRAINING, OWNER_CHANGED, WORKERS_LOST, SLOW_READER or TAIL_UNCERTAIN
+    with `resume`, SUPERSEDED without.
     """
 
     def __init__(self, reason: Reason, message: str, *, resume: ResumePoint | None = None) -> None:
@@ -239,15 +239,14 @@ class Aborted(ServiceError):
 
 
 class FailedPrecondition(ServiceError):
-    """Between router and worker: wrong incarnation, or no common protocol version. `reason` is WRONG_PEER or
-    WRONG_PROTOCOL."""
+    """Incompatible router and worker. `reason` is WRONG_PEER (another incarnation) or WRONG_PROTOCOL."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(_fault(grpc.StatusCode.FAILED_PRECONDITION, reason, message))
 
 
 class Internal(ServiceError):
-    """A bug. Its message is fixed, so that nothing internal is sent; the log has the details."""
+    """A bug. Only the log has details."""
 
     def __init__(self) -> None:
         super().__init__(_fault(grpc.StatusCode.INTERNAL, Reason.INTERNAL, "internal error"))
@@ -267,7 +266,6 @@ def from_call(call: EndedCall) -> ServiceError:
 
 
 def from_fault(fault: ErrorDetail) -> ServiceError:
-    """The typed error; ServiceError for a status without a subclass."""
     kind = _TYPES.get(_CODES.get(fault.code, grpc.StatusCode.UNKNOWN), ServiceError)
     if kind is QuotaExceeded and fault.reason is not Reason.QUOTA_EXCEEDED:  # gRPC itself uses RESOURCE_EXHAUSTED too
         kind = QueueFull if fault.reason is Reason.QUEUE_FULL else ServiceError

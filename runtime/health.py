@@ -3,9 +3,7 @@
 STARTING --ready()--> READY --draining()--> DRAINING --stopped()--> STOPPED     the server ends
     '-----------------'--failed(reason)-----'---> FAILED --stopped()---'
 
-name                            SERVING while
-"alive"                         nothing failed
-"", "ready", each service       READY
+"alive" is SERVING while nothing failed; "", "ready" and each service while READY.
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ class Readiness:
     def __init__(self) -> None:
         self.state = State.STARTING
         self.reason: str | None = None
-        """Why it failed; None if it did not."""
         self._changed = asyncio.Event()
 
     @property

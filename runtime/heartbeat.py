@@ -1,7 +1,5 @@
-"""Heartbeats between processes: their interval, and detection of a lost peer.
-
-Silence is counted in ticks of this process's event loop, not in time, because messages stay unread while the loop
-stalls. A stall of any length counts as one tick.
+"""Detection of a lost peer. Silence is counted in ticks of this event loop, as messages stay unread while it stalls; a
+stall of any length is one tick.
 """
 
 from __future__ import annotations
@@ -12,15 +10,15 @@ from contextlib import asynccontextmanager
 from math import ceil
 
 HEARTBEAT_SECONDS = 0.25
-"""Interval of heartbeats on a session or fetch, in both directions, and the length of a tick."""
+"""Between heartbeats, in both directions; length of a tick."""
 SUSPECT_SECONDS = 1.0
-"""After this time without a message a peer gets no new work."""
+"""A peer silent for so long gets no new work."""
 SILENT_SECONDS = 3.0
-"""After this time without a message a peer is lost."""
+"""A peer silent for so long is lost."""
 
 
 class Silence:
-    """Ticks since the last message. The owner calls ``tick`` every HEARTBEAT_SECONDS."""
+    """The owner calls ``tick`` every HEARTBEAT_SECONDS."""
 
     def __init__(self) -> None:
         self._ticks = 0
@@ -45,7 +43,7 @@ class Silence:
 
 
 class LoopTimer:
-    """Calls `then` after `seconds` in ticks of the event loop; a stall counts as one tick."""
+    """Calls `then` after `seconds` in ticks of the event loop."""
 
     def __init__(self, seconds: float, then: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -67,7 +65,7 @@ class LoopTimer:
 
 @asynccontextmanager
 async def loop_timeout(seconds: float) -> AsyncIterator[None]:
-    """As `asyncio.timeout`, in ticks of the event loop. Raises TimeoutError."""
+    """As `asyncio.timeout`, in ticks. Raises TimeoutError."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as limit:
         timer = LoopTimer(seconds, lambda: limit.reschedule(loop.time()))

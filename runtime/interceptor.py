@@ -3,11 +3,9 @@
     handler raises             client gets                              counted     logged
     a ServiceError             its status, details and trailers         by label    without message
     anything else              INTERNAL, "internal error"               internal    once, with stack
-    nothing, call cancelled    nothing                                  no          no
-    context.abort              that status                              no          no
+    cancelled, context.abort   nothing, that status                     no          no
 
-Handlers are coroutines or async generators. A generator is closed in the call's task, so that its cleanup runs as soon
-as the client disconnects, also while a message is being sent.
+A handler's async generator is closed in the call's task as soon as the client disconnects.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ _log = logs.get(__name__)
 _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 Gate = Callable[[str], None]
-"""Called with the full method name, "/package.Service/Method". Raises a ServiceError to refuse the call."""
+"""Gets "/package.Service/Method"; raises a ServiceError to refuse the call."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """`count` receives every error that ends a call; `gate` may refuse calls. Calls of `services` (full names) are
-    active until their handlers have cleaned up.
+    """`count` gets every error that ends a call. Calls of `services` (full names) are active until their handlers'
+    cleanup.
     """
 
     def __init__(
@@ -149,13 +147,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True, slots=True)
 class _Unreadable:
-    """Replaces a message that can't be decoded, for which gRPC itself would log a stack."""
+    """gRPC itself would log a stack."""
 
     bytes: int
 
 
 class _Readable:
-    """A call's messages. Raises InvalidArgument for one that can't be decoded."""
+    """Raises InvalidArgument for a message that can't be decoded."""
 
     def __init__(self, messages: AsyncIterator[Any]) -> None:
         self._messages = messages
@@ -168,7 +166,6 @@ class _Readable:
 
 
 def _lenient_deserializer(handler: Any) -> Any:
-    """Returns _Unreadable for an undecodable message."""
     read = handler.request_deserializer
     if read is None:
         return None
@@ -195,7 +192,7 @@ def _checked(message: Any) -> Any:
 
 
 async def _write(context: grpc.aio.ServicerContext[Any, Any], answer: Any) -> None:
-    """Raises ClientDisconnected if the write fails."""
+    """Raises ClientDisconnected."""
     try:
         await context.write(answer)
     except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
@@ -203,11 +200,10 @@ async def _write(context: grpc.aio.ServicerContext[Any, Any], answer: Any) -> No
 
 
 class ClientDisconnected(Exception):
-    """The call has ended and its handler will be cancelled. Raised after a failed write to the context."""
+    """A write to the context failed; the handler will be cancelled."""
 
 
 def _cancelled() -> bool:
-    """Whether client, deadline or server end has cancelled the current call."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -1,8 +1,7 @@
-"""One line per event on standard output: JSON for machines, columns on a terminal.
+"""One line per event on standard output: JSON, or columns on a terminal.
 
-Every line has ``time``, ``level``, ``event``, ``service`` and the values of ``bound``. Loggers of the standard library
-(grpc, transformers, asyncio, warnings) have the same form. Values of the keys in ``PRIVATE``, which are text of users,
-are replaced by their length.
+Lines have ``time``, ``level``, ``event``, ``service`` and the values of ``bound``, also those of the standard library's
+loggers. Values of keys in ``PRIVATE``, text of users, are replaced by their length.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ class LogSettings(Settings):
 
 
 def start(service: str, settings: LogSettings, *, stream: TextIO | None = None) -> None:
-    """Configure this process's logs, on standard output unless `stream` is given."""
     out = stream or sys.stdout
     console = settings.log_format == "console" or (settings.log_format == "auto" and out.isatty())
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
@@ -50,12 +48,12 @@ def start(service: str, settings: LogSettings, *, stream: TextIO | None = None) 
 
 
 def get(name: str) -> Any:
-    """A structlog logger that logs `name` as ``module``."""
+    """A structlog logger; `name` is logged as ``module``."""
     return structlog.get_logger(module=name)
 
 
 def bound(**values: object) -> AbstractContextManager[None]:
-    """Bind `values` (request_id, attempt) to every line of the block, and of tasks started inside."""
+    """For every line of the block, and of tasks started inside."""
     return bound_contextvars(**values)
 
 
@@ -112,7 +110,7 @@ def _route_standard_library(common: list[Processor], console: bool, level: int, 
 
 
 class _Routed(logging.Logger):
-    """A library's root logger whose handlers the library can't change later."""
+    """A library's logger whose handlers the library can't change later."""
 
     def addHandler(self, hdlr: logging.Handler) -> None:  # noqa: N802
         pass

@@ -1,12 +1,4 @@
-"""Metrics of a process, in its own registry. Counters, not rates; labels from closed sets, never ids.
-
-ProcessMetrics   every process     errors by reason, code and blame; the build
-RequestMetrics   the router        requests by model: times, tokens, queue, refusals, failovers; workers; Redis
-TenantMetrics    the router        requests and tokens by tenant
-EngineMetrics    a worker          its cache, its batch, its handoffs
-
-Times are in seconds, sizes in bytes. Buckets are those of other LLM servers.
-"""
+"""Metrics of a process. Seconds and bytes; counters, not rates; labels from closed sets, never ids."""
 
 from __future__ import annotations
 
@@ -43,11 +35,9 @@ HANDOFF_BYTES = tuple(float(4**power * 1024) for power in range(2, 13))
 """16 KiB to 16 GiB."""
 
 MAX_TENANTS = 100
-"""Tenants with label values of their own."""
 OTHER_TENANTS = "other"
-"""Label value of all further tenants."""
 REFUSALS = (Reason.QUEUE_FULL, Reason.QUOTA_EXCEEDED, Reason.NO_WORKER, Reason.STATE_STORE_AWAY)
-"""Reasons for which a router refuses a valid request."""
+"""Of valid requests, by a router."""
 
 
 class PromptSource(StrEnum):
@@ -57,20 +47,20 @@ class PromptSource(StrEnum):
 
 
 class Registry:
-    """Metrics, and other pages. `process` adds CPU seconds, memory and open files."""
+    """`process` adds CPU seconds, memory and open files."""
 
     def __init__(self, *, process: bool = True) -> None:
         # Creation times would double the number of series, and no dashboard uses them.
         disable_created_metrics()
         self.collectors = CollectorRegistry(auto_describe=True)
         self.pages: dict[str, Callable[[], bytes]] = {}
-        """By path: JSON documents that the admin port serves beside the metrics."""
+        """JSON documents on the admin port, by path."""
         self._updates: list[Callable[[], None]] = []
         if process:
             ProcessCollector(registry=self.collectors)
 
     def before_scrape(self, update: Callable[[], None]) -> None:
-        """Call ``update`` before each scrape, for gauges that are computed together."""
+        """For gauges that are computed together."""
         self._updates.append(update)
 
     def text(self) -> bytes:
@@ -109,7 +99,7 @@ class ProcessMetrics:
 
 
 class TenantMetrics:
-    """A router's counters by tenant. ``tenants``: the first MAX_TENANTS get a label value each, in this order."""
+    """The first MAX_TENANTS of ``tenants`` get a label value each."""
 
     def __init__(self, registry: Registry, tenants: Iterable[str]) -> None:
         label = ("tenant",)
@@ -185,11 +175,10 @@ class QueueMetrics:
 
 
 class RequestMetrics:
-    """A router's metrics of requests. Only models that it serves get a label: `of` is called when it loads them.
-    ``tenants``: see `TenantMetrics`; ``causes``: the names of all causes of a failover."""
+    """Only models for which `of` was called get a label. ``causes``: of failovers."""
 
     SOURCES = (PromptSource.COMPUTED, PromptSource.CACHED)
-    """A router does not learn how many tokens came with a handoff."""
+    """A router does not learn what came with a handoff."""
 
     def __init__(self, registry: Registry, tenants: Iterable[str] = (), causes: Iterable[str] = ()) -> None:
         self._causes = tuple(causes)
@@ -271,7 +260,7 @@ class RequestMetrics:
         )
 
     def of(self, model: str) -> ModelMetrics:
-        """Metrics of one served model. Keep it: looking up labels costs more than counting."""
+        """Keep the result: looking up labels costs more than counting."""
         self.adopted.labels(model)
         for cause in self._causes:  # else the first failovers of a cause would be no increase from 0
             self.failovers.labels(model, cause)
@@ -279,7 +268,7 @@ class RequestMetrics:
 
 
 class EngineMetrics:
-    """A worker's metrics of its engine. `causes` are the names of all failures of a handoff."""
+    """A worker's. `causes`: of failed handoffs."""
 
     def __init__(self, registry: Registry, causes: Iterable[str]) -> None:
         self.info = registry.gauge(

@@ -1,7 +1,4 @@
-"""The small files of a model: configuration, tokenizer and sampling defaults, without weights.
-
-Routers and workers read them from the same folder or hub name, and compare the hash ``tokenizer``.
-"""
+"""The small files of a model: configuration, tokenizer, sampling defaults."""
 
 from __future__ import annotations
 
@@ -34,12 +31,12 @@ class ModelUnreadable(Exception):
 class ModelFiles:
     """Facts from a model's small files.
 
-    id                the model's name for clients: the hub name, or the folder's name
-    revision          the hub commit, or a hash of a folder's small files
-    window            context length in tokens; None if the configuration has none
-    vocab_size        rows of the embedding, which may exceed the tokenizer's; None if not configured
-    default_sampling  values of generation_config.json; greedy unless do_sample is set
-    tokenizer         64-bit hash of tokenizer and limits
+    id                hub name, or the folder's name
+    revision          hub commit, or a hash of a folder's small files
+    window            context length in tokens
+    vocab_size        rows of the embedding; may exceed the tokenizer's
+    default_sampling  as transformers' ``generate``: greedy unless do_sample is set
+    tokenizer         64-bit hash of tokenizer and limits, which routers and workers compare
     """
 
     id: str
@@ -99,7 +96,6 @@ def _read(id: str, model: str, folder: Path, commit: str | None) -> ModelFiles:
 
 
 def _default_sampling(generation: Mapping[str, Any]) -> Mapping[str, float]:
-    """As transformers' ``generate`` would: greedy unless ``do_sample``."""
     named = {name: generation.get(name) for name in _SAMPLING}
     sampling = {name: _SAMPLING[name] if value is None else value for name, value in named.items()}
     for name, value in sampling.items():

@@ -1,4 +1,4 @@
-"""Arrays of integers in messages: little-endian uint32, without a length."""
+"""Integers in messages: little-endian uint32, without a length."""
 
 from __future__ import annotations
 

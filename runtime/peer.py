@@ -1,5 +1,3 @@
-"""Identity of a process for its peers: id, incarnation and protocol version."""
-
 from __future__ import annotations
 
 import os
@@ -19,10 +17,7 @@ _log = logs.get(__name__)
 
 
 class UnknownMessages:
-    """Ignores and counts messages of an unknown kind, which a newer build may send.
-
-    A message that must not be ignored needs a new PROTOCOL.
-    """
+    """Ignores and counts messages of an unknown kind. One that must not be ignored needs a new PROTOCOL."""
 
     def __init__(self, peer: str) -> None:
         self.count = 0
@@ -48,7 +43,6 @@ def is_compatible(protocol: int) -> bool:
 
 
 def enum_name(enum: EnumTypeWrapper, value: int) -> str:
-    """The name of a value, or the number of an unknown one."""
     descriptor = enum.DESCRIPTOR.values_by_number.get(value)
     return str(value) if descriptor is None else descriptor.name
 

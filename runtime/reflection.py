@@ -1,8 +1,4 @@
-"""gRPC server reflection under both of its names.
-
-grpcio-reflection serves only `grpc.reflection.v1alpha`; newer clients call `grpc.reflection.v1`, which has the same
-messages.
-"""
+"""gRPC reflection: grpcio-reflection serves only `v1alpha`, newer clients call `v1`, with the same messages."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ def add_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
 
 
 def _describe_v1() -> None:
-    """Add the descriptor of v1 to the pool if it is missing: `grpcurl describe` needs it."""
+    """`grpcurl describe` needs it in the pool."""
     pool = descriptor_pool.Default()
     try:
         pool.FindFileContainingSymbol(V1)

@@ -1,4 +1,4 @@
-"""A process that serves gRPC: health, reflection, TLS, metrics, drain and end.
+"""States of a process that serves gRPC.
 
 serving --- SIGTERM, SIGINT ---> draining -------------> stopping ---------------> ended
    |                             health NOT_SERVING,     watches end,            port closed
@@ -7,8 +7,7 @@ serving --- SIGTERM, SIGINT ---> draining -------------> stopping --------------
    |                             |------ drain_seconds in all -----| then what is left is cancelled
    '--- Readiness.failed, or a second signal, in any state: everything is cancelled
 
-The port stays open while calls run, to refuse late calls with a reason. A stopping gRPC server would end them with
-CANCELLED.
+The port stays open to refuse late calls with a reason; a stopping gRPC server would send CANCELLED.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from decant.runtime.settings import SettingError
 from decant.runtime.shutdown import Shutdown, race
 
 CLEANUP_SECONDS = 5.0
-"""Time for cancelled calls to clean up."""
+"""For cancelled calls to clean up."""
 FLUSH_SECONDS = 1.0
-"""Time for gRPC to send the last statuses. Calls of reflection may stay open."""
+"""For gRPC to send the last statuses. Reflection may stay open."""
 RETRY_ELSEWHERE_SECONDS = 0.1
 
 _HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -71,10 +70,9 @@ async def serve(
     warm_up: WarmUp,
     drain: Drain | None = None,
 ) -> bool:
-    """Run a process: listen, warm up, become ready, drain on SIGTERM or SIGINT, end.
+    """Run a process from listening to its end. Returns False if calls had to be cancelled.
 
-    Returns False if calls had to be cancelled. An exception of `warm_up` or `drain` ends the server and is raised.
-    Raises SettingError if an address can't be bound or a TLS file can't be read.
+    Raises what `warm_up` or `drain` raises, and SettingError for an address or TLS file that can't be used.
     """
 
     async def warm(server: Server) -> None:
@@ -88,8 +86,7 @@ async def serve(
 
 
 def freeze_gc() -> None:
-    """Exclude all present objects from garbage collection: with torch loaded, a full collection stops every stream for
-    0.25 s."""
+    """A full collection with torch stops every stream for 0.25 s."""
     gc.collect()
     gc.freeze()
 
@@ -115,7 +112,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """ "host:port", after ``start``."""
+        """After ``start``."""
         return join_address(self._settings.host, self.port)
 
     async def start(self) -> None:

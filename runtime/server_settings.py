@@ -1,5 +1,3 @@
-"""Address and gRPC options of a server."""
-
 from __future__ import annotations
 
 from ipaddress import ip_address
@@ -75,7 +73,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it. Names other than localhost may be any address: False."""
+    """Names other than localhost may be any address: False."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -1,12 +1,11 @@
-"""Base of a process's settings: one frozen class, combined from those of its parts.
+"""Base of a process's settings, combined from those of its parts.
 
     class RouterSettings(LogSettings, ServerSettings):
         queue_limit: int = Field(default=256, ge=1, description="requests that may wait")
 
-The field ``queue_limit`` is the flag ``--queue-limit``, the variable ``DECANT_QUEUE_LIMIT`` and the file's
-``queue_limit``; ``settings_sources.load`` reads them. Fields are scalars, paths, literals, secrets, or tuples of text
-(comma separated in a flag or variable). Validators of combined classes need different names: of two with the same name,
-pydantic runs only one.
+The field is the flag ``--queue-limit``, the variable ``DECANT_QUEUE_LIMIT`` and the file's ``queue_limit``. Fields are
+scalars, paths, literals, secrets, or tuples of text (comma separated). Validators of combined classes need different
+names: pydantic runs only one of two with the same name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Reads a process's settings from four sources; an unknown name in any of them is refused.
+"""Reads settings; an unknown name in any source is refused, and errors name the source, unlike in pydantic-settings.
 
-flags  >  environment (DECANT_...)  >  file (TOML, named by --config or DECANT_CONFIG)  >  defaults of the class
-
-pydantic-settings would ignore unknown variables, and its errors do not name the source of a value.
+flags  >  environment (DECANT_...)  >  file (TOML, --config or DECANT_CONFIG)  >  defaults of the class
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from decant.runtime.settings import PREFIX, InvalidSettings, SettingError, Setti
 
 CONFIG = "config"
 CLIENT_VARIABLES = frozenset({"DECANT_TOKEN"})
-"""Variables of the `decant` command, allowed in the environment of any process."""
+"""Of the `decant` command, allowed for any process."""
 
 _KUBERNETES_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP))?")
 
@@ -41,10 +39,7 @@ def load(
     program: str = "decant",
     ignore: Collection[str] = (),
 ) -> _S:
-    """Settings from a command line, `environ` (default: the process's) and the file that these name.
-
-    `ignore` are variables of other programs. ``--help`` prints all fields and ends the process. Raises InvalidSettings.
-    """
+    """`ignore`: variables of other programs. ``--help`` ends the process. Raises InvalidSettings."""
     flags = _flags(kind, arguments, program)
     variables = _variables(kind, os.environ if environ is None else environ, ignore)
     path = flags.pop(CONFIG, None) or variables.pop(CONFIG, None)
@@ -59,7 +54,7 @@ def load(
 
 
 def load_or_exit(kind: type[_S], arguments: Sequence[str], *, program: str = "decant") -> _S:
-    """As ``load``; prints errors to standard error and ends the process with status 2."""
+    """Prints errors and ends the process with status 2."""
     try:
         return load(kind, arguments, program=program)
     except InvalidSettings as error:

@@ -1,5 +1,3 @@
-"""Orderly end of a process, and its event loop."""
-
 from __future__ import annotations
 
 import asyncio
@@ -16,12 +14,11 @@ _log = logs.get(__name__)
 
 
 class Shutdown:
-    """The first request drains the process, the second one ends it at once."""
+    """The second request ends the process at once."""
 
     def __init__(self) -> None:
         self.ends_process = False
-        """Whether a request ends the process at once, with status 0: set while another thread holds the interpreter's
-        lock for long, which delays the event loop."""
+        """With status 0, at the next request: set while another thread holds the GIL, which delays the event loop."""
         self._requested = asyncio.Event()
         self._forced = asyncio.Event()
 
@@ -34,7 +31,7 @@ class Shutdown:
         (self._forced if self._requested.is_set() else self._requested).set()
 
     def on_signals(self) -> None:
-        """Let SIGTERM and SIGINT request it. Main thread only."""
+        """On SIGTERM and SIGINT. Main thread only."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request, number.name)
@@ -47,7 +44,7 @@ class Shutdown:
 
 
 async def race(*coroutines: Coroutine[Any, Any, _T]) -> _T:
-    """Return the first result. Cancels the other coroutines and waits for their end."""
+    """The first result. The other coroutines are cancelled and awaited."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -67,9 +64,8 @@ def run(main: Coroutine[Any, Any, _T]) -> _T:
 
 
 def end_process(status: int) -> NoReturn:
-    """Flush the output and end the process now, where `sys.exit` would wait for threads in long calls.
-
-    Neither ``finally`` blocks nor exit handlers run: first release what outlives the process.
+    """Flush the output and end the process; `sys.exit` would wait for threads. Neither ``finally`` blocks nor exit
+    handlers run: first release what outlives the process.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

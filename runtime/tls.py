@@ -1,5 +1,3 @@
-"""TLS for both ends of a connection, from files."""
-
 from __future__ import annotations
 
 import ssl
@@ -62,9 +60,8 @@ class PeerTls(Settings):
 
 
 class TlsFiles(Generic[T]):
-    """The result of `load`, loaded again when the files change. Thread-safe.
-
-    If `load` raises SettingError, the constructor raises it; a reload keeps the last valid result.
+    """Reloaded when the files change. Thread-safe. The constructor raises SettingError of `load`; a reload keeps the
+    last valid result.
     """
 
     def __init__(self, paths: Iterable[Path | None], load: Callable[[], T]) -> None:
@@ -77,7 +74,7 @@ class TlsFiles(Generic[T]):
         self.loaded = load()
 
     def reload(self) -> T | None:
-        """None if nothing has changed. Changes during the load are left for the next call."""
+        """None if the files are unchanged, unusable, or changed meanwhile."""
         with self._lock:
             version = self._stat()
             if version in (None, self._version):
@@ -95,7 +92,7 @@ class TlsFiles(Generic[T]):
             return loaded
 
     def _stat(self) -> list[tuple[int, int, int]] | None:
-        """Identity of each file's content; None while one is missing."""
+        """None while a file is missing."""
         try:
             stats = [path.stat() for path in self._paths]
         except OSError:
@@ -104,7 +101,7 @@ class TlsFiles(Generic[T]):
 
 
 def server_credentials(tls: ServerTls) -> grpc.ServerCredentials | None:
-    """None for plaintext. Reads changed files before a handshake. Raises SettingError for files unusable now."""
+    """None for plaintext. Reads changed files before a handshake. Raises SettingError."""
     if tls.tls_certificate is None:
         return None
     files = TlsFiles((tls.tls_certificate, tls.tls_key, tls.tls_client_ca), partial(_server_configuration, tls))
@@ -116,7 +113,7 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials | None:
 
 
 def check_peers(tls: PeerTls) -> None:
-    """Check that two processes with these files authenticate each other. Raises SettingError."""
+    """Two processes with these files authenticate each other. Raises SettingError."""
     for field in ("peer_ca", "peer_certificate", "peer_key"):
         if (path := getattr(tls, field)) is not None:
             _read(field, path)
@@ -141,7 +138,7 @@ def check_peers(tls: PeerTls) -> None:
 
 
 def _peer_context(protocol: int, tls: PeerTls) -> ssl.SSLContext:
-    """A context as lenient as gRPC's."""
+    """As lenient as gRPC's."""
     assert tls.peer_certificate is not None
     context = ssl.SSLContext(protocol)
     context.check_hostname = False
@@ -154,7 +151,7 @@ def _peer_context(protocol: int, tls: PeerTls) -> ssl.SSLContext:
 
 
 def channel_files(tls: PeerTls) -> TlsFiles[grpc.ChannelCredentials | None]:
-    """None for plaintext. Raises SettingError for an unusable file."""
+    """None for plaintext. Raises SettingError."""
     return TlsFiles((tls.peer_ca, tls.peer_certificate, tls.peer_key), partial(_channel_credentials, tls))
 
 
@@ -191,7 +188,7 @@ def _pair(one: str, first: Path | None, other: str, second: Path | None) -> None
 
 
 def _check_pair(field: str, chain: Path, key: Path) -> None:
-    """Raises SettingError unless the key belongs to the chain; gRPC reports a bad file as a bad address."""
+    """Raises SettingError unless they belong together; gRPC would report a bad address."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key, password="")
     except OSError as error:  # ssl.SSLError too
@@ -200,7 +197,7 @@ def _check_pair(field: str, chain: Path, key: Path) -> None:
 
 
 def _check_roots(field: str, roots: Path | None) -> None:
-    """Raises SettingError unless there are certificates in the file."""
+    """Raises SettingError unless the file has certificates."""
     try:
         if roots is not None:
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(roots)

@@ -1,4 +1,4 @@
-"""Spans of a request, as OpenTelemetry has them; nothing at all where it is not in use.
+"""Spans of a request, in OpenTelemetry.
 
     client              router                               workers
     client.NAME ------> NAME -+-- tokenize                   (traceparent in the call's metadata, then in
@@ -6,9 +6,8 @@
                               '-- attempt -- traceparent --> prefill
                                                              decode ---- handoff
 
-A server exports spans within `exporting`, if the environment names a collector; a client uses the tracer provider of
-its program. Without either a span is an object that only passes the parent on: no clock is read, nothing is kept. Spans
-are made per request and per phase, never per token. Their attributes hold ids, names and counts, never text.
+A server exports within `exporting`; a client uses its program's tracer provider; else a span only passes the parent on.
+Spans are per request and phase, never per token; attributes hold no text of users.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 NAME = "decant"
 KEY = "traceparent"
-"""Key of the metadata of a call, as in W3C Trace Context."""
+"""Metadata key of W3C Trace Context."""
 FLUSH_SECONDS = 3.0
 """For the last spans of a process that ends."""
 
@@ -49,7 +48,7 @@ class CannotExport(Exception):
 
 
 class Span:
-    """One that records nothing. ``traceparent``: for its children, also in other processes; empty: none."""
+    """Records nothing. ``traceparent``: of its children; may be empty."""
 
     def __init__(self, traceparent: str = "") -> None:
         self.traceparent = traceparent
@@ -64,7 +63,7 @@ class Span:
     def event(self, name: str, seconds_ago: float = 0.0, **attributes: Value) -> None: ...
 
     def end(self, error: str = "") -> None:
-        """``error``: a reason, never a message that may hold text of a user. Only the first call has an effect."""
+        """``error``: a reason, no text of users. May be repeated."""
 
     def __enter__(self) -> Self:
         return self
@@ -72,7 +71,7 @@ class Span:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A cancellation is an event, any other exception an error: its ``label`` if it has one, else its type."""
+        """A cancellation is an event, any other exception an error: its ``label``, else its type."""
         if error is None:
             self.end()
         elif isinstance(error, Exception):
@@ -105,9 +104,8 @@ class _RecordingSpan(Span):
 
 
 def span(name: str, parent: str = "", kind: str = "internal", **attributes: Value) -> Span:
-    """Start a span; use it in a ``with``, or call its ``end``.
-
-    ``parent``: a traceparent; empty: the program's current span, or a new trace. ``kind``: internal, client or server.
+    """Use in a ``with``, or call ``end``. ``parent``: a traceparent; empty: the program's current span. ``kind``:
+    internal, client or server.
     """
     if _provider is None and "opentelemetry.trace" not in sys.modules:
         return Span(parent)
@@ -125,7 +123,7 @@ def span(name: str, parent: str = "", kind: str = "internal", **attributes: Valu
 
 
 def parent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The traceparent in a call's metadata; empty if there is none, or an invalid one."""
+    """Empty if there is none, or an invalid one."""
     values = [value for key, value in metadata or () if key == KEY]
     return values[0] if len(values) == 1 and isinstance(values[0], str) and _VALID.fullmatch(values[0]) else ""
 
@@ -168,7 +166,6 @@ def exporting(service: str) -> Iterator[None]:
 
 @contextmanager
 def recording(provider: TracerProvider) -> Iterator[None]:
-    """Give the spans of this process to ``provider``."""
     global _provider
     before, _provider = _provider, provider
     try:

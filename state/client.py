@@ -1,7 +1,6 @@
 """Client of Redis with deadlines and reconnection. Loads missing scripts.
 
-Raises StoreUnavailable if Redis is unreachable, starting, or a read-only replica. Every command of this package may be
-repeated, so a broken connection is retried once.
+Raises StoreUnavailable if Redis is unreachable, starting, or a read-only replica. A broken connection is retried once.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _REFUSED = (
 
 class Client:
     def __init__(self, url: str, deadline_s: float, max_connections: int) -> None:
-        """`deadline_s`: of a call, including the wait for a connection. Raises ValueError for an invalid URL."""
+        """`deadline_s` includes the wait for a connection. Raises ValueError for an invalid URL."""
         self._deadline_s = deadline_s
         self._pool = BlockingConnectionPool.from_url(
             url,
@@ -56,12 +55,12 @@ class Client:
         return await self.run(Command(words))
 
     async def run(self, command: Command) -> Reply:
-        """Run one command in one round trip. Raises StoreUnavailable, StoreFault."""
+        """One round trip. Raises StoreFault."""
         (reply,) = await self.run_all([command])
         return reply
 
     async def run_all(self, commands: Sequence[Command]) -> list[Reply]:
-        """Run commands in one round trip, in order. Raises StoreUnavailable, StoreFault; some may have run."""
+        """One round trip, in order. Raises StoreFault; some commands may have run."""
         replies = await self.try_all(commands)
         for reply in replies:
             if isinstance(reply, StateError):
@@ -69,15 +68,15 @@ class Client:
         return replies
 
     async def try_all(self, commands: Sequence[Command], deadlines: float = 1.0) -> list[Reply]:
-        """As `run_all`, with StoreFault or StoreUnavailable as the reply of a command that failed.
+        """As `run_all`, but a failed command's reply is its StoreFault or StoreUnavailable.
 
-        `deadlines`: multiplies the deadline, for large commands. Raises StoreUnavailable without any reply, StoreFault
-        if the connection is refused; some commands may have run.
+        `deadlines`: factor, for large commands. Raises StoreUnavailable without any reply, StoreFault if the connection
+        is refused.
         """
         return await self._within(deadlines * self._deadline_s, commands) if commands else []
 
     async def wait_for_entry(self, stream: str, after: bytes, timeout_s: float) -> None:
-        """Wait at most `timeout_s`. Occupies a connection."""
+        """Occupies a connection for at most `timeout_s`."""
         block_ms = max(1, round(timeout_s * 1000))
         command = Command(("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", stream, after))
         (reply,) = await self._within(timeout_s + self._deadline_s, [command])

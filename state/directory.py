@@ -1,11 +1,9 @@
 """Directory of workers and routers. Registrations expire by the clock of Redis unless they are renewed.
 
-Of several incarnations of one id, the last to register is the present one:
+The last incarnation of an id to register is the present one:
 
     incarnation A   register ---- renew ---------------------- renew: replaced     remove: no effect
     incarnation B                           register ---- renew ---------- renew ----------
-
-Readers list the registrations and wait on a stream for changes.
 """
 
 from __future__ import annotations
@@ -53,12 +51,12 @@ class Directory(Generic[Facts]):
         self._lasts = (round(ttls.registration_s * 1000), round(ttls.directory_s * 1000))
 
     async def register(self, facts: Facts, load: Load | None = None) -> Registration[Facts]:
-        """Once per process: become the present incarnation of `facts.peer.id`. Raises StoreUnavailable."""
+        """Once per process: become the present incarnation of the id."""
         since = await self._client.run(scripts.DIRECTORY_REGISTER.call(self._names, *self._words(facts, load)))
         return Registration(self, facts, since)
 
     async def listing(self) -> Listing[Facts]:
-        """Skips unreadable registrations. Raises StoreUnavailable."""
+        """Skips unreadable registrations."""
         reply = await self._client.run(scripts.DIRECTORY_LIST.call(self._names))
         version, next_end_ms, *rest = reply
         parsed = map(self._parsed, rest[::3], rest[1::3], rest[2::3])
@@ -66,7 +64,7 @@ class Directory(Generic[Facts]):
         return Listing(version, next_end_ms / 1000 if next_end_ms >= 0 else None, present)
 
     async def change(self, seen: Listing[Facts], timeout_s: float) -> Listing[Facts]:
-        """Wait at most `timeout_s` for a listing that differs from `seen`. Raises StoreUnavailable at once."""
+        """Wait at most `timeout_s` for a change. Raises StoreUnavailable at once."""
         clock = asyncio.get_running_loop().time
         ends = clock() + timeout_s
         listing = seen
@@ -77,7 +75,6 @@ class Directory(Generic[Facts]):
         return listing
 
     async def alive(self, incarnation: Incarnation) -> bool:
-        """Raises StoreUnavailable."""
         call = scripts.DIRECTORY_ALIVE.call(self._names[:2], incarnation.id, incarnation.hex)
         return bool(await self._client.run(call))
 
@@ -87,7 +84,6 @@ class Directory(Generic[Facts]):
         return bool(await self._client.run(scripts.DIRECTORY_RENEW.call(self._names, *words, since)))
 
     async def remove(self, incarnation: Incarnation) -> None:
-        """No effect if another incarnation is registered."""
         await self._client.run(scripts.DIRECTORY_REMOVE.call(self._names, incarnation.id, incarnation.hex))
 
     def _parsed(self, packed: bytes | None, load: bytes | None, ends_ms: int) -> DirectoryEntry[Facts] | None:
@@ -110,7 +106,7 @@ class Directory(Generic[Facts]):
 
 
 class Registration(Generic[Facts]):
-    """A registration, renewed every `Ttls.renew_every_s` by its process."""
+    """Renewed every `Ttls.renew_every_s`."""
 
     def __init__(self, directory: Directory[Facts], facts: Facts, since: int) -> None:
         self.facts = facts  # the owner may replace it, except for the peer
@@ -118,12 +114,12 @@ class Registration(Generic[Facts]):
         self._since = since  # microseconds by the clock of Redis: orders the incarnations of one id
 
     async def renew(self, load: Load | None = None) -> None:
-        """Writes it again if it expired or Redis was emptied. Raises IncarnationReplaced, StoreUnavailable."""
+        """Writes it again if it expired or Redis was emptied. Raises IncarnationReplaced."""
         if not await self._directory.renew(self.facts, load, self._since):
             raise IncarnationReplaced(Incarnation.of(self.facts.peer))
 
     async def remove(self) -> None:
-        """No effect on a later incarnation. Raises StoreUnavailable."""
+        """No effect on a later incarnation."""
         await self._directory.remove(Incarnation.of(self.facts.peer))
 
 

@@ -20,11 +20,11 @@ from decant.state.ids import Incarnation, RequestKey, State
 
 
 class StateError(Exception):
-    """Base of the errors of `state`."""
+    pass
 
 
 class StoreUnavailable(StateError):
-    """The command may have run, and can be repeated."""
+    """The command may have run."""
 
 
 class StoreFault(StateError):
@@ -92,4 +92,4 @@ class QuotaExceeded(StateError):
 
 
 class PrivateRedisFailed(StateError):
-    """redis-server is missing, or it exited or did not answer during start."""
+    pass

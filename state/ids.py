@@ -1,5 +1,3 @@
-"""Identities in the store: requests, incarnations of processes, states."""
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -19,7 +17,7 @@ _FOLLOWS = {
 
 
 def is_valid_transition(new: State, old: State, *, new_attempt: bool) -> bool:
-    """Whether a request may change from `old` to `new`. A new attempt starts QUEUED."""
+    """A new attempt starts QUEUED."""
     if old in ENDED:
         return False
     if new_attempt:
@@ -34,7 +32,7 @@ class RequestKey(NamedTuple):
     id: str
 
     def __str__(self) -> str:
-        """`tenant/id`, both quoted for a hash tag."""
+        """Both quoted for a hash tag."""
         return f"{quote(self.tenant, safe='')}/{quote(self.id, safe='')}"
 
     @classmethod
@@ -48,7 +46,7 @@ class Incarnation(NamedTuple):
     incarnation: int  # 64 bits, drawn when the process starts
 
     def __str__(self) -> str:
-        """The 16 digits come first, because an id may contain a slash."""
+        """Digits first, as an id may contain a slash."""
         return f"{self.hex}/{self.id}"
 
     @property

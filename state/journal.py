@@ -1,7 +1,7 @@
-"""The journal of a request: one entry for each output token, in order.
+"""The journal of a request: one entry for each output token, in order; in Redis one string.
 
-An entry is four bytes, little-endian: the token's id in the low 24 bits, the output's index in the high 8. With one
-output the journal is its token ids. In Redis it is one string. A write is appended only at the expected length:
+An entry is four bytes, little-endian: the token's id in the low 24 bits, the output's index in the high 8. A write is
+appended only at the expected length:
 
     stored   | t0 | t1 | t2 |
     written            | t2 | t3 | t4 |     base 2: t2 is known, t3 and t4 are appended
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 
 
 def pack(entries: Iterable[Entry]) -> bytes:
-    """Raises ValueError for a token or output beyond an entry's bits."""
+    """Raises ValueError for a token or output beyond its bits."""
     words = []
     for output, token in entries:
         if not (0 <= token < TOKEN_LIMIT and 0 <= output < OUTPUT_LIMIT):
@@ -43,7 +43,7 @@ def pack(entries: Iterable[Entry]) -> bytes:
 
 
 def unpack(data: bytes | bytearray) -> list[Entry]:
-    """Raises ValueError if the bytes end within an entry."""
+    """Raises ValueError for a partial entry."""
     count, rest = divmod(len(data), ENTRY_BYTES)
     if rest:
         raise ValueError(f"journal: {len(data)} bytes are not whole entries of {ENTRY_BYTES}")
@@ -62,7 +62,7 @@ class Journal:
         self._era = era
 
     async def read(self, key: RequestKey, first: int, most: int) -> Part:
-        """At most `most` entries. Raises UnknownRequest, StoreRefilling, StoreUnavailable."""
+        """At most `most` entries. Raises UnknownRequest, StoreRefilling."""
         if first < 0 or most < 1:
             raise ValueError(f"journal: first from 0, most from 1, got {first}, {most}")
         names = [keys.request(key), keys.journal(key)]

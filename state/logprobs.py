@@ -2,8 +2,8 @@
 
     | logprob f4 | rank u4 | id u4, logprob f4 of the likeliest token | ... of each alternative |
 
-Those of the output are appended with the journal, by its rule; those of the prompt are written once. A missing
-alternative (of a small vocabulary) has the id NONE.
+Those of the output are appended as the journal is; those of the prompt are written once. A missing alternative (of a
+small vocabulary) has the id NONE.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from decant.protos.worker_pb2 import TokenLogprobs
 NONE = (1 << 32) - 1
 MOST_ALTERNATIVES = 1024
 _ID_LIMIT = 1 << 24
-"""Token ids are below this, as in the journal."""
 
 
 def entry_bytes(alternatives: int) -> int:
@@ -24,14 +23,12 @@ def entry_bytes(alternatives: int) -> int:
 
 
 class Logprobs:
-    """Packed logprobs of consecutive tokens. Values are copied: a protobuf sub-message keeps its whole message in
-    memory.
-    """
+    """Values are copied, as a protobuf sub-message keeps its whole message in memory."""
 
     __slots__ = ("_alternatives", "_data", "_layout")
 
     def __init__(self, alternatives: int = 0, data: bytes = b"") -> None:
-        """`data`: packed entries. Raises ValueError for an incomplete entry or too many alternatives."""
+        """`data`: packed. Raises ValueError for a partial entry or too many alternatives."""
         if alternatives > MOST_ALTERNATIVES:
             raise ValueError(f"logprobs: at most {MOST_ALTERNATIVES} alternatives, got {alternatives}")
         size = entry_bytes(alternatives)
@@ -55,13 +52,13 @@ class Logprobs:
     __hash__ = None  # type: ignore[assignment]
 
     def append(self, token: TokenLogprobs) -> None:
-        """Surplus alternatives are dropped. Raises ValueError if ids and logprobs differ in number, or an id is out of
+        """Drops surplus alternatives. Raises ValueError if ids and logprobs differ in number, or for an id out of
         range.
         """
         self._data += self._layout.pack(token.logprob, token.rank, *self._top(token))
 
     def extend(self, tokens: Iterable[TokenLogprobs]) -> None:
-        """Copy tokens up to the first invalid one. Raises ValueError for it."""
+        """Raises ValueError for the first invalid token; those before it are copied."""
         for token in tokens:
             self.append(token)
 

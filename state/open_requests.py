@@ -1,8 +1,6 @@
 """Open sets: the unfinished requests of each router, which others take over if it dies.
 
-A request leaves the open set of its owner when it ends, and that of the previous owner when it is taken over.
-`Requests.leftovers` finds entries that are stale because Redis was unavailable then. A router that takes entries over
-calls `Requests.adopt_orphan` for each.
+`Requests.leftovers` finds stale entries. A router that takes entries over calls `Requests.adopt_orphan` for each.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ class OpenRequests:
         self._open_ms = round(ttls.open_s * 1000)
 
     def adding(self, router: Incarnation, requests: Sequence[RequestKey]) -> Command:
-        """A command for a pipeline, for at most BATCH requests."""
+        """At most BATCH requests."""
         names = [keys.open_set(router), keys.OWNERS]
         return scripts.OPEN_ADD.call(names, str(router), self._open_ms, *map(str, requests))
 
@@ -39,29 +37,26 @@ class OpenRequests:
         return [self.adding(router, batch) for router, batch in _batches(requests)]
 
     async def add(self, router: Incarnation, requests: Sequence[RequestKey]) -> None:
-        """May be repeated. Raises StoreUnavailable."""
         await self._client.run_all([self.adding(router, batch) for batch in cut(requests)])
 
     async def remove(self, router: Incarnation, requests: Sequence[RequestKey]) -> None:
-        """May be repeated. Raises StoreUnavailable."""
         await self._client.run_all([_removing(router, batch) for batch in cut(requests)])
 
     async def remove_all(self, requests: Iterable[OwnedRequest]) -> None:
-        """Remove each from its owner's set. Raises StoreUnavailable."""
         await self._client.run_all([_removing(router, batch) for router, batch in _batches(requests)])
 
     async def of(self, router: Incarnation) -> set[RequestKey]:
-        """Skips unreadable members. Raises StoreUnavailable."""
+        """Skips unreadable members."""
         return set(_readable(RequestKey.parse, await self._client.execute("SMEMBERS", keys.open_set(router))))
 
     async def orphaned(self) -> set[Incarnation]:
-        """Routers with entries that are not registered. Skips unreadable names. Raises StoreUnavailable."""
+        """Unregistered routers with entries. Skips unreadable names."""
         names = [keys.OWNERS, keys.expiry("routers"), keys.peers("routers")]
         return set(_readable(Incarnation.parse, await self._client.run(scripts.OPEN_ORPHANED.call(names))))
 
     async def take(self, dead: Incarnation, router: Incarnation, most: int = BATCH) -> list[RequestKey]:
-        """Move at most `most` entries to `router`. Of several routers one gets each entry. If the reply is lost, the
-        entries are in `of(router)`. Raises OwnerAlive, StoreUnavailable.
+        """Move entries to `router`, each to one router only. If the reply is lost, they are in `of(router)`. Raises
+        OwnerAlive.
         """
         names = [keys.expiry("routers"), keys.peers("routers"), keys.OWNERS, keys.open_set(dead), keys.open_set(router)]
         reply = await self._client.run(
@@ -73,7 +68,6 @@ class OpenRequests:
 
 
 def _readable(parse: Callable[[str], Name], members: Iterable[bytes]) -> Iterator[Name]:
-    """Unreadable members stay in the store."""
     for member in members:
         with suppress(ValueError):
             yield parse(member.decode())

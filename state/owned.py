@@ -1,5 +1,3 @@
-"""A request at its owner, and as read from the store."""
-
 from __future__ import annotations
 
 import hashlib
@@ -38,11 +36,10 @@ class StoredRequest:
 
 
 WRITE_BYTES = 1024
-"""Size of a write without entries: names, numbers and record."""
 
 
 class LogprobsOptions(NamedTuple):
-    """Numbers of alternatives for each token; None: no logprobs."""
+    """Of alternatives; None: no logprobs."""
 
     output: int | None
     prompt: int | None
@@ -65,9 +62,8 @@ class LogprobsOptions(NamedTuple):
 
 
 class OwnedRequest:
-    """Everything to write a request to an empty Redis; written only by its owner.
-
-    The owner changes the record directly, the rest through methods. `Requests.flush` writes the changes to Redis.
+    """Enough to write a request to an empty Redis; changed only by its owner, the record directly, the rest through
+    methods.
     """
 
     def __init__(self, key: RequestKey, owner: Incarnation, payload: GenerateRequest, record: RequestRecord) -> None:
@@ -93,10 +89,7 @@ class OwnedRequest:
     def begin(
         cls, key: RequestKey, owner: Incarnation, payload: GenerateRequest, record: RequestRecord, at: datetime
     ) -> OwnedRequest:
-        """A new request, QUEUED in its first attempt. `at` (UTC) becomes its create_time.
-
-        If it replaces a failed one, the caller sets a greater epoch before it uses the request.
-        """
+        """QUEUED in its first attempt; `at`: UTC. To replace a failed request, set a greater epoch before use."""
         request = cls(key, owner, payload, record)
         record.create_time.FromDatetime(at)
         request._record_transition(at)
@@ -124,7 +117,7 @@ class OwnedRequest:
 
     @property
     def needs_write(self) -> bool:
-        """Whether Redis lacks entries, attempt or state, or still lists it as open. The record alone does not count."""
+        """Changes of the record alone do not count."""
         return self.is_unsynced or (self.ended and self.is_listed)
 
     @property
@@ -140,7 +133,7 @@ class OwnedRequest:
         return self.logprobs_options.prompt is None or self.record.prompt_tokens < 2 or bool(self._prompt_logprobs)
 
     def append(self, entries: Iterable[Entry], packed_logprobs: bytes = b"") -> None:
-        """`packed_logprobs`: as `Logprobs.packed`, one for each of these entries, if requested.
+        """`packed_logprobs`: one for each entry, if requested.
 
         Raises ValueError for another number of logprobs, after the end, and for a token out of range.
         """
@@ -157,7 +150,7 @@ class OwnedRequest:
         self._journal += packed
 
     def add_prompt_logprobs(self, packed_logprobs: bytes) -> None:
-        """Add all of them, as `Logprobs.packed`. Ignored if not requested."""
+        """All of them, packed. Ignored if not requested."""
         if self.logprobs_options.prompt is not None:
             self._prompt_logprobs = packed_logprobs
             self.prompt_logprobs_unsynced = bool(self._prompt_logprobs)
@@ -176,18 +169,17 @@ class OwnedRequest:
         return bytes(self._logprobs[first * self.logprobs_options.entry_bytes :])
 
     def packed_prompt_logprobs(self) -> bytes:
-        """Those that Redis may lack."""
         return self._prompt_logprobs if self.prompt_logprobs_unsynced or not self.synced_state else b""
 
     def entries(self, first: int = 0) -> list[Entry]:
         return journal.unpack(self._journal[first * ENTRY_BYTES :])
 
     def transition(self, state: State, at: datetime) -> None:
-        """Enter the next state of this attempt at `at` (UTC). Raises ValueError for an invalid transition."""
+        """`at`: UTC. Raises ValueError for an invalid transition."""
         self._enter(state, at, new_attempt=False)
 
     def start_attempt(self, at: datetime) -> None:
-        """Return to QUEUED, with the request's tokens. Raises ValueError after the end."""
+        """Raises ValueError after the end."""
         self._enter(Generation.STATE_QUEUED, at, new_attempt=True)
 
     def _enter(self, state: State, at: datetime, *, new_attempt: bool) -> None:

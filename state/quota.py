@@ -1,7 +1,7 @@
-"""Quotas of tenants: requests in flight, and tokens per minute. Leases expire when their router dies.
+"""Quotas of tenants. Leases expire when their router dies.
 
-The tokens are a bucket of `tokens_per_minute` that fills evenly. A lease charges the request's maximum, its release
-only the tokens used. A full bucket admits any request, even a larger one.
+Tokens are a bucket of `tokens_per_minute` that fills evenly. A lease charges the request's maximum, its release only
+the tokens used. A full bucket admits any request, even a larger one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RETRY_IN_FLIGHT_S = 1.0  # it is unknown when one of the tenant's requests ends
 
 @dataclass(frozen=True)
 class TenantLimits:
-    """A limit of None is none."""
+    """None: no limit."""
 
     in_flight: int | None = None  # requests
     tokens_per_minute: int | None = None  # of prompt and output, from 1
@@ -36,8 +36,6 @@ class TenantLimits:
 
 
 class QuotaUsage(NamedTuple):
-    """Prompt and output tokens of a request."""
-
     key: RequestKey
     tokens: int
     limits: TenantLimits
@@ -50,9 +48,7 @@ class Quotas:
         self._lease_ms = round(ttls.quota_lease_s * 1000)
 
     async def acquire(self, key: RequestKey, tokens: int, limits: TenantLimits) -> bool:
-        """Acquire a lease for at most ``tokens``, or renew it. Returns whether it is new. Raises QuotaExceeded,
-        StoreUnavailable.
-        """
+        """Acquire or renew a lease for at most `tokens`; True if it is new. Raises QuotaExceeded."""
         args = (key.id, tokens, self._lease_ms, _or_none(limits.in_flight), _or_none(limits.tokens_per_minute))
         reply = await self._client.run(scripts.QUOTA_ACQUIRE.call(list(keys.quota(key.tenant)), *args))
         if reply[0] == b"in_flight":
@@ -63,21 +59,21 @@ class Quotas:
         return bool(reply[1])
 
     async def renew(self, requests: Iterable[RequestKey]) -> None:
-        """Call it every `renew_every_s`. Raises StoreUnavailable."""
+        """Call it every `renew_every_s`."""
         by_tenant = defaultdict[str, list[str]](list)
         for key in requests:
             by_tenant[key.tenant].append(key.id)
         await self._client.run_all([self._renewing(tenant, ids) for tenant, ids in by_tenant.items()])
 
     async def release(self, key: RequestKey, tokens: int, limits: TenantLimits) -> None:
-        """Release a lease and charge the tokens used. May be repeated. Raises StoreUnavailable."""
+        """Charges the tokens used."""
         await self.release_all([QuotaUsage(key, tokens, limits)])
 
     async def release_all(self, ended: Iterable[QuotaUsage]) -> None:
         await self._client.run_all([_releasing(*used) for used in ended])
 
     async def in_flight(self, tenant: str) -> int:
-        """May include leases that have just expired. Raises StoreUnavailable."""
+        """May include expired leases."""
         count: int = await self._client.execute("ZCARD", keys.quota(tenant)[0])
         return count
 

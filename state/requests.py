@@ -6,8 +6,7 @@ A write has (epoch, attempt, state, base length of the journal). Redis compares 
     equal                 the later state is kept; missing entries are appended
     smaller               Superseded, nothing is written
 
-So a write may be repeated, delayed or lost: the last one includes all before it. `flush` also writes requests whole to
-an emptied Redis.
+A write includes all before it.
 """
 
 from __future__ import annotations
@@ -36,13 +35,12 @@ from decant.state.store_instance import StoreInstance
 from decant.state.stored import parse
 
 BATCH_BYTES = 256 << 10
-"""Of one round trip. A single larger write gets a longer deadline."""
+"""A larger write gets a longer deadline."""
 BATCH_WRITES = 100
 
 Displaced = Superseded | AlreadyExists
-"""This router no longer owns the request, or its id has another payload."""
 Lost = Displaced | StoreFault
-"""Why a request is not written; a retry does not help."""
+"""A retry does not help."""
 
 
 class Requests:
@@ -64,10 +62,9 @@ class Requests:
         self._ended_ms = round(ttls.ended_s * 1000)
 
     async def accept(self, request: OwnedRequest) -> StoredRequest | None:
-        """Store a new request, in one round trip. Returns None, or the request with this id and an equal payload.
+        """One round trip. Returns None, or the request with this id and an equal payload.
 
-        An equal request that failed without a token is replaced, in a greater epoch. Raises AlreadyExists for an id
-        with another payload, StoreUnavailable.
+        An equal request that failed without a token is replaced, in a greater epoch. Raises AlreadyExists.
         """
         record = request.record.SerializeToString()
         accept = scripts.REQUEST_ACCEPT.call(
@@ -89,15 +86,14 @@ class Requests:
         return await self._keep_entry_if_owned(parse(request.key, reply[1]), request.owner)
 
     async def write(self, request: OwnedRequest) -> None:
-        """`flush` of one request. Raises Superseded, AlreadyExists, StoreFault, StoreUnavailable."""
+        """Raises Superseded, AlreadyExists, StoreFault."""
         for error in (await self.flush([request])).values():
             raise error
 
     async def flush(self, requests: Sequence[OwnedRequest]) -> dict[OwnedRequest, Lost]:
-        """Write changes: one command for each request, in round trips of limited size.
+        """In round trips of limited size; what Redis lost is written whole. Returns what is not written.
 
-        Requests that Redis lost are written again in full. Returns the requests that are not written, with the reason.
-        Raises StoreUnavailable: requests that were answered before count as written.
+        After StoreUnavailable, requests that were answered count as written.
         """
         lost: dict[OwnedRequest, Lost] = {}
         behind = await self._write_batches(requests, lost)
@@ -112,24 +108,21 @@ class Requests:
         return lost
 
     async def read(self, key: RequestKey, first: int = 0) -> StoredRequest:
-        """With the journal from entry `first` on.
-
-        Raises UnknownRequest, StoreRefilling, StoreUnavailable.
-        """
+        """From journal entry `first` on. Raises UnknownRequest, StoreRefilling."""
         reply = await self._reads.run(scripts.REQUEST_READ.call(_names(key), first))
         if reply[0] == b"unknown":
             raise await self._era.unknown(key)
         return parse(key, reply[1])
 
     async def exists(self, key: RequestKey) -> bool:
-        """Cheaper than `read`. Raises StoreUnavailable."""
+        """Cheaper than `read`."""
         return bool(await self._reads.execute("EXISTS", keys.request(key)))
 
     async def adopt(self, key: RequestKey, router: Incarnation, epoch: int | None = None) -> StoredRequest:
         """Make `router` the owner, because the client's newest stream is there. Two round trips.
 
-        With `epoch`: only if this is the request's epoch, so one of several routers wins. No effect on a request that
-        has ended or that the router owns. Raises Superseded, UnknownRequest, StoreRefilling, StoreUnavailable.
+        `epoch`: only if this is the request's, so one of several routers wins. No effect on an ended or own request.
+        Raises Superseded, UnknownRequest, StoreRefilling.
         """
         reply = await self._with_open_entry(
             key, router, self._adopting(key, router, "" if epoch is None else epoch, "")
@@ -144,9 +137,9 @@ class Requests:
         raise _superseded(key, reply)
 
     async def cancel(self, key: RequestKey, router: Incarnation) -> StoredRequest:
-        """Make `router` the owner and the request CANCELLED, in one step. Returns the request as it was before.
+        """Make `router` the owner and the request CANCELLED, in one step. Returns the request as before.
 
-        The new owner writes the record of the end. Raises UnknownRequest, StoreRefilling, StoreUnavailable.
+        The owner writes the record of the end. Raises UnknownRequest, StoreRefilling.
         """
         reply = await self._client.run(self._adopting(key, router, "", self._ended_ms))
         if reply[0] == b"unknown":
@@ -156,10 +149,8 @@ class Requests:
         return found
 
     async def leftovers(self, router: Incarnation) -> set[RequestKey]:
-        """Entries of a router's open set whose request has ended, expired, or another owner.
-
-        Only an entry that is found twice is stale: it may be written a moment before its request. Raises
-        StoreUnavailable.
+        """Open entries of requests that have ended, expired, or another owner. Stale only if found twice: an entry may
+        be written before its request.
         """
         left = set[RequestKey]()
         for batch in cut(list(await self._open.of(router))):
@@ -175,9 +166,8 @@ class Requests:
         return left
 
     async def adopt_orphan(self, key: RequestKey, router: Incarnation) -> StoredRequest:
-        """Make `router` the owner if the present owner is not registered.
-
-        Raises OwnerAlive, and all that `adopt` raises: Superseded when another router was faster.
+        """Only if the owner is not registered. Raises OwnerAlive, and as `adopt`: Superseded when another router was
+        faster.
         """
         epoch, owner = await self._client.execute("HMGET", keys.request(key), "epoch", "owner")
         if epoch is None:
@@ -193,12 +183,11 @@ class Requests:
         return scripts.REQUEST_ADOPT.call(_names(key), str(router), self._open_ms, epoch, ended_ms)
 
     async def _with_open_entry(self, key: RequestKey, router: Incarnation, command: Command) -> Reply:
-        """The open entry first: stale ones are removed later, but a request without an entry is never found."""
+        """The entry first: a request without one is never found."""
         replies = await self._client.run_all([self._open.adding(router, [key]), command])
         return replies[1]
 
     async def _leave_open_set(self, found: StoredRequest, owner_before: bytes) -> None:
-        """If this fails, `leftovers` finds the entry."""
         before = Incarnation.parse(owner_before.decode())
         if before != found.owner:
             with suppress(StateError):
@@ -212,14 +201,14 @@ class Requests:
     async def _write_batches(
         self, requests: Iterable[OwnedRequest], lost: dict[OwnedRequest, Lost]
     ) -> list[OwnedRequest]:
-        """Small writes first, so that a slow large one delays no other."""
+        """Small writes first: a large one delays no other."""
         behind: list[OwnedRequest] = []
         for batch in _batches(sorted(requests, key=lambda request: request.write_bytes)):
             behind += await self._write_all(batch, lost)
         return behind
 
     async def _write_all(self, requests: Sequence[OwnedRequest], lost: dict[OwnedRequest, Lost]) -> list[OwnedRequest]:
-        """One round trip. Adds superseded and refused requests to `lost`; returns those to be written whole."""
+        """Adds to `lost`; returns those to be written whole."""
         sent = [(request.attempt, request.state, request.prompt_logprobs_unsynced) for request in requests]
         adding = self._open.adding_all(each for each in requests if each.is_listed and not each.synced_state)
         size = sum(request.write_bytes for request in requests)
@@ -297,7 +286,6 @@ def _is_elsewhere(request: OwnedRequest, error: Lost) -> bool:
 
 
 def _superseded(key: RequestKey, reply: list[Reply]) -> Superseded | UnreadableRequest:
-    """UnreadableRequest if the stored owner or state is invalid."""
     try:
         return Superseded(key, reply[1], Incarnation.parse(reply[2].decode()), reply[3], reply[4])
     except (ValueError, AttributeError, IndexError) as error:

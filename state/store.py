@@ -53,9 +53,9 @@ class StoreSettings:
 
 
 class Store:
-    """Connects at first use, and reconnects. Belongs to the event loop that uses it first.
+    """Belongs to the event loop that uses it first.
 
-    Registrations with quotas, writes, and reads have separate connections, so that reads delay no registration.
+    Registrations with quotas, writes, and reads have separate connections: reads delay no registration.
     """
 
     def __init__(self, settings: StoreSettings) -> None:
@@ -72,7 +72,7 @@ class Store:
         self.requests = Requests(self._client, self._reads, self.routers, self.open, self.instance, ttls)
 
     async def ping(self) -> None:
-        """Raises StoreUnavailable, or StoreFault for a wrong password."""
+        """Raises StoreFault for a wrong password."""
         await self._client.execute("PING")
 
     async def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Identity of the data in Redis. A router creates it at first use, or after Redis was emptied.
+"""Identity of the data in Redis, created by a router at first use or after Redis was emptied.
 
-Owners that see another identity write their requests again. Until then an unknown id may still appear.
+Owners that see another one write their requests again; until then an unknown id may still appear.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ class StoreInstance:
         self._refill_s = ttls.refill_s
 
     async def current(self) -> EraNow:
-        """Create the identity if there is none. Raises StoreUnavailable."""
+        """Creates it if there is none."""
         id_, age_ms = await self._client.run(scripts.ERA.call([keys.ERA], secrets.token_hex(8)))
         age_s = max(0, age_ms) / 1000
         return EraNow(id_.decode(), age_s, max(0.0, self._refill_s - age_s))
 
     async def unknown(self, key: RequestKey) -> UnknownRequest | StoreRefilling:
-        """Raises StoreUnavailable."""
         left_s = (await self.current()).refill_left_s
         return StoreRefilling(key, left_s) if left_s > 0 else UnknownRequest(key)

@@ -1,4 +1,4 @@
-"""Parses and checks a stored request. Invalid data affects that request only."""
+"""Parses and checks a stored request; invalid data affects it alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from decant.state.logprobs import Logprobs
 from decant.state.owned import LogprobsOptions, StoredRequest
 
 _NUMBER_LIMIT = 1 << 31
-"""Epochs and attempts are below this."""
 
 
 def parse(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
@@ -54,7 +53,7 @@ def _parse(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
 
 
 def _check(stored: StoredRequest) -> None:
-    """Raises ValueError, and protobuf's errors for an invalid time."""
+    """Raises ValueError."""
     if stored.state not in Generation.State.values() or stored.state == Generation.STATE_UNSPECIFIED:
         raise ValueError(f"state: one of {Generation.State.keys()}, got {stored.state}")
     for name, number in (("epoch", stored.epoch), ("attempt", stored.attempt)):

@@ -1,4 +1,4 @@
-"""Settings that must stand before torch is imported: tests share the machine's cores with each other's processes."""
+"""Settings that must precede the import of torch, and checks after each test."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ hypothesis.settings.load_profile("decant")
 
 
 def pytest_configure() -> None:
-    """All tests run with the build of the kernels that DECANT_KERNELS names, as workers do, or none of them runs."""
+    """Run no test if the kernels are not of the build that DECANT_KERNELS names."""
     if BUILD == "auto":
         return
     from decant.engine.cpu import kernels as native  # imports torch
@@ -50,12 +50,12 @@ LONGEST = "tests/build/test_kernels.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests start first, so that other processes run all others beside them."""
+    """The longest tests start first; other processes run the rest meanwhile."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Engines on torch run in slow tests alone, among those that fork their processes."""
+    """Among tests that fork processes only slow ones run engines on torch."""
     if not any(item.get_closest_marker("slow") for item in session.items):
         fork_server.preload_without_torch()
 
@@ -79,12 +79,9 @@ for kind in (_server.Server, _channel.Channel):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """A test fails if a server runs, or a channel is open, when its event loop is closed: nothing can stop it then.
+    """Fail a test that leaves a server running or a channel open when its event loop closes, or another root log level.
 
-    gRPC writes a call to such a server to freed memory, which may crash the process in a later test, and a garbage
-    collection that finds the server may never return.
-
-    It also fails if it leaves another log level to later tests.
+    gRPC writes calls to such a server to freed memory, which may crash a later test.
     """
     yield
     level, logging.root.level = logging.root.level, logging.WARNING
@@ -100,7 +97,6 @@ def _is_open(aio: Any) -> bool:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Which builds of the kernels were run (tests/build/test_kernels.py), and how their tests ended."""
     outcomes: dict[object, set[str]] = defaultdict(set)
     for outcome in ("passed", "failed", "skipped"):
         for report in terminalreporter.stats.get(outcome, ()):

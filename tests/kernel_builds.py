@@ -1,7 +1,7 @@
-"""The builds of the CPU kernels (docs/guides/tune.md, `--kernels`), and which of them run here.
+"""The builds of the CPU kernels, and which of them run here.
 
-`DECANT_KERNELS=avx2 pytest ...` runs any tests with that build (tests/conftest.py); `python -m tests.kernel_builds`
-prints the builds that this machine has beside the one that it takes by itself.
+`DECANT_KERNELS=avx2 pytest ...` runs tests with that build; `python -m tests.kernel_builds` prints the builds that this
+machine can run besides its default.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from importlib.util import find_spec
 from decant.engine.cpu import kernels as native
 
 BUILDS = {"avx512": ("AVX512", "_kernels_avx512"), "avx2": ("AVX2", "_kernels"), "none": ("DEFAULT", "torch")}
-"""The instructions that torch takes, and the last word of ``decant.engine.cpu.kernels.kind``; the best first."""
+"""torch's CPU capability, and the last word of ``decant.engine.cpu.kernels.kind``; best first."""
 
 
 def is_taken(build: str) -> bool:
-    """Whether this process runs exactly this build."""
     words = native.kind().split()
     return (words[1], words[-1]) == BUILDS[build]
 
 
 def why_not(build: str) -> str:
-    """Why this machine can't run a build; empty where it can, or where it lacks only one of two modules: the compiler
-    was here, and tests with the build fail."""
+    """Why this machine can't run a build, else empty. Also empty if only one of two modules was not built, so that
+    tests with the build fail.
+    """
     if build == "none":
         return ""
     if BUILDS[build][1] not in native.fitting():

@@ -1,5 +1,3 @@
-"""Ports of the loopback that no other process takes meanwhile."""
-
 from __future__ import annotations
 
 import socket
@@ -27,8 +25,9 @@ def reserved_port() -> Iterator[int]:
 
 @contextmanager
 def kept(address: str) -> Iterator[None]:
-    """Reserve the port of a server that listens with SO_REUSEPORT, also for the time after its end: its clients would
-    meet a server of another test."""
+    """Reserve the port of a server that listens with SO_REUSEPORT, also after its end: its clients must not reach
+    another test's server.
+    """
     host, _, port = address.rpartition(":")
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -1,11 +1,7 @@
 """One engine on its thread, with everything that the services of a worker share.
 
-                          events: handlers, sender
-    engine thread ──────────────────────────────────────────────────> event loop
-         ^                                                               │
-         └──────────── commands: services, sender, receiver, load ───────┘
-
-The load is sampled at the interval of heartbeats, on the engine's thread between two steps.
+Events go to the event loop, commands to the engine's thread. The load is sampled there at each heartbeat
+interval, between two steps.
 """
 
 from __future__ import annotations
@@ -21,6 +17,7 @@ from decant.engine.errors import EngineStopped
 from decant.engine.kv_layout import FULL
 from decant.engine.loop import EngineLoop
 from decant.engine.output import Load, StepOutput
+from decant.engine.plan import Device
 from decant.engine.transfer import IncomingSequence
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.leases import Lease
@@ -37,7 +34,7 @@ from decant.worker.report.prefix_cache_feed import PrefixCacheFeed
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A worker's incarnation, its role, the id of its model, and its address (host:port)."""
+    """``address``: host:port."""
 
     peer: wire.Peer
     role: wire.Role
@@ -47,45 +44,41 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """How long a ticket keeps its blocks unless it is renewed, and the maximum of waiting runs."""
-
     lease_ms: int = LEASE_MS
     max_waiting: int = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class _LoadSample:
-    """The engine between two steps, and how many of its blocks tickets keep."""
+    """``leased_blocks``: kept by tickets."""
 
     engine: Load
     leased_blocks: int
 
 
 class HostHandler:
-    """A receiver of a host's events, all on the event loop. Override those that matter."""
+    """Receives a host's events, on the event loop."""
 
     def on_step(self, output: StepOutput) -> None:
-        """After each step of the engine."""
+        pass
 
     def on_crash(self, stopped: EngineStopped) -> None:
-        """The engine has crashed: no event of it follows."""
+        pass
 
     def on_new_owner(self, ref: wire.Run) -> None:
-        """A request has a new owner, which names this attempt, under a higher epoch."""
+        """The new owner names this attempt, under a higher epoch."""
 
     def on_lease_end(self, lease: Lease) -> None:
-        """A ticket has ended; ``lease.failure`` gives the reason, unless the receiver released it."""
+        """``lease.failure``: why a ticket has ended, unless the receiver released it."""
 
     def on_fetch(self, arrival: IncomingSequence) -> None:
-        """A fetch begins."""
+        pass
 
     def on_fetched(self, arrival: IncomingSequence, outcome: TransferResult | HandoffFailed | None) -> None:
-        """A fetch has ended; None: nothing was left to fetch, or the run was cancelled."""
+        """None: nothing was left to fetch, or the run was cancelled."""
 
 
 class ObservedReceiver(KvReceiver):
-    """A receiver that reports the start and the outcome of each fetch to its host."""
-
     def __init__(self, host: EngineHost) -> None:
         super().__init__(host.loop, host.shape, host.peer, host.step_heartbeat)
         self._host = host
@@ -104,10 +97,10 @@ class ObservedReceiver(KvReceiver):
 
 
 class EngineHost:
-    """``async with host`` starts and stops the engine's thread. Events go to the handlers of `connect`.
+    """``async with`` starts and stops the engine's thread.
 
     The services set ``waiting_arrivals``, ``waiting_prompts`` and ``waiting_tokens``: runs that wait outside the
-    engine, and the tokens whose KV these still have to compute.
+    engine, and their tokens still to compute.
     """
 
     def __init__(
@@ -123,13 +116,14 @@ class EngineHost:
         self.block_size, self.total_blocks = device.block_size, device.num_blocks
         self.windows = device.windows
         self.lease_s, self.max_waiting = limits.lease_ms / 1000, limits.max_waiting
-        self.shape = TransferLayout(device.block_size, device.block_bytes, self.layout)
+        self.shape = transfer_layout(device)
         self.loop = EngineLoop(engine, self._on_step, self._on_crash)
         self.device_memory = device.memory
         self._sampling = BackgroundTask("load samples", self._sample_load_always)
         self.sender = KvSender(
             self.loop, self.shape, self.step_heartbeat, limits.lease_ms, on_lease_end=self._on_lease_end
         )
+        self.sender.memory = transport.memory
         self.receiver = ObservedReceiver(self)
         self.transport = transport
         self.epochs = Epochs(self._on_new_owner)
@@ -154,19 +148,18 @@ class EngineHost:
             await self.loop.stop()
 
     def blocks_for(self, tokens: int) -> int:
-        """Number of blocks that a sequence of so many tokens has at once."""
         count = -(-tokens // self.block_size)
         return sum(window.blocks_at_once(count, self.block_size) for window in self.windows)
 
     @property
     def group_blocks(self) -> list[int]:
-        """Of each cache group: most blocks that a sequence has at once; 0: as many as its tokens need."""
+        """Most blocks of a sequence in each cache group; 0: as many as its tokens need."""
         return [0 if window == FULL else window.most_blocks(self.block_size) for window in self.windows]
 
     # -- load ---------------------------------------------------------------------------------------------------
 
     def load(self) -> wire.Load:
-        """The input of placement, with the engine's part as of the last sample."""
+        """The engine's part is as of the last sample."""
         engine, leased = self._last_load.engine, self._last_load.leased_blocks
         return wire.Load(
             total_blocks=engine.total_blocks,
@@ -182,7 +175,7 @@ class EngineHost:
         )
 
     def step_heartbeat(self) -> wire.Heartbeat:
-        """A heartbeat for fetches: the running step, without the load."""
+        """For fetches: without the load."""
         age, longest = self.loop.step_age, self.loop.longest_step
         heartbeat = wire.Heartbeat(step=self._step, longest_step_ms=round(longest * 1000))
         if age:
@@ -190,14 +183,14 @@ class EngineHost:
         return heartbeat
 
     def heartbeat(self) -> wire.Heartbeat:
-        """A heartbeat for sessions: with the load."""
+        """For sessions: with the load."""
         heartbeat = self.step_heartbeat()
         heartbeat.load.CopyFrom(self.load())
         return heartbeat
 
     @property
     def last_load(self) -> Load:
-        """The engine's load as of the last sample."""
+        """As of the last sample."""
         return self._last_load.engine
 
     async def sample_load(self) -> None:
@@ -222,7 +215,7 @@ class EngineHost:
     # -- events -------------------------------------------------------------------------------------------------
 
     def connect(self, *handlers: HostHandler) -> None:
-        """Send all events to these handlers, in this order, instead of to those before."""
+        """Replaces the handlers before; each event goes to these in order."""
         self._handlers = handlers
 
     def _on_step(self, output: StepOutput) -> None:
@@ -252,6 +245,9 @@ class EngineHost:
             handler.on_fetched(arrival, outcome)
 
 
+def transfer_layout(device: Device) -> TransferLayout:
+    return TransferLayout(device.block_size, device.block_bytes, layout_number(device.layout))
+
+
 def layout_number(layout: str) -> int:
-    """The hash of a device's layout, for tickets and registrations."""
     return int.from_bytes(hashlib.blake2b(layout.encode(), digest_size=8).digest(), "little")

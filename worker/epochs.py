@@ -1,10 +1,7 @@
-"""Which router owns a request: a worker keeps the highest epoch that it saw and answers a lower one.
+"""Which router owns a request: a worker keeps the highest epoch that it saw and answers a lower one with Superseded.
 
-epoch 1   ────────┬───────────────── x  Superseded(2)
-epoch 2           └──(adopted)────────────────────>
-
-A request that has a run or a prompt at this worker is live: its epoch is kept as long as that, and its id stands for
-one payload. Afterwards its epoch is kept for a while, so that a late message of a former owner is refused.
+A request with a run or prompt here is live: its epoch is kept, and its id stands for one payload. Later its
+epoch is kept for a while, to refuse late messages of a former owner.
 """
 
 from __future__ import annotations
@@ -17,15 +14,15 @@ from dataclasses import dataclass
 from decant.protos import worker_pb2 as wire
 
 KEEP_S = 900.0
-"""How long the epoch of a request that is not live is kept after it was last named: far beyond any lease."""
+"""While a request is not live, since its epoch was last named: far beyond any lease."""
 
 MOST_KEPT = 100_000
-"""Epochs of requests that are not live; the ones named longest ago are forgotten first."""
+"""Requests that are not live; those named longest ago go first."""
 
 
 @dataclass(slots=True)
 class _Live:
-    """A request with ``runs`` runs and prompts here. ``digest`` is its payload's, empty if no sender named one."""
+    """``digest``: of the payload; empty if no sender named one."""
 
     epoch: int
     digest: bytes = b""
@@ -33,10 +30,7 @@ class _Live:
 
 
 class Epochs:
-    """The highest epoch of each request that is live, or was named within the last ``keep_s`` seconds.
-
-    ``on_new_owner`` is called with the run that raised a request's epoch.
-    """
+    """``on_new_owner`` is called with the run that raised a request's epoch."""
 
     def __init__(
         self,
@@ -57,9 +51,8 @@ class Epochs:
         return len(self._live) + len(self._past)
 
     def check(self, run: wire.Run) -> wire.Superseded | None:
-        """None if the sender owns the request, as far as this worker knows; otherwise the answer to it.
-
-        Check `is_other_request` first: epochs of different requests with one id are not comparable.
+        """None if the sender owns the request. Check `is_other_request` first: epochs of two requests with one id are
+        not comparable.
         """
         self._remove()
         live = self._live.get(run.request)
@@ -80,7 +73,7 @@ class Epochs:
         return live is not None and bool(live.digest and run.digest) and live.digest != run.digest
 
     def hold(self, run: wire.Run) -> None:
-        """Add a run: its request is live until each `hold` has its `release`."""
+        """Its request is live until each `hold` has its `release`."""
         live = self._live.get(run.request)
         if live is None:
             epoch, _ = self._past.pop(run.request, (run.epoch, 0.0))

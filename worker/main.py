@@ -1,8 +1,7 @@
 """A worker's process, of either role.
 
-listen ── load and measure the model ── engine, host, services ── warm-up ── register ── ready
-   (in a thread; calls are refused meanwhile)                                               │
-end <── deregister <── no runs, sessions end <── draining <────────────────────────────── SIGTERM
+listen ── load and measure (in a thread; calls are refused) ── services ── warm-up ── register ── ready
+end <── deregister <── no runs, sessions end <── draining <── SIGTERM
 exit status 1 <── the engine crashed, or another incarnation registered
 
 SIGTERM during loading or warm-up ends the process at once: no other process knows it yet.
@@ -23,9 +22,11 @@ from decant.engine.output import StepOutput
 from decant.engine.plan import Device
 from decant.engine.request import FinishReason, Request, StopParams
 from decant.engine.scheduler import Limits
+from decant.handoff.memory_reads import MemoryReads
+from decant.handoff.nixl_agent import NixlAgent, NixlUnusable
 from decant.handoff.packing import checksum
 from decant.handoff.service import KvSourceService
-from decant.handoff.transport import GrpcTransport
+from decant.handoff.transport import GrpcTransport, Transport
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
@@ -42,7 +43,7 @@ from decant.state.errors import StoreFault
 from decant.state.keys import Ttls
 from decant.state.store import Store, StoreSettings
 from decant.worker.decode.service import DecodeService
-from decant.worker.engine_host import EngineHost, HostHandler, Identity, WorkerLimits
+from decant.worker.engine_host import EngineHost, HostHandler, Identity, WorkerLimits, transfer_layout
 from decant.worker.prefill.service import PrefillService
 from decant.worker.report.audit import AuditService
 from decant.worker.report.metrics import WorkerMetrics
@@ -52,7 +53,7 @@ from decant.worker.startup.load_model import in_own_thread, limits_of, load_mode
 from decant.worker.startup.registration import Registrar
 
 LAST_ANSWERS_S = 0.25
-"""After a crash of the engine, for the answers to its callers, before the server ends."""
+"""After a crash, for the answers to callers."""
 
 SWITCH_S = 0.0005
 """Interpreter switch interval: the engine's thread waits for the event loop's at every call."""
@@ -66,15 +67,13 @@ _log = logs.get(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerRole:
-    """A role with its program name and its settings."""
-
     role: wire.Role
     program: str
     settings: type[WorkerSettings]
 
 
 def main(kind: WorkerRole, arguments: Sequence[str] | None, load_device: LoadDevice | None = None) -> int:
-    """Run a worker. The exit status: 0 in order, 1 after a failure, 2 for invalid settings or an unusable model."""
+    """Returns 0 in order, 1 after a failure, 2 for invalid settings or an unusable model."""
     given = sys.argv[1:] if arguments is None else arguments
     settings = load_or_exit(kind.settings, given, program=kind.program)
     logs.start(kind.program, settings)
@@ -101,10 +100,9 @@ def _refused(kind: WorkerRole, reason: str) -> int:
 
 
 async def run(settings: WorkerSettings, role: wire.Role, load_device: LoadDevice) -> bool:
-    """Serve until the end; returns whether every call ended by itself.
+    """Returns whether every call ended by itself.
 
-    Raises SettingError, InvalidConfig, ModelRefused, ModelUnreadable, StoreFault, and EngineStopped if the warm-up
-    fails.
+    Raises SettingError, InvalidConfig, ModelRefused, ModelUnreadable, StoreFault; EngineStopped if the warm-up fails.
     """
     sys.setswitchinterval(SWITCH_S)
     _check(settings)
@@ -128,8 +126,6 @@ async def run(settings: WorkerSettings, role: wire.Role, load_device: LoadDevice
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The parts that a drain concerns."""
-
     host: EngineHost
     prefill: PrefillService
     decode: DecodeService
@@ -137,7 +133,7 @@ class _Parts:
 
 
 class Worker:
-    """Builds the parts of one worker during warm-up; ``stack`` closes them in reverse order."""
+    """``stack`` closes its parts in reverse order."""
 
     def __init__(
         self, settings: WorkerSettings, role: wire.Role, load_device: LoadDevice, stack: AsyncExitStack
@@ -145,7 +141,6 @@ class Worker:
         self.readiness = Readiness()
         self.registry = Registry()
         self.is_announced = False
-        """Whether other processes may know the worker: it has begun to register."""
         self._settings = settings
         self._role = role
         self._load_device = load_device
@@ -156,14 +151,13 @@ class Worker:
         }
 
     def services(self) -> list[Service]:
-        """No method is refused during a drain: a prompt is answered with Refused, and routers may reconnect to runs."""
+        """None is refused during a drain: a prompt is answered with Refused, and routers may reconnect."""
         descriptors = wire.DESCRIPTOR.services_by_name
         return [Service(descriptors[name], service.add_to) for name, service in self._deferred.items()]
 
     # -- start ---------------------------------------------------------------------------------------------------
 
     async def warm_up(self, server: Server) -> None:
-        """From a listening server to a registered worker."""
         settings = self._settings
         server.shutdown.ends_process = True
         files = await asyncio.to_thread(model_files.find, settings.model, settings.model_revision, id=settings.model_id)
@@ -178,10 +172,10 @@ class Worker:
     async def _make_host(self, engine: Engine, files: ModelFiles, server: Server) -> EngineHost:
         settings = self._settings
         name = wire.Role.Name(self._role).removeprefix("ROLE_").lower()
-        transport = GrpcTransport(Connector(settings).open)
-        self._stack.push_async_callback(transport.close)
+        peer = new_peer(settings.id or default_id(name))
+        transport = await self._make_transport(engine.device, peer)
         identity = Identity(
-            peer=new_peer(settings.id or default_id(name)),
+            peer=peer,
             role=self._role,
             model=files.id,
             address=settings.advertise or server.address,
@@ -189,8 +183,22 @@ class Worker:
         host = EngineHost(engine, identity, transport, WorkerLimits(settings.lease_ms, settings.max_waiting))
         return await self._stack.enter_async_context(host)
 
+    async def _make_transport(self, device: Device, peer: wire.Peer) -> Transport:
+        """Raises SettingError."""
+        messages = GrpcTransport(Connector(self._settings).open)
+        self._stack.push_async_callback(messages.close)
+        if self._settings.handoff == "grpc":
+            return messages
+        shape = transfer_layout(device)
+        try:
+            name = f"{peer.id}/{peer.incarnation:x}"
+            agent = await asyncio.to_thread(NixlAgent, name, device.block_memory, shape.message_bytes)
+        except NixlUnusable as error:
+            raise SettingError("handoff", f"grpc, as {error}", self._settings.handoff) from error
+        self._stack.push_async_callback(agent.aclose)
+        return MemoryReads(messages, agent, shape)
+
     def _open(self, host: EngineHost) -> tuple[PrefillService, DecodeService]:
-        """Calls are served from now on."""
         prefill, decode = PrefillService(host), DecodeService(host)
         host.connect(_CrashHandler(self.readiness), WorkerMetrics(self.registry, host), prefill, decode.run_manager)
         self._stack.push_async_callback(prefill.close)
@@ -234,7 +242,6 @@ class Worker:
     # -- end -----------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """Refuse new runs, wait for the end of those that run, then deregister."""
         parts = self._parts
         if parts is None:
             return  # warm-up was not complete
@@ -247,8 +254,6 @@ class Worker:
 
 
 class _CrashHandler(HostHandler):
-    """Ends the process after a crash of its engine: not ready at once, failed when the last answers are sent."""
-
     def __init__(self, readiness: Readiness) -> None:
         self._readiness = readiness
 
@@ -259,8 +264,6 @@ class _CrashHandler(HostHandler):
 
 
 class _WarmUpHandler(HostHandler):
-    """Waits for the end of the warm-up request; the result is its failure, if any."""
-
     def __init__(self) -> None:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -273,7 +276,7 @@ class _WarmUpHandler(HostHandler):
 
 
 def _check(settings: WorkerSettings) -> None:
-    """Checks that need no model. Raises SettingError, InvalidConfig."""
+    """Raises SettingError, InvalidConfig."""
     Limits(settings.token_budget or settings.max_running, settings.max_running)
     if settings.advertise is None and settings.host in EVERY_ADDRESS:
         raise SettingError("advertise", "needed where host is every address", "nothing")
@@ -282,7 +285,7 @@ def _check(settings: WorkerSettings) -> None:
 
 
 async def _warm_up_engine(host: EngineHost) -> None:
-    """Run the largest step and the smallest, which allocates memory and measures their duration.
+    """Run the largest and the smallest step: allocates memory, measures durations.
 
     Raises EngineStopped, ModelRefused.
     """

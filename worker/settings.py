@@ -50,7 +50,7 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
         default=250,
         ge=1,
         le=60_000,
-        description="milliseconds up to which prompts fill a step with decodes, or four times its decodes alone",
+        description="milliseconds up to which prompts fill a step, or four times its time without them",
     )
     token_budget: int | None = Field(
         default=None, ge=1, description="maximum tokens in a step; unset: as many as fit its time, as measured"
@@ -72,6 +72,11 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
         default=False,
         description="on CUDA with cuda_kernels triton: EXPERIMENTAL, compute a sequence with the same bits in any "
         "batch, as on a CPU, so that a failover continues it exactly",
+    )
+    handoff: Literal["grpc", "nixl"] = Field(
+        default="grpc",
+        description="how KV caches move; grpc: in messages; nixl: EXPERIMENTAL, never run between GPUs, workers that "
+        "both have it read each other's memory, without TLS",
     )
     lease_ms: int = Field(
         default=10_000, ge=1_000, description="milliseconds for which a ticket keeps its blocks unless it is renewed"
@@ -103,6 +108,12 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
                 "a loopback address unless callers authenticate (set --tls-certificate, --tls-key and --tls-client-ca) "
                 "or --allow-unauthenticated-peers is set",
                 self.host,
+            )
+        if self.handoff == "nixl" and not self.allow_unauthenticated_peers:
+            raise SettingError(
+                "handoff",
+                "grpc unless --allow-unauthenticated-peers is set: NIXL lets any process read this worker's KV cache",
+                self.handoff,
             )
         if self.tls_client_ca is not None and self.peer_certificate is None:
             raise SettingError("tls_client_ca", "needs peer_ca, peer_certificate and peer_key", self.tls_client_ca)

@@ -1,8 +1,4 @@
-"""Conversion between wire messages and the engine's types.
-
-wire.EngineRequest ── to_request ──> engine Request        (raises RequestRejected)
-TokenLogprobs, FinishReason ──> wire
-"""
+"""Conversion between wire messages and the engine's types."""
 
 from __future__ import annotations
 
@@ -32,8 +28,6 @@ _ENDS = {
 
 
 class RequestRejected(Exception):
-    """``failure`` gives the reason."""
-
     def __init__(self, failure: wire.Failure) -> None:
         super().__init__(f"{wire.Cause.Name(failure.cause)}: {failure.detail}")
         self.failure = failure
@@ -123,14 +117,14 @@ def end_reason(reason: FinishReason, stopping: wire.Stopping) -> wire.OutputEnd.
 
 
 def queue_key(work: wire.EngineRequest, now: float) -> float:
-    """Smallest first, for a request received at ``now`` (seconds). A level of priority equals so much waiting time, and
-    the time of earlier attempts counts.
+    """Smallest first. ``now``: of the reception, in seconds. Priority counts as waiting time, and so does the time of
+    earlier attempts.
     """
     return priority.queue_key(now - work.age_ms / 1000, work.priority)
 
 
 def logprobs_to_wire(entry: int, logprobs: TokenLogprobs) -> wire.TokenLogprobs:
-    """``entry``: index of the token in the array that the message belongs to."""
+    """``entry``: index of the token in the message's array."""
     ids, values = zip(*logprobs.top, strict=True) if logprobs.top else ((), ())
     return wire.TokenLogprobs(
         entry=entry, logprob=logprobs.logprob, rank=logprobs.rank, top_ids=ids, top_logprobs=values

@@ -1,4 +1,4 @@
-"""transformers' continuous batching as a contender: the layer below ``generate_batch``, with streamed requests."""
+"""transformers' continuous batching, below ``generate_batch``, with streamed requests."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from bench.comparison.subprocess_runner import Job, OnProgress
 from bench.workloads import Item
 
 SILENCE_S = 600.0
-"""A server without output for this long has failed."""
 
 
 class Server:
-    """Sends requests to the manager's thread and takes tokens from its queue."""
-
     def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._told: dict[str, int] = {}
@@ -41,7 +38,6 @@ class Server:
 
 
 def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
-    """Load the checkpoint, warm up, serve the workload."""
     torch.set_num_threads(job.threads)
     began = time.perf_counter()
     dtype = getattr(torch, job.dtype)

@@ -1,10 +1,8 @@
-"""The environment of a baseline, created on first use and cached.
+"""The environment of a baseline, cached.
 
     vllm.txt ── pip install --no-deps ──> <cache>/decant/baselines/vllm-<hash of the file>/bin/python
 
-The file lists every installed package with its version; pip adds no dependency, which could bring gigabytes for
-another kind of machine. Other requirements have another hash and environment. ``complete`` is written last, so an
-interrupted installation is repeated.
+``complete`` is written last, so an interrupted installation is repeated.
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ from decant.bench.model_shapes import cache_folder
 
 
 class NotInstallable(RuntimeError):
-    """The requirements of a baseline cannot be installed; the message is pip's reason in one line."""
+    pass
 
 
 def python(requirements: Path, say: Callable[[str], None]) -> Path:
-    """An interpreter with exactly the requirements. ``say`` gets pip's output. Raises NotInstallable."""
+    """``say`` gets pip's output. Raises NotInstallable."""
     digest = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
     folder = cache_folder().parent / "baselines" / f"{requirements.stem}-{digest}"
     interpreter = folder / "bin" / "python"

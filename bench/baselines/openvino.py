@@ -1,7 +1,4 @@
-"""OpenVINO GenAI as a contender: its continuous batching pipeline, step by step, on the CPU.
-
-The checkpoint is exported once, without a tokenizer, and cached beside the environments.
-"""
+"""OpenVINO GenAI's continuous batching pipeline, step by step, on the CPU."""
 
 from __future__ import annotations
 
@@ -25,8 +22,6 @@ from decant.bench.model_shapes import cache_folder
 
 
 class Server:
-    """Request ids are numbers here; a handle has the tokens since the last read."""
-
     def __init__(self, pipeline: Any) -> None:
         self._pipeline = pipeline
         self._handles: dict[str, Any] = {}
@@ -52,7 +47,6 @@ class Server:
 
 
 def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
-    """Load the checkpoint, warm up, serve the workload."""
     exported = _export(Path(job.model))
     began = time.perf_counter()
     scheduling = genai.SchedulerConfig()
@@ -71,7 +65,6 @@ def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
 
 
 def _export(model: Path) -> Path:
-    """The folder of the exported checkpoint, exported when absent or older than the weights."""
     newest = max(file.stat().st_mtime_ns for file in model.glob("*.safetensors"))
     folder = cache_folder().parent / "openvino" / f"{model.name}-{newest:x}"
     if folder.is_dir():

@@ -1,8 +1,7 @@
-"""transformers' ``generate`` as a contender: static batches, one after another.
+"""transformers' ``generate``: static batches, one after another.
 
-A batch takes the arrived requests in order, up to its size, pads to its longest prompt and runs to its longest output.
-A virtual clock advances by the duration of a measured batch, and by the prediction for any other batch. A token counts
-as received when ``generate`` has drawn it, which is the best case of a stream.
+A virtual clock advances by each batch's measured or predicted duration. A token is received when ``generate`` has drawn
+it: the best case of a stream.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ WARM_UP = [Item(f"warm-up-{index}", list(range(64)), 3, 0.0) for index in range(
 
 @dataclass(slots=True)
 class Pace:
-    """Rates from measured batches: seconds per padded prompt token, and per step after the first."""
+    """Seconds per padded prompt token, and per step after the first."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
@@ -39,14 +38,13 @@ class Pace:
         self.steps += [after - before for before, after in pairwise(stamps)]
 
     def predict(self, batch: Sequence[Item]) -> list[float]:
-        """Predicted end of each step of the batch, in seconds after the start."""
+        """Seconds from the start of the batch to the end of each step."""
         first = _padded(batch) * self.prompt_seconds / self.prompt_tokens
         step = sum(self.steps) / max(1, len(self.steps))
         return [first + step * index for index in range(_longest(batch))]
 
 
 def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
-    """Load the checkpoint, warm up, serve the workload."""
     torch.set_num_threads(job.threads)
     began = time.perf_counter()
     dtype = getattr(torch, job.dtype)
@@ -60,7 +58,6 @@ def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
 
 
 def run(model: PreTrainedModel, job: Job, on_progress: OnProgress) -> tuple[list[Served], dict[str, Any]]:
-    """Run all items on the virtual clock; return the results and the batches."""
     waiting = deque(sorted(job.items, key=lambda item: item.arrival_s))
     wanted = job.static_batches or len(job.items)
     expected = min(wanted, -(-len(job.items) // job.batch_size))
@@ -94,7 +91,7 @@ def run(model: PreTrainedModel, job: Job, on_progress: OnProgress) -> tuple[list
 
 @torch.inference_mode()
 def generate(model: Any, batch: Sequence[Item], on_progress: OnProgress) -> list[float]:
-    """Run one padded batch to its longest output; return each step's end in seconds after the start."""
+    """Seconds from the start to each step's end."""
     width, longest = max(len(item.prompt_token_ids) for item in batch), _longest(batch)
     stamps: list[float] = []
     began = time.perf_counter()
@@ -121,7 +118,6 @@ def generate(model: Any, batch: Sequence[Item], on_progress: OnProgress) -> list
 
 
 def _part(on_progress: OnProgress, done: int, whole: int) -> OnProgress:
-    """Converts the progress of one batch to the progress of all."""
     return lambda share: on_progress(min(1.0, (done + share) / whole))
 
 

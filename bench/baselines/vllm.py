@@ -1,4 +1,4 @@
-"""vLLM as a contender: its engine in this process, step by step, on the CPU."""
+"""vLLM: its engine in this process, step by step, on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decant.runtime.cores import usable_cores
 
 
 class Server:
-    """vLLM repeats all tokens of a request at every step; this adapter counts the new ones."""
+    """vLLM repeats all tokens of a request at every step."""
 
     def __init__(self, engine: Any, sampling: Any) -> None:
         self._engine = engine
@@ -37,7 +37,6 @@ class Server:
 
 
 def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
-    """Load the checkpoint, warm up, serve the workload."""
     # vLLM reads these at import: one process, the configured number of threads, the engine's memory, no network.
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -69,5 +68,4 @@ def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
 
 
 def _cores(count: int) -> Iterator[str]:
-    """Cores of one worker: the first ones that this process may use."""
     yield ",".join(map(str, usable_cores()[:count]))

@@ -1,5 +1,3 @@
-"""The contenders of a benchmark: the engine and the baselines, each with its environment."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -13,7 +11,7 @@ from bench.comparison.subprocess_runner import Job, OnProgress
 
 
 class Contender(NamedTuple):
-    """``module`` measures it in an environment with ``requirements``; None means this environment."""
+    """``requirements``: None if ``module`` runs in this environment."""
 
     title: str
     module: str
@@ -35,16 +33,15 @@ BASELINES = tuple(name for name in CONTENDERS if name != OURS)
 
 
 def title_of(name: str) -> str:
-    """The display name of a contender."""
     return CONTENDERS[name].title
 
 
 class Unavailable(RuntimeError):
-    """A baseline cannot run here; the message is the reason in one line."""
+    pass
 
 
 def run(contender: Contender, job: Job, on_progress: OnProgress, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run a contender once; ``say`` gets installation progress. Raises ChildFailed (engine), Unavailable (baseline)."""
+    """Raises ChildFailed (engine), Unavailable (baseline)."""
     if contender == CONTENDERS[OURS]:
         return child.run(contender.module, job, on_progress)
     try:

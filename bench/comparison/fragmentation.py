@@ -1,10 +1,6 @@
 """KV memory lost in partly filled blocks, counted over a random mix of sequences in a real engine.
 
-    a sequence's blocks   [################][################][######..........]
-                                                                     lost
-
-Prompt and output lengths are random, with an average context of 500 tokens per running sequence. A new sequence
-replaces each one that ends. The device computes nothing.
+Contexts average 500 tokens. A new sequence replaces each one that ends. The device computes nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +18,13 @@ from decant.engine.scheduler import Limits
 RUNNING = 64
 PROMPT = (100, 700)
 OUTPUT = 100
-"""Mean of an exponential distribution. A sequence found running is halfway through an output of twice that."""
+"""Mean; one found running is halfway through an output of twice that."""
 
 WINDOW = 4096
 ROUNDS = 2000
 
 
 def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
-    """Share of occupied slots over all steps except the first quarter."""
     block_size = ModelConfig(job.model).block_size
     device = NullDevice(RUNNING * WINDOW // block_size, block_size)
     engine = Engine(device, Limits(RUNNING * PROMPT[1], RUNNING, WINDOW))

@@ -17,7 +17,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """An answered request: its send time and the time of each token, in seconds of one clock."""
+    """Times are seconds of one clock."""
 
     id: str
     input_len: int
@@ -34,7 +34,6 @@ class Served:
 
     @property
     def tpot(self) -> float | None:
-        """None for a single token."""
         return (self.e2el - self.ttft) / (len(self.tokens) - 1) if len(self.tokens) > 1 else None
 
     @property
@@ -43,9 +42,7 @@ class Served:
 
 
 def summarise(served: Sequence[Served]) -> dict[str, Any]:
-    """Throughput from the first send to the last token, distributions in milliseconds, peak memory of this process,
-    and each request.
-    """
+    """Distributions in milliseconds, ``duration`` in seconds."""
     duration = max(one.tokens[-1] for one in served) - min(one.sent for one in served)
     inputs, outputs = sum(one.input_len for one in served), sum(len(one.tokens) for one in served)
     summary: dict[str, Any] = {
@@ -65,9 +62,7 @@ def summarise(served: Sequence[Served]) -> dict[str, Any]:
 
 
 def _disturbed(served: Sequence[Served]) -> dict[str, float | None]:
-    """Effect of a request that arrives later than all others: its TTFT, and the longest gap of the others
-    from then on (None when they have ended).
-    """
+    """None if the others have ended."""
     last = max(served, key=lambda one: one.sent)
     if last.sent == min(one.sent for one in served):
         return {}
@@ -80,22 +75,18 @@ def _gaps_after(tokens: Sequence[float], since: float) -> list[float]:
 
 
 def peak_rss() -> int:
-    """Peak resident bytes of this process; 0 where the platform does not report them.
-
-    Read from /proc: getrusage would include the parent's memory before the exec.
-    """
+    """Bytes. getrusage would include the parent's memory before the exec."""
     return resident("VmHWM")
 
 
 def resident(field: str = "VmRSS") -> int:
-    """Resident bytes of this process (VmRSS) or their peak (VmHWM); 0 where the platform does not report them."""
+    """0 where the platform does not report them."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
 
 
 def details(served: Sequence[Served]) -> list[dict[str, Any]]:
-    """Each request's figures in milliseconds."""
     return [
         {
             "id": one.id,
@@ -111,7 +102,7 @@ def details(served: Sequence[Served]) -> list[dict[str, Any]]:
 
 
 def distribution(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """mean, median, std, p99 and max of a quantity in milliseconds; zeros for an empty list."""
+    """Milliseconds; zeros for an empty list."""
     values = np.asarray(seconds if len(seconds) else [0.0]) * 1e3
     return {
         f"mean_{name}_ms": float(values.mean()),

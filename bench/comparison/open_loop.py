@@ -12,23 +12,19 @@ from bench.comparison.subprocess_runner import OnProgress
 from bench.workloads import Item
 
 WARM_UP = (Item("warm-up", list(range(96)), 4, 0.0),)
-"""Served before anything is timed."""
 
 
 class Server(Protocol):
-    """A server that accepts requests and answers them step by step."""
-
     def add(self, item: Item) -> None:
-        """Accept a request: greedy decoding, forced length."""
+        """Greedy decoding, forced length."""
         ...
 
     def step(self) -> Iterable[str]:
-        """Advance; return one request id per new token. Blocks while there are no tokens."""
+        """One request id per new token. Blocks while there are no tokens."""
         ...
 
 
 def drive(server: Server, items: Sequence[Item], on_progress: OnProgress) -> list[Served]:
-    """Serve all items; seconds count from the start."""
     waiting = deque(sorted(items, key=lambda item: item.arrival_s))
     tokens: dict[str, list[float]] = {item.id: [] for item in items}
     left, total, began = Counter[str](), sum(item.output_len for item in items), time.perf_counter()

@@ -1,4 +1,4 @@
-"""The engine as a contender: open loop, one step after another, on this process's main thread."""
+"""The engine as a contender, on this process's main thread."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ from decant.runtime.server import freeze_gc
 
 
 class Stopwatch:
-    """Sums the seconds spent in calls of some modules until the next reset."""
-
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.seconds = 0.0
         self._entered = 0.0
@@ -45,19 +43,15 @@ class Stopwatch:
         self.seconds += time.perf_counter() - self._entered
 
     def take(self) -> float:
-        """The seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
     def remove(self) -> None:
-        """Restore the modules."""
         for hook in self._hooks:
             hook.remove()
 
 
 class Meter:
-    """Steps an engine and records each step's seconds, the seconds in the model's call, and the computed tokens."""
-
     def __init__(self, engine: Engine, model: torch.nn.Module) -> None:
         self.steps: list[float] = []
         self.models: list[float] = []
@@ -67,12 +61,10 @@ class Meter:
         self._began = 0.0
 
     def begin(self) -> None:
-        """Start the clock with no records."""
         self.steps, self.models, self.schedule = [], [], []
         self._began = time.perf_counter()
 
     def now(self) -> float:
-        """Seconds since the start."""
         return time.perf_counter() - self._began
 
     def step(self) -> StepOutput:
@@ -87,7 +79,6 @@ class Meter:
         return output
 
     def summary(self) -> dict[str, Any]:
-        """Step times: total, in the model, and outside it (scheduling, layout, sampling)."""
         outside = [step - model for step, model in zip(self.steps, self.models, strict=True)]
         return {
             "steps": len(self.steps),
@@ -100,8 +91,6 @@ class Meter:
 
 
 class Server:
-    """Adapts the engine to ``open_loop``."""
-
     def __init__(self, engine: Engine, meter: Meter) -> None:
         self._engine = engine
         self._meter = meter
@@ -118,7 +107,6 @@ class Server:
 
 
 def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
-    """Load the checkpoint, warm up, serve the workload."""
     torch.set_num_threads(job.threads)
     began = time.perf_counter()
     device = load(ModelConfig(job.model, dtype=job.dtype, device="cpu", kv_bytes=job.kv_bytes))
@@ -144,12 +132,11 @@ def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
 
 
 def layers(model: torch.nn.Module) -> list[PackedLinear]:
-    """Linear layers in order; the head is last."""
     return [module for module in model.modules() if isinstance(module, PackedLinear)]
 
 
 def weights(model: Any) -> Weights | None:
-    """Weights that a model step reads; None for a model that reads only part of them (experts)."""
+    """None for a model that reads only part of them in a step."""
     if any(isinstance(module, PackedExperts | FixedRows) for module in model.modules()):
         return None
     head = model.get_output_embeddings().weight
@@ -159,12 +146,10 @@ def weights(model: Any) -> Weights | None:
 
 
 def make_engine(device: Device, token_budget: int) -> Engine:
-    """An engine with the longest context that model and memory allow."""
     context_length = longest_sequence(device.windows, device.num_blocks, device.block_size, device.context_length)
     return Engine(device, Limits(token_budget, min(256, token_budget), context_length))
 
 
 def request(item: Item) -> Request:
-    """A greedy request with the item's forced length."""
     stop = StopParams(max_tokens=item.output_len, min_tokens=item.output_len, ignore_eos=True)
     return Request(item.id, tuple(item.prompt_token_ids), stop=stop)

@@ -1,12 +1,4 @@
-"""A chart of a result: for each workload the tokens per second of every contender, and the machine's limit.
-
-    exponential
-      Decant           ██████████████████        ┆  34.1
-      OpenVINO GenAI   ████████████              ┆  22.0
-                                     the machine allows 45.2
-
-One scale per workload; the SVG consists of rectangles, lines and text.
-"""
+"""A chart of a result as SVG: tokens per second of every contender, and the machine's limit."""
 
 from __future__ import annotations
 
@@ -19,10 +11,8 @@ from bench.comparison.table import workloads_of
 
 WIDTH, MARGIN = 780, 24
 LABELS, FIGURES = 240, 60
-"""Room left of the bars for names, and right of them, and of the limit, for figures."""
 
 ORDER = (OURS, *reversed([name for name in CONTENDERS if name != OURS]))
-"""The same in each workload, whichever ran first."""
 
 BARS = WIDTH - 2 * MARGIN - LABELS - FIGURES
 BAR, ROW, LINE = 20, 28, 20
@@ -30,8 +20,6 @@ INK, OURS_COLOUR, OTHERS_COLOUR, LIMIT_COLOUR = "#212529", "#0b7285", "#adb5bd",
 
 
 class Drawing:
-    """Shapes from top to bottom; ``y`` is the position of the next one."""
-
     def __init__(self) -> None:
         self.y = MARGIN
         self._shapes: list[str] = []
@@ -41,12 +29,10 @@ class Drawing:
         self._shapes.append(f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}"{looks}>{escape(text)}</text>')
 
     def line(self, text: str, size: int = 13, **look: str) -> None:
-        """Add one line of text."""
         self.y += LINE
         self.text(MARGIN, self.y, text, size, **look)
 
     def bar(self, label: str, length: float, figure: str, colour: str) -> None:
-        """Add one bar."""
         middle = self.y + BAR / 2 + 5
         self.text(MARGIN + LABELS - 10, middle, label, text_anchor="end")
         size = f'width="{max(1.0, length):.1f}" height="{BAR}"'
@@ -55,7 +41,6 @@ class Drawing:
         self.y += ROW
 
     def rule(self, x: float, top: float) -> None:
-        """A dashed line from ``top`` to the current position."""
         ends = f'x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{self.y:.1f}"'
         self._shapes.append(f'<line {ends} stroke="{LIMIT_COLOUR}" stroke-width="2" stroke-dasharray="5 3"/>')
 
@@ -67,7 +52,6 @@ class Drawing:
 
 
 def svg(result: Mapping[str, Any]) -> str:
-    """The chart of a ``bench.engine`` result, as SVG text."""
     drawing = Drawing()
     drawing.line(f"Output tokens per second: {result['model_id']}, {result['dtype']}", 16, font_weight="bold")
     drawing.line(f"{result['machine']['cpu']}, {result['threads']} threads, {result['date'][:10]}")
@@ -79,7 +63,6 @@ def svg(result: Mapping[str, Any]) -> str:
 
 
 def _panel(drawing: Drawing, name: str, workload: Mapping[str, Any]) -> None:
-    """One workload: a bar per contender, and the limit across them."""
     measured = workload["contenders"]
     rates = {who: measured[who]["output_throughput"] for who in ORDER if who in measured}
     limit = workload["allowed"] and workload["allowed"]["output_throughput"]

@@ -1,5 +1,3 @@
-"""The text report of ``bench.engine``: tables, and one bar per contender."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -14,7 +12,6 @@ from bench.comparison.contenders import OURS, title_of
 from bench.comparison.table import limits_of, workloads_of
 
 BAR = 40
-"""Columns of the longest bar."""
 
 LINES = (
     ("output tokens/s", "output_throughput", "{:.1f}"),
@@ -40,7 +37,6 @@ LINES = (
 )
 
 BRIEF = ("output_throughput", "median_ttft_ms", "median_itl_ms", "max_itl_after_last_ms", "last_ttft_ms")
-"""What is said of a run as it ends."""
 
 PARTS = {
     "linears": "linear layers",
@@ -51,7 +47,6 @@ PARTS = {
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:
-    """Print a result of ``bench.engine``."""
     parts: list[RenderableType] = []
     if "lines" in result:
         parts += [limits_table(result["lines"]), "", profile_table(result["steps"]), ""]
@@ -62,12 +57,10 @@ def show(result: Mapping[str, Any], console: Console) -> None:
 
 
 def brief(run: Mapping[str, Any]) -> str:
-    """One line about a run of a workload."""
     return ", ".join(f"{label} {form.format(run[key])}" for label, key, form in LINES if key in BRIEF and run.get(key))
 
 
 def limits_table(lines: list[Mapping[str, Any]]) -> Table:
-    """Measured figures beside the machine's limits."""
     table = Table(box=None, pad_edge=False)
     for heading in ("", "measured", "limit", "of the limit", "goal", "met"):
         table.add_column(heading, justify="left" if heading == "" else "right")
@@ -87,7 +80,6 @@ def limits_table(lines: list[Mapping[str, Any]]) -> Table:
 
 
 def profile_table(steps: Mapping[str, Any]) -> Table:
-    """The parts of a step's time."""
     table = Table(box=None, pad_edge=False, title="where a step's time goes", title_justify="left")
     table.add_column("")
     for title in (*PARTS.values(), "profiled"):
@@ -123,7 +115,6 @@ def _contenders(contenders: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _bars(workload: Mapping[str, Any]) -> list[str]:
-    """Output tokens per second as bars of one scale."""
     rates = {title_of(name): of["output_throughput"] for name, of in workload["contenders"].items()}
     if workload["allowed"]:
         rates["what the machine allows"] = workload["allowed"]["output_throughput"]

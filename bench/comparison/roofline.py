@@ -1,8 +1,7 @@
 """The machine's limit for each step of a model: the larger of bytes / bandwidth and operations / product rate.
 
-A step reads the weights of all linear layers once and multiplies them by each of its tokens. It reads the head when it
-samples a token, and multiplies it by the sampled rows only. The limit omits attention and everything else, so no
-engine reaches it; it serves for comparison.
+A step reads the weights of all linear layers once and multiplies them by each token; the head by the sampled rows only,
+if any. Everything else is omitted.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """A completed step: its end in seconds after the start, the computed tokens, the sampled rows."""
+    """``ended``: seconds after the start. ``rows``: sampled ones."""
 
     ended: float
     tokens: int
@@ -22,10 +21,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Elements of a dense model's linear layers and of its head, and bytes per element in the served dtype.
-
-    ``table``: elements of the embedding table, when a tied head has a separate packed copy.
-    """
+    """Elements of a dense model; bytes per element. ``table``: of the embedding, when a tied head has a packed copy."""
 
     body: int
     head: int
@@ -33,31 +29,26 @@ class Weights:
     itemsize: int
 
     def bytes_read(self, rows: int) -> int:
-        """Bytes that a step with ``rows`` sampled rows reads."""
         return (self.body + self.head * (rows > 0)) * self.itemsize
 
     def operations(self, tokens: int, rows: int) -> int:
-        """Operations of a step: one multiplication and one addition per element and row."""
         return 2 * (self.body * tokens + self.head * rows)
 
     @property
     def held(self) -> int:
-        """Bytes of all weights in memory."""
         return (self.body + self.head + self.table) * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The machine's limits: bytes read per second, operations per second in a packed product."""
+    """Bytes and operations of packed products, per second."""
 
     bandwidth: float
     products: float
 
     def seconds(self, weights: Weights, tokens: int, rows: int) -> float:
-        """The lower bound of a step's time."""
         read = weights.bytes_read(rows) / self.bandwidth
         return max(read, weights.operations(tokens, rows) / self.products)
 
     def all_seconds(self, weights: Weights, steps: Iterable[Step]) -> float:
-        """The lower bound of a sequence of steps."""
         return sum(self.seconds(weights, step.tokens, step.rows) for step in steps)

@@ -1,7 +1,6 @@
-"""Single kinds of step on a real engine: duration, time of the linear layers alone, and profile.
+"""Single kinds of step on a real engine: duration, linear layers alone, and profile.
 
-Decodes need sequences with a full context. Computing that context would take longer than the measurement, so
-prompt steps skip the model; the content of the blocks does not affect speed.
+Prompt steps before decodes skip the model; the content of the blocks does not affect speed.
 """
 
 from __future__ import annotations
@@ -33,23 +32,17 @@ from decant.engine.request import Request, StopParams
 
 
 class Case(NamedTuple):
-    """Decodes of a number of sequences at one context length."""
-
     sequences: int
     context: int
 
 
 CASES = {"decode 1": Case(1, 128), "decode 8": Case(8, 256), "decode 64": Case(64, 256)}
 PROMPT = 1750
-"""Tokens of the one prompt."""
 
 WARM_UP, STEPS, PROFILED = 2, 10, 4
-"""Decodes before anything is timed, decodes that are timed, and those of which a profile is made."""
 
 
 class Prompted:
-    """A device with instantaneous prompts and real decodes."""
-
     def __init__(self, device: ModelDevice) -> None:
         self._device = device
 
@@ -66,10 +59,10 @@ class Prompted:
 
 
 class Profile:
-    """Seconds of a step by part: linear layers, attention, the rest of the model, and outside the model.
+    """Seconds by part of a step.
 
-    Profiling cannot look into a layer that is one compiled call: until ``close`` each layer runs module by module with
-    the same kernels, and each probe costs some microseconds. Therefore the profile uses other steps than the timing.
+    Until ``close`` each layer runs module by module, as one compiled call can't be profiled. Probes cost some
+    microseconds, so a timing uses other steps.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -77,7 +70,6 @@ class Profile:
         self._watches = {"model": Stopwatch([model]), "linears": Stopwatch(layers(model)), "attention": Stopwatch([])}
 
     def of(self, call: Callable[[], object]) -> dict[str, float]:
-        """Seconds of each part of one call."""
         for watch in self._watches.values():
             watch.take()
         began = time.perf_counter()
@@ -96,7 +88,6 @@ class Profile:
 
     @contextmanager
     def _attention(self) -> Iterator[None]:
-        """Attention is a function, not a module: replace it by a timed one meanwhile."""
         plain, watch = AttentionInterface()[NAME], self._watches["attention"]
 
         def timed(*args: Any, **options: Any) -> Any:
@@ -114,7 +105,7 @@ class Profile:
 
 
 def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
-    """Measure every case, the prompt, and the model's memory. Raises InvalidConfig when blocks are too few."""
+    """Raises InvalidConfig when blocks are too few."""
     torch.set_num_threads(job.threads)
     before = resident()
     device = load(ModelConfig(job.model, dtype=job.dtype, device="cpu", kv_bytes=job.kv_bytes))
@@ -130,7 +121,7 @@ def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
 
 
 def decoding(device: ModelDevice, case: Case, written: int) -> Engine:
-    """An engine whose sequences have their context and decode ``written`` more steps. Raises InvalidConfig."""
+    """Decodes ``written`` more steps with a full context. Raises InvalidConfig."""
     # All prompts in one step: no sequence ends before all of them decode.
     engine = make_engine(cast(Device, Prompted(device)), case.sequences * case.context)
     needed = case.sequences * (case.context + written + device.block_size)
@@ -144,10 +135,7 @@ def decoding(device: ModelDevice, case: Case, written: int) -> Engine:
 
 
 def _decode(device: ModelDevice, case: Case) -> dict[str, Any]:
-    """Median seconds of a step and of its linear layers, its profile, and the bandwidth meanwhile.
-
-    The memory speed of a shared machine varies within seconds, so a buffer is read between the steps.
-    """
+    """Measures the bandwidth between the steps: a shared machine's varies within seconds."""
     engine = decoding(device, case, 1 + WARM_UP + STEPS + PROFILED)
     size = read_bytes()
     read = reader(size)
@@ -168,7 +156,6 @@ def _decode(device: ModelDevice, case: Case) -> dict[str, Any]:
 
 
 def _prompt(device: ModelDevice, job: Job) -> dict[str, Any]:
-    """Seconds of a prompt from its first step to its first token, its steps, and the profile of another prompt."""
     engine = make_engine(device, job.token_budget)
     meter = Meter(engine, device.model)
     meter.begin()
@@ -194,7 +181,6 @@ def _through(engine: Engine, step: Callable[[], object]) -> None:
 
 @torch.inference_mode()
 def _products(linears: Sequence[PackedLinear], rows: int) -> float:
-    """Median seconds of all linear layers alone, in order."""
     inputs = [torch.randn(rows, layer.weight.shape[1], dtype=layer.weight.dtype) for layer in linears]
 
     def run() -> None:

@@ -1,11 +1,11 @@
-"""Runs a measurement in its own process, with its own memory, threads and caches.
+"""Runs a measurement in its own process.
 
 parent                                  python -m bench.comparison.subprocess_runner MODULE
   job, one JSON object  ── stdin ──>    MODULE.measure(job, on_progress)
-  {"progress": 0.25}    <── stdout ──   at each progress report
+  {"progress": 0.25}    <── stdout ──
   {"result": {...}}     <── stdout ──   last
 
-This module and what it imports need only the standard library, because the environment of a baseline runs it too.
+This module and its imports need only the standard library: a baseline's environment runs it too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import Any, TextIO
 from bench.workloads import Item
 
 OnProgress = Callable[[float], None]
-"""Called with the share of a job that is done, from 0 to 1."""
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
@@ -35,11 +34,7 @@ QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error",
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The workload and settings of a contender.
-
-    batch_size       sequences of a static batch
-    static_batches   number of static batches to run; the others are predicted; 0 runs all
-    """
+    """``static_batches``: how many are run, the others are predicted; 0: all."""
 
     model: str
     dtype: str
@@ -57,11 +52,10 @@ class Job:
 
 
 SILENCE_S = 1800.0
-"""A child that says nothing for so long is ended."""
 
 
 class ChildFailed(RuntimeError):
-    """A measurement ended without a result; the message has the end of its stderr, ``reason`` is one line."""
+    """The message has the end of stderr, ``reason`` one line."""
 
     def __init__(self, module: str, status: int, errors: str) -> None:
         last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "")
@@ -71,7 +65,7 @@ class ChildFailed(RuntimeError):
 
 
 def run(module: str, job: Job, on_progress: OnProgress, python: Path | None = None) -> dict[str, Any]:
-    """Run ``job`` in a fresh process, with the ``python`` of another environment if given. Raises ChildFailed."""
+    """Raises ChildFailed."""
     env = {**os.environ, **QUIET, "OMP_NUM_THREADS": str(job.threads)}
     with tempfile.TemporaryDirectory(prefix="decant-bench-") as folder, tempfile.TemporaryFile("w+") as errors:
         if python is not None:
@@ -118,7 +112,6 @@ def _converse(process: subprocess.Popen[str], job: Job, on_progress: OnProgress)
 
 
 def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
-    """The child's output lines until it ends or stays silent too long."""
     assert process.stdout is not None
     line = "\n"
     while line:
@@ -134,7 +127,6 @@ def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Entry point of the child."""
     channel = _channel()
 
     def send(message: Mapping[str, Any]) -> None:
@@ -147,7 +139,7 @@ def main() -> None:
 
 
 def _channel() -> TextIO:
-    """The pipe to the parent. Standard output becomes standard error, so prints of libraries go there."""
+    """Library prints go to standard error instead."""
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return channel

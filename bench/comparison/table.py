@@ -1,11 +1,11 @@
 """The table of limits: each measured figure, the machine's limit, their ratio, and the target.
 
-decode, 1 sequence        measured ms    bytes of the weights / read bandwidth, taken between the steps
-decode, 8                                the packed products alone, in order
-decode, 64                               operations / product rate
-a prompt                  s              the same, over its steps
-workloads                 tok/s          the same, over the engine's steps
-mixed                     s              the same, over the steps after the prompt's arrival
+decode, 1 sequence   measured ms    bytes of the weights / read bandwidth, taken between the steps
+decode, 8                           the packed products alone, in order
+decode, 64                          operations / product rate
+a prompt             s              the same, over its steps
+workloads            tok/s          the same, over the engine's steps
+mixed                s              the same, over the steps after the prompt's arrival
 """
 
 from __future__ import annotations
@@ -17,16 +17,12 @@ from typing import Any
 from bench.comparison.roofline import Rates, Step, Weights
 
 RATE_OF_GOALS = 1e12
-"""Operations a second of the machine that the goals in seconds are for; elsewhere they scale with the product rate."""
+"""Of the machine that the goals in seconds are for; elsewhere they scale with the product rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One row. ``limit`` has the unit of ``measured``; None when unknown.
-
-    share_goal   the required share of the limit
-    most         the upper bound of ``measured`` on this machine; ``note`` has details
-    """
+    """``most``: upper bound of ``measured``."""
 
     name: str
     unit: str
@@ -38,14 +34,13 @@ class Line:
 
     @property
     def share(self) -> float | None:
-        """Reached share of the limit; 1 is the limit itself. Higher is better for rates, lower for durations."""
+        """1 is the limit; less is worse."""
         if not self.measured or not self.limit:
             return None
         return self.measured / self.limit if self.unit == "tok/s" else self.limit / self.measured
 
     @property
     def met(self) -> bool | None:
-        """Whether the figure meets its target; None without a target or without the needed figures."""
         if self.share_goal is not None:
             return None if self.share is None else self.share >= self.share_goal
         if self.most is not None:
@@ -58,9 +53,7 @@ class Line:
 
 
 def allowed(rates: Rates, figures: Mapping[str, Any], last_sent: float) -> dict[str, float] | None:
-    """The machine's limits for an engine run: tokens per second and, when one request arrives last (``last_sent``
-    seconds in), its TTFT and the longest later step. None for a model that does not read all of its weights.
-    """
+    """``last_sent``: seconds after the start. None for a model that does not read all of its weights."""
     if figures["weights"] is None:
         return None
     weights, steps = Weights(**figures["weights"]), [Step(*step) for step in figures["schedule"]]
@@ -76,25 +69,21 @@ def allowed(rates: Rates, figures: Mapping[str, Any], last_sent: float) -> dict[
 
 
 def rates_of(measured: Mapping[str, Any]) -> Rates:
-    """The machine's rates at the time of a measurement."""
     limits = measured["limits"]
     return Rates(limits["read_bandwidth_gb_s"] * 1e9, limits["product_rate_gflop_s"] * 1e9)
 
 
 def limits_of(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The machine's limits for each workload run of the engine."""
     runs = (run for workload in workloads_of(result).values() for run in workload["contenders"]["decant"]["runs"])
     return [run["limits"] for run in runs if "limits" in run]
 
 
 def workloads_of(result: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """The workloads of a ``bench.engine`` result by name: all of them, or the requested one."""
     found: Mapping[str, Mapping[str, Any]] | None = result.get("workloads")
     return {result["workload"]: result} if found is None else found
 
 
 def lines(result: Mapping[str, Any]) -> list[Line]:
-    """The rows of a complete ``bench.engine`` result."""
     weights = Weights(**result["steps"]["weights"])
     return [
         *_steps(weights, result["steps"]),

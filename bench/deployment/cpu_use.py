@@ -1,5 +1,3 @@
-"""CPU seconds of processes and their threads, and py-spy's samples of where they were spent."""
-
 from __future__ import annotations
 
 import asyncio
@@ -17,13 +15,13 @@ from typing import Any
 import psutil
 
 RATE = 200
-"""Samples per second."""
+"""Per second."""
 END_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class CpuUse:
-    """CPU of one process so far. ``main_thread``: of its event loop; ``switches``: how often it waited."""
+    """``main_thread``: the event loop's; ``switches``: how often the process waited."""
 
     user: float
     system: float
@@ -42,13 +40,12 @@ class CpuUse:
         return self.user + self.system
 
     def since(self, before: CpuUse) -> CpuUse:
-        """The difference."""
         then, now = asdict(before), asdict(self)
         return CpuUse(**{name: value - then[name] for name, value in now.items()})
 
 
 def _switches(pid: int) -> int:
-    """Voluntary context switches of all threads; 0 where the platform does not report them."""
+    """0 where the platform does not report them."""
     count = 0
     for task in Path(f"/proc/{pid}/task").glob("*"):
         with contextlib.suppress(OSError):
@@ -58,7 +55,7 @@ def _switches(pid: int) -> int:
 
 
 def profiler() -> str:
-    """Path of py-spy. Raises FileNotFoundError where it is not installed."""
+    """Raises FileNotFoundError without py-spy."""
     beside = Path(sys.executable).with_name("py-spy")
     found = str(beside) if beside.is_file() else shutil.which("py-spy")
     if found is None:
@@ -68,7 +65,7 @@ def profiler() -> str:
 
 @asynccontextmanager
 async def sampled(processes: Mapping[str, psutil.Process], folder: Path) -> AsyncIterator[None]:
-    """Sample these processes during the block, into NAME.txt: a stack and its count per line."""
+    """A stack and its count per line."""
     async with AsyncExitStack() as stack:
         for name, process in processes.items():
             await stack.enter_async_context(_sampled(process.pid, folder / f"{name}.txt"))
@@ -94,7 +91,7 @@ async def _sampled(pid: int, out: Path) -> AsyncIterator[None]:
 
 
 def hottest(samples: Path, count: int = 15) -> list[dict[str, Any]]:
-    """The functions with the most samples of their own, and the share of all samples that had them in the stack."""
+    """By samples of their own."""
     own, within, total = Counter[str](), Counter[str](), 0
     for line in samples.read_text().splitlines():
         stack, _, number = line.rpartition(" ")
@@ -109,5 +106,4 @@ def hottest(samples: Path, count: int = 15) -> list[dict[str, Any]]:
 
 
 def _function(frame: str) -> str:
-    """Without the number of the line."""
     return frame.rpartition(":")[0] + ")" if ":" in frame and frame.endswith(")") else frame

@@ -2,8 +2,8 @@
 
     python -m bench.deployment.fake_worker ROLE TIMES FIRST_MS STEP_MS [the worker's own command line]
 
-For every computed prompt the worker appends the engine's part of the time to first token to the file TIMES:
-`{"id": ..., "engine_ms": ...}`, from the call's arrival to the token, including the wait for the current step.
+Appends to the file TIMES for every computed prompt: `{"id": ..., "engine_ms": ...}`, the engine's part of the time to
+first token.
 """
 
 from __future__ import annotations
@@ -24,12 +24,9 @@ from decant.worker.settings import WorkerSettings
 
 KINDS = {"prefill": PREFILL, "decode": DECODE}
 VOCABULARY = 4096
-"""Of the model whose tokenizer the router takes."""
 
 
 def main(role: str, times: str, first_ms: float, step_ms: float, arguments: list[str]) -> int:
-    """Run one worker to its end."""
-
     def cost(plan: StepPlan) -> float:
         reads = any(row.start < row.request.prompt_len for row in plan.rows)
         return (first_ms if reads else step_ms) / 1000
@@ -40,8 +37,6 @@ def main(role: str, times: str, first_ms: float, step_ms: float, arguments: list
         )
 
     class Watched(PrefillService):
-        """Observes the service's answers to its callers."""
-
         async def Prefill(self, request: wire.PrefillRequest, context: Any) -> AsyncIterator[wire.PrefillEvent]:  # noqa: N802
             async for event in super().Prefill(request, context):
                 if event.HasField("first"):

@@ -1,4 +1,4 @@
-"""Token throughput of one session: a scripted worker sends frames as fast as the router's session reads them.
+"""Token throughput of one session.
 
 scripted worker, a process  ── frame: slots, positions, tokens of N sequences ──>  Session -> Pen -> Course
 
@@ -32,7 +32,6 @@ from decant.state.ids import RequestKey
 
 PROMPT = 16
 MAX_TOKENS = 1 << 30
-"""More than a measurement writes."""
 WARM_SECONDS = 0.5
 BEGIN_SECONDS = 30.0
 
@@ -41,8 +40,6 @@ BEGIN_SECONDS = 30.0
 
 
 class Scripted(services.DecodeServicer):
-    """Welcomes a router, waits for its runs, then sends one token of each run in every frame, endlessly."""
-
     def __init__(self, sequences: int) -> None:
         self._sequences = sequences
 
@@ -84,15 +81,11 @@ async def serve(sequences: int) -> None:
 
 
 class _Observer:
-    """Ignores session events."""
-
     def opened(self, session: WorkerSession) -> None: ...
     def on_heartbeat(self, session: WorkerSession, heartbeat: wire.Heartbeat) -> None: ...
 
 
 class _Listener:
-    """Ignores run events."""
-
     def on_scheduled(self, message: wire.Scheduled) -> None: ...
     def on_decode_started(self, message: wire.DecodeStarted) -> None: ...
     def on_run_status(self, status: wire.RunStatus) -> None: ...
@@ -105,7 +98,6 @@ class _Listener:
 
 
 async def tokens_per_second(sequences: int, seconds: float) -> float:
-    """Tokens per second that a session writes into courses, with ``sequences`` in every frame."""
     pipe = asyncio.subprocess.PIPE
     command = [sys.executable, "-m", "bench.deployment.frames", str(sequences)]
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)

@@ -19,8 +19,6 @@ from decant.runtime.server import freeze_gc
 
 
 class Bare(services.InferenceServiceServicer):
-    """Writes all streams at the same instants, like one decode worker."""
-
     def __init__(self, first_s: float, step_s: float) -> None:
         self._first_s = first_s
         self._step_s = step_s
@@ -37,7 +35,6 @@ class Bare(services.InferenceServiceServicer):
             await self._step()
 
     async def _step(self) -> None:
-        """Wait for the next instant; all streams share it."""
         if self._next is None:
             loop = asyncio.get_running_loop()
             self._next = loop.create_future()
@@ -51,7 +48,6 @@ class Bare(services.InferenceServiceServicer):
 
 
 async def serve(first_ms: float, step_ms: float, on_serving: Callable[[int], object]) -> None:
-    """Serve until terminated; `on_serving` gets the port."""
     asked = shutdown.Shutdown()
     asked.on_signals()
     server = grpc.aio.server()

@@ -7,7 +7,7 @@
       {"result": {...}}     <── stdout ──    last
 
 closed    each client sends its next request after the last answer; the window is the whole run
-open      requests start at random instants (Poisson) at a fixed rate, independent of earlier answers
+open      requests start at random instants (Poisson)
 streams   concurrent answers; the window lies within all of them
 """
 
@@ -29,12 +29,11 @@ from decant.protos import inference_pb2_grpc as services
 from decant.runtime.server import freeze_gc
 
 WARM_SECONDS = 1.0
-"""Streams are written for so long before their window begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A load to run. ``clients`` is for closed and streams, ``rate`` (requests per second) for open."""
+    """``clients``: closed and streams only. ``rate``: requests per second, open only."""
 
     name: str  # prefix of the ids of its requests
     address: str
@@ -50,7 +49,7 @@ class Job:
 
 @dataclass(slots=True)
 class Seen:
-    """One answer as its client saw it. Times are seconds of the machine's monotonic clock."""
+    """Times are seconds of the machine's monotonic clock."""
 
     id: str
     sent: float
@@ -61,8 +60,6 @@ class Seen:
 
 
 class Clients:
-    """All clients of one job, over one channel."""
-
     def __init__(self, job: Job, channel: grpc.aio.Channel, send: Callable[[dict[str, Any]], None]) -> None:
         self.seen: list[Seen] = []
         self.errors: list[str] = []
@@ -94,7 +91,7 @@ class Clients:
         self._send({"window": "end"})
 
     async def streams(self) -> None:
-        """Cancels the answers after the window. Raises ValueError when an answer ends before the window does."""
+        """Raises ValueError when an answer ends before the window does."""
         began = [asyncio.Event() for _ in range(self._job.clients)]
         asking = [asyncio.create_task(self._ask(event)) for event in began]
         await asyncio.gather(*[event.wait() for event in began])
@@ -136,7 +133,7 @@ class Clients:
         seen.tokens += delta.num_tokens
 
     def _request(self, number: int) -> pb.GenerateRequest:
-        """An uncached prompt: it starts with its number."""
+        """No prefix is cached."""
         job = self._job
         digits = (job.seed % 1000, number // 1000 % 1000, number % 1000)
         prompt = [2 + digit for digit in digits] + [2 + (7 * k) % 1000 for k in range(job.prompt_tokens - 3)]
@@ -150,7 +147,6 @@ class Clients:
 
 
 async def serve(job: Job, send: Callable[[dict[str, Any]], None]) -> None:
-    """Run a job; the result has the answers and the errors."""
     async with grpc.aio.insecure_channel(job.address) as channel:
         clients = Clients(job, channel, send)
         freeze_gc()
@@ -160,7 +156,6 @@ async def serve(job: Job, send: Callable[[dict[str, Any]], None]) -> None:
 
 
 def main() -> None:
-    """Entry point of the process."""
     job = Job(**json.loads(sys.stdin.readline()))
     asyncio.run(serve(job, lambda message: print(json.dumps(message), flush=True)))
 

@@ -1,7 +1,4 @@
-"""A deployment to measure: Redis, a router and one worker of each role, each in its own process.
-
-The engines compute nothing and take a known time; the rest of a request's time is overhead.
-"""
+"""A deployment to measure, each part a process, with engines of known times."""
 
 from __future__ import annotations
 
@@ -32,15 +29,13 @@ ROLES = ("prefill", "decode")
 
 @dataclass(frozen=True)
 class Speed:
-    """Engine times: up to a prompt's first token, and per decode step."""
+    """Until a prompt's first token, and per decode step."""
 
     first_ms: float = 20.0
     step_ms: float = 10.0
 
 
 class Deployment:
-    """A running deployment. ``address`` is the router's, ``bare`` that of ``bench.deployment.grpc_baseline``."""
-
     def __init__(
         self, address: str, bare: str, folder: Path, processes: dict[str, psutil.Process], redis: Client
     ) -> None:
@@ -51,17 +46,16 @@ class Deployment:
         self._redis = redis
 
     def cpu(self) -> dict[str, float]:
-        """CPU seconds that each process has used so far."""
         times = {name: process.cpu_times() for name, process in self._processes.items()}
         return {name: spent.user + spent.system for name, spent in times.items()}
 
     async def scripts(self) -> int:
-        """Number of Redis scripts so far; every write of a router is one script."""
+        """Every write of a router is one."""
         stats = await self._redis.execute("INFO", "commandstats")
         return int(stats.get("cmdstat_evalsha", {"calls": 0})["calls"])
 
     def engine_ms(self) -> dict[str, float]:
-        """The engine's part of the time to first token, by request id, for each computed prompt."""
+        """By request id, until the first token."""
         lines = (self._folder / "prefill.times").read_text().splitlines()
         times = [json.loads(line) for line in lines]
         return {one["id"].partition("/")[2]: one["engine_ms"] for one in times}
@@ -69,7 +63,7 @@ class Deployment:
 
 @asynccontextmanager
 async def deployment(speed: Speed, folder: Path) -> AsyncIterator[Deployment]:
-    """Start a deployment and wait until it is ready. Raises TimeoutError; the logs in the folder say why."""
+    """Raises TimeoutError; the logs in the folder say why."""
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(PrivateRedis())
         client = Client(redis.url, deadline_s=10.0, max_connections=2)
@@ -99,7 +93,6 @@ async def deployment(speed: Speed, folder: Path) -> AsyncIterator[Deployment]:
 
 @asynccontextmanager
 async def module_process(command: Sequence[str], log: Path, stdout: int | None = None) -> AsyncIterator[Process]:
-    """Run one of our modules; terminate it and wait at the end. Its output goes to the file, or to `stdout`."""
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", *command, stdout=stdout or output, stderr=output
@@ -118,7 +111,6 @@ async def module_process(command: Sequence[str], log: Path, stdout: int | None =
 
 
 async def registered(url: str, workers: int) -> None:
-    """Wait until the directory has so many workers."""
     async with Store(StoreSettings(url)) as store:
         listing = await store.workers.listing()
         while len(listing.present) < workers:
@@ -126,7 +118,6 @@ async def registered(url: str, workers: int) -> None:
 
 
 async def router_address(url: str) -> str:
-    """Wait until the directory has the router."""
     async with Store(StoreSettings(url)) as store:
         listing = await store.routers.listing()
         while not listing.present:
@@ -143,7 +134,6 @@ async def _printed_port(process: Process) -> int:
 
 
 async def serving(address: str) -> None:
-    """Wait until the server at that address is ready."""
     async with grpc.aio.insecure_channel(address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
         async for answer in watch:

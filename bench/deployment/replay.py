@@ -1,12 +1,10 @@
 """Clients that send a workload's requests in their own process: ``python -m bench.deployment.replay``.
 
-    parent                                   here
-      a Replay, one JSON object ── stdin ──> connects, sends one short request
-      {"ready": 8124}           <── stdout ──    connected; its process id
-      any line                  ── stdin ──> sends every request at its time
-      {"served": [...]}         <── stdout ──    each answer, with the time of every token
-
-Uses the asyncio client, as a program of a user does; every answer is a stream and every message is read.
+parent                                   here
+  a Replay, one JSON object ── stdin ──> connects, sends one short request
+  {"ready": 8124}           <── stdout ──    connected; its process id
+  any line                  ── stdin ──> sends every request at its time
+  {"served": [...]}         <── stdout ──
 """
 
 from __future__ import annotations
@@ -29,8 +27,6 @@ WARM_UP = Item("warm-up", list(range(96)), 4, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Where to send which requests."""
-
     address: str
     items: Sequence[Item]
 
@@ -42,7 +38,7 @@ class Replay:
 
 @dataclass(slots=True)
 class Answer:
-    """Seconds since the start, of one answer. ``messages``: those with tokens."""
+    """Seconds since the start. ``messages``: those with tokens."""
 
     id: str
     input_len: int
@@ -52,7 +48,7 @@ class Answer:
 
 
 async def serve(client: AsyncClient, items: Sequence[Item]) -> list[Answer]:
-    """All requests at their times, independent of open answers. Raises RuntimeError for an answer of another length."""
+    """Raises RuntimeError for an answer of another length."""
     began = time.perf_counter()
     answers = await asyncio.gather(*[_serve(client, item, began) for item in items])
     for item, answer in zip(items, answers, strict=True):
@@ -73,8 +69,6 @@ async def _serve(client: AsyncClient, item: Item, began: float) -> Answer:
 
 
 async def run(replay: Replay) -> None:
-    """The conversation with the parent, after its first line."""
-
     def send(message: dict[str, Any]) -> None:
         print(json.dumps(message), flush=True)
 

@@ -1,4 +1,4 @@
-"""The whole service with a real model on this machine's cores: Redis, a router and one worker, each a process."""
+"""The service with a real model."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ PARTS = ("client", "router", "worker", "redis")
 
 
 MAX_RUNNING = 256
-"""As in bench.comparison.own_engine."""
 
 T = TypeVar("T")
 
 
 class LoadFailed(RuntimeError):
-    """A process ended early; the message has the end of its log."""
+    pass
 
 
 @asynccontextmanager
 async def service(job: Job, folder: Path) -> AsyncIterator[Service]:
-    """Start it with a job's model, threads and limits, and wait until it is ready. Raises LoadFailed, TimeoutError."""
+    """Raises LoadFailed, TimeoutError."""
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(PrivateRedis())
         client = Client(redis.url, deadline_s=10.0, max_connections=2)
@@ -61,16 +60,13 @@ async def service(job: Job, folder: Path) -> AsyncIterator[Service]:
 
 
 class Service:
-    """A running service."""
-
     def __init__(self, address: str, processes: dict[str, psutil.Process], folder: Path) -> None:
         self._address = address
         self._processes = processes
         self._folder = folder
 
     async def serve(self, items: Sequence[Item], profile: Path | None = None) -> dict[str, Any]:
-        """Send a workload from a client process: the answers, and the CPU of each process meanwhile. With ``profile``
-        samples go to that folder. Raises LoadFailed."""
+        """``profile``: folder of py-spy's samples. Raises LoadFailed."""
         errors = self._folder / "client.log"
         with errors.open("wb") as output:
             client = await asyncio.create_subprocess_exec(
@@ -102,7 +98,7 @@ class Service:
 
 
 async def _while_running(waiting: Coroutine[Any, Any, T], process: Process, log: Path) -> T:
-    """The result of ``waiting``. Raises LoadFailed if the process ends first."""
+    """Raises LoadFailed if the process ends first."""
     ready, ended = asyncio.create_task(waiting), asyncio.create_task(process.wait())
     try:
         await asyncio.wait([ready, ended], return_when=asyncio.FIRST_COMPLETED)

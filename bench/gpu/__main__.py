@@ -26,7 +26,6 @@ from bench.gpu.rows import Bench, Row, measure
 from bench.gpu.shapes import TINY, Sizes
 
 SECONDS = 400.0
-"""No part begins later, so that the last one ends within 8 minutes."""
 
 PARTS = ("transformers", "decode", "prompt", "mixed", "idle", "interference", "exact", "queue")
 
@@ -62,7 +61,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def describe(bench: Bench, *, tiny: bool) -> dict[str, Any]:
-    """Where and with what was measured."""
     is_cuda = bench.device.type == "cuda"
     return {
         "note": "a tiny model: the figures mean nothing" if tiny else "",
@@ -81,7 +79,6 @@ def describe(bench: Bench, *, tiny: bool) -> dict[str, Any]:
 
 
 def line(row: Row) -> str:
-    """A row of the table."""
     if row.value is None:
         return f"{row.name:<90} {row.verdict}"
     target = "" if row.least is None else f"{'at most' if row.is_most else 'at least'} {row.least:g}: {row.verdict}"

@@ -1,4 +1,4 @@
-"""Limits of the device: bytes per second of memory, and products per second in bfloat16, the best of several runs."""
+"""Limits of the device, the best of several runs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def bandwidth(device: torch.device, size: int) -> float:
-    """Of a copy of ``size`` bytes, which reads and writes them."""
+    """Of a copy, which reads and writes: bytes per second."""
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / _best(lambda: target.copy_(source), device)
 
 
 def product_rate(device: torch.device, size: int) -> float:
-    """Multiplications and additions per second of a product of two square matrices."""
+    """Multiplications and additions per second of a bfloat16 product."""
     left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     return 2 * size**3 / _best(lambda: left @ right, device)
 

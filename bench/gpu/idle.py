@@ -1,5 +1,3 @@
-"""Share of the time in which a GPU runs nothing, from a profile."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -8,7 +6,7 @@ import torch
 
 
 def gaps_share(spans: Iterable[tuple[float, float]]) -> float:
-    """Share of the time from the first begin to the last end that no span (begin, end) covers; 0 for none."""
+    """What no span (begin, end) covers; 0 for none."""
     first = last = covered = 0.0
     for index, (begin, end) in enumerate(sorted(spans)):
         if index == 0:
@@ -19,7 +17,7 @@ def gaps_share(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def share(run: Callable[[], object]) -> float:
-    """Of the GPU while ``run`` runs, in the second half of its work: steps, after the prompts."""
+    """In the second half of the GPU's work, after the prompts."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
     events = [event for event in profile.events() or () if str(event.device_type).endswith("CUDA")]

@@ -1,7 +1,6 @@
 """Longest gap of running answers while long prompts arrive: prompts in the same steps, or on an engine of their own.
 
-Split on one GPU: a thread with a stream of its own computes the prompts on other blocks of the same model, and the
-blocks move to the engine of the answers as in a handoff between workers.
+Split: a thread computes the prompts on its own stream and blocks of the same model; the blocks move as in a handoff.
 """
 
 from __future__ import annotations
@@ -25,20 +24,19 @@ from decant.engine.sequence import BlockAddress
 from decant.engine.transfer import TransferCommit
 
 _ONE_AT_A_TIME = threading.Lock()
-"""Steps on a CPU, whose layers have one set of buffers."""
+"""On a CPU, whose layers have one set of buffers."""
 
 Payload = tuple[Request, list[tuple[BlockAddress, bytes, int]], TransferCommit]
 
 
 def longest_gap_mixed(device: Device, sizes: Sizes) -> float:
-    """All prompts in whole, in the steps of the answers."""
     prompts = _prompts(device, sizes)
     engine = make_engine(device, sizes.answers + len(prompts), budget=sizes.answers + sizes.long_prompts[1])
     return _longest_gap(engine, sizes, lambda: list(map(engine.add, prompts)))
 
 
 def longest_gap_split(device: Device, prefill_device: Device, sizes: Sizes) -> float:
-    """Prompts on ``prefill_device``, which shares the weights of ``device``."""
+    """``prefill_device`` shares the weights of ``device``."""
     engine, arrived = make_engine(device, sizes.answers + sizes.long_prompts[0]), SimpleQueue[Payload]()
     thread = threading.Thread(target=_prefill, args=(prefill_device, _prompts(device, sizes), arrived))
     try:
@@ -56,7 +54,7 @@ def _prompts(device: Device, sizes: Sizes) -> list[Request]:
 def _longest_gap(
     engine: Engine, sizes: Sizes, arrive: Callable[[], object], between: Callable[[], object] = lambda: None
 ) -> float:
-    """Longest gap of the running answers from the arrival of the prompts until each has its tokens."""
+    """In seconds."""
     count, trace = sizes.long_prompts[0], Trace()
     length = engine.limits.context_length - 17
     answers = [request(f"answer-{index}", 16, length, engine.device.vocab_size) for index in range(sizes.answers)]
@@ -83,7 +81,6 @@ def _longest_gap(
 
 
 def _prefill(device: Device, prompts: list[Request], arrived: SimpleQueue[Payload]) -> None:
-    """On a thread of its own."""
     engine = make_engine(device, len(prompts))
     with _stream():
         for one in prompts:

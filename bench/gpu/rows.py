@@ -1,5 +1,3 @@
-"""The rows of the table: each measures one figure and compares it with its limit."""
-
 from __future__ import annotations
 
 import random
@@ -21,12 +19,12 @@ from decant.engine.model.model import ModelDevice
 UNMEASURED = "not measured"
 
 FAILURES = (AssertionError, AttributeError, EngineError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a part may raise on a machine that lacks something, without ending the others."""
+"""What a part may raise on a machine that lacks something."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. ``least``: what it is to reach, or to stay below if ``is_most``; None: no limit."""
+    """``least``: to reach, or to stay below if ``is_most``; None: no limit."""
 
     name: str
     value: float | None
@@ -46,8 +44,6 @@ class Row:
 
 
 class Bench:
-    """Measures the rows on one device. Each method of ``parts`` yields rows; models are made when first needed."""
-
     def __init__(self, sizes: Sizes, device: torch.device, kernels: CudaKernels) -> None:
         self.sizes = sizes
         self.device = device
@@ -59,7 +55,7 @@ class Bench:
         self._others_throughput = 0.0  # of transformers' continuous batching
 
     def parts(self) -> dict[str, Callable[[], Iterator[Row]]]:
-        """By name, in the order in which they are measured: what needs the model before it is changed comes first."""
+        """In order: what needs the unchanged model comes first."""
         return {
             "transformers": self.transformers,
             "decode": self.decodes,
@@ -80,14 +76,12 @@ class Bench:
         return self._served
 
     def _make(self, name: str, *, exact: bool = False) -> ModelDevice:
-        """Notes the size of the model, which is packed on a CPU afterwards."""
         model = shapes.make_model(name, self.sizes.context_length, self.device)
         self._weights, self._products = shapes.weight_bytes(model), shapes.products(model)
         kv_bytes = shapes.kv_bytes(model, self._kv_tokens())
         return shapes.make_served(model, name, kernels=self.kernels, exact=exact, kv_bytes=kv_bytes)
 
     def _kv_tokens(self) -> int:
-        """Room for the largest workload, each sequence with a block more."""
         sizes, steps = self.sizes, self.sizes.steps
         decodes = max(one.sequences * (one.context + steps + 48) for one in sizes.decodes)
         requests, _, longest = sizes.mixed
@@ -146,7 +140,6 @@ class Bench:
             yield Row(f"{name}: beside transformers' continuous batching", times, "times", 5.0)
 
     def transformers(self) -> Iterator[Row]:
-        """The compared outputs only: its steps are slow."""
         count, output = self.sizes.mixed[0], self.sizes.compared_outputs
         name = f"transformers' continuous batching, the same with {output} out"
         if self.device.type != "cuda":
@@ -202,7 +195,6 @@ class Bench:
     # -- the small model ----------------------------------------------------------------------------------------
 
     def queue(self) -> Iterator[Row]:
-        """Requests with exponentially distributed answers over little KV memory, beside static batches of it."""
         self._served = None
         sizes, device = self.sizes, self._make(self.sizes.small_model)
         rng = random.Random(0)
@@ -226,7 +218,7 @@ class Bench:
             yield Row(title, static / trace.seconds, "times", least, detail=detail | {"static_s": static})
 
     def _static_pace(self, device: ModelDevice, batch: int) -> tuple[float, float]:
-        """Seconds of a batch's prompts, and of a step in the middle of its longest answer, of a sample."""
+        """Seconds of a batch's prompts, and of a step in the middle of its longest answer."""
         sizes = self.sizes
         output = max(3, min(sizes.queue_most, sizes.steps * 2))
         rows = [request(f"static-{at}", sizes.queue_prompt + sizes.queue_most // 2 - output, output, device.vocab_size)
@@ -237,7 +229,7 @@ class Bench:
 
 
 def measure(bench: Bench, names: Sequence[str], seconds: float) -> Iterator[Row]:
-    """The rows of these parts; a part that fails gives a row with the reason, and none begins after ``seconds``."""
+    """A failed part gives a row with the reason; none begins after ``seconds``."""
     ends = time.monotonic() + seconds
     for name in names:
         if time.monotonic() > ends:

@@ -1,5 +1,3 @@
-"""Runs of an engine on a device, with the time of each step and token."""
-
 from __future__ import annotations
 
 import random
@@ -16,14 +14,11 @@ from decant.engine.request import Request, StopParams
 from decant.engine.scheduler import Limits
 
 NO_LIMIT_S = 3600.0
-"""Step time that no step reaches: the token budget alone limits a step."""
 
 BUDGET = 2048
 
 
 class _PartOfDevice:
-    """A device of which an engine uses the first ``num_blocks`` blocks."""
-
     def __init__(self, device: Device, num_blocks: int) -> None:
         self._device = device
         self.num_blocks = num_blocks
@@ -33,7 +28,6 @@ class _PartOfDevice:
 
 
 def make_engine(device: Device, max_running: int, *, budget: int = BUDGET, kv_tokens: int | None = None) -> Engine:
-    """``kv_tokens``: KV memory that is used; None: all of it."""
     if kv_tokens is not None:
         device = cast(Device, _PartOfDevice(device, kv_tokens // device.block_size))
     length = min(device.context_length, device.num_blocks * device.block_size)
@@ -42,7 +36,6 @@ def make_engine(device: Device, max_running: int, *, budget: int = BUDGET, kv_to
 
 
 def request(id: str, prompt: int, output: int, vocabulary: int) -> Request:
-    """A greedy request with a forced length that shares no prefix."""
     rng = random.Random(id)
     tokens = tuple(rng.randrange(vocabulary) for _ in range(prompt))
     return Request(id, tokens, stop=StopParams(output, output, ignore_eos=True), use_prefix_cache=False)
@@ -50,9 +43,9 @@ def request(id: str, prompt: int, output: int, vocabulary: int) -> Request:
 
 @dataclass
 class Trace:
-    """Seconds after the start. ``tokens``: when each token of a request was known.
+    """Seconds after the start.
 
-    decodes  of each step in which ``most`` sequences had one token: its seconds, and all their tokens
+    ``decodes``: seconds and tokens of each step of ``most`` sequences that decode.
     """
 
     tokens: dict[str, list[float]] = field(default_factory=dict)
@@ -65,12 +58,11 @@ class Trace:
 
     @property
     def tpot(self) -> float:
-        """Mean seconds between two tokens of a request, of the median request."""
+        """Median of the requests' means, in seconds."""
         return median(fmean(after - before for before, after in pairwise(at)) for at in self.tokens.values())
 
 
 def serve(engine: Engine, requests: Iterable[Request], most: int = 0) -> Trace:
-    """Serve all requests to their end. The last ``decodes`` of a run are those of a full batch if ``most`` is given."""
     trace = Trace()
     for one in requests:
         engine.add(one)
@@ -89,10 +81,7 @@ def serve(engine: Engine, requests: Iterable[Request], most: int = 0) -> Trace:
 
 
 def decode_steps(device: Device, sequences: int, context: int, steps: int) -> Sequence[tuple[float, int]]:
-    """Seconds and tokens of ``steps`` steps in which all sequences decode.
-
-    Prompts are shorter by what a sequence generates before the last prompt is computed.
-    """
+    """Seconds and tokens of steps in which all sequences decode."""
     filling = -(-sequences * context // BUDGET) + 2
     prompt = max(1, context - filling)
     requests = [

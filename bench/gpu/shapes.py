@@ -1,5 +1,3 @@
-"""Models with random weights in known shapes, made on the device, and the sizes of the workloads."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -45,7 +43,7 @@ _SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Decode:
-    """Sequences that decode together, and the tokens of each. ``least``: share of the limit that is to be reached."""
+    """``least``: share of the limit to reach."""
 
     sequences: int
     context: int
@@ -54,8 +52,6 @@ class Decode:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Workloads of the rows. ``steps``: decode steps that are timed."""
-
     model: str = "llama-3.1-8b"
     small_model: str = "smollm2-135m"
     context_length: int = 10_240
@@ -96,11 +92,9 @@ TINY = Sizes(
     copied_bytes=1 << 20,
     product=64,
 )
-"""To test the benchmark itself: its figures mean nothing."""
 
 
 def make_model(name: str, context_length: int, device: torch.device) -> LlamaForCausalLM:
-    """A model in bfloat16 with random weights; speed does not depend on them."""
     torch.manual_seed(0)
     config = LlamaConfig(
         **_SHAPES[name],
@@ -125,7 +119,7 @@ def make_model(name: str, context_length: int, device: torch.device) -> LlamaFor
 def make_served(
     model: LlamaForCausalLM, name: str, *, kernels: CudaKernels, exact: bool = False, kv_bytes: int | None = None
 ) -> ModelDevice:
-    """The engine's device; the model is changed in place. ``kv_bytes`` None: what the GPU has left."""
+    """Changes the model in place. ``kv_bytes`` None: what the GPU has left."""
     config = ModelConfig(name, device=str(model.device), kv_bytes=kv_bytes, cuda_kernels=kernels, exact=exact)
     context_length = model.config.max_position_embeddings
     read = ReadModel(model, name, context_length, frozenset(), lambda layout: f"{name} {layout}")
@@ -133,19 +127,18 @@ def make_served(
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes that a decode step reads: all weights but the rows of the embedding that it does not take."""
+    """Without the rows of the embedding that a decode step does not take."""
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     taken: int = embedding.weight.nbytes
     return sum(p.numel() * p.element_size() for p in model.parameters()) - taken
 
 
 def products(model: torch.nn.Module) -> int:
-    """Multiplications and additions per token in linear layers."""
+    """Multiplications and additions per token."""
     return 2 * sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
 
 
 def kv_bytes(model: torch.nn.Module, tokens: int) -> int:
-    """Of so many tokens."""
     config: Any = model.config
     head: int = config.hidden_size // config.num_attention_heads
     each: int = 2 * config.num_hidden_layers * config.num_key_value_heads * head * torch.bfloat16.itemsize
@@ -153,7 +146,7 @@ def kv_bytes(model: torch.nn.Module, tokens: int) -> int:
 
 
 def beside(device: ModelDevice, num_blocks: int) -> ModelDevice:
-    """Another device with the same weights, and blocks of its own."""
+    """Has the same weights, and blocks of its own."""
     dtype = device.store.dtype
     store = device.backend.make_store(device.store.layout, num_blocks, dtype)
     limits = RunnerLimits(device.eos_token_ids, device.context_length)

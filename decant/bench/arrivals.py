@@ -1,4 +1,4 @@
-"""When requests are sent, in seconds after the start."""
+"""Arrivals in seconds after the start."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from random import Random
 
 
 def random_arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """`count` arrivals with gamma-distributed gaps of mean 1 / rate. A burstiness of 1 is a Poisson process; less comes
-    in bursts, more is more regular: the coefficient of variation of the gaps is 1 / sqrt(burstiness)."""
+    """Gamma-distributed gaps of mean 1 / rate, with the coefficient of variation 1 / sqrt(burstiness)."""
     return list(accumulate(_gaps(count, rate, burstiness, Random(seed))))
 
 
 def ramp_arrivals(count: int, rates: tuple[float, float], burstiness: float, seed: int) -> list[float]:
-    """`count` arrivals whose rate changes linearly in time between two rates; beyond the second, it stays.
-
-    The arrivals of rate 1 on a stretched time axis: up to each second as many are expected as the area under the rate.
-    """
+    """The rate changes linearly in time up to the second, and stays."""
     begin, end = rates
     seconds = 2 * count / (begin + end)
     return [

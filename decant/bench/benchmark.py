@@ -1,5 +1,3 @@
-"""A benchmark: from options to runs. Each run is measured after a warm-up of its own requests' kind."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,17 +31,17 @@ from decant.protos import inference_pb2 as pb
 
 SLO_NAMES = ("ttft", "tpot", "e2el")
 Notify = Callable[[str, Record | None, int], None]
-"""Is called with the name of a run, a record, and the run's number of requests; without a record at its begin."""
+"""Gets a run's name, a record (None at its begin), and the number of requests."""
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to send. Unset `rate` and `concurrency`: all at once. `slos` in seconds.
+    """Unset `rate` and `concurrency`: all at once. `slos` in seconds.
 
-    dataset       a file of JSON lines, or of ShareGPT's conversations (.json)
+    dataset       JSON lines, or ShareGPT's conversations (.json)
     trace         send at the arrival times of the dataset
-    multi_turn    all turns of each conversation of the dataset; then `requests` counts conversations
-    ramp_to       the rate changes from `rate` to it during the run
+    multi_turn    all turns of each conversation; then `requests` counts conversations
+    ramp_to       rate at the end of the run
     sweep         search the highest rate that keeps the objectives, from `rate` on
     """
 
@@ -76,14 +74,14 @@ class Target:
 
 @dataclass(frozen=True)
 class Result:
-    """Documents of all runs, in order of rate, and the answer."""
+    """Documents of all runs, by rate."""
 
     runs: Sequence[dict[str, Any]]
     sentence: str
 
 
 def check(options: BenchOptions) -> None:
-    """Raises InvalidBenchmark for options that contradict each other."""
+    """Raises InvalidBenchmark."""
     if options.workload not in ("random", "anyscale"):
         raise InvalidBenchmark("--workload", "random or anyscale", options.workload)
     if options.workload == "anyscale" and options.dataset is not None:
@@ -107,7 +105,7 @@ def check(options: BenchOptions) -> None:
 
 
 async def run(target: Target, options: BenchOptions, notify: Notify) -> Result:
-    """Measure. Raises InvalidBenchmark, and ServiceError where the deployment can't be reached."""
+    """Raises InvalidBenchmark and ServiceError."""
     check(options)
     async with AsyncClient(target.address, tls=target.tls, token=target.token) as client:
         model = await client.model(options.model)
@@ -123,10 +121,8 @@ async def run(target: Target, options: BenchOptions, notify: Notify) -> Result:
 
 
 class RequestSource:
-    """The requests of each run, `first` those of the first.
-
-    In a sweep every run sends for about as long as the first: a short one would not fill the deployment. Random prompts
-    differ from those of the runs before, which may be cached.
+    """`first`: requests of the first run. In a sweep the others last as long, to fill the deployment; random prompts
+    always differ, as earlier ones may be cached.
     """
 
     def __init__(self, model: pb.Model, options: BenchOptions, first: Sequence[BenchRequest]) -> None:
@@ -163,7 +159,7 @@ class _Benchmark:
         self._notify = notify
 
     async def warm_up(self) -> None:
-        """Random prompts of the same lengths, one after another. Raises InvalidBenchmark if one fails."""
+        """Raises InvalidBenchmark if a request fails."""
         size, options = self._model.vocab_size, self._options
         for index, request in enumerate(self._requests[: options.warm_up]):
             length = len(request.prompt) if not isinstance(request.prompt, str) else 16
@@ -227,7 +223,7 @@ async def _requests(client: AsyncClient, model: pb.Model, options: BenchOptions)
 async def _conversation(
     client: AsyncClient, model: pb.Model, options: BenchOptions, turns: Turns
 ) -> BenchRequest | None:
-    """Turns up to the first that is longer than the context; None if the first turn is."""
+    """Turns up to the first beyond the context; None without any."""
     requests = []
     chosen = turns if options.multi_turn else turns[:1]
     for prompt, (_, answer) in zip(prompts(chosen), chosen, strict=True):

@@ -1,5 +1,3 @@
-"""Line charts and histograms as inline SVG: axes, grid, lines with points, bars, a legend."""
-
 from __future__ import annotations
 
 import math
@@ -17,7 +15,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Linear from 0 to `end`. `names`: of the ranges from 0 to 1, 1 to 2 and so on, up to `end`, instead of numbers."""
+    """From 0 to `end`. `names`: of its unit ranges, instead of numbers."""
 
     title: str
     end: float
@@ -25,7 +23,7 @@ class Axis:
 
     @property
     def step(self) -> float:
-        """Distance of the ticks: 1, 2 or 5 times a power of ten; 1 between names."""
+        """1, 2 or 5 times a power of ten; 1 between names."""
         if self.names:
             return 1.0
         rough = max(self.end, 1e-9) / _TICKS
@@ -39,7 +37,7 @@ class Axis:
 
 
 class Chart:
-    """One chart; x and y are in the units of its axes."""
+    """x and y are in the units of its axes."""
 
     def __init__(self, title: str, x: Axis, y: Axis) -> None:
         self._shapes: list[str] = []
@@ -57,31 +55,26 @@ class Chart:
         self._text(LEFT, TOP - 6, y.title)
 
     def line(self, label: str, points: Points, colour: str) -> None:
-        """Points joined in their order, with a line in the legend."""
         at = " ".join(f"{self._x(x):.1f},{self._y(y):.1f}" for x, y in points)
         self._shapes.append(f'<polyline points="{at}" fill="none" stroke="{colour}" stroke-width="2"/>')
         self.points(points, colour)
         self._entry(label, colour)
 
     def points(self, points: Points, colour: str) -> None:
-        """Points alone, without a line in the legend."""
         for x, y in points:
             self._shapes.append(f'<circle cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="3" fill="{colour}"/>')
 
     def bar(self, x: tuple[float, float], y: tuple[float, float], colour: str) -> None:
-        """A bar over a range of x, from the lower to the upper y."""
         left, right, low, high = self._x(x[0]), self._x(x[1]), self._y(y[0]), self._y(y[1])
         size = f'width="{max(right - left - 1, 1):.1f}" height="{max(low - high, 0):.1f}"'
         self._shapes.append(f'<rect x="{left:.1f}" y="{high:.1f}" {size} fill="{colour}"/>')
 
     def limit(self, label: str, y: float) -> None:
-        """A dashed line across, if it is within the chart."""
         if y <= self._y_end:
             self._line((LEFT, self._y(y)), (WIDTH - RIGHT, self._y(y)), COLOURS[4], dash="5 3")
             self._text(WIDTH - RIGHT, self._y(y) - 4, label, anchor="end", colour=COLOURS[4])
 
     def legend(self, entries: Mapping[str, str]) -> None:
-        """Entries by label, with their colours."""
         for label, colour in entries.items():
             self._entry(label, colour)
 

@@ -1,5 +1,3 @@
-"""Tables and progress bars on a terminal."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,7 +10,7 @@ from rich.table import Table
 
 
 def make_table(title: str, columns: Sequence[str]) -> Table:
-    """Columns are aligned to the right, one without a name to the left."""
+    """Columns without a name are aligned to the left, others to the right."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column, justify="right" if column else "left")

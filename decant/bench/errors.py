@@ -1,10 +1,8 @@
-"""Errors of a benchmark."""
-
 from __future__ import annotations
 
 
 class InvalidBenchmark(Exception):
-    """An option, a file or a deployment that can't be measured: what is wrong, the limit and the value."""
+    """What can't be measured, its limit and its value."""
 
     def __init__(self, field: str, limit: str, value: object) -> None:
         super().__init__(f"{field}: {limit}, got {value}")

@@ -1,7 +1,7 @@
-"""Figures of a run, from its records; keys as in the output of ``vllm bench serve``, and some of our own.
+"""Figures of a run, with the keys of ``vllm bench serve`` and more.
 
 ttft   sent -> first token              tpot   (e2el - ttft) / (tokens - 1), without requests of one token
-e2el   sent -> last token               itl    every gap between two tokens of a request, pooled
+e2el   sent -> last token               itl    every gap between two tokens, pooled
 tps    tokens / e2el of a request       second_token   first token -> second token
 """
 
@@ -18,13 +18,12 @@ from decant.client.results import Receipt
 
 PERCENTILES = (50, 90, 95, 99)
 PHASES = ("queue", "prefill", "handoff", "decode_wait", "decode")
-"""Phases of a receipt that are summarised."""
 
 _Slos = Mapping[str, float]
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Linear interpolation between sorted values; 0 for none."""
+    """Linear interpolation; 0 for none."""
     if not ordered:
         return 0.0
     position = (len(ordered) - 1) * percent / 100
@@ -34,7 +33,6 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def distribution(name: str, values: Sequence[float], scale: float = 1e3, unit: str = "_ms") -> dict[str, float]:
-    """Figures of values times `scale`; zeros for none."""
     ordered = sorted(value * scale for value in values)
     figures = {
         f"mean_{name}{unit}": fmean(ordered) if ordered else 0.0,
@@ -52,7 +50,7 @@ def meets(record: Record, slos: _Slos) -> bool:
 
 
 def summarise(records: Sequence[Record], slos: _Slos) -> dict[str, Any]:
-    """All figures of a run. Rates count from the first send to the end of the last request that succeeded."""
+    """Rates count from the first send to the last success."""
     done = [record for record in records if not record.error]
     duration = max((one.tokens[-1] for one in done), default=0.0) - min((one.sent for one in records), default=0.0)
     per_second: Callable[[float], float] = lambda count: count / duration if done else 0.0  # noqa: E731
@@ -83,10 +81,7 @@ def summarise(records: Sequence[Record], slos: _Slos) -> dict[str, Any]:
 
 
 def details(records: Sequence[Record]) -> dict[str, list[Any]]:
-    """Each request's figures, in seconds, in the lists of ``vllm bench serve``.
-
-    ``spans``, ours: sent, first and last token of each that succeeded, after the first send.
-    """
+    """As ``vllm bench serve``, in seconds; ``spans``: sent, first and last token, after the first send."""
     began = min((one.sent for one in records), default=0.0)
     return {
         "spans": [[at - began for at in (one.sent, one.tokens[0], one.tokens[-1])] for one in records if not one.error],
@@ -99,7 +94,7 @@ def details(records: Sequence[Record]) -> dict[str, list[Any]]:
 
 
 def _phases(receipts: Sequence[Receipt]) -> dict[str, float]:
-    """A phase that a request did not enter is left out."""
+    """Without phases that no request entered."""
     figures: dict[str, float] = {}
     for phase in PHASES:
         values = [getattr(receipt, f"{phase}_ms") for receipt in receipts]

@@ -1,4 +1,4 @@
-"""One HTML file: the answer, charts as inline SVG, tables. It loads nothing."""
+"""One HTML file, which loads nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ caption,th:first-child{text-align:left}caption{font-weight:bold;white-space:nowr
 
 
 def page(title: str, answer: str, charts: Sequence[Chart], tables: Sequence[str], note: str = "") -> str:
-    """`tables` are HTML, made by `table`."""
+    """`tables` are made by `table`."""
     note = f"<p>{escape(note)}</p>\n" if note else ""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
@@ -29,7 +29,6 @@ def page(title: str, answer: str, charts: Sequence[Chart], tables: Sequence[str]
 
 
 def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> str:
-    """The first cell of a row names it. `note` is a line below."""
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
     body = [
         f"<tr><th>{escape(row[0])}</th>" + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>"

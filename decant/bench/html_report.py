@@ -1,5 +1,3 @@
-"""A result as one HTML file with inline SVG."""
-
 from __future__ import annotations
 
 import math
@@ -29,7 +27,6 @@ _ROWS = (
 
 
 def to_html(result: Result, slos: Mapping[str, float]) -> str:
-    """The whole file. Latency over load is drawn of a sweep."""
     runs = result.runs
     charts = [_ttft_split(runs), _gaps(runs[-1])]
     if len(runs) > 1:
@@ -69,7 +66,6 @@ def _rates(runs: Sequence[_Run]) -> Axis:
 
 
 def _tradeoff(runs: Sequence[_Run]) -> Chart:
-    """Throughput against latency."""
     x = Axis("output tokens/s", max(run["output_throughput"] for run in runs))
     chart = Chart("Throughput against latency", x, Axis("E2E, ms", max(run["p99_e2el_ms"] for run in runs)))
     for column, colour in zip(("p50", "p99"), COLOURS, strict=False):
@@ -78,7 +74,7 @@ def _tradeoff(runs: Sequence[_Run]) -> Chart:
 
 
 def _ttft_split(runs: Sequence[_Run]) -> Chart:
-    """Mean TTFT by phase; what no receipt accounts for is the router and the network."""
+    """The rest of TTFT is router and network."""
     x = Axis("runs", len(runs), [_label(run) for run in runs])
     y = Axis("mean, ms", max(run["mean_ttft_ms"] for run in runs))
     chart = Chart("Time to first token by phase", x, y)
@@ -94,7 +90,6 @@ def _ttft_split(runs: Sequence[_Run]) -> Chart:
 
 
 def _gaps(run: _Run) -> Chart:
-    """Distribution of ITL up to its p99."""
     gaps = sorted(gap * 1e3 for gaps in run["itls"] for gap in gaps)
     end = Axis("ITL, ms", percentile(gaps, 99)).ticks[-1]
     counts = [0] * BINS
@@ -109,7 +104,6 @@ def _gaps(run: _Run) -> Chart:
 
 
 def _ramp(run: _Run) -> Chart:
-    """TTFT of each request by its send, while the rate changes."""
     points = [(sent, (first - sent) * 1e3) for sent, first, _ in run["spans"]]
     x = Axis(f"seconds ({_label(run)})", max((at for at, _ in points), default=1.0))
     chart = Chart("TTFT while the rate changes", x, Axis("ms", max((value for _, value in points), default=1.0)))
@@ -118,7 +112,6 @@ def _ramp(run: _Run) -> Chart:
 
 
 def _timeline(run: _Run) -> Chart:
-    """Requests before their first token (prefill pool) and after it (decode pool), over time."""
     spans = run["spans"]
     end = max((span[2] for span in spans), default=1.0)
     pools = {"prefill": [(span[0], span[1]) for span in spans], "decode": [(span[1], span[2]) for span in spans]}

@@ -1,5 +1,3 @@
-"""Lengths of prompts and outputs: fixed, uniform or exponential."""
-
 from __future__ import annotations
 
 import math
@@ -14,7 +12,7 @@ _FORMS = "a number, a range such as 100-200, or exp:MEAN:LONGEST"
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Whole numbers from `low` to `high`."""
+    """Inclusive."""
 
     low: int
     high: int
@@ -25,7 +23,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Exponential:
-    """Exponentially distributed with `mean`, rounded up; above `high` is drawn again."""
+    """Rounded up; above `high` is drawn again."""
 
     mean: float
     high: int

@@ -1,8 +1,4 @@
-"""Sends requests to a deployment and records what happens.
-
-open loop    each request is sent at its time, whether earlier ones have ended or not
-closed loop  each of several clients sends its next request when its last one has ended
-"""
+"""Open loop: requests are sent at their times. Closed loop: a client sends its next when its last has ended."""
 
 from __future__ import annotations
 
@@ -17,11 +13,10 @@ from decant.runtime.error_details import Reason
 from decant.runtime.errors import ServiceError
 
 Notify = Callable[[Record], None]
-"""Is called with each record when its request has ended."""
 
 
 class Load:
-    """`timeout`: deadline of each request in seconds."""
+    """`timeout` in seconds."""
 
     def __init__(self, client: AsyncClient, model: str, timeout: float, notify: Notify) -> None:
         self._client = client
@@ -53,7 +48,7 @@ class Load:
         return [record for task in tasks for record in task.result()]
 
     async def _converse(self, request: BenchRequest, due: float) -> list[Record]:
-        """One record a turn. After a turn that fails no other is sent."""
+        """A failed turn is the last."""
         records = [await self._send(request, due)]
         for follow_up in request.follow_ups:
             if records[-1].error:

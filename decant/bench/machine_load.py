@@ -1,5 +1,3 @@
-"""Whether other processes ran beside a benchmark of this machine."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -7,7 +5,7 @@ from typing import Any
 
 
 def busy(document: Mapping[str, Any]) -> str:
-    """A warning, if the load average exceeds the cores; else empty."""
+    """Empty unless the load average exceeds the cores."""
     load, cores = document["load_average"], document["cores"]
     if load <= cores + 0.5:
         return ""

@@ -1,8 +1,8 @@
-"""Checkpoints in the shapes of known models with random weights; speed does not depend on the weights.
+"""Checkpoints in known shapes with random weights, on which speed does not depend.
 
 python -m decant.bench.model_shapes --shape qwen2.5-0.5b --out DIR
 
-Their tokenizer has a token for every byte, and a made-up word for every other id of the vocabulary.
+The tokenizer has a token for every byte, and a made-up word for every other id.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-"""Name -> the model's configuration. ``tiny`` is for tests."""
+"""``tiny`` is for tests."""
 
 
 TOKENIZER = "tokenizer.json"
@@ -75,8 +75,8 @@ def cache_folder() -> Path:
 
 
 def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
-    """The folder of a checkpoint, generated when absent: bfloat16, determined by seed and torch version. Raises
-    KeyError for an unknown shape, FileExistsError for a folder with other content.
+    """Bfloat16, determined by seed and torch version; an existing one is kept. Raises KeyError for an unknown shape,
+    FileExistsError for a folder with other content.
     """
     config = SHAPES[shape]
     folder = folder or cache_folder() / f"{shape}-{seed}"
@@ -100,12 +100,12 @@ def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
 
 
 def source(model: str) -> str:
-    """The folder of a shape; any other model as it is."""
+    """Any other model is returned as it is."""
     return str(make(model)) if model in SHAPES and not Path(model).is_dir() else model
 
 
 def checkpoint(model: str) -> Path:
-    """A folder as it is, or that of a shape. Raises FileNotFoundError."""
+    """A folder is returned as it is. Raises FileNotFoundError."""
     folder = Path(source(model))
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"--model {model}: neither a checkpoint's folder nor one of {', '.join(SHAPES)}")
@@ -126,7 +126,7 @@ def _write(config: dict[str, Any], folder: Path, seed: int) -> None:
 
 
 def _write_tokenizer(vocab_size: int, folder: Path) -> None:
-    """Byte-level, without merges. The words begin with a space, as most tokens of an output do."""
+    """Byte-level, without merges. Words begin with a space."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,5 +1,3 @@
-"""What a client saw of one request."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -10,11 +8,12 @@ from decant.client.results import Receipt
 
 @dataclass(slots=True)
 class Record:
-    """Times are seconds of one monotonic clock. `tokens`: when each arrived; those of one message share a time.
+    """Seconds of one monotonic clock.
 
+    tokens   when each arrived; those of one message share a time
     due      when it was to be sent
-    error    reason of its failure; empty: it succeeded
-    receipt  the router's account; None unless it succeeded
+    error    reason of its failure, or empty
+    receipt  None unless it succeeded
     """
 
     due: float

@@ -1,5 +1,3 @@
-"""A result as a table, as JSON, and progress while it is measured."""
-
 from __future__ import annotations
 
 import json
@@ -89,8 +87,6 @@ def _sweep(runs: Sequence[Mapping[str, Any]]) -> Table:
 
 
 class LiveProgress(Bars):
-    """Shows nothing without a terminal."""
-
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         super().__init__(console, *columns, TextColumn("{task.fields[live]}"))

@@ -1,4 +1,4 @@
-"""Searches the highest rate that keeps the objectives: doubles, then halves the interval."""
+"""Doubles the rate, then halves the interval."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 MAX_DOUBLINGS = 8
 HALVINGS = 3
-"""The result is within an eighth of the interval between two doublings."""
+"""Result: within an eighth of the last doubling."""
 
 Run = dict[str, Any]
 
 
 async def sweep(begin: float, run: Callable[[float], Awaitable[Run]], keeps: Callable[[Run], bool]) -> list[Run]:
-    """Runs by rate. The first rate that misses ends the doublings; a `begin` that misses ends the sweep."""
+    """Runs by rate. The first that misses ends the doublings; if `begin` misses, the sweep."""
     runs = [await run(begin)]
     low = high = begin
     for _ in range(MAX_DOUBLINGS):

@@ -1,5 +1,3 @@
-"""Which rate keeps the objectives, and what gives way beyond it."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +7,7 @@ _NAMES = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2E"}
 
 
 def missed(summary: Mapping[str, Any], slos: Mapping[str, float]) -> list[str]:
-    """All objectives where a request failed."""
+    """All of them if a request failed."""
     if summary["failed"]:
         return list(slos)
     return [name for name, limit in slos.items() if summary[f"p99_{name}_ms"] > limit * 1e3]
@@ -27,7 +25,6 @@ def bottleneck(summary: Mapping[str, Any], slos: Mapping[str, float]) -> str:
 
 
 def sentence(runs: Sequence[Mapping[str, Any]], slos: Mapping[str, float]) -> str:
-    """The answer of a run or a sweep. Each run has "request_rate" and the figures of its summary."""
     if not slos:
         last = runs[-1]
         return (

@@ -1,5 +1,3 @@
-"""Requests of a benchmark: random tokens with forced lengths, or conversations of a file."""
-
 from __future__ import annotations
 
 import json
@@ -14,15 +12,12 @@ from decant.bench.errors import InvalidBenchmark
 from decant.bench.lengths import Exponential, Lengths, Uniform
 
 ANYSCALE = (Uniform(512, 512), Exponential(128, 1536))
-"""Prompts and outputs of Anyscale's comparison of continuous with static batching."""
+"""Of Anyscale's comparison of continuous with static batching."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """A prompt, its forced output length, and its arrival in seconds of a trace (0 where there is none).
-
-    `follow_ups`: the next turns of the conversation, each sent when the one before has ended.
-    """
+    """`arrival_s` is of a trace. `follow_ups`: next turns, each sent when the last has ended."""
 
     prompt: Sequence[int] | str
     output_len: int
@@ -36,7 +31,7 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Prefixes come in addition to the own length of a prompt."""
+    """Beside a prompt's own length."""
 
     tokens: int = 0
     count: int = 1
@@ -59,7 +54,7 @@ def _tokens(rng: Random, vocab_size: int, count: int) -> list[int]:
 
 
 def read_trace(path: Path, vocab_size: int | None, context_length: int | None) -> list[BenchRequest]:
-    """Requests in order of arrival. Raises InvalidBenchmark."""
+    """In order of arrival. Raises InvalidBenchmark."""
     try:
         items = workload_file.read(path)
         workload_file.check(items, vocab_size, context_length)
@@ -70,13 +65,11 @@ def read_trace(path: Path, vocab_size: int | None, context_length: int | None) -
 
 
 Turns = list[tuple[str, str]]
-"""Questions and answers of a conversation, in turn."""
+"""Pairs of question and answer."""
 
 
 def read_sharegpt(path: Path) -> list[Turns]:
-    """Conversations up to where question and answer stop alternating; those that do not begin with both are left out.
-    Raises InvalidBenchmark.
-    """
+    """Up to where question and answer stop alternating. Raises InvalidBenchmark."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -110,6 +103,6 @@ def _text(message: Any, roles: tuple[str, ...]) -> str:
 
 
 def prompts(turns: Turns) -> list[str]:
-    """All earlier questions and answers of the file, and the turn's question."""
+    """Each question after all earlier ones and their answers in the file."""
     lines = [text for turn in turns for text in turn]
     return ["\n".join(lines[: 2 * index + 1]) for index in range(len(turns))]

@@ -1,7 +1,5 @@
-"""A workload as a file of JSON lines.
-
-One object per line: {"id", "prompt_token_ids", "output_len", "arrival_s"}. Lengths are forced; arrival is in seconds
-after the start.
+"""JSON lines: {"id", "prompt_token_ids", "output_len", "arrival_s"}. Lengths are forced; arrival is in seconds after
+the start.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ class Item(NamedTuple):
 
 
 class InvalidWorkload(ValueError):
-    """Lines count from 1."""
-
     def __init__(self, line: int, field: str, limit: str, value: object) -> None:
         text = repr(value)
         super().__init__(f"line {line}: {field}: {limit}, got {text if len(text) <= 80 else text[:77] + '...'}")
@@ -50,7 +46,7 @@ def read(path: Path) -> list[Item]:
 
 
 def check(items: Iterable[Item], vocab_size: int | None, window: int | None) -> None:
-    """Raises InvalidWorkload; lines count from 1."""
+    """Raises InvalidWorkload."""
     for number, item in enumerate(items, start=1):
         length, worst = len(item.prompt_token_ids) + item.output_len, max(item.prompt_token_ids)
         if vocab_size is not None:

@@ -1,4 +1,4 @@
-"""Parses addresses of routers into gRPC targets. No I/O.
+"""Addresses of routers as gRPC targets.
 
 localhost                       localhost:50051
 10.0.0.1:9000, [::1], router    the same, with default port 50051
@@ -13,7 +13,6 @@ import re
 from collections.abc import Sequence
 
 PORT = 50051
-"""Default port of a router."""
 
 _LISTS = ("ipv4:", "ipv6:")
 _GRPC_OWN = re.compile(r"(ipv4|ipv6|unix|unix-abstract|vsock|xds|google-c2p):", re.IGNORECASE)
@@ -22,8 +21,7 @@ _WITH_TLS = {"http": False, "grpc": False, "https": True, "grpcs": True}
 
 
 def targets(addresses: str | Sequence[str], *, tls: bool = False) -> tuple[str, ...]:
-    """gRPC targets of comma separated routers; ``ipv4:`` and ``ipv6:`` may list addresses. `tls`: whether the client
-    uses TLS.
+    """Comma separated routers; ``ipv4:`` and ``ipv6:`` may list addresses.
 
     Raises ValueError without an address, for an invalid one, and for a scheme that contradicts `tls`.
     """

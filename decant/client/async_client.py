@@ -1,5 +1,3 @@
-"""The asyncio client: the methods of `decant.client.client`, on one event loop."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -31,7 +29,7 @@ from decant.runtime.errors import ServiceError
 
 
 class AsyncClient:
-    """A client for the event loop on which it is made; see `decant.Client`. Close it, or use it in an ``async with``.
+    """A client for the event loop on which it is made; see `decant.Client`.
 
     >>> async with AsyncClient("router-1:50051,router-2:50051") as client:
     ...     print((await client.generate("def add(a, b):", max_tokens=40)).text)
@@ -62,7 +60,7 @@ class AsyncClient:
         timeout: float | None = None,  # noqa: ASYNC109 - the request's deadline: it travels to the workers
         **options: Unpack[Options],
     ) -> Answer:
-        """The whole answer. `timeout` is the request's deadline in seconds; cancelling the task cancels the request.
+        """The whole answer. `timeout`: deadline in seconds; cancelling the task cancels the request.
 
         >>> answer = await client.generate([5, 17, 9], temperature=0, max_tokens=16, token_ids=True)
         >>> answer.token_ids, answer.finished.reason, answer.receipt.ttft_ms
@@ -90,8 +88,8 @@ class AsyncClient:
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> AsyncStream:
-        """The answer as it is generated. It resumes when a connection breaks. Leaving it early, or cancelling the task
-        that reads it, cancels the request, except with ``on_disconnect="detach"``.
+        """The answer as it is generated; see `decant.Client.stream`. Cancelling the task that reads it cancels the
+        request too.
 
         >>> async with client.stream("def add(a, b):", temperature=0.7, seed=1) as stream:
         ...     async for delta in stream:
@@ -104,7 +102,7 @@ class AsyncClient:
         return AsyncStream(self._routers, request, RetryState(self._routers.selector, timeout, self._resume_seconds))
 
     def resume(self, request_id: str, after_seq: int = 0, *, timeout: float | None = None) -> AsyncStream:
-        """The rest of a request's stream, from any router; see `decant.Client.resume`.
+        """See `decant.Client.resume`.
 
         >>> async for delta in client.resume("6f9c", after_seq=2):
         ...     print(repr(delta.text))
@@ -115,7 +113,7 @@ class AsyncClient:
         return AsyncStream(self._routers, request, RetryState(self._routers.selector, timeout, self._resume_seconds))
 
     async def generation(self, request_id: str) -> Generation:
-        """State and output so far of a request, until it expires. Raises NotFound.
+        """See `decant.Client.generation`.
 
         >>> job = await client.generation("6f9c")
         >>> job.state, job.last_seq, job.text
@@ -125,7 +123,7 @@ class AsyncClient:
         return results.generation(await self._call("GetGeneration", request))
 
     async def cancel(self, request_id: str) -> CancelStatus:
-        """Cancel a request in any state. May be repeated.
+        """See `decant.Client.cancel`.
 
         >>> await client.cancel("6f9c")
         <CancelStatus.CANCELLED: 'cancelled'>
@@ -136,7 +134,7 @@ class AsyncClient:
     async def tokenize(
         self, text: str | Sequence[Any], *, model: str = "", add_special_tokens: bool | None = None
     ) -> pb.TokenizeResponse:
-        """Tokens of a text or of messages.
+        """See `decant.Client.tokenize`.
 
         >>> (await client.tokenize("def add")).token_ids
         [41, 310]
@@ -147,7 +145,7 @@ class AsyncClient:
     async def detokenize(
         self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool | None = None
     ) -> str:
-        """The text of token ids.
+        """The text of the tokens.
 
         >>> await client.detokenize([41, 310])
         'def add'
@@ -156,7 +154,7 @@ class AsyncClient:
         return cast(str, (await self._call("Detokenize", request)).text)
 
     async def models(self) -> tuple[pb.Model, ...]:
-        """The models that are served.
+        """The served models.
 
         >>> [model.id for model in await client.models()]
         ['tiny-python']
@@ -164,7 +162,7 @@ class AsyncClient:
         return tuple((await self._call("ListModels", pb.ListModelsRequest())).models)
 
     async def model(self, name: str = "") -> pb.Model:
-        """A model by its id or alias; without a name, the server's default. Raises NotFound.
+        """See `decant.Client.model`.
 
         >>> (await client.model()).max_context_length
         2048
@@ -172,7 +170,7 @@ class AsyncClient:
         return cast(pb.Model, await self._call("GetModel", fill(pb.GetModelRequest(), model=name)))
 
     async def server_info(self) -> pb.ServerInfo:
-        """Id, version and limits of the router that answers, and the fields that it does not support.
+        """See `decant.Client.server_info`.
 
         >>> (await client.server_info()).limits.max_outputs
         1
@@ -180,7 +178,7 @@ class AsyncClient:
         return cast(pb.ServerInfo, await self._call("GetServerInfo", pb.GetServerInfoRequest()))
 
     async def close(self) -> None:
-        """End the connections; calls that are open on them raise Cancelled."""
+        """Open calls raise Cancelled."""
         await self._routers.close()
 
     async def _call(self, method: str, request: Message) -> Any:

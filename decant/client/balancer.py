@@ -1,13 +1,11 @@
-"""Selects the next of several routers: round robin, with backoff after failures. No I/O.
+"""Selects the next of several routers.
 
     round robin  A  B  C  A  B  C
     B fails      A  B! C  A     C  A  B    skipped during its backoff, then used again
     all failed   the one whose backoff ends first, and the seconds until then
 
-All calls share a `RouterSelector`, where a router backs off after a lost connection or a drain. Failures of one call,
-such as a full queue, are in the `Backoffs` of that call.
-
-A backoff doubles with each failure in a row, and is at least the router's retry delay.
+Backoffs after a lost connection or a drain are shared by all calls; others, such as after a full queue, belong to a
+call. A backoff doubles with each failure in a row, and is at least the router's retry delay.
 """
 
 from __future__ import annotations
@@ -18,18 +16,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 JITTER = 0.5
-"""Largest share added to a server's retry delay, so that refused clients do not return together."""
+"""Largest share added to a server's retry delay; it spreads refused clients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Seconds after the first failure, and at most. The maximum is short beside the grace period of a lost stream."""
+    """Seconds; the maximum is short beside the grace period of a lost stream."""
 
     first_s: float = 0.1
     longest_s: float = 1.0
 
     def seconds(self, failures: int) -> float:
-        """After `failures` (at least 1) in a row."""
+        """`failures` in a row, at least 1."""
         return min(self.longest_s, self.first_s * float(2 ** min(failures - 1, 16)))
 
 
@@ -38,7 +36,7 @@ DEFAULT_BACKOFF = Backoff()
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The router, and the seconds to wait before the call."""
+    """`pause`: seconds before the call."""
 
     router: int
     pause: float
@@ -54,8 +52,6 @@ _HEALTHY = _Health()
 
 
 class Backoffs:
-    """Backoffs of routers 0 to `count` - 1."""
-
     def __init__(self, count: int, clock: Callable[[], float], chance: Callable[[], float], backoff: Backoff) -> None:
         self._clock = clock
         self._chance = chance
@@ -77,7 +73,7 @@ class Backoffs:
 
 
 class RouterSelector(Backoffs):
-    """Selects among the routers 0 to `count` - 1. Thread-safe; two threads may select the same router."""
+    """Thread-safe; two threads may select the same router."""
 
     def __init__(
         self,
@@ -86,14 +82,13 @@ class RouterSelector(Backoffs):
         chance: Callable[[], float] = random.random,
         backoff: Backoff = DEFAULT_BACKOFF,
     ) -> None:
-        """`chance` draws from 0 to 1, for the first router and the jitter of backoffs."""
+        """`chance` draws from 0 to 1."""
         super().__init__(count, clock, chance, backoff)
         self.count = count
         self.clock = clock
         self._last = int(chance() * count)
 
     def select(self, of_call: Backoffs | None = None) -> Selection:
-        """The next router without a backoff, else the one whose backoff ends first."""
         now = self.clock()
 
         def free_at(router: int) -> float:
@@ -108,5 +103,4 @@ class RouterSelector(Backoffs):
         return Backoffs(self.count, self.clock, self._chance, self._backoff)
 
     def add_jitter(self, seconds: float) -> float:
-        """A server's retry delay and up to `JITTER` of it more."""
         return seconds * (1 + JITTER * self._chance())

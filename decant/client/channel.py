@@ -1,5 +1,3 @@
-"""The connection to a router, or to several with one name."""
-
 from __future__ import annotations
 
 import json
@@ -37,9 +35,9 @@ _OPTIONS: tuple[tuple[str, str | int], ...] = (
 class Tls:
     """How to verify a server, and this client's certificate for mutual TLS.
 
-    ca           PEM file of the roots that the server's certificate chains to; None: gRPC's own
+    ca           PEM file of the server's roots; None: gRPC's own
     certificate  PEM chain of this client, with ``key``; None: none
-    name         name expected in the server's certificate, if it differs from the address
+    name         name in the server's certificate, if it differs from the address
     """
 
     ca: str | Path | None = None
@@ -57,7 +55,7 @@ class Tls:
 
 
 def credentials_of(token: str | None) -> tuple[tuple[str, str], ...]:
-    """Metadata of every call. Raises ValueError without the token in it."""
+    """Metadata of every call. The ValueError does not show the token."""
     if token is None:
         return ()
     if not token or not all("!" <= character <= "~" for character in token):

@@ -1,7 +1,4 @@
-"""The blocking client. `decant.client.async_client` has the asyncio one.
-
-Every method raises `decant.ServiceError` and its subclasses.
-"""
+"""Every method raises `decant.ServiceError`."""
 
 from __future__ import annotations
 
@@ -34,12 +31,12 @@ from decant.runtime.errors import ServiceError
 
 
 class Client:
-    """A client of one or several routers: "host:port", or "host" for port 50051; several as a sequence or separated by
-    commas; or "dns:///name:port" for all addresses of a name. Threads may share one. Close it, or use it in a ``with``.
+    """A client of routers: "host:port", or "host" for port 50051; several as a sequence or separated by commas; or
+    "dns:///name:port" for all addresses of a name. Threads may share it. Close it, or use ``with``.
 
     Routers are called in turn; one that drains, is not ready or can't be reached is skipped until it is back. Within
-    the deadline, a call is repeated if a connection broke or a router can't take it now, after the delay that the
-    server sets. Errors of the caller are raised at once.
+    the deadline, a call is repeated if a connection broke or a router can't take it now. Errors of the caller are
+    raised at once.
 
     >>> with Client("router-1:50051,router-2:50051") as client:
     ...     print(client.generate("def add(a, b):", max_tokens=40).text)
@@ -58,13 +55,12 @@ class Client:
     ) -> None:
         """Connects with the first call; plaintext without `tls`.
 
-        token           secret of this tenant, sent with every call
-        call_seconds    deadline of every call that does not generate
+        token           secret of this tenant
+        call_seconds    deadline of calls that do not generate
         resume_seconds  time to resume a broken stream; 0: no resumption
         backoff         time for which a failed router is skipped
 
-        Raises ValueError without an address and for a token that can't be sent, OSError for a TLS file that can't be
-        read.
+        Raises ValueError without an address or for a token that can't be sent, OSError for an unreadable TLS file.
         """
         self._call_seconds = call_seconds
         self._resume_seconds = resume_seconds
@@ -79,7 +75,7 @@ class Client:
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> Answer:
-        """The whole answer. `timeout` is the request's deadline in seconds.
+        """The whole answer. `timeout`: deadline in seconds.
 
         >>> answer = client.generate([5, 17, 9], temperature=0, max_tokens=16, token_ids=True)
         >>> answer.token_ids, answer.finished.reason, answer.receipt.ttft_ms
@@ -107,8 +103,8 @@ class Client:
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> Stream:
-        """The answer as it is generated. It resumes when a connection breaks. Leaving it early cancels the request,
-        except with ``on_disconnect="detach"``.
+        """The answer as it is generated; resumes when a connection breaks. Leaving it early cancels the request, except
+        with ``on_disconnect="detach"``.
 
         >>> with client.stream("def add(a, b):", temperature=0.7, seed=1) as stream:
         ...     for delta in stream:
@@ -121,9 +117,9 @@ class Client:
         return Stream(self._routers, request, RetryState(self._routers.selector, timeout, self._resume_seconds))
 
     def resume(self, request_id: str, after_seq: int = 0, *, timeout: float | None = None) -> Stream:
-        """The rest of a request's stream, from any router: all after `after_seq` output tokens. An older stream of
-        the request ends with Aborted (SUPERSEDED). Leaving this one cancels nothing: the request's ``on_disconnect``
-        decides. Reading raises NotFound for an id that is unknown or has expired.
+        """The rest of a request's stream, from any router: all after `after_seq` output tokens. An older stream of it
+        ends with Aborted (SUPERSEDED). Leaving this one cancels nothing: the request's ``on_disconnect`` decides.
+        Reading raises NotFound for an id that is unknown or has expired.
 
         >>> for delta in client.resume("6f9c", after_seq=2):
         ...     print(repr(delta.text))
@@ -134,7 +130,7 @@ class Client:
         return Stream(self._routers, request, RetryState(self._routers.selector, timeout, self._resume_seconds))
 
     def generation(self, request_id: str) -> Generation:
-        """State and output so far of a request, until it expires. Raises NotFound.
+        """State and output so far, until the request expires. Raises NotFound.
 
         >>> job = client.generation("6f9c")
         >>> job.state, job.last_seq, job.text
@@ -144,7 +140,7 @@ class Client:
         return results.generation(self._call("GetGeneration", request))
 
     def cancel(self, request_id: str) -> CancelStatus:
-        """Cancel a request in any state. May be repeated.
+        """In any state. May be repeated.
 
         >>> client.cancel("6f9c")
         <CancelStatus.CANCELLED: 'cancelled'>
@@ -155,7 +151,7 @@ class Client:
     def tokenize(
         self, text: str | Sequence[Any], *, model: str = "", add_special_tokens: bool | None = None
     ) -> pb.TokenizeResponse:
-        """Tokens of a text or of messages.
+        """Of a text or of messages.
 
         >>> client.tokenize("def add").token_ids
         [41, 310]
@@ -164,7 +160,7 @@ class Client:
         return cast(pb.TokenizeResponse, self._call("Tokenize", request))
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool | None = None) -> str:
-        """The text of token ids.
+        """The text of the tokens.
 
         >>> client.detokenize([41, 310])
         'def add'
@@ -173,7 +169,7 @@ class Client:
         return cast(str, self._call("Detokenize", request).text)
 
     def models(self) -> tuple[pb.Model, ...]:
-        """The models that are served.
+        """The served models.
 
         >>> [model.id for model in client.models()]
         ['tiny-python']
@@ -181,7 +177,7 @@ class Client:
         return tuple(self._call("ListModels", pb.ListModelsRequest()).models)
 
     def model(self, name: str = "") -> pb.Model:
-        """A model by its id or alias; without a name, the server's default. Raises NotFound.
+        """By id or alias; without a name, the server's default. Raises NotFound.
 
         >>> client.model().max_context_length
         2048
@@ -189,7 +185,7 @@ class Client:
         return cast(pb.Model, self._call("GetModel", fill(pb.GetModelRequest(), model=name)))
 
     def server_info(self) -> pb.ServerInfo:
-        """Id, version and limits of the router that answers, and the fields that it does not support.
+        """Id, version, limits and unsupported fields of the router that answers.
 
         >>> client.server_info().limits.max_outputs
         1
@@ -197,7 +193,7 @@ class Client:
         return cast(pb.ServerInfo, self._call("GetServerInfo", pb.GetServerInfoRequest()))
 
     def close(self) -> None:
-        """End the connections; calls that are open on them raise Cancelled."""
+        """Open calls raise Cancelled."""
         self._routers.close()
 
     def _call(self, method: str, request: Message) -> Any:

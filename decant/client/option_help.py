@@ -1,5 +1,3 @@
-"""What `help` shows of the options of `generate` and `stream`: one line each, and the full signature."""
-
 from __future__ import annotations
 
 import inspect
@@ -53,13 +51,13 @@ OPTION_HELP = {
     "detach_ttl_ms": "milliseconds a detached request runs without a reader; unset: the server's limit",
     "min_chunk_tokens": "minimum tokens of a delta, except the last; 1",
 }
-"""Meaning, range and default of each option."""
+"""Meaning, range and default."""
 
 _WIDTH = max(map(len, OPTION_HELP))
 
 
 def with_options(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Add the options to docstring and signature of a method that ends with ``**options: Unpack[Options]``."""
+    """For a method with ``**options: Unpack[Options]``."""
     lines = "\n".join(f"    {name:<{_WIDTH}}  {text}" for name, text in OPTION_HELP.items())
     intro = "Options, each of which may be None for its default:"
     method.__doc__ = f"{inspect.cleandoc(method.__doc__ or '')}\n\n{intro}\n\n{lines}\n"

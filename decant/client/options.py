@@ -1,7 +1,4 @@
-"""Options of a request: keyword arguments with the names of the fields in protos/inference.proto, and the messages.
-
-The groups of GenerateRequest (sampling, stopping, ...) are flattened. None is the same as unset.
-"""
+"""Options of a request: the fields of GenerateRequest's groups in protos/inference.proto, flattened. None is unset."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from decant.runtime.errors import InvalidArgument
 M = TypeVar("M", bound=Message)
 
 Messages: TypeAlias = Sequence[Mapping[str, str]]
-"""A conversation, oldest message first: ``{"role": "user", "content": "..."}``."""
+"""Oldest first: ``{"role": "user", "content": "..."}``."""
 Prompt: TypeAlias = str | Sequence[int] | Messages
 """Text, token ids, or messages."""
 
@@ -96,9 +93,8 @@ def request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
 
 
 def named_request(prompt: Prompt | None, messages: Messages | None, options: Options) -> pb.GenerateRequest:
-    """A request with an id, generated if `options` has none, so that repeated calls run once.
-
-    Raises as `request`, and TypeError unless exactly one of `prompt` and `messages` is set.
+    """With an id, so that repeated calls run once. Raises as `request`, and TypeError unless exactly one of `prompt`
+    and `messages` is set.
     """
     if prompt is None and messages is None:
         request("", options)  # raises for token ids that are passed as token_ids=
@@ -200,7 +196,7 @@ def _to_field_value(name: str, value: object) -> object:
 
 
 def _set_field(message: Message, name: str, value: Any, option: str, given: object = None) -> None:
-    """An error names `option` and shows its value `given`."""
+    """An error names `option` and shows `given`."""
     field = message.DESCRIPTOR.fields_by_name[name]
     try:
         if field.message_type is not None and field.message_type.GetOptions().map_entry:

@@ -1,8 +1,4 @@
-"""Results as frozen dataclasses. No I/O.
-
-Unset fields are None, finish reasons are words. Logprobs stay messages (`pb.TokenLogprob`), because copying many is
-slow.
-"""
+"""Frozen results. Unset fields are None. Logprobs stay messages (`pb.TokenLogprob`): copying many is slow."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ class CancelStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens of one output. `token_ids` and `logprobs` are empty unless requested."""
+    """`token_ids` and `logprobs` are empty unless requested."""
 
     index: int
     text: str
@@ -66,7 +62,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Times of a request's phases, and its workers; `Receipt` in protos/inference.proto draws the spans.
+    """Phases and workers of a request, as drawn at `Receipt` in protos/inference.proto.
 
     Milliseconds by the router's clock; None for a phase that the request did not enter.
     """
@@ -87,7 +83,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One output of a request; `finished` is None while it is generated."""
+    """`finished` is None while it is generated."""
 
     index: int
     text: str
@@ -98,7 +94,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A complete answer. `text`, `token_ids`, `logprobs` and `finished` are those of the first output."""
+    """`text`, `token_ids`, `logprobs` and `finished` are those of the first output."""
 
     request_id: str
     model: str
@@ -126,7 +122,7 @@ class Answer:
 
 
 class GenerationState(StrEnum):
-    """State of a request; `Generation.State` in protos/inference.proto defines the transitions."""
+    """See `Generation.State` in protos/inference.proto."""
 
     UNSPECIFIED = "unspecified"
     QUEUED = "queued"
@@ -144,7 +140,7 @@ class GenerationState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """When a request entered a state; `attempt` counts from 1."""
+    """`attempt` counts from 1."""
 
     state: GenerationState
     time: datetime
@@ -157,8 +153,8 @@ class Generation:
 
     last_seq     output tokens so far
     answer       output so far; complete once it has succeeded
-    error        error with which its stream ended, if it failed or was cancelled
-    expire_time  when an ended request expires; None before its end
+    error        of its stream, if it failed or was cancelled
+    expire_time  None before its end
     transitions  oldest first
     """
 
@@ -209,7 +205,7 @@ def cancel_status(message: pb.CancelGenerationResponse) -> CancelStatus:
 
 
 def plain(kind: type[_T], message: Message) -> _T:
-    """A dataclass with the message's fields; unset ones are None."""
+    """Unset fields are None."""
     values: dict[str, Any] = {}
     for field in fields(kind):  # type: ignore[arg-type]
         has = not message.DESCRIPTOR.fields_by_name[field.name].has_presence or message.HasField(field.name)

@@ -1,4 +1,4 @@
-"""Decides whether an error leads to another try. No I/O, no waiting.
+"""Decides whether an error leads to another try. No waiting.
 
     error                                                   another try
     lost connection: a status without ErrorInfo             yes
@@ -7,17 +7,17 @@
     ABORTED (DRAINING, OWNER_CHANGED, SLOW_READER)          yes
     any other                                               no
 
-Every request may be repeated: one that generates has an id, and the service runs an id once.
+Every request may be repeated: the service runs an id once.
 
     cause                                          backs off
-    a lost connection, no ErrorInfo, DRAINING      the router, for all calls
-    QUOTA_EXCEEDED                                 all routers, for this call, as they share the quota
-    any other: QUEUE_FULL, NO_WORKER ...           the router, for this call
+    a lost connection, DRAINING                    the router, for all calls
+    QUOTA_EXCEEDED                                 all routers, for this call
+    any other                                      the router, for this call
 
     limit of tries
     before the first message   each router once, and `MORE_TRIES`; after QUOTA_EXCEEDED only these
-    a stream that has begun    `patience` seconds after it broke, from the last new message
-    a deadline                 limits both: no wait for a try that would begin after it
+    a stream that has begun    `patience` seconds after it broke; anew after a new message
+    a deadline                 no wait for a try that would begin after it
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from decant.runtime.errors import InvalidArgument, ServiceError
 
 MORE_TRIES = 2
 LONGEST_PAUSE_S = 30.0
-"""Before the first message. An error with a longer retry delay is raised."""
+"""Before the first message; an error with a longer retry delay is raised."""
 
 _LOST_CODES = frozenset(
     {
@@ -49,26 +49,25 @@ _MOVED_REASONS = frozenset({Reason.DRAINING, Reason.OWNER_CHANGED, Reason.SLOW_R
 
 
 def is_retryable(error: ServiceError) -> bool:
-    """Whether the same request may succeed at another router or later."""
+    """At another router, or later."""
     if error.reason is Reason.UNSPECIFIED:
         return error.code in _LOST_CODES
     return error.retryable or error.reason in _MOVED_REASONS
 
 
 class RetryState:
-    """Retries of a call, or of a stream and the calls that resume it."""
+    """Of a call, or of a stream with its resumptions."""
 
     def __init__(self, selector: RouterSelector, seconds: float | None = None, patience: float = 0.0) -> None:
-        """`seconds` until the deadline, None without one; `patience` 0: no resumption. The first try ignores backoffs.
-
-        Raises InvalidArgument unless `seconds` is finite.
+        """`seconds` until the deadline; `patience` 0: no resumption. The first try ignores backoffs. Raises
+        InvalidArgument unless `seconds` is finite.
         """
         if seconds is not None and not (isinstance(seconds, int | float) and math.isfinite(seconds)):
             limit = "a finite number of seconds, or None for no deadline"
             raise InvalidArgument("timeout", limit, repr(seconds))
         self.seconds = seconds
         self.metadata: tuple[tuple[str, str], ...] = ()
-        """Sent with each call, beside the credentials."""
+        """Of each call, beside the credentials."""
         self._selector = selector
         self._clock = selector.clock
         self._deadline = None if seconds is None else selector.clock() + seconds
@@ -86,7 +85,7 @@ class RetryState:
         return self._router
 
     def remaining(self) -> float | None:
-        """Seconds until the deadline, at least 0; None without one."""
+        """At least 0; None without a deadline."""
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
     def mark_progress(self) -> None:
@@ -98,7 +97,7 @@ class RetryState:
             self._selector.answered(self._router)
 
     def pause_after(self, error: ServiceError) -> float:
-        """Select the next `router`. Returns the seconds to wait before its call. Raises `error` if it is final."""
+        """Select the next `router`; return the seconds until its call. Raises `error` if it is final."""
         if not is_retryable(error):
             raise error
         self._is_healthy = False

@@ -1,9 +1,3 @@
-"""Calls to the routers of a client, with retries, for threads and for an event loop.
-
-The two differ only in how they wait. `decant.client.balancer` selects the router, `decant.client.retry` decides about
-retries.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -27,12 +21,11 @@ from decant.runtime import tracing
 from decant.runtime.errors import Cancelled, EndedCall, ServiceError, from_call
 
 CANCEL_SECONDS = 2.0
-"""Deadline of a cancel, so that a lost router does not delay its client."""
+"""A lost router does not delay its client."""
 
 
 @contextlib.contextmanager
 def typed_errors() -> Iterator[None]:
-    """Raise gRPC's error as the typed error."""
     try:
         yield
     except grpc.RpcError as error:
@@ -44,7 +37,7 @@ def closed_here() -> Cancelled:
 
 
 def call_span(method: str, request: Message, retries: RetryState) -> tracing.Span:
-    """The span of a call that generates, or resumes, and of its retries. Its context goes to the router."""
+    """Only for calls that generate or resume; its context goes to the router."""
     if method not in ("Generate", "GenerateStream", "ResumeStream"):
         return tracing.Span()
     span = tracing.span(f"client.{method}", kind="client", request_id=request.request_id)  # type: ignore[attr-defined]
@@ -53,8 +46,7 @@ def call_span(method: str, request: Message, retries: RetryState) -> tracing.Spa
 
 
 class CancelSignal:
-    """Ends the waits of a call or stream. `set` may be called from any thread and from a signal handler, also inside
-    `wait`; that needs a SimpleQueue, not an Event."""
+    """`set` is safe in any thread and signal handler, also inside `wait`: that needs a SimpleQueue, not an Event."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -65,7 +57,6 @@ class CancelSignal:
         self._wakeups.put(None)
 
     def wait(self, seconds: float) -> None:
-        """Wait until it is set, at most for so long."""
         if seconds > 0 and not self.is_set:
             with contextlib.suppress(queue.Empty):
                 self._wakeups.get(timeout=seconds)
@@ -75,8 +66,7 @@ class Routers:
     """Blocking; thread-safe."""
 
     def __init__(self, addresses: tuple[str, ...], tls: Tls | None, token: str | None, backoff: Backoff) -> None:
-        """Connects with the first call. Raises OSError for a TLS file that can't be read, ValueError for a token that
-        can't be sent."""
+        """Connects with the first call. Raises OSError for a TLS file, ValueError for a token."""
         self.addresses = addresses
         self._metadata = credentials_of(token)
         self._has_tls = tls is not None
@@ -88,7 +78,7 @@ class Routers:
         self._lock = threading.RLock()  # reentrant: garbage collection may close a stream at any point
 
     def cancel_signal(self) -> CancelSignal:
-        """A signal that is also set by `close`."""
+        """`close` sets it too."""
         signal = CancelSignal()
         with self._lock:
             if self._is_closed:
@@ -98,7 +88,7 @@ class Routers:
         return signal
 
     def call(self, method: str, request: Message, seconds: float | None) -> Any:
-        """The response of a unary method, from any router. Raises ServiceError."""
+        """A unary call to any router. Raises ServiceError."""
         retries, signal = RetryState(self.selector, seconds), self.cancel_signal()
         with call_span(method, request, retries):
             while True:
@@ -109,11 +99,11 @@ class Routers:
                     self.wait(retries, signal, error)
 
     def start_call(self, method: str, request: Message, retries: RetryState) -> Any:
-        """Start the call of a stream at the selected router. Raises Cancelled after `close`."""
+        """Start a stream at the selected router. Raises Cancelled after `close`."""
         return self._start(getattr(self._stubs[retries.router], method), request, retries)
 
     def wait(self, retries: RetryState, signal: CancelSignal, error: ServiceError) -> None:
-        """Wait until the next try. Raises `error` where there is none, Cancelled once `signal` is set."""
+        """Wait for the next try. Raises `error` if there is none, Cancelled once `signal` is set."""
         if not signal.is_set:
             signal.wait(retries.pause_after(self._with_advice(error, retries)))
         if signal.is_set:
@@ -123,12 +113,12 @@ class Routers:
         return with_advice(error, self.addresses[retries.router], tls=self._has_tls, seconds=retries.seconds)
 
     def cancel_request(self, request_id: str) -> None:
-        """Cancel a request whose stream is closed. Ignores errors: the end of the call cancels it later."""
+        """Ignores errors: the end of the call cancels it later."""
         with contextlib.suppress(ServiceError):
             self.call("CancelGeneration", pb.CancelGenerationRequest(request_id=request_id), CANCEL_SECONDS)
 
     def close(self) -> None:
-        """End every call and every wait."""
+        """End every call and wait."""
         with self._lock:
             self._is_closed = True
             for signal in self._signals:
@@ -153,8 +143,6 @@ class Routers:
 
 
 class AsyncCancelSignal:
-    """Ends the waits of one call or stream."""
-
     def __init__(self) -> None:
         self._wakeups = asyncio.Event()
 
@@ -166,7 +154,6 @@ class AsyncCancelSignal:
         self._wakeups.set()
 
     async def wait(self, seconds: float) -> None:
-        """Wait until it is set, at most for so long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._wakeups.wait()
@@ -174,7 +161,7 @@ class AsyncCancelSignal:
 
 @contextlib.contextmanager
 def typed_errors_until(signal: AsyncCancelSignal) -> Iterator[None]:
-    """As `typed_errors`. Raises Cancelled, not CancelledError, for a call that `signal` ended."""
+    """Raises Cancelled, not CancelledError, for a call that `signal` ended."""
     try:
         with typed_errors():
             yield
@@ -189,8 +176,7 @@ class AsyncRouters:
     """For one event loop."""
 
     def __init__(self, addresses: tuple[str, ...], tls: Tls | None, token: str | None, backoff: Backoff) -> None:
-        """Connects with the first call. Raises OSError for a TLS file that can't be read, ValueError for a token that
-        can't be sent."""
+        """See `Routers`."""
         self.addresses = addresses
         self._metadata = credentials_of(token)
         self._has_tls = tls is not None
@@ -201,7 +187,6 @@ class AsyncRouters:
         self._is_closed = False
 
     def cancel_signal(self) -> AsyncCancelSignal:
-        """A signal that is also set by `close`."""
         signal = AsyncCancelSignal()
         if self._is_closed:
             signal.set()
@@ -210,7 +195,6 @@ class AsyncRouters:
         return signal
 
     async def call(self, method: str, request: Message, seconds: float | None) -> Any:
-        """The response of a unary method, from any router. Raises ServiceError."""
         retries, signal = RetryState(self.selector, seconds), self.cancel_signal()
         with call_span(method, request, retries):
             while True:
@@ -223,14 +207,14 @@ class AsyncRouters:
                     await self.wait(retries, signal, error)
 
     def start_call(self, method: str, request: Message, retries: RetryState) -> Any:
-        """Start a call at the selected router. Raises Cancelled after `close`."""
+        """Raises Cancelled after `close`."""
         if self._is_closed:
             raise closed_here()
         call = getattr(self._stubs[retries.router], method)
         return call(request, timeout=retries.remaining(), metadata=(*self._metadata, *retries.metadata))
 
     async def wait(self, retries: RetryState, signal: AsyncCancelSignal, error: ServiceError) -> None:
-        """Wait until the next try. Raises `error` where there is none, Cancelled once `signal` is set."""
+        """Raises as `Routers.wait`."""
         if not signal.is_set:
             await signal.wait(retries.pause_after(self._with_advice(error, retries)))
         if signal.is_set:
@@ -240,12 +224,10 @@ class AsyncRouters:
         return with_advice(error, self.addresses[retries.router], tls=self._has_tls, seconds=retries.seconds)
 
     async def cancel_request(self, request_id: str) -> None:
-        """See `Routers.cancel_request`."""
         with contextlib.suppress(ServiceError):
             await self.call("CancelGeneration", pb.CancelGenerationRequest(request_id=request_id), CANCEL_SECONDS)
 
     async def close(self) -> None:
-        """End every call and every wait."""
         self._is_closed = True
         for signal in self._signals:
             signal.set()

@@ -1,10 +1,10 @@
-"""Streams of an answer, blocking and asyncio, that resume at another router when they break.
+"""Streams of an answer that resume at another router when they break.
 
     GenerateStream --started, deltas--X                                     a connection breaks, a router drains
                                        ResumeStream(id, seq) --deltas----X
                                                                           ResumeStream(id, seq) --deltas, finished
 
-No token is repeated or lost, because a seq is the same position at every router.
+A seq is the same position at every router: no token is repeated or lost.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ StreamRequest = pb.GenerateRequest | pb.ResumeStreamRequest
 
 
 class ResumableStream(Transcript):
-    """Progress of a stream, and the request that resumes it; common to both kinds."""
-
     def __init__(self, request: StreamRequest, addresses: tuple[str, ...], retries: RetryState) -> None:
         super().__init__(request.request_id)
         self.resumed_at: list[str] = []
-        """Addresses of the routers where the stream was resumed, in order."""
+        """Addresses of routers, in order."""
         self._request = request
         self._addresses = addresses
         self._retries = retries
@@ -43,12 +41,12 @@ class ResumableStream(Transcript):
 
     @property
     def router(self) -> str:
-        """Address of the router that sends the stream."""
+        """Address of the current router."""
         return self._addresses[self._retries.router]
 
     @property
     def _cancels(self) -> bool:
-        """Whether closing the stream cancels its request: not if it is resumed or detached."""
+        """Closing a resumed or detached stream does not cancel."""
         request = self._request
         return (
             isinstance(request, pb.GenerateRequest)
@@ -56,8 +54,7 @@ class ResumableStream(Transcript):
         )
 
     def _next_call(self) -> tuple[str, Message]:
-        """Method and request for the rest of the stream. Before the first message it is the first request, to which a
-        router attaches or which it starts."""
+        """Before the first message the first request, to which a router attaches or which it starts."""
         if not self.seq and isinstance(self._request, pb.GenerateRequest):
             return "GenerateStream", self._request
         return "ResumeStream", pb.ResumeStreamRequest(request_id=self.request_id, after_seq=self.seq)
@@ -76,22 +73,20 @@ class ResumableStream(Transcript):
 
 
 class Stream(ResumableStream):
-    """The stream of an answer; iterate for its deltas. `text` and `outputs` grow with it; after the end it has
-    `finished`, `usage` and `receipt`.
+    """Iterate for deltas. `text` and `outputs` grow; after the end it has `finished`, `usage` and `receipt`.
 
     A broken stream resumes at another router; `resumed_at` lists them. Leaving it early (a break, an exception, the end
     of a ``with``) cancels the request, unless it is detached.
     """
 
     def __init__(self, routers: Routers, request: StreamRequest, retries: RetryState) -> None:
-        """For `Client.stream` and `Client.resume`."""
         super().__init__(request, routers.addresses, retries)
         self._routers = routers
         self._signal = routers.cancel_signal()
         self._call = routers.start_call(*self._next_call(), retries)
 
     def __iter__(self) -> Iterator[Delta]:
-        """Raises the error with which the stream ended, if any."""
+        """Raises the stream's error."""
         try:
             while not self.is_complete:
                 try:
@@ -124,12 +119,12 @@ class Stream(ResumableStream):
         self._span.end()
 
     def disconnect(self) -> None:
-        """End the call without cancelling the request: iterating raises Cancelled. For any thread or signal handler."""
+        """End the call, not the request; iterating raises Cancelled. For any thread or signal handler."""
         self._signal.set()
         self._call.cancel()
 
     def _resume_after(self, error: ServiceError) -> None:
-        """Start the next call after `error` ended the last. Raises `error` where there is none."""
+        """Raises `error` if there is no next call."""
         if self.is_complete:  # only the call's end was missing
             return
         self._routers.wait(self._retries, self._signal, error)
@@ -147,17 +142,16 @@ class Stream(ResumableStream):
 
 
 class AsyncStream(ResumableStream):
-    """The stream of an answer; see `Stream`. Cancelling the task that reads it leaves it too."""
+    """See `Stream`. Cancelling the task that reads it leaves it too."""
 
     def __init__(self, routers: AsyncRouters, request: StreamRequest, retries: RetryState) -> None:
-        """For `AsyncClient.stream` and `AsyncClient.resume`."""
         super().__init__(request, routers.addresses, retries)
         self._routers = routers
         self._signal = routers.cancel_signal()
         self._call = routers.start_call(*self._next_call(), retries)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Raises the error with which the stream ended, if any."""
+        """Raises the stream's error."""
         try:
             while not self.is_complete:
                 try:
@@ -177,7 +171,7 @@ class AsyncStream(ResumableStream):
             await self.close()
 
     async def close(self) -> None:
-        """Cancel the request unless it has ended or is detached. May be repeated."""
+        """See `Stream.close`."""
         if not self._is_over:
             self._is_over = True
             self._signal.set()
@@ -190,12 +184,11 @@ class AsyncStream(ResumableStream):
         self._span.end()
 
     def disconnect(self) -> None:
-        """End the call without cancelling the request: iterating raises Cancelled."""
+        """End the call, not the request; iterating raises Cancelled."""
         self._signal.set()
         self._call.cancel()
 
     async def _resume_after(self, error: ServiceError) -> None:
-        """Start the next call after `error` ended the last. Raises `error` where there is none."""
         if self.is_complete:
             return
         await self._routers.wait(self._retries, self._signal, error)

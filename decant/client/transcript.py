@@ -1,5 +1,3 @@
-"""The received part of a stream. No I/O."""
-
 from __future__ import annotations
 
 from decant.client import results
@@ -11,9 +9,8 @@ class Transcript:
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.seq = 0
-        """Received output tokens: the position to resume from."""
+        """Position to resume from: output tokens received."""
         self.started: pb.Started | None = None
-        """Received right before the first delta."""
         self.usage: Usage | None = None
         self.receipt: Receipt | None = None
         self._finished: dict[int, Finished] = {}
@@ -31,7 +28,7 @@ class Transcript:
 
     @property
     def finished(self) -> Finished | None:
-        """Of the first output; None before its end."""
+        """Of the first output."""
         return self._finished.get(0)
 
     @property
@@ -49,7 +46,6 @@ class Transcript:
         )
 
     def _take(self, message: pb.GenerateStreamResponse) -> Delta | None:
-        """Add a message; returns its delta, if any."""
         self.seq = message.seq
         if message.HasField("usage"):
             self.usage = results.plain(Usage, message.usage)
@@ -65,8 +61,7 @@ class Transcript:
         return None
 
     def _add(self, delta: Delta) -> Delta | None:
-        """None for text that was already received: a last delta may have text without tokens, which the seq of a
-        resumed stream does not count."""
+        """None for text received before: a last delta may have text without tokens, which a seq does not count."""
         deltas = self._deltas.setdefault(delta.index, [])
         if not delta.num_tokens and deltas and not deltas[-1].num_tokens:
             return None

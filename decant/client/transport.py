@@ -1,5 +1,3 @@
-"""Adds advice to gRPC's own errors of calls without a response. No I/O."""
-
 from __future__ import annotations
 
 import re
@@ -16,7 +14,7 @@ _NO_CONNECTION = re.compile(
     re.DOTALL,
 )
 _CLOSED = "Socket closed"
-"""gRPC's text if a server with TLS gets a plaintext call, or one without a client certificate."""
+"""From a server with TLS for a plaintext call, or for one without client certificate."""
 _NO_TLS = "WRONG_VERSION_NUMBER"
 """OpenSSL's text for bytes that are not TLS."""
 _UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
@@ -24,10 +22,7 @@ _OTHER_NAME = "Hostname Verification Check failed"
 
 
 def with_advice(error: ServiceError, router: str, *, tls: bool, seconds: float | None) -> ServiceError:
-    """The error of a call to `router`, with a typed deadline and the cause of a failed connection; others unchanged.
-
-    `tls`: whether the client uses TLS. `seconds`: the deadline of the call.
-    """
+    """Adds a typed deadline, or advice on a failed connection, to errors of gRPC itself."""
     if error.reason is not Reason.UNSPECIFIED:
         return error
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED and seconds is not None:

@@ -1,5 +1,3 @@
-"""Commands and their options. A command's modules are imported when it runs."""
-
 from __future__ import annotations
 
 from importlib.metadata import version

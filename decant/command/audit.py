@@ -1,5 +1,3 @@
-"""`decant audit`: the owners of all KV blocks, as each worker reports them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -23,7 +21,7 @@ from decant.runtime.errors import ServiceError
 from decant.runtime.tls import PeerTls
 
 CALL_SECONDS = 30.0
-"""Deadline of a call: a worker answers between two steps."""
+"""A worker answers between two steps."""
 
 
 class Audited:
@@ -43,7 +41,7 @@ class Audited:
 
 
 def run(redis_url: str, tls: Tls | None, *, as_json: bool) -> bool:
-    """Returns whether every block has an owner. Raises CommandFailed if Redis does not answer, or lists no worker."""
+    """Whether every block has an owner. Raises CommandFailed without Redis or workers."""
     workers, _ = status.directory(redis_url)
     if not workers.present:
         raise CommandFailed("no worker is registered: there is nothing to audit", status=2)

@@ -1,5 +1,3 @@
-"""`decant bench`: its options and subcommands; `decant.bench` measures."""
-
 from __future__ import annotations
 
 import asyncio
@@ -151,7 +149,7 @@ def _options(params: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _target(address: str | None, up_arguments: list[str] | None) -> Iterator[Any]:
-    """The deployment at `address`, a new one with `up_arguments`, or the newest on this machine."""
+    """At `address`, new with `up_arguments`, or the newest here."""
     from decant.bench.benchmark import Target
     from decant.command import deployments
     from decant.command.temporary_deployment import temporary_deployment

@@ -1,5 +1,3 @@
-"""`decant bench batching`: its options; `decant.bench.batching` measures."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""`decant bench calibrate`: its options; `decant.bench.calibration` measures."""
-
 from __future__ import annotations
 
 import asyncio
@@ -11,7 +9,7 @@ import typer
 from decant.command.errors import CommandFailed, one_line_errors
 
 HAND_ALL_OFF = MappingProxyType({"DECANT_HANDOFF_MIN_TOKENS": "0"})
-"""Settings of a deployment that computes no prompt on a decode worker, as a plan assumes."""
+"""Decode workers compute no prompts, as a plan assumes."""
 
 
 def calibrate(
@@ -49,7 +47,7 @@ def calibrate(
 
 
 def measure(model: str | None, kv_memory: str | None, options: Any, notify: Any) -> dict[str, Any]:
-    """Of a new deployment, which ends before this returns."""
+    """Of a new deployment, ended on return."""
     from decant.bench import model_shapes
     from decant.command.temporary_deployment import temporary_deployment
 

@@ -1,5 +1,3 @@
-"""`decant bench interference`: its options, and the deployments it starts; `decant.bench.interference` measures."""
-
 from __future__ import annotations
 
 import contextlib

@@ -6,7 +6,7 @@ from decant.command.temporary_deployment import temporary_deployment
 
 PROMPT = 'def is_empty(self):\n    """Return True if the queue is empty."""\n'
 SEED = 2
-"""Gives the same complete function with each build of the kernels."""
+"""Gives a complete function with each build of the kernels."""
 _END_SECONDS = 120.0
 
 

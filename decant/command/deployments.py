@@ -1,7 +1,7 @@
-"""Running deployments of this machine, each recorded in a file that only its user can read.
+"""Records of this machine's deployments, which only their user can read.
 
-A file is valid while it is locked: the kernel releases the lock when the process ends. A keeper (a shell at the end of
-a pipe from `decant up`) then removes it and the temporary files.
+A file is valid while it is locked; the kernel unlocks it when the process ends. A keeper (a shell at the end of a pipe)
+then removes it and the temporary files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Deployment:
 
     addresses    of its routers; none before they listen
     peers        fields of the `Tls` for calls to its workers
-    processes    by name
     has_started  all processes were ready
     began        wall clock, in seconds
     is_ending    `decant up` got a signal
@@ -57,13 +56,13 @@ def folder() -> Path:
 
 
 def running() -> list[Deployment]:
-    """This user's deployments, the newest first."""
+    """This user's, the newest first."""
     records = (_read(path) for path in folder().glob(f"{_PREFIX}*.json"))
     return sorted((one for one in records if one is not None), key=lambda one: one.began, reverse=True)
 
 
 def latest(option: str) -> Deployment:
-    """The newest deployment, perhaps still starting. Raises CommandFailed, which names `option`, to select another."""
+    """The newest, perhaps still starting. Raises CommandFailed, which names `option`."""
     deployments = running()
     if not deployments:
         raise CommandFailed(f"no deployment runs on this machine: start one with `decant up`, or give {option}")
@@ -71,7 +70,7 @@ def latest(option: str) -> Deployment:
 
 
 def of(pid: int) -> Deployment | None:
-    """The deployment of this process; None after its end."""
+    """None after its end."""
     return _read(_path(pid))
 
 
@@ -84,7 +83,7 @@ def _path(pid: int) -> Path:
 
 
 class DeploymentRecord:
-    """This process's file until the end of the ``with`` or of the process, and the folder `temporary`."""
+    """Until the end of the ``with`` or of the process; so is the folder `temporary`."""
 
     def __init__(self) -> None:
         self.path = _path(os.getpid())
@@ -93,7 +92,7 @@ class DeploymentRecord:
         self._keeper: subprocess.Popen[bytes] | None = None
 
     def write(self, deployment: Deployment) -> None:
-        """Replace the file atomically. Raises CommandFailed."""
+        """Atomically. Raises CommandFailed."""
         new = f"{self.path}.new"
         try:
             descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -123,7 +122,7 @@ class DeploymentRecord:
 
 
 def _read(path: Path) -> Deployment | None:
-    """None for a stale or missing file, or one of another user or version."""
+    """None if stale, missing, or of another user or version."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:

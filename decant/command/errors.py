@@ -8,7 +8,7 @@ from decant.runtime.errors import ServiceError
 
 
 class CommandFailed(Exception):
-    """Ends the command with one line on standard error and `status`."""
+    """Shown as one line on standard error."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)

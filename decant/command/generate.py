@@ -1,5 +1,3 @@
-"""`decant generate`: the answer on standard output as it is generated, a summary on standard error."""
-
 from __future__ import annotations
 
 import contextlib
@@ -20,15 +18,15 @@ from decant.command.options import tls_from
 from decant.command.waiting import Waiting
 
 TOKEN = "DECANT_TOKEN"
-"""Variable with the tenant's secret, because other users can read command lines."""
+"""The tenant's secret; other users can read command lines."""
 
 UNSET: tuple[Any, ...] = (None, [], ())
-"""Values of options that are not on the command line."""
+"""Of options that are not given."""
 
 
 @dataclass
 class Clock:
-    """Times of a stream, in seconds."""
+    """Seconds."""
 
     sent: float
     first: float | None = None
@@ -48,7 +46,7 @@ class Clock:
         return None if self.last is None else (self.last - self.sent) * 1000
 
     def tpot_ms(self, tokens: int) -> float | None:
-        """Mean time of a token after the first."""
+        """Without the first token."""
         if self.first is None or self.last is None or tokens < 2:
             return None
         return (self.last - self.first) * 1000 / (tokens - 1)
@@ -89,9 +87,7 @@ def _read_prompt(argument: str | None) -> str:
 
 
 def run(args: GenerateArgs, prompt: Prompt, options: Options) -> str:
-    """Return the summary. Raises ServiceError; Unavailable only before any output, CommandFailed after. On
-    KeyboardInterrupt the request is cancelled first.
-    """
+    """Returns the summary. Raises Unavailable before any output, CommandFailed after; other ServiceErrors."""
     try:
         client = Client(args.address, tls=args.tls, token=os.environ.get(TOKEN) or None)
     except ValueError as error:
@@ -117,7 +113,7 @@ def run(args: GenerateArgs, prompt: Prompt, options: Options) -> str:
 
 
 def run_here(args: GenerateArgs, prompt: Prompt, options: Options, waiting: Waiting) -> str:
-    """Waits while the newest deployment starts, and while it restarts a process."""
+    """Waits while a deployment or a process of it starts."""
     while True:
         deployment = waiting.deployment()
         try:
@@ -146,9 +142,8 @@ def _print_status(line: str) -> None:
 
 @contextlib.contextmanager
 def _until_ctrl_c(client: Client, stream: Stream) -> Iterator[None]:
-    """Ctrl-C ends the stream, cancels its request and is then raised; a second one is raised at once.
-
-    A KeyboardInterrupt inside gRPC could be lost or leave a lock locked.
+    """Cancels the request, then raises KeyboardInterrupt; a second one is raised at once. Inside gRPC it could be lost,
+    or leave a lock locked.
     """
     is_interrupted = False
 
@@ -194,7 +189,6 @@ def account(stream: Stream, clock: Clock) -> dict[str, Any]:
 
 
 def summary(stream: Stream, clock: Clock) -> str:
-    """One line: times at this client, tokens, finish reason and workers."""
     usage, receipt, finished = stream.usage, stream.receipt, stream.finished
     tokens = usage.completion_tokens if usage else 0
     parts = [f"ttft {_ms(clock.ttft_ms)}", f"tpot {_ms(clock.tpot_ms(tokens))}", f"{tokens} tokens"]

@@ -1,4 +1,4 @@
-"""Types of the options of `decant`: flag, bounds and help of each. A command's signature sets the defaults."""
+"""A command's signature sets the defaults."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ Slo = Annotated[str, Option(help="Objectives, such as ttft=500ms,tpot=50ms.", sh
 
 
 def from_params(kind: type[T], params: Mapping[str, Any], **others: Any) -> T:
-    """A dataclass of `others`, and of the parameters named as its other fields."""
+    """Fields that are not in `others` are parameters of their name."""
     names = [field.name for field in fields(kind) if field.name not in others]  # type: ignore[arg-type]
     return kind(**{name: params[name] for name in names}, **others)
 

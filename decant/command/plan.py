@@ -1,5 +1,3 @@
-"""`decant plan`: its options; `decant.plan` has the arithmetic."""
-
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""States of a deployment's processes, which `decant up` records and other commands show.
+"""States of a process.
 
 starting -> loading 40 % -> warming up -> ready -> draining
                                             '-- ended: lost 3 s ago; restarted: lost 3 s ago, loading 40 %
@@ -22,11 +22,11 @@ STARTING, LOADING, WARMING_UP, READY, DRAINING, LOST = (
 
 @dataclass(frozen=True)
 class Process:
-    """One process. Times are wall clock, in seconds.
+    """Times are wall clock, in seconds.
 
-    percent     progress of loading its model; None otherwise
-    lost_at     time of an unexpected end; None if it is ready again
-    admin_port  on loopback, with its metrics; None before it listens, and after its end
+    percent     of loading its model; else None
+    lost_at     unexpected end; None if ready again
+    admin_port  on loopback; None while it does not listen
     """
 
     pid: int
@@ -52,5 +52,4 @@ def lost_ago(seconds: float) -> str:
 
 
 def describe_unready(processes: Mapping[str, Process]) -> str:
-    """The processes that are not ready, each with its state."""
     return ", ".join(f"{name} ({one.describe()})" for name, one in processes.items() if not one.is_ready)

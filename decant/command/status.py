@@ -1,5 +1,3 @@
-"""`decant status`: the routers and workers in Redis."""
-
 from __future__ import annotations
 
 import asyncio
@@ -30,13 +28,13 @@ Routers = Listing[RouterRegistration]
 
 WATCH_S = 1.0
 SILENT_S = 2 * Ttls().renew_every_s
-"""Age at which a registration counts as no longer renewed."""
+"""Age of a registration that is no longer renewed."""
 
 _NO_TERMINAL = 240  # columns
 
 
 def run(redis_url: str, *, as_json: bool, deployment: Deployment | None = None, watch: bool = False) -> None:
-    """Print once, or every `WATCH_S` until an interrupt. Raises CommandFailed if Redis does not answer."""
+    """Once, or every `WATCH_S` until an interrupt. Raises CommandFailed without Redis."""
     console = new_console()
     while True:
         workers, routers = directory(redis_url)
@@ -69,7 +67,7 @@ async def _directory(redis_url: str) -> tuple[Workers, Routers]:
 
 @dataclass(frozen=True)
 class Row:
-    """One process: registered in Redis, known to a `decant up` on this machine, or both."""
+    """In Redis, known to a `decant up` on this machine, or both."""
 
     name: str
     role: str
@@ -79,7 +77,7 @@ class Row:
 
 
 def rows_of(workers: Workers, routers: Routers, deployment: Deployment | None) -> list[Row]:
-    """Routers, then workers, by name, then the processes of `deployment` that are not registered."""
+    """Routers, workers, then unregistered processes of `deployment`."""
     processes = dict(deployment.processes) if deployment is not None else {}
     listed: list[tuple[str, DirectoryEntry[Any]]] = [("router", one) for one in routers.present]
     listed += [(role_name(one.facts.role), one) for one in workers.present]
@@ -99,7 +97,7 @@ def _host_of(deployment: Deployment | None) -> str:
 
 
 def _state(one: DirectoryEntry[Any], process: Process | None) -> str:
-    """`decant up` reports ends first; only the registration shows that a process hangs."""
+    """`decant up` reports ends first; only a registration shows that a process hangs."""
     if process is not None and process.lost_at is not None:
         return process.describe()
     if one.renewed_ago_s > SILENT_S:
@@ -145,7 +143,7 @@ def show(rows: list[Row], console: Console, deployment: Deployment | None = None
 
 
 def new_console() -> Console:
-    """Without a terminal, lines are not wrapped. No text is markup, such as the address "[fe80::1]:9090"."""
+    """Text such as "[fe80::1]:9090" is no markup; without a terminal no line is wrapped."""
     return Console(width=None if sys.stdout.isatty() else _NO_TERMINAL, markup=False, emoji=False)
 
 

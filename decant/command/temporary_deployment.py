@@ -22,9 +22,7 @@ _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 @contextmanager
 def temporary_deployment(*arguments: str, variables: Mapping[str, str] = _NO_VARIABLES) -> Iterator[Deployment]:
-    """A new `decant up`, which also ends if this process gets SIGTERM. Raises CommandFailed if it does not start. For
-    the main thread.
-    """
+    """Also ends on SIGTERM. Raises CommandFailed if it does not start. Main thread only."""
     with _exit_on_sigterm(), _started(arguments, variables) as process:
         yield next(one for one in deployments.running() if one.pid == process.pid)
 

@@ -1,5 +1,3 @@
-"""Waits for a deployment on this machine, while it starts or restarts a process."""
-
 from __future__ import annotations
 
 import sys
@@ -17,9 +15,8 @@ REPORT_S = 2.0
 
 
 class Waiting:
-    """Waits at most `seconds` in all; None: `STARTING_S`, but only for a deployment with a record.
-
-    Errors name `option`, which selects another deployment. `report` receives the reason of the wait.
+    """Waits at most `seconds` in all; None: `STARTING_S`, only for a deployment with a record. Errors name `option`;
+    `report` receives the reason of a wait.
     """
 
     def __init__(
@@ -53,9 +50,8 @@ class Waiting:
             self._pause(text)
 
     def for_restart(self, deployment: Deployment) -> bool:
-        """Wait until all its processes are ready. Returns False if they were, or the time is over.
-
-        Raises CommandFailed if the deployment is ending.
+        """Until all processes are ready; False if they were, or the time is over. Raises CommandFailed if the
+        deployment is ending.
         """
         waited = False
         while (current := deployments.of(deployment.pid)) is not None:

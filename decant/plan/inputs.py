@@ -1,5 +1,3 @@
-"""Options of `decant plan`, parsed and put together."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +25,7 @@ DEFAULT_OUTPUT_TOKENS = "500"
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """As typed. `model` or `shape`; a `device` of the presets, or memory with bandwidth and flops or a profile."""
+    """As typed. `model` or `shape`; a preset `device`, or memory with bandwidth and flops or a profile."""
 
     model: str | None = None
     shape: str | None = None
@@ -59,7 +57,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """All that a plan is computed from. `lengths`: sequence lengths for which the report counts what fits."""
+    """`lengths`: for which the report counts what fits."""
 
     shape: ModelShape
     device: Device
@@ -74,11 +72,11 @@ class Inputs:
     profile: Profile | None = None
     overheads: Overheads = NO_OVERHEADS
     scenario: Mapping[str, float] | None = None
-    """Options of a simulation; None: none is run."""
+    """None: no simulation."""
 
 
 def parse(options: PlanOptions) -> Inputs:
-    """Raises InvalidPlan; where this machine is measured, also what loading the model raises."""
+    """Raises InvalidPlan, and what a calibration raises."""
     shape = _shape(options)
     kv_dtype = options.kv_dtype or options.dtype
     _one_of("--dtype", options.dtype, FLOATS)

@@ -1,10 +1,7 @@
 """Pools of workers of one speed under a workload.
 
-    prefill   prompts wait for a worker, which computes one after another
-    decode    running sequences gain a token in each step
-
-A worker at r requests/s runs b sequences with b = r x output x seconds of a token: Little's law. A sequence shares its
-steps with as many others as run on average, as sequences arrive at random.
+A worker at r requests/s runs b = r x output x seconds of a token sequences: Little's law. A sequence shares its steps
+with the mean number of others, as sequences arrive at random.
 """
 
 from __future__ import annotations
@@ -21,12 +18,9 @@ from decant.plan.workload import Workload
 _DEVIATIONS = 3.0
 _STEPS = 60  # halvings: more than a double resolves
 _LENGTHS = 20
-"""Prompts for which a median is computed."""
 
 
 class Pools:
-    """Latencies and use, for numbers of workers and rates."""
-
     def __init__(self, speed: Speed, room: Room, workload: Workload, overheads: Overheads) -> None:
         self.speed = speed
         self._room = room
@@ -35,7 +29,7 @@ class Pools:
 
     @cached_property
     def service(self) -> ServiceTime:
-        """Moments of the seconds that a prompt occupies its worker: its prefill, and sending its cache."""
+        """Seconds of a prefill and its sending."""
         prefill, sending = self.speed.prefill, self._overheads.sending
 
         def moment(power: int) -> float:
@@ -45,20 +39,20 @@ class Pools:
 
     @property
     def prefill_mean(self) -> float:
-        """Seconds of a prefill, on average."""
+        """Seconds."""
         return self._workload.prompt.mean_of(self.speed.prefill)
 
     def prefill_use(self, workers: int, rate: float) -> float:
-        """Share of the time that a prefill worker is occupied; above 1 where they can't keep up."""
+        """Above 1 where they can't keep up."""
         return rate * self.service.mean / workers
 
     def ttft(self, workers: int, rate: float) -> float:
-        """Seconds that `quantile` of the requests stay within, with the prefill of the longest prompt."""
+        """Seconds that `quantile` of the requests keep, for the longest prompt."""
         wait = Wait(workers, rate, self.service).quantile(self._workload.quantile)
         return self._overheads.latency + self.speed.prefill(self._workload.prompt.high) + wait
 
     def median_ttft(self, workers: int, rate: float) -> float:
-        """Seconds that half of the requests stay within, each with the prefill of its prompt."""
+        """Seconds that half of the requests keep."""
         wait = Wait(workers, rate, self.service)
         if not wait.is_bounded:
             return math.inf
@@ -72,7 +66,7 @@ class Pools:
         return self._overheads.latency + high
 
     def running(self, rate: float) -> float:
-        """Sequences that run on a decode worker at `rate` requests/s; infinite where it can't keep up."""
+        """On one worker; infinite where it can't keep up."""
         tokens = rate * self._workload.output.mean
         low, high = 0.0, float(self._fit)
         if high < tokens * self._token(high):
@@ -83,17 +77,16 @@ class Pools:
         return high
 
     def tpot(self, running: float) -> float:
-        """Seconds per token of a sequence that begins among `running` others, with its share of the handoff."""
+        """Seconds, beside `running` others, with a share of the handoff."""
         gaps = max(self._workload.output.mean - 1, 1.0)
         return self._token(running) + self._overheads.handoff / gaps
 
     def prefill_fits(self, workers: int, rate: float, objective: float | None) -> bool:
-        """Whether they keep up and keep the TTFT objective."""
         ttft = self.ttft(workers, rate)
         return ttft < math.inf and (objective is None or ttft <= objective)
 
     def decode_fits(self, rate: float, objective: float | None) -> bool:
-        """Whether a worker at `rate` keeps up, its sequences fit, and it keeps the TPOT objective."""
+        """For one worker, with its sequences in memory."""
         running = self.running(rate)
         if math.isinf(running):
             return False
@@ -101,7 +94,7 @@ class Pools:
         return is_in_memory and (objective is None or self.tpot(running) <= objective)
 
     def batch_limit(self, objective: float | None) -> int:
-        """Most sequences that run on a decode worker with steps within the TPOT objective and its memory."""
+        """Sequences of one worker, also within its memory."""
         context = self._workload.context
         if objective is None or self.speed.step(self._fit, context) <= objective:
             return self._fit
@@ -112,7 +105,6 @@ class Pools:
         return low
 
     def _token(self, others: float) -> float:
-        """Seconds of a step, as a sequence among `others` sees it."""
         return self.speed.step(min(others + 1, float(self._fit)), self._workload.context)
 
     @property

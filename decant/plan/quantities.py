@@ -1,5 +1,3 @@
-"""Sizes, times, ranges and objectives as they are typed, and as they are shown."""
-
 from __future__ import annotations
 
 import math
@@ -17,7 +15,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0}
 
 
 class Lengths(Protocol):
-    """A distribution of lengths in tokens."""
+    """In tokens."""
 
     @property
     def low(self) -> int: ...
@@ -31,12 +29,10 @@ class Lengths(Protocol):
     @property
     def mean_square(self) -> float: ...
 
-    def mean_of(self, function: Callable[[float], float]) -> float:
-        """Mean of a function of the length."""
-        ...
+    def mean_of(self, function: Callable[[float], float]) -> float: ...
 
     def quantile(self, share: float) -> int:
-        """Length that `share` (below 1) of the lengths are at most."""
+        """`share` is below 1."""
         ...
 
     def draw(self, rng: Random) -> int: ...
@@ -44,7 +40,7 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Lengths from `low` to `high`, uniformly distributed."""
+    """Uniform, both ends included."""
 
     low: int
     high: int
@@ -58,7 +54,7 @@ class Tokens:
         return ((self.high - self.low + 1) ** 2 - 1) / 12 + self.mean**2
 
     def mean_of(self, function: Callable[[float], float]) -> float:
-        """By Simpson's rule over two halves."""
+        """Simpson's rule over two halves."""
         step = (self.high - self.low) / 4
         values = [function(self.low + step * number) for number in range(5)]
         return sum(weight * value for weight, value in zip((1, 4, 2, 4, 1), values, strict=True)) / 12
@@ -75,7 +71,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Objectives in seconds; None: no objective."""
+    """Seconds; None: no objective."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -101,7 +97,7 @@ def parse_bytes(field: str, text: str) -> int:
 
 
 def parse_count(field: str, text: str) -> int:
-    """ "13B", "494M" or a plain number, in powers of 1,000. Raises InvalidPlan."""
+    """ "13B", "494M" or a plain number. Raises InvalidPlan."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGTB]?)", text.strip(), re.IGNORECASE)
     if match is None:
         raise InvalidPlan(field, "a number such as 13B or 494M", text)
@@ -109,7 +105,7 @@ def parse_count(field: str, text: str) -> int:
 
 
 def require_positive(field: str, value: int, text: str) -> int:
-    """Returns the value. Raises InvalidPlan unless it is above 0."""
+    """Returns the value. Raises InvalidPlan."""
     if value <= 0:
         raise InvalidPlan(field, "above 0", text)
     return value
@@ -128,7 +124,7 @@ def parse_slo(text: str) -> Slo:
 
 
 def show_bytes(count: float) -> str:
-    """A binary unit: "1.5 GiB"."""
+    """ "1.5 GiB"."""
     for unit in ("T", "G", "M", "K"):
         if count >= _BINARY[unit]:
             return f"{count / _BINARY[unit]:,.1f} {unit}iB"

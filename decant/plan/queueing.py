@@ -1,9 +1,8 @@
-"""Waiting times of a pool: Poisson arrivals, several workers, any distribution of service times.
+"""Poisson arrivals at several servers with one queue; any distribution of service times.
 
-Erlang's C gives the probability that an arrival waits. The wait of those that do has the first two moments of one
-server that is `servers` times as fast (Takács), which are exact for one server, and is taken as a gamma distribution:
-exponential for exponential service times, and with fewer very short waits for regular ones. Placement by load comes
-close to the one shared queue that this assumes.
+Erlang's C gives the probability of a wait. Such waits have the first two moments of one server that is `servers` times
+as fast (Takács; exact for one server), and are taken as a gamma distribution, exponential for exponential service
+times.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _SMALLEST_TERM = 1e-15
 
 
 class ServiceTime(NamedTuple):
-    """Moments of a service time, in seconds."""
+    """In seconds."""
 
     mean: float
     square: float
@@ -24,7 +23,7 @@ class ServiceTime(NamedTuple):
 
 
 def wait_probability(servers: int, load: float) -> float:
-    """Erlang C: `load` in servers, below `servers`."""
+    """Erlang C; `load` in servers, below `servers`."""
     blocking = 1.0
     for count in range(1, servers + 1):  # Erlang B by its recursion, which cannot overflow
         blocking = load * blocking / (count + load * blocking)
@@ -32,12 +31,11 @@ def wait_probability(servers: int, load: float) -> float:
 
 
 class Wait:
-    """Distribution of the seconds that an arrival waits."""
+    """In seconds."""
 
     def __init__(self, servers: int, rate: float, service: ServiceTime) -> None:
         load = rate * service.mean
         self.is_bounded = load < servers
-        """Whether the servers keep up."""
         if not self.is_bounded:
             return
         self._waits = wait_probability(servers, load)
@@ -48,7 +46,6 @@ class Wait:
         self._shape = mean / self._scale
 
     def quantile(self, quantile: float) -> float:
-        """Seconds that all but 1 - `quantile` of the arrivals wait at most."""
         if not self.is_bounded:
             return math.inf
         if self._waits <= 1 - quantile:
@@ -56,14 +53,14 @@ class Wait:
         return self._scale * _gamma_quantile(self._shape, 1 - (1 - quantile) / self._waits)
 
     def share(self, seconds: float) -> float:
-        """Of the arrivals, that wait at most so long."""
+        """Share of arrivals that wait at most so long."""
         if not self.is_bounded or seconds < 0:
             return 0.0
         return 1 - self._waits * (1 - _gamma_share(self._shape, seconds / self._scale))
 
 
 def _gamma_quantile(shape: float, share: float) -> float:
-    """Of the gamma distribution with scale 1."""
+    """With scale 1."""
     low, high = 0.0, 1.0
     while _gamma_share(shape, high) < share:
         low, high = high, 2 * high
@@ -74,7 +71,7 @@ def _gamma_quantile(shape: float, share: float) -> float:
 
 
 def _gamma_share(shape: float, x: float) -> float:
-    """Share below `x`: the regularized incomplete gamma function by its series, whose terms are all positive."""
+    """Regularized incomplete gamma function, by its series, whose terms are all positive."""
     term = total = math.exp(shape * math.log(x) - x - math.lgamma(shape + 1)) if x else 0.0
     count = 0
     while term > _SMALLEST_TERM * total:

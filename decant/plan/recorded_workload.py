@@ -1,10 +1,10 @@
-"""A recorded workload: when requests arrived, and how long their prompts and outputs were.
+"""Arrivals and lengths of recorded requests.
 
     JSON lines    {"arrival_s": 0.25, "prompt_tokens": 1500, "output_tokens": 300}
     CSV           arrival_s,prompt_tokens,output_tokens         with these names in its first line
 
-Also read are the columns of the Azure LLM inference traces (TIMESTAMP, ContextTokens, GeneratedTokens) and the
-datasets of `decant bench` (prompt_token_ids, output_len). A time is in seconds, or a date and time in ISO 8601.
+Also read: the Azure LLM inference traces (TIMESTAMP, ContextTokens, GeneratedTokens) and datasets of `decant bench`
+(prompt_token_ids, output_len). A time is in seconds or ISO 8601.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OUTPUT = ("output_tokens", "GeneratedTokens", "output_len")
 
 
 class TraceRequest(NamedTuple):
-    """Seconds after the first request, and tokens."""
+    """Seconds after the first request."""
 
     arrival_s: float
     prompt_tokens: int
@@ -36,7 +36,7 @@ class TraceRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecordedLengths:
-    """Lengths as they occurred, sorted."""
+    """Sorted."""
 
     values: tuple[int, ...]
 
@@ -71,18 +71,18 @@ class RecordedLengths:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """At least two requests, in order of arrival, not all at the same time."""
+    """At least two requests, in order of arrival, not all at once."""
 
     requests: tuple[TraceRequest, ...]
 
     @property
     def rate(self) -> float:
-        """Requests per second, on average."""
+        """Requests per second."""
         return (len(self.requests) - 1) / self.requests[-1].arrival_s
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Tokens."""
         return max(request.prompt_tokens + request.output_tokens for request in self.requests)
 
     @property

@@ -1,5 +1,3 @@
-"""A plan as tables and as JSON."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def document(inputs: Inputs, plan: Plan, outcome: Outcome | None = None) -> dict[str, Any]:
-    """What ``--json`` prints: sizes in bytes, times in seconds."""
+    """What ``--json`` prints."""
     workload, room = inputs.workload, inputs.room
     return {
         "model": {**asdict(inputs.shape), "params": inputs.shape.params},
@@ -55,14 +53,13 @@ def _lengths(lengths: Lengths) -> dict[str, float]:
 
 
 def tpots(inputs: Inputs) -> list[tuple[int, float]]:
-    """Seconds of a decode step by batch size, as far as the sequences fit."""
+    """Step seconds by batch size, as far as it fits."""
     context = inputs.workload.context
     fit = inputs.room.sequences(round(context))
     return [(batch, inputs.speed.step(batch, context)) for batch in BATCHES if batch <= fit]
 
 
 def show(inputs: Inputs, plan: Plan, console: Console, outcome: Outcome | None = None) -> None:
-    """Print the tables, and the deployment in one sentence."""
     console.print(_facts("memory of a worker", _memory(inputs)))
     console.print(_batches(inputs))
     console.print(_facts(f"{inputs.workload.rate:g} requests/s", _service(inputs, plan)))

@@ -1,12 +1,11 @@
-"""From a workload and objectives to workers of each role.
+"""The fewest workers of each role.
 
-prefill   the fewest workers at which `quantile` of the prompts wait and prefill within the TTFT objective
-decode    the fewest at which a token takes at most the TPOT objective and the running sequences fit, with three
-          standard deviations to spare: arrivals are random, so their number is about Poisson
+prefill   at which `quantile` of the prompts wait and prefill within the TTFT objective
+decode    at which a token takes at most the TPOT objective and the running sequences fit, with three standard
+          deviations to spare (their number is about Poisson)
 
-Objectives that are not set leave the limits of load and memory. TTFT ends before the handoff; the first token does not
-wait for it. Where workers of both roles share a machine, each is slower while the other computes: the numbers of
-workers are for pools that compute all the time, their latencies for pools as busy as they will be.
+TTFT ends before the handoff. On a shared machine, numbers of workers are for pools that compute all the time, latencies
+for pools as busy as they will be.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from decant.plan.workload import Workload
 MAX_WORKERS = 10_000
 _STEPS = 60  # halvings: more than a double resolves
 _ROUNDS = 40
-"""Until the pools' use and what it costs the other one agree; each round adds less."""
+"""Until each pool's use agrees with what it costs the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A deployment and what it gives. Seconds; `goodput` in requests/s within all objectives.
+    """Seconds; `goodput` in requests/s within all objectives.
 
-    ttft           that `quantile` of the requests stay within, for the longest prompt
-    ttft_median    of a prompt of mean length
-    running        sequences of each decode worker, on average
-    batch_limit    most sequences of a decode worker within TPOT objective and memory
-    kv_use         share of a decode worker's KV blocks in use, on average
-    pool_bytes     bytes/s of KV cache from the prefill pool to the decode pool
+    ttft           that `quantile` of the requests keep, for the longest prompt
+    ttft_median    that half of the requests keep
+    running        mean sequences of each decode worker
+    batch_limit    sequences of a decode worker within objective and memory
+    kv_use         mean share of a decode worker's blocks
+    pool_bytes     bytes/s of KV cache between the pools
     """
 
     prefill_workers: int
@@ -58,8 +57,6 @@ class Plan:
 
 
 class Sizing:
-    """Plans for one kind of worker."""
-
     def __init__(
         self, speed: Speed, room: Room, workload: Workload, slo: Slo, overheads: Overheads = NO_OVERHEADS
     ) -> None:
@@ -70,7 +67,7 @@ class Sizing:
         self._overheads = overheads
 
     def plan(self) -> Plan:
-        """The smallest deployment for the workload. Raises InvalidPlan where none is large enough."""
+        """The smallest. Raises InvalidPlan where none is large enough."""
         self._room.check(self._workload.longest)
         self._check_objectives()
         rate, slo, busy = self._workload.rate, self._slo, self._pools(1.0, 1.0)
@@ -105,7 +102,6 @@ class Sizing:
         )
 
     def slowed(self, prefill: int, decode: int, rate: float) -> Pools:
-        """The pools, each slowed by the other one's use."""
         prefill_use = decode_use = 0.0
         for _ in range(_ROUNDS):
             pools = self._pools(prefill_use, decode_use)
@@ -117,7 +113,6 @@ class Sizing:
         return pools
 
     def _pools(self, prefill_use: float, decode_use: float) -> Pools:
-        """The pools while each computes for a share of the time."""
         contention = self._overheads.contention
         prefill_factor = 1 + (contention.prefill - 1) * decode_use
         step_factor = 1 + (contention.decode - 1) * prefill_use
@@ -146,7 +141,7 @@ class Sizing:
 
 
 def _fewest(what: str, fits: Callable[[int], bool]) -> int:
-    """The smallest count that fits; fitting is monotonic. Raises InvalidPlan."""
+    """Fitting is monotonic. Raises InvalidPlan."""
     high = 1
     while not fits(high):
         if high >= MAX_WORKERS:
@@ -160,7 +155,7 @@ def _fewest(what: str, fits: Callable[[int], bool]) -> int:
 
 
 def _highest(fits: Callable[[float], bool], begin: float) -> float:
-    """The highest rate that fits, at least `begin`, which does."""
+    """At least `begin`, which fits."""
     low, high = begin, 2 * begin
     while fits(high):
         low, high = high, 2 * high

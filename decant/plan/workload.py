@@ -1,5 +1,3 @@
-"""What a deployment is planned for."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,8 +8,9 @@ from decant.plan.recorded_workload import Trace
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests per second, their lengths, and the share of them that has to meet the TTFT objective. `trace`: the
-    requests that rate and lengths are of, if they are recorded ones."""
+    """`rate` in requests/s; `quantile` of them have to meet the TTFT objective. `trace`: recorded requests, if rate and
+    lengths are theirs.
+    """
 
     prompt: Lengths
     output: Lengths
@@ -21,10 +20,10 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Tokens."""
         return self.trace.longest if self.trace else self.prompt.high + self.output.high
 
     @property
     def context(self) -> float:
-        """Mean context of a running sequence; a long output is running for longer."""
+        """Mean over time: a long output is running for longer."""
         return self.prompt.mean + self.output.mean_square / self.output.mean / 2

@@ -26,12 +26,9 @@ and [errors](errors.md) lists every error and what to do. It is defined in
 [protos/inference.proto](../../protos/inference.proto)."""
 UNIMPLEMENTED = "A request that sets one of these fields is refused with `FIELD_NOT_SUPPORTED`:"
 LEFT_OUT = {"ErrorReason"}
-"""Elements on other pages."""
 
 
 class Element(NamedTuple):
-    """A message or an enum, and where it stands in the file."""
-
     descriptor: DescriptorProto | EnumDescriptorProto
     path: FilePath
 
@@ -54,7 +51,7 @@ def render() -> str:
 
 @cache
 def defaults_of_limits() -> dict[str, str]:
-    """What a router that is started without options accepts."""
+    """Of a router without options."""
     fields = RouterSettings.model_fields
     message = limits(
         max_queued_requests=fields["queue_limit"].default,
@@ -65,7 +62,6 @@ def defaults_of_limits() -> dict[str, str]:
 
 
 def _rules(file: CommentedFile) -> str:
-    """The rules of the file's head, without the sentence that leads to this page."""
     return textwrap.dedent(file.rules.partition("Rules for the whole file:")[2].strip("\n"))
 
 
@@ -94,7 +90,7 @@ def _examples() -> list[Path]:
 
 
 def _elements(file: CommentedFile) -> Iterator[Element]:
-    """All messages and enums in the order of the file; nested ones after what they are nested in."""
+    """Nested ones after what they are nested in."""
     top = [Element(message, (proto.MESSAGES, index)) for index, message in enumerate(file.file.message_type)]
     top += [Element(enum, (proto.ENUMS, index)) for index, enum in enumerate(file.file.enum_type)]
     spans = {tuple(location.path): location.span[0] for location in file.file.source_code_info.location}
@@ -134,7 +130,7 @@ def _element(file: CommentedFile, element: Element, comment: Comment) -> list[st
 
 
 def _type(message: DescriptorProto, field: FieldDescriptorProto) -> str:
-    """As the file has it; a link where it is a message or an enum of this page."""
+    """A message or an enum of this page is a link."""
     entry = next((nested for nested in message.nested_type if nested.name == _name(field.type_name)), None)
     if entry is not None and entry.options.map_entry:
         key, value = entry.field
@@ -161,7 +157,7 @@ def _cell(text: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """Paragraphs of a comment; lines that are indented by four become a block of code."""
+    """Lines indented by four become a block of code."""
     parts, block = [], False
     for line in text.splitlines():
         if line.startswith("    ") != block and (block or line.strip()):

@@ -34,7 +34,7 @@ def render() -> str:
 
 
 def _commands(group: TyperGroup, prefix: str = "") -> Iterator[tuple[str, TyperCommand | TyperGroup]]:
-    """Every command by its full name; a group's own options come before its subcommands."""
+    """A group's own options come before its subcommands."""
     for name, command in group.commands.items():
         if isinstance(command, TyperGroup):
             yield f"{prefix}{name}", command

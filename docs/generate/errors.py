@@ -73,26 +73,23 @@ def _reasons(file: CommentedFile, enum: EnumDescriptorProto, path: tuple[int, ..
 
 
 def _named(text: str, names: Iterable[str]) -> list[str]:
-    """The names that occur in a text, in its order."""
     return [word for word in re.findall(r"\w+", text) if word in names]
 
 
 def _marked(text: str) -> str:
-    """The text with statuses and details marked as code."""
     return re.sub(
         r"\w+", lambda match: code(match[0]) if match[0] in STATUSES or match[0] in DETAILS else match[0], text
     )
 
 
 def _example() -> str:
-    """The first `try` of the example."""
     match = re.search(r"^    (try:\n.*?)(?=\n\n)", EXAMPLE.read_text(), re.DOTALL | re.MULTILINE)
     assert match is not None
     return textwrap.dedent("    " + match[1])
 
 
 def _exceptions() -> Iterator[tuple[str, str]]:
-    """The class of each status, and both of RESOURCE_EXHAUSTED."""
+    """RESOURCE_EXHAUSTED has two."""
     faults = [ErrorDetail(status.value[0], "", Reason.UNSPECIFIED) for status in grpc.StatusCode]
     faults += [ErrorDetail(EXHAUSTED.value[0], "", reason) for reason in (Reason.QUOTA_EXCEEDED, Reason.QUEUE_FULL)]
     for fault in faults:
@@ -104,7 +101,6 @@ def _exceptions() -> Iterator[tuple[str, str]]:
 
 
 def _error(name: str, status: str) -> errors.ServiceError:
-    """The error that a client gets for a reason that comes with this status."""
     return errors.from_fault(ErrorDetail(STATUSES[status].value[0], "", Reason(name)))
 
 

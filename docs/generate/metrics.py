@@ -54,12 +54,9 @@ DEFINITIONS: Mapping[str, Define] = {
     "Router": metrics.RequestMetrics,
     "Workers": lambda registry: metrics.EngineMetrics(registry, CAUSES),
 }
-"""What defines the metrics of a process, by the title of its section."""
 
 
 class Defined(NamedTuple):
-    """One metric as a process defines it."""
-
     name: str
     kind: str
     labels: tuple[str, ...]
@@ -67,8 +64,6 @@ class Defined(NamedTuple):
 
 
 class Recorder(metrics.Registry):
-    """A registry that notes what is defined in it."""
-
     def __init__(self) -> None:
         super().__init__(process=False)
         self.defined: list[Defined] = []
@@ -98,7 +93,7 @@ def render() -> str:
 
 
 def all_metrics() -> list[Defined]:
-    """Of all kinds of processes; one of the same name may occur twice."""
+    """A name may occur twice."""
     return [metric for define in DEFINITIONS.values() for metric in _defined(define)]
 
 

@@ -25,7 +25,7 @@ FilePath = tuple[int, ...]
 
 
 class Comment(NamedTuple):
-    """What stands above an element, beside it, and above it with an empty line between."""
+    """Above an element, beside it, and above it with an empty line between."""
 
     above: str
     beside: str
@@ -37,7 +37,7 @@ class Comment(NamedTuple):
 
     @property
     def section(self) -> str:
-        """Title of the section of the file that starts here, or nothing."""
+        """Title of the section that starts here, or nothing."""
         match = TITLE.search(self.apart)
         return match[1].strip() if match else ""
 
@@ -46,7 +46,7 @@ NONE = Comment("", "", "")
 
 
 class CommentedFile:
-    """The file's descriptor, and the comment of each element by its path."""
+    """By path of the element."""
 
     def __init__(self, name: str = "inference.proto") -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +61,6 @@ class CommentedFile:
 
     @property
     def rules(self) -> str:
-        """The comment at the start of the file."""
         comment = self.of(SYNTAX)
         return comment.above or comment.apart
 

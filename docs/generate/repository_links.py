@@ -4,8 +4,7 @@
     ../protos/worker.proto   ->  repository/protos/worker.proto.md    its text as a code block
     examples/python/         ->  repository/docs/examples/python/     a list of its files
 
-So a page has the same links in a checkout, where they lead to files, and on the site. A link to a file that does not
-exist is left alone: mkdocs reports it.
+A link to a file that does not exist is left alone: mkdocs reports it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ NOT_SHOWN = re.compile(r"_pb2|_lock|-lock|^\.|^__")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each file that a page links to, and for those that these link to."""
+    """Adds pages for files that a page links to, and for those that these link to."""
     waiting = [_repository_path(file.src_uri) for file in files.documentation_pages()]
     while waiting:
         for target in _targets(waiting.pop()):
@@ -42,7 +41,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace links to files by links to their pages."""
     here = page.file.src_uri
 
     def replace(match: re.Match[str]) -> str:
@@ -55,7 +53,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _targets(path: str) -> Iterator[str]:
-    """What a page or a folder leads to."""
     file = ROOT / path
     if file.is_dir():
         yield from (posixpath.join(path, name) for name in _names(file))
@@ -69,7 +66,7 @@ def _targets(path: str) -> Iterator[str]:
 
 
 def _parts(text: str) -> Iterator[tuple[str, bool]]:
-    """The text in order, cut into prose (False) and code (True)."""
+    """Prose (False) and code (True)."""
     end = 0
     for match in CODE.finditer(text):
         yield text[end : match.start()], False
@@ -79,10 +76,7 @@ def _parts(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _resolve(page: str, link: str) -> str | None:
-    """The file or folder that a link of a page leads to, relative to the repository; None if there is none.
-
-    A folder with an index or a README stands for that file.
-    """
+    """Relative to the repository; None if it does not exist. A folder with an index or README stands for it."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
     if path.startswith("..") or not (ROOT / path).exists():
         return None
@@ -107,7 +101,6 @@ def _site_uri(path: str) -> str:
 
 
 def _names(folder: Path) -> list[str]:
-    """Source files of a folder."""
     shown = [entry for entry in folder.iterdir() if entry.suffix in LANGUAGES and not NOT_SHOWN.search(entry.name)]
     return sorted(entry.name for entry in shown)
 

@@ -47,7 +47,6 @@ def _flag(name: str) -> str:
 
 
 def _default(field: FieldInfo, other: FieldInfo) -> str:
-    """The default, or both where roles differ."""
     return _value(field) if other.default == field.default else f"prefill {_value(other)}, decode {_value(field)}"
 
 
@@ -67,7 +66,7 @@ def _meaning(field: FieldInfo) -> str:
 
 
 def _allowed(field: FieldInfo) -> str:
-    """Which values it takes, where its type does not say so."""
+    """Unless the type says so."""
     kinds = [field.annotation, *get_args(field.annotation)]
     choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
     if choices:

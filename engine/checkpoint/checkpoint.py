@@ -1,7 +1,4 @@
-"""Checkpoints: model folders and hub repositories, checked before they are opened.
-
-Safetensors only; no code of a repository is run.
-"""
+"""Safetensors only; no code of a repository is run."""
 
 from __future__ import annotations
 
@@ -56,14 +53,13 @@ FAILURES = (
     TypeError,
     ValueError,
 )
-"""Exceptions of transformers and of model code for broken or unsupported checkpoints."""
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @contextmanager
 def refusing(name: str, what: str) -> Iterator[None]:
-    """Turn the block's ``FAILURES`` into ModelRefused, with ``what`` as the reason."""
+    """Turn ``FAILURES`` into ModelRefused, with ``what`` as the reason."""
     try:
         yield
     except FAILURES as error:
@@ -71,7 +67,7 @@ def refusing(name: str, what: str) -> Iterator[None]:
 
 
 def choose_device(name: str) -> torch.device:
-    """The named device, or CUDA when there is one. Raises InvalidConfig."""
+    """``auto``: CUDA when there is one. Raises InvalidConfig."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -88,7 +84,7 @@ def choose_device(name: str) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that may be opened; weights are not read yet. ``revision``: commit of a hub name."""
+    """Weights are not read yet. ``revision``: commit of a hub name."""
 
     path: str
     revision: str | None
@@ -101,10 +97,9 @@ class Checkpoint:
         return f"{architectures[0]} ({self.path})"
 
     def choose_dtype(self, name: str, fast: Set[torch.dtype]) -> torch.dtype:
-        """The named dtype, or the checkpoint's own. Raises InvalidConfig.
+        """``fast``: dtypes that the device multiplies at full speed. Raises InvalidConfig.
 
-        ``fast``: dtypes that the device multiplies at full speed. If float16 is not among them, a float16 checkpoint
-        is loaded as bfloat16, and float16 by name is refused.
+        If float16 is not among them, a float16 checkpoint is loaded as bfloat16, and float16 by name is refused.
         """
         stored = self.config.get_text_config().dtype or self.config.dtype or "float32"
         named = str(stored).removeprefix("torch.") if name == "auto" else name
@@ -118,10 +113,7 @@ class Checkpoint:
         return dtype
 
     def choose_context_length(self, context_length: int | None) -> int:
-        """The served context length, at most what the checkpoint is made for. Raises InvalidConfig, ModelRefused.
-
-        The limit is the length after rotary scaling. The default is ``rope.default_length``.
-        """
+        """At most the length after rotary scaling. Raises InvalidConfig, ModelRefused."""
         text = self.config.get_text_config()
         most = getattr(text, "max_position_embeddings", None)
         if most is None:
@@ -173,7 +165,6 @@ class Checkpoint:
         return model
 
     def _source(self) -> tuple[Any, dict[str, Any]]:
-        """The class to load, and where it reads the weights: the files, or slices of the weight format."""
         auto = _auto_class(self.config)
         if self.weight_format is PLAIN:
             return auto, {"pretrained_model_name_or_path": self.path, "revision": self.revision}
@@ -189,10 +180,7 @@ class Checkpoint:
         return Path(snapshot_download(self.path, revision=self.revision, allow_patterns=patterns))
 
     def weights(self) -> Digests:
-        """Identity of the weights: a hub commit, or digests of a folder's configuration and weight files.
-
-        Files are read unless their digests are cached. Raises ModelRefused.
-        """
+        """A hub commit, or digests of a folder's files, which are read unless these are cached. Raises ModelRefused."""
         if self.revision is not None:
             return Digests((f"{self.path}@{self.revision}",), {})
         folder = Path(self.path)
@@ -201,7 +189,7 @@ class Checkpoint:
             return digest_files([folder / "config.json", *files])
 
     def eos_token_ids(self, model: PreTrainedModel) -> frozenset[int]:
-        """End tokens that are in the vocabulary, from the generation config if it names any."""
+        """Those in the vocabulary, from the generation config if it names any."""
         generation = getattr(model, "generation_config", None)
         named = generation.eos_token_id if generation is not None else None
         named = self.config.get_text_config().eos_token_id if named is None else named
@@ -213,7 +201,7 @@ class Checkpoint:
 
 
 def open(path: str, revision: str | None = None) -> Checkpoint:
-    """Read the configuration of a folder or hub name. Raises ModelRefused."""
+    """Read the configuration. Raises ModelRefused."""
     local = Path(path).exists()
     if local:
         weight_files.check(Path(path))
@@ -241,12 +229,11 @@ def open(path: str, revision: str | None = None) -> Checkpoint:
 
 
 def _fetch_small(name: str, revision: str | None) -> Path:
-    """Download the small files of a hub name; the folder is named by the commit."""
     return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", "adapter_config.json"]))
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    """The model class of a checkpoint: the text class of a multimodal one would report surplus weights."""
+    """The text class of a multimodal checkpoint would report surplus weights."""
     multimodal: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM if multimodal is None else AutoModelForImageTextToText
@@ -255,7 +242,7 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 
 
 def _surplus(unexpected: Iterable[str], text: PreTrainedConfig) -> list[str]:
-    """Tensors that the model does not use: all but constants and the layers that predict further tokens.
+    """All but constants and the layers that predict further tokens.
 
     transformers has removed those in the class's ``_keys_to_ignore_on_load_unexpected``.
     """
@@ -268,7 +255,6 @@ def _surplus(unexpected: Iterable[str], text: PreTrainedConfig) -> list[str]:
 
 
 def _drop_other_media(model: PreTrainedModel) -> None:
-    """Replace the towers of a multimodal model: submodels of a sub-config that is not the text's."""
     text = model.config.get_text_config()
     if text is model.config:
         return
@@ -283,7 +269,7 @@ def _drop_other_media(model: PreTrainedModel) -> None:
 def layout_hash(
     weights: Digests, layout: KvLayout, context_length: int, dtype: torch.dtype, hardware: tuple[str, str]
 ) -> str:
-    """Equal exactly when two devices can exchange blocks: same weights, shapes, software, device type and kind."""
+    """Equal exactly when two devices can exchange blocks."""
     facts = [
         str(layout),
         str(context_length),

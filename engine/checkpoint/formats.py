@@ -1,4 +1,4 @@
-"""The weight formats, chosen by ``quantization_config`` in config.json. Imports no torch."""
+"""Chosen by ``quantization_config`` in config.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from decant.engine.checkpoint.weight_format import PLAIN, WeightFormat
 from decant.engine.errors import ModelRefused
 
 FORMATS: dict[str, WeightFormat] = {"fp8": Fp8()}
-"""Formats other than ``PLAIN``, by ``quant_method``."""
+"""By ``quant_method``."""
 
 
 def find_format(name: str, config: Mapping[str, Any]) -> WeightFormat:
-    """The format that a config.json names, in itself or in a part. Raises ModelRefused for an unknown one."""
+    """Named in config.json itself or in a part of it. Raises ModelRefused."""
     chosen = PLAIN
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key in ("quantization_config", "compression_config"):

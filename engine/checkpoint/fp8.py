@@ -1,11 +1,10 @@
 """The weight format ``fp8``: matrices as e4m3, with one scale, or one per block of 128 x 128. No torch until opened.
 
     x.weight            F8_E4M3 [out, in]
-    x.weight_scale      one number                          (also x.input_scale, of quantized activations: not used)
+    x.weight_scale      one number
     x.weight_scale_inv  F32 [out / 128, in / 128], rounded up, each the factor of a block
 
-A weight is the stored number times its scale. It is computed in the dtype of the model: weights take half the space on
-disk and in the page cache, and that of their dtype on the device.
+A weight is the stored number times its scale. ``x.input_scale``, of quantized activations, is not used.
 """
 
 from __future__ import annotations
@@ -20,14 +19,12 @@ from decant.engine.checkpoint.weight_shapes import Stored
 BLOCK = 128
 
 SCALES = ("_scale", "_scale_inv")
-"""Suffixes of a weight's scale: of the whole tensor, of its blocks. Both are factors."""
+"""Of the whole tensor, of its blocks. Both are factors."""
 
 _INPUT_SCALE = ".input_scale"
 
 
 class Fp8:
-    """A ``WeightFormat``. Tensors without a scale are stored as they are."""
-
     def allows(self, tensor: str, dtype: str) -> bool:
         return (dtype == "F8_E4M3" and tensor.endswith(".weight")) or PLAIN.allows(tensor, dtype)
 
@@ -56,8 +53,6 @@ class Fp8:
 
 
 class _Matrix:
-    """A matrix that is multiplied by its scales when it is read."""
-
     def __init__(self, name: str, stored: Any, scale: Any) -> None:
         shape, of_scale = stored.get_shape(), scale.get_shape()
         blocks = [-(-count // BLOCK) for count in shape]

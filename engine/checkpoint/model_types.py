@@ -1,7 +1,6 @@
-"""Model types that transformers knows, without importing it: the import loads torch and takes seconds.
+"""Model types that transformers knows, without importing it, which takes seconds.
 
-A type is known if it occurs in quotes in the files where transformers registers its configurations. The import refuses
-other names later.
+A type is known if it is in quotes in the files where transformers registers configurations.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def refusal(name: str, config: Mapping[str, Any]) -> ModelRefused:
 
 @cache
 def _registries() -> str:
-    """Empty if transformers is not installed or has other files."""
+    """Empty if transformers has other files."""
     package = importlib.util.find_spec("transformers")
     if package is None or package.origin is None:
         return ""

@@ -1,7 +1,6 @@
-"""Check a model folder by its files alone: configuration, weight files and their headers. No torch, no weights read.
+"""Check a model folder by its files alone, without torch and without reading weights.
 
-A safetensors file is a little-endian u64, the length of a header; the header, JSON of name -> dtype, shape and offsets;
-then the tensors.
+A safetensors file: little-endian u64 length of the header; header, JSON of name -> dtype, shape and offsets; tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from decant.engine.checkpoint.weight_shapes import Stored
 from decant.engine.errors import ModelRefused
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""transformers reads the first if it exists, else the shards that the second lists."""
 
 ADAPTERS = ("adapter_config.json", "adapter_model*")
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
@@ -29,10 +27,7 @@ _MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 def check(folder: Path) -> None:
-    """Check a folder before weights are read. Raises ModelRefused with the file and the reason.
-
-    Reads config.json and the headers of the weight files: milliseconds per file.
-    """
+    """Raises ModelRefused with the file and the reason."""
     if not folder.is_dir():
         raise ModelRefused(str(folder), "it is a file; a folder or a hub name is needed")
     if not (folder / "config.json").is_file():
@@ -43,21 +38,21 @@ def check(folder: Path) -> None:
 
 
 def check_format(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse adapters and unknown weight formats. Raises ModelRefused."""
+    """Raises ModelRefused for adapters and unknown formats."""
     name = describe(folder, config)
     check_adapters(folder, name)
     find_format(name, config)
 
 
 def check_adapters(folder: Path, name: str) -> None:
-    """Raises ModelRefused for a folder with an adapter."""
+    """Raises ModelRefused."""
     if adapters := sorted(file.name for pattern in ADAPTERS for file in folder.glob(pattern)):
         reason = f"it has an adapter ({adapters[0]}), and adapters are not served yet: merge it into the weights"
         raise ModelRefused(name, reason)
 
 
 def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelRefused unless all weight files are complete, in the format and of the shapes of ``config``."""
+    """Raises ModelRefused unless all are complete, in the format and of the shapes of ``config``."""
     name = describe(folder, config)
     weight_format = find_format(name, config)
     tensors: dict[str, Stored] = {}
@@ -71,7 +66,7 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _stored(name: str, file: Path, tensor: str, entry: Mapping[str, Any]) -> Stored:
-    """Raises ModelRefused for an entry whose offsets do not match its shape."""
+    """Raises ModelRefused if offsets do not match the shape."""
     try:
         shape = tuple(int(count) for count in entry["shape"])
         begin, end = entry["data_offsets"]
@@ -88,7 +83,7 @@ def _stored(name: str, file: Path, tensor: str, entry: Mapping[str, Any]) -> Sto
 
 
 def weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
-    """The weight files, sorted by name. Raises ModelRefused if one is missing."""
+    """Sorted by name. Raises ModelRefused."""
     name = describe(folder, config)
     if "transformers_weights" in config:
         raise ModelRefused(name, f"config.json names weight files of its own (transformers_weights); use {SINGLE}")
@@ -107,14 +102,14 @@ def weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """config.json. Raises ModelRefused."""
+    """Raises ModelRefused."""
     if not (folder / "config.json").is_file():
         raise ModelRefused(str(folder), "the folder has no config.json")
     return read_json(folder / "config.json", str(folder))
 
 
 def read_json(file: Path, name: str) -> Mapping[str, Any]:
-    """A JSON object. Raises ModelRefused for ``name``."""
+    """Raises ModelRefused for ``name``."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -125,7 +120,6 @@ def read_json(file: Path, name: str) -> Mapping[str, Any]:
 
 
 def describe(folder: Path, config: Mapping[str, Any]) -> str:
-    """Architecture and folder, as refusals name a checkpoint."""
     architectures = config.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
     return f"{named or 'an unnamed model type'} ({folder})"
@@ -151,7 +145,7 @@ def _no_weights(folder: Path) -> str:
 
 
 def _header(name: str, file: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Tensor name -> dtype, shape and offsets. Raises ModelRefused for an incomplete file."""
+    """Tensor name -> dtype, shape and offsets. Raises ModelRefused."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))

@@ -1,10 +1,9 @@
-"""Digests of weight files over all their bytes, cached beside the files so that a restart does not read them.
+"""Digests of weight files over all their bytes, cached beside the files::
 
     model.safetensors
     .model.safetensors.xxh128     {"stamp": [size, mtime_ns, ctime_ns, inode], "digest": "..."}
 
-If the folder can't be written, the cache is in the user's cache folder; if neither can, every start reads all bytes.
-Only workers read weights; routers compare what workers register.
+If the folder can't be written, the cache is in the user's cache folder. A digest counts while the stamp is the same.
 """
 
 from __future__ import annotations
@@ -21,13 +20,11 @@ from pathlib import Path
 from decant.engine.errors import ModelRefused
 
 Stamp = tuple[int, int, int, int]
-"""Size, mtime_ns, ctime_ns and inode: one changes when a file is written or replaced."""
 
 SETTLED_NS = 2_000_000_000
-"""A digest is cached once its file is this old: then a later write has another timestamp."""
+"""Least age of a file whose digest is cached, so that a later write has another timestamp."""
 
 CACHED_FROM = 64 << 20
-"""Least bytes of a file whose digest is cached; a smaller one is read in less than 0.1 s."""
 
 _CHUNK = 8 << 20
 
@@ -40,16 +37,14 @@ class Digests:
     stamps: Mapping[Path, Stamp]
 
     def check_unchanged(self, name: str) -> None:
-        """Raises ModelRefused if a file was written or replaced since."""
+        """Raises ModelRefused."""
         for file, stamp in self.stamps.items():
             if _stamp(file) != stamp:
                 raise ModelRefused(name, f"{file.name} changed while it was loaded")
 
 
 def digest_files(files: Sequence[Path]) -> Digests:
-    """Digest each file; a cached digest counts while the stamp is the same. Releases the interpreter's lock while it
-    reads. Raises OSError.
-    """
+    """Releases the GIL while it reads. Raises OSError."""
     stamps = {file: _stamp(file) for file in files}
     values = tuple(f"{file.name}:{_digest(file, stamp)}" for file, stamp in stamps.items())
     return Digests(values, stamps)
@@ -85,7 +80,6 @@ def _stamp(file: Path) -> Stamp:
 
 
 def _cache_paths(file: Path) -> Iterator[Path]:
-    """Paths for the digest of a file, preferred ones first."""
     yield file.with_name(f".{file.name}.xxh128")
     with contextlib.suppress(RuntimeError):  # no home
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -104,8 +98,7 @@ def _load(path: Path, stamp: Stamp) -> str | None:
 
 
 def _write(file: Path, stamp: Stamp, digest: str) -> None:
-    """Write to the first path that can be written. In place, so that a crash leaves no other file; another worker that
-    reads meanwhile gets all of it, or no valid JSON."""
+    """In place: a concurrent reader gets all of it, or no valid JSON."""
     content = json.dumps({"stamp": stamp, "digest": digest})
     for path in _cache_paths(file):
         with contextlib.suppress(OSError):

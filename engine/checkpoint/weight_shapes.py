@@ -1,8 +1,4 @@
-"""Compares headers of weight files with config.json: layers, embedding and projections. No torch.
-
-Only for model types with Llama's layers and names. transformers would refuse the same models, but only when it loads
-them.
-"""
+"""Compares headers of weight files with config.json, for model types with Llama's layers and names. No torch."""
 
 from __future__ import annotations
 
@@ -38,10 +34,10 @@ LLAMA_SHAPED = frozenset(
     }
 )
 HEADS_DIVIDE_HIDDEN = frozenset({"llama", "mistral", "mixtral", "qwen2"})
-"""Model types whose default ``head_dim`` is hidden_size / num_attention_heads."""
+"""Whose default ``head_dim`` is hidden_size / num_attention_heads."""
 
 CONSTANTS = (".rotary_emb.inv_freq", "position_ids", ".attn.masked_bias")
-"""Name suffixes of tensors that older releases saved and that follow from the configuration."""
+"""Suffixes of tensors that follow from the configuration; saved by older releases."""
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
@@ -55,7 +51,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """A dimension; ``count`` is None if config.json does not determine it."""
+    """``count`` is None if config.json does not determine it."""
 
     field: str
     count: int | None
@@ -78,7 +74,7 @@ def check(name: str, config: Mapping[str, Any], tensors: Mapping[str, Stored]) -
 
 
 def predicting(first: int, further: Any) -> range:
-    """Indexes of the layers that predict further tokens: ``further`` of them after the model's own."""
+    """Layers after the model's own, which predict further tokens."""
     return range(first, first + further) if isinstance(further, int) else range(0)
 
 
@@ -104,7 +100,7 @@ def _check_layers(name: str, config: Mapping[str, Any], tensors: Iterable[str]) 
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[_Size, _Size]]:
-    """Dimensions by tensor name, without the layer's prefix or ``model.``."""
+    """Without the layer's prefix or ``model.``."""
     hidden = _Size("hidden_size", _count(config, "hidden_size"))
     vocabulary = _Size("vocab_size", _count(config, "vocab_size"))
     inner = _Size("intermediate_size", _count(config, "intermediate_size"))

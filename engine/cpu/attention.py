@@ -1,6 +1,6 @@
 """Compiled attention over KV blocks in place (``engine/cpu/kernels/attention.h``).
 
-A row has the same bits in any batch. A sequence's keys are read once for the rows that share them.
+A row has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ class _Call(ctypes.Structure):
 
 
 class NativeAttention:
-    """The attention of one step: writes its keys and values to their blocks, then attends over them.
-
-    ``store`` is on the CPU, in float32 or bfloat16. ``keep``: flattened tokens whose logits are needed; None: all.
-    """
+    """``store`` is on the CPU, in float32 or bfloat16. ``keep``: flattened tokens that need logits; None: all."""
 
     def __init__(
         self,
@@ -68,12 +65,11 @@ class NativeAttention:
             self._selected = _SelectedTokens(indices.ctypes.data, len(indices), late)
 
     def _make_step(self, row_table: Ints, group: int) -> _Step:
-        """The rows with the block tables of a cache group."""
         table = self._flat.table[group]
         return _Step(row_table.ctypes.data, table.ctypes.data, *table.shape)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """-> [1, T, heads, value dim] in the query's dtype. Raises ValueError if the call does not fit the step."""
+        """-> [1, T, heads, value dim] in the query's dtype. Raises ValueError."""
         self._check(call)
         dtype = self._store.dtype
         query, key, value = (
@@ -106,7 +102,6 @@ class NativeAttention:
         return out
 
     def _check(self, call: AttentionCall) -> None:
-        """The kernel relies on these shapes."""
         spec, tokens = self._store.layout.layers[call.layer], len(self._flat.tokens)
         heads = call.query.shape[1]
         _check_shape("query", call.query, (1, heads, tokens, spec.key_dim))
@@ -120,8 +115,10 @@ class NativeAttention:
             _check_shape("sinks", call.sinks, (heads,))
 
     def addresses(self, layer: int) -> tuple[int, int, int, int]:
-        """Of a layer's blocks, of the first position that each token sees, of the selected tokens (0: all), and of the
-        step. Only the last layer's output is needed for selected tokens alone."""
+        """Of a layer's blocks, each token's first visible position, the selected tokens (0: all), and the step.
+
+        Only the last layer's output is needed for selected tokens alone.
+        """
         is_last = layer == len(self._views) - 1
         selected = ctypes.addressof(self._selected) if self._selected is not None and is_last else 0
         step = ctypes.addressof(self._steps[self._store.layout.group_of[layer]])
@@ -140,6 +137,5 @@ def _check_shape(name: str, part: Any, shape: tuple[int, ...]) -> None:
 
 
 def _with_contiguous_heads(part: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """[1, heads, T, dim] with the elements of a head contiguous, in ``dtype``."""
     converted: torch.Tensor = part if dtype is None or part.dtype == dtype else part.to(dtype)
     return converted if converted.stride(3) == 1 else converted.contiguous()

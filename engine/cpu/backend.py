@@ -1,8 +1,4 @@
-"""The CPU backend: the only module of ``engine.cpu`` that the rest of the engine uses.
-
-Rows are exact on any CPU: linear layers are packed (``linear``), torch's elementwise loops run on one thread
-(``threads``). ``NativeBackend`` also has compiled kernels.
-"""
+"""The CPU backends: the only module of ``engine.cpu`` that the rest of the engine uses. Rows are exact on any CPU."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ from decant.engine.plan import Device, Row
 
 
 class CpuBackend(TorchBackend):
-    """CPUs without compiled kernels: packed linear layers (oneDNN), the rest in torch."""
+    """Without compiled kernels: packed linear layers (oneDNN), the rest in torch."""
 
     dtypes = frozenset({torch.bfloat16, torch.float32})  # float16 products are a thousand times as slow
     exact = PARTS
@@ -68,8 +64,6 @@ class CpuBackend(TorchBackend):
 
 
 class NativeBackend(CpuBackend):
-    """CPUs with compiled kernels: attention over blocks in place, sampling and batch layout too."""
-
     def __init__(self, kernels: ModuleType) -> None:
         super().__init__()
         self._kernels = kernels
@@ -85,7 +79,6 @@ class NativeBackend(CpuBackend):
 
 
 def flatten(kernels: ModuleType, rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
-    """``step_batch.flatten``, compiled (``kernels/batch_from_python.h``): in Python hundreds of rows take too long."""
     ordered, row_table, flattened, new_blocks, table, groups, width = kernels.flatten(rows, block_size, blank)
     return FlatBatch(
         ordered,

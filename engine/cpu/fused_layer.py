@@ -1,13 +1,7 @@
-"""Decoder layers in one compiled call: norm, attention, norm, gated MLP.
+"""Decoder layers in one compiled call: norm, attention, norm, gated MLP (engine/cpu/kernels/layer.h).
 
-Without it the interpreter makes dozens of calls a layer between compiled parts: a quarter of the time of a decode step
-of one sequence.
-
-    transformers    __call__ -> norm -> q, k, v -> views -> rotation -> attention -> o -> + -> norm -> ...
-    fused           __call__ -> kernels.layers (engine/cpu/kernels/layer.h)
-
-A layer is fused if it has the expected parts and passes a trial: both versions must compute the same bits of outputs
-and blocks. Only the module's ``forward`` is replaced; it passes calls that the kernel does not support to the original.
+A layer is fused if it has the expected parts and in a trial computes the same bits of outputs and blocks. Only the
+module's ``forward`` is replaced; it passes calls that the kernel does not support to the original.
 """
 
 from __future__ import annotations
@@ -38,12 +32,10 @@ from decant.engine.request import Request
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NORMS = ("input_layernorm", "q_norm", "k_norm", "post_attention_layernorm")
 OPTIONAL = ("q_norm", "k_norm")
-"""Names of the parts in nearly all models."""
 
 TRIAL_BLOCK = 16
-"""Tokens per block in a trial."""
 PROBE_POSITION = 1 << 20
-"""First position of a trial's rows: a layer that scales distant tokens differs from the fused one."""
+"""First position of a trial: a layer that scales distant tokens differs."""
 
 Forward = Callable[..., Any]
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -112,7 +104,7 @@ class FusedLayer:
         attention: NativeAttention,
         outputs: torch.Tensor,
     ) -> None:
-        """Computes consecutive layers, the first of which is this one, into ``outputs`` [layers, *hidden.shape]."""
+        """Of consecutive layers from this one on, into ``outputs`` [layers, *hidden.shape]."""
         calls = array("Q")  # as struct LayerCall in layer.h
         for index, layer in enumerate(layers, next_layer()):
             calls.extend((layer._address, *attention.addresses(index)))
@@ -121,7 +113,6 @@ class FusedLayer:
         self._kernel(half, calls.buffer_info()[0], len(layers), *addresses, tokens, num_threads())
 
     def _fits(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-        """Whether dtypes, shapes and strides are those that the kernel reads."""
         return (
             len(hidden) == 1
             and cos.shape == sin.shape == (1, hidden.shape[1], self.width)
@@ -133,7 +124,7 @@ class FusedLayer:
 
 
 class _Parts:
-    """The parts of a module that may be a decoder layer. Raises LookupError if one is missing or of another kind."""
+    """Raises LookupError if a part is missing or of another kind."""
 
     def __init__(self, module: nn.Module) -> None:
         children = dict(module.named_children())
@@ -145,7 +136,6 @@ class _Parts:
         self._check()
 
     def _check(self) -> None:
-        """The kernel relies on widths that fit together."""
         query, key, value, out, gate, up, down = self.weights
         before, _, _, after = self.norms
         assert before is not None
@@ -180,7 +170,7 @@ def _packed_weight(part: nn.Module) -> PackedWeight:
 
 
 def fuse(model: nn.Module, dtype: torch.dtype, kind: type[FusedLayer] = FusedLayer) -> list[FusedLayer]:
-    """Fuse every decoder layer that passes the trial; after ``fused_ops.fuse``. Returns them in the model's order."""
+    """Fuse every layer that passes the trial, in the model's order; after ``fused_ops.fuse``."""
     if KERNELS is None or dtype not in TOLERANCE:
         return []
     layers = []
@@ -200,7 +190,7 @@ def fused_layers(model: nn.Module) -> list[tuple[nn.Module, FusedLayer]]:
 
 
 def unfuse(model: nn.Module) -> list[tuple[nn.Module, FusedLayer]]:
-    """Restore the original forward of all layers; ``module.forward = layer`` fuses a returned one again."""
+    """Restore the original forwards; ``module.forward = layer`` fuses a returned one again."""
     layers = fused_layers(model)
     for module, layer in layers:
         module.forward = layer.original_forward
@@ -208,8 +198,6 @@ def unfuse(model: nn.Module) -> list[tuple[nn.Module, FusedLayer]]:
 
 
 class _RecordingAttention:
-    """Attends over heads of one shape, and records the call."""
-
     def __init__(self, attention: AttentionBackend, spec: LayerSpec) -> None:
         self._attention = attention
         self._spec = spec
@@ -227,8 +215,6 @@ class _RecordingAttention:
 
 
 class _Trial:
-    """Rows of small, usual and large numbers that go through a layer over empty blocks."""
-
     def __init__(self, hidden: int, kv_heads: int, width: int, dtype: torch.dtype) -> None:
         count = len(PROBE_SCALES)
         generator = torch.Generator().manual_seed(0)
@@ -242,7 +228,7 @@ class _Trial:
         self._step = [Row(Request("trial", tuple(tokens)), tokens, 0, count, (array("i", [0]),), True)]
 
     def run(self, forward: Forward) -> tuple[torch.Tensor, torch.Tensor, AttentionCall | None]:
-        """The layer's output, the blocks after it, and its attention call (None if ``forward`` is fused)."""
+        """The output, the blocks after it, and the attention call (None if ``forward`` is fused)."""
         assert KERNELS is not None
         store = KvStore(self._layout, 1, self._rows.dtype, self._rows.device)
         native = NativeAttention(KERNELS, store, [AttentionWindow()], flatten(self._step, TRIAL_BLOCK, store.blank))
@@ -255,7 +241,6 @@ class _Trial:
 
 @torch.inference_mode()
 def _fused(module: nn.Module, parts: _Parts, dtype: torch.dtype, kind: type[FusedLayer]) -> FusedLayer | None:
-    """The fused layer, if it gives the same output and leaves the same blocks, bit for bit."""
     assert KERNELS is not None
     original_forward, key = module.forward, parts.weights[1]
     widths: list[Any] = [getattr(part, "head_dim", None) for part in module.children()]

@@ -1,8 +1,4 @@
-"""Compiled norms, gated MLPs and rotary embedding: one pass each instead of two to sixteen torch calls.
-
-A module is replaced only if a trial on rows of small, usual and large numbers has the same result. A row's bits do not
-depend on the other rows, before and after.
-"""
+"""Compiled norms, gated MLPs and rotary embedding. They replace a module only if a trial has the same result."""
 
 from __future__ import annotations
 
@@ -18,10 +14,9 @@ from decant.engine.cpu.linear import PackedLinear
 from decant.engine.cpu.threads import num_threads
 
 PROBE_SCALES = (1e-2, 1.0, 30.0)
-"""Scales of a trial's rows."""
 
 TOLERANCE = {torch.bfloat16: 2**-11, torch.float32: 1e-5}
-"""Largest difference in a trial, relative to the norm of the result: less than one more rounding would cause."""
+"""Largest difference relative to the norm of the result: less than one more rounding causes."""
 
 Rotate: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """(query, key, cos, sin, ...) -> rotated query and key."""
@@ -84,7 +79,7 @@ class Rotation:
         return self._rotate(query, cos, sin), self._rotate(key, cos, sin)
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """The result is stored as [1, T, heads, width], as a linear layer's output is."""
+        """Stored as [1, T, heads, width], as a linear layer's output is."""
         _, heads, tokens, width = x.shape
         out = x.new_empty(1, tokens, heads, width)
         addresses = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
@@ -95,7 +90,6 @@ class Rotation:
 
 
 def _is_supported(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether it is one sequence, the whole width, one dtype, with strides that the kernel reads."""
     return (
         (1, *x.shape[2:]) == cos.shape == sin.shape
         and len(x) == 1
@@ -109,7 +103,7 @@ def _is_supported(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool
 
 
 def fuse(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace the modules that pass the trial. ``dtype`` is that of the whole model."""
+    """``dtype`` is that of the whole model."""
     if KERNELS is None or dtype not in TOLERANCE:
         return
     for parent in list(model.modules()):
@@ -152,7 +146,6 @@ def has_same_bits(rotation: Rotate, original: Rotate, width: int, dtype: torch.d
 
 @torch.inference_mode()
 def _is_like(original: nn.Module, fused: RmsNorm | GatedMlp, dtype: torch.dtype) -> bool:
-    """Whether results are equal up to the order of sums."""
     if fused.dtype != dtype:
         return False
     rows = torch.randn(len(PROBE_SCALES), fused.width, generator=torch.Generator().manual_seed(0))

@@ -1,12 +1,11 @@
 """Rows times a packed weight. A row has the same bits for any number of rows and threads.
 
-A general matrix product chooses its kernel by the number of rows, so a row's last bits depend on other rows. Three
-kinds of product do not::
+A general matrix product chooses its kernel by the number of rows, and with it a row's last bits. These do not::
 
-    PackedWeight   the compiled kernels (engine/cpu/kernels). Weights in bfloat16, twelve bits a number on CPUs that
-                   multiply bfloat16, or float32; sums are float32.
-    OneDnn         without the kernels, and on CPUs with AMX, which they do not use: oneDNN's product on packed
-                   weights, in bfloat16 if the CPU multiplies it, else in float32.
+    PackedWeight   the compiled kernels. Weights in bfloat16, twelve bits a number on CPUs that multiply bfloat16, or
+                   float32; sums are float32.
+    OneDnn         without the kernels, and on CPUs with AMX: oneDNN's product on packed weights, in bfloat16 if the CPU
+                   multiplies it, else in float32.
     SingleRows     a build of torch without oneDNN: torch's product of each row, in float32.
 """
 
@@ -33,7 +32,7 @@ _PANELS = None if AMX else KERNELS
 
 
 def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """Product with weight [out, in] and bias [out], in float32 or bfloat16. The weight is copied."""
+    """``weight`` [out, in], ``bias`` [out], in float32 or bfloat16. The weight is copied."""
     if _PANELS is not None:
         return PackedWeight(_PANELS, weight, bias)
     return OneDnn(weight, bias) if torch.backends.mkldnn.is_available() else SingleRows(weight, bias)
@@ -71,8 +70,6 @@ class PackedWeight:
 
 
 class OneDnn:
-    """``tests/engine/test_bits`` checks 1 to 2,048 rows."""
-
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._dtype, self._outputs = weight.dtype, len(weight)
         if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -93,7 +90,7 @@ class OneDnn:
 
 
 class SingleRows:
-    """On the calling thread: slow for prompts."""
+    """On the calling thread."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = weight.detach().float().contiguous()

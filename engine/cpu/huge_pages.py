@@ -1,7 +1,4 @@
-"""Zeroed memory in huge pages, if the system has them: a step reads more pages of 4 KiB than the TLB has entries for.
-
-A page takes memory only once it is written.
-"""
+"""Zeroed memory in huge pages, if the system has them. A page takes memory only once it is written."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from contextlib import suppress
 import torch
 
 ARENA = 1 << 26
-"""Bytes mapped at once, for tensors that are much smaller."""
 
 _ALIGNED = 64
 

@@ -1,5 +1,3 @@
-"""A KV store in the process's own memory: in huge pages, and its bytes are read and written without torch."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -12,7 +10,7 @@ from decant.engine.model.kv_store import KvStore
 
 
 class HostKvStore(KvStore):
-    """``read`` returns an alias of the store; while ``write`` copies, other threads run."""
+    """In huge pages. ``read`` returns an alias of the store; while ``write`` copies, other threads run."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(layout, num_blocks, dtype, device)

@@ -1,7 +1,4 @@
-"""Packed linear layers (``engine/cpu/gemm.py``): a row's bits do not depend on the other rows.
-
-Modules that multiply rows by a weight in another way run on a fixed number of rows at a time.
-"""
+"""Packed linear layers (``engine/cpu/gemm.py``). Other modules with weights run on a fixed number of rows at a time."""
 
 from __future__ import annotations
 
@@ -16,24 +13,21 @@ from decant.engine.cpu.gemm import PackedWeight, prepare
 from decant.engine.cpu.huge_pages import release_freed
 
 FIXED_ROWS = 32
-"""Rows of every call of a module that is run by ``FixedRows``."""
 
 FREED_AT_ONCE = 64 << 20
-"""Bytes of replaced weights after which freed memory is returned to the system."""
 
 LANES = 64
 """Elements of one iteration of the widest vector loop (bf16, AVX512, unrolled twice)."""
 
 
 UNSUPPORTED_CALL = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors of a module that is called with arguments it does not take."""
 
 
 class PackedLinear(nn.Module):
     """``nn.Linear`` with weight [out, in]: x [..., in] -> [..., out].
 
-    An output whose width is no multiple of LANES is a view of a wider tensor, so that torch's elementwise loops go row
-    by row: in a dense tensor the position of the scalar tail, with its other last bits, depends on the number of rows.
+    An output whose width is no multiple of LANES is a view of a wider tensor: in a dense one the place of the scalar
+    tail of torch's elementwise loops, with other last bits, depends on the number of rows.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -71,7 +65,6 @@ class FixedRows(nn.Module):
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        """Callers may read attributes of the inner module (such as a router's bias)."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -92,15 +85,14 @@ def _join(pieces: Sequence[torch.Tensor], count: int) -> torch.Tensor:
 
 
 EXPERTS_TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-3}
-"""Largest difference of packed experts from the original, relative to the norm of the output: more than rounding, far
-less than another activation or order of halves causes."""
+"""Relative to the norm of the output."""
 
 
 class PackedExperts(nn.Module):
-    """A transformers experts module (``use_experts_implementation``) with each expert's weights packed.
+    """transformers experts (``use_experts_implementation``) with packed weights.
 
     hidden [T, H], top_k_index [T, k], top_k_weights [T, k] -> [T, H]. A token's experts are added in the router's
-    order, so its sum does not depend on other tokens.
+    order.
     """
 
     def __init__(self, experts: Any) -> None:
@@ -130,7 +122,7 @@ class PackedExperts(nn.Module):
 
 @torch.inference_mode()
 def _pack_experts(experts: Any) -> PackedExperts:
-    """Raises ValueError if results differ from the original on rows assigned to each expert."""
+    """Raises ValueError if results differ from the original on rows for each expert."""
     weight = experts.gate_up_proj if experts.has_gate else experts.up_proj
     count, dtype, width = len(weight), weight.dtype, weight.shape[1 if experts.is_transposed else 2]
     generator = torch.Generator().manual_seed(0)
@@ -157,10 +149,9 @@ def _pack_each(experts: Any, name: str) -> nn.ModuleList:
 
 
 def pack(model: nn.Module) -> None:
-    """Replace every module that multiplies rows by a weight with one in which rows are independent.
+    """Replace every module that multiplies rows by a weight.
 
-    A replaced module is freed at once, so only one module's weights are in memory twice. Remaining parameters are
-    copied: a view of a mapped file would keep all of the file's pages in memory.
+    Only one module's weights are in memory twice. Remaining parameters are copied from mapped files.
     """
     freed = 0
     for parent in [module for module in model.modules() if next(module.children(), None) is not None]:
@@ -175,7 +166,6 @@ def pack(model: nn.Module) -> None:
 
 
 def _replace(parent: nn.Module, name: str) -> int:
-    """Pack a child; return the bytes of its replaced parameters."""
     child = parent.get_submodule(name)
     nbytes = sum(parameter.nbytes for parameter in child.parameters(recurse=False))
     packed = _packed(child)
@@ -186,13 +176,12 @@ def _replace(parent: nn.Module, name: str) -> int:
 
 
 def _has_stacked_experts(module: nn.Module) -> bool:
-    """Whether it has stacked weights of several experts, and takes rows sorted by expert."""
     handled = isinstance(module, PackedExperts | FixedRows | nn.Conv1d) or hasattr(module, "is_transposed")
     return not handled and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
 
 
 def _packed(module: nn.Module) -> nn.Module | None:
-    """Return None where the module stays and its children are looked at."""
+    """None: the module stays, its children are packed."""
     # A router may be a Linear whose forward does more.
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return PackedLinear(module.weight, module.bias)
@@ -213,10 +202,7 @@ def _packed(module: nn.Module) -> nn.Module | None:
 
 @torch.inference_mode()
 def _is_elementwise(module: nn.Module, weight: torch.Tensor) -> bool:
-    """Whether a module multiplies its input by ``weight`` [a, b] element by element, as a norm over heads does.
-
-    Then it takes exactly as many rows as the weight has; a matrix product takes any number.
-    """
+    """Such a module takes exactly as many rows as ``weight`` [a, b] has; a matrix product takes any number."""
     count, width = weight.shape
     try:
         output = module(weight.new_ones(1, count, width))

@@ -1,18 +1,15 @@
 """Patches of transformers' objects that depend on object identity: all of them are in this file.
 
-Each saves interpreter time between kernels; none changes bits, and a step without them is correct. Lookahead saves
-0.8 % of a decode step of one sequence (``bench/results/kernels-zen4.json``); the others were not measured alone::
+Each saves interpreter time between kernels; none changes bits, and a step without them is correct::
 
-    LookaheadLayer    A call computes the fused layers that follow in the same kernel call, so that Python does not run
-                      between them. Relies on transformers calling the layers in order, each with the tensor that the
-                      one before returned. A layer returns its precomputed output only for that tensor, unchanged, the
-                      same angles and the same step; else it computes, and the layer before no longer looks ahead.
-    _Layers           Models slice their layer list in each step, and making an nn.ModuleList takes time. The full slice
-                      of this class is the list itself. Relies on models not changing the slice.
-    patch_rotation    An attention module calls its rotation as a global of its module. The module gets a copy of its
-                      forward with another function under that name, so that other users of the global are unaffected.
-
-Without lookahead, ``optimize`` would call ``fused_layer.fuse`` instead of ``fuse_with_lookahead``.
+    LookaheadLayer    A call computes the fused layers that follow, too. Relies on transformers calling the layers in
+                      order, each with the tensor that the one before returned. A layer returns its precomputed output
+                      only for that tensor, unchanged, the same angles and the same step; else it computes, and the
+                      layer before no longer looks ahead.
+    _Layers           Models slice their layer list in each step: the full slice is the list itself. Relies on models
+                      not changing the slice.
+    patch_rotation    An attention module calls its rotation as a global of its module. It gets a copy of its forward
+                      with another global; other users of the global are unaffected.
 """
 
 from __future__ import annotations
@@ -32,10 +29,8 @@ from decant.engine.cpu.kernels import KERNELS
 from decant.engine.model.attention import AttentionBackend, AttentionCall, current, next_layer
 
 LOOKAHEAD_BYTES = 32 << 20
-"""Most bytes of precomputed outputs; a long step of a wide model looks ahead over fewer layers."""
 
 ROTATION = "apply_rotary_pos_emb"
-"""Name of the rotation in transformers' model files."""
 
 
 class _Precomputed(NamedTuple):
@@ -46,7 +41,7 @@ class _Precomputed(NamedTuple):
     output: torch.Tensor
 
     def matches(self, hidden: torch.Tensor, angles: Any, attention: AttentionBackend | None) -> bool:
-        """Whether the call has the same objects, and nothing was written to ``hidden`` since."""
+        """The same objects, and nothing was written to ``hidden`` since."""
         return (
             hidden is self.hidden
             and hidden._version == 0
@@ -58,12 +53,10 @@ class _Precomputed(NamedTuple):
 
 
 class LookaheadLayer(FusedLayer):
-    """A fused layer that also computes its followers."""
-
     def __init__(self, kernels: ModuleType, original_forward: Forward, parts: Any, call: AttentionCall) -> None:
         super().__init__(kernels, original_forward, parts, call)
         self.follower: LookaheadLayer | None = None
-        """The layer that the model is expected to call next, with this one's output."""
+        """Expected to be called next, with this layer's output."""
         self._precomputed: _Precomputed | None = None
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +83,6 @@ class LookaheadLayer(FusedLayer):
         return outputs[0]
 
     def _with_followers(self, most: int) -> list[LookaheadLayer]:
-        """The layer and its followers, at most ``most`` layers if that is more than one."""
         layers = [self]
         while len(layers) < most and (follower := layers[-1].follower) is not None:
             if follower._precomputed is not None:  # the last precomputed output was not used
@@ -111,14 +103,11 @@ def fuse_with_lookahead(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class _Layers(nn.ModuleList):
-    """A list whose full slice is the list itself."""
-
     def __getitem__(self, index: Any) -> Any:
         return self if index == slice(None, len(self)) else super().__getitem__(index)
 
 
 def patch_rotation(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have attention modules call the compiled rotation, if it gives the same bits as their own."""
     if KERNELS is None or dtype not in TOLERANCE:
         return
     for module in model.modules():
@@ -132,7 +121,6 @@ def patch_rotation(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _with_global(function: FunctionType, name: str, value: object) -> FunctionType:
-    """A copy of a function that sees another value of one global."""
     namespace = {**function.__globals__, name: value}
     copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__

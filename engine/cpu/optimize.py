@@ -6,7 +6,7 @@ from decant.engine.cpu import fused_ops, linear, model_patches
 
 
 def optimize(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Replace modules in place, in this order: a fused operation takes packed linear layers, a fused layer both.
+    """In this order: a fused operation takes packed linear layers, a fused layer both.
 
     Weights are copied from mapped files.
     """

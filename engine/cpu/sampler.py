@@ -1,4 +1,4 @@
-"""Sampling with compiled kernels: each row is drawn by itself, in place (``kernels/sample.h``)."""
+"""Sampling with compiled kernels (``kernels/sample.h``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from decant.engine.model.sampler import Sampler, TopToken, adjust, forbidden, ra
 from decant.engine.plan import Row
 
 SCORES_AT_ONCE = 1 << 18
-"""Scores that one tensor operation takes: what a CPU's caches hold. More would go through memory in each operation."""
+"""Scores of one tensor operation: what a CPU's caches hold."""
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -43,7 +43,6 @@ class NativeSampler(Sampler):
         return TopToken(scores, tokens, finite)
 
     def _draw(self, rows: Sequence[Row], scores: list[torch.Tensor], eos: frozenset[int]) -> list[int]:
-        """Copies only rows whose scores are changed."""
         if scores[0].dtype not in _DTYPES:
             return super()._draw(rows, scores, eos)
         draws, buffers = np.empty(len(rows), _DRAW), []

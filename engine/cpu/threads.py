@@ -18,7 +18,7 @@ _kernel_threads = threading.local()
 
 
 def num_threads() -> int:
-    """Threads for kernels that have the same bits on any number of threads."""
+    """For kernels that have the same bits on any number of threads."""
     return getattr(_kernel_threads, "count", None) or torch.get_num_threads()
 
 
@@ -37,7 +37,7 @@ def one_for_torch() -> Iterator[None]:
 
 @contextmanager
 def all_for_torch() -> Iterator[None]:
-    """Within ``one_for_torch``: all threads for a product of torch that has the same bits on any number."""
+    """Within ``one_for_torch``, for a product of torch that has the same bits on any number."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads())
     try:

@@ -1,4 +1,4 @@
-"""Logit bias, minimum length and penalties of all rows of a step at once: ``engine.model.sampler.adjust``, batched."""
+"""``engine.model.sampler.adjust`` for all rows of a step at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PENALTIES: tuple[tuple[str, Any], ...] = (
 
 
 def adjust_all(rows: Sequence[Row], scores: torch.Tensor, eos: frozenset[int], staging: Staging) -> None:
-    """Change scores [n, vocabulary] in place, as the requests of the rows ask for."""
+    """Changes ``scores`` [n, vocabulary]."""
     bias = _entries([(at, row.state.bias_tokens, (row.state.bias,)) for at, row in enumerate(rows) if row.state], 1)
     banned = _entries([(at, sorted(forbidden(row, eos)), ()) for at, row in enumerate(rows)], 0)
     seen = _entries([entry for at, row in enumerate(rows) if (entry := _penalties(at, row))], len(_PENALTIES))
@@ -40,7 +40,6 @@ def adjust_all(rows: Sequence[Row], scores: torch.Tensor, eos: frozenset[int], s
 
 
 def _entries(parts: Sequence[tuple[int, Any, Sequence[Any]]], width: int) -> list[npt.NDArray[Any]]:
-    """Parts of (row, tokens, ``width`` columns of values) end to end: rows, tokens, and the columns."""
     rows = np.concatenate([np.empty(0, np.int64), *(np.full(len(tokens), at) for at, tokens, _ in parts)])
     tokens = np.concatenate([np.empty(0, np.int64), *(np.array(tokens, np.int64) for _, tokens, _ in parts)])
     columns = [
@@ -51,7 +50,6 @@ def _entries(parts: Sequence[tuple[int, Any, Sequence[Any]]], width: int) -> lis
 
 
 def _penalties(at: int, row: Row) -> tuple[int, Any, Sequence[Any]] | None:
-    """The tokens that occurred, with their occurrences in the output and the three penalties; None without any."""
     counts, sampling = row.state.counts if row.state else None, row.request.sampling
     if counts is None:
         return None

@@ -1,4 +1,4 @@
-"""Paged attention of a step in Triton: the launch lists, and the launches of ``attention_kernels``."""
+"""Launch lists and launches of ``attention_kernels``."""
 
 from __future__ import annotations
 
@@ -19,29 +19,23 @@ from decant.engine.model.kv_store import KvStore
 from decant.engine.model.step_batch import FlatBatch, Ints
 
 SPLIT = 512
-"""Positions whose keys one program takes for a single token. A constant: a row's bits do not depend on the batch."""
+"""Key positions per program of a single token. Constant: no row's bits depend on the batch."""
 
 TILE = 32
 """Keys per product; divides SPLIT."""
 
 CHUNK_ROWS = 64
-"""Query rows of a tile of a sequence with several tokens."""
+"""Of a sequence with several tokens."""
 
 LEAST_ROWS = 16
-"""Fewest rows of a tensor-core product."""
 
 NO_STATE = -1
 
 EMPTY_ITEM = (0, 1 << 30, 0, 0, NO_STATE)
-"""An item behind the end of its row: it reads no key and writes nothing."""
+"""Reads no key, writes nothing."""
 
 
 class LaunchList(NamedTuple):
-    """Work of one launch of ``attend`` with tiles of ``tile_rows``, and of ``merge_splits`` after it.
-
-    The tables are as in ``attention_kernels``; ``num_states`` states are needed between the two.
-    """
-
     tile_rows: int
     items: torch.Tensor
     merges: torch.Tensor
@@ -49,14 +43,14 @@ class LaunchList(NamedTuple):
 
 
 class StepLists(NamedTuple):
-    """Launch lists of one window, and the first position [T] that each token sees."""
+    """``visible`` [T]: the first position that each token sees."""
 
     visible: torch.Tensor
     lists: tuple[LaunchList, ...]
 
 
 class Tables(NamedTuple):
-    """A launch list's tables on the host: ``items`` [n, 5], ``merges`` [m, 3]."""
+    """On the host: ``items`` [n, 5], ``merges`` [m, 3]."""
 
     items: npt.NDArray[np.int32]
     merges: npt.NDArray[np.int32]
@@ -64,12 +58,10 @@ class Tables(NamedTuple):
 
 
 def power_of_two(count: int, least: int = 1) -> int:
-    """The lowest power of two that is at least ``count`` and ``least``."""
     return max(least, 1 << (count - 1).bit_length())
 
 
 def first_visible(flat: FlatBatch, view: AttentionWindow) -> npt.NDArray[np.int32]:
-    """The first position [T] that each token sees."""
     visible: npt.NDArray[np.int32] = view.first(torch.from_numpy(flat.positions)).numpy().astype(np.int32)
     return visible
 
@@ -94,12 +86,11 @@ def make_lists(flat: FlatBatch, view: AttentionWindow, group: int, tile_rows: in
 
 
 def num_items(flat: FlatBatch) -> int:
-    """Items of a batch of single tokens that see all their keys: no window needs more."""
+    """Of single tokens that see all keys; no window needs more."""
     return int((flat.starts // SPLIT + 1).sum())
 
 
 def single_tokens(flat: FlatBatch, rows: Ints, visible: npt.NDArray[np.int32]) -> Tables:
-    """An item per split of each row's keys; rows of several splits are merged."""
     tokens, positions = flat.firsts[rows], flat.starts[rows]
     first = visible[tokens] // SPLIT
     counts = positions // SPLIT + 1 - first
@@ -114,7 +105,6 @@ def single_tokens(flat: FlatBatch, rows: Ints, visible: npt.NDArray[np.int32]) -
 
 
 def _chunks(flat: FlatBatch, rows: Ints, first_split: npt.NDArray[np.int32], tile: int) -> Tables:
-    """An item per ``tile`` positions of each row."""
     items = []
     for row in rows.tolist():
         start, end, token = int(flat.starts[row]), int(flat.ends[row]), int(flat.firsts[row])
@@ -126,7 +116,7 @@ def _chunks(flat: FlatBatch, rows: Ints, first_split: npt.NDArray[np.int32], til
 
 
 def row_spans(flat: FlatBatch) -> npt.NDArray[np.int32]:
-    """[B, 3] for the kernels: first flattened position, start and end of each row."""
+    """[B, 3]: first flattened position, start, end."""
     return np.stack([flat.firsts, flat.starts, flat.ends], 1).astype(np.int32)
 
 
@@ -163,7 +153,7 @@ class TritonAttention:
         return self._attend(call._replace(query=query))
 
     def attend_rotated(self, call: AttentionCall, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """``attend`` after the rotation of query and key by cos and sin [1, T, key dim]: x cos + rotate_half(x) sin."""
+        """Rotates first, by cos and sin [1, T, key dim]: x cos + rotate_half(x) sin."""
         self._check(call)
         store, spec = self._store, self._store.layout.layers[call.layer]
         query, key, value = (part[0].transpose(0, 1).contiguous() for part in (call.query, call.key, call.value))
@@ -183,7 +173,6 @@ class TritonAttention:
         return self._attend(call._replace(query=rotated.transpose(0, 1)[None]))
 
     def _group(self, call: AttentionCall) -> int:
-        """The layer's cache group."""
         return self._store.layout.group_of[call.layer]
 
     def _check(self, call: AttentionCall) -> None:
@@ -194,7 +183,7 @@ class TritonAttention:
             raise ValueError(f"attention of layer {call.layer}: {tuple(call.query.shape)}, {shapes}, for {expected}")
 
     def _attend(self, call: AttentionCall) -> torch.Tensor:
-        """Over keys and values that are in their blocks; the query's last dimension is contiguous."""
+        """Expects keys and values in their blocks; the query's last dimension is contiguous."""
         spec, heads = self._store.layout.layers[call.layer], call.query.shape[1]
         group, view = heads // spec.kv_heads, self._views[call.layer]
         if (view, group) not in self._lists:
@@ -206,7 +195,7 @@ class TritonAttention:
         return out
 
     def _offsets(self, layer: int) -> tuple[int, int]:
-        """Of a layer's keys and values in a block, in elements."""
+        """Of keys and values in a block, in elements."""
         spec, keys = self._store.layout.layers[layer], self._store.layout.offsets[layer]
         return keys, keys + self._store.layout.block_size * spec.kv_heads * spec.key_dim
 
@@ -256,10 +245,7 @@ class TritonAttention:
 
 
 class StaticAttention(TritonAttention):
-    """Attention of single tokens over buffers at fixed addresses, for a CUDA graph; ``fill`` gives them a step.
-
-    ``size``: rows and items of the batch; the buffers of a window are made when its layer is first called.
-    """
+    """Over buffers at fixed addresses, for a CUDA graph of single tokens."""
 
     def __init__(
         self,
@@ -278,7 +264,7 @@ class StaticAttention(TritonAttention):
         self._table, self._tables = table, table.unbind()
 
     def fill(self, flat: FlatBatch) -> None:
-        """Give the buffers the content of a batch of ``size.rows`` single tokens, at most ``size.items`` items."""
+        """At most ``size.items`` items."""
         self._flat = flat
         tables = [self._padded_tables(view) for view, _ in self._lists]
         arrays = [part for entry in tables for part in entry]
@@ -296,7 +282,6 @@ class StaticAttention(TritonAttention):
         return StepLists(visible, (LaunchList(tile_rows, items, merges, self._size.items),))
 
     def _padded_tables(self, view: AttentionWindow) -> tuple[npt.NDArray[np.int32], ...]:
-        """Visible positions, items and merges of the batch, padded: with items of no row, and merges of no state."""
         visible = first_visible(self._flat, view)
         rows = np.arange(self._size.rows)
         tables = single_tokens(self._flat, rows, visible)

@@ -1,7 +1,7 @@
 """Triton kernels of paged attention over KV blocks in place, and of writing keys and values to their blocks.
 
 A work item is a tile of query rows of one sequence and a range of splits of its keys. Query rows are a position's query
-heads of one KV head, position-major, so keys are read once for the heads that share them::
+heads of one KV head, position-major::
 
     keys ->       split 0        split 1        split 2       SPLIT positions each, at multiples of SPLIT
     chunk tile   [======================================]     one item walks all splits
@@ -24,11 +24,11 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 
 LOWEST = tl.constexpr(-1e30)
-"""Initial running maximum: below any score, and finite, so that a row without visible keys stays finite."""
+"""Below any score; finite for rows without visible keys."""
 
 
 WIDEN = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""triton's interpreter multiplies the bit patterns of bfloat16: widened first, which changes no product."""
+"""triton's interpreter multiplies the bit patterns of bfloat16; widening changes no product."""
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def write_kv(
     BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Write one head of one token's key [KEY_DIM] and value [VALUE_DIM] to its slot. Grid: (T, KV_HEADS).
+    """Write a token's key [KEY_DIM] and value [VALUE_DIM] of one head. Grid: (T, KV_HEADS).
 
     ``slots`` [T]: block * BLOCK + slot in the block.
     """
@@ -77,7 +77,7 @@ def merge(highest, total, output, highest_of, total_of, output_of):
 
 @triton.jit
 def finish(highest, total, output, sink):
-    """The output of a state; ``sink``: a score that takes part in the softmax without a value, -inf for none."""
+    """``sink``: a score in the softmax without a value, -inf for none."""
     most = tl.maximum(highest, sink)
     decay = tl.exp2(highest - most)
     divisor = tl.fma(total, decay, tl.exp2(sink - most))
@@ -92,10 +92,9 @@ def attend_split(
     KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, TILE_ROWS: tl.constexpr, TILE: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """The softmax state (highest, total, output) of a tile of query rows over the keys from ``begin`` to ``end``.
+    """Softmax state (highest, total, output) of a tile of query rows over the keys from ``begin`` to ``end``.
 
-    queries [TILE_ROWS, KEY_PAD], at ``position`` [TILE_ROWS], which see keys from ``first`` on; ``blocks``: their block
-    table; ``stop``: end of the keys that exist.
+    queries [TILE_ROWS, KEY_PAD], position [TILE_ROWS]; ``first``: first visible key; ``stop``: end of the keys.
     """
     key_dims, value_dims = tl.arange(0, KEY_PAD), tl.arange(0, VALUE_PAD)
     highest = tl.full([TILE_ROWS], LOWEST, tl.float32)
@@ -193,9 +192,9 @@ def merge_splits(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     TILE_ROWS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the states of a single query token in order of position, and write its output. Grid: (n, KV_HEADS).
+    """Merge the states of a query token in order of position. Grid: (n, KV_HEADS).
 
-    merges [n, 3]: flattened position of the query, index of its first state, how many there are; none: no output.
+    merges [n, 3]: flattened position of the query, first state, number of states; 0: no output.
     """
     entry, kv_head = merges + tl.program_id(0) * 3, tl.program_id(1)
     token, state, count = tl.load(entry).to(tl.int64), tl.load(entry + 1).to(tl.int64), tl.load(entry + 2)

@@ -1,8 +1,7 @@
 """The CUDA backend: the only module of ``engine.cuda`` that the rest of the engine uses.
 
-Used on request only (``ModelConfig.cuda_kernels``): the kernels have never run on a GPU, only in triton's interpreter
-on CPU tensors. Attention, the operations between the products of a layer, and sampling are Triton kernels where a
-trial at load passes; the products are torch's.
+On request only (``ModelConfig.cuda_kernels``): the kernels have run only in triton's interpreter. torch computes a part
+whose kernels fail a trial at load.
 """
 
 from __future__ import annotations
@@ -44,13 +43,12 @@ from decant.engine.sampler_state import SamplerState
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-3}
-"""Largest difference of a kernel from torch in a trial, relative to the norm of torch's result."""
+"""Largest difference in a trial, relative to the norm of torch's result."""
 
 PARTS = ("attention", "layers", "sampling")
-"""What Triton kernels compute."""
 
 TRIAL_SPANS = ((0, 5), (18, 19), (2, 4))
-"""First and last + 1 position of the rows of a trial."""
+"""First and last + 1 position of a trial's rows."""
 
 TRIAL_SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logit_bias": {1: 9.0}},
@@ -128,7 +126,7 @@ class CudaBackend(TorchBackend):
     def make_runner(
         self, model: torch.nn.Module, store: KvStore, views: Sequence[AttentionWindow], limits: RunnerLimits
     ) -> ModelRunner:
-        """Without the kernels of attention or sampling a step waits for the device, and there are no graphs."""
+        """Without kernels for attention or sampling a step waits for the device, and there are no graphs."""
         if "attention" in self.fallbacks or not isinstance(self.sampler, TritonSampler):
             return super().make_runner(model, store, views, limits)
         runner = CudaRunner(model, store, views, limits.eos_token_ids, self, self.tile_rows)
@@ -160,8 +158,7 @@ def _tried(part: str, trial: Callable[[], str | None]) -> str | None:
 
 @torch.inference_mode()
 def try_attention(spec: LayerSpec, layout: KvLayout, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the kernel can't be used for this layer on this device; None if it agrees with torch. Raises what its launch
-    raises."""
+    """Why the kernel can't be used, or None. Raises what its launch raises."""
     ours, theirs = (_attend(make, spec, layout, dtype, device) for make in (TritonAttention, PagedAttention))
     difference = float((ours - theirs).norm() / theirs.norm())
     if difference < TOLERANCE[dtype]:
@@ -172,7 +169,6 @@ def try_attention(spec: LayerSpec, layout: KvLayout, dtype: torch.dtype, device:
 def _attend(
     make: Attention, spec: LayerSpec, layout: KvLayout, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Output of one layer in the second of two steps over blocks of its own."""
     one = KvLayout((spec,), layout.block_size, layout.itemsize)
     count = -(-max(end for _, end in TRIAL_SPANS) // layout.block_size)
     store = KvStore(one, count * len(TRIAL_SPANS), dtype, device)
@@ -196,13 +192,13 @@ def _attend(
 
 
 def _try_layers(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Layers that differ keep torch's operations, which is no failure: many models have other layers."""
+    """Layers that differ keep torch's operations: no failure."""
     logger.info("%d decoder layers have Triton kernels", fused_layer.fuse(model, dtype))
 
 
 @torch.inference_mode()
 def try_sampler(sampler: Sampler, device: torch.device) -> str | None:
-    """Why the sampler can't be used on this device; None if it draws torch's tokens. Raises what its launch raises."""
+    """Why the sampler can't be used, or None. Raises what its launch raises."""
     rows = []
     for seed, mix in enumerate(TRIAL_SAMPLING):
         request = Request("trial", (0,), sampling=SamplingParams(seed=seed, **mix))

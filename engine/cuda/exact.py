@@ -1,8 +1,7 @@
 """The option ``exact``: every operation of a model gives a row the same bits in any batch.
 
-Attention, sampling and the operations of fused layers do so already, and elementwise operations always do. What is left
-are sums that torch orders by the shape of the batch: linear layers and norms. Their modules stay; their ``forward`` is
-replaced. A model with other parameters is refused, as nothing is known of their sums.
+Replaces the ``forward`` of linear layers and norms, whose sums torch orders by the shape of the batch. A model with
+other parameters is refused: their sums are unknown.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from decant.engine.cuda.fused_layer import TOLERANCE, WIDEST, Norm, find_norm
 from decant.engine.errors import InvalidConfig
 
 TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 64, 64, 64
-"""Constants: a row's bits depend on ``TILE_DEPTH``, and the others are fixed so that no compiled kernel differs."""
+"""A row's bits depend on ``TILE_DEPTH``; all are fixed so that no compiled kernel differs."""
 
 _TRIAL_ROWS = 3
 
 
 class ExactLinear:
-    """Replaces the forward of a linear layer: x [..., in] -> [..., out]."""
+    """x [..., in] -> [..., out]."""
 
     def __init__(self, linear: nn.Linear) -> None:
         self._linear = linear
@@ -48,8 +47,6 @@ class ExactLinear:
 
 
 class ExactNorm:
-    """Replaces the forward of an RMS norm."""
-
     def __init__(self, norm: Norm) -> None:
         self._norm = norm
 
@@ -59,13 +56,12 @@ class ExactNorm:
 
 
 def _processors(device: torch.device) -> int:
-    """Programs that run at once."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @torch.inference_mode()
 def make_exact(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace all linear layers and norms. Raises InvalidConfig for a model with other parameters."""
+    """Raises InvalidConfig for a model with other parameters than of linear layers and norms."""
     replaced: list[tuple[nn.Module, ExactLinear | ExactNorm]] = []
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
@@ -83,7 +79,7 @@ def make_exact(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _exact_norm(module: nn.Module, dtype: torch.dtype) -> ExactNorm | None:
-    """The replacement of a norm that computes the same as an RMS norm, up to rounding."""
+    """None if it computes no RMS norm."""
     try:
         norm = find_norm(module)
     except LookupError:

@@ -3,9 +3,8 @@
     transformers   norm -> q, k, v -> rotate -> write -> attend -> o -> add -> norm -> gate, up -> silu -> * -> down
     here           norm -> q, k, v -> rotate and write -> attend -> o -> add and norm -> gate, up -> gate -> down
 
-A layer is fused if it has the expected parts and passes a trial: both versions run over the same rows and blocks, and
-what they add to the rows and write to the blocks must agree. The module stays; only its ``forward`` is replaced, which
-calls the original for calls that it does not support.
+Layers with the expected parts are fused if a trial agrees. Only ``forward`` is replaced; it calls the original for
+calls that it does not support.
 """
 
 from __future__ import annotations
@@ -30,36 +29,30 @@ from decant.engine.request import Request
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 OPTIONAL = ("q_norm", "k_norm")
-"""Names of the parts in nearly all models."""
 
 GATE_TILE = 1024
 
 WIDEST = 1 << 14
-"""Widest row that one program holds."""
 
 TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 4e-3, torch.float32: 1e-4}
-"""Largest difference in a trial, relative to the norm of what the layer adds to a row."""
+"""Relative to the norm of what the layer adds to a row."""
 
 TRIAL_SCALES = (1e-2, 0.1, 1.0)
 TRIAL_BLOCK = 16
 TRIAL_POSITION = 1 << 20
-"""Position of a trial's first row: a layer that scales distant tokens differs from the fused one."""
+"""A layer that scales distant tokens must fail the trial."""
 
 Forward = Callable[..., Any]
 
 
 class Norm(NamedTuple):
-    """An RMS norm's parameters."""
-
     weight: torch.Tensor
     eps: float
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [n, width] -> [n, width]"""
         return self._run(rows, rows, rows)
 
     def add(self, rows: torch.Tensor, addend: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """rows + addend, both [n, width], and its norm."""
         total = torch.empty_like(rows)
         return total, self._run(rows, addend, total)
 
@@ -72,14 +65,14 @@ class Norm(NamedTuple):
 
 
 def gated(gates: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gates) * up, both [n, width] and contiguous."""
+    """Both [n, width] and contiguous."""
     out, count = torch.empty_like(gates), gates.numel()
     kernels.gate[(-(-count // GATE_TILE),)](gates, up, out, count, TILE=GATE_TILE)
     return out
 
 
 class FusedLayer:
-    """Replaces a decoder layer's forward: hidden [1, T, hidden] -> [1, T, hidden]."""
+    """hidden [1, T, hidden] -> [1, T, hidden]."""
 
     def __init__(self, original_forward: Forward, parts: Parts, call: AttentionCall) -> None:
         self.original_forward = original_forward
@@ -100,7 +93,6 @@ class FusedLayer:
         return self._compute(hidden_states[0], angles, attention)[None]
 
     def _fits(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-        """Whether dtypes and shapes are those that the kernels read."""
         return (
             len(hidden) == 1
             and hidden.is_contiguous()
@@ -138,7 +130,7 @@ class FusedLayer:
 
 
 class Parts:
-    """The parts of a module that may be a decoder layer. Raises LookupError if one is missing or of another kind."""
+    """Raises LookupError if a part is missing or of another kind."""
 
     def __init__(self, module: nn.Module) -> None:
         children = dict(module.named_children())
@@ -169,7 +161,7 @@ def _linear(part: nn.Module) -> nn.Linear:
 
 
 def fuse(model: nn.Module, dtype: torch.dtype) -> int:
-    """Fuse every decoder layer that passes the trial; returns how many. Raises what a kernel's launch raises."""
+    """Fuses the layers that pass the trial; returns how many. Raises what a launch raises."""
     layers = []
     for module in model.modules():
         try:
@@ -184,8 +176,6 @@ def fuse(model: nn.Module, dtype: torch.dtype) -> int:
 
 
 class _RecordingAttention:
-    """Attends, and records the call."""
-
     def __init__(self, attention: AttentionBackend) -> None:
         self._attention = attention
         self.call: AttentionCall | None = None
@@ -196,8 +186,6 @@ class _RecordingAttention:
 
 
 class _Trial:
-    """Rows of small and usual numbers that go through a layer over empty blocks."""
-
     def __init__(self, parts: Parts, dtype: torch.dtype) -> None:
         count, generator = len(TRIAL_SCALES), torch.Generator().manual_seed(0)
         self._device = parts.linears[0].weight.device
@@ -212,7 +200,7 @@ class _Trial:
         self._step = [Row(Request("trial", tuple(tokens)), tokens, 0, count, (array("i", [0]),), True)]
 
     def run(self, forward: Forward) -> tuple[torch.Tensor, torch.Tensor, AttentionCall | None]:
-        """The layer's output, the blocks after it, and its attention call (None if ``forward`` is fused)."""
+        """Output, blocks, attention call (None from a fused layer)."""
         store = KvStore(self._layout, 1, self.rows.dtype, self._device)
         attention = TritonAttention(store, [AttentionWindow()], flatten(self._step, TRIAL_BLOCK, store.blank))
         recording = _RecordingAttention(attention)
@@ -224,7 +212,7 @@ class _Trial:
 
 @torch.inference_mode()
 def _try_layer(original_forward: Forward, parts: Parts, dtype: torch.dtype) -> FusedLayer | None:
-    """The fused layer, if it adds the same to each row and writes the same blocks, up to rounding."""
+    """None unless output and written blocks agree up to rounding."""
     trial = _Trial(parts, dtype)
     try:
         expected, expected_blocks, call = trial.run(original_forward)

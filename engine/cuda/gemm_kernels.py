@@ -21,8 +21,8 @@ def linear(
 ):  # fmt: skip
     """out = x @ weight^T + bias. Grid: (programs,).
 
-    x [rows, depth] of row stride ``x_row``, weight [columns, depth], bias [columns] if HAS_BIAS, out [rows, columns].
-    Tiles with the same rows are ``row_tiles`` apart, so that programs that run together share weights.
+    x [rows, depth] of row stride ``x_row``, weight [columns, depth], bias [columns], out [rows, columns]. Programs that
+    run together share weights: tiles with the same rows are ``row_tiles`` apart.
     """
     row_tiles = tl.cdiv(rows, TILE_ROWS)
     tile = tl.program_id(0)

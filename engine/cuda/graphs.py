@@ -1,4 +1,4 @@
-"""Decode batches as CUDA graphs: one launch for all kernels of a step, over buffers at fixed addresses."""
+"""Decode batches as CUDA graphs over buffers at fixed addresses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 Replay = Callable[[], torch.Tensor]
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBackend], torch.Tensor]
-"""A pass of the model: token ids [T], positions [T], kept positions [k], attention -> logits [k, vocabulary]."""
+"""Token ids [T], positions [T], kept positions [k], attention -> logits [k, vocabulary]."""
 
 
 class Capture:
@@ -53,7 +53,7 @@ class Capture:
         return replay
 
     def used_bytes(self) -> int:
-        """Bytes of the device in use, by this process and others."""
+        """Of the device, by all processes."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
@@ -71,7 +71,7 @@ class DecodeGraph:
         self._replay = capture(lambda: compute(self._tokens, self._positions, keep, attention))
 
     def run(self, flat: FlatBatch, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocabulary] of a batch of the graph's size, valid until the next step."""
+        """Logits [rows, vocabulary], valid until the next step."""
         self._attention.fill(flat)
         self._tokens.copy_(tokens)
         self._positions.copy_(positions)
@@ -97,7 +97,7 @@ class DecodeGraphs:
         self.graphs: dict[GraphSize, DecodeGraph] = {}
 
     def capture(self, capture: Callable[[Replay], Replay], limits: GraphLimits, used_bytes: Callable[[], int]) -> None:
-        """Capture within the limits. After an error the batches run without graphs, and the log says why."""
+        """After an error, which is logged, batches run without graphs."""
 
         sizes, store = graph_sizes(limits.rows), self._store
         most, groups, block_size = max(size.rows for size in sizes), len(store.layout.groups), store.layout.block_size
@@ -123,7 +123,7 @@ class DecodeGraphs:
         logger.info("captured %d of %d CUDA graphs", len(self.graphs), len(sizes))
 
     def find(self, rows: Sequence[Row], flat: FlatBatch) -> tuple[DecodeGraph, FlatBatch] | None:
-        """The graph of a batch, and the batch padded to its size; None if it has none or is no decode batch."""
+        """Also the batch padded to its size; None if there is none."""
         if len(flat.tokens) != len(rows):
             return None
         size = choose_size(self.graphs, len(rows), num_items(flat))

@@ -1,12 +1,11 @@
-"""A KV store whose blocks are read and written beside the steps: on streams of their own, through pinned memory.
+"""A KV store that reads and writes blocks beside the steps, on streams of its own, through pinned memory.
 
     compute   [ step k          ][ step k+1        ][ step k+2        ]
-    export      [ blocks of step k-1 ]                                    to pinned memory, then the network
-    import            [ blocks of an arrival ]                            from the network, through pinned memory
+    export      [ blocks of step k-1 ]
+    import            [ blocks of an arrival ]
 
-A block that is read was filled by a step whose result is known, and a block that is written is in no launched step
-(``StepQueue.when_unused``), so the streams need not wait for each other. A block is one run of bytes, which the copy
-engines move without a kernel.
+The streams need not wait for each other: blocks that are read are of a step whose result is known, and those that are
+written are in no launched step (``StepQueue.when_unused``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Triton kernels of a decoder layer around attention: norm with residual, rotation and KV write, gated activation.
-
-One program computes one row, or a part of one, in float32. So a row's result does not depend on the other rows.
-"""
+"""Triton kernels of a decoder layer around attention. One program computes at most a row, in float32."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ def add_rms_norm(
 
 @triton.jit
 def gate(gates, up, out, count, TILE: tl.constexpr):
-    """out = silu(gates) * up, with silu rounded to the dtype; ``count`` numbers each. Grid: (ceil(count / TILE),)."""
+    """out = silu(gates) * up, with silu rounded to the dtype; ``count`` numbers. Grid: (ceil(count / TILE),)."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     exists = at < count
     number = tl.load(gates + at, exists, other=0.0).to(tl.float32)
@@ -48,7 +45,7 @@ def gate(gates, up, out, count, TILE: tl.constexpr):
 
 @triton.jit
 def rotate_head(source, target, cos, sin, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
-    """Rotate one head [2 * HALF] by angles of the same width: dimension i pairs with i + HALF."""
+    """Rotate a head [2 * HALF] by angles of that width: dimension i pairs with i + HALF."""
     low = tl.arange(0, HALF_PAD)
     exists, high = low < HALF, low + HALF
     first = tl.load(source + low, exists, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Runs plans on CUDA without waiting: a step is launched from host memory and from the tokens of the step before.
+"""Runs plans on CUDA without waiting for the step before.
 
 submit(k)    flatten ─> upload ─> tokens of step k-1 that the rows continue ─> graph or kernels ─> draw ─> download
 result(k)    wait for the download of step k, while the device computes step k+1
@@ -28,8 +28,6 @@ from decant.engine.plan import StepPlan, StepResult
 
 
 class CudaRunner(ModelRunner):
-    """A ``ModelRunner`` that overlaps steps, and runs decode batches in graphs once they are captured."""
-
     overlaps = True
 
     def __init__(
@@ -83,9 +81,8 @@ class CudaRunner(ModelRunner):
         return StepDraw(step, logits, self._eos, self._drawn, self._staging, self._sampler).result
 
     def _upload(self, batch: FlatBatch, step: StepLogits, plan: StepPlan) -> list[torch.Tensor]:
-        """Token ids [T], positions [T] and kept positions on the device; clears new blocks.
-
-        Ids that the step before draws are taken from its tokens.
+        """Token ids [T], positions [T] and kept positions on the device; ids of the step before come from its tokens.
+        Clears new blocks.
         """
         first_of = np.empty(len(batch.rows), np.int64)
         first_of[batch.order] = batch.firsts

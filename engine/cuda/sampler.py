@@ -1,4 +1,4 @@
-"""Sampling in one Triton kernel per step: all rows at once, without a sort. The host need not wait for the tokens."""
+"""Sampling in one Triton kernel per step. The host need not wait for the tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from decant.engine.model.sampler import Sampler, random_number
 from decant.engine.plan import Row
 
 TILE = 1024
-"""Scores that a program reads at a time."""
 
 _PARAMS: tuple[tuple[str, Any], ...] = (
     ("temperature", np.float32),
@@ -27,10 +26,10 @@ _PARAMS: tuple[tuple[str, Any], ...] = (
 
 
 class TritonSampler(Sampler):
-    """Draws with the same random numbers and rules as ``Sampler``, so the same tokens up to rounding of sums."""
+    """Draws the tokens of ``Sampler``, up to rounding of sums."""
 
     def launch(self, rows: Sequence[Row], scores: torch.Tensor, eos: frozenset[int], staging: Staging) -> torch.Tensor:
-        """Tokens [n] on the device, from float32 scores [n, vocabulary], which are changed."""
+        """Tokens [n] on the device. Changes scores [n, vocabulary], float32."""
         adjust_all(rows, scores, eos, staging)
         params = staging.upload(*_columns(rows))
         tokens = torch.empty(len(rows), dtype=torch.int64, device=scores.device)
@@ -44,7 +43,7 @@ class TritonSampler(Sampler):
 
 
 def _columns(rows: Sequence[Row]) -> list[np.ndarray]:
-    """``_PARAMS`` of the rows, an array each; the temperature of a greedy row is 0."""
+    """``_PARAMS``, an array each; 0 is a greedy row's temperature."""
     entries = []
     for row in rows:
         sampling = row.request.sampling

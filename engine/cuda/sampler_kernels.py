@@ -1,8 +1,7 @@
 """Triton kernel that draws one token per row, with the rules of ``engine.model.sampler``.
 
-A row is read tile after tile. The thresholds of top-k and top-p are found by bisection over the bit patterns of float32
-numbers, whose order as integers is their order as numbers: exact, without a sort, in at most 32 passes. Sums are
-float64, in an order that depends on the vocabulary alone.
+Top-k and top-p find their thresholds by bisection over float32 bit patterns, which are ordered as the numbers: exact,
+in at most 32 passes. Sums are float64, in an order that depends on the vocabulary alone.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ import triton
 import triton.language as tl
 
 LOWEST_KEY = tl.constexpr(-2139095041)
-"""``order_key`` of minus infinity."""
 
 ONE_BITS = tl.constexpr(0x3F800000)
-"""Bit pattern of 1.0: no probability is higher."""
 
 
 @triton.jit
@@ -26,14 +23,14 @@ def order_key(numbers):
 
 @triton.jit
 def load_scaled(scores, at, vocabulary, highest, temperature):
-    """Scores of a tile minus the row's highest, over the temperature; -inf beyond the vocabulary."""
+    """Scores minus the row's highest, over the temperature; -inf beyond the vocabulary."""
     scaled = tl.div_rn(tl.load(scores + at, at < vocabulary, other=0.0) - highest, temperature)
     return tl.where(at < vocabulary, scaled, float("-inf"))
 
 
 @triton.jit
 def load_probabilities(scores, at, vocabulary, highest, temperature, lowest_key, total):
-    """Probabilities of a tile: exp(scaled) / total for scores from ``lowest_key`` on, else 0."""
+    """exp(scaled) / total for scores from ``lowest_key`` on, else 0."""
     scaled = load_scaled(scores, at, vocabulary, highest, temperature)
     return tl.where(order_key(scaled) >= lowest_key, tl.div_rn(tl.exp(scaled), total), 0.0)
 
@@ -60,7 +57,7 @@ def top_p_bits(
     scores, vocabulary, highest, temperature, lowest_key, total, top_p,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the lowest number such that the probabilities above it sum to less than ``top_p``."""
+    """Bits of the lowest number above which the probabilities sum to less than ``top_p``."""
     low = tl.full([], 0, tl.int32)
     high = tl.full([], ONE_BITS, tl.int32)
     while low < high:
@@ -133,7 +130,7 @@ def inverse(
     scores, vocabulary, highest, temperature, lowest_key, total, lowest_bits,
     least, number, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The first token at which the cumulative sum of the remaining probabilities exceeds ``number`` of their sum."""
+    """First token whose cumulative sum of the remaining probabilities exceeds ``number`` of their sum."""
     mass = tl.full([], 0.0, tl.float64)
     for start in range(0, vocabulary, TILE):
         at = start + tl.arange(0, TILE)

@@ -1,7 +1,4 @@
-"""Copies between host and device that the host does not wait for, through pinned memory.
-
-On a CPU device (the kernels' tests) nothing is copied asynchronously, and the interface is the same.
-"""
+"""Copies between host and device through pinned memory; asynchronous except on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _ALIGN = 16
 
 
 class Download:
-    """Copies of device tensors on their way to the host, as of the kernels launched before."""
+    """As of the kernels launched before."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
@@ -30,22 +27,19 @@ class Download:
             self._event.record()
 
     def wait(self) -> list[Array]:
-        """The host's copies. The only call of a step that waits for the device."""
+        """The only call of a step that waits for the device."""
         if self._event is not None:
             self._event.synchronize()
         return [host.numpy() for host in self._host]
 
 
 class Staging:
-    """Sends arrays to one device."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def upload(self, *arrays: Array) -> list[torch.Tensor]:
-        """A tensor on the device for each array, in one copy. The arrays may change afterwards.
-
-        torch's allocator of pinned memory keeps the buffer until the copy has ended.
+        """One copy for all arrays, which may change afterwards: torch's pinned allocator keeps the buffer until it has
+        ended.
         """
         offsets = np.cumsum([0, *(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)])
         packed = torch.empty(int(offsets[-1]), dtype=torch.uint8, pin_memory=self.device.type == "cuda")

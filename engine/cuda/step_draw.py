@@ -1,4 +1,4 @@
-"""Tokens and log-probabilities of a step: launched at once, and read by the host in one wait."""
+"""Tokens and log-probabilities of a step, read by the host in one wait."""
 
 from __future__ import annotations
 
@@ -18,14 +18,7 @@ _LOW = 0xFFFFFFFF
 
 
 class _Logprobs(NamedTuple):
-    """Log-probabilities of one row under way.
-
-    row        its index in the plan
-    most       alternatives of each entry
-    is_prompt  of prompt tokens, in order; else of the drawn token
-    first      where its ``_FIELDS`` begin in the download
-    part       its entries in those arrays
-    """
+    """``row``: index in the plan. ``first``: where its ``_FIELDS`` begin in the download; ``part``: its entries."""
 
     row: int
     most: int
@@ -35,10 +28,7 @@ class _Logprobs(NamedTuple):
 
 
 class StepDraw:
-    """Launches everything that a step draws from its logits [kept, vocabulary].
-
-    ``drawn`` [rows of the largest plan] on the device gets each row's token, by its index in the plan.
-    """
+    """``drawn`` [rows of the largest plan] on the device gets each row's token, by index in the plan."""
 
     def __init__(
         self,
@@ -106,7 +96,6 @@ class StepDraw:
             self._logprobs.append(_Logprobs(int(step.order[at]), count, True, place, slice(0, len(piece))))
 
     def result(self) -> StepResult:
-        """Wait for the device, then make the result."""
         arrays, step = self._download.wait(), self._step
         finite = arrays[0].astype(bool)
         invalid = set() if finite.all() else invalid_rows(step.kept, finite)
@@ -134,7 +123,7 @@ _FIELDS = ("token", "logprob", "rank", "alternatives", "their logprobs")
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
     """``_FIELDS`` of ``tokens`` [n] under logits [n, vocabulary], with ``most`` alternatives each, best first.
 
-    Alternatives are ordered by likelihood, then by token id: one integer holds both, so that no two are equal.
+    One integer holds likelihood and token id of an alternative, so none are equal.
     """
     normal = torch.log_softmax(logits, -1) + 0.0  # no negative zero
     chosen = normal.gather(1, tokens[:, None])

@@ -1,8 +1,4 @@
-"""Backend: how a model is computed on one kind of device. ``model.load`` makes one; nothing else asks for the device.
-
-``prepare`` rewrites the model once; the other methods serve each step. ``TorchBackend`` is the plain path, on any
-device that torch knows. ``engine.cpu`` has the backend for CPUs, ``engine.cuda`` the one with Triton kernels.
-"""
+"""How a model is computed on one kind of device. Nothing else asks for the device."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ from decant.engine.plan import Device, DeviceMemory, Row
 CudaKernels = Literal["none", "triton"]
 
 PARTS = frozenset({"linear", "attention", "elementwise", "sampler"})
-"""Parts of a step in which a row's bits may depend on the other rows."""
+"""In which a row's bits may depend on the other rows."""
 
 
 MIN_CAPABILITY = (8, 0)
@@ -36,47 +32,43 @@ MIN_CAPABILITY = (8, 0)
 
 
 class RunnerLimits(NamedTuple):
-    """What a runner has to know of the served model: its end tokens and its longest sequence."""
-
     eos_token_ids: frozenset[int]
     context_length: int
 
 
 class Backend(Protocol):
-    """One device, and the way each part of a step is computed on it."""
-
     @property
     def device(self) -> torch.device: ...
     @property
     def kind(self) -> str:
-        """Hardware and kernels, as far as they change bits: part of a device's layout fingerprint."""
+        """Hardware and kernels, as far as they change bits; part of ``Device.layout``."""
         ...
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """Dtypes that the device multiplies fast enough to serve."""
+        """That the device multiplies fast enough to serve."""
         ...
 
     @property
     def exact(self) -> frozenset[str]:
-        """The ``PARTS`` that give a row the same bits in any batch. With all of them, the probe requires it."""
+        """``PARTS`` that give a row the same bits in any batch. With all, the probe requires it."""
         ...
 
     @property
     def sampler(self) -> Sampler: ...
 
     def prepare(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Replace modules in place: pack linear layers, fuse operations. Weights are copied from mapped files."""
+        """Replace modules in place. Weights are copied from mapped files."""
         ...
 
     def make_store(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> KvStore:
-        """Raises InvalidConfig if the memory can't be allocated."""
+        """Raises InvalidConfig."""
         ...
 
     def make_runner(
         self, model: torch.nn.Module, store: KvStore, views: Sequence[AttentionWindow], limits: RunnerLimits
     ) -> ModelRunner:
-        """The runner that serves a loaded model: the last call of a load."""
+        """The last call of a load."""
         ...
 
     def flatten(self, rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch: ...
@@ -84,18 +76,13 @@ class Backend(Protocol):
     def make_attention(
         self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
     ) -> AttentionBackend:
-        """Attention of one step. ``views[i]``: what layer i sees; ``keep``: flattened positions that need logits."""
+        """``views[i]``: what layer i sees; ``keep``: flattened positions that need logits."""
         ...
 
-    def memory(self) -> DeviceMemory | None:
-        """Memory of the device itself; None if it computes in the memory of the host. From any thread."""
-        ...
+    def memory(self) -> DeviceMemory | None: ...
 
     def kv_bytes_left(self, steps: Callable[[], object]) -> int:
-        """Bytes for KV blocks beside all else, with the weights loaded; ``steps`` runs the largest ones.
-
-        ``HOST_BYTES`` if the device computes in the memory of the host.
-        """
+        """With the weights loaded; ``steps`` runs the largest ones. ``HOST_BYTES`` if it computes in host memory."""
         ...
 
     def around_step(self) -> AbstractContextManager[object]:
@@ -104,17 +91,13 @@ class Backend(Protocol):
         ...
 
     def choose_threads(self, device: Device, most: int) -> int:
-        """Have torch use the number of CPU threads, at most ``most``, with which steps are fastest; returns it."""
+        """Set and return the number of CPU threads, at most ``most``, with which steps are fastest."""
         ...
 
-    def fused_layers(self, model: torch.nn.Module) -> int:
-        """Number of decoder layers of a prepared model that run in one call; for logs."""
-        ...
+    def fused_layers(self, model: torch.nn.Module) -> int: ...
 
 
 class TorchBackend:
-    """Plain torch: the model's own modules, paged attention in torch's products, sampling in tensor operations."""
-
     dtypes = frozenset({torch.bfloat16, torch.float16, torch.float32})
     exact: frozenset[str] = frozenset()
 
@@ -149,7 +132,6 @@ class TorchBackend:
         return DeviceMemory(*torch.cuda.mem_get_info(self.device)) if self.device.type == "cuda" else None
 
     graph_bytes = 0
-    """Memory that is kept for CUDA graphs."""
 
     def kv_bytes_left(self, steps: Callable[[], object]) -> int:
         if self.device.type != "cuda":
@@ -172,10 +154,7 @@ class TorchBackend:
 
 
 def make_backend(device: torch.device, cuda_kernels: CudaKernels = "none", exact: bool = False) -> Backend:
-    """The backend for a device. Raises InvalidConfig if the device or the installation can't run ``cuda_kernels``.
-
-    ``exact``: only a backend whose rows have the same bits in any batch. Those of a CPU always have.
-    """
+    """Raises InvalidConfig. ``exact``: only a backend whose rows have the same bits in any batch, as any CPU's."""
     if cuda_kernels == "triton":
         if device.type != "cuda":
             raise InvalidConfig("cuda_kernels", f"none on the device {device}", cuda_kernels)

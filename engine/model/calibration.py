@@ -1,9 +1,4 @@
-"""Calibration at start-up: measures a device's step costs, and the number of threads at which it is fastest.
-
-    a few steps of the real model ──> seconds of each ──> StepCostModel with the least error
-
-Steps run on the device before an engine uses its blocks. The time is bounded: a slow machine runs fewer steps.
-"""
+"""Measures step costs and the best number of threads, before an engine uses the device's blocks."""
 
 from __future__ import annotations
 
@@ -20,26 +15,25 @@ from decant.engine.plan import Device, Row, StepPlan
 from decant.engine.request import Request
 
 PATIENCE_S = 3.0
-"""Seconds within which measured steps must end; the first two always run."""
+"""Seconds of all steps. The first two run in any case."""
 
 ROUNDS = 3
-"""Runs of each step, time allowing. The fastest counts: other load only makes a step slower."""
+"""The fastest run counts."""
 
 _CLEAR_GAIN = 0.85
-"""Fewer threads are chosen only if they take less than this share of the time: noise is no reason."""
+"""Fewer threads must take less than this share of the time."""
 
 Shape = Sequence[tuple[int, int]]
-"""A step: for each row its context and its tokens."""
+"""Context and tokens of each row."""
 
 DECODE, CHUNK, DECODES = ((0, 1),), ((0, 32),), ((0, 1),) * 8
 SHAPES: Sequence[Shape] = (DECODE, CHUNK, DECODES, ((1024, 32),), ((0, 128),), ((1024, 1),) * 8)
-"""They separate the costs of a step, a token, a row of logits and a pair. The most informative first."""
+"""They separate the four costs. The most informative first."""
 
 Clock = Callable[[], float]
 
 
 def measure(device: Device, *, patience: float = PATIENCE_S, clock: Clock = time.perf_counter) -> StepCostModel:
-    """Measure the step costs of a device, with the shapes that fit into its blocks."""
     plans = [_plan(device, shape) for shape in SHAPES if _fits(device, shape)]
     device.run(plans[0])  # the first step allocates memory
     ends = clock() + patience
@@ -55,10 +49,7 @@ def measure(device: Device, *, patience: float = PATIENCE_S, clock: Clock = time
 
 
 def fit(samples: Sequence[tuple[StepWork, float]]) -> StepCostModel:
-    """Non-negative least squares of relative errors over samples of (work, seconds > 0).
-
-    Tries every subset of the four costs as the non-zero ones.
-    """
+    """Non-negative least squares of relative errors over (work, seconds > 0), by every subset of non-zero costs."""
     rows = np.array([[1.0, *work] for work, _ in samples])
     seconds = np.array([took for _, took in samples])
     scaled = rows / seconds[:, None]
@@ -75,10 +66,7 @@ def fit(samples: Sequence[tuple[StepWork, float]]) -> StepCostModel:
 def choose_threads(
     device: Device, cores: int, use: Callable[[int], object], *, clock: Clock = time.perf_counter
 ) -> int:
-    """Try all, half and a quarter of the cores; ``use`` and return the fastest for decodes and chunks together.
-
-    Two hardware threads of a core may be slower than one. A slow machine tries fewer.
-    """
+    """Try all, half and a quarter of the cores, time allowing; ``use`` and return the fastest."""
     plans = [_plan(device, shape) for shape in (DECODE, CHUNK, DECODES) if _fits(device, shape)]
     chosen, fastest, began = cores, float("inf"), clock()
     for threads in dict.fromkeys(max(1, cores >> halvings) for halvings in range(3)):
@@ -95,7 +83,6 @@ def choose_threads(
 
 
 def _fastest(device: Device, plan: StepPlan, ends: float, clock: Clock) -> float:
-    """Seconds of the fastest of up to ``ROUNDS`` runs that start before ``ends``."""
     best = _seconds(device, plan, clock)
     for _ in range(ROUNDS - 1):
         if clock() < ends:
@@ -110,7 +97,7 @@ def _seconds(device: Device, plan: StepPlan, clock: Clock) -> float:
 
 
 def _plan(device: Device, shape: Shape) -> StepPlan:
-    """A step of that shape, on blocks that no sequence has."""
+    """On blocks that no sequence has."""
     rows, first = list[Row](), 0
     for context, tokens in shape:
         ids, blocks = (0,) * (context + tokens), list["array[int]"]()

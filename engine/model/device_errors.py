@@ -1,5 +1,3 @@
-"""Names the failures of a device that no step survives."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -12,10 +10,7 @@ from decant.engine.errors import DeviceFailed
 
 @contextmanager
 def naming_failures() -> Iterator[None]:
-    """Turn errors of exhausted memory and of a lost device into DeviceFailed.
-
-    After the latter, every call of CUDA in the process fails. Other errors are errors of the program.
-    """
+    """Turn errors of exhausted memory and of a lost device into DeviceFailed."""
     try:
         yield
     except torch.OutOfMemoryError as error:

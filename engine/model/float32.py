@@ -1,6 +1,6 @@
-"""Runs a model in float32 on its weights, whatever their dtype, without a copy of the model.
+"""Runs a model in float32 on its weights, whatever their dtype, without a copy.
 
-In bfloat16 a comparison can't distinguish an error from rounding: near a router's tie the last bit chooses the expert.
+In bfloat16 an error looks like rounding: near a router's tie the last bit chooses the expert.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 class Float32(TorchDispatchMode):
-    """While entered, operations of this thread widen bfloat16 and float16 operands to float32.
+    """Widens this thread's bfloat16 and float16 operands to float32.
 
-    A weight exists twice while it is multiplied. Views of weights stay views; writes to a narrow tensor stay narrow.
+    Views of weights stay views; writes to a narrow tensor stay narrow.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Bytes for KV blocks on a device with memory of its own: what is free when all else has its share.
+"""Bytes for KV blocks on a device with memory of its own.
 
 total   [ weights | other processes | activations of the largest step | CUDA graphs | margin | KV blocks ]
                                       measured                          budget        2 %
@@ -17,14 +17,13 @@ from decant.engine.sampler_state import SamplerState
 from decant.engine.scheduler import MAX_TOKEN_BUDGET, Limits
 
 HOST_BYTES = 1 << 30
-"""Of a device that shares the memory of the host with other processes."""
+"""Of a device that computes in the host's memory."""
 
 MARGIN = 0.02
-"""Share of the device's memory that nothing uses: fragments, and kernels that are loaded later."""
+"""For fragments, and kernels that are loaded later."""
 
 
 def bytes_left(memory: DeviceMemory, activations: int, graphs: int) -> int:
-    """Bytes for KV blocks beside the activations of a step and the graphs; ``memory`` with the weights loaded."""
     return memory.free - activations - graphs - int(memory.total * MARGIN)
 
 
@@ -57,7 +56,7 @@ def blocks_of_largest_steps(sizes: StepSizes, context_length: int, block_size: i
 def choose(
     measure: Callable[[Callable[[], object]], int], run: Callable[[StepPlan], StepResult], plans: Sequence[StepPlan]
 ) -> int:
-    """Bytes for KV blocks: ``measure`` runs the largest steps and returns what is left. Raises InvalidConfig."""
+    """``measure`` runs the steps and returns the bytes left. Raises InvalidConfig."""
 
     def steps() -> None:
         for plan in plans:

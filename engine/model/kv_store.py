@@ -1,5 +1,3 @@
-"""KV blocks as one tensor, in the memory layout of ``kv_layout``."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -8,14 +6,12 @@ import torch
 
 from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import KvLayout
+from decant.engine.plan import BlockMemory
 
 PREFAULT_BYTES = 256 << 20
-"""Bytes of the blocks used first that ``prefault`` writes."""
 
 
 class KvStore:
-    """``num_blocks`` blocks of ``layout`` on one device. The block pool tracks their owners."""
-
     def __init__(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         if num_blocks < 1:
             raise InvalidConfig("kv_bytes", f"room for at least one block of {layout.block_bytes} bytes", num_blocks)
@@ -34,7 +30,7 @@ class KvStore:
         self._descriptors = np.array([self._descriptor(index) for index in layers], np.int64)
         first, stride = self._descriptors.ctypes.data, self._descriptors.strides[0]
         self.layer_descriptors = [first + index * stride for index in layers]
-        """Address of each layer's descriptor: ``Cache`` in engine/cpu/kernels/attention.h."""
+        """Addresses of ``Cache`` in engine/cpu/kernels/attention.h."""
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -42,6 +38,10 @@ class KvStore:
     @property
     def block_bytes(self) -> int:
         return self.layout.block_bytes
+
+    @property
+    def block_memory(self) -> BlockMemory:
+        return BlockMemory(self.blocks.data_ptr(), self.blocks.nbytes, self.blocks.device.index)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -54,7 +54,6 @@ class KvStore:
         return *block, spec.kv_heads, spec.key_dim, spec.value_dim, self.num_blocks + 1
 
     def _split(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One layer's part of all blocks, and its keys and values, as views of the store."""
         spec, size = self.layout.layers[layer], self.layout.block_size
         start = self.layout.offsets[layer]
         both = self._memory[:, start : start + size * spec.slot_elements]
@@ -64,22 +63,21 @@ class KvStore:
         return both, keys, values
 
     def prefault(self) -> None:
-        """Write to the first blocks, so that their pages exist before the first step: a page fault takes milliseconds
-        where a hypervisor has to provide the page. Memory of the other blocks may never be used."""
+        """Create the pages of the first blocks: a page fault may take milliseconds."""
         self.blocks[: PREFAULT_BYTES // self.block_bytes].zero_()
 
     def clear(self, blocks: npt.NDArray[np.int64]) -> None:
-        """Zero blocks that are about to be filled in part: masked slots must hold finite numbers."""
+        """Of blocks that are filled in part: masked slots must hold finite numbers."""
         self.blocks.index_fill_(0, torch.from_numpy(blocks).to(self.blocks.device), 0)
 
     def put(self, layer: int, blocks: torch.Tensor, slots: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Write keys and values [T, kv heads, dim] of T tokens to (blocks[T], slots[T])."""
+        """[T, kv heads, dim] each, to (blocks[T], slots[T])."""
         _, keys, values = self._layers[layer]
         keys[blocks, slots] = kv[0]
         values[blocks, slots] = kv[1]
 
     def gather(self, layer: int, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of whole blocks, table [B, n] -> [B, n * block_size, kv heads, dim] each (a copy)."""
+        """Copies, table [B, n] -> [B, n * block_size, kv heads, dim] each."""
         both, _, _ = self._layers[layer]
         spec, size = self.layout.layers[layer], self.layout.block_size
         copied = torch.index_select(both, 0, table.flatten())
@@ -90,7 +88,7 @@ class KvStore:
         return keys, values
 
     def read(self, block: int) -> memoryview:
-        """The bytes of a block; may alias the store."""
+        """May alias the store."""
         data: memoryview = self.blocks[block].view(torch.uint8).cpu().numpy().data
         return data
 

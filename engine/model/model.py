@@ -1,5 +1,3 @@
-"""Loads a Hugging Face checkpoint as a device: read weights, replace attention, prepare, probe, allocate blocks."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -33,18 +31,18 @@ from decant.engine.model.probe import (
 )
 from decant.engine.model.recurrent_state import refuse_other_state
 from decant.engine.model.runner import ModelRunner
-from decant.engine.plan import DeviceMemory, StepPlan, StepResult
+from decant.engine.plan import BlockMemory, DeviceMemory, StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model to serve, on what, with how much memory.
+    """Settings of a load.
 
     model           a folder or a hub name; ``revision`` pins the latter
     dtype           "auto" (the checkpoint's; float16 becomes bfloat16 on a CPU), or a name in DTYPES
     device          "auto" (CUDA when there is one), "cpu", "cuda", "cuda:1", ...
-    context_length  longest sequence, in tokens; None: the checkpoint's
-    kv_bytes        memory for the blocks; None: what a GPU has left, in the memory of the host 1 GiB
+    context_length  in tokens; None: the checkpoint's
+    kv_bytes        None: what a GPU has left, in the memory of the host 1 GiB
     block_size      tokens per block: a power of two of at most 128
     exact           on CUDA: only kernels that give a row the same bits in any batch; a CPU has no others
     cuda_kernels    what computes attention on CUDA: torch alone (none), or Triton kernels, not measured on a GPU yet
@@ -74,13 +72,13 @@ class ModelConfig:
             check_whole("kv_bytes", self.kv_bytes, least=1)
 
     def make_backend(self) -> Backend:
-        """The backend for ``device``, ``cuda_kernels`` and ``exact``. Raises InvalidConfig."""
+        """Raises InvalidConfig."""
         return make_backend(checkpoint.choose_device(self.device), self.cuda_kernels, self.exact)
 
 
 @dataclass(slots=True)
 class ModelDevice:
-    """A served model with its blocks: the ``Device`` of an engine. ``costs`` are unknown until ``calibration``."""
+    """``costs`` are unknown until ``calibration``."""
 
     store: KvStore
     runner: ModelRunner
@@ -115,6 +113,10 @@ class ModelDevice:
     def block_bytes(self) -> int:
         return self.store.block_bytes
 
+    @property
+    def block_memory(self) -> BlockMemory:
+        return self.store.block_memory
+
     def memory(self) -> DeviceMemory | None:
         return self.backend.memory()
 
@@ -122,7 +124,7 @@ class ModelDevice:
         return self.submit(plan)()
 
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Also raises DeviceFailed, as the result does."""
+        """Raises DeviceFailed, as the result does."""
         with naming_failures():
             result = self.runner.submit(plan)
         return partial(_await, result)
@@ -142,12 +144,12 @@ def _await(result: Callable[[], StepResult]) -> StepResult:
 
 
 HASHED, READ = 5, 20
-"""Percent of a load done when the weight files are hashed, and when they are read."""
+"""Percent of a load, after hashing and after reading the weight files."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadModel:
-    """A model of transformers with its weights on the device, and what is known of it.
+    """A model with its weights on the device.
 
     fingerprint  a device's ``layout``, given the layout of its blocks
     check_files  raises ModelRefused if the files that the weights are mapped from have changed
@@ -164,10 +166,7 @@ class ReadModel:
 def load(
     config: ModelConfig, progress: Callable[[int], None] = lambda percent: None, backend: Backend | None = None
 ) -> ModelDevice:
-    """Load a checkpoint and decide whether it is served. Raises ModelRefused, InvalidConfig.
-
-    ``progress`` gets the percent done. ``backend``: by default ``config.make_backend()``.
-    """
+    """``progress`` gets the percent done. Raises ModelRefused, InvalidConfig."""
     progress(0)
     backend = backend or config.make_backend()
     source = checkpoint.open(config.model, config.revision)
@@ -190,11 +189,7 @@ def load(
 def make_device(
     read: ReadModel, config: ModelConfig, backend: Backend, progress: Callable[[int], None] = lambda percent: None
 ) -> ModelDevice:
-    """Decide whether a model is served, and prepare it in place. Raises ModelRefused, InvalidConfig.
-
-    The reference is computed by transformers' own attention before anything is replaced. ``config``: block size and
-    memory are used.
-    """
+    """Prepares the model in place. Raises ModelRefused, InvalidConfig."""
     model, name, context_length = read.model, read.name, read.context_length
     dtype = token_embeddings(model).weight.dtype
     with checkpoint.refusing(name, "its rotary scaling can't be frozen"):

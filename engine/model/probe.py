@@ -1,13 +1,12 @@
-"""Probe: tests at load whether a model is computed correctly. No list of model names decides.
+"""Probe: tests at load whether a model is computed correctly.
 
-Three short random sequences in one batch must have the logits that transformers' own attention computes for each
-alone. One is at the end of the context length and sees nothing before its start: it detects models that count rows
-instead of positions. The comparison is made twice:
+Three short random sequences in one batch must have the logits that transformers' own attention computes for each alone.
+One is at the end of the context length and sees nothing before its start: it detects models that count rows instead of
+positions. The comparison is made twice:
 
-- In float32, on the model's own modules: equal up to rounding, so masks, positions and scales are right. bfloat16 would
-  not show it: near a router's tie rounding chooses another expert, and logits differ as much as those of a wrong model.
-- As served, after ``Backend.prepare``: on an exact backend the same bits alone and in a batch, and about as far from
-  float32 as transformers' own.
+- In float32, on the model's own modules: equal up to rounding.
+- As served: on an exact backend the same bits alone and in a batch, and about as far from float32 as transformers'
+  own.
 """
 
 from __future__ import annotations
@@ -35,22 +34,17 @@ from decant.engine.plan import Row
 from decant.engine.request import Request
 
 LENGTHS = (22, 13, 9)
-"""Most tokens of the sequences. The last one is at the end of the context length."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""Root mean square difference of logits, relative to their spread, that rounding explains."""
+"""Root mean square difference that rounding explains, relative to the logits' spread."""
 
 NOISE_FACTOR = 2.0
-"""Beyond TOLERANCE, a served model may be this many times as far from float32 as transformers' own."""
+"""Beyond TOLERANCE, how many times as far from float32 as transformers' own a served model may be."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Findings on a served model.
-
-    exact       rows have the same bits alone and in a batch; guaranteed on an exact backend
-    difference  from transformers' own attention in float32, relative to the logits' spread
-    """
+    """``exact``: rows have the same bits alone and in a batch. ``difference``: from the reference, in float32."""
 
     exact: bool
     difference: float
@@ -58,7 +52,7 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class ProbeSequence:
-    """``tokens`` at positions from ``start`` on, which see nothing before ``start``."""
+    """``tokens`` from position ``start`` on, which see nothing before it."""
 
     tokens: list[int]
     start: int
@@ -77,10 +71,9 @@ def probe_sequences(model: PreTrainedModel, context_length: int) -> list[ProbeSe
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Logits [length, vocabulary] of each probe sequence by transformers' own attention in float32.
+    """Logits [length, vocabulary] of each probe sequence, by transformers' own attention in float32.
 
-    ``noise``: how far the model's own dtype typically is from them. The last sequence needs a cache that drops tokens;
-    a model with another kind of state can't use one, and is refused first for what the other sequences find.
+    ``noise``: how far the model's own dtype typically is from them.
     """
 
     logits: list[torch.Tensor]
@@ -90,7 +83,7 @@ class Reference:
 
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel, name: str, context_length: int) -> Reference:
-    """The logits of the probe sequences before anything is replaced. Raises ModelRefused."""
+    """Raises ModelRefused."""
     with refusing(name, "transformers' own attention failed"):
         *early, last = probe_sequences(model, context_length)
         exact, noise = _exact(model, early)
@@ -103,7 +96,7 @@ def reference_logits(model: PreTrainedModel, name: str, context_length: int) -> 
 
 
 def _exact(model: PreTrainedModel, sequences: Sequence[ProbeSequence]) -> tuple[list[torch.Tensor], float]:
-    """Logits of sequences with one start in float32, and how far at most the model's own dtype is from them."""
+    """In float32, and how far at most the model's own dtype is from it."""
     with Float32():
         exact = _reference_batch(model, sequences)
     if token_embeddings(model).weight.dtype == torch.float32:
@@ -112,7 +105,7 @@ def _exact(model: PreTrainedModel, sequences: Sequence[ProbeSequence]) -> tuple[
 
 
 def _reference_batch(model: PreTrainedModel, sequences: Sequence[ProbeSequence]) -> list[torch.Tensor]:
-    """Logits of sequences with one start, in one batch padded on the right: each pass widens all weights."""
+    """All have one start. One batch, as each pass widens all weights."""
     start, length = sequences[0].start, max(len(sequence.tokens) for sequence in sequences)
     ids = torch.tensor(
         [sequence.tokens + [0] * (length - len(sequence.tokens)) for sequence in sequences], device=model.device
@@ -128,8 +121,6 @@ def _reference_batch(model: PreTrainedModel, sequences: Sequence[ProbeSequence])
 
 
 class _EmptyLayer(DynamicLayer):
-    """A layer's cache at position ``seen`` that holds no tokens."""
-
     def __init__(self, seen: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = seen
@@ -148,8 +139,6 @@ class _EmptyLayer(DynamicLayer):
 
 @dataclass(frozen=True, slots=True)
 class _From(AttentionWindow):
-    """A layer's view without the positions before ``start``."""
-
     start: int = 0
 
     def first(self, positions: torch.Tensor) -> torch.Tensor:
@@ -161,7 +150,7 @@ class _From(AttentionWindow):
 def learn_attention(
     model: PreTrainedModel, name: str, context_length: int
 ) -> tuple[tuple[AttentionWindow, ...], tuple[LayerSpec, ...]]:
-    """Replace the model's attention; returns what each layer sees and its KV shape. Raises ModelRefused."""
+    """Also returns what each layer sees and its KV shape. Raises ModelRefused."""
     with refusing(name, "replacing its attention failed"):
         model.set_attn_implementation(NAME)
         layers = model.config.get_text_config().num_hidden_layers
@@ -178,7 +167,7 @@ def learn_attention(
 
 
 def _check_window(model: PreTrainedModel, name: str, views: Sequence[AttentionWindow], context_length: int) -> None:
-    """Refuse a model that sees more of a prompt than transformers' own cache keeps for decoding."""
+    """Refuse a model that sees more of a prompt than transformers' own cache keeps."""
     with refusing(name, "making transformers' own cache failed"):
         layers = DynamicCache(config=model.config).layers
     for index, (view, layer) in enumerate(zip(views, layers, strict=False)):
@@ -190,8 +179,6 @@ def _check_window(model: PreTrainedModel, name: str, views: Sequence[AttentionWi
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model whose attention was replaced, to be compared with its reference."""
-
     model: PreTrainedModel
     name: str
     context_length: int
@@ -205,10 +192,7 @@ class Subject:
 def check_attention(
     subject: Subject, layout: KvLayout, views: Sequence[AttentionWindow], reference: Reference
 ) -> float:
-    """Compare the model's own modules with our attention to the reference in float32, before ``Backend.prepare``.
-
-    Returns the largest difference relative to the logits' spread. Raises ModelRefused.
-    """
+    """Returns the largest difference relative to the logits' spread. Raises ModelRefused."""
     wide = KvLayout(layout.layers, layout.block_size, torch.float32.itemsize)
     name, rows = subject.name, subject.rows(layout)
     with refusing(name, "a step of several sequences failed"), Float32():
@@ -227,10 +211,9 @@ def check_attention(
 
 @torch.inference_mode()
 def probe(subject: Subject, layout: KvLayout, views: Sequence[AttentionWindow], reference: Reference) -> bool:
-    """Compare a batch with single rows, and with the reference, as the model will be served. Raises ModelRefused.
+    """Returns whether bits are equal alone and in a batch, as served. Raises ModelRefused.
 
-    Returns whether batch and single rows have the same bits. Differences are medians over positions: a router near a
-    tie changes a few positions, a wrongly packed weight all.
+    Differences are medians over positions: a router near a tie changes a few positions, a wrongly packed weight all.
     """
     dtype = token_embeddings(subject.model).weight.dtype
     name, rows = subject.name, subject.rows(layout)
@@ -254,7 +237,6 @@ def probe(subject: Subject, layout: KvLayout, views: Sequence[AttentionWindow], 
 def _runner(
     subject: Subject, layout: KvLayout, views: Sequence[AttentionWindow], rows: Sequence[Row], dtype: torch.dtype
 ) -> ModelRunner:
-    """A runner over its own blocks, in which the last row sees nothing before its start."""
     count = 1 + max(block for row in rows for blocks in row.blocks for block in blocks)
     store = subject.backend.make_store(layout, count, dtype)
     late = [_From(view.kind, view.size, rows[-1].start) for view in views]
@@ -262,7 +244,6 @@ def _runner(
 
 
 def _batched_logits(runner: ModelRunner, rows: Sequence[Row]) -> list[torch.Tensor]:
-    """Logits of each row, all rows in one step."""
     inverted = [rows[-1], *rows[:-1]]  # the longest context first
     lengths = [row.end - row.start for row in inverted]
     last, *others = runner.logits(inverted, np.arange(sum(lengths))).float().split(lengths)
@@ -281,14 +262,13 @@ def _separate_logits(runner: ModelRunner, rows: Sequence[Row]) -> tuple[list[tor
 
 
 def token_embeddings(model: PreTrainedModel) -> torch.nn.Embedding:
-    """The model's token embeddings: source of its vocabulary size and dtype."""
     embeddings = model.get_input_embeddings()
     assert isinstance(embeddings, torch.nn.Embedding)
     return embeddings
 
 
 def _rows(sequences: Sequence[ProbeSequence], layout: KvLayout) -> list[Row]:
-    """The sequences as rows, on blocks of their own from 1 on. Positions before a start are in block 0, unseen."""
+    """On blocks from 1 on. Positions before a start are in block 0, unseen."""
     rows, free = [], itertools.count(1)
     for index, sequence in enumerate(sequences):
         end = sequence.start + len(sequence.tokens)
@@ -305,7 +285,7 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def _typical_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """``_difference``, of the median position."""
+    """Of the median position."""
     return float((ours - theirs).square().mean(-1).sqrt().median() / theirs.std().clamp(min=1e-9))
 
 

@@ -1,7 +1,6 @@
-"""Refuses models with a state other than keys and values: recurrent ones (Mamba, linear attention) and hybrids.
+"""Refuses models with a state other than keys and values (Mamba, linear attention): only blocks are transferred.
 
-Only blocks are transferred, shared and recomputed, so such a model would generate wrong output. transformers stores the
-state in the caches that a pass returns, or in attributes of modules.
+transformers stores it in the caches that a pass returns, or in attributes of modules.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ from decant.engine.checkpoint.checkpoint import FAILURES
 from decant.engine.errors import ModelRefused
 
 KV = "past_key_values"
-"""transformers' cache of keys and values, with the tensor names below."""
 KV_NAMES = ("keys", "values")
 
 
 @torch.inference_mode()
 def refuse_other_state(model: PreTrainedModel, name: str, tokens: list[int]) -> None:
-    """Raises ModelRefused that names the state. A model whose pass fails is left to the probe."""
+    """Raises ModelRefused. A model whose pass fails is left to the probe."""
     with suppress(*FAILURES):
         for index, layer in enumerate(DynamicCache(config=model.config).layers):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -43,7 +41,7 @@ def refuse_other_state(model: PreTrainedModel, name: str, tokens: list[int]) -> 
 
 
 def _attributes(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in module attributes that are neither parameters nor buffers."""
+    """Neither parameters nor buffers."""
     for path, module in model.named_modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, torch.Tensor) and value.numel() > 1:
@@ -51,7 +49,7 @@ def _attributes(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors(value: Any, path: str) -> Iterator[str]:
-    """Paths of all tensors of more than one element, except keys and values."""
+    """Paths of tensors of more than one element, except keys and values."""
     if isinstance(value, torch.Tensor):
         if value.numel() > 1 and not (path.startswith(KV) and path.rpartition(".")[2] in KV_NAMES):
             yield path

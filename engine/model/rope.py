@@ -1,7 +1,7 @@
 """Freezes rotary scaling that depends on length.
 
-Some models (``longrope``, ``dynamic``) choose their frequencies by the longest position of a pass, so one long sequence
-would change the others. The served context length decides instead; it is part of the layout.
+Some models (``longrope``, ``dynamic``) choose frequencies by the longest position of a pass, so one long sequence would
+change the others. The served context length decides instead.
 """
 
 from __future__ import annotations
@@ -12,15 +12,11 @@ import torch
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 _EXTENDED = ("yarn", "llama3")
-"""Scalings with frequencies that are the same for every length, and whose length before scaling is
-`original_max_position_embeddings`."""
+"""Same frequencies for every length; `original_max_position_embeddings` is the length before scaling."""
 
 
 def max_positions(config: Any, positions: int) -> int:
-    """Longest context, in tokens, of a text ``config`` with ``max_position_embeddings`` of ``positions``.
-
-    In some checkpoints that number is the length before scaling, in others the length after it.
-    """
+    """``positions``: ``max_position_embeddings``; some checkpoints give the length before scaling, others after it."""
     scaling, factor = _scaling(config)
     if scaling.get("rope_type") in ("dynamic", "linear"):
         return int(positions * factor)
@@ -28,11 +24,7 @@ def max_positions(config: Any, positions: int) -> int:
 
 
 def default_length(config: Any, positions: int) -> int:
-    """The default context length; routers compute the same (runtime/model_files.py).
-
-    ``max_positions`` if the frequencies are the same for every length and the length before scaling is known, else
-    ``positions``.
-    """
+    """``max_positions`` for ``_EXTENDED``, else ``positions``. Routers compute the same (runtime/model_files.py)."""
     scaling, _ = _scaling(config)
     return max_positions(config, positions) if scaling.get("rope_type") in _EXTENDED else positions
 
@@ -43,7 +35,6 @@ def _scaling(config: Any) -> tuple[dict[str, Any], float]:
 
 
 def freeze(model: torch.nn.Module, context_length: int) -> None:
-    """Fix every length-dependent rotary embedding of ``model`` at the frequencies of ``context_length`` positions."""
     for module in map(_untyped, model.modules()):
         kinds = getattr(module, "rope_type", None)
         if isinstance(kinds, str) and _depends_on_length(kinds):
@@ -65,7 +56,7 @@ def _depends_on_length(kind: str) -> bool:
 
 
 def _freeze_module(module: Any, context_length: int, layer_type: str | None) -> None:
-    """Call the module with the last position, which sets its frequencies."""
+    """A call with the last position sets the frequencies."""
     device = next(buffer for buffer in module.buffers()).device
     options = {} if layer_type is None else {"layer_type": layer_type}
     module(torch.zeros(1, device=device), torch.tensor([[context_length - 1]], device=device), **options)

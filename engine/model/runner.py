@@ -1,5 +1,3 @@
-"""Runs a plan: flatten its rows, call the model once, sample."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -21,13 +19,12 @@ if TYPE_CHECKING:
     from decant.engine.model.backend import Backend
 
 LOGPROB_ROWS = 64
-"""Prompt positions whose log-probabilities are computed at once (rows x vocabulary x float32)."""
 
 NOT_FINITE = "the model's logits are not finite"
 
 
 class ModelRunner:
-    """A prepared transformers model over a store. ``views[i]`` is what layer i sees."""
+    """``views[i]`` is what layer i sees."""
 
     overlaps = False
 
@@ -48,7 +45,6 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """One pass of the model over all rows of the plan."""
         flat = self.flatten(plan.rows)
         step = StepLogits(flat, self._backend.sampler)
         with self._backend.around_step():
@@ -60,18 +56,17 @@ class ModelRunner:
         return self._views
 
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """As ``Device.submit``."""
         return partial(self.run, plan)
 
     def flatten(self, rows: Sequence[Row]) -> FlatBatch:
         return self._backend.flatten(rows, self._store.layout.block_size, self._store.blank)
 
     def logits(self, rows: Sequence[Row], keep: Ints) -> torch.Tensor:
-        """``forward`` of rows in ``FlatBatch`` order: single tokens first, longest context first."""
+        """In ``FlatBatch`` order."""
         return self.forward(self.flatten(rows), keep)
 
     def forward(self, flat: FlatBatch, keep: Ints) -> torch.Tensor:
-        """Logits [kept, vocabulary] at the flattened positions ``keep``; computes all rows' KV."""
+        """-> [kept, vocabulary] at the flattened positions ``keep``; computes all rows' KV."""
         self._store.clear(flat.new_blocks)
         backend = self._backend
         kept = torch.from_numpy(keep).to(self._device)
@@ -91,9 +86,8 @@ class ModelRunner:
 
 
 class StepLogits:
-    """Which logits of a step are needed, and the result made of them, by row index of the plan.
+    """Which logits of a step are needed.
 
-    rows, order  as in ``FlatBatch``
     keep [kept]  flattened positions: the last one of each sampled row, all of a row that needs prompt logprobs
     kept         how many of its last positions each row needs
     drawing      indexes of the rows that draw; ``prompt_rows``: of those that need prompt logprobs
@@ -116,7 +110,7 @@ class StepLogits:
             self.keep = flat.stops[self.drawing] - 1
 
     def result(self, logits: torch.Tensor, eos: frozenset[int]) -> StepResult:
-        """``logits`` [kept, vocabulary]."""
+        """[kept, vocabulary]"""
         best = self._sampler.top_tokens(logits)
         invalid = set() if best.finite else invalid_rows(self.kept, best.scores.isfinite().numpy(force=True))
         prompts = {
@@ -138,7 +132,6 @@ class StepLogits:
     def _draw(
         self, drawing: Ints, logits: torch.Tensor, greedy: torch.Tensor, eos: frozenset[int]
     ) -> tuple[list[int | None], dict[int, TokenLogprobs]]:
-        """Tokens of the rows ``drawing``, from the last logits of each, and their log-probabilities if requested."""
         sampled: list[int | None] = [None] * len(self.rows)
         if not len(drawing):
             return sampled, {}
@@ -159,7 +152,7 @@ class StepLogits:
 
 
 def invalid_rows(kept: Ints, finite: npt.NDArray[np.bool_]) -> set[int]:
-    """Rows that have logits that are not finite; ``kept``: logits of each row, ``finite``: whether each is."""
+    """``kept``: logits of each row; ``finite``: of each logit."""
     return set(np.repeat(np.arange(len(kept)), kept)[~finite].tolist())
 
 
@@ -168,7 +161,6 @@ def needs_prompt_logprobs(row: Row) -> bool:
 
 
 def _prompt_logprobs(row: Row, logits: torch.Tensor) -> list[TokenLogprobs]:
-    """Of the prompt tokens at positions start + 1 .. end, ``LOGPROB_ROWS`` at a time."""
     last = min(row.end, row.request.prompt_len - 1)
     targets = row.tokens[row.start + 1 : last + 1]
     count = row.request.prompt_logprobs or 0

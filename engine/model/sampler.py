@@ -1,8 +1,4 @@
-"""Logits to tokens, each row by its own parameters.
-
-All operations are elementwise or per row, so a row's token does not depend on the other rows. ``engine.cpu.sampler``
-has the same, compiled.
-"""
+"""Logits to tokens. All operations are elementwise or per row: a row's token does not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -22,11 +18,10 @@ _OFF = float("-inf")
 _HIGHEST = torch.finfo(torch.float32).max
 
 PIECE = 1024
-"""Scores of which one maximum, or one sum, is computed at a time."""
 
 
 class TopToken(NamedTuple):
-    """Highest score of each row (NaN if the row has one) and the first token that has it. ``finite``: all are."""
+    """Of each row: highest score (NaN if it has one), first token that has it. ``finite``: all are."""
 
     scores: torch.Tensor
     tokens: torch.Tensor
@@ -34,7 +29,7 @@ class TopToken(NamedTuple):
 
 
 class Sampler:
-    """Sampling in tensor operations. ``scores_at_once`` bounds the scores of one call, to stay in a CPU's caches."""
+    """``scores_at_once`` bounds the scores of one call, for a CPU's caches."""
 
     def __init__(self, scores_at_once: int | None = None) -> None:
         self._scores_at_once = scores_at_once
@@ -45,10 +40,7 @@ class Sampler:
     def sample(
         self, rows: Sequence[Row], logits: torch.Tensor, eos: frozenset[int], greedy: torch.Tensor | None = None
     ) -> list[int]:
-        """One token per row of logits [n, vocabulary], which are not changed.
-
-        ``greedy`` [n]: the tokens of ``top_tokens``, if known. Random numbers come from ``counter_uniform``.
-        """
+        """``logits`` [n, vocabulary] are not changed. ``greedy`` [n]: the tokens of ``top_tokens``, if known."""
         others = [index for index, row in enumerate(rows) if not row.request.plain]
         if others and len(others) == len(rows):
             return self._draw(rows, list(logits), eos)
@@ -60,7 +52,7 @@ class Sampler:
         return tokens
 
     def _draw(self, rows: Sequence[Row], scores: list[torch.Tensor], eos: frozenset[int]) -> list[int]:
-        """One token per row that is not plain, from its scores [vocabulary]."""
+        """Of rows that are not plain; ``scores[i]`` [vocabulary]."""
         count = len(rows)
         if self._scores_at_once is not None:
             count = max(1, self._scores_at_once // len(scores[0]))
@@ -71,7 +63,7 @@ class Sampler:
 
 
 def _sample(rows: Sequence[Row], scores: torch.Tensor, eos: frozenset[int]) -> list[int]:
-    """Scores [n, vocabulary] are a copy and are changed."""
+    """``scores`` [n, vocabulary] are changed."""
     scores = scores.float()
     for index, row in enumerate(rows):
         adjust(row, scores[index], eos)
@@ -88,9 +80,9 @@ def top_tokens(scores: torch.Tensor) -> TopToken:
 
 
 def highest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The highest score of each row, and the first token that has it; does not wait for the device.
+    """First token of several equal ones; does not wait for the device.
 
-    The maximum of each piece first, then its index within one: torch's max is many times as fast as argmax.
+    By pieces, as torch's max is many times as fast as argmax.
     """
     pieces = _pieces(scores, _OFF)
     most, piece = pieces.amax(-1).max(-1)
@@ -99,14 +91,14 @@ def highest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pieces(values: torch.Tensor, filler: float) -> torch.Tensor:
-    """[n, vocabulary] -> [n, pieces, PIECE], the last one padded."""
+    """-> [n, pieces, PIECE], padded."""
     padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % PIECE), value=filler)
     pieces: torch.Tensor = padded.unflatten(-1, (-1, PIECE))
     return pieces
 
 
 def adjust(row: Row, scores: torch.Tensor, eos: frozenset[int]) -> None:
-    """Apply bias, minimum length and penalties of one row in place; scores [vocabulary]."""
+    """Bias, minimum length and penalties in place; ``scores`` [vocabulary]."""
     state = row.state
     assert state is not None, "a request that is not plain has a sampler state"
     if state.bias_tokens:
@@ -119,24 +111,22 @@ def adjust(row: Row, scores: torch.Tensor, eos: frozenset[int]) -> None:
 
 
 def _tensor(values: array[Any], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """An array as a tensor on the device of ``like``. The array can't grow while an alias is alive."""
+    """May alias ``values``, which can't grow then."""
     return torch.frombuffer(values, dtype=dtype).to(like.device)
 
 
 def forbidden(row: Row, eos: frozenset[int]) -> Set[int]:
-    """Tokens that would end the output before its minimum length."""
     stop = row.request.stop
     return frozenset() if row.end - row.request.prompt_len >= stop.min_tokens else stop.ids(eos)
 
 
 def random_number(row: Row) -> float:
-    """The uniform number that draws the row's token."""
     sampling = row.request.sampling
     return counter_uniform(sampling.seed, sampling.output_index, row.end - row.request.prompt_len)
 
 
 def _penalise(sampling: SamplingParams, counts: TokenCounts, scores: torch.Tensor) -> None:
-    """Apply penalties in place to the tokens that occurred; scores [vocabulary]."""
+    """In place; ``scores`` [vocabulary]."""
     if not counts.tokens:
         return
     tokens, output = (_tensor(part, torch.int64, scores) for part in (counts.tokens, counts.output))
@@ -148,7 +138,6 @@ def _penalise(sampling: SamplingParams, counts: TokenCounts, scores: torch.Tenso
 
 
 def _draw(rows: Sequence[Row], scores: torch.Tensor) -> torch.Tensor:
-    """Temperature, top-k, top-p, min-p, then the inverse of the cumulative distribution at one uniform number."""
     params = [row.request.sampling for row in rows]
 
     def column(of: Callable[[SamplingParams], float]) -> torch.Tensor:
@@ -169,7 +158,7 @@ def _draw(rows: Sequence[Row], scores: torch.Tensor) -> torch.Tensor:
 def _inverse(shares: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """Index [n] at which the cumulative sum of shares [n, vocabulary] passes ``numbers`` [n, 1] of the total.
 
-    The piece first, then the index within it: a sum is many times as fast as a cumulative one.
+    By pieces, as a sum is many times as fast as a cumulative one.
     """
     pieces = _pieces(shares, 0.0)
     sums = pieces.sum(-1)
@@ -184,7 +173,7 @@ def _inverse(shares: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_top_k(ks: Sequence[int], scores: torch.Tensor) -> None:
-    """Keep the k highest scores of each row, and those equal to the lowest of them, in place."""
+    """In place; scores equal to the lowest of the k stay."""
     for index, k in enumerate(ks):
         if 0 < k < scores.shape[-1]:
             lowest = scores[index].topk(k).values[-1]
@@ -192,9 +181,9 @@ def _keep_top_k(ks: Sequence[int], scores: torch.Tensor) -> None:
 
 
 def _keep_top_p(ps: Sequence[float], probabilities: torch.Tensor) -> None:
-    """Keep the fewest likeliest tokens of each row that together reach p, in place.
+    """The fewest likeliest tokens that together reach p, in place.
 
-    Tokens less likely than (1 - p) / (2 x vocabulary) never sum to 1 - p, so only the others, a few, are sorted.
+    Tokens less likely than (1 - p) / (2 x vocabulary) never sum to 1 - p and are not sorted.
     """
     for index, p in enumerate(ps):
         if p < 1.0:
@@ -206,7 +195,7 @@ def _keep_top_p(ps: Sequence[float], probabilities: torch.Tensor) -> None:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of ``tokens`` [n] under logits [n, vocabulary], with ``counts[i]`` alternatives in row i.
+    """``logits`` [n, vocabulary], ``counts[i]`` alternatives in row i.
 
     An entry depends only on its row and count; equally likely alternatives are ordered by token id.
     """
@@ -218,9 +207,9 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence
 
 
 def _top_tokens(scores: torch.Tensor, counts: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
-    """The ``counts[i]`` highest scores of each row of [n, vocabulary] with their tokens, best first.
+    """Best first, of each row of [n, vocabulary].
 
-    Only the values of ``topk`` are used: its choice among equal scores depends on the largest count of the batch.
+    Only the values of ``topk`` are used: its choice among equal scores depends on the batch's largest count.
     """
     most = min(max(counts), scores.shape[-1])
     alternatives: list[list[tuple[float, int]]] = [[] for _ in counts]

@@ -1,5 +1,3 @@
-"""The flattened batch of a step: its rows end to end, as arrays for the model and its attention."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,15 +13,13 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class FlatBatch:
-    """T tokens of n rows.
+    """T tokens of n rows, end to end.
 
-    rows                single tokens first, longest context first (attention's order), then the others
-    row_table [6, n]    of each row: its index in the plan, its start and end, its first and last + 1 flattened
-                        position, and whether the next token is drawn
-    flattened [2 + G, T]  of each token: its id, its position, and its slot in each of G cache groups: block *
-                        block_size + slot in the block
-    new_blocks [b]      blocks that get their first token but not all: they are cleared first
-    table [G, n, W]     block tables up to each row's end, padded with ``blank``
+    rows                  single tokens first, longest context first (attention's order), then the others
+    row_table [6, n]      index in the plan, start and end, first and last + 1 flattened position, whether to draw
+    flattened [2 + G, T]  id, position, and the slot in each of G cache groups: block * block_size + slot in the block
+    new_blocks [b]        blocks that get their first token but not all: they are cleared first
+    table [G, n, W]       block tables up to each row's end, padded with ``blank``
     """
 
     rows: Sequence[Row]
@@ -76,7 +72,6 @@ def _part(table: Ints, index: int | slice) -> Ints:
 
 
 def flatten(rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
-    """Sort rows and flatten them. Rows are in any order."""
     count = len(rows)
     starts = np.array([row.start for row in rows], np.int64)
     ends = np.array([row.end for row in rows], np.int64)
@@ -100,7 +95,7 @@ def flatten(rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
 
 
 def cut_before(flat: FlatBatch, keep: Ints) -> tuple[Ints, Ints]:
-    """``row_table`` without each row's tokens before its first position in ``keep``, and the flattened positions left.
+    """``row_table`` without tokens before each row's first position in ``keep``, and the flattened positions left.
 
     Flattened positions keep their numbers.
     """
@@ -112,7 +107,7 @@ def cut_before(flat: FlatBatch, keep: Ints) -> tuple[Ints, Ints]:
 
 
 def block_table(rows: Sequence[Row], needed: Ints, blank: int) -> npt.NDArray[np.int32]:
-    """[G, n, W]: the first ``needed`` blocks of each row, then ``blank``. Rows may have more blocks."""
+    """[G, n, W]: the first ``needed`` blocks of each row, then ``blank``."""
     table = np.full((len(rows[0].blocks), len(rows), int(needed.max())), blank, np.int32)
     for index, (row, count) in enumerate(zip(rows, needed.tolist(), strict=True)):
         for entries, blocks in zip(table, row.blocks, strict=True):
@@ -121,6 +116,6 @@ def block_table(rows: Sequence[Row], needed: Ints, blank: int) -> npt.NDArray[np
 
 
 def spans(stops: Ints, counts: Ints) -> Ints:
-    """The last ``counts[i]`` flattened positions of each row, in order."""
+    """The last ``counts[i]`` flattened positions of each row."""
     ends = np.cumsum(counts)
     return np.repeat(stops - ends, counts) + np.arange(int(ends[-1]))

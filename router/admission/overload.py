@@ -5,11 +5,11 @@ from decant.runtime.channel import Deadline
 from decant.runtime.errors import RETRY_AFTER_SECONDS, QueueFull
 
 WAIT_SHARE = 0.75
-"""Share of the time until a request's deadline that its predicted wait may take. The rest is for its output."""
+"""Of the time until a request's deadline, for its predicted wait."""
 
 
 def check_wait(settings: RouterSettings, waiting: int, predicted_s: float, deadline: Deadline) -> None:
-    """Refuse a new request behind ``waiting`` others. Raises QueueFull with the predicted wait."""
+    """Raises QueueFull with the predicted wait."""
     if waiting >= settings.queue_limit:
         raise QueueFull(settings.queue_limit, retry_after=max(predicted_s, RETRY_AFTER_SECONDS))
     left = deadline.remaining()

@@ -1,9 +1,6 @@
-"""Quotas of tenants with limits: leases in Redis, counted over all routers. Tenants without limits cost nothing.
+"""Quotas of tenants with limits: leases in Redis, counted over all routers and charged for the tokens used.
 
-    acquire --> held: renewed several times within its lease --release--> charged for the tokens used
-      '--exceeded--> QuotaExceeded     '--forget--> another router renews it, or the lease expires
-
-While Redis is unavailable no request is refused: requests that run are held here and counted by the next renewal.
+While Redis is unavailable no request is refused: those that run are held here and counted by the next renewal.
 """
 
 from __future__ import annotations
@@ -23,8 +20,8 @@ _log = logs.get(__name__)
 
 
 class QuotaLeases:
-    """The leases of one router. `limits`: by tenant. Only `run`, a background task of the owner, writes renewals and
-    releases; `close` comes after it.
+    """`limits`: by tenant. Only `run`, a background task of the owner, writes renewals and releases; `close` comes
+    after it.
     """
 
     def __init__(self, quotas: Quotas, limits: Mapping[str, TenantLimits]) -> None:
@@ -36,7 +33,7 @@ class QuotaLeases:
         self._has_work = asyncio.Event()
 
     async def acquire(self, key: RequestKey, tokens: int) -> None:
-        """Acquire a lease for at most ``tokens`` of prompt and output. Raises QuotaExceeded."""
+        """Raises QuotaExceeded."""
         limits = self._limits.get(key.tenant)
         if limits is None:
             return
@@ -56,9 +53,7 @@ class QuotaLeases:
 
     @asynccontextmanager
     async def during(self, key: RequestKey) -> AsyncIterator[None]:
-        """Count a call without tokens inside the block. Its release is written when the block ends, so that the
-        tenant's next call is not refused for it. Raises QuotaExceeded.
-        """
+        """For a call without tokens. The release is written when the block ends. Raises QuotaExceeded."""
         await self.acquire(key, 0)
         try:
             yield
@@ -79,20 +74,18 @@ class QuotaLeases:
             raise
 
     def hold(self, key: RequestKey) -> None:
-        """The request runs here, whichever router acquired its lease."""
         if key.tenant in self._limits and key not in self._held:
             self._held.add(key)
             self._is_renewal_due = True
             self._has_work.set()
 
     def release(self, key: RequestKey, tokens: int) -> None:
-        """Does nothing for a request that is not held here."""
+        """No effect on a request that is not held here."""
         if key in self._held:
             self._held.remove(key)
             self._write_soon(QuotaUsage(key, tokens, self._limits[key.tenant]))
 
     def forget(self, key: RequestKey) -> None:
-        """The request continues at another router."""
         self._held.discard(key)
 
     async def close(self) -> None:

@@ -1,13 +1,6 @@
-"""Predict how long a new request would wait before a worker schedules it, from recent waits.
+"""Predicts a new request's wait: the line through recent waits over the number of requests ahead.
 
-    seconds waited
-       |        x /      waits of scheduled requests, by the number of requests ahead at their arrival
-       |     x /x        prediction: the line through the newest waits, at the number that waits now
-       |  x /x
-       |__/_________
-         requests ahead
-
-No prediction while no request has waited for long: short waits at low load do not extrapolate to long queues.
+No prediction while no request has waited for long: short waits at low load do not extrapolate.
 """
 
 from __future__ import annotations
@@ -20,11 +13,10 @@ from decant.router.placement.cost_model import DecayedRegression
 from decant.runtime.priority import queue_key
 
 LONG_SECONDS = 1.0
-"""A request that has waited as long shows that there is a queue."""
 
 
 class Wait:
-    """The wait of one request, until a worker schedules it or it ends. Methods may be repeated."""
+    """Methods may be repeated."""
 
     def __init__(self, waits: WaitPredictor, position: tuple[float, int], ahead: int, since: float) -> None:
         self._waits: WaitPredictor | None = waits
@@ -36,7 +28,6 @@ class Wait:
         self._end(is_measured=True)
 
     def discard(self) -> None:
-        """The request has ended, or another router has it."""
         self._end(is_measured=False)
 
     def _end(self, *, is_measured: bool) -> None:
@@ -46,7 +37,7 @@ class Wait:
 
 
 class WaitPredictor:
-    """For one model at this router. ``now``: a monotonic clock in seconds."""
+    """``now``: monotonic, in seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -74,7 +65,7 @@ class WaitPredictor:
             self._measured.add(wait.ahead, now - wait.since, now)
 
     def predict(self, priority: int) -> float:
-        """Seconds that a new request would wait; 0 where unknown."""
+        """In seconds; 0 where unknown."""
         now = self._now()
         oldest = next(iter(self._oldest), None)
         if oldest is None or now - oldest.since < LONG_SECONDS or not self._measured.is_known(now):

@@ -1,7 +1,4 @@
-"""Tenants, and authentication of calls by the digest of a secret.
-
-    authorization: Bearer SECRET --SHA-256--> digest --the file's tenants--> Tenant --> AuthenticatedCall
-                                                 '-- unknown: Unauthenticated
+"""Tenants, and authentication of calls by the SHA-256 digest of a bearer secret.
 
 The TOML file (docs/guides/tenants-and-tls.md) is read once.
 """
@@ -28,7 +25,6 @@ from decant.runtime.settings_sources import read_toml
 from decant.state.quota import TenantLimits
 
 DEFAULT_TENANT = "default"
-"""The tenant of all requests without a credentials file."""
 
 NO_LIMITS = TenantLimits()
 
@@ -54,17 +50,13 @@ class AuthenticatedCall:
 
 class Authenticator(Protocol):
     limits: Mapping[str, TenantLimits]
-    """Of the tenants that have any, by name."""
     tenants: Sequence[str]
-    """Names of all tenants."""
 
     def tenant_of(self, metadata: Metadata) -> Tenant:
         """Raises Unauthenticated."""
 
 
 class NoAuthentication:
-    """All callers are one tenant."""
-
     def __init__(self, models: Models) -> None:
         self.limits: Mapping[str, TenantLimits] = {}
         self.tenants: Sequence[str] = (DEFAULT_TENANT,)
@@ -98,7 +90,7 @@ class AuthenticatedService(Protocol):
 
 
 def authenticated(method: Callable[[Any, Any, AuthenticatedCall], Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """A gRPC method of an `AuthenticatedService` that knows its caller. Raises Unauthenticated."""
+    """Raises Unauthenticated."""
 
     @wraps(method)
     async def authenticate(service: AuthenticatedService, request: Any, context: Any) -> Any:

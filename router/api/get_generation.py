@@ -32,7 +32,6 @@ async def generation(snapshot: RequestSnapshot, model: ServedModel) -> pb.Genera
 
 
 async def _result(stream: TokenStream, model: ServedModel) -> pb.GenerateResponse:
-    """The messages of a stream that ends now, joined."""
     so_far = copy.copy(stream)
     so_far.tokens = list(stream.tokens)
     so_far.end = Cancelled() if stream.end is None else stream.end

@@ -1,10 +1,6 @@
-"""Response messages of a token stream: a stream of deltas, or one response.
+"""Response messages of a token stream: deltas of all new tokens, up to MAX_DELTA_TOKENS, or one response.
 
-    stream: tokens t0 t1 t2 t3 t4 ... end        read at the client's pace
-            started, delta(t0), delta(t1 t2 t3), delta(t4 and the held text), finished
-
-A delta has all new tokens, up to MAX_DELTA_TOKENS, so a slow reader gets fewer and larger ones. The text of a token
-depends on the tokens and the request alone. So a reader may start after any token, and gets the rest of the same text.
+The text of a token depends on the tokens and the request alone: a reader may start after any token.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ MAX_DELTA_TOKENS = 1024
 
 
 class ResponseWriter:
-    """Reads a token stream once; ``stream`` begins after the ``after_seq`` tokens that the client has."""
+    """Reads a token stream once, from ``after_seq`` on."""
 
     __slots__ = ("_model", "_options", "_read", "_stream", "_text")
 
@@ -37,8 +33,7 @@ class ResponseWriter:
         self._text = new_output_text(model, options, stream.request.engine_request.stopping) if options.text else None
 
     async def stream(self, write: Write, meter: RequestMeter) -> Finish:
-        """Write all messages; return how the output ended. Raises the stream's error, errors of `write`, and
-        InvalidArgument if the stream ends before `after_seq`."""
+        """Raises the stream's error, errors of `write`, and InvalidArgument if the stream ends before `after_seq`."""
         stream = self._stream
         message = pb.GenerateStreamResponse(request_id=stream.request.key.id, seq=self._read)
         chunk = min(self._options.min_chunk_tokens, MAX_DELTA_TOKENS)
@@ -64,7 +59,7 @@ class ResponseWriter:
         return ended
 
     async def whole(self, meter: RequestMeter) -> tuple[pb.GenerateResponse, Finish]:
-        """The whole output in one response, and how it ended. Raises the stream's error."""
+        """Raises the stream's error."""
         stream, options = self._stream, self._options
         while stream.end is None:
             await stream.wait_beyond(len(stream.tokens))
@@ -94,7 +89,6 @@ class ResponseWriter:
         return self._stream.end is not None and self._read == len(self._stream.tokens)
 
     def _skip(self, count: int) -> None:
-        """Skip tokens that the client has, and their text."""
         tokens = self._stream.tokens
         if count > len(tokens):
             self._ended()
@@ -103,8 +97,7 @@ class ResponseWriter:
             self._text.add(tokens[:count])
 
     def _fill_delta(self, message: pb.GenerateStreamResponse) -> int:
-        """Make `message` the delta of the unread tokens, up to MAX_DELTA_TOKENS; return their number. The path of
-        every token: it reuses the message's parts."""
+        """The path of every token: it reuses the message's parts."""
         options, read = self._options, self._read
         tokens = self._stream.tokens[read : read + MAX_DELTA_TOKENS]
         count = len(tokens)

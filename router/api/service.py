@@ -1,10 +1,5 @@
 """The public gRPC service.
 
-    GenerateStream --validate--> ValidRequest --begin--> TokenStream --ResponseWriter--> messages, then OK or an error
-    ResumeStream ---------------- id ---------resume------^  |
-                                                             |
-          the client leaves before the end ------------------'--> on_disconnect
-
 Nothing is sent before the first token, not even metadata: until then gRPC's own retries work.
 """
 
@@ -60,7 +55,7 @@ class ServerInfoSource:
 
 
 class InferenceService:
-    """``decant.v1.InferenceService``. The server's interceptor turns errors into statuses."""
+    """The server's interceptor turns errors into statuses."""
 
     def __init__(
         self,
@@ -143,8 +138,8 @@ class InferenceService:
 
     @contextmanager
     def _attached_reader(self, stream: TokenStream) -> Iterator[_ReaderResult]:
-        """If the client leaves before the end, the stream is lost, unless the request's deadline is over or a newer
-        client reads it.
+        """If the client leaves before the end, the stream is lost, unless its deadline is over or a newer client reads
+        it.
         """
         lease = ReaderLease(stream, self._unread_s)
         reader = _ReaderResult(lease, meter_of(stream, self._metrics[stream.request.engine_request.model]))
@@ -249,7 +244,6 @@ class _ReaderResult:
 
 
 def _span(method: str, request_id: str, call: AuthenticatedCall) -> Span:
-    """Of a call, within the trace of its client."""
     parent = tracing.parent_of(call.context.invocation_metadata())
     return tracing.span(method, parent, kind="server", request_id=request_id)
 

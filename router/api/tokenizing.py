@@ -1,5 +1,3 @@
-"""Tokenize and Detokenize. Inputs fit the model's context; long ones are processed in threads."""
-
 from __future__ import annotations
 
 from decant.protos import inference_pb2 as pb
@@ -13,7 +11,7 @@ from decant.runtime.errors import InvalidArgument
 async def tokenize(
     request: pb.TokenizeRequest, model: ServedModel, longest: int, deadline: Deadline
 ) -> pb.TokenizeResponse:
-    """``longest``: the model's context length. Raises InvalidArgument, QueueFull, DeadlineExceeded."""
+    """``longest``: context length. Raises InvalidArgument, QueueFull, DeadlineExceeded."""
     match request.WhichOneof("input"):
         case "messages":
             if request.HasField("add_special_tokens"):
@@ -38,7 +36,7 @@ async def tokenize(
 async def detokenize(
     request: pb.DetokenizeRequest, model: ServedModel, longest: int, deadline: Deadline
 ) -> pb.DetokenizeResponse:
-    """``longest``: the model's context length. Raises InvalidArgument, QueueFull, DeadlineExceeded."""
+    """``longest``: context length. Raises InvalidArgument, QueueFull, DeadlineExceeded."""
     at_most("token_ids", len(request.token_ids), longest, "tokens, as the model's context")
     ids = await checked_ids("token_ids", request.token_ids, model, deadline)
     skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True

@@ -1,7 +1,4 @@
-"""Usage and times of a request: for its client, the metrics and the log.
-
-Times are those of this router's event loop; workers report durations.
-"""
+"""Usage and times of a request. Times are of this router's event loop; workers report durations."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ _log = logs.get(__name__)
 
 
 class RequestMeter:
-    """Measures the messages of one reader. With several readers in turn, each token is counted once."""
+    """With several readers in turn, each token is counted once."""
 
     __slots__ = ("_last_at", "_metrics", "_now", "_stream")
 
@@ -29,7 +26,7 @@ class RequestMeter:
         self._last_at: float | None = None
 
     def sent(self, tokens: int) -> None:
-        """The gap before a message of ``tokens`` is observed once, divided by their number."""
+        """The gap before a message is observed once, divided by its tokens."""
         now, stream = self._now(), self._stream
         if stream.first_sent_at is None:
             stream.first_sent_at = now
@@ -50,7 +47,6 @@ class RequestMeter:
         return receipt_of(self._stream, self._now())
 
     def close(self, outcome: str) -> None:
-        """Count the request and log it in one line."""
         self._count(outcome)
         stream = self._stream
         receipt = self.receipt()
@@ -97,7 +93,7 @@ class RequestMeter:
 
 
 class RecordedMeter(RequestMeter):
-    """Meter of a request that ended or is only read: counts nothing, repeats the recorded usage and receipt."""
+    """Counts nothing; repeats the recorded usage and receipt."""
 
     __slots__ = ()
 

@@ -1,9 +1,4 @@
-"""Validation of a GenerateRequest. An error names field, limit and value.
-
-    GenerateRequest --supported?--> --in range?--> --tokenize--> --fits the context?--> ValidRequest
-
-No field is ignored: those of `_UNSUPPORTED` and unknown ones of newer clients are refused.
-"""
+"""Validation of a GenerateRequest. Unsupported and unknown fields are refused, never ignored."""
 
 from __future__ import annotations
 
@@ -49,14 +44,13 @@ from decant.runtime.packed import pack
 from decant.state.ids import RequestKey
 
 LISTED_BYTES = 16 * 1024
-"""Unknown fields are listed in messages of at most this size: that takes about ten milliseconds."""
+"""Up to this size unknown fields are listed, in about ten milliseconds."""
 
 _UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {
     "SamplingParams.n": lambda request: request.sampling.n if request.sampling.n > MAX_OUTPUTS else None,
     "GenerateRequest.guided": lambda request: request.HasField("guided"),
     "GenerateRequest.lora_name": lambda request: request.lora_name,
 }
-"""Fields that this version does not implement, and the value that a request has there."""
 
 UNIMPLEMENTED_FIELDS = tuple(_UNSUPPORTED)
 
@@ -66,8 +60,9 @@ _MOST = {"SamplingParams.n": f"{MAX_OUTPUTS} is all this server does"}
 async def validate(
     request: pb.GenerateRequest, models: Models, max_context_length: ContextLengthOf, deadline: Deadline, tenant: str
 ) -> ValidRequest:
-    """Raises InvalidArgument, Unimplemented, NotFound, PermissionDenied; Unavailable if the context length is unknown
-    because no worker serves the model; QueueFull and DeadlineExceeded while a long input waits to be tokenized."""
+    """Raises InvalidArgument, Unimplemented, NotFound, PermissionDenied; Unavailable if no worker gives the context
+    length; QueueFull and DeadlineExceeded while a long input waits to be tokenized.
+    """
     accepted_at = asyncio.get_running_loop().time()
     check_size(request)
     _check_supported(request)
@@ -113,7 +108,7 @@ async def validate(
 
 
 def salt_of(tenant: str, cache_salt: str) -> bytes:
-    """Salt of block hashes: blocks are shared within one tenant and one ``cache_salt``."""
+    """Blocks are shared within a tenant and ``cache_salt``."""
     name = tenant.encode()
     return hashlib.blake2b(struct.pack("<I", len(name)) + name + cache_salt.encode(), digest_size=16).digest()
 
@@ -131,9 +126,9 @@ def _check_supported(request: pb.GenerateRequest) -> None:
 
 
 def check_known(message: Message) -> None:
-    """Raises Unimplemented for an unknown field: to ignore it may give another answer than the client expects.
+    """Raises Unimplemented for an unknown field: ignoring it may change the answer.
 
-    In a large message their bytes are counted: a list of millions of fields would block the event loop for seconds.
+    In a large message their bytes are counted: listing millions of fields would block the event loop for seconds.
     """
     size = message.ByteSize()
     if size > LISTED_BYTES:

@@ -2,16 +2,11 @@
 
     split      prefill worker    ticket ------------> first token(s) ----------------> over
                decode worker        '-- Start(ticket) --> scheduled --> joined --> frames --> ended
-               state    QUEUED   PREFILLING            HANDING_OFF   DECODING         SUCCEEDED
-
     local      Start --------------------------------> scheduled --> joined --> frames --> ended
-               state    QUEUED                         DECODING                       SUCCEEDED
-
     adopted    Adopt --------------------------------> scheduled, joined -----> frames --> ended
+    migration  offer --> Start(ticket) at a target --> scheduled --> joined: the target has the run
 
-    migration  the worker drains: offer --> Start(ticket) at a target --> scheduled --> joined: the target has the run
-
-Each way is a coroutine. `Legs.until` is where they wait: the legs that it names are those whose failures matter then.
+Each way is a coroutine; `Legs.until` names the legs whose failures matter then.
 """
 
 from __future__ import annotations
@@ -35,7 +30,7 @@ from decant.state.ids import Incarnation
 
 
 class Attempt:
-    """Runs once, under the request's present attempt number. ``close`` releases all that it began, at any time."""
+    """Runs once. ``close`` releases all that it began, at any time."""
 
     def __init__(self, context: AttemptContext, pool: WorkerPool, router: wire.Peer) -> None:
         self._context = context
@@ -69,7 +64,6 @@ class Attempt:
         return finish
 
     async def _run_legs(self) -> None:
-        """Until Complete is raised."""
         self._legs.check()  # the tokens of earlier attempts may be all
         decode = await self._begin()
         while True:
@@ -84,14 +78,13 @@ class Attempt:
 
     @property
     def had_ticket(self) -> bool:
-        """Whether a prefill worker began to compute the prompt."""
         return self._prefill is not None and self._prefill.has_ticket()
 
     def record(self, failure: wire.Failure | None = None) -> None:
         self._recorder.record(failure)
 
     def close(self, reason: wire.Cancel.Reason) -> None:
-        """Release everything at workers, which are sent ``reason`` unless a stop string was found."""
+        """Workers are sent ``reason`` unless a stop string was found."""
         cancel = wire.Cancel(run=self._run, reason=reason)
         writer = self._context.writer
         if writer.stopped is not None:
@@ -102,7 +95,6 @@ class Attempt:
     # The ways
 
     async def _begin(self) -> DecodeLeg:
-        """Until the run is in the batch of a decode worker."""
         holder = self._context.current_decode_worker
         while True:
             try:
@@ -139,7 +131,6 @@ class Attempt:
                 await self._legs.until(_never, prefill)  # the first token was the last, and is on its way
 
     async def _until_joined(self, decode: DecodeLeg, *others: PrefillLeg) -> DecodeLeg:
-        """Until the run is in the batch. ``others`` matter until it has its blocks."""
         await self._legs.until(decode.is_scheduled, decode, *others)
         self._recorder.on_decode_scheduled(decode.scheduled, decode.started_at, has_ticket=decode.has_ticket)
         await self._legs.until(decode.is_joined, decode)
@@ -160,7 +151,7 @@ class Attempt:
     def _start(self, worker: WorkerHandle, ticket: wire.Ticket | None = None) -> DecodeLeg:
         if ticket is None:
             self._recorder.is_split = False
-            self._context.check_determinism(worker)
+            self._context.mark_uncertain_tail(worker)
         request = self._context.engine_request(self._num_tokens)
         return self._decode_on(worker, wire.Start(run=self._run, engine_request=request, ticket=ticket))
 
@@ -173,7 +164,7 @@ class Attempt:
     def _call_prefill(self, worker: WorkerHandle) -> PrefillLeg:
         self._recorder.is_split = True
         self._recorder.assign_prefill(worker)
-        self._context.check_determinism(worker)
+        self._context.mark_uncertain_tail(worker)
         request = wire.PrefillRequest(
             run=self._run,
             router=self._router,
@@ -186,7 +177,6 @@ class Attempt:
         return leg
 
     def _drop_refused(self, leg: Leg) -> None:
-        """Its worker has no capacity: it holds nothing of the run."""
         leg.worker.load.mark_full()
         if self._migration.source is not None:
             self._drop_decode(self._migration.source)
@@ -203,7 +193,6 @@ class Attempt:
             self._prefill.target = None
 
     async def _until_prompt_logprobs(self) -> None:
-        """Wait for the prompt's logprobs: their stream may be slower than the output's."""
         prefill, stream = self._prefill, self._context.stream
         if prefill is not None:
             await self._legs.until_over(

@@ -26,15 +26,12 @@ class AttemptContext:
     writer: TokenWriter
     excluded_workers: set[Incarnation] = field(default_factory=set)
     local_prefill: bool = False
-    """A handoff failed, or there are output tokens: prefill workers are left out."""
+    """Use no prefill worker."""
     current_decode_worker: Incarnation | None = None
-    """Of an adopted request: where its attempt runs, as far as is recorded."""
     layout: int = 0
-    """Of the workers that generated what an earlier owner has sent, where they give equal bits; else 0."""
+    """Of the workers whose tokens an earlier owner has sent, where they give equal bits; else 0."""
     wait: Wait | None = None
-    """Until a worker schedules it for the first time; None for an adopted request."""
     traceparent: str = ""
-    """Of the present attempt's span, for the workers."""
     prefix: PromptBlocks = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,7 +42,6 @@ class AttemptContext:
         return self.stream.request.engine_request.model
 
     def needs_decode(self, num_output_tokens: int) -> bool:
-        """Whether a sequence with these output tokens lacks more than the one that a prefill worker samples."""
         return self.stream.request.engine_request.stopping.max_tokens - num_output_tokens > 1
 
     def run(self) -> wire.Run:
@@ -53,7 +49,6 @@ class AttemptContext:
         return wire.Run(request=str(owned.key), epoch=owned.epoch, attempt=owned.attempt, digest=owned.digest)
 
     def engine_request(self, num_output_tokens: int) -> wire.EngineRequest:
-        """The request with these output tokens, its age and the rest of its time."""
         request = self.stream.request
         message = wire.EngineRequest()
         message.CopyFrom(request.engine_request)
@@ -66,8 +61,8 @@ class AttemptContext:
         message.outputs.add(output=0, tokens=pack(self.stream.tokens[:num_output_tokens]))
         return message
 
-    def check_determinism(self, worker: WorkerHandle) -> None:
-        """If a client may have more tokens than are known, the same must come from this worker."""
+    def mark_uncertain_tail(self, worker: WorkerHandle) -> None:
+        """Mark the tail uncertain if a client may have tokens that this worker would generate differently."""
         facts = worker.facts
         if self.stream.may_lag_client and not (facts.equal_bits and facts.layout == self.layout):
             self.owned.record.certain_seq = self.stream.mark_tail_uncertain()
@@ -78,7 +73,7 @@ class AttemptContext:
         decode_worker: WorkerHandle | None,
         failure: wire.Failure | None = None,
     ) -> None:
-        """Record the workers: an adopting router looks for the run there."""
+        """An adopting router looks for the run there."""
         attempts = self.owned.record.attempts
         if not attempts or attempts[-1].attempt != self.owned.attempt:
             attempts.add(attempt=self.owned.attempt)

@@ -1,5 +1,3 @@
-"""A run at the worker that decodes it (see `leg`)."""
-
 from __future__ import annotations
 
 from typing import Protocol
@@ -16,15 +14,13 @@ from decant.router.workers.worker_handle import WorkerHandle
 
 class DecodeLegOwner(LegOwner, Protocol):
     def on_draining(self, leg: DecodeLeg) -> None:
-        """Called with each heartbeat of a draining worker."""
+        """With each heartbeat of a draining worker."""
 
     def on_resumed(self, leg: DecodeLeg) -> None:
         """What the worker sent while the session was broken may be lost."""
 
 
 class DecodeLeg(Leg):
-    """``opening`` starts the run, or adopts it from an earlier owner."""
-
     def __init__(
         self,
         context: AttemptContext,
@@ -38,7 +34,6 @@ class DecodeLeg(Leg):
         self.scheduled: wire.Scheduled | None = None
         self.started: wire.DecodeStarted | None = None
         self.offer: wire.Ticket | None = None
-        """Ticket for a migration, because this worker drains."""
         self._is_scheduled = False
         self._is_joined = False
         self._ticket: wire.Ticket | None = None
@@ -57,7 +52,7 @@ class DecodeLeg(Leg):
         return self._ticket is not None
 
     def is_scheduled(self) -> bool:
-        """Whether it has its blocks: its fetch is open, or its first chunk is computed."""
+        """Its fetch is open, or its first chunk is computed."""
         return self._is_scheduled
 
     def is_joined(self) -> bool:
@@ -67,7 +62,7 @@ class DecodeLeg(Leg):
         return self.offer is not None
 
     def request_offer(self) -> None:
-        """Ask the worker for a ticket for the running sequence. May be repeated."""
+        """May be repeated."""
         self.worker.session.migrate(wire.Migrate(run=self._subscription.run))
 
     def withdraw_offer(self) -> None:

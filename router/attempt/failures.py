@@ -1,15 +1,14 @@
-"""What a worker's failure means for the request, for the worker and for the client.
+"""What a worker's failure means for the request and the worker.
 
-cause                               the request                     the worker
-INVALID, NEVER_FITS                 InvalidArgument                 not blamed
-UNSUPPORTED                         Unimplemented                   not blamed
+cause                               the request                     blamed
+INVALID, NEVER_FITS                 InvalidArgument
+UNSUPPORTED                         Unimplemented
 BUSY, DRAINING                      another worker, same attempt    no new work until its next load report
-DEADLINE                            DeadlineExceeded                not blamed
-ENGINE, WRONG_PEER, UNKNOWN_...     another attempt                 blamed
-PEER_LOST, CORRUPT                  another attempt                 the named peer is blamed, else the sender
-a timeout or a cancel               another attempt                 not blamed
-ID_REUSED                           AlreadyExists, or another       not blamed
-                                    worker if the store has it
+DEADLINE                            DeadlineExceeded
+ENGINE, WRONG_PEER, UNKNOWN_...     another attempt                 the worker
+PEER_LOST, CORRUPT                  another attempt                 the named peer, else the sender
+a timeout or a cancel               another attempt
+ID_REUSED                           AlreadyExists, or another worker if the store has it
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _BLAMELESS = frozenset(
 
 
 class AttemptFailed(Exception):
-    """Another attempt may succeed. ``blamed`` is the worker at fault, if there is one."""
+    """Another attempt may succeed. ``blamed``: the worker at fault, if any."""
 
     def __init__(self, failure: wire.Failure, blamed: Incarnation | None) -> None:
         super().__init__(f"{enum_name(wire.Cause, failure.cause)}: {failure.detail}")
@@ -54,19 +53,17 @@ class AttemptFailed(Exception):
 
 
 class OwnedElsewhere(Exception):
-    """A worker refuses this router's run: the request is owned in `epoch` now."""
-
     def __init__(self, epoch: int) -> None:
         super().__init__(f"another router owns the request, in epoch {epoch}")
         self.epoch = epoch
 
 
 class NothingToFetch(AttemptFailed):
-    """The sequence ended before it was handed over: the first token was the last."""
+    """The sequence ended before the handoff: the first token was the last."""
 
 
 class NoCapacity(Exception):
-    """A worker refused its part for now: the same attempt goes elsewhere."""
+    """A worker refused for now: the same attempt goes elsewhere."""
 
     def __init__(self, leg: Leg) -> None:
         super().__init__(f"{leg.worker.incarnation.id} has no capacity")
@@ -78,7 +75,7 @@ class NoWorker(Exception):
 
 
 def error_for(failure: wire.Failure, sender: Incarnation) -> ServiceError | AttemptFailed:
-    """The error of a failure whose cause is not in RETRY_ELSEWHERE."""
+    """For causes outside RETRY_ELSEWHERE."""
     match failure.cause:
         case wire.CAUSE_INVALID:
             return InvalidArgument(*_violation(failure))
@@ -95,7 +92,6 @@ def error_for(failure: wire.Failure, sender: Incarnation) -> ServiceError | Atte
 
 
 def cause_label(cause: wire.Cause) -> str:
-    """ "peer_lost" for CAUSE_PEER_LOST; "unspecified" for a cause that only a newer build knows."""
     known = cause if cause in wire.Cause.values() else wire.CAUSE_UNSPECIFIED
     return _label(wire.Cause.Name(known))
 

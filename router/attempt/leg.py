@@ -1,10 +1,10 @@
-"""One worker's part of an attempt. A leg records what its worker reports and releases all that it holds there.
+"""One worker's part of an attempt; it releases all that it holds there.
 
     PrefillLeg   called --> scheduled --> ticket, first tokens (in either order) --> over
     DecodeLeg    started, or adopted --> scheduled (blocks reserved) --> joined (in the batch) --> ended
 
-A leg decides nothing: it wakes its attempt. A later milestone implies those before it, because reports may be lost with
-a session. The attempt raises a leg's failure where it waits for that leg.
+A milestone implies those before it: reports may be lost with a session. The attempt raises a leg's failure
+where it waits for that leg.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from decant.runtime.errors import DeadlineExceeded
 
 
 class LegOwner(Protocol):
-    def wake(self) -> None:
-        """A leg has something new."""
+    def wake(self) -> None: ...
 
 
 class Leg(ABC):
@@ -39,7 +38,6 @@ class Leg(ABC):
         self.worker = worker
         self.started_at = asyncio.get_running_loop().time()
         self.finish: Finish | None = None
-        """How the output ended here."""
         self.fatal: Exception | None = None
         """Ends the attempt, whichever leg it waits for."""
         self._context = context
@@ -50,11 +48,11 @@ class Leg(ABC):
 
     @property
     def failure(self) -> Exception | None:
-        """Why the worker does no more: NoCapacity, AttemptFailed, or a ServiceError that is final for the request."""
+        """NoCapacity, AttemptFailed, or a ServiceError that is final for the request."""
         return self._failure
 
     def close(self, cancel: wire.Cancel | None) -> None:
-        """Release everything at the worker, now. It is sent ``cancel`` if it may still work. May be repeated."""
+        """Release everything at the worker now; send it ``cancel`` if it may still work. May be repeated."""
         if not self._is_closed:
             self._is_closed = True
             self._release()
@@ -62,11 +60,10 @@ class Leg(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Release this router's reservation and ticket. May be repeated."""
+        """May be repeated."""
 
     @abstractmethod
-    def _leave(self, cancel: wire.Cancel | None) -> None:
-        """The call or the run."""
+    def _leave(self, cancel: wire.Cancel | None) -> None: ...
 
     def on_refused(self, refused: wire.Refused) -> None:
         if refused.failure.cause in RETRY_ELSEWHERE:
@@ -87,7 +84,7 @@ class Leg(ABC):
         self._owner.wake()
 
     def _error(self, cause: wire.Cause, detail: str) -> AttemptFailed:
-        """An error for which this leg's worker is to blame."""
+        """Blames this leg's worker."""
         return AttemptFailed(wire.Failure(cause=cause, detail=detail), self.worker.incarnation)
 
     def _finish_with(self, end: wire.OutputEnd) -> None:

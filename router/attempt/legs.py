@@ -1,5 +1,3 @@
-"""The legs of one attempt; the attempt waits for them in `Legs.until`."""
-
 from __future__ import annotations
 
 import asyncio
@@ -21,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Complete(Exception):
-    """The output is complete: its attempt has nothing more to wait for."""
+    pass
 
 
 class Legs:
@@ -48,14 +46,13 @@ class Legs:
         self._news.set()
 
     async def until(self, milestone: Callable[[], bool], *legs: Leg) -> None:
-        """Wait for ``milestone``. Raises Complete, what is fatal for the attempt, and the failure of one of ``legs``:
-        those that matter now."""
+        """Raises Complete, what is fatal for the attempt, and the failure of one of ``legs``: those that matter now."""
         while not milestone():
             self.check(*legs)
             await self._next_news()
 
     async def until_search_ends(self, search: Search[_T], *legs: Leg) -> _T:
-        """Wait in the model's line for a worker with capacity. Raises NoWorker when patience ends, and as ``until``."""
+        """Raises NoWorker when patience ends, and as ``until``."""
         line, kind = search.line, search.kind
         is_first = not line.has(kind)
         if is_first and (choice := search.choose()) is not None:
@@ -98,7 +95,7 @@ class Legs:
                 raise leg.failure
 
     async def until_over(self, is_over: Callable[[], bool]) -> None:
-        """Wait on after the output is complete. Raises what is fatal for the attempt."""
+        """Raises what is fatal for the attempt."""
         while not is_over():
             self.check_fatal()
             await self._next_news()
@@ -109,7 +106,7 @@ class Legs:
                 raise leg.fatal
 
     def close(self, cancel: wire.Cancel) -> None:
-        """Release everything at workers. A prefill worker is sent no cancel for an output that ended by itself."""
+        """A prefill worker is sent no cancel for an output that ended by itself."""
         is_over = self.finish is not None and self._writer.stopped is None
         for leg in self._legs:
             leg.close(None if is_over and isinstance(leg, PrefillLeg) else cancel)

@@ -1,4 +1,4 @@
-"""Moves a run from a draining worker to another one, as often as needed."""
+"""Moves a run from a draining worker, as often as needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from decant.state.ids import Incarnation
 
 
 class Migration:
-    """``source`` is the leg that may move now: none while a target takes its run over."""
+    """``source`` may move now; None while a target takes its run over."""
 
     def __init__(self, context: AttemptContext, pool: WorkerPool, run: wire.Run, legs: Legs) -> None:
         self.source: DecodeLeg | None = None
@@ -49,7 +49,6 @@ class Migration:
         return True
 
     def _start_target(self, source: DecodeLeg) -> DecodeLeg | None:
-        """None: no worker can go on with the run."""
         ticket, source.offer = source.offer, None
         assert ticket is not None
         context, pool = self._context, self._pool

@@ -1,5 +1,3 @@
-"""What an attempt looks for: a worker for its prompt, for a prefill worker's KV cache, or for a migration."""
-
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -37,11 +35,10 @@ class Search(ABC, Generic[_T]):
 
     @abstractmethod
     def choose(self) -> _T | None:
-        """Return None while no worker has capacity."""
+        """None while no worker has capacity."""
 
     @abstractmethod
-    def _kind(self) -> Kind:
-        """Requests of one kind can take each other's turn."""
+    def _kind(self) -> Kind: ...
 
     def _workers(self) -> list[WorkerSnapshot]:
         context = self._context
@@ -59,8 +56,6 @@ class Search(ABC, Generic[_T]):
 
 
 class PromptSearch(Search[Placement]):
-    """Search for the first worker: one that prefills for another, or that also decodes."""
-
     def choose(self) -> Placement | None:
         return choose_first_worker(self._workers(), self._request())
 
@@ -73,8 +68,6 @@ class PromptSearch(Search[Placement]):
 
 
 class CacheSearch(Search[Incarnation]):
-    """For the decode worker that fetches what a ticket offers."""
-
     def __init__(
         self, context: AttemptContext, pool: WorkerPool, ticket: wire.Ticket, prefill_worker: WorkerHandle
     ) -> None:
@@ -92,7 +85,7 @@ class CacheSearch(Search[Incarnation]):
 def choose_migration_target(
     context: AttemptContext, pool: WorkerPool, source: WorkerHandle, excluded: set[Incarnation]
 ) -> Incarnation | None:
-    """A target that is not in ``excluded`` and did not fail of late."""
+    """Not in ``excluded``, and without a recent failure."""
     workers = pool.snapshot(context.model, context.excluded_workers | excluded, context.prefix)
     candidates = [worker for worker in workers if not worker.avoided]
     return choose_decode_worker(

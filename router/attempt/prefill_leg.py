@@ -1,5 +1,3 @@
-"""The call that computes a prompt for another worker (see `leg`)."""
-
 from __future__ import annotations
 
 from decant.protos import worker_pb2 as wire
@@ -20,8 +18,6 @@ _log = logs.get(__name__)
 
 
 class PrefillLeg(Leg):
-    """``target`` is the leg that has its ticket."""
-
     def __init__(
         self,
         context: AttemptContext,
@@ -55,7 +51,6 @@ class PrefillLeg(Leg):
         return self.ticket is not None
 
     def renew_ticket(self) -> None:
-        """From now until a decode worker has it."""
         if self.ticket is not None:
             self._pool.tickets.renew(self.ticket, self.worker)
 

@@ -1,5 +1,3 @@
-"""What one attempt records: states for the store, times for the receipt, costs for placement."""
-
 from __future__ import annotations
 
 import asyncio
@@ -18,11 +16,10 @@ _LOCAL = (Generation.STATE_DECODING,)
 
 
 class AttemptRecorder:
-    """Reports may be lost with a session: a later one records the states before it too."""
+    """A report also records the states before it: reports may be lost with a session."""
 
     def __init__(self, context: AttemptContext, pool: WorkerPool) -> None:
         self.is_split = False
-        """Whether two workers run it, one after the other."""
         self.prefill_worker: WorkerHandle | None = None
         self.decode_worker: WorkerHandle | None = None
         stream, attempt = context.stream, context.owned.attempt
@@ -40,7 +37,6 @@ class AttemptRecorder:
         return [worker for worker in (self.prefill_worker, self.decode_worker) if worker is not None]
 
     def assign_prefill(self, worker: WorkerHandle | None) -> None:
-        """None: the worker refused it."""
         self.prefill_worker = worker
         self._trace.prefill_worker = "" if worker is None else worker.incarnation.id
 
@@ -74,7 +70,6 @@ class AttemptRecorder:
         self.advance(Generation.STATE_PREFILLING)
 
     def on_finished_at_first_token(self) -> None:
-        """The output has one token: a decode worker that was chosen has no part in it."""
         self._trace.decode_worker = ""
 
     # A decode worker's reports; None: the report was lost
@@ -106,8 +101,7 @@ class AttemptRecorder:
             self._costs.add_prefill(self._tokens - cached_tokens, trace.prefill_s, on_decode_worker=True)
 
     def _add_transfer_cost(self, seconds: float, cached_tokens: int) -> None:
-        """At most the time since the first token. Blocks are also sent while the prompt is computed, and the fetch may
-        have waited for free blocks: neither is a cost of the transfer."""
+        """At most the time since the first token: earlier transfers and waits for free blocks are no cost."""
         paused = 0.0 if self._first_token_at is None else self._now() - self._first_token_at
         self._costs.add_transfer(self._tokens - cached_tokens, min(seconds, paused))
 

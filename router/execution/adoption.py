@@ -1,4 +1,4 @@
-"""Requests that another router accepted, and that this one continues, or reads from the store."""
+"""Requests of other routers that this one continues, or reads from the store."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from decant.state.ids import Incarnation, RequestKey
 from decant.state.owned import StoredRequest
 
 Adopt = Callable[[RequestKey, Incarnation], Awaitable[StoredRequest]]
-"""Makes a router a request's owner: ``adopt``, ``adopt_orphan`` or ``cancel`` of ``Requests``."""
+"""``adopt``, ``adopt_orphan`` or ``cancel`` of ``Requests``."""
 
 OnAdopted = Callable[[Execution], None]
-"""Called with an adopted execution, before it runs."""
+"""Called before the execution runs."""
 
 _log = logs.get(__name__)
 
 
 class Adoptions:
-    """Each adoption is a task of its own, so that it ends even if the call that began it is cancelled."""
+    """An adoption is a task of its own: it ends even if its caller is cancelled."""
 
     def __init__(
         self, router: RouterServices, table: ExecutionTable, on_disconnect: Callable[[TokenStream], None]
@@ -49,7 +49,6 @@ class Adoptions:
         return stored
 
     async def replay(self, stored: StoredRequest) -> TokenStream:
-        """The stream as it is stored. Raises Internal where that is unreadable."""
         try:
             return finished_stream(stored, await self._restore(stored))
         except StateError as error:
@@ -58,14 +57,13 @@ class Adoptions:
     async def adopt_for_client(
         self, stored: StoredRequest, adopt: Adopt, on_adopted: OnAdopted | None = None
     ) -> Execution | None:
-        """``adopt`` with a client's errors: NotFound, Unavailable."""
         try:
             return await self.adopt(stored, adopt, on_adopted)
         except StateError as error:
             raise store_error(error, stored.key) from None
 
     async def adopt(self, stored: StoredRequest, adopt: Adopt, on_adopted: OnAdopted | None = None) -> Execution | None:
-        """Make this router the owner. None: the request has ended meanwhile.
+        """None: the request has ended meanwhile.
 
         If the caller is cancelled, the adoption continues, and the grace of a request without a reader starts.
 
@@ -95,7 +93,7 @@ class Adoptions:
         return execution
 
     async def _restore(self, stored: StoredRequest) -> ValidRequest:
-        """Raises UnreadableRequest, and the error for a model that is not served here."""
+        """Raises UnreadableRequest, and as `adopt` for its model."""
         request = await self._router.restore(stored)
         check_stored(stored, request)
         return request

@@ -1,9 +1,7 @@
 """One request from its admission to its end.
 
-    QUEUED --accepted by the store--> RECORDED --> RUNNING (attempts) --> ENDED --the store knows--> PERSISTED
-       '----- cancelled, deadline, superseded, draining, a bug: at any time -----^
-
-The first call of ``end`` decides how it ended, releases everything, and wakes the reader.
+QUEUED --accepted by the store--> RECORDED --> RUNNING (attempts) --> ENDED --the store knows--> PERSISTED
+   '----- cancelled, deadline, superseded, draining, a bug: at any time -----^
 """
 
 from __future__ import annotations
@@ -45,11 +43,11 @@ _log = logs.get(__name__)
 
 
 class Phase(IntEnum):
-    """In order; an execution never goes back, except from RECORDED when the store refuses it."""
+    """Never goes back, except from RECORDED when the store refuses it."""
 
     QUEUED = 0
     RECORDED = 1
-    """The store has it, or may have it. With ``serve_without_redis`` also where the store is unavailable."""
+    """Also if the store may have it, or is unavailable with ``serve_without_redis``."""
     RUNNING = 2
     ENDED = 3
     PERSISTED = 4
@@ -58,7 +56,7 @@ class Phase(IntEnum):
 class Execution:
     """``run`` is the body of a task; ``end`` may be called at any time.
 
-    With ``adopted``, it continues what another router left: on the worker that runs it, else from its tokens.
+    ``adopted``: it continues on the worker that runs it, else from its tokens.
     """
 
     def __init__(
@@ -71,15 +69,14 @@ class Execution:
     ) -> None:
         self.phase = Phase.QUEUED
         self.accepted: asyncio.Future[StoredRequest | None] = asyncio.get_running_loop().create_future()
-        """None once it is recorded; an equal request that the store has under this id, which replaces it; or the error
-        that ended it before."""
+        """None: recorded. Else an equal stored request with this id, which replaces it, or the error that ended it
+        before.
+        """
         self.num_waiting_callers = 0
-        """Calls that wait for ``accepted``."""
         self.persisted = asyncio.Event()
         self.is_superseded = False
-        """Another router owns the request, or another request has its id: nothing more is recorded."""
+        """Another router or request has the id: nothing more is recorded."""
         self.disconnect_timer: asyncio.TimerHandle | None = None
-        """Ends the request if its reader does not come back."""
         self.task: asyncio.Task[None] | None = None
         self._request = request
         self._owner = owner
@@ -101,7 +98,7 @@ class Execution:
 
     @property
     def can_restart(self) -> bool:
-        """Whether it failed before its first token: an equal request starts again."""
+        """It failed before its first token."""
         return self.owned.state == Generation.STATE_FAILED and not self.stream.tokens
 
     @property
@@ -131,7 +128,7 @@ class Execution:
             self.end(end, reason)
 
     def end(self, end: Finish | ServiceError, reason: wire.Cancel.Reason = wire.Cancel.REASON_ATTEMPT) -> None:
-        """Workers that may still run it are sent a cancel with ``reason``. Only the first call has an effect."""
+        """Release everything, wake the reader, and send workers a cancel with ``reason``. The first call counts."""
         if self.phase >= Phase.ENDED:
             return
         was_recorded, self.phase = self.is_recorded, Phase.ENDED
@@ -149,7 +146,7 @@ class Execution:
             self.mark_persisted()
 
     def _release(self, reason: wire.Cancel.Reason) -> None:
-        """Everything that is held for the request, but its quota."""
+        """All but its quota."""
         if self._context.wait is not None:
             self._context.wait.discard()
         self.reattach_reader()
@@ -179,7 +176,6 @@ class Execution:
         router.journal_writer.end(self)
 
     def mark_persisted(self) -> None:
-        """The store knows the end, or does not need to."""
         if self.phase is not Phase.ENDED:
             return
         self.phase = Phase.PERSISTED
@@ -193,11 +189,10 @@ class Execution:
         return self.stream
 
     def leave_to_peers(self) -> None:
-        """This router ends before the request does: another one continues it, and its reader resumes there."""
+        """Another router continues the request, and its reader resumes there."""
         self.end(interrupted(self.stream, Reason.DRAINING, "this router ends"))
 
     def superseded(self, error: Displaced) -> None:
-        """The store reports another owner, or another request with this id."""
         self.is_superseded = True
         if isinstance(error, errors.AlreadyExists):
             self.end(AlreadyExists(error.key.id))
@@ -213,7 +208,6 @@ class Execution:
     # Admission
 
     async def _admit(self) -> None:
-        """Until the request may start, and the store has it."""
         router, request = self._router, self._request
         if self.is_recorded:
             self._slot = router.admission.enter_at_once()
@@ -281,7 +275,7 @@ class Execution:
                 return end
 
     def _prepare_next(self, attempt: Attempt, failed: AttemptFailed) -> None:
-        """Raises the client's error where the failed attempt was the last."""
+        """Raises the client's error after the last attempt."""
         context, failure = self._context, failed.failure
         attempt.close(wire.Cancel.REASON_ATTEMPT)
         attempt.record(failure)
@@ -300,17 +294,17 @@ class Execution:
         self.owned.start_attempt(datetime.now(UTC))
 
     def _exclude_other_request(self, attempt: Attempt) -> None:
-        """A worker runs another request with this id. Raises AlreadyExists unless the store has this one."""
+        """Raises AlreadyExists unless the store has this request."""
         if self.owned.synced_state is None:
             self.is_superseded = True
             raise AlreadyExists(self.owned.key.id)
         self._context.excluded_workers.update(worker.incarnation for worker in attempt.workers)
 
     async def _owned_elsewhere(self, error: OwnedElsewhere) -> ServiceError:
-        """A worker reports another owner: the client's error, by what the store says.
+        """The client's error, by what the store says.
 
         While the store is unavailable, an equal epoch means that a client's stream on another router started it again;
-        a higher one means a takeover, after which a client may resume.
+        a higher one a takeover, after which a client may resume.
         """
         self.is_superseded = True
         try:

@@ -1,5 +1,3 @@
-"""The executions of this router, and the tasks that run them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -16,11 +14,10 @@ _log = logs.get(__name__)
 
 
 class ExecutionTable:
-    """Owner of executions: from their start until the store knows their end."""
+    """Owns executions from their start until the store knows their end."""
 
     def __init__(self, router: RouterServices) -> None:
         self.open: dict[RequestKey, Execution] = {}
-        """Those that have not ended."""
         self._router = router
         self._unpersisted: dict[RequestKey, Execution] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -29,7 +26,7 @@ class ExecutionTable:
 
     @property
     def running(self) -> int:
-        """Requests that a worker has scheduled."""
+        """Scheduled by a worker."""
         return sum(execution.is_scheduled for execution in self.open.values())
 
     @property
@@ -50,7 +47,7 @@ class ExecutionTable:
         return execution
 
     def track(self, task: asyncio.Task[Any]) -> None:
-        """The table is idle only after the task has ended; ``close`` cancels it."""
+        """``close`` cancels the task; the table is not idle before it ends."""
         self._tasks.add(task)
         self._idle.clear()
         task.add_done_callback(self._untrack)
@@ -64,7 +61,6 @@ class ExecutionTable:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Cancel every task, and wait for it."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Errors that end a stream while its request continues elsewhere or may be repeated."""
+"""Errors that end a stream whose request continues elsewhere or may be repeated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from decant.runtime.errors import RETRY_AFTER_SECONDS, Aborted, ServiceError, Un
 
 
 def interrupted(stream: TokenStream, reason: Reason, message: str) -> ServiceError:
-    """The client resumes the stream elsewhere, or repeats the request if there was no token."""
     num_tokens = len(stream.tokens)
     if num_tokens:
         return Aborted(reason, message, resume=ResumePoint(0, num_tokens))

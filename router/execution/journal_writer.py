@@ -1,11 +1,7 @@
-"""Write requests to Redis behind their tokens. No token waits for a write.
+"""Writes requests to Redis behind their tokens: changes every flush_ms, an end at once. No token waits for a write.
 
-    tokens    a b c d e f g h |end
-    writes    ----abc----defg-h           every flush_ms the changes of all requests; an end at once
-
-While Redis is unavailable requests continue, and their changes stay here. A write is retried after a growing pause, in
-round trips of limited size; each round trip that succeeds counts. Slow flushes are less frequent. A request whose write
-Redis refuses with an error is retried alone and does not delay others.
+While Redis is unavailable, changes stay here and are retried after a growing pause, in round trips of limited
+size, each of which counts. A request that Redis refuses with an error is retried alone.
 """
 
 from __future__ import annotations
@@ -25,21 +21,19 @@ from decant.state.owned import OwnedRequest
 from decant.state.requests import Displaced, Lost, Requests
 
 BUSY_SHARE = 0.2
-"""Slow flushes take at most this share of the time..."""
+"""Share of the time that slow flushes take at most..."""
 MAX_BUSY_SECONDS = 1.0
 """...while this pause between them suffices."""
 MAX_FAULTS = 3
-"""Refused writes of an ended request before it is dropped."""
+"""Of an ended request, before it is dropped."""
 MAX_DOUBLINGS = 10
 MAX_ENDED = 10_000
-"""Ended requests that are kept while Redis is unavailable; the oldest are dropped first."""
+"""Kept while Redis is unavailable; the oldest are dropped first."""
 
 _log = logs.get(__name__)
 
 
 class JournaledRequest(Protocol):
-    """A request whose state and tokens are written to Redis."""
-
     owned: OwnedRequest
     stream: TokenStream
 
@@ -52,14 +46,12 @@ class JournaledRequest(Protocol):
 
 @dataclass(slots=True)
 class _Fault:
-    """Redis refused a write of the request with an error."""
-
     tries: int
     again_at: float  # the event loop's clock
 
 
 class JournalWriter:
-    """The only writer of requests. Its owner runs `run` as a background task, and calls `close` after it."""
+    """The only writer of requests. `close` comes after `run`."""
 
     def __init__(self, requests: Requests, flush_ms: int, timings: JournalTimings = JournalTimings()) -> None:
         self.is_unavailable = False
@@ -78,17 +70,15 @@ class JournalWriter:
 
     @property
     def num_unwritten(self) -> int:
-        """Ended requests whose end is not written yet."""
         return len(self._ended)
 
     def begin(self, request: JournaledRequest) -> None:
-        """Write the request from now on, until its end is written."""
         self._running[request.owned] = request
         self._idle.clear()
         self._has_work.set()
 
     def end(self, request: JournaledRequest) -> None:
-        """The request is complete: write it soon, then forget it. Does nothing for an unknown one."""
+        """No effect on an unknown request."""
         if self._running.pop(request.owned, None) is not None:
             self._ended[request.owned] = request
             while len(self._ended) > MAX_ENDED:
@@ -97,7 +87,6 @@ class JournalWriter:
             self._has_work.set()
 
     def forget(self, request: JournaledRequest) -> None:
-        """Write nothing more of the request."""
         self._running.pop(request.owned, None)
         self._ended.pop(request.owned, None)
         self._faults.pop(request.owned, None)
@@ -105,7 +94,7 @@ class JournalWriter:
         request.mark_persisted()
 
     def resync_all(self) -> None:
-        """Redis was emptied: write all requests in full."""
+        """After Redis was emptied."""
         for owned in (*self._running, *self._ended):
             owned.synced_entries, owned.synced_state = 0, None
         self._faults.clear()
@@ -113,15 +102,13 @@ class JournalWriter:
         self._has_ended.set()
 
     async def idle(self) -> None:
-        """Wait until nothing is left to write."""
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Write once more, after `run` was cancelled."""
+        """Write once more."""
         await self._flush([*self._running, *self._ended])
 
     async def run(self) -> None:
-        """Write ends at once, and all changes at each tick."""
         clock = asyncio.get_running_loop().time
         while True:
             await self._has_work.wait()
@@ -136,7 +123,6 @@ class JournalWriter:
                 self._has_work.clear()
 
     def _pause(self) -> float:
-        """Seconds until the next flush of all requests."""
         timings = self._timings
         if self.is_unavailable:
             longest = _doubled(timings.unavailable_s, self._failures - 1, timings.max_unavailable_s)
@@ -145,7 +131,6 @@ class JournalWriter:
         return max(self._interval, min(busy, MAX_BUSY_SECONDS))
 
     async def _ended_before(self, tick: float) -> bool:
-        """Whether a request ends before that time."""
         try:
             async with asyncio.timeout_at(tick):
                 await self._has_ended.wait()
@@ -154,7 +139,7 @@ class JournalWriter:
         return True
 
     async def _flush(self, requests: Collection[OwnedRequest]) -> None:
-        """Write those of these requests that have changes. Replies before an outage count."""
+        """Replies before an outage count."""
         self._has_ended.clear()
         now = asyncio.get_running_loop().time()
         for owned in requests:
@@ -194,7 +179,6 @@ class JournalWriter:
         self._check_idle()
 
     def _set_aside(self, request: JournaledRequest, error: StoreFault) -> None:
-        """Redis refuses this request's write: retry it alone, after a growing pause."""
         owned = request.owned
         tries = self._faults[owned].tries + 1 if owned in self._faults else 1
         if tries == 1:
@@ -230,7 +214,6 @@ def _doubled(seconds: float, times: int, most: float) -> float:
 
 
 def append_new(owned: OwnedRequest, stream: TokenStream) -> None:
-    """Append the stream's new tokens to the journal, with their logprobs if the request has any."""
     if not owned.has_prompt_logprobs and stream.has_prompt_logprobs:
         owned.add_prompt_logprobs(stream.prompt_logprobs.packed())
     if len(stream.tokens) > owned.length:

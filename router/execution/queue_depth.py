@@ -1,7 +1,5 @@
-"""Gauges of the open requests of each model, and of the prompts among them that wait.
-
-A request waits until a worker has scheduled its present attempt; the prompt that waits includes the output tokens of
-earlier attempts, which are computed again.
+"""A request waits until a worker has scheduled its present attempt; its prompt includes the output tokens of earlier
+attempts.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ ASSUMED_PREFILL_S_PER_TOKEN = 0.001
 
 @dataclass(slots=True)
 class QueueDepth:
-    """Of one model. ``oldest_at``: when the oldest waiting request was accepted, by the event loop's clock."""
+    """``oldest_at``: acceptance of the oldest waiting request, by the event loop's clock."""
 
     running: int = 0
     waiting: int = 0
@@ -38,7 +36,7 @@ class QueueDepth:
 
 
 def set_queue_metrics(metrics: QueueMetrics, executions: Iterable[Execution], pool: WorkerPool, now: float) -> None:
-    """One pass over the open ``executions``. ``now``: by the event loop's clock."""
+    """``now``: by the event loop's clock."""
     depths = {model: QueueDepth() for model in pool.costs}
     for execution in executions:
         depths[execution.stream.request.engine_request.model].add(execution)

@@ -1,5 +1,3 @@
-"""Entry to all requests of this router: begin one, resume it, read its state, cancel it, take it over."""
-
 from __future__ import annotations
 
 import asyncio
@@ -28,26 +26,22 @@ _log = logs.get(__name__)
 
 
 class RequestRegistry:
-    """Lives on one event loop. Ends with ``drain``, or with ``close``, which ends every request."""
-
     def __init__(self, router: RouterServices) -> None:
         self.executions = ExecutionTable(router)
         self.is_draining = False
         self.num_left_behind = 0
-        """Requests that had not ended when the drain's time was over."""
         self._router = router
         self._adoptions = Adoptions(router, self.executions, self.on_disconnect)
 
     def load(self) -> wire.Load:
-        """What the directory shows of this router."""
         table = self.executions
         return wire.Load(running=table.running, waiting=table.waiting, draining=self.is_draining)
 
     async def begin(self, request: ValidRequest) -> TokenStream:
-        """Returns once the request is admitted and recorded; from then on it runs, with or without a reader.
+        """Returns once the request is admitted and recorded; then it runs, with or without a reader.
 
-        If an equal request has the same id, its stream is returned: the one that runs here, or what is stored. If that
-        one failed before its first token, it starts again. Cancelling this call while it waits ends the request.
+        Returns the stream of an equal request with the same id, live or stored, but restarts one that failed before its
+        first token. Cancelling this call while it waits ends the request.
 
         Raises QueueFull, AlreadyExists, Unavailable, DeadlineExceeded, Cancelled.
         """
@@ -72,17 +66,14 @@ class RequestRegistry:
         return await self._attach(execution)
 
     async def resume(self, key: RequestKey) -> TokenStream:
-        """The stream of an accepted request, from its first token.
-
-        Raises NotFound, Unavailable, and the error that the request was refused with.
-        """
+        """From the first token. Raises NotFound, Unavailable, and the error that the request was refused with."""
         execution = self.executions.find(key)
         if execution is not None:
             return await self._attach(execution)
         return await self._attach_stored(await self._adoptions.read(key))
 
     async def get(self, key: RequestKey) -> RequestSnapshot:
-        """State and result so far, of this router or of the store. Raises NotFound, Unavailable."""
+        """Raises NotFound, Unavailable."""
         execution = self.executions.find(key)
         if execution is not None and execution.is_recorded:
             owned = execution.owned
@@ -113,8 +104,8 @@ class RequestRegistry:
         return execution.stream.end
 
     async def take_over(self, key: RequestKey) -> None:
-        """Continue a request whose router is dead, or that this router owns and does not run. Its grace begins, unless
-        a client has resumed it here meanwhile.
+        """Continue a request whose router is dead, or that this router owns and does not run. Its grace begins,
+        unless a client resumed it.
 
         Raises StateError, OwnerAlive and Superseded among them, and ServiceError where it can't run here.
         """
@@ -131,12 +122,13 @@ class RequestRegistry:
         )
 
     def knows(self, key: RequestKey) -> bool:
-        """Whether the request runs here, is being adopted, or has ended here and the store may not know yet."""
+        """Runs here, is being adopted, or ended here and the store may not know."""
         return self.executions.find(key) is not None or self._adoptions.is_adopting(key)
 
     def on_disconnect(self, stream: TokenStream) -> None:
-        """The stream has lost its reader. Cancel the request after its grace or detach time; at once if its id was
-        generated, because no client can resume it."""
+        """Cancel the request after its grace or detach time; at once if its id was generated, as no client can resume
+        it.
+        """
         execution = self.executions.open.get(stream.request.key)
         if execution is None or execution.stream is not stream or execution.disconnect_timer is not None:
             return
@@ -148,18 +140,18 @@ class RequestRegistry:
             execution.disconnect_timer = asyncio.get_running_loop().call_later(seconds, _cancel, execution)
 
     def max_context_length(self, model: str) -> int | None:
-        """The shortest among the workers that may get requests for the model; None while there is none."""
         return self._router.pool.max_context_length(model)
 
     def hold_quota(self, tenant: str) -> AbstractAsyncContextManager[None]:
-        """Counts a call that needs no worker among its tenant's requests in flight. Raises QuotaExceeded."""
+        """Counts a call that needs no worker as in flight. Raises QuotaExceeded."""
         if self._router.journal_writer.is_unavailable:
             return nullcontext()
         return self._router.quota_leases.during(RequestKey(tenant, f"call-{uuid.uuid4()}"))
 
     async def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
-        """Raises QueueFull for a new request that would wait behind too many others, or for too long. A request that
-        any router has accepted is not new."""
+        """Raises QueueFull for a request that would wait behind too many others, or too long, unless a router has
+        accepted it.
+        """
         if self.executions.find(key) is not None:
             return
         try:
@@ -175,7 +167,7 @@ class RequestRegistry:
     async def drain(self, seconds: float | None = None) -> None:
         """Accept no more requests; return when none is left, and all are persisted as far as Redis is available.
 
-        Requests that are left after ``seconds`` go to other routers: their readers get an error that says so.
+        After ``seconds`` those left go to other routers: their readers get an error that says so.
         """
         self.is_draining = True
         try:
@@ -195,7 +187,6 @@ class RequestRegistry:
             _log.warning("ended requests could not be written", limit_seconds=limit_s)
 
     async def close(self) -> None:
-        """End every request."""
         self.is_draining = True
         await self.executions.close()
 
@@ -219,7 +210,7 @@ class RequestRegistry:
         check_wait(router.settings, num_waiting, router.pool.wait_predictors[model].predict(priority), deadline)
 
     async def _read_accepted(self, request: ValidRequest) -> StoredRequest | None:
-        """An equal request that some router has accepted, unless it may start again. Raises AlreadyExists."""
+        """Raises AlreadyExists."""
         try:
             stored = await self._adoptions.read(request.key)
         except ServiceError:
@@ -231,7 +222,7 @@ class RequestRegistry:
         return stored
 
     async def _attach(self, execution: Execution) -> TokenStream:
-        """Once it is accepted. The last caller that is cancelled while it waits ends a request without a reader."""
+        """Once it is accepted. The last waiting caller that is cancelled ends a request without a reader."""
         execution.num_waiting_callers += 1
         try:
             stored = await asyncio.shield(execution.accepted)
@@ -244,7 +235,6 @@ class RequestRegistry:
         return execution.reattach_reader() if stored is None else await self._attach_stored(stored)
 
     async def _attach_stored(self, stored: StoredRequest) -> TokenStream:
-        """A request that doesn't run here: replayed if it has ended, adopted otherwise."""
         if stored.ended:
             return await self._adoptions.replay(stored)
         self._check_not_draining()
@@ -253,7 +243,6 @@ class RequestRegistry:
 
 
 async def _wait_persisted(execution: Execution, router: RouterServices) -> None:
-    """Until the store knows the end, unless it is unavailable or slow."""
     if not router.journal_writer.is_unavailable:
         with suppress(TimeoutError):
             async with asyncio.timeout(router.timings.persist_s):

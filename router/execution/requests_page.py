@@ -1,4 +1,4 @@
-"""The page /requests of a router's admin port: its open requests, without their text."""
+"""The page /requests of a router's admin port, without texts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from decant.protos.inference_pb2 import Generation
 from decant.router.execution.execution import Execution
 
 MAX_LISTED = 200
-"""Requests of one page; the oldest come first."""
+"""The oldest come first."""
 
 
 def requests_page(executions: Collection[Execution], now: float) -> bytes:
-    """JSON: "total", and "requests", the oldest `MAX_LISTED`. ``executions``: in the order of their acceptance;
-    ``now``: by the event loop's clock."""
+    """JSON. ``executions``: in the order of acceptance; ``now``: by the event loop's clock."""
     listed = [_describe(execution, now) for execution in islice(executions, MAX_LISTED)]
     return json.dumps({"total": len(executions), "requests": listed}).encode()
 

@@ -1,5 +1,3 @@
-"""What every execution uses, and the owner that it reports to."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field

@@ -1,17 +1,8 @@
 """Recent costs of computing a prompt and of transferring its KV cache, and from which length a handoff pays.
 
-    seconds
-       |          compute: proportional                  a prompt shorter than where the lines cross is computed on
-       |        /                                        its decode worker, without a transfer
-       |      / ___--- transfer: a fixed part, and
-       |  _-/--        less per token
-       | / |
-       '---'---------- uncached tokens
-         handoff_min_tokens
-
-The weight of a measurement halves each minute, and all together weigh at most 16: the costs follow changes. While too
-little is measured a cost is unknown, and prompts are handed off. If no prompt is handed off any more, the transfer cost
-is forgotten within minutes and then measured again.
+Compute is proportional to uncached tokens; transfer has a fixed part, and less per token. The weight of a
+measurement halves each minute; all together weigh at most 16. While a cost is unknown, prompts are handed off.
+If none is, the transfer cost is forgotten within minutes and measured again.
 """
 
 from __future__ import annotations
@@ -23,7 +14,7 @@ MAX_WEIGHT = 16.0
 MIN_WEIGHT = 0.5
 """With less weight a cost is unknown."""
 NEVER = 1 << 31
-"""More tokens than any prompt has: no handoff."""
+"""More tokens than any prompt has."""
 
 
 class DecayedRegression:
@@ -47,13 +38,12 @@ class DecayedRegression:
 
     @property
     def per_token(self) -> float:
-        """Mean seconds, fixed part included."""
+        """Seconds, fixed part included."""
         return self._seconds / self._tokens if self._tokens else 0.0
 
     @property
     def line(self) -> tuple[float, float]:
-        """Fixed seconds and seconds per token, neither negative. All is fixed where the numbers of tokens hardly
-        differ."""
+        """Fixed seconds and seconds per token, neither negative; all fixed where token numbers hardly differ."""
         spread = self._squares * self._weight - self._tokens**2
         if self._weight == 0 or spread <= 1e-6 * self._squares * self._weight:
             return (self._seconds / self._weight if self._weight else 0.0), 0.0
@@ -73,7 +63,7 @@ class DecayedRegression:
 
 
 class PrefillTransferCosts:
-    """Of one model's workers. ``now``: a monotonic clock in seconds."""
+    """``now``: monotonic, in seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -82,23 +72,22 @@ class PrefillTransferCosts:
         self._transfer = DecayedRegression()
 
     def add_prefill(self, tokens: int, seconds: float, *, on_decode_worker: bool) -> None:
-        """``tokens`` counts uncached ones."""
+        """``tokens``: uncached."""
         measured = self._on_decode_worker if on_decode_worker else self._on_prefill_worker
         measured.add(max(1, tokens), seconds, self._now())
 
     def add_transfer(self, tokens: int, seconds: float) -> None:
-        """``seconds`` is the pause of an output; ``tokens`` counts uncached ones."""
+        """``seconds``: the pause of an output. ``tokens``: uncached."""
         self._transfer.add(max(0, tokens), max(0.0, seconds), self._now())
 
     @property
     def prefill_s_per_token(self) -> float | None:
-        """As measured last, however long ago: of prefill workers, else of decode workers. None before the first
-        prompt."""
+        """The last measurement: of prefill workers, else of decode workers. None before the first prompt."""
         return self._on_prefill_worker.per_token or self._on_decode_worker.per_token or None
 
     @property
     def handoff_min_tokens(self) -> int:
-        """Shorter uncached prompts are computed on their decode worker. 0: none, or the costs are unknown."""
+        """0: none, or the costs are unknown."""
         now = self._now()
         has_local = self._on_decode_worker.is_known(now)
         prefill = self._on_decode_worker if has_local else self._on_prefill_worker

@@ -1,4 +1,4 @@
-"""Choose workers for a request from a snapshot. Pure: no clock, no network, no state.
+"""Chooses workers for a request from a snapshot.
 
                        output tokens exist already,
     decode workers     or a handoff failed            prefill workers       the prompt is computed
@@ -9,13 +9,11 @@
     a suitable one     no                             any                   from tokens, on that one
     some               yes                            any                   from tokens, on a decode worker
 
-"From tokens": the decode worker computes the prompt itself. One is suitable if it would be done before a transferred
-KV cache arrives: the prompt is short, or most of it is cached there. A role is a preference: a worker of the other role
-is used where there is none of the preferred one.
+"From tokens": the decode worker computes the prompt. One is suitable if it would be done before a transferred
+KV cache arrives. A role is a preference.
 
-A prompt goes to the prefill worker with the least work before its first token: queued tokens plus the prompt's
-uncached tokens. A sequence occupies a decode worker for longer: there free blocks for its uncached tokens come first,
-then the number of sequences, then the uncached tokens.
+Prefill workers by least work before the first token: queued plus uncached tokens. Decode workers by free blocks
+for the uncached tokens, then sequences, then uncached tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from decant.state.ids import Incarnation
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
-    """A usable worker as this router knows it, with what the router itself has just sent there."""
+    """Includes what this router has just sent there."""
 
     incarnation: Incarnation
     role: wire.Role
@@ -48,8 +46,6 @@ class WorkerSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """``tokens``: of the sequence so far."""
-
     tokens: int
     from_tokens: bool = False
     session: str = ""  # requests of one session likely share a prefix; empty: none
@@ -63,13 +59,12 @@ class Placement:
 
 
 def blocks_for(tokens: int, block_tokens: int, group_blocks: Sequence[int]) -> int:
-    """Blocks of all cache groups that a sequence of so many tokens has at once."""
     count = -(-tokens // block_tokens)
     return sum(min(count, most) if most else count for most in group_blocks)
 
 
 def choose_first_worker(workers: Sequence[WorkerSnapshot], request: PlacementRequest) -> Placement | None:
-    """Return None while no worker has capacity."""
+    """None while no worker has capacity."""
     decode = [worker for worker in workers if worker.role != wire.ROLE_PREFILL]
     layouts = {worker.layout for worker in decode}
     prefill = [worker for worker in workers if worker.role == wire.ROLE_PREFILL and worker.layout in layouts]
@@ -89,7 +84,7 @@ def choose_first_worker(workers: Sequence[WorkerSnapshot], request: PlacementReq
 def choose_decode_worker(
     workers: Sequence[WorkerSnapshot], request: PlacementRequest, layout: int, sender: Incarnation
 ) -> Incarnation | None:
-    """The worker that fetches a KV cache of that layout from ``sender``; None: no worker can now."""
+    """None: no worker can now."""
     candidates = [worker for worker in workers if worker.layout == layout and worker.incarnation != sender]
     decode = [worker for worker in candidates if worker.role != wire.ROLE_PREFILL] or candidates
     choice = _least_loaded_decode(decode, request, _session_affinity_worker(decode, request))
@@ -97,7 +92,6 @@ def choose_decode_worker(
 
 
 def _prefers_local_prefill(worker: WorkerSnapshot, request: PlacementRequest) -> bool:
-    """Whether a decode worker would compute the prompt before a transferred KV cache arrives."""
     if worker.avoided or not worker.takes_prompts or _lacks_capacity(worker, request):
         return False
     return worker.queued_tokens + request.tokens - worker.cached_tokens < request.handoff_min_tokens
@@ -132,8 +126,9 @@ def _uncached(worker: WorkerSnapshot, request: PlacementRequest, preferred: Work
 
 
 def _session_affinity_worker(workers: Sequence[WorkerSnapshot], request: PlacementRequest) -> WorkerSnapshot | None:
-    """The worker that counts as having the prompt cached, while no worker is known to have any of it. The same for all
-    routers and requests of a session; few sessions change it when workers come and go (rendezvous hashing)."""
+    """Counts as having the prompt cached while no worker is known to. Rendezvous hashing: the same at all routers, and
+    few sessions move when workers come and go.
+    """
     if not request.session or any(worker.cached_tokens for worker in workers):
         return None
 

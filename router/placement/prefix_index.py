@@ -1,12 +1,9 @@
 """Hashes of a prompt's blocks, and which of them each worker has in its prefix cache.
 
-    prompt     | block 0 | block 1 | block 2 | ...     hash: first 8 bytes of a digest of the block and all before it
-    worker 0   |   x     |    x    |         |         2 blocks need not be computed there
-    worker 1   |         |         |    x    |         none: only leading blocks count
-    holders    |  0b01   |  0b01   |  0b10   |         what ``PrefixIndex`` keeps: a bit for each worker
+    prompt     | block 0 | block 1 | block 2 |    hash: see ``PrefixCacheUpdate`` in worker.proto
+    holders    |  0b01   |  0b01   |  0b10   |    worker 0 has two leading blocks, worker 1 none
 
-A worker reports its prefix cache in heartbeats (``PrefixCacheUpdate`` in worker.proto, which also defines the hash).
-Blocks that this router has just sent there count too: the next request with the same prefix follows at once.
+Blocks just sent to a worker count before it reports them.
 """
 
 from __future__ import annotations
@@ -33,17 +30,14 @@ def reported_hashes(prompt: bytes, salt: bytes, block_tokens: int) -> array[int]
 
 
 class PromptBlocks:
-    """The blocks of one request's prompt, hashed once for each block size."""
-
     def __init__(self, request: wire.EngineRequest) -> None:
         self._request = request
         self._hashes: dict[int, array[int]] = {}
         self.is_shared = not request.bypass_prefix_cache
-        """Whether other requests may use its blocks."""
         self.may_hit = self.is_shared and not request.HasField("prompt_logprobs")
 
     async def prepare(self, block_tokens: int) -> None:
-        """Hash it now, in a thread if it is long, so that ``hashes`` is cheap."""
+        """In a thread if it is long."""
         if self.is_shared and len(self._request.prompt) // 4 > MAX_INLINE_TOKENS:
             await asyncio.to_thread(self.hashes, block_tokens)
 
@@ -59,14 +53,14 @@ class PromptBlocks:
         return hashes
 
     def cached_tokens(self, cache: WorkerPrefixCache, block_tokens: int) -> int:
-        """Tokens that a worker with that cache need not compute; never all: the last is computed for its logits."""
+        """Never all: the last token is computed for its logits."""
         if not self.may_hit:
             return 0
         most = (len(self._request.prompt) // 4 - 1) // block_tokens
         return min(cache.leading(self.hashes(block_tokens)), most) * block_tokens
 
     def cached_by_worker(self, index: PrefixIndex) -> dict[int, int]:
-        """The same for all workers of an index at once, by their numbers there. Workers with nothing are left out."""
+        """`cached_tokens` by worker number, without workers that have none."""
         cached: dict[int, int] = {}
         if self.may_hit:
             for block_tokens in index.block_sizes:
@@ -77,19 +71,16 @@ class PromptBlocks:
 
 
 class PrefixIndex:
-    """A lookup costs as much as the prompt has cached blocks, not as there are workers. Numbers of workers are used
-    again.
-    """
+    """A lookup costs as much as the prompt has cached blocks."""
 
     def __init__(self) -> None:
         self.block_sizes = Counter[int]()
-        """Workers by the tokens of their blocks."""
         self._holders: dict[int, int] = {}  # bit n: worker n has the block
         self._free: list[int] = []
         self._workers = 0
 
     def add_worker(self, block_tokens: int) -> int:
-        """Return its number. ``remove_worker`` ends it, once its blocks are discarded."""
+        """Discard its blocks before ``remove_worker``."""
         self.block_sizes[block_tokens] += 1
         if self._free:
             return self._free.pop()
@@ -142,13 +133,11 @@ class ExpectedBlocks:
 
 
 class WorkerPrefixCache:
-    """What one worker's prefix cache is known to hold; ``index`` has the same under the number ``worker``."""
-
     def __init__(self, index: PrefixIndex | None = None, worker: int = 0) -> None:
         self._index = index or PrefixIndex()
         self._worker = worker
         self.leaving: list[tuple[int, ExpectedBlocks]] = []
-        """Heartbeats left, and what is forgotten after them."""
+        """Heartbeats left, and what is then forgotten."""
         self._cached: set[int] = set()  # reported and expected
         self._expected: dict[int, ExpectedBlocks] = {}  # not reported yet: the newest request with it
 
@@ -156,7 +145,7 @@ class WorkerPrefixCache:
         return len(list(takewhile(self._cached.__contains__, hashes)))
 
     def expect(self, hashes: Sequence[int]) -> ExpectedBlocks:
-        """Blocks of a request that goes there; ``release`` the result when it has left."""
+        """``release`` the result when the request has left."""
         expected = ExpectedBlocks(self, hashes)
         new = [digest for digest in hashes if digest not in self._cached or digest in self._expected]
         self._cached.update(new)
@@ -177,7 +166,6 @@ class WorkerPrefixCache:
             self._forget()
 
     def close(self) -> None:
-        """Requests that are still there change the index no more."""
         self._index.discard(self._worker, self._cached)
         self._index = PrefixIndex()
 

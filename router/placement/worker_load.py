@@ -1,8 +1,5 @@
-"""The load of one worker: its last report, corrected by what this router has sent and finished since.
-
-reported, some heartbeats old     [ other routers' ][ this router's ]
-since then                                           + sent - finished
-never less than                   [ all that this router has there ]
+"""The load of one worker: its last report, corrected by what this router has sent and finished since, and never less
+than what this router has there.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from decant.router.placement.prefix_index import ExpectedBlocks, PrefixIndex, Pr
 from decant.state.ids import Incarnation
 
 SLOW_START_SEQUENCES = 16
-"""Sequences sent to a worker after it refused one, before its next load report; the number doubles with each report."""
+"""After a refusal, until the next load report; doubles with each report."""
 
 
 class CorrectedCounter:
@@ -38,25 +35,21 @@ class CorrectedCounter:
 
 
 class WorkerLoad:
-    """What placement uses of one worker. ``index`` is shared by the workers of its model."""
-
     def __init__(self, facts: WorkerRegistration, index: PrefixIndex | None = None) -> None:
         self.incarnation = Incarnation.of(facts.peer)
         self.block_tokens = facts.capacity.block_tokens or 1
         self._group_blocks = tuple(facts.capacity.group_blocks) or (0,)
         self._index = index or PrefixIndex()
         self.number = self._index.add_worker(self.block_tokens)
-        """Its number in the index."""
         self.work = CorrectedCounter()
         """Prompt tokens to compute."""
         self.sequences = CorrectedCounter()
         self.layout = facts.layout
         self._routers: frozenset[Incarnation] | None = None
-        """Routers with a session at the worker, by its last report; None before the first in this session."""
+        """By the last report; None before the first in this session."""
         self._load = wire.Load(role=facts.role, free_blocks=facts.capacity.total_blocks, takes_prompts=True)
         self._cached = WorkerPrefixCache(self._index, self.number)
         self._snapshots: dict[tuple[int, bool], WorkerSnapshot] = {}
-        """Since the last change, by cached tokens and whether it is avoided."""
         self._is_full = False
         self._slow_start_limit = sys.maxsize  # sequences sent before the next load report
         self._sent_sequences = 0  # since the last one
@@ -75,7 +68,7 @@ class WorkerLoad:
         return self._load.takes_prompts
 
     def may_reach(self, router: Incarnation) -> bool:
-        """Whether that router may have a session at the worker. Meaningless while this router has none."""
+        """Meaningless while this router has no session there."""
         return self._routers is None or router in self._routers
 
     @property
@@ -83,7 +76,6 @@ class WorkerLoad:
         return not self._is_full and self._sent_sequences < self._slow_start_limit
 
     def snapshot(self, prefix: PromptBlocks | None = None, *, avoided: bool = False) -> WorkerSnapshot:
-        """For a request with that prompt; None: for any."""
         return self.snapshot_with(0 if prefix is None else self.cached_tokens(prefix), avoided)
 
     def snapshot_with(self, cached_tokens: int, avoided: bool) -> WorkerSnapshot:
@@ -143,7 +135,7 @@ class WorkerLoad:
         self._snapshots.clear()
 
     def reset(self) -> None:
-        """For a new session: its heartbeats list the whole prefix cache and all routers again."""
+        """For a new session."""
         self._cached.close()
         self._cached, self._routers = WorkerPrefixCache(self._index, self.number), None
 

@@ -1,7 +1,5 @@
-"""Remove entries from this router's open set that a lost removal has left in the store.
-
-A request leaves the open set when it ends or is taken over. If Redis was unavailable then, or the request expired, its
-entry stays; nothing else would remove it while this router runs.
+"""Removes entries from this router's open set whose removal was lost, because Redis was unavailable or the request
+expired.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Register this router in the store, and notice when Redis was emptied: then all requests here are written again."""
+"""Registers this router, and notices when Redis was emptied: then all requests here are written again."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _log = logs.get(__name__)
 
 
 class RouterRegistrar:
-    """Calls ``on_store_emptied`` when Redis has lost its data, ``on_replaced`` when another incarnation registers under
-    this id. ``load`` is read at each renewal."""
+    """``load`` is read at each renewal."""
 
     def __init__(
         self,
@@ -35,10 +34,9 @@ class RouterRegistrar:
         self._registration: Registration[RouterRegistration] | None = None
         self._instance: str | None = None
         self.is_store_available = False
-        """Whether the last renewal was answered."""
 
     async def close(self) -> None:
-        """Leave the directory, after `run` was cancelled, if Redis is available."""
+        """After `run` was cancelled."""
         if self._registration is not None:
             try:
                 await self._registration.remove()

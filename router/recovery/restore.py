@@ -1,4 +1,4 @@
-"""Make a stored request a valid one again, as it was when a router accepted it."""
+"""Makes a stored request a valid one again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from decant.runtime.channel import Deadline
 from decant.state.owned import StoredRequest
 
 _NO_LIMIT = 1 << 30
-"""Context length for a request that has ended: no worker has to serve it."""
 
 
 def make_request_restorer(models: Models, max_context_length: ContextLengthOf) -> RestoreRequest:
@@ -41,6 +40,6 @@ def _deadline(record: RequestRecord) -> Deadline:
 
 
 def _accepted_at(record: RequestRecord) -> float:
-    """On the event loop's clock, as precise as the two routers' wall clocks agree."""
+    """On the event loop's clock, as precise as the routers' wall clocks agree."""
     age = (datetime.now(UTC) - record.create_time.ToDatetime(UTC)).total_seconds()
     return asyncio.get_running_loop().time() - max(0.0, age)

@@ -1,13 +1,8 @@
-"""Take over the requests of routers that are gone; each is adopted by one of the remaining routers.
+"""Takes over the requests of dead routers; one remaining router adopts each.
 
-    directory --registration expired--> is it dead? --open requests--> adopt_orphan: one router wins --> it runs here
-
-A registration also expires when its router can't reach the store, or when the store stalled. So a router counts as
-dead only if
-
-  - this router has read the directory without a break for the time of a registration: a live router that the same fault
-    cut off from the store has had time to register again;
-  - no worker has a session with it.
+A registration also expires when its router can't reach the store, or the store stalled. So a router counts as
+dead only if this router has read the directory without a break for the time of a registration (a live router
+that the same fault cut off has had time to register again), and no worker has a session with it.
 """
 
 from __future__ import annotations
@@ -29,8 +24,6 @@ _log = logs.get(__name__)
 
 
 class OrphanRecovery:
-    """``is_connected``: whether a worker has a session with a router."""
-
     def __init__(
         self,
         store: Store,
@@ -73,7 +66,7 @@ class OrphanRecovery:
                 readable_since = clock()
 
     async def _take_over_dead(self) -> None:
-        """Live routers need a moment to register in a Redis that was emptied: until then none counts as dead."""
+        """After Redis was emptied none counts as dead until live routers had time to register."""
         if (await self._store.instance.current()).refill_left_s:
             return
         orphaned = await self._store.open.orphaned() - {self._router}
@@ -84,7 +77,7 @@ class OrphanRecovery:
                 await self._take_over(dead)
 
     async def _take_over(self, dead: Incarnation) -> None:
-        """Take over what this router can run; the rest stays for others. Raises StoreUnavailable."""
+        """Raises StoreUnavailable."""
         left = await self._store.open.of(dead)
         failures = [error for key in left if (error := await self._take(dead, key)) is not None]
         if failures:
@@ -97,14 +90,13 @@ class OrphanRecovery:
                 await self._store.open.take(dead, self._router)  # forgets a router that has no entries
 
     async def _reclaim(self) -> None:
-        """Run requests that this router owns in the store and does not run: the reply that accepted or adopted them was
-        lost. Raises StoreUnavailable."""
+        """Requests that this router owns in the store and does not run: a reply was lost. Raises StoreUnavailable."""
         for key in await self._store.open.of(self._router):
             if not self._registry.knows(key) and (error := await self._take(self._router, key)) is not None:
                 _log.warning("a request can't be continued", request_id=key.id, error=str(error))
 
     async def _take(self, owner: Incarnation, key: RequestKey) -> Exception | None:
-        """Return why the request stays with its owner. Raises StoreUnavailable."""
+        """Returns why the request stays with its owner. Raises StoreUnavailable."""
         try:
             await self._registry.take_over(key)
         except StoreUnavailable:

@@ -9,7 +9,7 @@ from decant.runtime.errors import DeadlineExceeded
 
 
 def finish_from_tokens(stream: TokenStream) -> Finish | None:
-    """How an output ended, by its tokens alone: the worker's report may be lost. None: it has not ended."""
+    """From tokens alone: the worker's report may be lost. None: not ended."""
     request, tokens = stream.request, stream.tokens
     stopping = request.engine_request.stopping
     if not tokens or not stream.has_prompt_logprobs:
@@ -20,7 +20,7 @@ def finish_from_tokens(stream: TokenStream) -> Finish | None:
 
 
 def finish_from_worker(end: wire.OutputEnd, stopping: wire.Stopping, tokens: Sequence[int]) -> Finish | None:
-    """None: the output was cancelled. Raises DeadlineExceeded."""
+    """None: cancelled. Raises DeadlineExceeded."""
     match end.reason:
         case wire.OutputEnd.REASON_STOP:
             return _stopped(stopping, tokens)

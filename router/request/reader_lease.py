@@ -1,7 +1,4 @@
-"""A stream has one reader: the newest call. It ends the one before.
-
-    first call    ---deltas-------X ABORTED (SUPERSEDED)
-    second call             '-----deltas---------------> finished
+"""A stream has one reader: the newest call. The one before is ended with ABORTED (SUPERSEDED).
 
 A call is ended by cancelling its task, because it may wait for tokens or for a client that does not read.
 """
@@ -20,14 +17,14 @@ from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import Aborted, OutOfRange, ServiceError
 
 Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
-"""Sends a message; it has been serialized when this returns."""
+"""The message has been serialized when this returns."""
 
 
 async def wait_for_resume_point(stream: TokenStream, after_seq: int) -> None:
     """Wait until a client that has ``after_seq`` tokens can go on here.
 
-    Raises OutOfRange if no client was sent as many, Aborted(TAIL_UNCERTAIN) if its last tokens may differ from those
-    here, and the stream's error if it ended with fewer tokens.
+    Raises OutOfRange if no client was sent as many, Aborted(TAIL_UNCERTAIN) if its last tokens may differ from
+    those here, and the stream's error if it ended before.
     """
     await stream.wait_until_caught_up(after_seq)
     certain = stream.certain_tokens
@@ -43,7 +40,7 @@ async def wait_for_resume_point(stream: TokenStream, after_seq: int) -> None:
 
 class ReaderLease:
     """The right to read a stream while the block runs. It ends with a newer call, or when the client has taken no
-    message for ``unread_s`` after the end: an unread stream occupies memory.
+    message for ``unread_s`` after the end.
 
     The block then raises Aborted(SUPERSEDED) or Aborted(SLOW_READER), unless the call itself was cancelled too.
     """
@@ -64,7 +61,6 @@ class ReaderLease:
 
     @property
     def is_last(self) -> bool:
-        """Whether no newer call reads the stream."""
         return self._error is None or self._error.reason is not Reason.SUPERSEDED
 
     def supersede(self) -> None:

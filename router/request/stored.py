@@ -1,7 +1,4 @@
-"""A request as stored: its record, its stream, and how it ended, equal to those at the router that ran it.
-
-``finish_to_record`` and ``finish_from_record`` are each other's inverse.
-"""
+"""A request as stored. ``finish_to_record`` and ``finish_from_record`` are inverse."""
 
 from __future__ import annotations
 
@@ -33,12 +30,12 @@ from decant.state.ids import Incarnation, RequestKey, State
 from decant.state.owned import OwnedRequest, StoredRequest
 
 RestoreRequest = Callable[[StoredRequest], Awaitable[ValidRequest]]
-"""Validates a stored request again. Raises ServiceError if its model is not served any more."""
+"""Raises ServiceError if the model is not served any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSnapshot:
-    """``expires_in_s`` counts from now; None before its end."""
+    """``expires_in_s``: from now; None before its end."""
 
     stream: TokenStream
     state: State
@@ -99,7 +96,7 @@ def finish_to_record(end: Finish | ServiceError) -> tuple[State, pb.Finished | N
 
 
 def finish_from_record(found: StoredRequest) -> Finish | ServiceError | None:
-    """Return None while the request runs. Raises UnreadableRequest if the record has no end."""
+    """None while the request runs. Raises UnreadableRequest if the record has no end."""
     if not found.ended:
         return None
     if found.state == Generation.STATE_CANCELLED:  # the router that cancelled it may not have recorded the error yet
@@ -114,7 +111,7 @@ def finish_from_record(found: StoredRequest) -> Finish | ServiceError | None:
 
 
 LONGEST_DEADLINE = timedelta(days=3650)
-"""What is stored of one that is longer."""
+"""Longer ones are stored as this."""
 
 
 def new_record(request: ValidRequest, router: Incarnation, epoch: int) -> OwnedRequest:
@@ -141,8 +138,9 @@ def recorded_decode_worker(stored: StoredRequest) -> Incarnation | None:
 
 
 def recorded_layout(stored: StoredRequest, pool: WorkerPool) -> int:
-    """Layout of the last attempt's workers; 0 where they don't give equal bits, or where no attempt is recorded though
-    there are tokens. Without attempt and tokens it is the layout of all workers, if they have one."""
+    """Of the last attempt's workers; 0 where they don't give equal bits, or without a recorded attempt though there are
+    tokens. Without attempt and tokens: of all workers, if they have one.
+    """
     attempts = stored.record.attempts
     if attempts:
         return attempts[-1].layout

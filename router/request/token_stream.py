@@ -1,8 +1,6 @@
-"""The output of one request: attempts write its tokens, and one client reads them at its own pace.
+"""The output of one request: attempts write it, one client reads it at its own pace.
 
-    attempts --TokenWriter--> tokens, logprobs, end <--ReaderLease-- the client's call
-
-A stream keeps token ids, never messages: one that is not read costs about four bytes a token.
+Keeps token ids, never messages: about four bytes per unread token.
 """
 
 from __future__ import annotations
@@ -36,9 +34,7 @@ class Finish:
 
 @dataclass(slots=True)
 class AttemptTrace:
-    """Workers and times of the present attempt, in seconds; ``*_at`` by the event loop's clock. What did not happen is
-    None.
-    """
+    """In seconds; ``*_at`` by the event loop's clock. None: did not happen."""
 
     attempts: int = 1
     prefill_worker: str = ""
@@ -53,8 +49,7 @@ class AttemptTrace:
 
 
 class SupersedableReader(Protocol):
-    def supersede(self) -> None:
-        """A newer one reads it: end."""
+    def supersede(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -66,10 +61,9 @@ class TokenStream:
     cached_tokens: int = 0
     resumable: bool = True
     may_lag_client: bool = False
-    """An earlier owner may have sent the client more than is here. False once a reader has begun here: it supersedes
-    all others."""
+    """An earlier owner may have sent more than is here. False once a reader begins here: it supersedes all others."""
     certain_tokens: int | None = None
-    """Leading tokens that are equal to those that an earlier owner may have sent; None: all."""
+    """Leading tokens that equal those an earlier owner may have sent; None: all."""
     path: AttemptTrace = field(default_factory=AttemptTrace)
     end: Finish | ServiceError | None = None
     last_token_at: float | None = None  # the event loop's clock
@@ -77,9 +71,9 @@ class TokenStream:
     first_sent_at: float | None = None  # to any reader, by the event loop's clock
     second_sent_at: float | None = None
     recorded: RequestRecord | None = None
-    """Of a replayed request: its usage and receipt."""
+    """Of a replayed request."""
     counted: int | None = None
-    """Tokens that the metrics include; None: they do not include the request."""
+    """Tokens in the metrics; None: they exclude the request."""
     _waiter: asyncio.Future[None] | None = None
 
     def __post_init__(self) -> None:
@@ -94,19 +88,18 @@ class TokenStream:
                 waiter.set_result(None)
 
     async def wait_beyond(self, count: int) -> None:
-        """Wait for more than ``count`` tokens, or the end."""
         while len(self.tokens) <= count and self.end is None:
             await self._changed()
 
     async def wait_until_caught_up(self, seq: int) -> None:
-        """Wait for ``seq`` tokens if an earlier owner may have sent as many; not beyond ``certain_tokens``."""
+        """If an earlier owner may have sent as many; not beyond ``certain_tokens``."""
         while self.may_lag_client and len(self.tokens) < seq and self.end is None:
             if self.certain_tokens is not None and seq > self.certain_tokens:
                 return
             await self._changed()
 
     def mark_tail_uncertain(self) -> int:
-        """The next tokens may differ from those that an earlier owner sent. Returns ``certain_tokens``."""
+        """The next tokens may differ from an earlier owner's. Returns ``certain_tokens``."""
         count = len(self.tokens)
         self.certain_tokens = certain = count if self.certain_tokens is None else min(count, self.certain_tokens)
         self.notify()
@@ -114,7 +107,7 @@ class TokenStream:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether the prompt's logprobs are complete, or not requested."""
+        """Complete, or not requested."""
         is_requested = self.request.output_options.prompt_logprobs is not None
         return not is_requested or len(self.prompt_logprobs) >= self.request.prompt_tokens - 1
 

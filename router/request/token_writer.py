@@ -1,12 +1,8 @@
 """Writes the tokens of workers into a stream: the first token for a position counts.
 
-    known     | t0 | t1 | t2 |
-    message             | t2 | t3 |     t2 is a duplicate, t3 is written
-    message                       | t5 |     a gap: the session asks for t4 again
-    message        | x1 |               another token for a known position: an error, never sent
-
-The token that completes a stop string is the last. The search for stop strings is here because it must not depend on a
-reader. This is the path of every token: it avoids calls.
+Duplicates are dropped; after a gap the session asks for the missing tokens; another token for a known position
+is an error, never sent. The token that completes a stop string is the last. The path of every token: it avoids
+calls.
 """
 
 from __future__ import annotations
@@ -31,7 +27,6 @@ class TokenWriter:
     def __init__(self, stream: TokenStream) -> None:
         self.stream = stream
         self.stopped: Finish | None = None
-        """Set by the token that completed a stop string."""
         self.listener: StopListener | None = None
         new_text = stream.request.new_output_text
         self._text = new_text() if new_text is not None else None
@@ -46,12 +41,10 @@ class TokenWriter:
 
     @property
     def position(self) -> int:
-        """Position of the first missing token."""
         return self._base + len(self._tokens)
 
     @property
     def end_limit(self) -> int:
-        """The position after the last token that may be written."""
         return self._base + self._limit
 
     def write(self, position: int, token: int, logprobs: wire.TokenLogprobs | None = None) -> WriteError | None:
@@ -75,7 +68,7 @@ class TokenWriter:
         return None if index >= 0 and tokens[index] == token else WriteError.CONFLICT
 
     def add_prompt_logprobs(self, message: wire.PromptLogprobs) -> WriteError | None:
-        """Those of a part of the prompt, in order; a later attempt repeats them."""
+        """Parts in order; a later attempt repeats them."""
         known = self.stream.prompt_logprobs
         next = 1 + len(known)  # the first token has none
         if message.first_position <= next < self._base:
@@ -98,7 +91,6 @@ class TokenWriter:
 
 
 def _append(logprobs: wire.TokenLogprobs | None, known: Logprobs) -> bool:
-    """Whether the logprobs are well-formed; then they are appended."""
     if logprobs is None:
         return False
     try:

@@ -1,7 +1,4 @@
-"""Usage and receipt of a request, from its token stream and the trace of its last attempt.
-
-Times are those of this router's event loop; workers report durations.
-"""
+"""Times are those of this router's event loop; workers report durations."""
 
 from __future__ import annotations
 
@@ -45,7 +42,6 @@ def queue_s(stream: TokenStream) -> float | None:
 
 
 def decode_s(stream: TokenStream) -> float | None:
-    """Seconds from the start of decoding to the newest token."""
     return _between(stream.path.decode_began_at, stream.last_token_at)
 
 
@@ -54,5 +50,4 @@ def _between(begin: float | None, end: float | None) -> float | None:
 
 
 def _ms(seconds: float | None) -> float | None:
-    """To the microsecond: more digits are noise of floating point."""
     return None if seconds is None else round(seconds * 1000, 3)

@@ -13,8 +13,7 @@ from decant.state.journal import TOKEN_LIMIT
 
 @dataclass(frozen=True, slots=True)
 class ValidRequest:
-    """``payload`` is the client's message with its id. An attempt adds to ``engine_request``: age, remaining time, and
-    the tokens of earlier attempts."""
+    """An attempt adds age, remaining time, and the tokens of earlier attempts to ``engine_request``."""
 
     key: RequestKey
     payload: pb.GenerateRequest
@@ -27,10 +26,9 @@ class ValidRequest:
     detach_ms: int | None = None
     """How long it runs without a reader; None: the router's grace."""
     eos_token_ids: frozenset[int] = frozenset()
-    """Tokens that end its output; none with ``ignore_eos``."""
     session: str = ""
-    """Requests of one session likely share a prefix; empty: none."""
+    """Such requests likely share a prefix; empty: none."""
     vocab_size: int = TOKEN_LIMIT
-    """Ids of its output's tokens are below this."""
+    """Output token ids are below this."""
     new_output_text: Callable[[], OutputText] | None = None
-    """Makes the text in which stop strings are searched; None: there are none."""
+    """None without stop strings."""

@@ -1,6 +1,6 @@
-"""Render chat messages with the model's own template, in a confined process for each model (`template_process.py`).
+"""Renders chat messages with the model's own template, in a confined process (`template_process.py`).
 
-A process, although jinja2 has a sandbox: a template may loop or allocate without end. One that does not reply in
+Even in jinja2's sandbox a template may loop or allocate without end. A process that does not reply in
 RENDER_SECONDS is killed; the next request starts another.
 """
 
@@ -30,11 +30,10 @@ NO_DEADLINE = Deadline()
 
 _PROGRAM = Path(__file__).with_name("template_process.py")
 _ENVIRONMENT = ("TZ", "LANG", "LC_ALL", "LC_TIME")
-"""Variables that the process gets."""
 
 
 class ChatTemplate:
-    """The template of one model. ``tokens``: its special tokens by name, such as "bos_token"."""
+    """``tokens``: special tokens by name, such as "bos_token"."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class ChatTemplate:
         return text
 
     def _render(self, head: bytes, texts: bytes) -> tuple[Mapping[str, Any], str]:
-        """Runs in a thread, one call at a time."""
+        """In a thread, one call at a time."""
         if self._process is None:
             self._process = _start()
             self._ending = weakref.finalize(self, _end, self._process)
@@ -92,7 +91,7 @@ class ChatTemplate:
 
 
 def _nothing() -> None:
-    """There is no process to end."""
+    pass
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -115,7 +114,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _exchange(process: subprocess.Popen[bytes], head: bytes, texts: bytes, ends_at: float) -> tuple[bytes, bytes]:
-    """Raises OSError where no reply came in time, or the process has ended."""
+    """Raises OSError without a reply in time, or if the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     for part in (struct.pack(">II", len(head), len(texts)), head, texts):

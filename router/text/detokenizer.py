@@ -1,7 +1,5 @@
 """Incremental detokenizing: whole characters, as soon as later tokens can't change them.
 
-What a decoder makes of a token depends on few tokens before it, and this module knows on which:
-
     decoder                         a token is             what is held back
     ByteLevel                       some bytes             an incomplete character
     with ByteFallback               text, or one byte      a run of bytes: one bad byte spoils all of a run
@@ -9,10 +7,8 @@ What a decoder makes of a token depends on few tokens before it, and this module
       Strip, none                     lack its space
     BPEDecoder                      text and a space       the space: the last token has none
 
-Each token is converted once for each model, so a token costs the same at any length. All pieces together are what
-``Tokenizer.decode`` returns for all tokens. A decoder that can't be followed in this way is refused by name when the
-model is loaded. An emoji that may continue (a joiner, a skin tone, the second half of a flag) is held back as well,
-until the next character.
+All pieces together are what ``Tokenizer.decode`` returns. Other decoders are refused when the model is loaded.
+An emoji that may continue (a joiner, a skin tone, half a flag) is held back until the next character.
 
 Not `tokenizers.decoders.DecodeStream`: it loses what it holds back at the end, and it divides emoji.
 """
@@ -31,10 +27,9 @@ from tokenizers import models as kinds
 from tokenizers.decoders import Decoder
 
 _ANCHOR = "a"
-"""A token that every decoder takes as it is: what stands next to it shows what the decoder makes of others."""
+"""Every decoder takes it as it is: what stands next to it shows what the decoder makes of others."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ONE_BY_ONE = frozenset({"Replace", "Metaspace", "WordPiece", "Strip", "BPEDecoder"})
-"""Steps that depend on one token, and on whether it is the first or the last."""
 
 _JOINER, _FLAG = "\u200d", "[\U0001f1e6-\U0001f1ff]"
 _EMOJI = "[\u2190-\u21ff\u2300-\u23ff\u25a0-\u27bf\u2900-\u297f\u2b00-\u2bff\U0001f000-\U0001f1e5\U0001f200-\U0001faff]"
@@ -45,32 +40,28 @@ _UNFINISHED = re.compile(
 
 
 class UnsupportedDecoder(ValueError):
-    """The decoder can't be followed token by token; the message names it."""
+    pass
 
 
 class Detokenizer(ABC):
-    """The text after k tokens depends on these k tokens alone, not on how they are divided among calls."""
-
     __slots__ = ("_held",)
 
     def __init__(self) -> None:
         self._held = ""
 
     @abstractmethod
-    def add(self, ids: Sequence[int]) -> str:
-        """The text that these tokens complete."""
+    def add(self, ids: Sequence[int]) -> str: ...
 
     def end(self) -> str:
-        """The text held back, with U+FFFD for an incomplete character."""
+        """Text held back, with U+FFFD for an incomplete character."""
         text, self._held = self._held + self._last(), ""
         return text
 
     @abstractmethod
-    def _last(self) -> str:
-        """Text of the tokens so far, given that none follows."""
+    def _last(self) -> str: ...
 
     def _whole(self, new: str) -> str:
-        """Decoded text, without an emoji at its end that may continue."""
+        """Without an emoji at the end that may continue."""
         text = self._held + new
         unfinished = _UNFINISHED.search(text) if text and text[-1] >= _JOINER else None
         end = len(text) if unfinished is None else unfinished.start(unfinished.lastgroup or 0)
@@ -84,15 +75,13 @@ class TokenTable(ABC):
         self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
     def token_of(self, id: int, *, skip_special_tokens: bool) -> str | None:
-        """The vocabulary entry; None for one without text."""
         if skip_special_tokens and id in self._special:
             return None
         token: str | None = self._tokenizer.id_to_token(id)
         return token
 
     @abstractmethod
-    def bytes_of(self, id: int) -> bytes:
-        """The token's bytes; special tokens have some too."""
+    def bytes_of(self, id: int) -> bytes: ...
 
     @abstractmethod
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer: ...
@@ -120,7 +109,7 @@ def make_token_table(tokenizer: Tokenizer) -> TokenTable:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The byte for which each letter of a byte-level vocabulary stands (Radford et al., 2019)."""
+    """Radford et al., 2019."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -130,8 +119,6 @@ _BYTES = _byte_letters()
 
 
 class _ByteTable(dict[int, bytes]):
-    """Token id -> its bytes, filled on first use."""
-
     def __init__(self, token_table: TokenTable, skip_special_tokens: bool) -> None:
         super().__init__()
         self._token_table = token_table
@@ -185,18 +172,18 @@ class _ByteDetokenizer(Detokenizer):
 
 
 class _Piece(NamedTuple):
-    """Text that a token adds, and text that it adds only if another token follows."""
+    """Text, and text that is added only if another token follows."""
 
     text: str
     then: str
 
 
 _Entry = _Piece | int | None
-"""A piece, a byte, or no text."""
+"""None: no text."""
 
 
 class _PieceTable(dict[int, _Entry]):
-    """Token id -> what it is anywhere but at the beginning, filled on first use."""
+    """Anywhere but at the beginning."""
 
     def __init__(self, token_table: _PieceTokenTable, skip_special_tokens: bool) -> None:
         super().__init__()
@@ -212,8 +199,6 @@ class _PieceTable(dict[int, _Entry]):
 
 
 class _PieceTokenTable(TokenTable):
-    """A piece is what the decoder itself makes of a token between two others."""
-
     def __init__(
         self, tokenizer: Tokenizer, steps: Sequence[Mapping[str, Any]], *, has_bytes: bool, stripped: int
     ) -> None:
@@ -291,7 +276,6 @@ class _PieceDetokenizer(Detokenizer):
             return "\ufffd" * len(run)
 
     def _strip(self, text: str) -> str:
-        """Remove as many spaces from the very beginning as the decoder does."""
         for place, letter in enumerate(text):
             if not self._stripped or letter != " ":
                 self._stripped = 0

@@ -1,12 +1,8 @@
-"""The text of one output, as its client may get it after each token.
+"""The text of one output, as its client may get it after each token. Incomplete characters and beginnings of stop
+strings are held back.
 
-    tokens -> Detokenizer -> StopStrings -> text for the client
-                 |               |
-       holds back an        holds back the beginning
-       incomplete character of a stop string
-
-The text after k tokens depends on these k tokens and the request alone. A token that ends the output has no text,
-unless the request includes stops. The last token that the output may have completes what was held back.
+The text after k tokens depends on these and the request alone. A token that ends the output has no text, unless
+the request includes stops. The last possible token completes what was held back.
 """
 
 from __future__ import annotations
@@ -22,9 +18,7 @@ from decant.router.text.stop_strings import StopStrings
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """``logprobs``: alternatives per token; None: no logprobs. ``prompt_logprobs``: the same. ``stops``: None where no
-    stop string ends an output.
-    """
+    """``logprobs``, ``prompt_logprobs``: alternatives per token."""
 
     text: bool = True
     token_ids: bool = False
@@ -46,7 +40,6 @@ class OutputText:
     """Takes tokens in order, none after one that ends the output."""
 
     stop: str | None = None
-    """The stop string that ended the output."""
 
     def __init__(self, model: ServedModel, options: OutputOptions, stopping: wire.Stopping) -> None:
         self._detokenizer: Detokenizer = model.token_table.detokenizer(skip_special_tokens=options.skip_special_tokens)
@@ -57,8 +50,7 @@ class OutputText:
         self._is_over = False
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens complete. A stop token can only be the last: none is sampled before
-        ``min_tokens``."""
+        """A stop token can only be the last: none is sampled before ``min_tokens``."""
         self._left -= len(tokens)
         if tokens and tokens[-1] in self._ends:
             shown = tokens[:-1] if tokens[-1] in self._silent else tokens
@@ -73,8 +65,6 @@ class OutputText:
 
 
 class StoppableText(OutputText):
-    """With stop strings: once one is complete, later tokens add nothing."""
-
     def __init__(self, model: ServedModel, options: OutputOptions, stopping: wire.Stopping) -> None:
         super().__init__(model, options, stopping)
         assert options.stops is not None
@@ -97,7 +87,7 @@ class StoppableText(OutputText):
         return self._shown(super().end(), may_stop=True) if self.stop is None else ""
 
     def _shown(self, new: str, *, may_stop: bool) -> str:
-        """Held text always begins where a stop string may begin: no match begins in what the client has."""
+        """Held text begins where a stop string may begin: no match begins in what the client has."""
         text = self._held + new
         match = self._stops.find(text, len(self._held)) if may_stop else None
         if match is not None:

@@ -1,6 +1,5 @@
-"""Token ids of a prompt, from a text, chat messages or ids. A prompt that can't fit the context is refused early.
-
-Long inputs are processed in threads (``TextWork``): no input stops the event loop for more than some milliseconds.
+"""Token ids of a prompt. One that can't fit the context is refused early. Long inputs are processed in threads
+(``TextWork``).
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from decant.runtime.error_details import Reason
 from decant.runtime.errors import InvalidArgument
 
 ContextLengthOf = Callable[[str], int | None]
-"""The least context length that the usable workers of a model have; None while there are none."""
+"""The least of a model's usable workers; None while there are none."""
 
 SLICE = 1 << 16
-"""Token ids that one call checks."""
 ASSUMED_CONTEXT_LENGTH = 1 << 20
-"""For Tokenize and Detokenize while neither the model's files nor workers name a context length."""
+"""For Tokenize and Detokenize, if neither the model's files nor workers name one."""
 
 
 def context_length_of(model: ServedModel, max_context_length: ContextLengthOf) -> int | None:
-    """Tokens of prompt and output together: what the workers serve. That may be less than the model's files say, or
-    more, with rotary scaling. None where only workers could tell, and there are none."""
+    """As the workers serve it, which may be less than the model's files say, or more, with rotary scaling. None if
+    unknown without workers.
+    """
     of_workers = max_context_length(model.id)
     return model.max_context_length if of_workers is None else of_workers
 
@@ -32,9 +31,8 @@ def context_length_of(model: ServedModel, max_context_length: ContextLengthOf) -
 async def prompt_of(
     request: pb.GenerateRequest, model: ServedModel, context_length: int, deadline: Deadline
 ) -> list[int]:
-    """Token ids of the request's prompt: at least one, fewer than ``context_length``, all in the vocabulary.
-
-    Raises InvalidArgument, QueueFull, DeadlineExceeded.
+    """At least one, fewer than ``context_length``, all in the vocabulary. Raises InvalidArgument, QueueFull,
+    DeadlineExceeded.
     """
     match request.WhichOneof("input"):
         case "messages":
@@ -66,8 +64,9 @@ async def chat_tokens(messages: pb.Messages, model: ServedModel, context_length:
 async def text_tokens(
     field: str, text: str, model: ServedModel, context_length: int, deadline: Deadline, *, special: bool = True
 ) -> list[int]:
-    """``special``: with the tokens that the model wants around a prompt. Raises InvalidArgument for a text that is too
-    long in any tokenization; QueueFull, DeadlineExceeded."""
+    """``special``: with the tokens that the model wants around a prompt. Raises InvalidArgument for a text too long in
+    any tokenization; QueueFull, DeadlineExceeded.
+    """
     if not text:
         return []
     check_fits(field, await model.least_tokens(text, context_length), context_length, at_least=True)
@@ -99,7 +98,7 @@ async def checked_ids(field: str, ids: Sequence[int], model: ServedModel, deadli
 
 
 def check_fits(field: str, tokens: int, context_length: int, *, at_least: bool = False) -> None:
-    """Raises InvalidArgument if no position is left for an output token. ``at_least``: ``tokens`` is a lower bound."""
+    """Raises InvalidArgument without a position for an output token. ``at_least``: ``tokens`` is a lower bound."""
     if tokens >= context_length:
         limit = f"at most {context_length - 1} tokens, so that one more fits the window of {context_length}"
         value = f"at least {tokens}" if at_least else tokens

@@ -1,8 +1,8 @@
-"""The models that this router serves: tokenizer, chat template and limits, without weights.
+"""The models of this router: tokenizer, chat template and limits.
 
-Tokenizing equals that of transformers where transformers uses tokenizer.json, as it does unless a class builds another
-pipeline (LlamaTokenizer does, for its older files). tokenizer_config.json adds special tokens that tokenizer.json
-lacks, and says whether a special token that is spelt out in a text stays text.
+Tokenizing equals that of transformers where it uses tokenizer.json, as it does unless a class builds another
+pipeline (LlamaTokenizer, for older files). tokenizer_config.json adds special tokens, and says whether a
+special token spelt out in a text stays text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from decant.runtime.errors import InvalidArgument, NotFound, PermissionDenied
 from decant.runtime.model_files import ModelFiles, ModelUnreadable, find
 
 MAX_INLINE_LENGTH = 2048
-"""Most characters or tokens that the event loop converts, in about a millisecond; a thread converts more."""
+"""What the event loop converts, in about a millisecond; threads convert more."""
 NO_DEADLINE = Deadline()
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -37,8 +37,9 @@ _MORE_SPECIAL = ("extra_special_tokens", "additional_special_tokens")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedModel:
-    """``max_context_length`` is None where the model's files name none: then its workers do. ``default_sampling`` has
-    every field set but the seed. ``texts`` processes long texts."""
+    """``max_context_length``: None where the model's files name none. ``default_sampling`` has every field but the
+    seed.
+    """
 
     id: str
     revision: str
@@ -86,8 +87,7 @@ class ServedModel:
         return text
 
     async def least_tokens(self, text: str, enough: int) -> int:
-        """A lower bound of a text's tokens, without tokenizing it; 0 where there is none. Stops at ``enough``; other
-        tasks run meanwhile."""
+        """A lower bound, without tokenizing; 0 where there is none. Stops at ``enough``; other tasks run meanwhile."""
         least = 0
         for least in () if self.bound is None else self.bound.growing(text):
             if least >= enough:
@@ -108,7 +108,7 @@ class Models:
             raise ValueError(f"models: each id once, got {', '.join(model.id for model in listed)}")
 
     def find(self, name: str) -> ServedModel:
-        """An empty name is the default. Raises NotFound, PermissionDenied."""
+        """Empty: the default. Raises NotFound, PermissionDenied."""
         if not name:
             return self.default
         if name in self._withheld:
@@ -124,9 +124,8 @@ class Models:
 
 
 def load(sources: Iterable[str]) -> Models:
-    """Each source is SOURCE or ID=SOURCE; a hub's files are downloaded. The models share one queue for long texts.
-
-    Raises ModelUnreadable, also for an id that occurs twice.
+    """Each source is SOURCE or ID=SOURCE; a hub's files are downloaded. Raises ModelUnreadable, also for an id that
+    occurs twice.
     """
     models: dict[str, ServedModel] = {}
     texts = TextWork()
@@ -149,7 +148,7 @@ def _split_source(source: str) -> tuple[str | None, str]:
 
 
 def served(files: ModelFiles, texts: TextWork | None = None) -> ServedModel:
-    """Raises ModelUnreadable, with the reason for a tokenizer that can't be used."""
+    """Raises ModelUnreadable for a tokenizer that can't be used."""
     config = _config(files)
     tokenizer = _tokenizer(files, config)
     sampling = _default_sampling(files)
@@ -205,13 +204,12 @@ def _default_sampling(files: ModelFiles) -> pb.SamplingParams:
 
 
 def _config(files: ModelFiles) -> Mapping[str, Any]:
-    """tokenizer_config.json; for older models with special_tokens_map.json."""
+    """With special_tokens_map.json for older models."""
     config = _read(files, "tokenizer_config.json")
     return config if "added_tokens_decoder" in config else {**config, **_read(files, "special_tokens_map.json")}
 
 
 def _read(files: ModelFiles, name: str) -> Mapping[str, Any]:
-    """Empty where there is no such file."""
     file = files.folder / name
     if not file.is_file():
         return {}
@@ -246,7 +244,7 @@ def _from_file(model: str, path: Path) -> Tokenizer:
 
 
 def _added(config: Mapping[str, Any]) -> Iterator[AddedToken]:
-    """Tokens that tokenizer_config.json adds, in the order of transformers."""
+    """In the order of transformers."""
     listed: Mapping[str, Any] = config.get("added_tokens_decoder") or {}
     for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
         yield _token(token)

@@ -1,10 +1,8 @@
-"""Find stop strings in generated text, however tokens or messages divide it.
+"""Finds stop strings in generated text, however tokens divide it.
 
-    stop strings "abc", "bd"         text  x a b ...   "ab" is held back: it may become "abc", or hold "b" of "bd"
-                                     text  x a b d     "bd" is complete: the output is "xa"
+    stop strings "abc", "bd"    text  x a b ...   "ab" is held back: it may become "abc", or hold "b" of "bd"
 
-An output ends at the character that completes a stop string; if that character completes several, the longest counts.
-So the cut depends on the text alone, neither on the order of the list nor on the tokens.
+An output ends at the character that completes a stop string; if it completes several, the longest counts.
 """
 
 from __future__ import annotations
@@ -14,8 +12,6 @@ from typing import NamedTuple
 
 
 class Match(NamedTuple):
-    """`stop` is ``text[end - len(stop) : end]``."""
-
     end: int
     stop: str
 
@@ -30,7 +26,7 @@ class StopStrings:
         self._longest_prefix = max(map(len, self._stops), default=1) - 1
 
     def find(self, text: str, start: int) -> Match | None:
-        """The first match that ends after ``text[:start]``; it may begin before."""
+        """Ends after ``text[:start]``; may begin before."""
         found = None
         for stop in self._stops:
             begin = text.find(stop, max(0, start - len(stop) + 1))
@@ -41,7 +37,7 @@ class StopStrings:
         return found
 
     def held(self, text: str) -> int:
-        """Characters at the end of `text` that may be the beginning of a stop string."""
+        """Characters at the end of `text` that may begin a stop string."""
         for begin in range(max(0, len(text) - self._longest_prefix), len(text)):
             if text[begin] in self._first and text[begin:] in self._prefixes:
                 return len(text) - begin

@@ -1,7 +1,6 @@
 """A confined process that renders chat templates: ``python -I template_process.py``, used through stdin and stdout.
 
-A template comes with a model and is a program: it may loop or allocate without end. This process has little memory,
-opens no file and no socket, and the router kills it when a reply takes too long.
+It has little memory and opens no file and no socket.
 
     request and reply      | length of head: u32, big-endian | length of text: u32 | head: JSON | text: UTF-8 |
     request                {"template", "variables", "most": characters, "lengths": bytes of the text's parts}
@@ -10,7 +9,7 @@ opens no file and no socket, and the router kills it when a reply takes too long
 
 Texts are not part of the JSON: encoding megabytes would stop the router's event loop.
 
-Imports jinja2 alone; the router does not import it. Templates get the functions that transformers gives them.
+Imports jinja2 alone. Templates get the functions that transformers gives them.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _WARM_UP_TEMPLATE = r"""{% for m in messages if m.role %}
 {% endfor %}{% macro f(x) %}{{ x[1:] | trim | upper }}{% endmacro %}{{ f('ab') }}
 {{ '%s' % 1 ~ strftime_now('%c %B') ~ dict(a=1) }}{{ 'x'.split('x')[-1] }}
 {{ [2, 1] | sort | map('string') | join }}"""
-"""Uses what most templates use, so that Python has loaded all of it before the process is confined."""
+"""Has Python load what most templates use before the process is confined."""
 
 
 class Refused(Exception):
@@ -52,7 +51,7 @@ class Refused(Exception):
 
 
 class TooLong(Exception):
-    """The text exceeds the limit."""
+    pass
 
 
 class Generation(jinja2.ext.Extension):
@@ -101,7 +100,7 @@ def _dict(*args: Any, **more: Any) -> dict[Any, Any]:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Without the escapes for HTML that jinja2's own makes."""
+    """Without jinja2's escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

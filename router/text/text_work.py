@@ -1,7 +1,7 @@
-"""Work on long texts in threads: few at a time, bounded in bytes; the rest waits in a bounded queue.
+"""Work on long texts in threads: few at a time, bounded in bytes, with a bounded queue.
 
-Tokenizing needs up to 200 bytes of memory per byte of text, so two LARGE texts do not run together. The work must
-release the interpreter's lock, or hold it for at most milliseconds at a time: else it stops the event loop.
+Tokenizing needs up to 200 bytes of memory per byte of text: two LARGE texts do not run together. The work must
+release the interpreter's lock, or hold it for milliseconds at a time.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ MAX_CONCURRENT = 4
 QUEUE_LIMIT = 1024
 """Texts waiting."""
 MAX_BYTES = 64 * 1024 * 1024
-"""Of all texts that wait or run."""
+"""Of texts that wait or run."""
 LARGE = 1024 * 1024
-"""Bytes. Texts of at least this size run one at a time."""
+"""Bytes; such texts run one at a time."""
 
 T = TypeVar("T")
 
 
 class TextWork:
-    """At most ``max_concurrent`` calls at a time, each in its own thread. Used from one event loop at a time."""
+    """``max_concurrent``: calls, each in its own thread. For one event loop at a time."""
 
     def __init__(
         self, max_concurrent: int = MAX_CONCURRENT, queue_limit: int = QUEUE_LIMIT, max_bytes: int = MAX_BYTES
@@ -41,8 +41,10 @@ class TextWork:
         self._max_bytes = max_bytes
 
     async def run(self, size: int, deadline: Deadline, work: Callable[..., T], *args: Any) -> T:
-        """Return ``work(*args)``, for a text of ``size`` bytes. Work that runs keeps its slot until it is done, even if
-        its caller is cancelled. Raises QueueFull, DeadlineExceeded, and what the work raises."""
+        """``size``: bytes of text. Work that runs keeps its slot until done, even if the caller is cancelled.
+
+        Raises QueueFull, DeadlineExceeded, and the error of the work.
+        """
         if self._bytes and self._bytes + size > self._max_bytes:
             raise QueueFull(f"at most {self._max_bytes} bytes of text wait", retry_after=RETRY_AFTER_SECONDS)
         with ExitStack() as resources:
@@ -66,6 +68,6 @@ class TextWork:
 
 
 def _release(loop: asyncio.AbstractEventLoop, resources: ExitStack, _: Future[Any]) -> None:
-    """Runs in the work's thread: the slots belong to the event loop."""
+    """Called in the work's thread; the slots belong to the event loop."""
     with suppress(RuntimeError):  # the loop is closed, and its slots with it
         loop.call_soon_threadsafe(resources.close)

@@ -1,8 +1,4 @@
-"""Lower bound of a text's number of tokens, from its length alone.
-
-A text whose bound exceeds the context length is refused before it is tokenized. There is no bound for a tokenizer that
-may join or drop any number of characters: then every text is tokenized.
-"""
+"""Lower bound of a text's number of tokens, from its length: a text that can't fit is refused untokenized."""
 
 from __future__ import annotations
 
@@ -14,25 +10,23 @@ from typing import Any
 from tokenizers import Tokenizer, pre_tokenizers
 
 _COMPOSED = 4
-"""Code points that canonical composition joins into one, at most (the longest canonical decomposition, UAX #15)."""
+"""Most code points that canonical composition joins into one (longest canonical decomposition, UAX #15)."""
 _KEEPS_LENGTH = frozenset({"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"})
-"""Normalizers after which a text has at least as many characters."""
 _KEEPS_ALL = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength"})
 _DROPS_SPACES = frozenset({"Whitespace", "WhitespaceSplit", "BertPreTokenizer"})
 _SLICE = 1 << 16
-"""Characters whose spaces are counted in one call, which stops the event loop."""
+"""Characters counted in one call, which stops the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextBound:
-    """At most ``characters`` of a text become one token. With ``skips_spaces`` spaces don't count: any number of them
-    may be in a token, or in none."""
+    """At most ``characters`` of a text become one token; ``skips_spaces``: spaces don't count."""
 
     characters: int
     skips_spaces: bool
 
     def growing(self, text: str) -> Iterator[int]:
-        """Lower bounds for longer and longer parts of the text, at last for all of it; each takes some milliseconds."""
+        """For longer and longer parts of the text; each takes some milliseconds."""
         if not self.skips_spaces:
             yield -(-len(text) // self.characters)
             return
@@ -46,7 +40,7 @@ class TextBound:
 
 
 def text_bound(tokenizer: Tokenizer) -> TextBound | None:
-    """None where a token may stand for any number of characters, as for an unknown word."""
+    """None where a token may stand for any number of characters."""
     described = json.loads(tokenizer.to_str())
     joined = _joined(described["normalizer"])
     splits = list(_steps(described["pre_tokenizer"], "pretokenizers"))
@@ -66,7 +60,7 @@ def text_bound(tokenizer: Tokenizer) -> TextBound | None:
 
 
 def _joined(normalizer: Any) -> int | None:
-    """None where there is no limit."""
+    """None: no limit."""
     joined = 1
     for step in _steps(normalizer, "normalizers"):
         match step:
@@ -80,7 +74,6 @@ def _joined(normalizer: Any) -> int | None:
 
 
 def _keeps(step: Mapping[str, Any]) -> bool:
-    """Whether a pre-tokenizer drops nothing, or spaces alone."""
     match step:
         case {"type": "Split" | "Punctuation", "behavior": behavior}:
             return bool(behavior != "Removed")
@@ -90,7 +83,6 @@ def _keeps(step: Mapping[str, Any]) -> bool:
 
 
 def _knows_all(model: Mapping[str, Any], vocabulary: Mapping[str, int], *, by_bytes: bool) -> bool:
-    """Whether no character is dropped, or joined with others because it is unknown."""
     if model["type"] not in ("BPE", "Unigram"):
         return False  # a word that WordPiece or WordLevel doesn't know is one token, however long
     if model.get("byte_fallback"):

@@ -1,8 +1,4 @@
-"""One connection of a session: from the hello to the break.
-
-hello --> welcome --> messages, heartbeats both ways --> broken
-                        '-- silent: suspect after 1 s, broken after 3 s
-"""
+"""One connection of a session: from the hello to the break."""
 
 from __future__ import annotations
 
@@ -19,7 +15,6 @@ from decant.runtime.peer import same_incarnation
 from decant.runtime.shutdown import race
 
 STUCK_STEPS = 8
-"""A step is not stuck before it is older than so many of the longest steps of its size."""
 
 
 class Steps:
@@ -50,7 +45,7 @@ class ConnectionOwner(Protocol):
 
 
 class Connection:
-    """Runs once. What the router sends goes through ``outgoing``, which is open from the welcome to the break."""
+    """Runs once. ``outgoing`` is open from the welcome to the break."""
 
     def __init__(self, call: Any, outgoing: Outgoing, owner: ConnectionOwner, timings: WorkerTimings) -> None:
         self.silence = Silence()
@@ -65,8 +60,9 @@ class Connection:
         return not (self.steps.is_stuck or self.silence.is_suspect)
 
     async def run(self) -> None:
-        """Returns when the worker has ended the session. Raises StreamBroken, TimeoutError, and ValueError for a
-        malformed message."""
+        """Returns when the worker has ended the session. Raises StreamBroken, TimeoutError; ValueError for a malformed
+        message.
+        """
         await self._open()
         await race(self._receive(), self._outgoing.write(self._call), self._send_heartbeats())
 

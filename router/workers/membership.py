@@ -1,7 +1,7 @@
-"""Which workers there are: follows the directory, and keeps a session with each worker.
+"""Follows the directory, and keeps a session with each worker, which shows whether it is alive.
 
-A registration gives a worker's address; from then on its session shows whether it is alive. A worker is removed when
-its session breaks and this router has no runs there. A new incarnation of an id is a new worker.
+A worker is removed when its session breaks and this router has no runs there. A new incarnation of an id is a
+new worker.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ _log = logs.get(__name__)
 
 
 class MembershipObserver(SessionObserver, Protocol):
-    def on_members_changed(self, model: str) -> None:
-        """A worker of that model was removed."""
+    def on_members_changed(self, model: str) -> None: ...
 
 
 class WorkerMembership:
-    """``tokenizers``: hashes of this router's models, by id. The owner runs `run`, and calls `close` after it."""
+    """``tokenizers``: hashes by model id. `close` comes after `run`."""
 
     def __init__(
         self,
@@ -49,7 +48,6 @@ class WorkerMembership:
         self._directory = directory
         self._tokenizers = tokenizers
         self.prefix_indexes = {model: PrefixIndex() for model in tokenizers}
-        """Of the workers of each model."""
         self._connector = Connector(tls)
         self._observer = observer
         self._timings = timings
@@ -66,13 +64,13 @@ class WorkerMembership:
         return self._workers.get(incarnation)
 
     async def settled(self) -> None:
-        """Wait until the directory was read and each worker's session was opened, or could not be."""
+        """Until the directory was read and each session was opened, or could not be."""
         await self._is_listed.wait()
         for worker in list(self):
             await worker.session.tried.wait()
 
     async def close(self) -> None:
-        """End all sessions. A worker keeps an ended run for a lease unless the router asks it to forget the run."""
+        """Also has workers forget ended runs, which they would keep for a lease."""
         open_workers = [worker for worker in self if worker.session.is_open]
         finishing = [self._tasks[worker.incarnation] for worker in open_workers]
         for worker in open_workers:
@@ -86,7 +84,7 @@ class WorkerMembership:
             await asyncio.wait(tasks)
 
     async def run(self) -> None:
-        """Follow the directory. What is known stays while Redis is unavailable."""
+        """What is known stays while Redis is unavailable."""
         is_unavailable = False
         while True:
             try:
@@ -113,7 +111,7 @@ class WorkerMembership:
         self._is_listed.set()
 
     def _is_compatible(self, facts: WorkerRegistration) -> bool:
-        """Whether this router can use the worker; why not is logged once."""
+        """Logs once why not."""
         tokenizer = self._tokenizers.get(facts.model)
         if tokenizer is None:
             return False  # another router's model
@@ -153,5 +151,5 @@ class WorkerMembership:
             self._add(worker.facts)
 
     def _is_outdated(self, worker: WorkerHandle) -> bool:
-        """Whether TLS files are newer than its channel, and this router has no runs there."""
+        """TLS files are newer than its channel."""
         return not worker.session.is_busy and worker.generation != self._connector.generation()

@@ -1,5 +1,3 @@
-"""What this router sends to one worker: one queue per session, in order."""
-
 from __future__ import annotations
 
 import asyncio
@@ -13,8 +11,7 @@ from decant.router.workers.subscription import RunKey, key_of
 class Outgoing:
     """``begin`` makes the queue of a new session; messages may be sent between ``open`` and ``close``.
 
-    A cancel is never lost: while no session is open it is kept, and the next session sends it after the welcome. Until
-    then the worker may still run what it was sent.
+    A cancel is never lost: without an open session it is kept, and the next one sends it after the welcome.
     """
 
     def __init__(self, forget_batch: int) -> None:
@@ -25,7 +22,7 @@ class Outgoing:
         self._cancels: dict[RunKey, wire.Cancel] = {}
 
     def begin(self) -> None:
-        """A run that the hello does not name is an orphan at the worker: no need to have it forgotten."""
+        """Drops what to forget: a run that the hello does not name is an orphan at the worker."""
         self._queue = asyncio.Queue()
         self._to_forget.clear()
 
@@ -56,7 +53,7 @@ class Outgoing:
             self._cancels[key_of(cancel.run)] = cancel
 
     def forget(self, run: wire.Run) -> None:
-        """Have the worker forget a run, with the next heartbeat or with many others."""
+        """With the next heartbeat or with many others."""
         self._to_forget.append(run)
         if len(self._to_forget) >= self._forget_batch:
             self._send_to_forget()
@@ -66,8 +63,7 @@ class Outgoing:
         self.send(wire.RouterMessage(heartbeat=message))
 
     async def write(self, call: Any) -> None:
-        """Write the session's messages until cancelled, or until the worker has ended the session that `finish`
-        half-closed. Raises StreamBroken."""
+        """Returns when the worker has ended a half-closed session. Raises StreamBroken."""
         queue = self._queue
         while (message := await queue.get()) is not None:
             await write(call, message)

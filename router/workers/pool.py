@@ -1,5 +1,3 @@
-"""The workers that requests can be placed on, and the requests that wait for one."""
-
 from __future__ import annotations
 
 import asyncio
@@ -23,9 +21,7 @@ from decant.state.ids import Incarnation
 
 
 class WorkerPool:
-    """``costs``, ``waiting_lines`` and ``wait_predictors`` by model. ``handoff_min_tokens`` replaces the number that
-    follows from the costs.
-    """
+    """``handoff_min_tokens`` replaces the measured number."""
 
     def __init__(
         self,
@@ -52,13 +48,12 @@ class WorkerPool:
         return sum(map(len, self.waiting_lines.values()))
 
     def of(self, model: str) -> Iterator[WorkerHandle]:
-        """All workers of a model, usable or not."""
         return (worker for worker in self.membership if worker.model == model)
 
     def snapshot(
         self, model: str, excluded: AbstractSet[Incarnation], prefix: PromptBlocks | None = None
     ) -> list[WorkerSnapshot]:
-        """Usable workers. Those in ``excluded`` are marked as avoided."""
+        """Those in ``excluded`` are avoided."""
         cached = {} if prefix is None else prefix.cached_by_worker(self.membership.prefix_indexes[model])
         return [
             worker.snapshot(cached.get(worker.load.number, 0), avoided=worker.incarnation in excluded)
@@ -75,7 +70,7 @@ class WorkerPool:
         return {worker.load.block_tokens for worker in self.of(model)}
 
     def layout_of(self, model: str) -> int:
-        """The layout of all workers of a model, if they have one and it gives equal bits; else 0."""
+        """If all its workers have one that gives equal bits; else 0."""
         layouts = {worker.facts.layout if worker.facts.equal_bits else 0 for worker in self.of(model)}
         return layouts.pop() if len(layouts) == 1 else 0
 
@@ -92,8 +87,7 @@ class WorkerPool:
         return timings.no_capacity_patience_s if self.has_usable(model) else timings.no_worker_patience_s
 
     def can_receive(self, source: WorkerHandle, excluded: AbstractSet[Incarnation]) -> bool:
-        """Whether a worker may continue a sequence of ``source``, which drains. Cheap, without a look at the prefix
-        caches: it is asked with every heartbeat for every sequence."""
+        """Cheap: it is asked with every heartbeat for every sequence."""
         candidates = [
             worker
             for worker in self.of(source.facts.model)
@@ -121,9 +115,7 @@ class WorkerPool:
             worker.session.cancel(wire.Cancel(run=run, reason=reason))
 
     def is_connected(self, router: Incarnation) -> bool:
-        """Whether a worker reports a session with that router. One that has reported nothing yet counts as connected to
-        any.
-        """
+        """A worker without a report counts as connected to any router."""
         return any(worker.session.is_open and worker.load.may_reach(router) for worker in self.membership)
 
     # What sessions report
@@ -149,7 +141,6 @@ class WorkerPool:
             line.notify_all()
 
     def _may_take(self, worker: WorkerHandle, kind: Kind) -> bool:
-        """As the placement policy decides, except for what depends on the single request."""
         load, decodes = worker.load, worker.load.role != wire.ROLE_PREFILL
         if kind.place is WaitsFor.CACHE:
             fits = kind.layout == load.layout and kind.sender != worker.incarnation

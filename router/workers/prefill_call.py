@@ -1,5 +1,3 @@
-"""The call by which a worker computes a prompt for another one."""
-
 from __future__ import annotations
 
 import asyncio
@@ -26,7 +24,7 @@ class PrefillListener(Protocol):
     def on_superseded(self, superseded: wire.Superseded) -> None: ...
 
     def on_over(self, broken: StreamBroken | None) -> None:
-        """``broken`` unless its worker ended it."""
+        """``broken`` unless the worker ended it."""
 
 
 class PrefillCall:
@@ -39,7 +37,7 @@ class PrefillCall:
         self._reading = asyncio.create_task(self._read())
 
     def close(self) -> None:
-        """The worker ends the prefill too, unless its KV cache is being fetched."""
+        """Ends the prefill too, unless its KV cache is being fetched."""
         self._reading.cancel()
         self._call.cancel()
 

@@ -1,12 +1,10 @@
 """The one session between this router and one worker, for as long as both live.
 
-    opening --welcome--> open --breaks--> opening ... after 100 ms, 200 ms, ... 1 s
-       |                                  |
-       |                                  |-- the connection is refused: the runs there have lost their worker now
-       |                                  '-- still not open after `reconnect_s`: then
-       '-- another incarnation answers, or nothing needs the session any more: over
-
-What the router sends leaves in one queue (`outgoing`). Heartbeats carry the renewals of tickets and the runs to forget.
+opening --welcome--> open --breaks--> opening ... after 100 ms, 200 ms, ... 1 s
+   |                                  |
+   |                                  |-- the connection is refused: the runs there have lost their worker now
+   |                                  '-- still not open after `reconnect_s`: then
+   '-- another incarnation answers, or nothing needs the session any more: over
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ _log = logs.get(__name__)
 
 
 class WorkerSession:
-    """Lives on one event loop, in the task that calls ``run``."""
-
     def __init__(
         self,
         router: wire.Peer,
@@ -45,14 +41,14 @@ class WorkerSession:
     ) -> None:
         self.worker = worker
         self.over = False
-        """The worker is another incarnation or speaks another protocol, or the router ends: never open again."""
+        """Never opened again: another incarnation, another protocol, or the router's end."""
         self.tried = asyncio.Event()
         """Set once the session was opened, or could not be."""
         self.guests: set[SessionDependent] = set()
         self.unclaimed: set[bytes] = set()
         """The worker's tickets that no decode worker has yet."""
         self.renewed: set[bytes] = set()
-        """The worker's tickets that decode workers renewed since the last heartbeat."""
+        """Tickets that decode workers renewed since the last heartbeat."""
         self.unknown = UnknownMessages(worker.id)
         self._router = router
         self._stub = services.DecodeStub(channel)
@@ -87,7 +83,7 @@ class WorkerSession:
     # What the router sends
 
     def start(self, run: RunSubscription) -> None:
-        """Start or adopt a run; while no session is open, the next one does."""
+        """Starts or adopts; while no session is open, the next one does."""
         self.runs.table.add(run)
         if self.is_open:
             self._outgoing.send(run.opening_message())
@@ -95,7 +91,6 @@ class WorkerSession:
             self._start_reconnect_grace()
 
     def migrate(self, message: wire.Migrate) -> None:
-        """Ask for a ticket, or withdraw that."""
         if self.is_open:
             self._outgoing.send(wire.RouterMessage(migrate=message))
 
@@ -103,14 +98,14 @@ class WorkerSession:
         self._outgoing.cancel(cancel)
 
     def finish(self) -> None:
-        """End the session once the worker has received all that is queued. It is not opened again."""
+        """Once the worker has received all that is queued. Not opened again."""
         self.over = True
         self._outgoing.finish()
 
     # Its connections
 
     async def run(self, is_wanted: Callable[[], bool]) -> None:
-        """Open the session, and again when it breaks, until it is over or not wanted. Cancel the task to end it."""
+        """Until it is over or not wanted, or its task is cancelled."""
         timings = self._timings
         backoff = timings.first_backoff_s
         try:
@@ -125,7 +120,7 @@ class WorkerSession:
             self._give_up()
 
     async def _run_connection(self) -> bool:
-        """From hello to break; whether it was ever open."""
+        """Returns whether it was ever open."""
         connection = self._connection = Connection(self._stub.Session(), self._outgoing, self, self._timings)
         is_lost = False
         try:
@@ -155,7 +150,6 @@ class WorkerSession:
             _log.warning("session broke", worker=self.worker.id, error=str(error), over=self.over)
 
     def _start_reconnect_grace(self) -> None:
-        """Keep the runs while the session reconnects."""
         if self._reconnect_grace is None:
             self._reconnect_grace = LoopTimer(self._timings.reconnect_s, self._give_up)
 

@@ -1,10 +1,6 @@
-"""Runs of one session: the worker's messages about them go to their streams and listeners.
+"""Messages about the runs of one session go to their streams and listeners.
 
-    frame       slots | 3 | 7 | 3 |      slot -> RunSubscription -> sink: the token stream
-            positions |40 |12 |41 |
-               tokens | a | b | c |
-
-This is the path of every token: one lookup a token, no task switch.
+The path of every token: one lookup a token, no task switch.
 """
 
 from __future__ import annotations
@@ -21,11 +17,10 @@ _log = logs.get(__name__)
 
 
 class SessionRuns:
-    """Has the worker forget a run once all its tokens are here. A wrong message fails its run, and no other."""
+    """Has the worker forget a run with all its tokens here. A wrong message fails its run alone."""
 
     def __init__(self, worker_id: str, outgoing: Outgoing) -> None:
         self.conflicts = 0
-        """Tokens that differed from the known ones at their position."""
         self.table = RunTable()
         self._worker_id = worker_id
         self._outgoing = outgoing
@@ -34,19 +29,19 @@ class SessionRuns:
         return [run.owned() for run in self.table]
 
     def abandon(self, run: RunSubscription, cancel: wire.Cancel) -> None:
-        """Cancel a run in any state. Nothing more is reported of it."""
+        """In any state. Nothing more is reported of it."""
         if self.table.remove(run):
             self._outgoing.cancel(cancel)
 
     def retire(self, run: RunSubscription) -> None:
-        """Drop a run that another worker has, with all its tokens. Nothing more is reported of it."""
+        """Another worker has the run."""
         if self.table.remove(run):
             self._outgoing.forget(run.run)
 
     # What happens to all runs
 
     def on_welcome(self, welcome: wire.Welcome, named: Collection[RunKey]) -> None:
-        """``named`` were in the hello. The worker may never have received what was started before the break."""
+        """``named``: in the hello. The worker may never have received what was started before the break."""
         for status in welcome.runs:
             self._on_run_status(status)
         for unknown in welcome.unknown_runs:
@@ -63,7 +58,7 @@ class SessionRuns:
             run.listener.on_draining()
 
     def fail_all(self, detail: str) -> None:
-        """Their requests go to other workers. What this one still runs of them is cancelled."""
+        """Requests go to other workers; what this one still runs is cancelled."""
         for run in self.table:
             self._cancel(run)
             self._fail(run, wire.CAUSE_PEER_LOST, detail)
@@ -71,7 +66,6 @@ class SessionRuns:
     # Messages about one run
 
     def handle(self, message: wire.WorkerMessage) -> bool:
-        """Whether it is of a known kind."""
         match message.WhichOneof("message"):
             case "frame":
                 self._on_frame(message.frame)

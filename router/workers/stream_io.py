@@ -1,5 +1,3 @@
-"""Reads and writes the streams of workers, with one error for a stream that broke."""
-
 from __future__ import annotations
 
 import asyncio
@@ -12,10 +10,9 @@ from decant.runtime.errors import from_call
 
 
 class StreamBroken(Exception):
-    """A stream ended with an error, or had no message for too long. ``reason`` is that of the worker's status.
+    """A stream ended with an error, or was silent for too long. ``reason``: of the worker's status.
 
-    ``is_of_dead_process``: the serving process has ended, since its port refuses connections or another process starts
-    there.
+    ``is_of_dead_process``: its port refuses connections, or another process starts there.
     """
 
     def __init__(self, words: str, reason: Reason = Reason.UNSPECIFIED, *, is_of_dead_process: bool = False) -> None:
@@ -25,7 +22,7 @@ class StreamBroken(Exception):
 
 
 async def read(call: Any) -> Any:
-    """The next message of a call, None at its end. Raises StreamBroken."""
+    """None at the end. Raises StreamBroken."""
     try:
         message = await call.read()
     except grpc.aio.AioRpcError as error:

@@ -1,5 +1,3 @@
-"""The runs of a session: where their tokens go, and which listener receives the rest."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -27,16 +25,15 @@ class WriteError(Enum):
 class TokenSink(Protocol):
     @property
     def position(self) -> int:
-        """Position of the first missing token."""
+        """Of the first missing token."""
 
     @property
     def end_limit(self) -> int:
-        """The position after the last token that may be written."""
+        """After the last token that may be written."""
 
     def write(self, position: int, token: int, logprobs: wire.TokenLogprobs | None = None) -> WriteError | None: ...
 
-    def add_prompt_logprobs(self, message: wire.PromptLogprobs) -> WriteError | None:
-        """Logprobs of a part of the prompt."""
+    def add_prompt_logprobs(self, message: wire.PromptLogprobs) -> WriteError | None: ...
 
 
 class SessionObserver(Protocol):
@@ -48,7 +45,7 @@ class SessionObserver(Protocol):
 
 class SessionDependent(Protocol):
     def on_session_lost(self) -> None:
-        """The session broke and did not come back in time."""
+        """It broke and did not come back in time."""
 
 
 class RunListener(Protocol):
@@ -61,14 +58,13 @@ class RunListener(Protocol):
     def on_run_status(self, status: wire.RunStatus) -> None:
         """After a break, or once the run is adopted: reports that were lost are implied."""
 
-    def on_offer(self, ticket: wire.Ticket) -> None:
-        """For the target of a migration."""
+    def on_offer(self, ticket: wire.Ticket) -> None: ...
 
     def on_draining(self) -> None:
-        """Called with each heartbeat of a draining worker."""
+        """With each heartbeat of a draining worker."""
 
     def on_ended(self, ended: wire.Ended) -> None:
-        """Every token of the run has been written."""
+        """Every token has been written."""
 
     def on_refused(self, refused: wire.Refused) -> None: ...
 
@@ -84,19 +80,17 @@ class RunSubscription:
         self.sink = sink
         self.listener = listener
         self.start = opening if isinstance(opening, wire.Start) else None
-        """Until the worker has reported anything of it. None for an adopted run: it can't be started again."""
+        """Until the worker has reported anything of the run. None if adopted: it can't be started again."""
         self.slots: set[int] = set()
         self.ended: wire.Ended | None = None
         self.last_resend_position: int | None = None
 
     @property
     def position(self) -> int:
-        """Position of the first missing token."""
         return self.sink.position
 
     @property
     def end_limit(self) -> int:
-        """The position after the last token that the run may generate."""
         return self.sink.end_limit
 
     @property
@@ -120,21 +114,19 @@ class RunTable:
     def __init__(self) -> None:
         self.by_slot: dict[int, RunSubscription] = {}
         self.incomplete: set[RunSubscription] = set()
-        """Ended, and some tokens are missing."""
         self._by_key: dict[RunKey, RunSubscription] = {}
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     def __iter__(self) -> Iterator[RunSubscription]:
-        """Iterate over a copy: runs may be removed meanwhile."""
+        """A copy: runs may be removed meanwhile."""
         return iter(list(self._by_key.values()))
 
     def get(self, run: wire.Run) -> RunSubscription | None:
         return self._by_key.get(key_of(run))
 
     def reported(self, run: wire.Run) -> RunSubscription | None:
-        """The run that a message names: the worker has received it."""
         subscription = self.get(run)
         if subscription is not None:
             subscription.start = None
@@ -150,7 +142,7 @@ class RunTable:
         self._by_key[run.key] = run
 
     def remove(self, run: RunSubscription) -> bool:
-        """Return whether the run was here."""
+        """Whether the run was here."""
         if self._by_key.get(run.key) is not run:
             return False
         del self._by_key[run.key]
@@ -166,7 +158,7 @@ class RunTable:
             run.slots.add(slot.slot)
 
     def clear_slots(self) -> None:
-        """The session broke: slots are those of one connection."""
+        """Slots are those of one connection."""
         self.by_slot.clear()
         for run in self:
             run.slots.clear()

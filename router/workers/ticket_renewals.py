@@ -1,4 +1,4 @@
-"""Renewal of tickets, over the sessions with the workers that issued them, until the decode worker renews them."""
+"""Renews tickets over the sessions with the workers that issued them, until the decode worker renews them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from decant.router.workers.worker_handle import WorkerHandle
 
 
 class TicketRenewals:
-    """A session sends its `unclaimed` and `renewed` tickets with each heartbeat."""
-
     def __init__(self) -> None:
         self._issuers: dict[bytes, WorkerSession] = {}
 
@@ -23,7 +21,6 @@ class TicketRenewals:
         issuer.session.unclaimed.add(ticket.id)
 
     def stop_renewing(self, ticket: wire.Ticket) -> None:
-        """A decode worker has it, whose heartbeats renew it from now on."""
         if (issuer := self._issuers.get(ticket.id)) is not None:
             issuer.unclaimed.discard(ticket.id)
 

@@ -1,11 +1,7 @@
 """Requests that wait for capacity at a worker: one line for each model, woken in order.
 
-    a worker has capacity of a kind --open--> the first of that kind is woken --placed--> the next one is woken
-                                                        '--not placed--> that kind is closed, the others sleep
-
-Capacity for n requests wakes n + 1 of them; the last finds none left. Each kind of capacity has its own line, so that
-requests do not wait behind those of another kind; among the open kinds the first by order goes first. The order is
-that of ``Admission``: arrival, moved forward by priority.
+A worker with capacity of a kind wakes the first of that kind; if it is placed, the next; if not, the kind is
+closed. Among the open kinds the first by order goes first: arrival, moved forward by priority.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ class WaitsFor(Enum):
 
 
 class Kind(NamedTuple):
-    """Requests of one kind are interchangeable. ``layout`` and ``sender``: of a KV cache."""
+    """``layout``, ``sender``: of a KV cache."""
 
     place: WaitsFor
     layout: int = 0
@@ -49,7 +45,6 @@ class WaitingLine:
 
     def __init__(self) -> None:
         self.wake_ups = 0
-        """For tests and metrics."""
         self._queues: dict[Kind, list[tuple[float, int, Waiter]]] = {}  # sorted, none empty
         self._open: set[Kind] = set()
         self._awake: Waiter | None = None
@@ -63,7 +58,7 @@ class WaitingLine:
         return tuple(self._queues)
 
     def has(self, kind: Kind) -> bool:
-        """Whether a request of this kind waits: a later one has to wait too."""
+        """A later one has to wait too."""
         return kind in self._queues
 
     def join(self, waiter: Waiter) -> None:
@@ -84,7 +79,7 @@ class WaitingLine:
         return waiter is self._awake
 
     def placed(self, waiter: Waiter) -> None:
-        """Remove a request that was placed or has ended. May be repeated."""
+        """May be repeated."""
         queue = self._queues.get(waiter.kind, [])
         index = bisect_left(queue, (waiter.order, waiter.number, waiter))
         if index < len(queue) and queue[index][2] is waiter:
@@ -96,7 +91,6 @@ class WaitingLine:
             self._next()
 
     def stays(self, waiter: Waiter) -> None:
-        """Its turn came, and no worker had capacity."""
         if waiter is self._awake:
             self._awake = None
             self._open.discard(waiter.kind)

@@ -1,5 +1,3 @@
-"""One incarnation of one worker, as this router uses it."""
-
 from __future__ import annotations
 
 import asyncio
@@ -18,7 +16,7 @@ _MAX_DOUBLINGS = 10
 
 
 class WorkerHandle:
-    """``generation``: of the TLS files that its channel uses."""
+    """``generation``: of its channel's TLS files."""
 
     def __init__(
         self,
@@ -52,14 +50,13 @@ class WorkerHandle:
 
     @property
     def is_avoided(self) -> bool:
-        """Whether it lost a request in the last seconds."""
         return self._avoided_until > 0 and asyncio.get_running_loop().time() < self._avoided_until
 
     def snapshot(self, cached_tokens: int, *, avoided: bool) -> WorkerSnapshot:
         return self.load.snapshot_with(cached_tokens, avoided or self.is_avoided)
 
     def record_failure(self) -> None:
-        """Others come first for a time that doubles. A broken worker has the least load."""
+        """Others come first for a time that doubles."""
         seconds = min(self._timings.avoided_s * 2**self._failures, self._timings.max_avoided_s)
         self._failures = min(self._failures + 1, _MAX_DOUBLINGS)
         self._avoided_until = asyncio.get_running_loop().time() + seconds

@@ -7,5 +7,4 @@ from decant.bench import model_shapes as shapes
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of the shape ``tiny``."""
     return shapes.make("tiny", tmp_path_factory.mktemp("shapes") / "tiny")

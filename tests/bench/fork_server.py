@@ -1,8 +1,4 @@
-"""``bench.comparison.subprocess_runner.run`` in a fork of a process with torch imported, on a tiny scale.
-
-Only test_engine.py and test_baselines.py start an interpreter per measurement. Job, progress and result are JSON here
-too.
-"""
+"""``subprocess_runner.run`` in a fork of a process that has imported torch, with tiny sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ _CONTEXT.set_forkserver_preload(["tests.e2e.loaded"])
 
 
 def run(module: str, job: Job, on_progress: OnProgress, python: Path | None = None) -> dict[str, Any]:
-    """The result of ``job`` by a forked process. Raises ChildFailed."""
+    """Raises ChildFailed."""
     assert python is None
     receiver, sender = _CONTEXT.Pipe(duplex=False)
     process = _CONTEXT.Process(target=_measure, args=(module, json.dumps(asdict(job)), sender))
@@ -47,7 +43,6 @@ def run(module: str, job: Job, on_progress: OnProgress, python: Path | None = No
 
 
 def _measure(module: str, job: str, channel: Connection) -> None:
-    """Runs in the fork."""
     from bench import machine
 
     machine.TRIES = TRIES

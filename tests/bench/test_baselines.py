@@ -1,5 +1,3 @@
-"""An unavailable baseline is reported, and the others still run."""
-
 import sys
 import textwrap
 import venv
@@ -111,8 +109,6 @@ def test_baselines_that_cannot_be_installed_are_unavailable_and_not_marked_compl
 
 
 class Scripted:
-    """Answers every pending request with ``burst`` tokens per step."""
-
     def __init__(self, burst: int) -> None:
         self.added: list[str] = []
         self._left: dict[str, int] = {}

@@ -1,5 +1,3 @@
-"""The GPU benchmark measures a tiny model on a CPU, in rows with verdicts; arithmetic of its figures."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Two processes transfer caches and step meanwhile; every figure of the report exists and is plausible."""
-
 import json
 import math
 import subprocess
@@ -14,7 +12,6 @@ from tests.e2e.fork_server import completed
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with short steps, whose caches take long enough to transfer to overlap several of them."""
     folder = tmp_path_factory.mktemp("model")
     config = LlamaConfig(
         vocab_size=512,

@@ -1,5 +1,3 @@
-"""Arithmetic of the limits, on a constructed schedule and machine."""
-
 from typing import Any
 
 import pytest

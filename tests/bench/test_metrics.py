@@ -1,5 +1,3 @@
-"""Definitions of the figures, on constructed timelines."""
-
 import pytest
 
 from bench.baselines.static import Pace

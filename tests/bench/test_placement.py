@@ -1,5 +1,3 @@
-"""Simulated and therefore deterministic: placement finds prefixes, and costs nothing where there are few."""
-
 from __future__ import annotations
 
 import pytest

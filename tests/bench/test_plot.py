@@ -1,5 +1,3 @@
-"""The picture is well-formed and drawn to scale."""
-
 from typing import Any
 from xml.etree import ElementTree
 

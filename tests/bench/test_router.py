@@ -1,5 +1,3 @@
-"""The router measurement counts what happens. Sizes are tiny: no figure here is about speed."""
-
 from __future__ import annotations
 
 import asyncio
@@ -26,7 +24,6 @@ PATIENCE = 120.0
 
 @asynccontextmanager
 async def server(first_ms: float, step_ms: float) -> AsyncIterator[str]:
-    """A gRPC server that knows the answers."""
     port = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(bare.serve(first_ms, step_ms, port.set_result))
     try:
@@ -38,7 +35,6 @@ async def server(first_ms: float, step_ms: float) -> AsyncIterator[str]:
 
 
 async def done(job: Job) -> tuple[list[str], dict[str, Any]]:
-    """The windows and the result that a job reports."""
     messages: list[dict[str, Any]] = []
     async with asyncio.timeout(PATIENCE):
         await load.serve(job, lambda message: messages.append(json.loads(json.dumps(message))))
@@ -46,7 +42,6 @@ async def done(job: Job) -> tuple[list[str], dict[str, Any]]:
 
 
 def most_at_once(seen: list[dict[str, float]]) -> int:
-    """The highest number of concurrent requests."""
     changes = sorted([(one["sent"], 1) for one in seen] + [(one["last"], -1) for one in seen])
     return max(sum(change for _, change in changes[: end + 1]) for end in range(len(changes)))
 
@@ -62,6 +57,7 @@ async def test_closed_clients_send_their_next_request_when_the_last_is_answered(
     assert len({one["id"] for one in result["seen"]}) == len(result["seen"]) > 3
 
 
+@pytest.mark.slow
 async def test_open_requests_begin_whatever_became_of_the_earlier_ones() -> None:
     async with server(500, 1) as address:
         first = (await done(Job("o", address, "open", 1.0, rate=40, output_tokens=1)))[1]["seen"]
@@ -70,6 +66,7 @@ async def test_open_requests_begin_whatever_became_of_the_earlier_ones() -> None
     assert len(first) == len(again), "the same seed, the same instants"
 
 
+@pytest.mark.slow
 async def test_only_tokens_within_the_window_are_counted() -> None:
     async with server(1, 5) as address:
         windows, result = await done(Job("s", address, "streams", 0.5, clients=2, output_tokens=5000))
@@ -80,8 +77,6 @@ async def test_only_tokens_within_the_window_are_counted() -> None:
 
 
 class NoScene:
-    """A deployment without cost."""
-
     def cpu(self) -> dict[str, float]:
         return {}
 

@@ -1,5 +1,3 @@
-"""The sampler benchmark on a tiny scale: its contenders draw the same tokens, and it restores what it patches."""
-
 from __future__ import annotations
 
 import json

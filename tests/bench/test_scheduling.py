@@ -1,5 +1,3 @@
-"""Scenes have the requested number of running sequences, and contexts near the requested length."""
-
 import pytest
 
 from bench.scheduler_overhead import DEVICES, LaidOutDevice, Parts, Scene, measure

@@ -1,5 +1,3 @@
-"""The service beside its engine: figures by hand, CPU of a real process, and one small run."""
-
 from __future__ import annotations
 
 import asyncio
@@ -23,7 +21,7 @@ def spent(user: float, system: float) -> dict[str, float]:
 
 
 def served(throughput: float, worker: float) -> dict[str, object]:
-    """A run with the worker's CPU seconds; the other three need one second together."""
+    """``worker``: its CPU seconds; the other three processes need one second together."""
     cpu = {"client": spent(0.2, 0.1), "router": spent(0.5, 0.1), "worker": spent(worker, 0.0), "redis": spent(0.0, 0.1)}
     return {"output_throughput": throughput, "cpu": cpu}
 
@@ -65,6 +63,7 @@ def test_cpu_use_counts_what_a_process_has_used_since() -> None:
     assert CpuUse.of(me).since(before).seconds >= since.seconds
 
 
+@pytest.mark.slow
 async def test_a_worker_that_ends_early_is_reported_with_its_reason(tmp_path: Path) -> None:
     job = Job(str(tmp_path / "missing"), "bfloat16", 1)
     with pytest.raises(LoadFailed, match="the worker ended early"):

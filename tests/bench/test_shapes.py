@@ -1,5 +1,3 @@
-"""The engine serves generated checkpoints."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""The whole table on a tiny shape: it has every row, and its inputs are consistent."""
-
 import io
 import json
 import sys

@@ -1,5 +1,3 @@
-"""Workloads have the documented properties; an invalid file is rejected with line, field, limit and value."""
-
 import json
 from pathlib import Path
 

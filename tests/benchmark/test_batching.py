@@ -1,5 +1,3 @@
-"""Static against continuous batching: slot arithmetic, contenders in real engine steps, and the reports."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""`decant bench batching` as a process."""
-
 from __future__ import annotations
 
 import json
@@ -33,6 +31,7 @@ def test_the_small_model_is_measured_and_padding_costs_throughput(tmp_path: Path
     assert eighth["over_batch"]["throughput"] > 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,5 +1,3 @@
-"""The command against a deployment of the small model."""
-
 from __future__ import annotations
 
 import json
@@ -45,7 +43,7 @@ def measured(address: str, *arguments: str) -> dict[str, Any]:
 
 
 def test_up_starts_a_deployment_and_prints_tables_and_the_answer() -> None:
-    """So many requests that their logs would fill a pipe."""
+    """Enough requests for their logs to fill a pipe."""
     done = bench("--up", "--rate", "100", "--slo", "ttft=30s,tpot=10s", *SMALL, "--requests", "400")
     assert done.returncode == 0, done.stderr
     for text in ("400 completed, 0 failed", "TTFT", "second token", "handoff", "100% of the requests meet"):

@@ -1,5 +1,3 @@
-"""Costs from samples of a deployment whose costs are known, and from a real one."""
-
 from __future__ import annotations
 
 import asyncio

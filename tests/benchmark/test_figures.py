@@ -1,5 +1,3 @@
-"""Statistics: against numpy, and against samples that are computed by hand."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""The HTML report: valid SVG, points where they belong, and nothing that a reader's browser would fetch."""
-
 from __future__ import annotations
 
 import re

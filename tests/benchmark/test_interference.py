@@ -1,5 +1,3 @@
-"""Interference: figures by hand, configurations, the verdict, reports, and a trial against a scripted service."""
-
 from __future__ import annotations
 
 import contextlib
@@ -87,7 +85,7 @@ def test_every_process_accepts_the_settings_of_each_deployment() -> None:
 
 
 def rows(split: tuple[float, float], mixed: tuple[float, float]) -> list[dict[str, Any]]:
-    """Longest gap and TTFT in seconds of the split and of the best mixed deployment."""
+    """`split` and `mixed`: longest gap and TTFT in seconds."""
     made = configurations(InterferenceOptions(chunks=(64, 256)))
     by_name = {UNCHUNKED: (2.0, 3.0), "mixed, chunks of 64": (mixed[0] * 2, 9.0), "mixed, chunks of 256": mixed}
     by_name |= {BY_TIME: (mixed[0] * 3, 4.0), SPLIT: split}
@@ -115,7 +113,6 @@ def test_the_headline_says_what_the_split_gives_costs_and_when_mixed_is_better(
 
 @pytest.fixture
 def document(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """An experiment whose deployments are scripted."""
     running: list[str] = []
     ended: list[str] = []
 

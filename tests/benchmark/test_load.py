@@ -1,5 +1,3 @@
-"""Arrivals by their moments, lengths by their distributions, files by their contents, and the search of a sweep."""
-
 from __future__ import annotations
 
 import json
@@ -38,7 +36,7 @@ def test_gaps_have_the_mean_and_spread_of_their_process(burstiness: float) -> No
 
 
 def test_a_burstiness_of_one_is_a_poisson_process() -> None:
-    """As many seconds with k arrivals as its distribution says: mean and variance are both the rate."""
+    """Arrivals per second are Poisson: mean and variance equal the rate."""
     counts = [0] * 5000
     for arrival in random_arrivals(60_000, 10.0, 1.0, seed=5):
         if arrival < 5000:
@@ -49,7 +47,7 @@ def test_a_burstiness_of_one_is_a_poisson_process() -> None:
 
 @pytest.mark.parametrize("rates", [(2.0, 18.0), (18.0, 2.0), (10.0, 10.0)])
 def test_a_ramp_has_the_area_under_its_rate_as_arrivals(rates: tuple[float, float]) -> None:
-    """In each tenth of the ramp the count is Poisson: mean and variance are the integral of the rate."""
+    """The count in each tenth of the ramp is Poisson: mean and variance equal the integral of the rate."""
     count, parts, runs = 400, 10, 150
     begin, end = rates
     seconds = 2 * count / (begin + end)
@@ -67,7 +65,6 @@ def test_a_ramp_has_the_area_under_its_rate_as_arrivals(rates: tuple[float, floa
 
 
 def test_a_ramp_ends_at_its_second_rate_and_keeps_it() -> None:
-    """Regular arrivals (a large burstiness): the gaps are those of both rates."""
     arrivals = ramp_arrivals(2000, (5.0, 20.0), 1e6, seed=1)
     assert arrivals[1] - arrivals[0] == pytest.approx(1 / 5, rel=0.02)
     assert arrivals[-1] - arrivals[-2] == pytest.approx(1 / 20, rel=0.02)

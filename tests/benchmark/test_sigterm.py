@@ -1,5 +1,3 @@
-"""SIGTERM of a command that started a deployment ends that deployment too."""
-
 from __future__ import annotations
 
 import signal
@@ -32,7 +30,6 @@ def test_sigterm_leaves_no_process_and_no_record(state: str) -> None:
     bench = subprocess.Popen([sys.executable, "-P", "-m", "decant.command", *BENCH], stderr=subprocess.DEVNULL)
 
     def processes() -> list[psutil.Process]:
-        """All of the deployment, once it is in that state."""
         children = psutil.Process(bench.pid).children(recursive=True)
         records = [one for one in deployments.running() if one.pid in {child.pid for child in children}]
         if not records or (state == "measuring" and not records[0].has_started):

@@ -1,1 +1,0 @@
-"""Tests of the build: stubs in every install, minimum versions."""

@@ -16,13 +16,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 OFFLINE = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
 WITHOUT_KERNELS = {"CC": "false", "CXX": "false"}
-"""For a build's environment: compiling the C++ kernels takes a minute."""
+"""Skips compiling the C++ kernels, which takes a minute."""
 
 _BUILT = shutil.ignore_patterns("*_pb2*", "*.so", "__pycache__")
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command without this process's import path; standard error goes to standard output."""
+    """Runs without this process's import path; standard error goes to standard output."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
         [str(part) for part in command],
@@ -37,14 +37,13 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.Compl
 
 
 def succeed(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """Run a command that must exit with 0; return its output."""
     done = run(*command, cwd=cwd, **environment)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
 def copy_sources(names: Iterable[str], tree: Path) -> Path:
-    """Copy files and folders of the checkout without build results; links stay links."""
+    """Build results are left out; links stay links."""
     tree.mkdir(parents=True, exist_ok=True)
     for name in names:
         if (ROOT / name).is_dir():
@@ -55,7 +54,6 @@ def copy_sources(names: Iterable[str], tree: Path) -> Path:
 
 
 def image_sources() -> list[str]:
-    """Names of the files and folders that deploy/Containerfile copies to build from."""
     text = (ROOT / "deploy" / "Containerfile").read_text()
     copies = re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE)
     return [name for line in copies for name in line.split()]
@@ -67,7 +65,6 @@ def site_packages(home: Path) -> Path:
 
 
 def make_environment(home: Path) -> Path:
-    """Create an empty environment in `home`. Returns its interpreter."""
     venv.create(home, with_pip=False, symlinks=True)
     return home / "bin" / "python"
 
@@ -75,13 +72,12 @@ def make_environment(home: Path) -> Path:
 def borrow_packages(home: Path) -> None:
     """Make this environment's packages importable there, except editable installs.
 
-    Python does not process the .pth files in the folder of a path entry, and an editable install is one.
+    Python does not process .pth files in the folder of a path entry; an editable install is one.
     """
     (site_packages(home) / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
 
 def link_distribution(name: str, packages: Path) -> None:
-    """Make one installed distribution importable in `packages` by links to its files."""
     for file in distribution(name).files or ():
         if file.parts[0] == ".." or "__pycache__" in file.parts:
             continue
@@ -100,7 +96,7 @@ def install(python: Path, source: Path, *, editable: bool = False) -> subprocess
 
 
 def build_wheel(source: Path, folder: Path) -> Path:
-    """Build a wheel without kernels from a source tree or an archive."""
+    """From a source tree or an archive, without kernels."""
     command: list[str | Path] = [sys.executable, "-m", "pip", "wheel", "-q", *OFFLINE, "-w", folder, source]
     succeed(*command, cwd=source.parent, **WITHOUT_KERNELS)
     (wheel,) = folder.glob("*.whl")

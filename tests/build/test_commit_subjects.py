@@ -1,5 +1,3 @@
-"""Subjects of new commits have at most 72 characters."""
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The contracts that import-linter checks name every package."""
-
 import tomllib
 from pathlib import Path
 

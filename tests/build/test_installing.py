@@ -1,5 +1,3 @@
-"""install.py: the locked versions, by uv or pip, from the configured indexes, with the right build of torch."""
-
 import importlib.util
 import subprocess
 import sys

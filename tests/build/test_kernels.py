@@ -1,6 +1,4 @@
-"""Each build of the CPU kernels that this machine can run agrees with transformers, keeps both laws of the engine
-and serves; a line at the end of the suite lists the builds.
-"""
+"""Each build of the CPU kernels that this machine can run; the suite's last line lists them."""
 
 from __future__ import annotations
 

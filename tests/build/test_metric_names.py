@@ -1,5 +1,3 @@
-"""Documentation, dashboards and alerts name only metrics that a process has."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""The Grafana dashboard and the alerting rules in deploy/grafana fit the metrics and the guide."""
-
 from __future__ import annotations
 
 import json
@@ -27,7 +25,6 @@ PART = re.compile(r"_(bucket|sum|count)$")
 
 
 def labels_of(series: str) -> set[str]:
-    """Labels of all metrics of that name."""
     name = PART.sub("", series)
     return {label for metric in all_metrics() if metric.name == name for label in metric.labels}
 

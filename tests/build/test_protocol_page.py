@@ -1,5 +1,3 @@
-"""Each rule of docs/internals/protocol.md names code and tests that exist."""
-
 import re
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""The pages of docs/ and the README name what exists, and their examples run; tests/e2e runs the README's program."""
-
 import re
 import subprocess
 import sys
@@ -36,7 +34,6 @@ PAGES = [
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings."""
     prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in HEADING.findall(prose)}
 

@@ -1,7 +1,5 @@
-"""docs/reference describes the complete public surface and nothing else.
-
-The generated pages equal the generators' current output. A table of the API page defines the message, enum or service
-in its first header. Its rows must match the descriptors.
+"""The generated pages equal the generators' output. A table of the API page describes the message, enum or service in
+its first header.
 """
 
 from __future__ import annotations
@@ -81,7 +79,6 @@ def code(cell: str) -> list[str]:
 
 
 def plain(cell: str) -> str:
-    """A cell without code marks and links."""
     return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell).replace("`", "")
 
 
@@ -146,7 +143,6 @@ def test_every_method_has_an_example_that_says_so() -> None:
 
 
 def test_every_reason_has_its_statuses_and_details_and_says_whether_to_call_again() -> None:
-    """The table agrees with the comments in the proto."""
     proto = (ROOT / "protos" / "inference.proto").read_text()
     comments = dict(re.findall(rf"{PREFIX}(\w+) = [1-9]\d*;  // (.*)", proto))
     assert len(comments) == len(ENUMS["ErrorReason"].values) - 1

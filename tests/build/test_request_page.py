@@ -1,5 +1,3 @@
-"""Each step of docs/concepts/request.md names an existing file and function."""
-
 import ast
 import re
 from pathlib import Path
@@ -14,7 +12,7 @@ STOPS = [match for section in SECTIONS for match in STOP.findall(section)]
 
 
 def definition(body: list[ast.stmt], name: str) -> ast.stmt | None:
-    """The class or function of that name; a method as `Class.method`."""
+    """A method is named `Class.method`."""
     head, _, rest = name.partition(".")
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == head:

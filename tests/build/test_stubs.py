@@ -1,5 +1,3 @@
-"""Every kind of install contains the stubs, and fails when a .proto does not compile."""
-
 import tarfile
 from pathlib import Path
 
@@ -22,7 +20,6 @@ INSTALLS = pytest.mark.parametrize("editable", [False, True], ids=["wheel", "edi
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """The smallest source tree that builds the stubs."""
     tree = tmp_path / "tree"
     (tree / "decant").mkdir(parents=True)
     (tree / "decant" / "protos").symlink_to("../protos")

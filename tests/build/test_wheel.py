@@ -1,5 +1,3 @@
-"""The wheel has one import name, `decant`; without extras it is the client and needs only grpcio and protobuf."""
-
 from __future__ import annotations
 
 import json
@@ -44,7 +42,6 @@ print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - b
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source tree of the image."""
     return copy_sources(image_sources(), tmp_path_factory.mktemp("sources") / "tree")
 
 
@@ -55,7 +52,7 @@ def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def home(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel and the client's dependencies, including transitive ones."""
+    """With the wheel and the client's dependencies, including transitive ones."""
     home = tmp_path_factory.mktemp("client") / "environment"
     python = make_environment(home)
     for name in (*DEPENDENCIES, "typing-extensions"):
@@ -66,7 +63,7 @@ def home(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def members(wheel: Path) -> dict[str, int]:
-    """Files of a wheel with their checksums, without RECORD, whose order varies."""
+    """Checksums of a wheel's files, without RECORD, whose order varies."""
     with zipfile.ZipFile(wheel) as archive:
         return {info.filename: info.CRC for info in archive.infolist() if not info.filename.endswith("/RECORD")}
 
@@ -131,7 +128,7 @@ def test_an_editable_install_follows_the_links(tree: Path, tmp_path: Path) -> No
 
 
 def test_links_lead_to_folders_beside_decant() -> None:
-    """Relative links survive both COPY in an image and a git checkout."""
+    """Relative links survive COPY in an image and a git checkout."""
     links = [path for path in (ROOT / "decant").iterdir() if path.is_symlink()]
     assert {link.name for link in links} == {*SERVERS, "models"}
     assert all(os.readlink(link) == f"../{link.name}" for link in links)

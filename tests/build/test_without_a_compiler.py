@@ -1,5 +1,3 @@
-"""An install without a C++ compiler succeeds, and `make setup` reports the missing kernels in one line."""
-
 import os
 import shutil
 import subprocess

@@ -1,5 +1,3 @@
-"""Scripted servers and clients; starting a server costs a thread and a port."""
-
 from __future__ import annotations
 
 import contextlib
@@ -27,7 +25,6 @@ def two(both: Two) -> Two:
 
 @pytest.fixture(params=[1, 2])
 def some(two: Two, request: pytest.FixtureRequest) -> Two:
-    """One router, or two."""
     return Two(",".join(two.address.split(",")[: request.param]), two.routers[: request.param])
 
 

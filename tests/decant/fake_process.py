@@ -1,6 +1,6 @@
 """A stand-in for a router or worker: listens, logs the same lines, ends on SIGTERM. `--does` adds behaviour.
 
-It logs the environment variables in `--variables`. It imports nothing of the project, because a test starts several.
+Logs the environment variables named in `--variables`. Imports nothing of the project, to start fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A real server of InferenceService with scripted methods, in a thread with its own event loop."""
+"""A server of InferenceService with scripted methods, in a thread with its own event loop."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ Answering = Callable[[pb.GenerateRequest, Any], AsyncIterator[pb.GenerateStreamR
 
 @dataclass(frozen=True)
 class Break:
-    """The end of a stream after a number of messages: a service error, or the bare status that gRPC reports for a lost
-    connection.
-    """
+    """Ends a stream after a number of messages: with a service error, or with the bare status of a lost connection."""
 
     after: int
     error: ServiceError | grpc.StatusCode
@@ -37,11 +35,9 @@ class Break:
 
 @dataclass
 class Script(inference_pb2_grpc.InferenceServiceServicer):
-    """Scripted answers and recorded requests."""
-
     answering: Answering | None = None
     is_ready: bool = True
-    """For gRPC's health service, when it begins to be served."""
+    """Of gRPC's health service when the server starts."""
     refusal: ServiceError | None = None
     asked: list[pb.GenerateRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -49,12 +45,11 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
     call_ended: threading.Event = field(default_factory=threading.Event)
     time_left: float | None = None
     authorized: list[tuple[str, list[str]]] = field(default_factory=list)
-    """Each call's method, and what it brought as its authorization."""
     breaks: deque[Break] = field(default_factory=deque)
-    """For the next streams, one each; those after the last end well."""
+    """For the next streams, one each; later streams end normally."""
     resumed: list[pb.ResumeStreamRequest] = field(default_factory=list)
     known: dict[str, pb.GenerateRequest] = field(default_factory=dict)
-    """Requests by id. Routers of one service share it."""
+    """By id; shared by the routers of one service."""
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:  # noqa: N802
         messages = [message async for message in self.GenerateStream(request, context)]
@@ -137,8 +132,6 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
 
 
 class Doorkeeper(grpc.aio.ServerInterceptor):
-    """Records every caller."""
-
     def __init__(self, script: Script) -> None:
         self._script = script
 
@@ -190,7 +183,7 @@ async def plainly(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.Gener
 
 
 async def with_a_tail(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
-    """A stream whose final message has text without a new token."""
+    """The final message has text but no new token."""
     yield started(request)
     for seq, letter in enumerate("abc", 1):
         yield delta(request, seq, letter)
@@ -207,7 +200,6 @@ async def for_ever(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.Gene
 
 
 async def never(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
-    """Never sends a token."""
     await asyncio.Event().wait()
     yield started(request)
 
@@ -232,7 +224,8 @@ def serving(script: Script, port: int = 0) -> Iterator[str]:
 
     with ThreadPoolExecutor(1) as thread:
         served = thread.submit(asyncio.run, serve())
-        wait((started, served), PATIENCE_S, FIRST_COMPLETED)
+        either: list[Future[Any]] = [started, served]
+        wait(either, PATIENCE_S, FIRST_COMPLETED)
         if served.done():
             served.result()
         address, loop = started.result(0)

@@ -1,4 +1,4 @@
-"""`decant up` with fakes: as a process, `python -m tests.decant.supervisor_harness JSON`, and a handle on one."""
+"""`decant up` with stand-ins, as a process: `python -m tests.decant.supervisor_harness JSON`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def plan(workers: Mapping[str, str], routers: Mapping[str, str], redis_url: str, **limits: float) -> Plan:
-    """Stand-ins by name with their behaviour."""
-
     def spec(name: str, does: str) -> Spec:
         arguments = ("--does", does, "--variables", *sorted(OF_PEERS | OF_SERVERS))
         return Spec(name, "tests.decant.fake_process", arguments, os.environ | {"PYTHONPATH": str(ROOT)})
@@ -45,8 +43,6 @@ def plan(workers: Mapping[str, str], routers: Mapping[str, str], redis_url: str,
 
 
 class Up:
-    """A running `decant up` with its temporary files in `folder`."""
-
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self.process = process
         self.folder = folder
@@ -65,7 +61,7 @@ class Up:
             self._changed.notify_all()
 
     def until(self, process: str, event: str, count: int = 1, **fields: object) -> dict[str, Any]:
-        """The `count`-th matching line. Raises AssertionError at the end of the output or after the deadline."""
+        """The `count`-th matching line. Raises AssertionError at the end of the output or after PATIENCE_S."""
         wanted = {"process": process, "event": event, **fields}
         ends = time.monotonic() + PATIENCE_S
         with self._changed:
@@ -84,7 +80,6 @@ class Up:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def child(self, port: int) -> psutil.Process:
-        """The process that listens on that port."""
         (found,) = [
             one
             for one in self.descendants()
@@ -95,7 +90,7 @@ class Up:
         return found
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Wait for the exit status and read all output."""
+        """Send a signal, read all output, and return the exit status."""
         self.process.send_signal(number)
         return self.ended()
 
@@ -110,7 +105,7 @@ class Up:
 
 
 def nothing_left(descendants: list[psutil.Process], folder: Path) -> None:
-    """Wait until no process and no file is left; the kernel or a keeper may need a moment. Raises AssertionError."""
+    """Wait until no process and no file is left. Raises AssertionError after PATIENCE_S."""
     _, alive = psutil.wait_procs(descendants, timeout=PATIENCE_S)
     assert not alive
     ends = time.monotonic() + PATIENCE_S
@@ -120,7 +115,6 @@ def nothing_left(descendants: list[psutil.Process], folder: Path) -> None:
 
 
 def _processes_with(folder: Path) -> list[psutil.Process]:
-    """Every process whose temporary files belong there, including those that were started later."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -131,7 +125,7 @@ def _processes_with(folder: Path) -> list[psutil.Process]:
 
 @contextmanager
 def up(folder: Path, command: list[str], **variables: str) -> Iterator[Up]:
-    """Start it with every temporary file in `folder`, and make sure that it ends."""
+    """All temporary files are in `folder`; ends with the block."""
     environment = os.environ | {"TMPDIR": str(folder), "XDG_RUNTIME_DIR": str(folder)} | variables
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -144,7 +138,6 @@ def up(folder: Path, command: list[str], **variables: str) -> Iterator[Up]:
 
 
 def stand_ins(workers: Mapping[str, str], routers: Mapping[str, str], **limits: float) -> list[str]:
-    """The command that runs such a deployment."""
     described = json.dumps({"workers": workers, "routers": routers, **limits})
     return [sys.executable, "-m", "tests.decant.supervisor_harness", described]
 

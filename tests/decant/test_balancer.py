@@ -1,5 +1,3 @@
-"""Router selection and retries, with a manual clock."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -144,7 +142,6 @@ def test_only_retryable_errors_are_tried_again(error: decant.ServiceError, again
 
 
 def tried(tries: RetryState, clock: Clock, error: decant.ServiceError) -> int:
-    """Total number of tries when each fails at once."""
     count = 1
     while True:
         try:
@@ -267,9 +264,9 @@ def test_a_refusal_before_the_stream_began_does_not_delay_its_resumption() -> No
 def test_no_try_begins_after_the_deadline(seconds: float, steps: list[tuple[bool, float]]) -> None:
     clock = Clock()
     tries = RetryState(RouterSelector(2, clock), seconds, patience=1000)
-    for hears, took in steps:
+    for answers, took in steps:
         clock.now += took
-        if hears:
+        if answers:
             tries.mark_progress()
         try:
             clock.now += tries.pause_after(unavailable(took))

@@ -1,5 +1,3 @@
-"""Configurations that `decant up` rejects before it starts a process."""
-
 from __future__ import annotations
 
 import json
@@ -27,12 +25,10 @@ GIB = 1 << 30
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A copy of the small model for damage."""
     return Path(shutil.copytree(path(), tmp_path / "model"))
 
 
 def refusal(**options: Any) -> str:
-    """The one-line reason of the rejection."""
     with pytest.raises(CommandFailed) as caught:
         check(UpOptions(**{"port": 0, "kv_memory": "32M", **options}))
     assert caught.value.status == 2
@@ -268,6 +264,7 @@ def test_nothing_is_started_for_what_is_refused(monkeypatch: pytest.MonkeyPatch)
         starting.run(UpOptions(model="/nowhere"))
 
 
+@pytest.mark.slow
 def test_no_torch_is_loaded_for_the_checks() -> None:
     program = (
         "import sys; from decant.command.up import UpOptions, check; check(UpOptions(port=0, kv_memory='32M')); "

@@ -1,5 +1,3 @@
-"""Both clients against a scripted server: streams, answers and the other calls."""
-
 from __future__ import annotations
 
 import inspect

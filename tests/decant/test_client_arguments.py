@@ -1,5 +1,3 @@
-"""Arguments of both clients: options, their help, and refusals before anything is sent."""
-
 from __future__ import annotations
 
 import inspect

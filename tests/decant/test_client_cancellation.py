@@ -1,5 +1,3 @@
-"""What an abandoned stream does to its request, in both clients."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""TLS and tokens of both clients."""
-
 from __future__ import annotations
 
 import asyncio

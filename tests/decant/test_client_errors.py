@@ -1,5 +1,3 @@
-"""Errors and deadlines of a server as exceptions, in both clients."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""The command as a user meets it: answers on standard output, one clear line on standard error, exit codes."""
-
 from __future__ import annotations
 
 import json

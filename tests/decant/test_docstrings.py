@@ -1,5 +1,3 @@
-"""The examples in the client's docstrings give the documented output, against a fake deployment."""
-
 from __future__ import annotations
 
 import ast
@@ -30,8 +28,6 @@ async def adds(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.Generate
 
 
 class Deployment(Script):
-    """Serves tiny-python with one fixed answer, and has the run 6f9c."""
-
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:  # noqa: N802
         answer = await super().Generate(request, context)
         answer.outputs[0].token_ids.extend(TOKENS if request.response.token_ids else [])

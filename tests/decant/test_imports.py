@@ -1,5 +1,3 @@
-"""Modules that importing the client loads."""
-
 import subprocess
 import sys
 

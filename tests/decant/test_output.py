@@ -1,5 +1,3 @@
-"""The merged log contains every complete line of every process in one format."""
-
 from __future__ import annotations
 
 import io

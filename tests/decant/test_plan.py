@@ -1,5 +1,3 @@
-"""Division of a machine's resources, and the settings of each process."""
-
 from __future__ import annotations
 
 import os
@@ -177,6 +175,7 @@ def test_impossible_deployments_are_refused(options: dict[str, Any]) -> None:
         plan(**options)
 
 
+@pytest.mark.slow
 def test_a_missing_library_for_certificates_is_one_line_that_says_what_to_install(tmp_path: Path) -> None:
     code = f"""
 import sys

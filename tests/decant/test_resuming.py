@@ -1,5 +1,3 @@
-"""Retries and resumption after broken streams and rejected calls."""
-
 from __future__ import annotations
 
 import asyncio
@@ -48,7 +46,7 @@ async def read_async(address: str) -> Any:
 
 
 async def test_a_dns_name_is_one_address(two: Two) -> None:
-    """A headless Service has such a name; every machine has localhost."""
+    """A headless Service has such a name; here it is localhost."""
     two.reset([Break(2, LOST)])
     port = two.address.split(",")[0].rpartition(":")[2]
     name = f"dns:///localhost:{port}"
@@ -190,7 +188,6 @@ async def test_a_request_that_is_unknown_after_its_first_tokens_is_not_run_again
 
 @pytest.mark.parametrize("blocking", [True, False])
 async def test_a_stream_survives_the_end_of_its_server(blocking: bool) -> None:
-    """For any status that gRPC reports."""
     known: dict[str, Any] = {}
     scripts = [Script(answering=for_ever, known=known), Script(answering=for_ever, known=known)]
     with contextlib.ExitStack() as rest:
@@ -235,7 +232,6 @@ async def test_the_deadline_holds_while_resuming(two: Two) -> None:
 
 @pytest.fixture
 def breaking(two: Two) -> Two:
-    """A stream that breaks after its first token."""
     two.reset([Break(2, LOST)])
     return Two(two.address.split(",")[0], two.routers[:1])
 

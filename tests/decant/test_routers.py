@@ -1,5 +1,3 @@
-"""A client with several routers: each call goes to the next that is ready."""
-
 from __future__ import annotations
 
 import time

@@ -1,5 +1,3 @@
-"""Output of `decant status` and `decant audit` for a directory with consistent and inconsistent workers."""
-
 from __future__ import annotations
 
 import asyncio
@@ -23,8 +21,6 @@ WELL = wire.AuditResponse(total_blocks=10, free_blocks=4, cached_blocks=3, owned
 
 
 class Worker(worker_pb2_grpc.AuditServicer):
-    """Gives the answer that the test sets."""
-
     def __init__(self) -> None:
         self.answer = WELL
 

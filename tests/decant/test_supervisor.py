@@ -1,5 +1,3 @@
-"""Guarantees of `decant up` with real processes: order, restarts, and complete cleanup."""
-
 from __future__ import annotations
 
 import os
@@ -76,7 +74,6 @@ def test_lines_without_json_are_passed_on_with_their_process(tmp_path: Path) -> 
 
 
 def test_killing_up_ends_all_its_processes(tmp_path: Path) -> None:
-    """SIGKILL cannot be caught: the processes, Redis and the files must disappear by themselves."""
     with up(tmp_path, stand_ins(PAIR, ROUTER)) as running:
         running.until("up", "ready")
         descendants = running.descendants()
@@ -218,7 +215,6 @@ def test_a_running_deployment_is_found_by_its_user_alone_and_only_while_it_runs(
 
 
 def until_found(condition: Callable[[Deployment], bool]) -> Deployment:
-    """Wait until the only deployment satisfies the condition."""
     ends = time.monotonic() + PATIENCE_S
     while True:
         found = deployments.running()
@@ -273,7 +269,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def without(name: str) -> list[str]:
-    """A Python command that runs exec_child as on a platform where the C library or `os` lacks the function."""
+    """A command that runs exec_child where the C library or `os` lacks the function."""
     patch = "ctypes.CDLL = lambda *_, **__: object()" if name == "prctl" else f"del os.{name}"
     code = f"import ctypes, os, runpy, sys; {patch}; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
     return [sys.executable, "-I", "-S", "-c", code, lifelines.__file__]

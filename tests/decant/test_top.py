@@ -1,5 +1,3 @@
-"""`decant top`: rates and quantiles against samples computed by hand, pages of real admin ports, the screen."""
-
 from __future__ import annotations
 
 import io
@@ -142,7 +140,7 @@ REQUEST = {
 
 
 async def read_pair() -> Snapshot:
-    """A router and a decode worker that worked between two readings, and a process that is dead."""
+    """A router and a decode worker that were active between the readings, and a dead process."""
     worker, engine = worker_registry()
     router, requests = router_registry({"total": 1, "requests": [REQUEST]})
     async with admin(worker) as at_worker, admin(router) as at_router:

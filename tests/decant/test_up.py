@@ -1,5 +1,3 @@
-"""`decant up` with real processes: discovery, requests, audit, failures and shutdown."""
-
 from __future__ import annotations
 
 import ast
@@ -35,7 +33,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command of the same user, beside the deployment."""
     environment = os.environ | {"XDG_RUNTIME_DIR": str(folder), "TMPDIR": str(folder)}
     return subprocess.run(
         [*DECANT, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
@@ -60,7 +57,6 @@ def running(folder: Path) -> Iterator[Up]:
 
 
 def deployment(folder: Path) -> dict[str, Any]:
-    """The deployment that `up` announces."""
     (file,) = folder.glob("decant-up-*.json")
     announced: dict[str, Any] = json.loads(file.read_text())
     return announced

@@ -1,5 +1,3 @@
-"""Commands wait for a starting deployment and for restarting processes."""
-
 from __future__ import annotations
 
 import json
@@ -24,7 +22,7 @@ from tests.decant.scripted import Script, serving
 
 
 class Here:
-    """Announcements of `decant up` on this machine in order; the last one stays."""
+    """Announcements of `decant up` in order; the last one stays."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.states: list[Deployment | None] = []

@@ -1,5 +1,3 @@
-"""Two routers of one service, and the expected undisturbed stream."""
-
 from __future__ import annotations
 
 from collections import deque

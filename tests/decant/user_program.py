@@ -1,4 +1,4 @@
-"""A strictly typed user program; tests/decant/test_typing.py checks it outside this repository."""
+"""A strictly typed program that tests/decant/test_typing.py checks outside this repository."""
 
 import asyncio
 from typing import assert_type

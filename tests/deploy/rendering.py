@@ -16,7 +16,7 @@ Object = dict[str, Any]
 
 
 def rendered() -> list[Object]:
-    """Rendered by kubectl where it is on PATH, else by `plainly`."""
+    """By kubectl if it is on PATH, else by `plainly`."""
     if shutil.which("kubectl") is None:
         return plainly(BASE)
     return by_kubectl(BASE)
@@ -28,7 +28,7 @@ def by_kubectl(folder: Path) -> list[Object]:
 
 
 def plainly(folder: Path) -> list[Object]:
-    """Render a kustomization that has only resources and a namespace. Raises AssertionError for any other."""
+    """Supports only resources and a namespace. Raises AssertionError for anything else."""
     (kustomization,) = _documents((folder / "kustomization.yaml").read_text())
     assert kustomization.keys() == {"apiVersion", "kind", "namespace", "resources"}
     objects = [one for name in kustomization["resources"] for one in _documents((folder / name).read_text())]

@@ -1,5 +1,3 @@
-"""The manifests are valid and agree with the processes' settings and behaviour."""
-
 from __future__ import annotations
 
 import re
@@ -35,7 +33,7 @@ FIELDS = {
         "isCA", "commonName", "secretName", "dnsNames", "usages", "duration", "renewBefore", "privateKey", "issuerRef",
     },
 }  # fmt: skip
-"""Of cert-manager's objects, those that the base uses."""
+"""Fields of cert-manager's objects that the base uses."""
 
 OBJECTS = rendered()
 
@@ -68,7 +66,6 @@ def labels(deployment: Object) -> dict[str, str]:
 
 
 def environment(name: str) -> dict[str, str]:
-    """The environment of the process, with values that a cluster would fill in."""
     one = container(OURS[name])
     maps = [of_kind("ConfigMap")[source["configMapRef"]["name"]]["data"] for source in one["envFrom"]]
     variables: dict[str, str] = {key: value for data in maps for key, value in data.items()}
@@ -147,7 +144,6 @@ def test_ports_are_those_that_are_served_and_probed(name: str) -> None:
 
 
 def mounted_secrets(name: str) -> dict[str, str]:
-    """Secrets by their mount folder in the container."""
     secrets = {one["name"]: one["secret"]["secretName"] for one in pod(OURS[name])["volumes"] if "secret" in one}
     mounts = container(OURS[name])["volumeMounts"]
     return {mount["mountPath"]: secrets[mount["name"]] for mount in mounts if mount["name"] in secrets}

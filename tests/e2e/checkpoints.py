@@ -1,5 +1,3 @@
-"""Copies of the small model with one change."""
-
 from __future__ import annotations
 
 import json
@@ -11,7 +9,7 @@ from decant import models
 
 
 def small_with(folder: Path, name: str, **entries: Any) -> Path:
-    """A copy of it in ``folder``, which must not be there yet, with these entries in its JSON file of that name."""
+    """Its JSON file ``name`` is updated with ``entries``. ``folder`` must not exist."""
     shutil.copytree(models.path(), folder)
     file = folder / name
     file.write_text(json.dumps(json.loads(file.read_text()) | entries))

@@ -1,5 +1,3 @@
-"""Calls a deployment, checks the grammar of every stream, and knows the expected answer."""
-
 from __future__ import annotations
 
 import functools
@@ -26,8 +24,6 @@ TOKENIZER = Tokenizer.from_file(str(models.path() / "tokenizer.json"))
 
 @dataclass
 class Answer:
-    """A stream, joined."""
-
     started: pb.Started
     text: str = ""
     ids: list[int] = field(default_factory=list)
@@ -41,7 +37,6 @@ class Answer:
 def asked(
     prompt: str | Sequence[int], *, sampling: pb.SamplingParams | None = None, max_tokens: int | None = None
 ) -> pb.GenerateRequest:
-    """A request that wants token ids; greedy unless it says otherwise."""
     request = pb.GenerateRequest()
     if isinstance(prompt, str):
         request.prompt = prompt
@@ -55,13 +50,13 @@ def asked(
 
 
 async def ask(stub: inference_pb2_grpc.InferenceServiceStub, request: pb.GenerateRequest) -> Answer:
-    """The whole answer. Raises AioRpcError; AssertionError for a stream that is none."""
+    """The whole answer. Raises AioRpcError; AssertionError for an invalid stream."""
     call = stub.GenerateStream(request, timeout=PATIENCE_S)
     return decode_started([message async for message in call])
 
 
 def decode_started(messages: Iterable[pb.GenerateStreamResponse]) -> Answer:
-    """started delta* (delta* finished)+, usage and receipt on the very last message, seq never lower than before."""
+    """Checks: started delta* (delta* finished)+, usage and receipt in the last message, seq never decreasing."""
     first, *middle, last = messages
     assert first.WhichOneof("event") == "started"
     answer = Answer(first.started)
@@ -84,12 +79,11 @@ def decode_started(messages: Iterable[pb.GenerateStreamResponse]) -> Answer:
 
 @functools.cache
 def plain_model() -> Any:
-    """transformers' own, untouched, in float32."""
+    """transformers' own, in float32."""
     return AutoModelForCausalLM.from_pretrained(models.path(), dtype=torch.float32).eval()
 
 
 def generated(ids: Sequence[int], max_tokens: int) -> list[int]:
-    """What transformers' greedy ``generate`` writes."""
     model = plain_model()
     given = torch.tensor([list(ids)])
     with torch.inference_mode():
@@ -108,7 +102,7 @@ def device(dtype: str) -> ModelDevice:
 def alone(
     dtype: str, ids: Sequence[int], sampling: SamplingParams, max_tokens: int, logprobs: int | None = None
 ) -> list[Token]:
-    """What the engine writes when nothing else is there: no batch, no chunks, no handoff."""
+    """The engine's output without batch, chunks or handoff."""
     engine = Engine(device(dtype))
     stop = StopParams(max_tokens=max_tokens)
     engine.add(Request("alone", tuple(ids), sampling=sampling, stop=stop, logprobs=logprobs, use_prefix_cache=False))

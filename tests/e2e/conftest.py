@@ -1,5 +1,3 @@
-"""Deployments that several tests share; starting one takes seconds."""
-
 from collections.abc import AsyncIterator, Iterator
 
 import pytest

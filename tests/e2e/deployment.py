@@ -1,4 +1,4 @@
-"""A whole deployment of real processes: a private Redis, routers, workers, each with a log that tests can wait on."""
+"""A deployment of real processes: a private Redis, routers and workers, with logs that tests can wait on."""
 
 from __future__ import annotations
 
@@ -24,16 +24,13 @@ from tests.e2e.proxy import Proxy
 from tests.ports import kept
 
 PATIENCE_S = 120.0
-"""For anything that a busy machine does slowly."""
+"""Deadline of whatever a busy machine does slowly."""
 
 SMALL_KV = ("--kv-bytes", str(64 << 20))
 ONE_THREAD = ("--threads", "1")
-"""Of each worker: they share the machine's cores, so none of them are its own."""
 
 
 class Process:
-    """One process of a deployment, and what it has logged so far."""
-
     def __init__(self, module: str, *arguments: str) -> None:
         self.module = module
         self.lines: list[dict[str, Any]] = []
@@ -57,7 +54,9 @@ class Process:
         return self._process.pid
 
     def until(self, event: str, **fields: object) -> dict[str, Any]:
-        """The first line with this event and these fields. Raises AssertionError when the process ends before it."""
+        """The first line with this event and these fields. Raises AssertionError if the process ends first or
+        PATIENCE_S pass.
+        """
         wanted = {"event": event, **fields}
         ends = time.monotonic() + PATIENCE_S
         with self._changed:
@@ -71,7 +70,6 @@ class Process:
                     assert time.monotonic() < ends, f"{self.module} never logged {wanted}: {self.log_tail()}"
 
     def log_tail(self) -> str:
-        """Its last words."""
         self._errors.seek(0)
         errors = self._errors.read().decode(errors="replace")[-3000:]
         return "\n".join([*(json.dumps(line) for line in self.lines[-20:]), errors])
@@ -81,14 +79,14 @@ class Process:
         os.kill(self.pid, signal.SIGKILL)
 
     def ask_to_end(self, *, excused: bool = False) -> None:
-        """SIGTERM, once. Excused, it may end with a status other than 0: it says that it left work to others."""
+        """Send SIGTERM once. Excused, it may exit with another status than 0: it left work to others."""
         self._is_excused |= excused
         if not self._asked and self._process.poll() is None:
             self._asked = True
             self._process.terminate()
 
     def end(self) -> int:
-        """SIGTERM, then its exit status; SIGKILL when it takes too long."""
+        """SIGTERM, then the exit status. After PATIENCE_S sends SIGKILL and raises AssertionError."""
         self.ask_to_end()
         try:
             return self._process.wait(PATIENCE_S)
@@ -135,7 +133,7 @@ class Worker:
 
 @dataclass
 class Deployment:
-    """What runs. `address` is the first router's, `addresses` those of all."""
+    """`address` is the first router's."""
 
     redis: PrivateRedis
     routers: list[Process] = field(default_factory=list)
@@ -152,9 +150,7 @@ class Deployment:
             yield inference_pb2_grpc.InferenceServiceStub(channel)
 
     def settled(self) -> list[worker_pb2.AuditResponse]:
-        """Audits of all workers once nothing is at work: every block free or cached, no fault found.
-
-        What a lease or a mark holds goes by itself; so this waits, with a deadline."""
+        """Audits of all workers, none with violations, once no block is held. Waits PATIENCE_S for leases to expire."""
         ends = time.monotonic() + PATIENCE_S
         while True:
             audits = [worker.audit() for worker in self.workers]
@@ -188,11 +184,11 @@ def deployment(
     between: Sequence[Proxy] = (),
     another: str = "",
 ) -> Iterator[Deployment]:
-    """Starts one and waits until it is ready; every process ends with it, and must end well.
+    """Starts a deployment and waits until it is ready; its processes end with it and must exit with 0.
 
-    Every prompt is handed over where a pool of each kind is there, unless `handoff_min_tokens` says otherwise; None:
-    as measured. `redis`: one that a test stops and starts. `between` stand in front of the first workers, prefill
-    workers first. `another`: a second model, ID=FOLDER, which one decode worker serves.
+    `handoff_min_tokens`: 0 hands over every prompt if both pools exist, None as measured. `redis`: one that a test
+    stops and starts. `between`: in front of the first workers, prefill workers first. `another`: a second model,
+    ID=FOLDER, on a decode worker of its own.
     """
     with ExitStack() as stack:
         made = Deployment(stack.enter_context(redis or PrivateRedis()))

@@ -28,13 +28,12 @@ STEP_S = 0.001
 PROMPT = 21
 WANTED = 7
 MOST = 100
-"""Messages of one kind that no request here takes."""
 
 SENDER, RECEIVER = "p", "d"
 
 
 class Line(NamedTuple):
-    """One direction of the calls of one method at one worker."""
+    """One direction of a method's calls at a worker."""
 
     worker: str
     method: str
@@ -58,7 +57,7 @@ LINES = tuple(
 
 
 class Spot(NamedTuple):
-    """A message of a line; of two spots the second is counted from when the first was reached."""
+    """A message of a line. Of two spots the second is counted from the moment of the first."""
 
     line: Line
     number: int
@@ -68,7 +67,7 @@ class Spot(NamedTuple):
 
 @dataclass
 class Cutting:
-    """`one` and `other` share a store, so each can take over what the other runs."""
+    """`one` and `other` share a store: each can take over the other's requests."""
 
     one: Core
     other: Core
@@ -77,12 +76,11 @@ class Cutting:
     _numbers: Iterator[int] = field(default_factory=count)
 
     def request(self) -> tuple[ValidRequest, list[int]]:
-        """One with a prompt of its own, and what it must write."""
         number = next(self._numbers)
         return _request(number), alone(_work(number))
 
     def arm(self, *spots: Spot) -> list[Cut]:
-        """From now on these are waited for, and no others."""
+        """Replaces all earlier spots."""
         cuts: list[Cut] = []
         for proxy in self.proxies.values():
             proxy.cuts = ()
@@ -94,8 +92,9 @@ class Cutting:
         return cuts
 
     async def answered(self, *spots: Spot) -> list[Cut]:
-        """Call while calls are cut at these spots, and check the answer. Returns the cuts once all messages of the
-        request were sent, renewals of leases excepted."""
+        """Send a request, cut calls at these spots, and check the output. Returns the cuts after the last message of
+        the request except renewals of leases.
+        """
         request, expected = self.request()
         cuts = self.arm(*spots)
         stream = await self.one.answer(request)
@@ -105,14 +104,14 @@ class Cutting:
         return cuts
 
     async def quiet(self) -> None:
-        """Until no request is at work any more: messages from now on belong to the next."""
+        """Wait until no request is active: later messages belong to the next."""
         await self.places[RECEIVER].until(
             lambda seen: not (seen.owners or seen.fetches or seen.orphans or seen.unretired)
         )
         await self.places[SENDER].until(lambda seen: not seen.fetches)
 
     async def settle(self) -> None:
-        """Until nothing is left of anything at either worker, and every block is accounted for."""
+        """Wait until both workers hold nothing; check that every block is accounted for."""
         self.arm()
         for place in self.places.values():
             seen = await place.emptied()
@@ -141,7 +140,6 @@ async def _restore(found: StoredRequest) -> ValidRequest:
 
 @asynccontextmanager
 async def cutting(store: Store, timings: RouterTimings = RouterTimings()) -> AsyncIterator[Cutting]:
-    """Nothing may be left anywhere at its end."""
     roles = {SENDER: wire.ROLE_PREFILL, RECEIVER: wire.ROLE_DECODE}
     async with AsyncExitStack() as stack:
         places, proxies = {}, {}

@@ -1,8 +1,7 @@
-"""Processes forked from one that has imported everything.
+"""Processes forked from one that has imported everything: importing torch and transformers takes a worker six seconds.
 
-Importing torch and transformers takes a worker six seconds of processor time, and the rest of its start one. Which
-modules a process imports by itself, and how a whole interpreter begins and ends, is left to tests of single processes
-(tests/worker/test_process.py, tests/router/test_router_process.py) and of the command (tests/decant/test_up.py).
+Imports and exits of whole interpreters are tested in tests/worker/test_process.py, tests/router/test_router_process.py
+and tests/decant/test_up.py.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ _CONTEXT.set_forkserver_preload(["tests.e2e.loaded"])
 
 
 def preload_without_torch() -> None:
-    """For a session whose tests start no engine on torch: importing it takes six seconds of processor time."""
+    """For sessions without engines on torch."""
     _CONTEXT.set_forkserver_preload(["tests.e2e.loaded_without_torch"])
 
 
 class Forked:
-    """``python -m module arguments``, with methods of subprocess.Popen. ``environ``: beside this process's."""
+    """``python -m module arguments``, with methods of subprocess.Popen. ``environ`` is added to this process's."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class Forked:
 
 
 def completed(module: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Output and exit status of ``python -m module arguments``. Raises subprocess.TimeoutExpired."""
+    """Runs ``python -m module arguments``. Raises subprocess.TimeoutExpired."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = Forked(module, arguments, output.fileno(), errors.fileno())
         try:
@@ -83,7 +82,6 @@ def completed(module: str, *arguments: str, timeout: float = 120) -> subprocess.
 
 
 def _become(module: str, arguments: Sequence[str], environ: Mapping[str, str], written: Sequence[Any]) -> None:
-    """In the fork: the module's main program, writing to the given streams."""
     for ours, theirs in enumerate(written, start=1):
         number = theirs.detach()
         os.dup2(number, ours)
@@ -95,7 +93,7 @@ def _become(module: str, arguments: Sequence[str], environ: Mapping[str, str], w
 
 
 class _Sent:
-    """The number of an open file; it goes along when a process is started."""
+    """A file descriptor that is duplicated into the process to which it is sent."""
 
     def __init__(self, number: int) -> None:
         self._number = number

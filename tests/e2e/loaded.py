@@ -1,4 +1,4 @@
-"""Imports of a deployment's processes, for the process that they are forked from."""
+"""Imported by the process that a deployment's processes are forked from."""
 
 import gc
 

@@ -1,5 +1,3 @@
-"""Imports of routers and of workers with a fake engine, for the process that they are forked from."""
-
 import gc
 
 import decant.decode_worker.main

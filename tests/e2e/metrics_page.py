@@ -1,5 +1,3 @@
-"""Reads the metrics of a process from its admin port."""
-
 from __future__ import annotations
 
 import asyncio
@@ -11,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.deployment import PATIENCE_S
 
 Totals = dict[str, float]
-"""By name of the metric: the sum over its series, and of a histogram its number of observations."""
+"""By metric name: the sum of its series; of a histogram, the number of observations."""
 
 
 def read_page(port: int | None, path: str) -> str:
@@ -34,7 +32,6 @@ def totals_of(text: str) -> Totals:
 
 
 async def until_metric(port: int | None, name: str, holds: Callable[[float], bool]) -> Totals:
-    """The first totals in which that is true of one metric."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             totals = await asyncio.to_thread(read_totals, port)

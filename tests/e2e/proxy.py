@@ -1,8 +1,7 @@
-"""An address in front of a worker: it forwards every call, may tamper with the caches that the worker gives, and may
-cut a call in two.
+"""An address in front of a worker: forwards every call, may tamper with fetches, and may cut a call in two.
 
-    caller ──────┤ proxy ├────── worker          Cut(SESSION, TO_WORKER, 3): the fourth word that the caller says in a
-             <── ✂       ✂ ──>                   session from now on is its last, or does not even arrive
+caller ──────┤ proxy ├────── worker          Cut(SESSION, TO_WORKER, 3): the fourth message that the caller sends
+         <── ✂       ✂ ──>                   in a session from now on is its last, or does not arrive
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ _HAS_BEATS: dict[tuple[str, Direction], Any] = {
 }
 
 Tamper = Callable[[wire.FetchResponse], Iterable[wire.FetchResponse]]
-"""What becomes of one message of a fetch: itself, another, none, or several."""
+"""Replaces one message of a fetch by none, itself, another or several."""
 
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
 @dataclass(slots=True)
 class Cut:
-    """Both ends of a call lose it at the message of that number, counted from 0 and from now on, in one direction and
-    without heartbeats, which come when they will.
+    """Both ends lose a call at message `number`, counted from 0 and from now on, in one direction and without
+    heartbeats.
 
-    ``arrives``: whether that message is the last that arrives. ``after``: counted from when that one happened.
-    ``instead``: done in place of the cut, which is none then.
+    ``arrives``: that message still arrives. ``after``: count from when that cut happened. ``instead``: call this and do
+    not cut.
     """
 
     method: str
@@ -58,7 +57,7 @@ class Cut:
     happened: bool = False
 
     def falls_on(self, method: str, direction: Direction, message: bytes) -> bool:
-        """Whether it is this message; to be asked once for each."""
+        """Call once per message."""
         if self.happened or (method, direction) != (self.method, self.direction):
             return False
         if (self.after is not None and not self.after.happened) or _is_beat(method, direction, message):
@@ -74,8 +73,7 @@ def _is_beat(method: str, direction: Direction, message: bytes) -> bool:
 
 
 class Proxy(grpc.GenericRpcHandler):
-    """Forwards bytes as they are. `target` and `tamper` may change at any time, for calls that begin later; `cuts` for
-    those that are open too."""
+    """Forwards bytes. `target` and `tamper` apply to later calls, `cuts` also to open ones."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -120,7 +118,6 @@ class Proxy(grpc.GenericRpcHandler):
     async def _uncut(
         self, method: str, direction: Direction, messages: AsyncIterator[bytes], broken: asyncio.Event
     ) -> AsyncIterator[bytes]:
-        """The messages up to where the call is cut, if it is."""
         async for message in messages:
             cut = next((cut for cut in self.cuts if cut.falls_on(method, direction, message)), None)
             if cut is not None and cut.instead is not None:
@@ -146,7 +143,7 @@ def _changed(tamper: Tamper | None, answer: bytes) -> Iterable[bytes]:
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[Proxy]:
-    """A proxy on the running event loop."""
+    """On the running event loop."""
     made = Proxy()
     server = grpc.aio.server(options=OPTIONS)
     server.add_generic_rpc_handlers((made,))

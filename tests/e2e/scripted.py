@@ -1,4 +1,4 @@
-"""A router's real process in front of scripted workers, called over gRPC."""
+"""A router's process before scripted workers, called over gRPC."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class Scene:
         return self.stub.GenerateStream(asked(count, **fields), timeout=PATIENCE)
 
     async def is_unharmed(self) -> None:
-        """Others are answered."""
         async with grpc.aio.insecure_channel(self.address) as channel:
             found = await InferenceServiceStub(channel).Generate(asked(5), timeout=PATIENCE)
         assert list(found.outputs[0].token_ids) == answer(PROMPT, 5)
@@ -86,7 +85,7 @@ async def scripted(
 
 
 async def read(call: Any) -> list[int]:
-    """All tokens that are left of a stream. Raises AioRpcError."""
+    """The remaining tokens of a stream. Raises AioRpcError."""
     ids: list[int] = []
     while (message := await call.read()) is not grpc.aio.EOF:
         ids += message.delta.token_ids

@@ -1,5 +1,3 @@
-"""Fields of the public API over real processes: each has its effect."""
-
 import pytest
 
 from decant.protos import inference_pb2 as pb
@@ -13,7 +11,6 @@ PROMPT = "def add(a, b):\n"
 
 
 async def plain(stub: InferenceServiceStub) -> Answer:
-    """What is written where nothing stops it."""
     return await ask(stub, asked(PROMPT, max_tokens=40))
 
 

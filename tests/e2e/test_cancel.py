@@ -1,5 +1,3 @@
-"""A request is cancelled at any instant, in three ways; afterwards every block of every worker has an owner."""
-
 import asyncio
 import contextlib
 import os
@@ -32,13 +30,11 @@ PREFILL, DECODE = 0, 1
 
 @dataclass
 class Scene:
-    """One worker of each kind with small steps, a router that runs two requests at once, and no grace."""
-
     running: Deployment
     between: Proxy
     stub: InferenceServiceStub
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """An id is good for one request; those of a test end with this."""
+    """Ends a test's request ids, each of which is valid once."""
 
     def begin(self, request_id: str, prompt: int = 200, output: int = 1000, timeout: float = PATIENCE_S) -> Any:
         request = asked([0] + [5 + (prompt * 31 + n) % 4000 for n in range(prompt - 1)], max_tokens=output)
@@ -67,7 +63,7 @@ def processes() -> Iterator[tuple[Deployment, Proxy]]:
 
 @pytest.fixture
 async def scene(processes: tuple[Deployment, Proxy]) -> AsyncIterator[Scene]:
-    """Whatever a test does, all that it began is over at its end, and a plain request is answered."""
+    """At its end nothing is active, and a plain request is handed over."""
     running, between = processes
     channel, stub = open_stub(running.address)
     async with channel:
@@ -80,7 +76,7 @@ async def scene(processes: tuple[Deployment, Proxy]) -> AsyncIterator[Scene]:
 
 
 async def is_handed_over(stub: InferenceServiceStub) -> bool:
-    """Whether a plain request, which must be answered, went from one worker to the other."""
+    """Whether a plain request, which must be answered, was handed over."""
     answer = await ask(stub, asked("x = 1\n", max_tokens=4))
     assert len(answer.ids) == 4
     return bool(answer.receipt.prefill_worker)
@@ -91,7 +87,7 @@ def holding(phase: int) -> Callable[[wire.AuditResponse], bool]:
 
 
 def without_runs(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
-    """A cache that never comes, from a giver that lives."""
+    """Only heartbeats: the sender lives, but the cache never arrives."""
     return [message] if message.HasField("heartbeat") else []
 
 
@@ -159,7 +155,6 @@ async def test_a_disconnect_ends_a_request_and_frees_its_blocks(scene: Scene, in
 
 @contextmanager
 def standing_still(running: Deployment) -> Iterator[None]:
-    """Its workers do nothing meanwhile: however fast they are, they end nothing in time."""
     for worker in running.workers:
         os.kill(worker.process.pid, signal.SIGSTOP)
     try:
@@ -204,7 +199,6 @@ async def test_a_cancel_at_any_instant_and_of_any_kind_frees_all_blocks(scene: S
 
 
 async def _drained(call: Any) -> None:
-    """Its end is one of two: it was done before it was given up, or it was given up."""
     try:
         async for _ in call:
             pass

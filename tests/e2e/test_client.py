@@ -1,5 +1,3 @@
-"""The client against routers that die, drain or are absent reads what an undisturbed one reads."""
-
 from __future__ import annotations
 
 import asyncio
@@ -27,15 +25,12 @@ WANTED: dict[str, Any] = {
 
 @dataclass
 class Reading:
-    """A stream in mid-answer, read by either client."""
-
     stream: Any
     client: Client | AsyncClient
     deltas: Any
 
     @classmethod
     async def begin(cls, running: Deployment, *, blocking: bool) -> Reading:
-        """Until some tokens are there."""
         client: Any = (Client if blocking else AsyncClient)(running.addresses)
         stream = client.stream(PROMPT, **WANTED)
         reading = cls(stream, client, iter(stream) if blocking else aiter(stream))
@@ -74,7 +69,6 @@ def is_as(reading: Reading, whole: Answer) -> None:
 
 @pytest.fixture
 async def running(request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
-    """Three routers that give a drain a moment only."""
     router = ("--drain-seconds", "0.1")
     with deployment(routers=3, router=router, worker=(*SMALL_KV, "--lease-ms", "3000")) as made:
         yield made

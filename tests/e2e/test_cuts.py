@@ -1,5 +1,4 @@
-"""A deployment of real processes in which calls and streams break at every message: each request ends once, with the
-same text as undisturbed, and nothing is left of it. `test_every_cut.py` does it to more of them, in one process."""
+"""Calls of real processes break at every message. `test_every_cut.py` tests more cuts in one process."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ class Scene:
     other: InferenceServiceStub
 
     def between(self, method: str) -> Proxy:
-        """Sessions are cut at the decode worker, all else at the prefill worker."""
+        """The decode worker's proxy for sessions, else the prefill worker's."""
         return self.proxies[method == SESSION]
 
 
@@ -52,7 +51,6 @@ def processes() -> Iterator[tuple[Deployment, tuple[Proxy, Proxy]]]:
 
 @pytest.fixture
 async def scene(processes: tuple[Deployment, tuple[Proxy, Proxy]]) -> AsyncIterator[Scene]:
-    """Whatever a test does, nothing is left at any worker."""
     running, proxies = processes
     first, one = open_stub(running.addresses[0])
     second, other = open_stub(running.addresses[1])
@@ -64,7 +62,6 @@ async def scene(processes: tuple[Deployment, tuple[Proxy, Proxy]]) -> AsyncItera
 
 
 def request(number: int) -> pb.GenerateRequest:
-    """Each number has a prompt of its own, that no cache holds."""
     made = asked([0, *(5 + (number * 97 + n * 31) % 4000 for n in range(70))], max_tokens=TOKENS)
     made.request_id = str(uuid.uuid4())
     made.stopping.ignore_eos = True
@@ -72,7 +69,7 @@ def request(number: int) -> pb.GenerateRequest:
 
 
 async def undisturbed(scene: Scene, number: int) -> Answer:
-    """What it must write; under another salt, so that nothing of it is cached for the one that is disturbed."""
+    """Its output, under another salt so that nothing is cached for the disturbed request."""
     plain = request(number)
     plain.cache.cache_salt = "undisturbed"
     return await ask(scene.one, plain)
@@ -134,7 +131,6 @@ async def test_the_other_router_is_asked_at_any_message(scene: Scene, way: str) 
 
 
 async def _over(call: Any) -> None:
-    """A stream that ends, well or as one whose request another has taken or cancelled."""
     async with asyncio.timeout(PATIENCE_S):
         code = await call.code() if call.done() else None
         while code is None:

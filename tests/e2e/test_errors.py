@@ -1,7 +1,4 @@
-"""Every reason for which a request is refused or fails, with the details that a client receives.
-
-The details are read as any client does, by google.rpc's own messages, not by this project's.
-"""
+"""Details are read with google.rpc's messages, as clients do."""
 
 from __future__ import annotations
 
@@ -48,7 +45,6 @@ _tested: set[str] = set()
 
 
 def reason(name: str) -> Callable[[Any], Any]:
-    """The test that brings this reason about."""
     _tested.add(name)
     return lambda test: test
 
@@ -61,8 +57,6 @@ def test_every_reason_is_provoked_or_excused() -> None:
 
 @dataclass
 class ReceivedError:
-    """What a client learns from a call that failed."""
-
     code: grpc.StatusCode
     details: dict[type[Message], Any] = field(default_factory=dict)
     pushback_ms: int | None = None
@@ -85,7 +79,7 @@ class ReceivedError:
 
     @property
     def retry_ms(self) -> int:
-        """Sent twice: in the details, and for gRPC's own retries."""
+        """Sent in the details and for gRPC's retries."""
         delay = self.details[RetryInfo].retry_delay.ToMilliseconds()
         assert delay == self.pushback_ms
         return int(delay)
@@ -113,7 +107,6 @@ def _details(status: Status) -> dict[type[Message], Any]:
 
 @pytest.fixture
 async def scene(server: PrivateRedis, store: Store) -> AsyncIterator[Scene]:
-    """One place for requests, and one that waits."""
     async with scripted(server, store, "--max-active", "1", "--queue-limit", "1") as made:
         yield made
 
@@ -157,7 +150,7 @@ async def test_invalid_requests_are_refused_by_reason(scene: Scene) -> None:
 @reason("STATE_STORE_AWAY")
 @reason("REQUEST_NOT_FOUND")
 async def test_an_unknown_id_is_not_found(scene: Scene) -> None:
-    """A new store can't know whether it lost the request: the error says when to ask again."""
+    """A new store may have lost it: the error says when to retry."""
     asking = pb.GetGenerationRequest(request_id="nobody")
     unsure = await error_of(scene.stub.GetGeneration(asking))
     assert (unsure.code, unsure.reason) == (Code.UNAVAILABLE, "STATE_STORE_AWAY")
@@ -237,7 +230,6 @@ async def test_a_model_without_workers_is_unavailable(server: PrivateRedis, stor
 
 @reason("WORKERS_LOST")
 async def test_a_request_fails_when_all_workers_do(scene: Scene) -> None:
-    """Before the first token it may be asked again; after it, resumed."""
     script = scene.workers[1].script
     scene.workers[0].script.prefill_fails_before_ticket = 99
     script.fails_at = [0] * 99

@@ -1,5 +1,3 @@
-"""Any call may break at any message: the request ends once and right, and nothing is left."""
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
@@ -27,8 +25,7 @@ SESSIONS = [line for line in LINES if line.method == SESSION and line.worker == 
 
 @pytest.fixture
 async def scene(store: Store) -> AsyncIterator[Cutting]:
-    """Without waiting: a session that broke is opened again at once, and a run that ended is retired at once.
-    Its end fails when anything is left of any request."""
+    """Broken sessions reopen and ended runs retire at once."""
     timings = RouterTimings(workers=WorkerTimings(first_backoff_s=0.005, forget_batch=1))
     async with cutting(store, timings) as made:
         yield made
@@ -45,7 +42,6 @@ async def test_a_stream_cut_after_any_message_is_completed(scene: Cutting, line:
 
 @pytest.mark.parametrize("first", LINES, ids=str)
 async def test_a_stream_cut_after_any_two_messages_is_completed(scene: Cutting, first: Line) -> None:
-    """The second is often one that the first break brought about: of the next session, or of the next attempt."""
     for number in range(MOST):
         for second in LINES:
             for later in range(MOST):
@@ -68,8 +64,7 @@ async def resume(core: Core, request: ValidRequest) -> object:
 
 
 async def resume_once_known(core: Core, request: ValidRequest) -> object:
-    """Asked again while the store doesn't know it: the message at the spot may be of a session that opens anew after
-    the cut before, and come before the request has been taken."""
+    """Retries while the store doesn't know the request: a session that reopens may reach the spot first."""
     async with asyncio.timeout(30):
         while True:
             try:
@@ -87,8 +82,7 @@ async def attach(core: Core, request: ValidRequest) -> object:
 async def done_at(
     scene: Cutting, doing: Doing, core: Core, *spots: Spot
 ) -> tuple[TokenStream, list[int], object, list[Cut]]:
-    """What becomes of a request, what it should have written, and what came of doing that when the first spot is
-    reached."""
+    """Starts `doing` at the first spot. Returns the stream, its expected tokens, the result of `doing` and the cuts."""
     request, expected = scene.request()
     tasks: list[asyncio.Task[object]] = []
 
@@ -129,7 +123,6 @@ async def test_the_other_router_takes_over_at_any_message(scene: Cutting, line: 
 
 
 async def test_the_other_router_is_asked_before_the_request_has_come(scene: Cutting) -> None:
-    """So it takes over at the first instant at which it can, before anything has been sent to a worker or after."""
     for step in range(20):
         request, expected = scene.request()
         scene.arm()
@@ -157,7 +150,6 @@ async def test_the_other_router_takes_over_and_then_a_session_breaks(scene: Cutt
 
 
 def check_taken(stream: TokenStream, taken: object, expected: list[int]) -> None:
-    """Who was first has shown the beginning of the same text, and has ended well only with all of it."""
     assert isinstance(taken, TokenStream)
     assert isinstance(taken.end, Finish), taken.end
     assert taken.tokens == expected

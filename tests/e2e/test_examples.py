@@ -1,5 +1,3 @@
-"""The examples of docs/ run unchanged against a deployment, and print what they claim."""
-
 from __future__ import annotations
 
 import os
@@ -26,7 +24,6 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}class {% endif %}"""
 
 OFFLINE = {"ENOTFOUND", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT", "EAI_AGAIN", "ENETUNREACH", "ERR_SOCKET_TIMEOUT"}
-"""What npm says where its registry can't be reached."""
 
 PRINTED = {
     "again.py": r"the same text: True from the same seed: True\nREQUEST_ID_REUSED\n",
@@ -44,12 +41,11 @@ PRINTED = {
     "tls.py": r"over TLS: \S+\n",
     "tokens.py": r"7 tokens: \['def', .+\]\ndef add\(a, b\):\n",
 }
-"""All that each prints to standard output."""
+"""The whole standard output of each."""
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model, with a chat template."""
     folder = tmp_path_factory.mktemp("models") / "small"
     shutil.copytree(models.path(), folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -64,7 +60,6 @@ def running(small: Path) -> Iterator[Deployment]:
 
 @pytest.fixture
 def over_tls(running: Deployment, small: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A router of the same deployment that requires certificates: variables for an example."""
     made = Certificates(tmp_path)
     proof = ("--tls-certificate", str(made.certificate), "--tls-key", str(made.key), "--tls-client-ca", str(made.ca))
     store = ("--port", "0", "--redis-url", running.redis.url, "--models", str(small))
@@ -96,7 +91,6 @@ def test_every_example_is_run() -> None:
 
 @pytest.mark.parametrize("example", sorted(PRINTED.keys() - {"tls.py"}))
 def test_an_example_in_python(example: str, running: Deployment, tmp_path: Path) -> None:
-    """Asks both routers in turn."""
     run(example, tmp_path, {"DECANT_ADDRESS": ",".join(running.addresses)})
 
 
@@ -111,7 +105,6 @@ def test_an_example_over_tls(over_tls: dict[str, str], tmp_path: Path) -> None:
 
 
 def node_is_there() -> bool:
-    """Node.js from 20 on, with npm."""
     if not shutil.which("node") or not shutil.which("npm"):
         return False
     version = subprocess.run(["node", "--version"], capture_output=True, text=True, timeout=PATIENCE_S).stdout
@@ -120,7 +113,6 @@ def node_is_there() -> bool:
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example for Node.js, installed as its lock file says, its client generated."""
     if not node_is_there():
         pytest.skip("needs Node.js 20 or newer, with npm")
     folder = tmp_path_factory.mktemp("node")

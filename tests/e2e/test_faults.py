@@ -1,5 +1,3 @@
-"""A corrupted cache is never decoded: the request continues another way with the same text."""
-
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -19,7 +17,6 @@ PROMPT = "def total(values):\n    result = 0\n" * 12
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[tuple[Deployment, Proxy]]:
-    """One worker of each kind; what the prefill worker gives goes through a proxy."""
     with ExitStack() as stack:
         between = stack.enter_context(proxy())
         small = (*SMALL_KV, "--lease-ms", "2000")
@@ -48,7 +45,6 @@ def truncated() -> Tamper:
 
 
 def lost() -> Tamper:
-    """The first run never arrives."""
     seen: list[int] = []
 
     def change(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
@@ -61,8 +57,6 @@ def lost() -> Tamper:
 
 
 def swapped() -> Tamper:
-    """Two blocks of one run change places, bytes and sums alike."""
-
     def change(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
         if message.HasField("kv_chunk") and len(message.kv_chunk.block_checksums) > 1:
             run = message.kv_chunk
@@ -75,7 +69,7 @@ def swapped() -> Tamper:
 
 
 def of_another() -> Tamper:
-    """What an earlier fetch brought, in place of what this one should: late, and somebody else's."""
+    """Sends what an earlier fetch received."""
     stale: list[wire.FetchResponse] = []
 
     def change(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
@@ -88,7 +82,7 @@ def of_another() -> Tamper:
 
 
 def resealed() -> Tamper:
-    """The seal speaks of another token."""
+    """The commit names another token."""
 
     def change(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
         if message.HasField("commit"):
@@ -101,7 +95,6 @@ def resealed() -> Tamper:
 
 
 def cut() -> Tamper:
-    """It ends without a seal."""
     return lambda message: [] if message.HasField("commit") else [message]
 
 
@@ -146,5 +139,5 @@ async def test_a_silent_sender_is_lost_and_the_output_is_right(scene: tuple[Depl
 
 
 async def _spoil(stub: InferenceServiceStub, prompt: str) -> None:
-    """Something for a later fetch to be given: it passes itself, its first run being its own."""
+    """A fetch whose first run a later fetch receives; it is itself unchanged."""
     await ask(stub, asked(prompt, max_tokens=4))

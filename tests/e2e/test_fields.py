@@ -1,5 +1,3 @@
-"""Every field of a request has the effect that protos/inference.proto documents, over gRPC."""
-
 from __future__ import annotations
 
 import asyncio
@@ -25,7 +23,6 @@ PROMPT = "def total(values):\n    result = 0\n    for value in values:\n"
 IDS = TOKENIZER.encode(PROMPT).ids
 WRITTEN = 24
 LONG = 1500
-"""Tokens of an answer that something else comes before the end of."""
 BEGIN, END = 0, 1
 TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}def {% endif %}"
@@ -38,7 +35,7 @@ CHECKS: dict[str, Check] = {}
 
 
 def field(*names: str) -> Callable[[Check], Check]:
-    """What checks these fields, each named as "Message.field"."""
+    """Registers the check of these fields, each named "Message.field"."""
 
     def add(check: Check) -> Check:
         CHECKS.update(dict.fromkeys(names, check))
@@ -49,7 +46,6 @@ def field(*names: str) -> Callable[[Check], Check]:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """Two models, each with workers of its own; one request at a time."""
     folder = small_with(tmp_path_factory.mktemp("models") / CHAT, "tokenizer_config.json", chat_template=TEMPLATE)
     router = ("--resume-grace-ms", "0", "--max-active", "1")
     with deployment(router=router, another=f"{CHAT}={folder}") as made:
@@ -64,7 +60,6 @@ async def stub(running: Deployment) -> AsyncIterator[Stub]:
 
 
 def request(**parts: Any) -> pb.GenerateRequest:
-    """A greedy one of `WRITTEN` tokens; parts stand over that."""
     made = asked(PROMPT, max_tokens=WRITTEN)
     made.MergeFrom(pb.GenerateRequest(**parts))
     return made
@@ -87,7 +82,6 @@ UNIMPLEMENTED: dict[str, pb.GenerateRequest] = {
     "GenerateRequest.guided": pb.GenerateRequest(guided=pb.GuidedDecoding(regex="a+")),
     "GenerateRequest.lora_name": pb.GenerateRequest(lora_name="pirate"),
 }
-"""By name, and a request that asks for it."""
 
 
 def test_every_field_has_a_check_or_is_refused() -> None:
@@ -122,7 +116,6 @@ async def _request_id(stub: Stub) -> None:
 
 @field("GenerateRequest.model")
 async def _model(stub: Stub) -> None:
-    """Each is answered by its own workers."""
     for model in ("tiny-python", CHAT):
         answer = await ask(stub, request(model=model))
         assert answer.started.model == model
@@ -155,7 +148,6 @@ async def _messages(stub: Stub) -> None:
 
 @field("GenerateRequest.priority")
 async def _priority(stub: Stub) -> None:
-    """Of those that wait the most urgent is next."""
     ended: list[int] = []
 
     async def answered(priority: int) -> None:
@@ -180,7 +172,7 @@ async def test_the_user_is_logged_and_changes_nothing(running: Deployment, stub:
 
 @field("CacheOptions.session_id")
 async def _session(stub: Stub) -> None:
-    """A hint: where the prompt is read is tested where there is a choice, in tests/router/test_placement.py."""
+    """A hint, whose effect is tested in tests/router/test_placement.py."""
     hinted = await ask(stub, request(cache=pb.CacheOptions(session_id="s")))
     assert hinted.ids == (await plain(stub)).ids
 
@@ -189,8 +181,6 @@ async def _session(stub: Stub) -> None:
 
 
 def sampled(name: str, value: float) -> None:
-    """The field's value changes what is drawn, into what the engine draws with it."""
-
     @field(f"SamplingParams.{name}")
     async def check(stub: Stub) -> None:
         def settings(**more: Any) -> dict[str, Any]:

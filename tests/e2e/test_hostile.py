@@ -1,7 +1,4 @@
-"""Slow and hostile clients: their cost is bounded, their errors are typed, and others are not affected.
-
-Before scripted workers, so that the router's load is the clients' alone.
-"""
+"""Slow and hostile clients. Workers are scripted: the router's load comes from the clients alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""The wheel serves and calls in an environment of its own, without the sources."""
-
 import json
 import os
 import subprocess
@@ -19,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new environment with the wheel alone; what it depends on is seen through a path entry, this checkout is not."""
+    """With the wheel; dependencies come from a path entry, this checkout is not visible."""
     folder = tmp_path_factory.mktemp("install")
     build = [
         sys.executable,

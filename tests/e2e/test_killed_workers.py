@@ -1,5 +1,3 @@
-"""SIGKILL of a worker during an answer: a pause, and the same tokens."""
-
 import asyncio
 
 import pytest
@@ -23,7 +21,7 @@ async def owner_of_a_run(running: Deployment) -> Worker | None:
 
 
 async def tokens(stub: InferenceServiceStub, running: Deployment | None = None) -> list[int]:
-    """The answer's tokens. With ``running``, the decode worker that writes it is killed after some of them."""
+    """With ``running``, kills its decode worker after some of them."""
     request = asked(PROMPT, max_tokens=TOKENS)
     request.stopping.ignore_eos = True
     messages = []

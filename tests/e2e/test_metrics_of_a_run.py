@@ -1,5 +1,3 @@
-"""Every metric that an ordinary run can move has moved at real processes."""
-
 from __future__ import annotations
 
 import asyncio
@@ -24,7 +22,7 @@ NEEDS_TROUBLE = {
     "decant_preemptions_total",
     "decant_handoff_failures_total",
 }
-"""Overload, lost processes and full caches: tests/e2e/test_router_metrics.py and tests/worker/test_metrics.py."""
+"""Of overload, lost processes and full caches: in tests/e2e/test_router_metrics.py and tests/worker/test_metrics.py."""
 ON_A_GPU = {"decant_device_memory_used_bytes", "decant_device_memory_total_bytes"}
 """In tests/worker/test_metrics.py."""
 OF_A_MOMENT = {
@@ -35,11 +33,10 @@ OF_A_MOMENT = {
     "decant_queued_prompt_tokens",
     "decant_handoff_leases",
 }
-"""Gauges that are above 0 for less than the time of a scrape, in a run without overload: in the same tests."""
+"""Gauges that are above 0 for less than a scrape; in the same tests."""
 
 
 def documented() -> set[str]:
-    """The names of the reference."""
     return set(re.findall(r"^\| `(decant_\w+)` \|", REFERENCE, re.MULTILINE))
 
 
@@ -53,7 +50,6 @@ def moved(before: Totals, after: Totals) -> set[str]:
 
 
 async def until_running(ports: list[int]) -> list[Totals]:
-    """Pages of a moment in which the router and a worker run a request."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             pages = await asyncio.gather(*(asyncio.to_thread(read_totals, port) for port in ports))

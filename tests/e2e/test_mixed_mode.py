@@ -1,5 +1,3 @@
-"""Prompts take the cheaper path, sessions keep their prefixes, and the receipt names the path."""
-
 from __future__ import annotations
 
 import asyncio

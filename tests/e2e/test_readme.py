@@ -1,5 +1,3 @@
-"""The README's program runs unchanged against a deployment."""
-
 import re
 import subprocess
 import sys

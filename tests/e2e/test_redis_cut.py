@@ -1,5 +1,3 @@
-"""A router that loses Redis for longer than a registration lasts: every stream continues there."""
-
 from __future__ import annotations
 
 import asyncio
@@ -8,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+import pytest
 import redis as sync_redis
 
 from decant.protos import worker_pb2 as wire
@@ -30,14 +29,12 @@ __all__ = ["bare", "server"]
 
 LIFETIMES = Ttls(registration_s=0.6, refill_s=0.0)
 STREAMS = 4
-"""Of each router."""
+"""Per router."""
 WANTED = 40
 
 
 @dataclass
 class Cable:
-    """Connections between routers and Redis, that a test cuts."""
-
     socket: str
     is_cut: bool = False
     address: str = ""
@@ -80,7 +77,6 @@ async def cable(server: PrivateRedis) -> AsyncIterator[Cable]:
 
 @asynccontextmanager
 async def member(store: Store, id: str) -> AsyncIterator[Core]:
-    """A router that is registered and takes over what others leave."""
     async with core(store, [], id=id) as scene:
         peer = scene.router.peer
         membership = RouterRegistrar(
@@ -98,7 +94,7 @@ async def member(store: Store, id: str) -> AsyncIterator[Core]:
 
 
 async def stepping(place: Place) -> None:
-    """Lets the worker take a step now and then, fewer than any stream needs: none ends during the fault."""
+    """Steps the worker less often than any stream needs: none ends during the fault."""
     for _ in range(WANTED - 10):
         place.device.let(1)
         await asyncio.sleep(0.2)
@@ -108,6 +104,7 @@ async def registered_are(store: Store, incarnations: list[Incarnation], expected
     return all([await store.routers.alive(incarnation) is expected for incarnation in incarnations])
 
 
+@pytest.mark.slow
 async def test_streams_go_on_when_their_router_loses_redis_for_longer_than_a_registration(
     server: PrivateRedis, bare: sync_redis.Redis
 ) -> None:

@@ -1,5 +1,3 @@
-"""Two routers on one Redis: either resumes a request, and text that was sent never changes."""
-
 from __future__ import annotations
 
 import asyncio
@@ -31,7 +29,7 @@ pytestmark = pytest.mark.slow
 TOKENS = 900
 SHORT = 150
 LONG = 5000
-"""Tokens of an answer during which something else can happen: more than the small model's window, seven seconds."""
+"""Tokens of an answer that is interrupted: beyond the small model's window, seven seconds."""
 PROMPT = [0, *(5 + n * 31 % 4000 for n in range(60))]
 
 
@@ -50,7 +48,6 @@ def processes() -> Iterator[Deployment]:
 
 @pytest.fixture
 async def two(processes: Deployment) -> AsyncIterator[Two]:
-    """Whatever a test does, nothing is left at any worker."""
     first, one = open_stub(processes.addresses[0])
     second, other = open_stub(processes.addresses[1])
     async with first, second:
@@ -66,7 +63,7 @@ def request(id: str | None = None) -> pb.GenerateRequest:
 
 
 async def read(call: Any, tokens: int) -> list[pb.GenerateStreamResponse]:
-    """Messages until so many tokens are there."""
+    """Messages with the first `tokens` tokens."""
     messages: list[pb.GenerateStreamResponse] = []
     async with asyncio.timeout(PATIENCE_S):
         while not messages or messages[-1].seq < tokens:
@@ -84,7 +81,6 @@ async def rest(call: Any) -> list[pb.GenerateStreamResponse]:
 
 
 async def failed(call: Any) -> ServiceError:
-    """What a stream ends with that can't end well."""
     try:
         await rest(call)
     except grpc.aio.AioRpcError as error:
@@ -118,7 +114,6 @@ def with_logprobs(_: str) -> pb.GenerateRequest:
 
 
 def with_text_held_back(text: str) -> pb.GenerateRequest:
-    """Stop texts that begin all over the text, and end nowhere."""
     begun = [text[place : place + 12] + "\N{SNOWMAN}" for place in range(0, len(text), len(text) // 15)]
     return pb.GenerateRequest(stopping=pb.StoppingParams(stop=[stop for stop in begun if len(stop) > 1][:16]))
 
@@ -131,7 +126,6 @@ def with_echo(_: str) -> pb.GenerateRequest:
 async def test_both_parts_of_a_cut_stream_are_the_complete_output(
     two: Two, variant: Callable[[str], pb.GenerateRequest]
 ) -> None:
-    """Text, tokens and logprobs of a stream that goes on elsewhere, of its replay, and of GetGeneration."""
     plain = await ask(two.one, shortened())
     extra = variant(plain.text)
     whole = await ask(two.one, shortened(extra))
@@ -155,7 +149,7 @@ async def test_both_parts_of_a_cut_stream_are_the_complete_output(
 
 
 async def told_to_its_end(stub: InferenceServiceStub, asking: pb.GenerateRequest, whole: Answer) -> pb.Generation:
-    """GetGeneration once the end is written, which may be after the last message is read."""
+    """GetGeneration once the end is stored, which may follow the last message."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             generation: pb.Generation = await stub.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
@@ -177,7 +171,6 @@ def resumed(asking: pb.GenerateRequest, after_seq: int) -> pb.ResumeStreamReques
 
 
 def check_beginning(response: pb.GenerateResponse, whole: Answer) -> None:
-    """The result so far is a beginning of the whole answer."""
     (output,) = response.outputs
     count = len(output.token_ids)
     assert list(output.token_ids) == whole.ids[:count]
@@ -245,7 +238,7 @@ async def test_detached_requests_of_a_router_that_dies_are_finished_by_the_other
 
 
 async def test_a_tail_that_only_its_reader_has_comes_out_the_same_again() -> None:
-    """Router and decode worker die together; tokens sent since the last journal write are lost."""
+    """Router and decode worker die together; tokens since the last journal write are lost."""
     with (
         deployment(routers=2, worker=(*SMALL_KV, "--lease-ms", "3000")) as running,
         sync_redis.Redis.from_url(running.redis.url, protocol=2) as bare,
@@ -308,7 +301,7 @@ async def test_streams_outlive_a_redis_that_comes_back_empty(tmp_path: Path) -> 
 
 
 async def taken_over(stub: InferenceServiceStub, asking: pb.ResumeStreamRequest) -> list[pb.GenerateStreamResponse]:
-    """The rest of a stream, once it is known again: until then its resume is UNAVAILABLE, never NOT_FOUND."""
+    """The rest of a stream. Until its takeover, resuming is UNAVAILABLE, never NOT_FOUND."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             try:

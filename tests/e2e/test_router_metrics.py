@@ -1,5 +1,3 @@
-"""Every metric of a router changes in a run that affects it."""
-
 from __future__ import annotations
 
 import asyncio
@@ -45,7 +43,6 @@ async def until_refused(request: asyncio.Future[list[int]]) -> None:
 
 
 async def answer_one(scene: Scene) -> Totals:
-    """After a failed attempt and another one."""
     scene.workers[1].script.fails_at = [2]
     assert len(await start(scene)) == 5
     totals = await until_metric(scene.admin_port, "decant_requests_total", lambda count: count == 1)
@@ -56,7 +53,6 @@ async def answer_one(scene: Scene) -> Totals:
 
 
 async def check_listed(scene: Scene) -> None:
-    """The page /requests: one request runs, one waits."""
     page = json.loads(await asyncio.to_thread(read_page, scene.admin_port, "/requests"))
     running, waiting = page["requests"]
     assert page["total"] == 2
@@ -68,7 +64,6 @@ async def check_listed(scene: Scene) -> None:
 
 
 async def fill_queue(scene: Scene) -> Totals:
-    """One request runs, one waits, one is refused."""
     decode = scene.workers[1]
     decode.script.pause_at = 2
     running = start(scene)
@@ -89,7 +84,6 @@ async def fill_queue(scene: Scene) -> Totals:
 
 
 async def lose_store(scene: Scene, redis: sync_redis.Redis) -> Totals:
-    """Redis answers no write while a request ends."""
     await until_metric(scene.admin_port, "decant_state_store_unwritten_requests", lambda count: count == 0)
     redis.client_pause(60_000, all=False)
     assert len(await start(scene)) == 5
@@ -101,6 +95,7 @@ async def lose_store(scene: Scene, redis: sync_redis.Redis) -> Totals:
     return totals
 
 
+@pytest.mark.slow
 async def test_every_metric_of_a_router_changes(
     server: PrivateRedis, store: Store, bare: sync_redis.Redis, tmp_path: Path
 ) -> None:
@@ -119,7 +114,6 @@ async def test_every_metric_of_a_router_changes(
 
 
 async def test_prompts_that_no_worker_can_take_are_counted(server: PrivateRedis, store: Store) -> None:
-    """A pool without workers is scaled by them."""
     async with scripted(server, store, "--admin-port", "0", pools=()) as scene:
         assert (await asyncio.to_thread(read_totals, scene.admin_port))["decant_known_workers"] == 0
         with pytest.raises(grpc.aio.AioRpcError):

@@ -1,5 +1,3 @@
-"""A deployment answers as the model itself would, whatever the path, batch, length and pools."""
-
 import asyncio
 from typing import Any
 
@@ -28,7 +26,6 @@ def ids_of(text: str) -> list[int]:
 
 
 def counted(answer: Answer, prompt: int, output: int) -> None:
-    """Usage, receipt and started agree with what was sent."""
     assert answer.started.prompt_tokens == answer.usage.prompt_tokens == prompt
     assert answer.usage.completion_tokens == len(answer.ids) == output
     assert answer.usage.total_tokens == prompt + output
@@ -122,14 +119,13 @@ SEEDED_HERE = SamplingParams(
 
 @pytest.fixture(scope="module")
 def half() -> Any:
-    """One worker of each kind in bfloat16."""
     with deployment(dtype="bfloat16") as running:
         yield running
 
 
 @pytest.mark.parametrize("seeded", [False, True])
 async def test_bfloat16_text_equals_the_engine_s_own(half: Deployment, seeded: bool) -> None:
-    """The log-probabilities are compared as floats, not nearly: equal bits of the logits give equal ones."""
+    """Log-probabilities are equal floats, because the logits' bits are."""
     channel, stub = open_stub(half.address)
     async with channel:
         requests = []

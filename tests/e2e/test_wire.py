@@ -1,5 +1,3 @@
-"""A deployment as other software sees it: a client generated from the .proto, reflection, health, refusals."""
-
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +31,6 @@ print("".join(message.delta.text for message in messages))
 
 
 def test_a_client_generated_from_the_proto_alone_works(pair: Deployment, tmp_path: Path) -> None:
-    """Compiled elsewhere, run in another process that can't see this project."""
     folder = ROOT / "protos"
     compile_ = [sys.executable, "-m", "grpc_tools.protoc", f"-I{folder}"]
     out = [f"--python_out={tmp_path}", f"--grpc_python_out={tmp_path}", "inference.proto"]

@@ -1,1 +1,0 @@
-"""The engine, on two devices: plain bytes, and tiny models."""

@@ -1,5 +1,3 @@
-"""Devices that every engine test may ask for."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -15,14 +13,12 @@ from tests.engine.factories import BLOCK, CONTEXT_LENGTH, VOCABULARY, make_devic
 
 
 class MakeDevice(Protocol):
-    """A device of one kind with blocks of its own."""
-
     def __call__(self, num_blocks: int = 64, eos: Iterable[int] = ()) -> Device: ...
 
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint with spread logits, so that its output depends on all earlier tokens."""
+    """Logits are spread, so that output depends on all earlier tokens."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -47,7 +43,6 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_real(tiny_llama: Path) -> MakeDevice:
-    """Devices over one loaded model; the store is new each time."""
     from decant.engine.model.model import ModelConfig, load
     from decant.engine.model.runner import ModelRunner
 
@@ -64,7 +59,6 @@ def make_real(tiny_llama: Path) -> MakeDevice:
 
 @pytest.fixture(params=["fake", "real"])
 def make(request: pytest.FixtureRequest) -> MakeDevice:
-    """Each kind of device in turn."""
     if request.param == "fake":
         return make_device
     real: MakeDevice = request.getfixturevalue("make_real")
@@ -73,7 +67,6 @@ def make(request: pytest.FixtureRequest) -> MakeDevice:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of ``tests.engine.tiny``."""
     from tests.engine import tiny
 
     return tiny.save(tiny.config("llama"), tmp_path_factory.mktemp("llama"))
@@ -81,5 +74,4 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(llama: Path, tmp_path: Path) -> Path:
-    """A good checkpoint to break."""
     return Path(shutil.copytree(llama, tmp_path / "model"))

@@ -1,4 +1,4 @@
-"""Small engines that run out of blocks, requests, and a log that checks the order of an engine's output."""
+"""Small engines that run out of blocks, requests, and a log that checks the order of output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ VOCABULARY = 512
 
 
 def make_device(num_blocks: int = 64, eos: Iterable[int] = ()) -> FakeDevice:
-    """A fake device with blocks of ``BLOCK`` tokens."""
     return FakeDevice(
         num_blocks=num_blocks,
         block_size=BLOCK,
@@ -41,7 +40,7 @@ def make_engine(
     context_length: int = CONTEXT_LENGTH,
     device: Device | None = None,
 ) -> Engine:
-    """An engine, by default on a fake device; the context length is at most the capacity of the blocks."""
+    """On a fake device by default; the context length is at most the capacity of the blocks."""
     device = device or make_device(num_blocks)
     room = longest_sequence(device.windows, device.num_blocks, device.block_size, device.context_length)
     limits = Limits(token_budget=budget, max_running=min(budget, max_running), context_length=min(context_length, room))
@@ -49,7 +48,7 @@ def make_engine(
 
 
 def ticking() -> Callable[[], float]:
-    """A clock that advances by one second per call."""
+    """Advances by one second per call."""
     now = 0.0
 
     def read() -> float:
@@ -61,7 +60,7 @@ def ticking() -> Callable[[], float]:
 
 
 def prompt(length: int, start: int = 1) -> tuple[int, ...]:
-    """Tokens of a prompt; prompts of different small ``start`` differ from the first token on."""
+    """Prompts of different small ``start`` differ from the first token on."""
     return tuple((start * 37 + index * 11) % (VOCABULARY - 1) + 1 for index in range(length))
 
 
@@ -82,8 +81,6 @@ def make_request(
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """Events of one sequence."""
-
     tokens: list[Token] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     begun: SequenceStarted | None = None
@@ -103,7 +100,7 @@ class SequenceOutput:
 
 
 class OutputLog:
-    """Records steps and checks their order: no gap or repeat in positions; one end, last."""
+    """Checks each step: positions without gap or repeat; one end, last."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, SequenceOutput] = {}
@@ -138,7 +135,7 @@ class OutputLog:
 
 
 def run(engine: Engine, *requests: Request, log: OutputLog | None = None, steps: int = 2000) -> OutputLog:
-    """Add ``requests`` and step to the end of all work (or ``steps``)."""
+    """Add ``requests`` and step until no work is left, at most ``steps`` times."""
     log = log or OutputLog()
     for request in requests:
         engine.add(request)
@@ -149,13 +146,12 @@ def run(engine: Engine, *requests: Request, log: OutputLog | None = None, steps:
 
 
 def run_alone(request: Request, make: Callable[[], Engine] = make_engine) -> SequenceOutput:
-    """Output of a request on an engine of its own."""
     whole = replace(request, park_after=None)
     return run(make(), whole)[request.id]
 
 
 def recompute_each_step(device: Device, request: Request, context_length: int = CONTEXT_LENGTH) -> SequenceOutput:
-    """Output of a device that recomputes all tokens for each new one, without engine, cache or other rows."""
+    """Recomputes all tokens for each new one, without engine, cache or other rows."""
     output, tokens, stop = SequenceOutput(), list(request.token_ids), request.stop
     reason = None
     while reason is None:
@@ -183,14 +179,12 @@ def recompute_each_step(device: Device, request: Request, context_length: int = 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Data of a handoff: (address, bytes, checksum) of each block, and the commit."""
-
     runs: list[tuple[BlockAddress, bytes, int]]
     commit: TransferCommit
 
 
 def export_sequence(engine: Engine, id: str, cached_blocks: int = 0) -> Payload:
-    """Export a parked sequence from block ``cached_blocks`` on, and release it."""
+    """Exports a parked sequence from block ``cached_blocks`` on, and releases it."""
     export = engine.transfers.export(id, cached_blocks)
     commit = engine.transfers.finalize(id)
     payload = Payload([(run.address, bytes(export.read(run.address)), run.checksum) for run in export.runs], commit)
@@ -223,7 +217,6 @@ def forged(payload: Payload, blocks: dict[BlockAddress, bytes]) -> Payload:
 
 
 def step_until(engine: Engine, reached: Callable[[], bool], log: OutputLog | None = None) -> OutputLog:
-    """Step until ``reached``."""
     log = log or OutputLog()
     for _ in range(2000):
         if reached():

@@ -1,4 +1,4 @@
-"""Properties checked after every action. Each raises AssertionError; the tests in ``mutations`` show that each can."""
+"""Properties checked after every action. Each raises AssertionError; ``mutations`` shows that each can."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tests.engine.factories import SequenceOutput
 
 
 def live(engine: Engine) -> Mapping[str, EngineSequence]:
-    """Sequences that exist: running, waiting and parked."""
     return engine.sequences
 
 
@@ -31,7 +30,7 @@ def parked(engine: Engine) -> list[str]:
 
 
 def plan_keeps_the_limits(engine: Engine, plan: StepPlan) -> None:
-    """Check the budget, the number of rows, and that each token has a slot."""
+    """The token budget, the number of rows, and a slot for each token."""
     limits = engine.limits
     spent = sum(row.end - row.start for row in plan.rows)
     assert spent == plan.num_tokens, f"the plan says {plan.num_tokens} tokens and has {spent}"
@@ -47,7 +46,7 @@ def plan_keeps_the_limits(engine: Engine, plan: StepPlan) -> None:
 
 
 def plan_is_in_order(engine: Engine, plan: StepPlan, ran: Collection[str]) -> None:
-    """Each sequence once: decodes, prompts in progress, new ones (not among ``ran``); most urgent first within each."""
+    """Each sequence once: decodes, prompts in progress, new ones (not among ``ran``); most urgent first in each."""
     running = {sequence.id: sequence for sequence in engine.scheduler.running}
     rows = [running[row.request.id] for row in plan.rows]
     assert len({sequence.id for sequence in rows}) == len(rows), "a sequence has two rows"
@@ -59,11 +58,9 @@ def plan_is_in_order(engine: Engine, plan: StepPlan, ran: Collection[str]) -> No
 
 
 def no_prompt_follows_one_that_was_cut(plan: StepPlan) -> None:
-    """Only the last row may leave tokens to be computed: whatever cut it, there was nothing left for others."""
+    """Only the last row may leave prompt tokens to be computed."""
     for index, row in enumerate(plan.rows[:-1]):
-        assert row.end == len(row.tokens) + (index in plan.inputs), (
-            f"somebody stands behind {row.request.id}, which was cut"
-        )
+        assert row.end == len(row.tokens) + (index in plan.inputs), f"a row is behind {row.request.id}, which was cut"
 
 
 def running_keeps_the_limit(engine: Engine) -> None:
@@ -74,7 +71,7 @@ def running_keeps_the_limit(engine: Engine) -> None:
 def changes_are_in_order(
     before: Iterable[EngineSequence], running: Iterable[EngineSequence], waiting: Iterable[EngineSequence]
 ) -> None:
-    """A step admits the most urgent, and preempts the least urgent: ``before`` ran before it, the others after it."""
+    """A step admits the most urgent and preempts the least urgent. ``before``: those that ran before it."""
     ran = {sequence.id for sequence in before}
     admitted = [sequence.order for sequence in running if sequence.id not in ran]
     stayed = [sequence.order for sequence in running if sequence.id in ran]
@@ -90,7 +87,6 @@ def changes_are_in_order(
 
 
 def holders(engine: Engine) -> dict[int, list[tuple[EngineSequence, BlockAddress]]]:
-    """Block -> the sequences that hold it, each with its address there."""
     found: dict[int, list[tuple[EngineSequence, BlockAddress]]] = defaultdict(list)
     arriving = [arrival.sequence for arrival in engine.transfers.arrivals.values()]
     for sequence in (*live(engine).values(), *arriving):
@@ -102,7 +98,7 @@ def holders(engine: Engine) -> dict[int, list[tuple[EngineSequence, BlockAddress
 
 
 def shared_blocks_are_published_prefixes(engine: Engine, forked: Set[str] = frozenset()) -> None:
-    """Sequences share a block only if it is published or one was forked, and if it has the same prefix in all."""
+    """Sequences share only blocks that are published or of a fork, and only with the same prefix."""
     size = engine.pool.block_size
     for block, found in holders(engine).items():
         if len(found) > 1:
@@ -113,7 +109,6 @@ def shared_blocks_are_published_prefixes(engine: Engine, forked: Set[str] = froz
 
 
 def published_blocks_are_filled(engine: Engine) -> None:
-    """What others may find was computed to its end, or came here with its sum."""
     size = engine.pool.block_size
     for block, found in holders(engine).items():
         if block not in engine.pool.index.published:
@@ -135,14 +130,11 @@ def _meaning(sequence: EngineSequence, end: int) -> tuple[bytes, tuple[int, ...]
 
 
 class Contents:
-    """Remembers what each hash stands for, and what each sequence's slots must hold."""
-
     def __init__(self) -> None:
         self._expected: dict[tuple[int, BlockHash], bytes] = {}  # by group and hash
         self._meanings: dict[BlockHash, tuple[bytes, tuple[int, ...]]] = {}
 
     def check(self, engine: Engine) -> None:
-        """Every computed slot of every sequence, and every published block, holds what it must."""
         device, size = engine.device, engine.pool.block_size
         assert isinstance(device, FakeDevice)
         for sequence in live(engine).values():
@@ -165,7 +157,6 @@ class Contents:
 
 
 def _slots(sequence: EngineSequence, group: int, window: Window) -> list[bytes]:
-    """Slots that the fake device fills for the computed tokens of a sequence."""
     slots = [b""]
     for position in range(sequence.computed):
         before = slots[-1] if window.first_visible(position) < position else b""
@@ -174,7 +165,7 @@ def _slots(sequence: EngineSequence, group: int, window: Window) -> list[bytes]:
 
 
 def no_unseen_block_is_held(engine: Engine) -> None:
-    """A sequence's first block is one that its next token sees, or a block border was not crossed since."""
+    """A sequence's next token sees its first block, or no block border was crossed since."""
     pool = engine.pool
     for sequence in live(engine).values():
         if sequence.block_table:
@@ -185,7 +176,6 @@ def no_unseen_block_is_held(engine: Engine) -> None:
 
 
 def leases_keep_their_bytes(engine: Engine) -> None:
-    """What an export offered can still be read, unchanged."""
     for export in engine.transfers.exports.values():
         for run in export.runs:
             total = block_checksum(default_checksum, run.address, export.read(run.address))
@@ -204,7 +194,7 @@ def nothing_is_held(engine: Engine) -> None:
 
 
 def same_output_as_alone(result: SequenceOutput, expected: SequenceOutput) -> None:
-    """One end; the text, and the log-probabilities, of a request that had an engine to itself."""
+    """One end; equal tokens and log-probabilities."""
     assert result.ended is not None, "a sequence has no end"
     id, text, whole = result.ended.id, result.text, expected.text
     if result.reason is FinishReason.CANCELLED:

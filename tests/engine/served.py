@@ -1,5 +1,3 @@
-"""Checkpoints as a worker loads them, and folders that are changed before that."""
-
 from __future__ import annotations
 
 import json
@@ -18,14 +16,12 @@ def serve(model: Path | str, **options: Any) -> ModelDevice:
 
 
 def edit(folder: Path, **changes: Any) -> Path:
-    """Change keys of a folder's config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     return folder
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Path:
-    """Save what ``change`` makes of the tensors of a folder's weight file."""
     file = folder / "model.safetensors"
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
     return folder

@@ -1,4 +1,4 @@
-"""State machine: all actions on two engines with too few blocks, checked after each action.
+"""All actions on two engines with too few blocks, checked after each action.
 
 A hypothesis machine and random scripts drive it. An action that does not apply does nothing.
 """
@@ -26,7 +26,7 @@ CONTEXT_LENGTH = BLOCKS * BLOCK
 VOCABULARY = 64
 EOS = frozenset({3, 5})
 COSTS = (StepCostModel(), StepCostModel(token=0.1, pair=0.002))
-"""Nothing is known of a step, so that the token budget rules alone; or a few tokens take all the time of one."""
+"""Unknown, so that only the token budget counts; and such that a few tokens fill the time of a step."""
 Windows = tuple[Window, ...]
 SLIDING, CHUNKED, NARROW = Window(Kind.SLIDING, 7), Window(Kind.CHUNKED, 6), Window(Kind.SLIDING, 3)
 GROUPS: tuple[Windows, ...] = (
@@ -38,14 +38,10 @@ GROUPS: tuple[Windows, ...] = (
     (FULL, SLIDING, NARROW),
     (FULL, FULL, CHUNKED),
 )
-"""Windows of cache groups, beside full attention alone."""
 MEMORY: dict[str, SequenceOutput] = {}
-"""Texts of requests, for they are needed again and again."""
 
 
 class Watched(FakeDevice):
-    """Holds each plan to its properties before it runs."""
-
     engine: Engine
     ran: frozenset[str] = frozenset()  # before this step
 
@@ -65,7 +61,6 @@ def _device(kind: type[FakeDevice], num_blocks: int, windows: Windows = (FULL,))
 
 
 def expected(request: Request, windows: Windows = (FULL,)) -> SequenceOutput:
-    """Output of a request without batch, cache or engine."""
     same = replace(request, id="alone", park_after=None, priority=0, salt=b"", use_prefix_cache=True)
     key = f"{windows} {same}"
     if key not in MEMORY:
@@ -77,8 +72,6 @@ def expected(request: Request, windows: Windows = (FULL,)) -> SequenceOutput:
 
 @dataclass(slots=True)
 class Move:
-    """A sequence on its way from one engine to the other."""
-
     sender: int
     export: KvExport
     arrival: IncomingSequence
@@ -87,7 +80,7 @@ class Move:
 
 
 class World:
-    """The actions. ``n`` picks one of what can be acted on."""
+    """In each action ``n`` picks one of the candidates."""
 
     def __init__(
         self,
@@ -155,7 +148,6 @@ class World:
             self._publish(engine)
 
     def resume(self, n: int) -> None:
-        """One of each engine that is not being handed over."""
         for engine in self.engines:
             id = _pick([id for id in properties.parked(engine) if id not in self.moves], n)
             if id:
@@ -163,12 +155,12 @@ class World:
                 self._publish(engine)
 
     def _publish(self, engine: Engine) -> None:
-        """Record what a command committed before it answered."""
+        """Record what a command committed before it returned."""
         if engine.settled is not None:
             self.log.record(engine.step())
 
     def fork(self, n: int) -> None:
-        """A copy of a live sequence as it is now. What its source emitted so far counts as the copy's, too."""
+        """A copy of a live sequence. What its source emitted so far counts as the copy's, too."""
         id = _pick(self._alive(), n)
         if not id:
             return
@@ -206,7 +198,6 @@ class World:
         self.moves[id] = Move(sender, self.engines[sender].transfers.export(id, arrival.cached_blocks), arrival)
 
     def push(self, n: int, most: int = 100) -> None:
-        """Some of the blocks that are leased and were not sent."""
         move = self.moves.get(_pick(list(self.moves), n))
         if move and not move.arrival.closed:
             for run in move.export.runs[move.sent : move.sent + most]:
@@ -218,7 +209,7 @@ class World:
                 move.sent += 1
 
     def finalize(self, n: int) -> None:
-        """Of one that is parked; refused when it is still in its prompt."""
+        """Of a parked sequence; refused in its prompt."""
         id = _pick([id for id, move in self.moves.items() if self._parked(id, move) and not move.commit], n)
         if not id:
             return
@@ -231,7 +222,7 @@ class World:
             sender.resume(id)
 
     def join(self, n: int) -> None:
-        """Send what is left, run on in the other engine, and let go of it here."""
+        """Send the rest, run on in the other engine, and release the sequence here."""
         id = _pick([id for id, move in self.moves.items() if move.commit and self._parked(id, move)], n)
         if not id:
             return
@@ -247,7 +238,7 @@ class World:
         del self.moves[id]
 
     def give_up(self, n: int, *, by_cancel: bool = False) -> None:
-        """End a handoff; the sequence goes on where it was, if it lives."""
+        """End a handoff; a living sequence continues at its source."""
         id = _pick(list(self.moves), n)
         if not id:
             return
@@ -262,7 +253,6 @@ class World:
     # -- checks -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """After every action."""
         for engine, contents in zip(self.engines, self.contents, strict=True):
             engine.check_integrity()
             properties.running_keeps_the_limit(engine)
@@ -273,7 +263,7 @@ class World:
             contents.check(engine)
 
     def finish(self) -> None:
-        """Abort all handoffs, run to the end, and check that all output is complete and nothing is held."""
+        """Abort all handoffs and run to the end. All output must be complete and nothing held."""
         while self.moves:
             self.give_up(0)
             self.check()
@@ -290,7 +280,7 @@ class World:
         for id, request in self.requests.items():
             properties.same_output_as_alone(self.log[id], expected(request, self.windows))
             cancelled = self.log[id].reason is FinishReason.CANCELLED
-            assert not cancelled or id in self.cancelled, f"{id} was cancelled by nobody"
+            assert not cancelled or id in self.cancelled, f"{id} ended as cancelled without a cancellation"
 
     def _alive(self) -> list[str]:
         return [id for engine in self.engines for id in properties.live(engine)]
@@ -315,7 +305,7 @@ def make_world_request(
     seed: int | None = None,
     **more: object,
 ) -> Request:
-    """Prompts of one family are prefixes of each other, but for a ``last`` token; families differ in one block."""
+    """Prompts of a family are prefixes of each other but for a ``last`` token; families differ in one block."""
     tokens = [((family * 29 if index < BLOCK else 0) + index * 7) % VOCABULARY for index in range(length)]
     tokens[-1] = (tokens[-1] + last) % VOCABULARY
     sampling = SamplingParams() if seed is None else SamplingParams(temperature=1.0, seed=seed)
@@ -342,7 +332,6 @@ def random_request(rng: random.Random) -> Request:
 def play(
     seed: int, actions: int = 80, *, forks: bool = False, windows: Windows = (FULL,), kind: type[Watched] = Watched
 ) -> World:
-    """A random script on a fresh world, checked after every action and at its end."""
     rng = random.Random(seed)
     machine = World(rng.choice([1, 3, 6, 16]), rng.choice([1, 2, 4]), COSTS[seed % 2], windows, kind)
     choices: list[tuple[Callable[[], object], int]] = [

@@ -1,5 +1,3 @@
-"""One asynchronous stream per sequence on top of an ``EngineLoop``: for tests."""
-
 from __future__ import annotations
 
 import asyncio
@@ -15,7 +13,7 @@ Event = Token | PromptLogprobs | SequenceFinished
 
 
 class Streams:
-    """Gives every request its own events. ``async with Streams(engine) as streams`` starts and stops the thread."""
+    """``async with Streams(engine) as streams`` starts and stops the thread."""
 
     def __init__(self, engine: Engine) -> None:
         self.loop = EngineLoop(engine, self._on_step, self._fail)
@@ -30,10 +28,10 @@ class Streams:
         self._fail(EngineStopped("the engine was stopped"))
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
-        """Events of one sequence, ``SequenceFinished`` last. Leaving the iteration early cancels the sequence.
+        """Events of one sequence, ``SequenceFinished`` last.
 
-        Raises InvalidRequest if it is refused, EngineStopped if the engine's thread ends first. An id that was left
-        early is free again once the engine has cancelled it.
+        Raises InvalidRequest, or EngineStopped if the engine's thread ends first. Leaving early cancels the sequence;
+        its id is free once that is done.
         """
         if request.id in self._queues:
             raise InvalidRequest("id", "not alive already", request.id)
@@ -55,8 +53,7 @@ class Streams:
             self._leave(request.id, over)
 
     def _leave(self, id: str, over: bool) -> None:
-        """Remove a sequence: at once if it has ended, else once it is cancelled, so that no later one of that id gets
-        its end."""
+        """At once if it has ended, else once it is cancelled: a later one of that id must not get its end."""
         if over:
             del self._queues[id]
         else:
@@ -70,6 +67,5 @@ class Streams:
                 queue.put_nowait(event)
 
     def _fail(self, stopped: EngineStopped) -> None:
-        """End all streams with an error."""
         for queue in self._queues.values():
             queue.put_nowait(stopped)

@@ -1,5 +1,3 @@
-"""Every architecture is served right or refused by name, in every dtype."""
-
 from __future__ import annotations
 
 import shutil
@@ -101,7 +99,7 @@ def test_a_scale_that_counts_rows_is_refused_wherever_it_begins(floor, tmp_path)
 
 
 def test_a_cache_that_drops_tokens_the_prompt_saw_is_refused(tmp_path):
-    """Moshi's mask is full and its cache keeps a sliding window: within it both agree."""
+    """Moshi's mask is full and its cache keeps a sliding window, within which both agree."""
     folder = tiny.save(tiny.config("moshi", sliding_window=64, ffn_dim=96), tmp_path)
     with pytest.raises(ModelRefused, match="layer 0 sees 256 tokens of a prompt, and 64 from its cache"):
         serve(folder)
@@ -119,7 +117,7 @@ _NEAR_TIES = [
     ("qwen2_moe", 2),
     ("qwen3_moe", 25),
 ]
-"""Seeds of checkpoints whose routers choose other experts in one rounding to bfloat16 than in another."""
+"""Seeds of checkpoints whose routers choose other experts after another rounding to bfloat16."""
 
 
 @pytest.mark.parametrize(("kind", "seed"), _NEAR_TIES)
@@ -169,8 +167,6 @@ def test_experts_that_are_packed_in_another_order_are_refused(dtype, tmp_path, m
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_weights_that_are_laid_out_wrong_are_refused(kind, dtype, tmp_path, monkeypatch):
-    """All products of one width lose their last input."""
-
     def lossy(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         lost = weight.clone()
         lost[:, -8:] = 0
@@ -258,7 +254,7 @@ PROMPTS = [tiny.prompt(length, length, 300) for length in (3, 45, 100)]
 
 
 def _configurations(kind: str) -> Iterator[Any]:
-    """Small configurations of a model type, by what it has of SMALL; some can't be made."""
+    """Small configurations of a model type, from SMALL; some can't be made."""
     default = AutoConfig.for_model(kind)
     known = {name: value for name, value in SMALL.items() if hasattr(default, name)}
     known.pop("tie_word_embeddings", None)
@@ -271,7 +267,7 @@ def _configurations(kind: str) -> Iterator[Any]:
 
 
 def _small_checkpoint(kind: str, folder: Path) -> Path | None:
-    """A tiny checkpoint of a model type, None when none of the attempts could be made."""
+    """None if no attempt could be made."""
     try:
         attempts = list(_configurations(kind))
     except Exception:  # noqa: BLE001 - whatever transformers raises: this type can't be made here
@@ -289,7 +285,7 @@ def _small_checkpoint(kind: str, folder: Path) -> Path | None:
 
 
 def _verdict(kind: str, folder: Path) -> str:
-    """ "served" when load accepts it and generate agrees, else how it ended."""
+    """ "served" if load accepts it and generate agrees, else how it ended."""
     made = _small_checkpoint(kind, folder)
     if made is None:
         return "not made"
@@ -313,12 +309,12 @@ def _verdict(kind: str, folder: Path) -> str:
 
 
 def test_a_model_that_answers_with_all_rows_is_sampled_from_the_right_ones(tmp_path):
-    """Whisper's decoder swallows ``logits_to_keep``."""
+    """Whisper's decoder ignores ``logits_to_keep``."""
     assert _verdict("whisper", tmp_path) == "served"
 
 
 PARTS = 4
-"""Of the architectures: more than one process can share them."""
+"""Of the architectures, so that several processes can share them."""
 
 
 @pytest.mark.timeout(900)
@@ -326,7 +322,6 @@ PARTS = 4
 def test_every_served_architecture_generates_the_tokens_of_generate(
     part: int, tmp_path: Path, record_testsuite_property: Callable[[str, object], None]
 ) -> None:
-    """Every causal architecture that can be made small by rule: right, or refused."""
     verdicts: dict[str, str] = {}
     for kind in tiny.kinds()[part::PARTS]:
         folder = tmp_path / kind

@@ -1,5 +1,3 @@
-"""Capacity for arrivals: each running sequence keeps a spare block, and preempted sequences go first."""
-
 from __future__ import annotations
 
 import pytest
@@ -11,7 +9,6 @@ from tests.engine.factories import BLOCK, make_engine, make_request, prompt, ste
 
 
 def arrival(blocks: int) -> Request:
-    """One that needs so many with its next token."""
     return make_request("arrives", prompt(blocks * BLOCK - 1, 9), 4)
 
 

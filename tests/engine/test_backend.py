@@ -1,5 +1,3 @@
-"""Backends: one object knows the device, and every one of them serves the same model."""
-
 from __future__ import annotations
 
 import re
@@ -56,7 +54,6 @@ def test_a_cpu_gets_its_own_backend_and_promises_exact_rows() -> None:
 
 
 def test_only_backends_ask_for_the_device_or_the_kernels() -> None:
-    """Every other module of the engine and the workers works on what its backend gives it."""
     question = re.compile(r"\bKERNELS\b|device\.type ==|\bis_cpu\b|(from|import) decant\.engine\.cpu")
     allowed = {ENGINE / "model" / "backend.py"}
     folders = [ROOT / name for name in ("worker", "prefill_worker", "decode_worker", "handoff")]

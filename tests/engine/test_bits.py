@@ -1,4 +1,4 @@
-"""Exact rows: a row's logits have the same bits in any batch, any chunking, and after preemption and handoff."""
+"""A row's logits have the same bits in any batch and chunking, and after preemption and handoff."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def gelu(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint whose gate is never fused."""
     folder = tmp_path_factory.mktemp("gelu")
     torch.manual_seed(0)
     config = LlamaConfig(**SMALL, hidden_act="gelu_pytorch_tanh")
@@ -77,7 +76,6 @@ DEVICES = [
 
 @pytest.fixture(scope="module", params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[ModelDevice]:
-    """With the compiled kernels where this machine has them, and as where there was no compiler."""
     shape, dtype, kernels = request.param.split()
     path = str(models.path()) if shape == "committed" else request.getfixturevalue(shape)
     with pytest.MonkeyPatch.context() as patch:
@@ -94,8 +92,6 @@ def tokens(length: int, seed: int, vocabulary: int) -> list[int]:
 
 
 class Bench:
-    """Sequences on blocks of their own, stepped by hand: what the runner sees of a schedule."""
-
     def __init__(self, device: ModelDevice, lengths: list[int]) -> None:
         self.device = device
         self.tokens = [tokens(length, seed, device.vocab_size) for seed, length in enumerate(lengths)]
@@ -127,7 +123,6 @@ class Bench:
         return torch.cat([self.step(span)[index] for span in spans])
 
     def forget(self) -> None:
-        """Stale bytes of blocks must not matter."""
         self.device.store.blocks.fill_(float("nan"))
 
 
@@ -158,7 +153,6 @@ def test_logits_are_the_same_bits_in_any_chunking(device: ModelDevice, chunk: in
 
 
 def test_decoding_beside_any_prompt_gives_the_same_bits(device: ModelDevice) -> None:
-    """Eight sequences: some decode their last token while others' chunks of many sizes share the step."""
     bench = Bench(device, LENGTHS)
     apart = run_alone(bench)
     bench.forget()
@@ -191,7 +185,7 @@ def test_the_blocks_that_a_sequence_gets_do_not_change_a_bit(device: ModelDevice
 
 
 class Tap(ModelRunner):
-    """A runner that keeps the logits of every position that was read, by (request, position)."""
+    """Keeps the logits of every read position, by (request, position)."""
 
     def __init__(self, device: ModelDevice) -> None:
         self.__dict__.update(device.runner.__dict__)
@@ -207,7 +201,6 @@ class Tap(ModelRunner):
 
 
 def engine_on(device: ModelDevice, blocks: int, limits: Limits) -> tuple[Engine, Tap]:
-    """An engine with a store of its own over a model that is loaded once."""
     store = device.backend.make_store(device.store.layout, blocks, device.store.dtype)
     runner = ModelRunner(device.model, store, device.runner._views, frozenset(), device.backend)
     own = dataclasses.replace(device, store=store, runner=runner, eos_token_ids=frozenset())
@@ -234,7 +227,6 @@ def run(engine: Engine) -> None:
 
 
 def logprobs_of(device: ModelDevice, batch: Sequence[Request], running: int, budget: int) -> dict[str, list[Any]]:
-    """Token and prompt log-probabilities of each request, by its id."""
     limits = Limits(token_budget=budget, max_running=running, context_length=min(device.context_length, 512))
     engine, entries = Engine(device, limits), dict[str, list[Any]]()
     for request in batch:
@@ -249,8 +241,7 @@ def logprobs_of(device: ModelDevice, batch: Sequence[Request], running: int, bud
 
 
 def test_logprobs_are_the_same_bits_at_any_concurrency(device: ModelDevice) -> None:
-    """Of output and prompt tokens, with other numbers of alternatives beside them: equal logits are common in
-    bfloat16, and stand in one order."""
+    """Of output and prompt tokens, beside other numbers of alternatives; equal logits have one order."""
     batch = [
         dataclasses.replace(request, logprobs=index % 6, prompt_logprobs=index % 3 if index % 5 == 0 else None)
         for index, request in enumerate(requests(device.vocab_size, (90, 3, 150, 40, 64, 31) * 4, 12))
@@ -322,7 +313,7 @@ def hand_over(sender: Engine, receiver: Engine, request: Request) -> None:
 
 @pytest.fixture(scope="module")
 def half_a_billion(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint of Qwen2.5-0.5B's shape with four of its 24 layers: they are all of one shape."""
+    """Qwen2.5-0.5B's shape with four of its 24 equal layers."""
     folder = tmp_path_factory.mktemp("qwen")
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{**shapes.SHAPES["qwen2.5-0.5b"], "num_hidden_layers": 4})

@@ -1,5 +1,3 @@
-"""Cancel with ``keep``: blocks behind the stop position are not cached."""
-
 from __future__ import annotations
 
 import pytest
@@ -10,7 +8,6 @@ from tests.engine.factories import BLOCK, OutputLog, make_engine, make_request, 
 
 
 def found(engine: Engine, tokens: list[int], salt: bytes = b"") -> int:
-    """Leading tokens whose blocks are cached."""
     request = make_request("look", tokens, salt=salt)
     hashes = Sequence(request, (0.0, 0), 0.0).hashes(range(len(tokens) // BLOCK), BLOCK)
     return BLOCK * engine.pool.index.longest_prefix(hashes).num_blocks

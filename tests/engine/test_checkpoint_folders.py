@@ -1,5 +1,3 @@
-"""A folder that is not a whole checkpoint is refused by name, and nothing in it is run."""
-
 from __future__ import annotations
 
 import itertools
@@ -68,13 +66,11 @@ def test_pickled_weights_beside_other_safetensors_are_refused_unread(copy):
 
 
 def _bomb(mark: Path) -> bytes:
-    """A pickle that makes a folder when it is loaded."""
     return b"cos\nmkdir\n(V" + str(mark).encode() + b"\ntR."
 
 
 @pytest.mark.parametrize("kind", ["llama", "a_kind_of_its_own"])
 def test_code_in_a_folder_is_never_run(kind, copy):
-    """A model type that transformers knows is served by transformers' code; any other is refused."""
     mark = copy / "ran"
     for name in ("configuration_own.py", "modeling_own.py"):
         (copy / name).write_text(f"import os\nos.mkdir({str(mark)!r})\n")
@@ -151,7 +147,7 @@ def test_a_file_with_more_layers_than_the_configuration_is_refused_by_name(copy)
 
 
 def test_biases_of_another_model_type_are_refused_by_name(tmp_path):
-    """A Llama without biases would load Qwen's weights, drop their biases, and answer wrong."""
+    """A Llama without biases would load Qwen's weights and drop their biases."""
     folder = tiny.save(tiny.config("qwen2"), tmp_path)
     edit(folder, model_type="llama", architectures=["LlamaForCausalLM"])
     with pytest.raises(ModelRefused, match=r"model\.layers\.0\.self_attn\.k_proj\.bias among them"):
@@ -268,7 +264,7 @@ def test_offline_a_hub_name_is_refused_without_a_connection_or_a_wait(monkeypatc
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A cache of the hub in which ``org/tiny`` has two commits, the second one its main branch."""
+    """``org/tiny`` has two commits in it, the second on its main branch."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--org--tiny"

@@ -1,5 +1,3 @@
-"""Routers and workers read the same context length from a configuration."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Step cost model: predictions, tokens within a time, and correction by measured steps."""
-
 from __future__ import annotations
 
 import pytest
@@ -19,7 +17,6 @@ ROUNDING = 1e-9
 
 
 def more(costs: StepCostModel, work: StepWork) -> float:
-    """Seconds that this work adds to a step that is run anyway."""
     return costs.seconds(work) - costs.fixed
 
 
@@ -73,7 +70,6 @@ def taken(truth: StepCostModel, decodes: StepWork, prompts: StepWork) -> float:
 
 
 def teach(predictor: StepTimePredictor, truth: StepCostModel, times: int = 60) -> None:
-    """Steps with prompts and steps without, in turn."""
     for _ in range(times):
         predictor.note(DECODES, PROMPT, taken(truth, DECODES, PROMPT))
         predictor.note(DECODES, NO_WORK, truth.seconds(DECODES))
@@ -94,7 +90,6 @@ def test_a_forecast_comes_to_what_steps_take_with_prompts_and_without(truth: Ste
 
 
 def test_prefill_only_steps_are_enough_to_learn() -> None:
-    """Though decodes were measured ten times too slow, and no step is without prompts."""
     truth, predictor = SAID, StepTimePredictor(StepCostModel(0.3, 0.001, 0.01, 1e-7))
     for _ in range(100):
         predictor.note(DECODES, PROMPT, taken(truth, DECODES, PROMPT))

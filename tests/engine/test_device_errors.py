@@ -1,5 +1,3 @@
-"""Failures of a device: named by the engine, and a device that is not visible is refused."""
-
 from __future__ import annotations
 
 import asyncio
@@ -19,8 +17,6 @@ from tests.engine.factories import make_request
 
 
 class Failing(FakeDevice):
-    """Raises what torch raises, when the step is launched or when its result is awaited."""
-
     def __init__(self, error: Exception, *, late: bool) -> None:
         super().__init__()
         self._error = error

@@ -1,5 +1,3 @@
-"""A model in bfloat16 computes in float32 as its copy in float32 does, and is left as it was."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -67,8 +65,6 @@ def test_rows_of_a_table_are_widened_and_not_the_table() -> None:
 
 
 class _Sizes(TorchDispatchMode):
-    """Notes how many numbers each operation makes."""
-
     def __init__(self, sizes: list[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sizes = sizes

@@ -1,5 +1,3 @@
-"""Fork: several outputs of one sequence share its full blocks and nothing else."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -36,7 +34,7 @@ def engine_of(make: MakeDevice, num_blocks: int = 64, **limits: int) -> Engine:
 
 
 def forked(make: MakeDevice, request: Request, tokens: int) -> tuple[Engine, OutputLog]:
-    """A source that was forked after ``tokens`` output tokens, both run to their ends."""
+    """The source is forked after ``tokens`` output tokens; both run to their ends."""
     engine, log = engine_of(make), OutputLog()
     engine.add(request)
     step_until(engine, lambda: len(log["source"].text) >= tokens, log)

@@ -1,5 +1,3 @@
-"""fp8 weights: a checkpoint with scales generates what its weights, multiplied out, generate."""
-
 from __future__ import annotations
 
 import json
@@ -31,7 +29,6 @@ def whole(weight: torch.Tensor) -> torch.Tensor:
 
 
 def blocks(weight: torch.Tensor) -> torch.Tensor:
-    """A scale per block, each another one, as the blocks have other maxima."""
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
     scales: torch.Tensor = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).abs().amax((1, 3)) / LARGEST
@@ -45,14 +42,13 @@ def spread(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint with matrices of several blocks, the last ones in part."""
     config = tiny.config("llama")
     config.num_hidden_layers, config.hidden_size, config.intermediate_size = 1, 144, 200
     return tiny.save(config, tmp_path)
 
 
 def quantize(folder: Path, scale_of: Scale, suffix: str) -> dict[str, torch.Tensor]:
-    """Store the projections as fp8; returns what the model's tensors are now."""
+    """Store the projections as fp8; returns the tensors that they represent."""
     stored, model = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, tensor in load_file(folder / "model.safetensors").items():
         stored[name] = model[name] = tensor

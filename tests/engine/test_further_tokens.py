@@ -1,5 +1,3 @@
-"""Several tokens of a row in one step: the output of single tokens, in fewer steps; rejected tokens leave nothing."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -32,8 +30,6 @@ EOS = frozenset(range(0, VOCABULARY, 40))
 
 
 class Speculative(FakeDevice):
-    """Up to three further tokens a row; counts those that it returned."""
-
     lookahead = BLOCK - 1
     returned = 0
 
@@ -119,7 +115,6 @@ def test_kv_of_rejected_tokens_is_not_counted_as_computed() -> None:
 
 
 def test_tokens_behind_the_end_are_neither_emitted_nor_cached() -> None:
-    """A request ends within a step's tokens; then another one continues its text and finds right blocks."""
     for most in range(4, 12):
         engine = several_tokens()
         request = make_request("short", 6, stop=StopParams(max_tokens=most, ignore_eos=True))
@@ -172,7 +167,6 @@ def test_a_lookahead_of_a_block_is_refused() -> None:
 
 
 def test_single_tokens_are_unchanged() -> None:
-    """A device without lookahead returns no further tokens, and its rows get no more blocks than before."""
     engine = single_tokens()
     request: Request = REQUESTS["greedy"]
     engine.add(request)

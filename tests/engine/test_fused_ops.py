@@ -1,6 +1,3 @@
-"""Compiled norms, gated layers and rotations: what they stand for, the same bits for a row anywhere, and nothing else
-replaced."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -53,7 +50,6 @@ def mlp(width: int, inner: int, dtype: torch.dtype, bias: bool = False) -> Llama
 
 
 def fused(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """What a model whose only part is ``module`` has in its place."""
     model = nn.ModuleDict({"part": module})
     pack(model)
     fused_ops.fuse(model, dtype)
@@ -91,7 +87,7 @@ def test_a_gated_layer_is_what_transformers_computes(width: int, inner: int, dty
 
 @torch.inference_mode()
 def test_silu_is_recognised_in_every_form_of_the_activation() -> None:
-    """Through a gate of ones and an identity: what comes out is silu, from the smallest number to the largest."""
+    """Through a gate of ones and an identity the output is silu, at all magnitudes."""
     theirs = mlp(1, 1, torch.float32)
     for linear in (theirs.gate_proj, theirs.up_proj, theirs.down_proj):
         linear.weight.data.fill_(1.0)
@@ -130,8 +126,6 @@ def test_a_row_with_nan_does_not_affect_others(value: float) -> None:
 
 
 class Twice(LlamaMLP):
-    """Looks like a gated layer, and is another."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         down: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * 1.01
         return down
@@ -189,7 +183,7 @@ def angles(tokens: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, t
 
 
 def laid_out(heads: int, tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """[1, heads, tokens, width] as a linear layer writes it."""
+    """[1, heads, tokens, width] in a linear layer's memory layout."""
     return rows(tokens, heads * width, dtype).view(1, tokens, heads, width).transpose(1, 2)
 
 
@@ -208,7 +202,6 @@ def test_a_rotation_has_the_bits_of_transformers(tokens: int, width: int, dtype:
 
 @torch.inference_mode()
 def test_other_layouts_are_rotated_by_transformers() -> None:
-    """Angles of a part of the width, of several sequences, in another dtype."""
     result = list[torch.Size]()
 
     def theirs(query: torch.Tensor, key: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,7 +234,7 @@ def test_attention_calls_the_fused_rotation_with_the_same_result(dtype: torch.dt
     assert isinstance(vars(module)["forward"].__globals__[ROTATION], Rotation)
     got, _ = module(x, where, None)
     assert torch.equal(got, expected)
-    assert modeling_llama.apply_rotary_pos_emb is apply_rotary_pos_emb  # nobody else's
+    assert modeling_llama.apply_rotary_pos_emb is apply_rotary_pos_emb  # not replaced
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-"""Our own product: right, and the same bits for a row among any number of rows and with any number of threads."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -82,7 +80,6 @@ def test_a_width_that_is_no_whole_panel_is_refused() -> None:
 
 
 def spread(shape: tuple[int, int], kind: str) -> torch.Tensor:
-    """Weights of bfloat16 whose exponents lie close to each other, or not."""
     generator = torch.Generator().manual_seed(7)
     some = torch.randn(*shape, generator=generator)
     match kind:
@@ -102,7 +99,6 @@ def spread(shape: tuple[int, int], kind: str) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["trained", "constant", "large", "with zeros", "far apart"])
 @pytest.mark.parametrize("shape", [(48, 1300), (32, 32), (16, 97)])
 def test_no_number_of_a_weight_is_lost(shape: tuple[int, int], kind: str) -> None:
-    """Rows of a one and zeros return what the weight has there, alone and in groups that read it in other ways."""
     weight = spread(shape, kind)
     rows = torch.eye(shape[1]).bfloat16()
     for name in native.fitting():
@@ -133,7 +129,6 @@ def test_a_weight_that_can_t_be_squeezed_takes_what_it_did() -> None:
 
 @pytest.mark.skipif(len(native.fitting()) < 2, reason="one build of the kernels for this CPU")
 def test_builds_for_other_cpus_give_float32_the_same_bits() -> None:
-    """One chain in one order, however wide the registers are."""
     rows = torch.randn(29, 896, generator=torch.Generator().manual_seed(5))
     weight = made((1152, 896), torch.float32)[1]
     modules = [pytest.importorskip(f"decant.engine.cpu.kernels.{name}") for name in native.fitting()]

@@ -1,5 +1,3 @@
-"""Memory for weights and blocks: zeros, aligned, not shared."""
-
 from __future__ import annotations
 
 import ctypes
@@ -81,7 +79,6 @@ def test_a_kernel_without_large_pages_gives_small_ones(monkeypatch: pytest.Monke
 
 
 def resident(tensor: torch.Tensor) -> int:
-    """Bytes of it that are memory, in whole pages."""
     page = mmap.PAGESIZE
     begin = tensor.data_ptr() // page * page
     pages = -(-(tensor.data_ptr() + tensor.nbytes - begin) // page)

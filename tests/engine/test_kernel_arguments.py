@@ -1,4 +1,4 @@
-"""The compiled kernels compute what is right, or raise: no arguments from Python end the process."""
+"""Compiled kernels compute correctly or raise: no arguments from Python end the process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import textwrap
 from array import array
 from collections.abc import Callable
 from types import ModuleType
@@ -53,7 +52,7 @@ def build(name: str) -> ModuleType:
 
 @st.composite
 def tensors(draw: st.DrawFn, *shape: int, dtypes: list[torch.dtype] = ODD) -> torch.Tensor:
-    """Of a shape; contiguous, a part of a wider tensor, or transposed in memory."""
+    """Contiguous, part of a wider tensor, or transposed in memory."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 9)))
     dtype = draw(st.sampled_from(dtypes))
     match draw(st.sampled_from(["contiguous", "part", "transposed"])):
@@ -107,7 +106,6 @@ BLOCK, BLOCKS = 4, 12
 
 @st.composite
 def any_row(draw: st.DrawFn) -> Row:
-    """Mostly one whose positions are in blocks that there are."""
     written = draw(st.integers(1, 20))
     end = draw(st.integers(1, written)) if draw(st.integers(0, 19)) < 19 else draw(st.integers(-2, 2**62))
     start = (
@@ -135,7 +133,6 @@ def test_rows_are_laid_out_right_or_refused(kernels: str, rows: list[Row], size:
 @every_build
 @given(data=st.data())
 def test_attention_is_right_or_refused(kernels: str, data: st.DataObject) -> None:
-    """Other heads, widths and lengths than the store and the step have, and blocks that there are not."""
     draw = data.draw
     kv_heads, group, dims = draw(st.integers(1, 3)), draw(st.integers(1, 3)), st.sampled_from([2, 5, 8, 16, 24])
     key_dim, value_dim, dtype = draw(dims), draw(dims), draw(st.sampled_from(DTYPES))
@@ -195,7 +192,7 @@ sampler = make_backend(CPU).sampler
 def test_attention_names_the_operand_that_does_not_fit(
     kernels: str, part: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Of a step of 3 tokens with 4 heads, over 2 heads of keys and values, all of width 8."""
+    """The step has 3 tokens with 4 heads over 2 KV heads, all of width 8."""
     store = KvStore(KvLayout((LayerSpec(2, 8, 8),), BLOCK, 4), BLOCKS, torch.float32, CPU)
     row = Row(Request("r", (1,)), [1, 2, 3], 0, 3, (array("i", [0]),), True)
     attention = NativeAttention(build(kernels), store, [AttentionWindow()], flatten(build(kernels), [row], BLOCK, 99))
@@ -211,7 +208,6 @@ def test_attention_names_the_operand_that_does_not_fit(
 
 @given(data=st.data())
 def test_drawing_is_right_or_refused(data: st.DataObject) -> None:
-    """A row's token has a finite score; logits that are no numbers are refused, or drawn from as if they were."""
     count, vocabulary = data.draw(st.integers(0, 5)), data.draw(st.sampled_from([0, 1, 7, 48, 1030]))
     logits = data.draw(tensors(count, vocabulary))
     if vocabulary and count and data.draw(st.integers(0, 3)) == 0:
@@ -240,7 +236,7 @@ MIXED = sampled_row({"top_k": 5, "top_p": 0.9}).request.sampling
 @every_build
 @given(data=st.data())
 def test_invalid_sizes_are_refused(kernels: str, data: st.DataObject) -> None:
-    """Each kernel by itself, with memory for any size up to 4 and sizes that are negative, zero, or without memory."""
+    """Memory for sizes up to 4; sizes that are negative, zero, or without memory."""
     module = build(kernels)
     memory = torch.zeros(1 << 14, dtype=torch.uint8)
     at = -(-memory.data_ptr() // 64) * 64
@@ -267,67 +263,73 @@ def test_invalid_sizes_are_refused(kernels: str, data: st.DataObject) -> None:
         one[name]()
 
 
+_WITH_LITTLE_MEMORY = """
+import importlib
+import resource
+import sys
+from array import array
+import torch
+torch.set_num_threads(2)
+from decant.engine.cpu.sampler import NativeSampler
+from decant.engine.model.attention import AttentionCall
+from decant.engine.cpu.attention import NativeAttention
+from decant.engine.model.attention.masks import AttentionWindow
+from decant.engine.model.step_batch import flatten
+from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
+from decant.engine.model.kv_store import KvStore
+from decant.engine.plan import Row
+from decant.engine.cpu.gemm import PackedWeight
+from decant.engine.request import Request, SamplingParams
+kernels = importlib.import_module("decant.engine.cpu.kernels." + sys.argv[1])
+
+def drawing(size):
+    logits = torch.zeros(2, size, dtype=torch.bfloat16)
+    one = Request("r", (0,), sampling=SamplingParams(temperature=1.0))
+    from decant.engine.sampler_state import SamplerState
+    rows = [Row(one, [0], 0, 1, (array("i"),), True, SamplerState(one))] * 2
+    return lambda: NativeSampler(kernels).sample(rows, logits, frozenset())
+
+def attending(width):
+    store = KvStore(KvLayout((LayerSpec(1, 16, width),), 16, 4), 20, torch.float32, torch.device("cpu"))
+    tokens = list(range(256))
+    rows = [Row(Request("r", (0,)), tokens, 0, 256, (array("i", range(16)),), True)]
+    attention = NativeAttention(kernels, store, [AttentionWindow()], flatten(rows, 16, store.blank))
+    query, key = torch.zeros(1, 4, 256, 16), torch.zeros(1, 1, 256, 16)
+    value = torch.zeros(1, 1, 1, width).expand(1, 1, 256, width)
+    call = AttentionCall(0, query, key, value, 1.0, None, None, None)
+    return lambda: attention.attend(call)
+
+def multiplying(rows):
+    product = PackedWeight(kernels, torch.zeros(16, 1), None)
+    x = torch.zeros(rows, 1)
+    return lambda: product(x)
+
+cases = [(multiplying, 1000, 98_000), (drawing, 1000, 30_000_000), (attending, 16, 40_000)]
+for make, small, large in cases:
+    make(small)()  # threads, and what they take once
+    work = make(large)
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    for spare in range(0, 1 << 32, 12 << 20):  # until there is enough
+        resource.setrlimit(resource.RLIMIT_AS, (used + spare, resource.RLIM_INFINITY))
+        try:
+            work()
+            break
+        except (MemoryError, RuntimeError):
+            continue
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print(make.__name__, spare > 0)
+"""
+
+
 @pytest.mark.slow
 @every_build
 def test_no_memory_within_a_parallel_region_is_a_memory_error(kernels: str) -> None:
     """An exception that leaves such a region would end the process."""
-    script = textwrap.dedent(f"""
-        import resource
-        from array import array
-        import torch
-        torch.set_num_threads(2)
-        from decant.engine.cpu.sampler import NativeSampler
-        from decant.engine.model.attention import AttentionCall
-        from decant.engine.cpu.attention import NativeAttention
-        from decant.engine.model.attention.masks import AttentionWindow
-        from decant.engine.model.step_batch import flatten
-        from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
-        from decant.engine.model.kv_store import KvStore
-        from decant.engine.plan import Row
-        from decant.engine.cpu.gemm import PackedWeight
-        from decant.engine.request import Request, SamplingParams
-        import importlib
-        kernels = importlib.import_module("decant.engine.cpu.kernels.{kernels}")
-
-        def drawing(size):
-            logits = torch.zeros(2, size, dtype=torch.bfloat16)
-            one = Request("r", (0,), sampling=SamplingParams(temperature=1.0))
-            from decant.engine.sampler_state import SamplerState
-            rows = [Row(one, [0], 0, 1, (array("i"),), True, SamplerState(one))] * 2
-            return lambda: NativeSampler(kernels).sample(rows, logits, frozenset())
-
-        def attending(width):
-            store = KvStore(KvLayout((LayerSpec(1, 16, width),), 16, 4), 20, torch.float32, torch.device("cpu"))
-            tokens = list(range(256))
-            rows = [Row(Request("r", (0,)), tokens, 0, 256, (array("i", range(16)),), True)]
-            attention = NativeAttention(kernels, store, [AttentionWindow()], flatten(rows, 16, store.blank))
-            query, key = torch.zeros(1, 4, 256, 16), torch.zeros(1, 1, 256, 16)
-            value = torch.zeros(1, 1, 1, width).expand(1, 1, 256, width)
-            call = AttentionCall(0, query, key, value, 1.0, None, None, None)
-            return lambda: attention.attend(call)
-
-        def multiplying(rows):
-            product = PackedWeight(kernels, torch.zeros(16, 1), None)
-            x = torch.zeros(rows, 1)
-            return lambda: product(x)
-
-        cases = [(multiplying, 1000, 98_000), (drawing, 1000, 30_000_000), (attending, 16, 40_000)]
-        for make, small, large in cases:
-            make(small)()  # threads, and what they take once
-            work = make(large)
-            used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-            for spare in range(0, 1 << 32, 12 << 20):  # until there is enough
-                resource.setrlimit(resource.RLIMIT_AS, (used + spare, resource.RLIM_INFINITY))
-                try:
-                    work()
-                    break
-                except (MemoryError, RuntimeError):
-                    continue
-                finally:
-                    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-            print(make.__name__, spare > 0)
-    """)
-    command, plain = [sys.executable, "-c", script], {**os.environ, "LD_PRELOAD": ""}  # a sanitizer maps terabytes
+    command, plain = (
+        [sys.executable, "-c", _WITH_LITTLE_MEMORY, kernels],
+        {**os.environ, "LD_PRELOAD": ""},
+    )  # a sanitizer maps terabytes
     done = subprocess.run(command, env=plain, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["multiplying", "True", "drawing", "True", "attending", "True"]

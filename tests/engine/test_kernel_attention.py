@@ -1,5 +1,3 @@
-"""Compiled attention: what torch's products give, up to rounding; a row's bits its own; nothing swallowed."""
-
 from __future__ import annotations
 
 from array import array
@@ -29,8 +27,6 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer's heads, and what is special about it."""
-
     kv_heads: int
     heads: int
     key_dim: int
@@ -52,7 +48,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 class Scene:
-    """One sequence of LENGTH tokens whose queries, keys and values are drawn once, computed in any pieces."""
+    """LENGTH tokens with fixed random queries, keys and values, computed in pieces."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -70,7 +66,7 @@ class Scene:
         self.sinks = torch.randn(shape.heads, generator=generator) if shape.sinks else None
 
     def step(self, kind: type, *pieces: tuple[int, int, int]) -> torch.Tensor:
-        """[T, heads, value dim] of (sequence, first, end), all sequences having the same tokens."""
+        """[T, heads, value dim] of (sequence, first, end); all sequences have the same tokens."""
         rows = [
             Row(Request(f"{name}", tuple(range(end))), list(range(end)), first, end, (self._blocks(name, end),), True)
             for name, first, end in pieces
@@ -100,7 +96,6 @@ class Scene:
 
     @staticmethod
     def _blocks(sequence: int, end: int) -> array[int]:
-        """Sequences lie side by side, each backwards."""
         most = -(-LENGTH // BLOCK)
         return array("i", [sequence * most + most - 1 - index for index in range(-(-end // BLOCK))])
 

@@ -1,5 +1,3 @@
-"""Export of a running sequence: finalized once only its last block is unsent, or withdrawn."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -27,7 +25,6 @@ LIVE = make_request("live", 22, 12, sampling=SamplingParams(temperature=1.0, see
 
 @pytest.mark.parametrize("windows", [(FULL,), (FULL, Window(Kind.SLIDING, 7))])
 def test_an_export_is_finalized_when_only_its_last_block_is_unsent(windows: tuple[Window, ...]) -> None:
-    """That of each cache group."""
     device = make_device()
     device.windows = windows
     engine, log = make_engine(device=device, budget=8, context_length=64), OutputLog()

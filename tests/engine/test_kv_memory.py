@@ -1,5 +1,3 @@
-"""KV memory of a device with memory of its own: what the weights, the largest step and the graphs leave."""
-
 from __future__ import annotations
 
 from pathlib import Path

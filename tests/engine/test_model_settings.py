@@ -1,5 +1,3 @@
-"""Settings of a model are honoured or refused by name, and its layout names what makes bits differ."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -85,7 +83,6 @@ def test_float16_is_for_cuda(device, copy):
 
 
 def test_an_end_token_outside_the_vocabulary_is_dropped(copy):
-    """The sampler has no logit to forbid for it, and it ends nothing."""
     (copy / "generation_config.json").unlink()
     device = serve(edit(copy, eos_token_id=[-1, 7, tiny.VOCAB]), dtype="float32")
     assert device.eos_token_ids == {7}
@@ -141,7 +138,6 @@ def test_a_layout_differs_with_the_weights(llama, tmp_path):
 
 
 def test_a_layout_differs_with_any_tensor(tmp_path):
-    """Of 8 MB, one number in the middle."""
     folder = tiny.save(tiny.config("llama", vocab_size=16384), tmp_path)
     before = serve(folder).layout
 

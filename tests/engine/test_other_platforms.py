@@ -1,4 +1,4 @@
-"""The engine on a platform without kernels, and with a build of torch without oneDNN, as on macOS."""
+"""Without kernels, and with a build of torch without oneDNN, as on macOS."""
 
 from __future__ import annotations
 

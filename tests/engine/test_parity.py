@@ -1,5 +1,3 @@
-"""Parity: the tokens of transformers' ``generate``, for every architecture, in any chunking and batch."""
-
 from __future__ import annotations
 
 import json
@@ -28,10 +26,9 @@ from tests.engine import tiny
 pytestmark = pytest.mark.slow
 
 COUNT = 12
-"""Tokens written for each prompt."""
 
 NARROW = 1e-4
-"""Margin between the two likeliest tokens below which rounding may choose either."""
+"""Margin of the two likeliest tokens below which rounding may choose either."""
 
 PROMPTS = {f"p{length}": tiny.prompt(length, length) for length in (1, 5, 37, 90)}
 BUDGETS = {"1": 1, "7": 7, "64": 64, "unlimited": 4096}
@@ -39,7 +36,6 @@ QUICK = {"llama", "mistral", "gemma2", "gpt2", "gpt_oss", "qwen2_moe"}
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in tiny.SERVED]
 
 ROOM = 4 << 20
-"""Bytes of KV that hold all prompts of these tests at once."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,13 +48,11 @@ def _one_thread() -> Iterator[None]:
 
 @dataclass
 class Tally:
-    """How often an engine's tokens were compared, and where they first differed."""
-
     compared: int = 0
     narrow: list[str] = field(default_factory=list)
 
     def compare(self, label: str, ours: Sequence[int], theirs: tiny.Written) -> None:
-        """Equal up to a first difference that the reference itself all but could not decide."""
+        """Equal up to a first difference at which the reference's margin is narrow."""
         self.compared += 1
         assert len(ours) == len(theirs.tokens), label
         for position, (one, other) in enumerate(zip(ours, theirs.tokens, strict=True)):
@@ -71,7 +65,6 @@ class Tally:
 
 @pytest.fixture(scope="module")
 def tally(record_testsuite_property: Callable[[str, object], None]) -> Iterator[Tally]:
-    """Counts over the module how often rounding decided a token, which must be rare."""
     counted = Tally()
     yield counted
     record_testsuite_property("parity_sequences", counted.compared)
@@ -83,8 +76,6 @@ def tally(record_testsuite_property: Callable[[str, object], None]) -> Iterator[
 
 @dataclass
 class Subject:
-    """A checkpoint, the output of transformers, and a device that serves it."""
-
     name: str
     folder: Path
     model: PreTrainedModel
@@ -97,7 +88,6 @@ class Subject:
 
 @pytest.fixture(scope="module")
 def subjects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
-    """Each architecture, saved, loaded and generated with once."""
     made: dict[str, Subject] = {}
 
     def subject(name: str) -> Subject:
@@ -130,7 +120,6 @@ def all_prompts(**options) -> list[Request]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_reference_output_is_worth_comparing(name, subjects):
-    """Logits spread by about 1, and neither one token for ever nor the same whatever the prompt."""
     subject = subjects(name)
     assert 0.8 < tiny.spread(subject.model, torch.tensor([PROMPTS["p90"]])) < 1.25
     assert len({token for written in subject.written.values() for token in written.tokens}) > 8
@@ -149,7 +138,7 @@ def test_any_chunking_generates_the_tokens_of_generate(name, budget, subjects, t
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_torch_backend_generates_the_tokens_of_generate(name, subjects, tally):
-    """What runs on CUDA: nothing packed, nothing compiled by us, attention in torch's operations."""
+    """As on CUDA: nothing packed or compiled, attention in torch's operations."""
     subject, backend = subjects(name), TorchBackend(torch.device("cpu"))
     source, layout = checkpoint.open(str(subject.folder)), subject.device.store.layout
     model = source.read(torch.float32, torch.device("cpu"))
@@ -186,7 +175,6 @@ def test_a_cached_prefix_generates_the_tokens_of_generate(name, subjects, tally)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_preemption_and_recomputation_generate_the_tokens_of_generate(name, subjects, tally):
-    """Five sequences that do not fit together: some are preempted and resume."""
     subject = subjects(name)
     device = load(
         ModelConfig(
@@ -231,7 +219,6 @@ def test_bf16_generates_in_a_batch_what_it_generates_alone(name, subjects):
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt2"])
 def test_bf16_follows_generate_where_it_is_sure(name, subjects):
-    """Teacher-forced, so that one difference does not hide the rest: most of the likeliest tokens agree."""
     subject = subjects(name)
     device = load(ModelConfig(str(subject.folder), dtype="bfloat16", device="cpu", kv_bytes=ROOM))
     tokens = tiny.prompt(100, 5)
@@ -270,7 +257,6 @@ def test_a_vision_tower_is_freed(name, tower, subjects):
 
 
 def test_longrope_is_frozen_by_the_served_context_length(subjects):
-    """Within the original positions the short factors hold, for generate and for us; beyond them the long ones."""
     folder = subjects("phi3_longrope").folder
     short = load(ModelConfig(str(folder), dtype="float32", device="cpu", kv_bytes=ROOM, context_length=64))
     moving = tiny.reference(folder)
@@ -282,7 +268,7 @@ def test_longrope_is_frozen_by_the_served_context_length(subjects):
 
 
 def test_dynamic_scaling_is_frozen_by_the_served_context_length(subjects, tmp_path):
-    """As far as the checkpoint was made for it is none; four times as far it is, for any length, another base."""
+    """No scaling up to the checkpoint's own length; at four times that, another base for any length."""
     subject = subjects("llama_dynamic_rope")
     short = load(ModelConfig(str(subject.folder), dtype="float32", device="cpu", kv_bytes=ROOM))
     assert (short.context_length, subject.device.context_length) == (tiny.CONTEXT_LENGTH // 4, tiny.CONTEXT_LENGTH)
@@ -316,7 +302,6 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
     ids=str,
 )
 def test_a_scaled_context_is_served_to_its_end(scaling, positions, default, longest, tmp_path):
-    """Twelve tokens after a prompt that ends near the end of the scaled context, as ``generate`` gives them."""
     made = tiny.config("llama", rope_parameters=dict(scaling), max_position_embeddings=positions)
     folder = tiny.save(made, tmp_path)
     source = checkpoint.open(str(folder))

@@ -1,5 +1,3 @@
-"""What sampling keeps of a sequence: the same from whatever point it is counted, and one token's work a step."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -32,7 +30,6 @@ PENALTIES = SamplingParams(
 def test_counts_do_not_depend_on_how_the_tokens_came(
     tokens: list[int], prompt_len: int, with_prompt: bool, data: st.DataObject
 ) -> None:
-    """In any pieces, also after the sequence was made shorter."""
     counts = TokenCounts(prompt_len, with_prompt=with_prompt)
     for length in data.draw(st.lists(st.integers(0, len(tokens)), max_size=6)):
         counts.update(tokens, length)
@@ -43,8 +40,6 @@ def test_counts_do_not_depend_on_how_the_tokens_came(
 
 
 class Read(Sequence[int]):
-    """Tokens that count how many of them are read."""
-
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
         self.reads = 0
@@ -64,7 +59,6 @@ class Read(Sequence[int]):
 
 @pytest.mark.parametrize("length", [10, 32_000])
 def test_the_work_of_a_step_does_not_grow_with_the_tokens(length: int) -> None:
-    """Once the tokens that a sequence came with are counted, a step reads the new one alone."""
     prompt = [at % 20 for at in range(length)]
     request = Request("r", tuple(prompt), sampling=PENALTIES)
     tokens, state = Read(prompt), SamplerState(request)
@@ -100,8 +94,6 @@ def outputs(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]
 
 
 class Bias(dict[int, float]):
-    """A logit bias that counts how often it is read."""
-
     reads = 0
 
     def __iter__(self) -> Iterator[int]:
@@ -120,7 +112,6 @@ class Bias(dict[int, float]):
 def test_an_engine_keeps_the_counts_and_the_bias_of_a_sequence(
     device: ModelDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It counts each token once, whatever the number of steps, and reads the request's bias no more often."""
     counted = 0
     add = TokenCounts._add
 
@@ -163,7 +154,6 @@ def test_an_imported_sequence_keeps_its_penalties(device: ModelDevice) -> None:
 
 @pytest.mark.parametrize("written", [1, 7, 19])
 def test_an_adopted_sequence_keeps_its_penalties(device: ModelDevice, written: int) -> None:
-    """Its output so far comes with the request, and counts as output."""
     request = penalised()
     expected = outputs(engine_on(device), [request])["r"]
     adopted = dataclasses.replace(

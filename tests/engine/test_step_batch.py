@@ -1,5 +1,3 @@
-"""The rows of a step as arrays: compiled and in numpy alike, and what the arrays promise."""
-
 from __future__ import annotations
 
 from array import array
@@ -40,7 +38,6 @@ compiled = pytest.mark.skipif(KERNELS is None, reason="no compiled kernels here"
 
 @st.composite
 def any_row(draw: st.DrawFn, groups: int) -> Row:
-    """Of a sequence somewhere in the middle, single tokens often; it may hold more blocks than it needs yet."""
     tokens = draw(st.lists(st.integers(0, 2**40), min_size=1, max_size=20))
     end = draw(st.integers(1, len(tokens)))
     start = draw(st.one_of(st.just(end - 1), st.integers(0, end - 1)))

@@ -1,5 +1,3 @@
-"""Steps are filled by predicted seconds: prompts get what decodes leave, and always progress."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from decant.engine.costs import StepCostModel
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidConfig
-from decant.engine.scheduler import DECODE_STRETCH_FACTOR, PREFILL_ONLY_FACTOR, PROMPT_LOGPROB_CHUNK, Limits
+from decant.engine.scheduler import PROMPT_LOGPROB_CHUNK, STRETCH_FACTOR, Limits
 from tests.engine.factories import BLOCK, make_request, prompt, run
 from tests.engine.properties import nothing_is_held
 from tests.engine.timed import Timed
@@ -29,13 +27,12 @@ def make(costs: StepCostModel = COSTS, *, budget: int = 512, slower: float = 1.0
 
 
 def begin(engine: Engine, device: Timed, decodes: int) -> None:
-    """Add sequences that decode to the end of the test; then drop the plans so far."""
+    """Add sequences that decode to the end of the test; drop the plans so far."""
     run(engine, *(make_request(f"d{n}", prompt(4, n + 1), 1500) for n in range(decodes)), steps=decodes + 1)
     device.plans.clear()
 
 
 def chunks(device: Timed, id: str) -> list[int]:
-    """The tokens of a sequence's prompt in each step that had some."""
     rows = [row for plan in device.plans for row in plan.rows if row.request.id == id]
     return [row.end - row.start for row in rows if row.start < row.request.prompt_len]
 
@@ -62,12 +59,19 @@ def test_a_long_prompt_keeps_answers_waiting_no_longer_than_a_step(decodes: int)
     assert all(later < sooner for sooner, later in pairwise(sizes)), sizes
 
 
-def test_prefill_only_steps_have_more_time_within_a_limit() -> None:
+def test_a_step_of_prompts_alone_keeps_the_limit() -> None:
     engine, device = make(StepCostModel(token=0.002, pair=2e-6), budget=2048)
     engine.add(make_request("long", prompt(1800, 50), 1))
     until_written(engine, "long")
     seconds = [device.costs.seconds(plan.work) for plan in device.plans]
-    assert STEP < max(seconds) <= PREFILL_ONLY_FACTOR * STEP
+    assert 0.9 * STEP < max(seconds) <= STEP
+
+
+def test_prompts_fill_a_step_whose_fixed_cost_is_above_the_limit() -> None:
+    engine, device = make(StepCostModel(fixed=4 * STEP, token=0.01), budget=2048)
+    engine.add(make_request("long", prompt(1800, 50), 1))
+    until_written(engine, "long")
+    assert chunks(device, "long")[0] == pytest.approx((STRETCH_FACTOR - 1) * 4 * STEP / 0.01, abs=1)
 
 
 def test_the_token_budget_caps_what_would_fit_in_the_time() -> None:
@@ -91,19 +95,18 @@ def test_prompts_progress_by_a_block_beside_slow_decodes(prompts: int) -> None:
 
 
 def test_prompts_beside_many_decodes_get_longer_than_those() -> None:
-    """However long that is: a machine on which decodes alone fill a step would read its prompts for ever."""
     costs = StepCostModel(fixed=0.5, token=0.01)
     engine, device = make(costs)
     begin(engine, device, 5)
     engine.add(make_request("long", prompt(1000, 50), 1))
     until_written(engine, "long")
     decodes = 0.5 + 5 * 0.01
-    assert chunks(device, "long")[0] == pytest.approx((DECODE_STRETCH_FACTOR - 1) * decodes / costs.token, abs=1)
-    assert max(costs.seconds(plan.work) for plan in device.plans) <= DECODE_STRETCH_FACTOR * decodes * 1.001
+    assert chunks(device, "long")[0] == pytest.approx((STRETCH_FACTOR - 1) * decodes / costs.token, abs=1)
+    assert max(costs.seconds(plan.work) for plan in device.plans) <= STRETCH_FACTOR * decodes * 1.001
 
 
 def test_no_sequence_overtakes_a_prompt_cut_by_time() -> None:
-    """Behind its long context a token costs more than what is left; at the beginning of another prompt it would not."""
+    """A token costs more than what is left after its long context, but not at the start of another prompt."""
     engine, device = make(StepCostModel(token=0.001, pair=1e-4))
     begin(engine, device, 1)
     engine.add(make_request("first", prompt(1000, 50), 1))
@@ -133,11 +136,10 @@ def test_a_device_slower_than_measured_is_learnt() -> None:
     predictor = engine.scheduler.predictor
     for plan, took in zip(device.plans[-10:], seconds[-10:], strict=True):
         assert predictor.seconds(plan.decodes, plan.prompts) == pytest.approx(took, rel=0.1)
-        assert took <= 1.1 * max(STEP, DECODE_STRETCH_FACTOR * predictor.seconds(plan.decodes))
+        assert took <= 1.1 * max(STEP, STRETCH_FACTOR * predictor.seconds(plan.decodes))
 
 
 def test_decodes_that_were_measured_far_too_slow_do_not_keep_prompts_from_going_on() -> None:
-    """Costs measured on a busy machine: no fixed part, and many times too much."""
     engine, device = make(StepCostModel(token=0.07, logits=0.2))
     device.truth = COSTS
     begin(engine, device, 4)
@@ -167,9 +169,7 @@ def test_with_any_costs_all_sequences_end_and_every_step_keeps_both_limits(
     for plan in device.plans:
         assert plan.num_tokens <= budget
         decodes = plan.decodes.tokens
-        allowed = (
-            max(STEP, DECODE_STRETCH_FACTOR * costs.seconds(plan.decodes)) if decodes else PREFILL_ONLY_FACTOR * STEP
-        )
+        allowed = max(STEP, STRETCH_FACTOR * costs.seconds(plan.decodes))
         assert plan.num_tokens - decodes <= BLOCK or costs.seconds(plan.work) <= allowed * 1.001
 
 

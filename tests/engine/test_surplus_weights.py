@@ -1,5 +1,3 @@
-"""Which unexpected tensors of a checkpoint count as surplus."""
-
 from __future__ import annotations
 
 import pytest

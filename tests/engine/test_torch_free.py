@@ -1,5 +1,3 @@
-"""The engine core runs without torch; its small functions."""
-
 from __future__ import annotations
 
 import itertools
@@ -81,7 +79,7 @@ def test_a_draw_is_strictly_between_0_and_1_and_repeatable(seed: int, index: int
 
 
 def test_draws_are_pinned() -> None:
-    """An output started by one release is continued by another."""
+    """Another release may continue an output."""
     arguments = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**64 - 1, 2**32 - 1, 2**40)]
     assert [counter_uniform(*each) for each in arguments] == PINNED
 
@@ -141,7 +139,6 @@ def test_the_chain_of_a_sequence_grows_with_it() -> None:
 @settings(deadline=None, max_examples=150)
 @given(st.integers(0, 10**6), st.integers(-1000, 1000), st.integers(-1000, 1000), st.integers(1, 10**6))
 def test_a_level_of_priority_is_worth_a_fixed_number_of_steps(step: int, mine: int, other: int, later: int) -> None:
-    """Who came ``later`` goes first only when its priority is worth more than the steps between."""
     first, second = priority_key(step, 1, mine), priority_key(step + later, 2, other)
     assert (second < first) is ((other - mine) * STEPS_PER_PRIORITY > later)
 
@@ -155,14 +152,13 @@ def test_equal_priorities_run_first_come_first_served() -> None:
 
 
 def distribution(device: FakeDevice, **sampling: Any) -> Counter[int]:
-    """Tokens that many seeds draw after one prompt."""
     requests = [make_request("a", 5, 1, sampling=SamplingParams(seed=seed, **sampling)) for seed in range(3000)]
     rows = tuple(Row(request, request.token_ids, 0, 5, (array("i", [0, 1]),), True) for request in requests)
     return Counter(token for token in device.run(StepPlan(rows, 5 * len(rows))).sampled if token is not None)
 
 
 def exact(temperature: float = 1.0, keep: int = CANDIDATES) -> list[float]:
-    """Shares of the ranks, the likeliest first: each has half the weight of the one before."""
+    """Shares of the ranks: each has half the weight of the one before."""
     weights = [math.exp(-rank * math.log(2) / temperature) for rank in range(keep)]
     return [weight / sum(weights) for weight in weights]
 
@@ -203,7 +199,6 @@ def test_a_fake_distribution_names_distinct_tokens_of_the_vocabulary(total: int,
 
 @pytest.mark.parametrize("slot", range(10))
 def test_a_flipped_byte_in_a_held_block_changes_the_fakes_next_tokens(slot: int) -> None:
-    """Whichever byte that the sequence can see."""
     undisturbed = run(make_engine(), make_request("a", 10))["a"].text
     engine = make_engine()
     engine.add(make_request("a", 10))
@@ -228,7 +223,6 @@ def test_the_fakes_output_depends_on_every_token_and_its_position() -> None:
 
 
 def variants() -> list[tuple[int, ...]]:
-    """One prompt, its neighbours by one token, and its rotations."""
     base = prompt(6)
     changed = [(*base[:at], base[at] + 1, *base[at + 1 :]) for at in range(6)]
     return [base, *changed, *((*base[at:], *base[:at]) for at in range(1, 6)), base[:5]]

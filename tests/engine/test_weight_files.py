@@ -1,5 +1,3 @@
-"""Checks of a model folder's files without torch."""
-
 from __future__ import annotations
 
 import json
@@ -19,7 +17,6 @@ from decant.engine.errors import ModelRefused
 def make(
     folder: Path, config: Any = None, dtype: str = "BF16", tensor: str = "model.norm.weight", **header: Any
 ) -> Path:
-    """A folder with one tensor of four bytes."""
     entry = {"dtype": dtype, "shape": [2], "data_offsets": [0, 4], **header}
     encoded = json.dumps({tensor: entry}).encode()
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | (config or {})))

@@ -1,5 +1,3 @@
-"""Weight formats: another way of storing weights plugs in at one place, and is converted tensor by tensor."""
-
 from __future__ import annotations
 
 import json
@@ -27,8 +25,6 @@ METHOD, SCALE = "int8-rows", ".weight_scale"
 
 
 class Int8Row:
-    """A matrix stored as int8 with a scale per row."""
-
     def __init__(self, owner: Int8Rows, file: Any, name: str) -> None:
         self._owner, self._file, self._name = owner, file, name
 
@@ -42,8 +38,6 @@ class Int8Row:
 
 
 class Int8Rows:
-    """The format of this test: int8 matrices with scales beside tensors that are stored as they are."""
-
     def __init__(self) -> None:
         self.converted: list[str] = []
         self.lock = threading.Lock()
@@ -75,7 +69,6 @@ def int8(monkeypatch: pytest.MonkeyPatch) -> Int8Rows:
 
 
 def quantize(folder: Path) -> None:
-    """Store the projections of a checkpoint as int8."""
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if name.endswith("_proj.weight"):
@@ -91,7 +84,6 @@ def quantize(folder: Path) -> None:
 
 
 def dequantize(folder: Path) -> None:
-    """The same weights as a plain checkpoint."""
     stored = load_file(folder / "model.safetensors")
     tensors = {name: tensor for name, tensor in stored.items() if not name.endswith(SCALE)}
     for name in list(tensors):

@@ -1,5 +1,3 @@
-"""A digest covers every byte of a weight file, and is read again only when the file may have changed."""
-
 from __future__ import annotations
 
 import os
@@ -92,7 +90,6 @@ def test_without_a_writable_cache_a_file_is_read_each_time(weights, reads, monke
 
 
 def test_a_crash_while_a_digest_is_kept_leaves_no_file_but_the_kept_one(weights, reads):
-    """The file system fails at the first write, and the process ends at once."""
     child = os.fork()
     if child == 0:
         limit = 0  # bytes of a file that may be written: SIGXFSZ ends the process
@@ -115,7 +112,7 @@ def test_a_kept_digest_that_is_broken_or_of_another_file_is_read_again(content, 
 
 
 def test_the_digest_of_a_just_written_file_is_not_cached(weights, reads, monkeypatch):
-    """A second write in the same tick of the file system's clock would leave the same times."""
+    """A second write in the same tick of the clock would leave the same times."""
     monkeypatch.setattr(weight_hash, "SETTLED_NS", 3600 * 10**9)
     digest_files([weights, weights])
     digest_files([weights])

@@ -1,5 +1,3 @@
-"""Weights that don't fit config.json are refused by their headers, and only those that transformers refuses too."""
-
 from __future__ import annotations
 
 import json
@@ -41,6 +39,7 @@ def read_by_transformers(folder: Path) -> None:
     Checkpoint(str(folder), None, config).read(torch.float32, torch.device("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(LLAMA_SHAPED))
 def test_a_configuration_of_other_sizes_is_refused_by_headers_and_by_transformers(kind: str, tmp_path: Path) -> None:
     folder = made(kind, tmp_path)

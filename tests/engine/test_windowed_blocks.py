@@ -1,5 +1,3 @@
-"""Blocks of layers that see a window, alone and beside full layers: freed behind it, and the output stays the same."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -55,7 +53,7 @@ def held_by_group(engine: Engine, id: str) -> list[int]:
 
 @pytest.mark.parametrize("windows", KINDS)
 def test_a_long_sequence_holds_a_window_of_blocks(windows: Windows) -> None:
-    """In a pool of just as many blocks as a sequence of the context length has at once, and one more of each group."""
+    """The pool holds one sequence of the context length, plus one block of each group."""
     request = make_request(tokens=60, max_tokens=24)
     most = sum(24 if window == FULL else HELD_AT_ONCE for window in windows)
     engine, log, held = engine_of(windows, most + len(windows)), OutputLog(), [0] * len(windows)
@@ -101,7 +99,6 @@ def test_a_full_model_frees_nothing_before_the_end() -> None:
 
 @pytest.mark.parametrize("windows", [(SLIDING,), MIXED])
 def test_a_prefix_hit_needs_what_later_tokens_see(windows: Windows) -> None:
-    """All blocks of full attention, and of a window those of the last one."""
     engine = engine_of(windows, num_blocks=64)
     request = make_request("a", tokens=48, max_tokens=2)
     first = run(engine, request)
@@ -180,6 +177,7 @@ def test_a_handoff_sends_what_the_last_token_sees() -> None:
             assert engine.load().held_blocks == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", GROUPS)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_scripts_over_groups(seed: int, windows: Windows) -> None:

@@ -1,5 +1,3 @@
-"""A device with a clock of its own."""
-
 from __future__ import annotations
 
 from decant.engine.costs import StepCostModel

@@ -1,8 +1,4 @@
-"""Tiny random checkpoints of many architectures, and the output of transformers with them.
-
-Weights are drawn so that logits spread by about 1 and the next token depends on what came before: with weights as
-small as a fresh model's, a wrong attention would go unnoticed.
-"""
+"""Tiny random checkpoints of many architectures, and transformers' output with them."""
 
 from __future__ import annotations
 
@@ -222,7 +218,7 @@ SERVED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def config(name: str, **changes: Any) -> PreTrainedConfig:
-    """The configuration of an entry of SERVED, or of a plain model type. A change to ``...`` leaves an entry out."""
+    """Of an entry of SERVED or of a model type. A change to ``...`` leaves an entry out."""
     kind, own = SERVED.get(name, (name, {}))
     base = {} if "text_config" in own else _BASE
     entries = {**base, **own, **changes}
@@ -234,12 +230,11 @@ def _auto_class(made: PreTrainedConfig) -> Any:
 
 
 def kinds() -> list[str]:
-    """Every model type that transformers has a causal model for."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def save(made: PreTrainedConfig, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """A checkpoint with random weights of this configuration, as safetensors in ``folder``."""
+    """With random weights, as safetensors."""
     torch.manual_seed(seed)
     model = _auto_class(made).from_config(made, attn_implementation="eager", dtype=torch.float32)
     enliven(model, seed)
@@ -250,10 +245,10 @@ def save(made: PreTrainedConfig, folder: Path, *, seed: int = 0, dtype: torch.dt
 
 @torch.no_grad()
 def enliven(model: PreTrainedModel, seed: int = 0) -> None:
-    """Weights of about the size that keeps every layer's output as large as its input, logits of spread 1.
+    """Draw weights that keep each layer's output as large as its input, and logits of spread 1: with a fresh model's
+    small weights a wrong attention would go unnoticed.
 
-    A tied table is drawn small and the last norm large: otherwise a token's own embedding drowns what the layers
-    say, and the likeliest next token is the last one again.
+    A tied table is drawn small and the last norm large; otherwise the likeliest next token is the last one again.
     """
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
@@ -273,7 +268,6 @@ def enliven(model: PreTrainedModel, seed: int = 0) -> None:
 
 
 def _last_norm(model: PreTrainedModel, tokens: torch.Tensor) -> Any:
-    """The module with a vector of weights that is called last."""
     called: list[nn.Module] = []
     norms = [m for m in model.modules() if isinstance(w := getattr(m, "weight", None), torch.Tensor) and w.dim() == 1]
     hooks = [norm.register_forward_hook(lambda module, *_: called.append(module)) for norm in norms]
@@ -284,7 +278,6 @@ def _last_norm(model: PreTrainedModel, tokens: torch.Tensor) -> Any:
 
 
 def spread(model: PreTrainedModel, tokens: torch.Tensor) -> float:
-    """Standard deviation of a model's logits."""
     evaluated: Any = model.eval()
     with torch.no_grad():
         return float(evaluated(input_ids=tokens, use_cache=False).logits.std().clamp(min=1e-6))
@@ -297,21 +290,20 @@ def _vocabulary(model: PreTrainedModel) -> int:
 
 
 def prompt(length: int, seed: int, vocabulary: int = VOCAB - 8) -> tuple[int, ...]:
-    """Random tokens, the same for the same seed whatever the length."""
+    """Random; depends on ``seed``, and shorter prompts are prefixes of longer ones."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(vocabulary, (1024,), generator=generator)[:length].tolist())
 
 
 @dataclass(frozen=True)
 class Written:
-    """Output of ``generate``: tokens, and the margin of the best over the second best at each."""
+    """Tokens, and the margin of the best over the second best at each."""
 
     tokens: tuple[int, ...]
     margins: tuple[float, ...]
 
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The checkpoint in transformers' own hands."""
     kind = _auto_class(AutoConfig.from_pretrained(folder))
     model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     model.eval()
@@ -321,7 +313,6 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMod
 
 @torch.no_grad()
 def generate(model: Any, tokens: Sequence[int], count: int) -> Written:
-    """Greedy ``generate`` of ``count`` tokens, whatever they are."""
     out = model.generate(
         torch.tensor([tokens]),
         attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
@@ -336,20 +327,18 @@ def generate(model: Any, tokens: Sequence[int], count: int) -> Written:
 
 @dataclass
 class Run:
-    """Output of an engine by request id, and its steps."""
-
     tokens: dict[str, list[int]]
     reasons: dict[str, str]
     steps: list[StepOutput]
 
 
 def greedy(id: str, tokens: Sequence[int], count: int, **options: Any) -> Request:
-    """A request for ``count`` tokens, whatever they are."""
+    """Ignores end tokens."""
     return Request(id, tuple(tokens), stop=StopParams(max_tokens=count, ignore_eos=True), **options)
 
 
 def run(engine: Engine, requests: Sequence[Request], *, cancel: Mapping[int, str] | None = None) -> Run:
-    """Add all and step to the end; ``cancel``: step -> ids to cancel before it. Checks the pool at the end."""
+    """``cancel``: step -> ids to cancel before it. Checks the pool at the end."""
     done = Run({request.id: [] for request in requests}, {}, [])
     for request in requests:
         engine.add(request)

@@ -1,1 +1,0 @@
-"""The handoff: two engines, one fetch, and every fault on the way."""

@@ -1,5 +1,3 @@
-"""Senders and receivers with torch-free engines, and the transports between them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -31,7 +29,7 @@ Cost = Callable[[StepPlan], float] | None
 
 
 class Worker:
-    """An engine on its thread with both ends of a handoff; ``tokens`` by sequence."""
+    """``tokens``: output by sequence."""
 
     def __init__(
         self,
@@ -90,7 +88,7 @@ class Worker:
         return self.tokens.get(id, [])
 
     async def offer(self, request: Request) -> wire.Ticket:
-        """Take a prompt up as a prefill worker does, and give a ticket for its cache."""
+        """Take a prompt up as a prefill worker does; return a ticket for its cache."""
         run = wire.Run(request=request.id, epoch=1, attempt=1)
         ticket = wire.Ticket(run=run, sender=self.peer, layout=LAYOUT, salt=request.salt, tokens=len(request.token_ids))
         issued = self.sender.issue(ticket, request.id, request.prompt_len)
@@ -106,7 +104,6 @@ class Worker:
         return (await self.loop.call(lambda engine: engine.load())).held_blocks
 
     async def emptied(self) -> None:
-        """Wait until no block is held; look ten times a second, for a lease ends without any event here."""
         for _ in range(200):
             if not await self.held():
                 return
@@ -125,11 +122,11 @@ def ask(id: str = "r", length: int = 30, wanted: int = 10, seed: int = 0) -> Req
 
 
 Tamper = Callable[[wire.FetchResponse], list[wire.FetchResponse]]
-"""What becomes of a message on its way: itself, another, several or none."""
+"""Replaces a message by none, itself, another or several."""
 
 
 class Wire:
-    """``KvSource`` in one process: a sender behind messages that are serialised, and tampered with on request."""
+    """A sender in one process; its messages are serialized and may be tampered with."""
 
     def __init__(self, sender: KvSender, tamper: Tamper = lambda message: [message]) -> None:
         self._sender = sender
@@ -147,7 +144,6 @@ class Wire:
 
 
 async def alone(request: Request, windows: tuple[Window, ...] = (FULL,)) -> list[int]:
-    """What a request writes on one engine from beginning to end."""
     async with Worker("alone", blocks=64 * len(windows), windows=windows) as worker:
         await worker.loop.call(lambda engine: engine.add(request))
         return await worker.finished(request.id)

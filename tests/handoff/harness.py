@@ -1,23 +1,27 @@
-"""A handoff between two workers in one process, directly or over gRPC."""
-
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+import asyncio
+import ctypes
+import importlib.util
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 
 import grpc
 import pytest
 
+from decant.engine.plan import BlockMemory
 from decant.engine.request import Request
+from decant.handoff.memory_reads import MemoryAgent, MemoryReads
+from decant.handoff.nixl_agent import NixlAgent
 from decant.handoff.service import KvSourceService
 from decant.handoff.transport import GrpcTransport, KvSource
+from decant.protos import worker_pb2 as wire
 from tests.handoff.factories import Tamper, Wire, Worker
 
 Transport = Callable[[Worker], AbstractAsyncContextManager[KvSource]]
 
 
 async def hand_over(sender: Worker, receiver: Worker, request: Request, tamper: Tamper | None = None) -> Wire:
-    """From the prompt on the sender to a running sequence on the receiver."""
     ticket = await sender.offer(request)
     arrival = await receiver.room(request)
     source = Wire(sender.sender, tamper) if tamper else Wire(sender.sender)
@@ -48,4 +52,74 @@ def connect(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address)
 
 
-TRANSPORTS = pytest.mark.parametrize("transport", [direct, grpc_source])
+class LocalAgent:
+    """A ``MemoryAgent`` for senders in this process."""
+
+    def __init__(self, blocks: BlockMemory) -> None:
+        self.memory = wire.BlockMemory(agent=b"local", address=blocks.address, bytes=blocks.nbytes)
+        self.readers: list[LocalReader] = []
+
+    def open(self, memory: wire.BlockMemory) -> LocalReader:
+        self.readers.append(LocalReader(memory.address))
+        return self.readers[-1]
+
+
+class LocalReader:
+    """``gate``: reads wait for it. ``count``: bytes read."""
+
+    def __init__(self, address: int) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.count = 0
+        self.closed = False
+        self._address = address
+
+    async def read(self, parts: Sequence[range]) -> memoryview:
+        assert not self.closed
+        await self.gate.wait()
+        data = b"".join(ctypes.string_at(self._address + part.start, len(part)) for part in parts)
+        self.count += len(data)
+        return memoryview(data)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Messages:
+    """A transport of messages to one sender."""
+
+    memory = None
+
+    def __init__(self, source: Wire) -> None:
+        self._source = source
+
+    def source(self, _: str) -> Wire:
+        return self._source
+
+
+def reads(sender: Worker, agent: MemoryAgent, tamper: Tamper = lambda message: [message]) -> MemoryReads:
+    """A transport that reads ``sender`` through ``agent``."""
+    return MemoryReads(Messages(Wire(sender.sender, tamper)), agent, sender.shape)
+
+
+@asynccontextmanager
+async def local_memory(sender: Worker) -> AsyncIterator[KvSource]:
+    agent = LocalAgent(sender.engine.device.block_memory)
+    sender.sender.memory = agent.memory
+    yield reads(sender, agent).source("p")
+    assert any(reader.count for reader in agent.readers)
+
+
+@asynccontextmanager
+async def nixl_memory(sender: Worker) -> AsyncIterator[KvSource]:
+    """An agent for each end."""
+    blocks = sender.engine.device.block_memory
+    async with aclosing(NixlAgent("p", blocks, 1)) as owner, aclosing(NixlAgent("d", blocks, 1 << 20)) as reader:
+        sender.sender.memory = owner.memory
+        yield reads(sender, reader).source("p")
+
+
+NEEDS_NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="the package nixl is not installed")
+TRANSPORTS = pytest.mark.parametrize(
+    "transport", [direct, grpc_source, local_memory, pytest.param(nixl_memory, marks=NEEDS_NIXL)]
+)

@@ -1,5 +1,3 @@
-"""A model with full and windowed layers is handed over group by group."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""A cache changes owner as a whole or not at all."""
-
 from __future__ import annotations
 
 import asyncio
@@ -36,7 +34,6 @@ async def test_a_handoff_generates_the_text_of_one_engine(transport: Transport, 
 
 @TRANSPORTS
 async def test_blocks_travel_while_the_prompt_is_still_being_computed(transport: Transport) -> None:
-    """The fetch is opened before the prompt is read, on a device whose steps take a while."""
     request = ask(length=64)
     async with Worker("p", cost=lambda _: 0.02) as sender, Worker("d") as receiver, transport(sender) as source:
         room = await receiver.room(request)
@@ -67,12 +64,12 @@ async def test_a_fetch_lasts_longer_than_a_lease_while_its_runs_are_acknowledged
 
 
 async def test_a_joined_sequence_does_not_wait_for_its_sender() -> None:
-    """The sender is notified meanwhile; only the end of the receiver waits for that."""
-    heard = asyncio.Event()
+    """Only the end of the receiver waits for notifying the sender."""
+    received = asyncio.Event()
 
     class Deaf(Wire):
         async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
-            await heard.wait()
+            await received.wait()
             await super().release(request, seconds)
 
     request = ask()
@@ -84,7 +81,7 @@ async def test_a_joined_sequence_does_not_wait_for_its_sender() -> None:
         assert await sender.held()
         closing = asyncio.create_task(receiver.receiver.close())
         assert not (await asyncio.wait([closing], timeout=0.05))[0]
-        heard.set()
+        received.set()
         async with asyncio.timeout(20):
             await closing
         assert [release.outcome for release in source.released] == [wire.ReleaseRequest.OUTCOME_OWNED]
@@ -154,13 +151,13 @@ async def test_channels_to_senders_are_closed_when_they_are_idle_and_never_in_a_
         for n in range(2):
             request = ask(f"r{n}")
             ticket, arrival = await sender.offer(request), await receiver.room(request)
-            with transport._borrow(address):  # another call
+            with transport.channels.borrow(address):  # another call
                 await receiver.receiver.receive(source, ticket, arrival)
                 await receiver.finished(f"r{n}")
                 await asyncio.sleep(0.2)
-                assert len(transport) == 1
+                assert len(transport.channels) == 1
             async with asyncio.timeout(60):
-                while len(transport):  # noqa: ASYNC110 - a channel's end has no event
+                while len(transport.channels):  # noqa: ASYNC110 - a channel's end has no event
                     await asyncio.sleep(0.02)
         assert len(opened) == 2
         assert all(channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN for channel in opened)

@@ -1,5 +1,3 @@
-"""A sender or receiver that is lost, silent or cancelled: what is held is freed, and the cause is reported."""
-
 from __future__ import annotations
 
 import asyncio
@@ -56,6 +54,7 @@ async def test_an_unreachable_sender_is_lost() -> None:
     await transport.close()
 
 
+@pytest.mark.slow
 async def test_a_silent_sender_is_lost_within_seconds() -> None:
     class Silent(Wire):
         async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[Received, None]:

@@ -1,5 +1,3 @@
-"""Blocks of any size survive packing into messages; changed messages are refused."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -45,7 +43,6 @@ def received(shape: TransferLayout, blocks: list[FilledBlock], run: wire.Run = R
 
 
 def taken(shape: TransferLayout, messages: Iterable[Received], run: wire.Run = RUN) -> dict[BlockAddress, bytes]:
-    """What a receiver has in the end: every block verified by its sum, as an arrival does it."""
     unpacker, found = Unpacker(run, shape), {}
     for message in messages:
         for block in unpacker.unpack(message.response.kv_chunk, message.data):
@@ -81,7 +78,6 @@ def test_a_message_has_a_maximum_number_of_tiny_blocks() -> None:
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_any_parser_reads_what_is_sent_and_any_writer_is_read(size: int) -> None:
-    """Protobuf's own parser and encoder on the other end."""
     shape = TransferLayout(16, size, layout=7)
     blocks = blocks_of(shape, 3, 2)
     plain = [wire.FetchResponse.FromString(message) for message in pack(RUN, shape, blocks)]
@@ -117,7 +113,6 @@ def test_a_wrong_length_is_no_message(at: int) -> None:
 
 
 def test_repeated_data_are_merged_as_protobuf_does() -> None:
-    """Of a field that is there twice the last one counts, wherever the data stand."""
     head = wire.FetchResponse(kv_chunk=wire.KvChunk(first_position=16, data=b"first"))
     twice = encode(head, [b"second"])
     assert bytes(decode(twice).data) == wire.FetchResponse.FromString(twice).kv_chunk.data == b"second"
@@ -226,7 +221,7 @@ def test_pieces_of_a_large_block_must_come_in_order_and_whole() -> None:
 
 @pytest.mark.parametrize(("size", "sums"), [(MESSAGE_BYTES, []), (5, []), (4, [1]), (5, [1, 2])])
 def test_a_block_ends_with_its_message_and_one_checksum(size: int, sums: list[int]) -> None:
-    """The third piece of a large block, five bytes and a sum, is another one that its sender meant to send."""
+    """The third piece of a LARGE block has five bytes and one checksum."""
     shape = TransferLayout(16, LARGE, layout=7)
     pieces = received(shape, blocks_of(shape, 0, 1))
     head = wire.KvChunk(offset=2 * MESSAGE_BYTES, block_checksums=sums)

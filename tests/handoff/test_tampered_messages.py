@@ -1,5 +1,3 @@
-"""A changed, missing, repeated or misplaced message of a fetch is refused, and all blocks are freed."""
-
 from __future__ import annotations
 
 import pytest
@@ -63,7 +61,6 @@ def forge_sum(message: wire.FetchResponse) -> list[wire.FetchResponse]:
 
 
 def another_run(message: wire.FetchResponse) -> list[wire.FetchResponse]:
-    """A message as an earlier attempt sent it."""
     if message.HasField("kv_chunk"):
         stale = wire.Run(request="r", epoch=1, attempt=0)
         shape = TransferLayout(4, 32, LAYOUT)
@@ -72,7 +69,6 @@ def another_run(message: wire.FetchResponse) -> list[wire.FetchResponse]:
 
 
 def double(message: wire.FetchResponse) -> list[wire.FetchResponse]:
-    """The first block's bytes where the last one's belong."""
     half = len(message.kv_chunk.data) // 2
     if half:
         message.kv_chunk.data = message.kv_chunk.data[:half] * 2
@@ -80,7 +76,6 @@ def double(message: wire.FetchResponse) -> list[wire.FetchResponse]:
 
 
 def swap(message: wire.FetchResponse) -> list[wire.FetchResponse]:
-    """Two halves in each other's place."""
     half = len(message.kv_chunk.data) // 2
     if half:
         message.kv_chunk.data = message.kv_chunk.data[half:] + message.kv_chunk.data[:half]
@@ -103,6 +98,7 @@ TAMPERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message_bytes", [MESSAGE_BYTES, 20])
 @pytest.mark.parametrize("tamper", TAMPERS)
 async def test_a_tampered_message_is_refused_and_everything_is_freed(tamper: Tamper, message_bytes: int) -> None:

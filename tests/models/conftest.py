@@ -1,4 +1,4 @@
-"""The committed model, loaded as a user does: by transformers, without network."""
+"""The committed model, loaded by transformers without network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def no_network() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:
-    """A second thread gains nothing on this small model and is slow while other tests use the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -50,6 +49,5 @@ def tokenizer(no_network: None) -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="package")
 def figures() -> dict[str, Any]:
-    """The figures that the training run recorded."""
     measured: dict[str, Any] = json.loads((models.path() / "figures.json").read_text())
     return measured

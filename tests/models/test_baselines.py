@@ -1,5 +1,3 @@
-"""The counting models are probability distributions with the expected values."""
-
 from __future__ import annotations
 
 import math
@@ -13,7 +11,7 @@ VOCAB = 6
 
 
 def make_stream(length: int = 400) -> np.ndarray:
-    """Tokens with structure: each often follows from the two before it."""
+    """Each token often follows from the two before it."""
     random = np.random.default_rng(1)
     stream = [0, 1]
     for _ in range(length):

@@ -1,5 +1,3 @@
-"""The committed folder is complete and small, and its card is accurate."""
-
 from __future__ import annotations
 
 import hashlib
@@ -7,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 import torch
 from safetensors import safe_open
 from transformers import LlamaForCausalLM
@@ -44,6 +43,7 @@ def test_the_model_is_a_small_llama_with_shared_key_value_heads(model, figures):
     assert json.loads((models.path() / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.slow
 def test_text_late_in_the_window_is_predicted_as_well_as_early(model, tokenizer):
     text = (models.path() / "excerpt.txt").read_text(encoding="utf-8")
     ids = tokenizer(text).input_ids

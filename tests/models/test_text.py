@@ -1,5 +1,3 @@
-"""Output of the committed model in float32, through transformers only."""
-
 from __future__ import annotations
 
 import ast
@@ -62,7 +60,6 @@ def last_complete_line(text: str) -> str:
 
 
 def function_alone(source: str) -> str:
-    """``source`` up to the end of its first function: the next line without indentation."""
     header, *rest = source.splitlines(keepends=True)
     for number, line in enumerate(rest):
         if line.strip() and not line[0].isspace():

@@ -1,5 +1,3 @@
-"""The committed tokenizer round-trips every text."""
-
 from __future__ import annotations
 
 import pytest
@@ -14,7 +12,7 @@ FAST = Tokenizer.from_file(str(models.path() / "tokenizer.json"))
 
 
 def byte_letters() -> dict[int, str]:
-    """The letter that stands for each byte in a byte-level vocabulary (Radford et al., 2019)."""
+    """Of a byte-level vocabulary (Radford et al., 2019)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -25,7 +23,7 @@ BYTES = {letter: byte for byte, letter in LETTERS.items()}
 
 
 def bytes_of(ids: list[int]) -> bytes:
-    """The bytes of tokens; a special token gives the bytes of its name."""
+    """A special token gives the bytes of its name."""
     pieces = (FAST.id_to_token(token) for token in ids)
     return bytes(BYTES[letter] for piece in pieces for letter in piece or "")
 
@@ -66,6 +64,7 @@ def test_any_bytes_come_back_as_latin_1_text(raw):
     assert FAST.decode(ids, skip_special_tokens=False).encode("latin-1") == raw
 
 
+@pytest.mark.slow
 @given(st.binary())
 @settings(max_examples=300, deadline=None)
 def test_any_bytes_have_tokens_though_they_are_no_text(raw):

@@ -1,5 +1,3 @@
-"""``decant.models.train`` is repeatable, resumable, and never uses held-out files."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""The command: what it prints, and what it refuses."""
-
 from __future__ import annotations
 
 import json
@@ -65,6 +63,7 @@ def test_a_profile_replaces_the_rates_and_is_accepted_again(tmp_path: Path) -> N
     assert plan(*arguments, "--calibrate", str(again)) == document
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_with_the_worker_s_own_calibration() -> None:
     document = plan(
         *("--model", str(models.path()), "--memory", "1G", "--prompt-tokens", "500", "--output-tokens", "100"),
@@ -109,6 +108,7 @@ def test_profiles_with_impossible_costs_are_refused(change: dict[str, object], t
     assert "--calibrate costs" in output
 
 
+@pytest.mark.slow
 def test_costs_of_each_pool_and_overheads_are_read_and_accepted_again(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     slow = {**COSTS, "token": 0.0004}

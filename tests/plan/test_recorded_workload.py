@@ -1,5 +1,3 @@
-"""Recorded workloads: their formats, their statistics, and what is refused."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The simulated deployment: against closed forms of queues, and what holds in every run."""
-
 from __future__ import annotations
 
 import math
@@ -26,7 +24,7 @@ SMALL = Room(memory=1 << 20, weights=0, kv_token=1 << 10, share=1.0)
 
 
 class Linear:
-    """A millisecond per prompt token; a step takes a millisecond and a tenth of one per sequence."""
+    """A millisecond per prompt token; a step takes a millisecond plus a tenth per sequence."""
 
     def prefill(self, tokens: float) -> float:
         return tokens / 1e3
@@ -36,8 +34,6 @@ class Linear:
 
 
 class ExponentialLengths:
-    """Mean 100; only what a simulation uses is defined."""
-
     low, high, mean, mean_square = 1, 10_000, 100.0, 20_000.0
 
     def mean_of(self, function: Callable[[float], float]) -> float:
@@ -71,6 +67,7 @@ def test_one_worker_with_exponential_prompts_is_the_queue_m_m_1() -> None:
     assert sum(each > 0 for each in waited) / len(waited) == pytest.approx(load, abs=0.03)
 
 
+@pytest.mark.slow
 def test_one_worker_with_equal_prompts_is_the_queue_m_d_1() -> None:
     load = 0.6
     waited = waits(simulate(Workload(Tokens(100, 100), ONE, rate=load / 0.1), SCENARIO))
@@ -80,8 +77,9 @@ def test_one_worker_with_equal_prompts_is_the_queue_m_d_1() -> None:
         assert waited[int(quantile * len(waited))] == pytest.approx(expected, rel=0.2, abs=0.01)
 
 
+@pytest.mark.slow
 def test_several_workers_are_between_one_shared_queue_m_d_c_and_a_queue_each() -> None:
-    """A router does not know how much of a running prompt is left, so placement is a little worse than M/D/c."""
+    """Routers do not know the rest of a running prompt, so placement is a little worse than M/D/c."""
     workers, rate, service = 4, 28.0, ServiceTime(0.1, 0.01, 0.001)
     scenario = replace(SCENARIO, prefill_workers=workers)
     waited = waits(simulate(Workload(Tokens(100, 100), ONE, rate=rate), scenario))
@@ -91,6 +89,7 @@ def test_several_workers_are_between_one_shared_queue_m_d_c_and_a_queue_each() -
         assert simulated < Wait(1, rate / workers, service).quantile(quantile) / 2
 
 
+@pytest.mark.slow
 def test_bursts_make_requests_wait_longer() -> None:
     workload = Workload(Tokens(100, 100), ONE, rate=5.0)
     calm, bursts = (waits(simulate(workload, replace(SCENARIO, burstiness=each))) for each in (1.0, 0.2))

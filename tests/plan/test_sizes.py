@@ -1,5 +1,3 @@
-"""Memory: the published figures of known models and devices."""
-
 from __future__ import annotations
 
 import json

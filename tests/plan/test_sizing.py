@@ -1,5 +1,3 @@
-"""Workers, latency and goodput: against closed forms, and against a queue that is simulated."""
-
 from __future__ import annotations
 
 import heapq
@@ -38,7 +36,7 @@ def pools() -> Pools:
 
 
 def waits(servers: int, rate: float, service: Tokens, seed: int = 1, arrivals: int = 60_000) -> list[float]:
-    """Sorted seconds that arrivals wait in a queue of uniform service times (milliseconds)."""
+    """Sorted seconds of waiting in a queue with uniform service times (milliseconds)."""
     rng, now, free, seconds = Random(seed), 0.0, [0.0] * servers, []
     for _ in range(arrivals):
         now += rng.expovariate(rate)

@@ -1,1 +1,0 @@
-"""The wire is typed, and says what it promises."""

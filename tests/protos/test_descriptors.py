@@ -1,5 +1,3 @@
-"""Both surfaces are typed throughout, and can grow without breaking those who speak them."""
-
 from collections.abc import Iterator
 
 import pytest
@@ -58,7 +56,6 @@ def test_every_enum_has_an_unspecified_zero(file: FileDescriptor) -> None:
 
 @FILES
 def test_every_message_is_used(file: FileDescriptor) -> None:
-    """By a method, by a field, or as a detail of an error."""
     used = {"decant.v1.ResumePoint"}
     for service in file.services_by_name.values():
         for method in service.methods:

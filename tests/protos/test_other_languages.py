@@ -1,5 +1,3 @@
-"""The folder of protos is all that a protoc needs, whatever language it compiles for."""
-
 from __future__ import annotations
 
 import shutil
@@ -17,20 +15,17 @@ PUBLIC = ("inference.proto", "google/rpc/status.proto", "google/rpc/error_detail
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Our .proto files alone, where no other include path is near."""
     shutil.copytree(PROTOS, tmp_path / "protos", ignore=shutil.ignore_patterns("*.py*", "__pycache__"))
     return tmp_path / "protos"
 
 
 def compile_in(folder: Path, *arguments: str) -> None:
-    """google/protobuf comes with every protoc, and with this one too."""
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{folder}", *arguments, *PUBLIC]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
 def test_every_language_s_compiler_gets_what_it_asks_for(folder: Path, tmp_path: Path) -> None:
-    """A descriptor set is what protoc passes to the generator of a language."""
     compile_in(folder, "--include_imports", f"--descriptor_set_out={tmp_path / 'set'}")
     files = {file.name: file for file in FileDescriptorSet.FromString((tmp_path / "set").read_bytes()).file}
     for name in PUBLIC:
@@ -62,7 +57,6 @@ def test_other_languages_compile_from_our_folder_alone(folder: Path, tmp_path: P
 
 
 def test_our_copies_are_those_that_python_uses() -> None:
-    """An error's details are read by googleapis-common-protos in Python, and by these files elsewhere."""
     spec = find_spec("google.rpc")
     assert spec is not None
     installed = Path(next(iter(spec.submodule_search_locations or ())))

@@ -1,5 +1,3 @@
-"""Requests of a router that died, and routers that watch for them."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
@@ -32,8 +30,10 @@ KEY = RequestKey("default", "r")
 
 
 async def left_behind(store: Store, *tokens: int, layout: int | None = None, **asked: Any) -> None:
-    """A request whose router is not registered, and has written so much of it. With ``layout`` it ran at a worker of
-    such a one that promised equal bits, or none with 0; that one is gone too."""
+    """A stored request with output `tokens`, whose router is not registered.
+
+    `layout`: of the worker that ran it, which is gone too; 0 if that promised no equal bits. None: it ran nowhere.
+    """
     request = make_request(**asked)
     record = RequestRecord(model=MODEL, seed=4, prompt_tokens=3)
     if layout is not None:
@@ -54,7 +54,7 @@ async def watching(
     is_connected: Callable[[Incarnation], bool] = lambda _: False,
     timings: TakeoverTimings = TIMINGS,
 ) -> AsyncIterator[None]:
-    """The router is registered and takes over what others leave. What it takes for a registration's time is short."""
+    """The router is registered, and takes over requests of dead routers."""
     incarnation, ttls = Incarnation.of(scene.router.peer), Ttls(refill_s=refill_s, registration_s=registration_s)
     store.instance = StoreInstance(store._client, ttls)
     registration = await store.routers.register(router_facts(incarnation))

@@ -31,15 +31,13 @@ from tests.router.virtual_time import settle
 
 RunStatus = wire.RunStatus
 FAULT = 256 - 8
-"""Bytes of a schedule from here on are faults, as long as there are any left."""
+"""Bytes of a schedule from here on are faults, while any are left."""
 ROUNDS = 200
-"""Heartbeats until a request must have ended, once nothing goes wrong any more."""
+"""Heartbeats within which a request must end once faults stop."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked for, and how much may go wrong with it."""
-
     schedule: bytes
     max_tokens: int = 4
     stops_at: int | None = None  # the end-of-sequence token is output token number so many
@@ -53,7 +51,7 @@ class Case:
 
 @dataclass
 class Listener:
-    """Stands for the registry, the store and the quotas: counts reports of the request's end."""
+    """Stands for the registry, the store and the quotas; counts reports of the request's end."""
 
     is_unavailable: bool = False
     ends: int = 0
@@ -110,7 +108,7 @@ class Connector:
 
 
 class StopText:
-    """An output text that is complete with its token number `at`."""
+    """Complete with token number `at`."""
 
     def __init__(self, at: int) -> None:
         self.stop: str | None = None
@@ -123,8 +121,6 @@ class StopText:
 
 
 class Trial:
-    """One request, followed through one schedule."""
-
     def __init__(self, case: Case, roles: dict[str, wire.Role]) -> None:
         self.case = case
         self.world = World(roles, case.max_tokens, case.stops_at)
@@ -169,7 +165,7 @@ class Trial:
         self.execution.task = asyncio.create_task(self.execution.run())
 
     async def finish(self) -> None:
-        """From here on nothing goes wrong: every worker can be reached, and does all that it can."""
+        """No more faults: every worker is reachable and does all it can."""
         for worker in self.world.workers.values():
             worker.is_reachable = True
         for number in range(ROUNDS):
@@ -228,7 +224,6 @@ class Trial:
         self._check_migrations()
 
     def _check_migrations(self) -> None:
-        """A run that another worker took over is followed there alone."""
         delivered, self.world.delivered = self.world.delivered, []
         for worker, message in delivered:
             if message.HasField("decode_started") and worker in self.decode_workers and self.session(worker).is_busy:
@@ -242,7 +237,7 @@ class Trial:
         return self.pool.worker(Incarnation.of(worker.facts.peer)).session
 
     def check_tickets(self) -> None:
-        """No ticket that waits for free blocks is left to run out."""
+        """No ticket that waits for free blocks expires."""
         for worker in self.decode_workers:
             for waiting in worker.runs.values():
                 if waiting.phase == RunStatus.PHASE_WAITING and waiting.start.HasField("ticket"):

@@ -1,5 +1,3 @@
-"""Models, requests and their executions in one line."""
-
 from __future__ import annotations
 
 import asyncio
@@ -32,7 +30,6 @@ def tiny() -> ServedModel:
 
 
 def model(**changes: Any) -> ServedModel:
-    """The tiny model, with other limits."""
     return replace(tiny(), **changes)
 
 
@@ -47,7 +44,6 @@ async def valid(
     deadline: Deadline = Deadline(),  # noqa: B008 - it has no state
     **fields: Any,
 ) -> ValidRequest:
-    """A valid request; a prompt of its own unless another input is named."""
     if not {"token_ids", "messages", "prompt"} & fields.keys():
         fields["prompt"] = "def f(x):"
     request = pb.GenerateRequest(**fields)
@@ -57,7 +53,7 @@ async def valid(
 
 
 def write(stream: TokenStream, *tokens: int, end: Finish | ServiceError | None = None) -> None:
-    """What dispatch does when tokens arrive."""
+    """As dispatch does when tokens arrive."""
     stream.tokens += tokens
     if stream.request.output_options.logprobs is not None:
         stream.logprobs.extend(logprobs(stream.request.output_options.logprobs, token) for token in tokens)
@@ -78,7 +74,7 @@ AT_LENGTH = Finish(pb.FINISH_REASON_LENGTH)
 
 
 class ScriptedRegistry:
-    """Begins what it is given, and writes what a test says."""
+    """Starts any request; a test writes its tokens."""
 
     def __init__(self) -> None:
         self.streams: asyncio.Queue[TokenStream] = asyncio.Queue()

@@ -1,5 +1,3 @@
-"""The prefill service of a scripted worker."""
-
 from __future__ import annotations
 
 import asyncio

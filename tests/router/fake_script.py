@@ -1,5 +1,3 @@
-"""The script of a worker without an engine, and parts of its messages."""
-
 from __future__ import annotations
 
 import zlib
@@ -19,13 +17,12 @@ def token_at(prompt: bytes, k: int) -> int:
 
 
 def answer(prompt: list[int], count: int) -> list[int]:
-    """The output of any worker for a prompt."""
     return [token_at(pack(prompt), k) for k in range(count)]
 
 
 @dataclass
 class Script:
-    """Faults and pauses of a worker. Each use of a count reduces it by one."""
+    """Faults and pauses of a worker. Each use of a count reduces it by one. `go` is the worker's event."""
 
     refuse: list[wire.Cause] = field(default_factory=list)
     """Answers to the next runs, of either kind."""
@@ -34,39 +31,39 @@ class Script:
     prefill_fails_after_ticket: int = 0
     prefill_breaks_after_ticket: int = 0
     handoff_fails: list[wire.Cause] = field(default_factory=list)
-    """Sent by the receiver instead of DecodeStarted."""
+    """Sent instead of DecodeStarted."""
     fails_at: list[int] = field(default_factory=list)
-    """Decode fails after these numbers of tokens of a run, each once."""
+    """Decode fails after these numbers of tokens, each once."""
     fails_at_end: int = 0
-    """So many runs fail instead of sending Ended."""
+    """Number of runs that fail instead of sending Ended."""
     stops_at: int | None = None
     """The index of the output token that is EOS."""
     pause_at: int | None = None
-    """Decode waits before that output token until `go` is set."""
+    """Decode waits for `go` before that output token."""
     prefill_pause: bool = False
-    """Prefill waits before its ticket until `go` is set."""
+    """Prefill waits for `go` before its ticket."""
     first_pause: bool = False
-    """Prefill waits before its first token until `go` is set."""
+    """Prefill waits for `go` before its first token."""
     tells_late: bool = False
-    """Prefill seals its KV cache, and sends its events when `go` is set."""
+    """Prefill seals its KV cache; it sends its events at `go`."""
     no_room: bool = False
-    """Runs wait before they are scheduled, until `go` is set."""
+    """Runs wait for `go` before they are scheduled."""
     first_is_late: bool = False
     """A first token that ends its output comes after the receiver learned that nothing is left to decode."""
     silent: bool = False
-    """Sends neither heartbeats nor anything else."""
+    """Sends nothing, not even heartbeats."""
     stuck_ms: int | None = None
     drop_frames: int = 0
-    """So many frames are not sent."""
+    """Number of frames that are not sent."""
     refuse_sessions: bool = False
     is_starting: bool = False
-    """Sessions are refused as by a process that still loads its model."""
+    """Refuses sessions as while it loads its model."""
     welcome_pause: bool = False
-    """A session waits before its welcome until `go` is set."""
+    """A session waits for `go` before its welcome."""
     stays: bool = False
     """A session stays open after the router's last message."""
     wrong_token_at: int | None = None
-    """Sends another token for that output token a second time."""
+    """Sends a different token when it sends that output token a second time."""
 
 
 def failed(run: wire.Run, cause: wire.Cause, peer: wire.Peer | None = None) -> wire.Failed:
@@ -74,7 +71,6 @@ def failed(run: wire.Run, cause: wire.Cause, peer: wire.Peer | None = None) -> w
 
 
 def logprobs_from_wire(token: int, alternatives: int) -> wire.TokenLogprobs:
-    """As any worker computes them."""
     top = range(token, token + alternatives)
     return wire.TokenLogprobs(logprob=-token, rank=1, top_ids=top, top_logprobs=[-id for id in top])
 
@@ -90,7 +86,7 @@ def output_logprobs(work: wire.EngineRequest, entry: int, token: int) -> wire.To
 def prompt_logprobs(
     run: wire.Run, work: wire.EngineRequest
 ) -> tuple[list[wire.PromptLogprobs], list[wire.PromptLogprobs]]:
-    """The prompt's logprobs in two parts if the request wants them; position n has -n."""
+    """In two parts, if requested; position n has the logprob -n."""
     if not work.HasField("prompt_logprobs"):
         return [], []
     positions = range(1, len(work.prompt) // 4)

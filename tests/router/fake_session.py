@@ -1,5 +1,3 @@
-"""The session of a scripted worker, and its decodes."""
-
 from __future__ import annotations
 
 import asyncio
@@ -126,7 +124,7 @@ class FakeSession(WorkerState, services.DecodeServicer):
         self._resend(run, adopt.resume[0].position)
 
     def _claimed(self, named: wire.Run) -> FakeRun | None:
-        """The run. A newer epoch moves it to the session that sent it; the other sessions get `superseded`."""
+        """A newer epoch moves the run to the session that sent it; other sessions get `superseded`."""
         for epoch in range(1, named.epoch):
             if (run := self.runs.pop((named.request, epoch, named.attempt), None)) is not None:
                 for out in self._outs - {self._out}:
@@ -152,7 +150,7 @@ class FakeSession(WorkerState, services.DecodeServicer):
             self.fleet.caches[run.start.ticket.id].released.set()
 
     def _say(self, message: wire.WorkerMessage, run: FakeRun | None = None) -> None:
-        """To the session of the run if that is open, otherwise to the one that sent a message last."""
+        """To the run's session if it is open, else to the one that sent a message last."""
         out = self._out if run is None or run.out not in self._outs else run.out
         if out is not None:
             out.put_nowait(message)
@@ -201,7 +199,7 @@ class FakeSession(WorkerState, services.DecodeServicer):
             await asyncio.sleep(0)
 
     async def _fetch(self, run: FakeRun) -> list[int] | None:
-        """The sealed tokens. None after a failure, which is sent."""
+        """The sealed tokens; None after a failure, which is sent."""
         cache = self.fleet.caches[run.start.ticket.id]
         run.phase = wire.RunStatus.PHASE_ARRIVING
         self._say(wire.WorkerMessage(scheduled=wire.Scheduled(run=run.run)), run)

@@ -1,5 +1,3 @@
-"""The state of a scripted worker: runs, the KV caches of its tickets, and every message that it received."""
-
 from __future__ import annotations
 
 import asyncio
@@ -43,8 +41,6 @@ def key(run: wire.Run) -> tuple[str, int, int]:
 
 @dataclass
 class Cache:
-    """The KV cache of a ticket."""
-
     sender: WorkerState
     sealed: asyncio.Future[list[int]]
     """Its tokens; cancelled if the prefill fails or nothing is left to decode."""
@@ -53,14 +49,12 @@ class Cache:
 
 
 class Fleet:
-    """All fake workers of a test."""
-
     def __init__(self) -> None:
         self.caches: dict[bytes, Cache] = {}
 
 
 class WorkerState:
-    """What the prefill service and the session share."""
+    """Shared by the prefill service and the session."""
 
     def __init__(self, fleet: Fleet, name: str, role: wire.Role, layout: int = LAYOUT) -> None:
         self.fleet = fleet

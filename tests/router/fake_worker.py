@@ -1,7 +1,7 @@
 """Scripted workers that speak protos/worker.proto over real gRPC, and compute nothing.
 
-Token k of an output depends on its prompt and k alone, so every attempt on any worker writes the same text, as greedy
-decoding does. A ``Script`` says what goes wrong; ``Fleet`` holds what a handoff would move from one to the other.
+Output token k depends only on the prompt and k, so every attempt on any worker writes the same text. A ``Script`` sets
+faults; ``Fleet`` holds what a handoff would move.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class FakeWorker(FakePrefill, FakeSession):
         self._server = server
 
     async def stop(self) -> None:
-        """Dies at once: every stream breaks, fetches too."""
         for task in self._tasks:
             task.cancel()
         for cache in self.fleet.caches.values():
@@ -44,7 +43,7 @@ class FakeWorker(FakePrefill, FakeSession):
             await server.stop(None)
 
     async def restart(self) -> None:
-        """Streams broke, the incarnation is the same: as after a loss of the network."""
+        """As after a network loss: streams broke, the incarnation is the same."""
         assert self._server is not None
         await self._server.stop(None)
         await self.start(int(self.facts.address.rpartition(":")[2]))
@@ -56,7 +55,6 @@ class FakeWorker(FakePrefill, FakeSession):
 
 @asynccontextmanager
 async def fleet(*workers: tuple[str, wire.Role]) -> AsyncIterator[list[FakeWorker]]:
-    """Started workers, which end with the block."""
     together = Fleet()
     async with AsyncExitStack() as stack:
         started = []

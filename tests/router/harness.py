@@ -1,4 +1,4 @@
-"""A router's core over fake workers and a real Redis, in one line."""
+"""A router's core over fake workers and a real Redis."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HANDING_OFF, DECODING = Generation.STATE_HANDING_OFF, Generation.STATE_DECODING
 SUCCEEDED, FAILED, CANCELLED = Generation.STATE_SUCCEEDED, Generation.STATE_FAILED, Generation.STATE_CANCELLED
 
 PATIENCE = 60.0
-"""Seconds until a test gives up: the machine may be busy."""
+"""Seconds until a test gives up."""
 
 
 def make_request(
@@ -95,7 +95,7 @@ def make_request(
 
 
 async def revived(found: StoredRequest) -> ValidRequest:
-    """The request that made_request makes, out of the store."""
+    """The request that make_request makes, from the store."""
     payload, record = found.payload, found.record
     left = record.deadline.ToDatetime(UTC) - datetime.now(UTC) if record.HasField("deadline") else None
     made = make_request(
@@ -118,7 +118,7 @@ class Core:
         return await ended(await self.dispatcher.begin(request))
 
     def owned(self, id: str) -> OwnedRequest:
-        """As the router holds a request that is at work."""
+        """The router's view of an active request."""
         return self.dispatcher.executions.open[RequestKey("default", id)].owned
 
     @property
@@ -141,7 +141,7 @@ async def written(stream: TokenStream, count: int) -> None:
 async def begin_paused(
     scene: Core, worker: FakeWorker, tokens: int, *, request: ValidRequest | None = None, is_stored: bool = False
 ) -> TokenStream:
-    """A stream whose decode worker pauses after so many tokens, when they are there; `is_stored`: and in the store."""
+    """The decode worker pauses after so many tokens. Returns once these arrived, and are stored if `is_stored`."""
     worker.script.pause_at = tokens
     request = request or make_request()
     stream = await scene.dispatcher.begin(request)
@@ -151,8 +151,8 @@ async def begin_paused(
     return stream
 
 
-async def until(condition: Callable[[], object], *workers: FakeWorker) -> None:
-    """Until something holds that these workers' news, or a moment's time, may bring about."""
+async def until(condition: Callable[[], object]) -> None:
+    """Polls; raises TimeoutError after PATIENCE."""
     async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110 - what tests look at has no event of its own
             await asyncio.sleep(0.005)
@@ -169,7 +169,7 @@ async def core(
     timings: RouterTimings = RouterTimings(),
     **settings: Any,
 ) -> AsyncIterator[Core]:
-    """Checks at its end that nothing is left anywhere. Workers that are registered already are found."""
+    """Starts when it has found the registered workers; checks at its end that nothing is left anywhere."""
     registrations = [await store.workers.register(worker.facts) for worker in workers]
     options = {"models": (MODEL,), "flush_ms": 10, "handoff_min_tokens": 0, **settings}
     peer = new_peer(id)
@@ -220,7 +220,7 @@ def ended_run() -> Finish:
 
 
 async def stored(store: Store, scene: Core, id: str = "r") -> StoredRequest:
-    """As it is written once nothing is left to do."""
+    """As stored once the router is idle."""
     async with asyncio.timeout(PATIENCE):
         await scene.dispatcher.drain()
     return await store.requests.read(RequestKey("default", id))
@@ -235,7 +235,7 @@ def life_of(worker: FakeWorker) -> Incarnation:
 
 
 def pass_on(worker: FakeWorker, until: int) -> None:
-    """A worker that waits goes on to that output token, and waits there."""
+    """A paused worker goes on to that output token, and pauses there."""
     worker.script.pause_at = until
     worker.go.set()
     worker.go = asyncio.Event()

@@ -1,6 +1,5 @@
-"""A worker's real process over the engine's fake device: ``python -m tests.router.real_worker prefill|decode ...``.
-
-Its steps take STEP_SECONDS, so that a test has time to do something to it while it writes.
+"""A worker's process over the engine's fake device: ``python -m tests.router.real_worker prefill|decode ...``. Its
+steps take STEP_SECONDS.
 """
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-"""A client of the response writer that keeps what it was sent."""
-
 from __future__ import annotations
 
 import asyncio
@@ -16,7 +14,7 @@ EOS = 1
 
 
 class Reader:
-    """Keeps copies of what is sent; `pace` is awaited before each message is taken."""
+    """Keeps copies of what is sent; awaits `pace` before each message."""
 
     def __init__(self, stream: TokenStream, pace: Any = None, after_seq: int = 0) -> None:
         self.stream = stream
@@ -44,7 +42,6 @@ class Reader:
 
 
 async def read(tokens: list[int], end: Finish = AT_LENGTH, **fields: Any) -> Reader:
-    """All is there before it is read."""
     reader = Reader(TokenStream(await valid(**fields)))
     write(reader.stream, *tokens, end=end)
     await reader.read()

@@ -1,5 +1,3 @@
-"""A listener that keeps the reports of a run."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,7 +1,6 @@
-"""Parts of a request at scripted workers: prefill calls, runs, and the KV caches of their tickets.
+"""Parts of a request at scripted workers; output token k is `token_at(k)` everywhere.
 
-Nothing here computes: output token k is `token_at(k)` everywhere. What may happen now is a step or, where it harms the
-request, a fault; a schedule chooses.
+A schedule chooses what happens next: a step or, where it harms the request, a fault.
 """
 
 from __future__ import annotations
@@ -73,8 +72,9 @@ class Connection:
 
 @dataclass(eq=False)
 class Export:
-    """The KV cache that a ticket offers. `tokens` are sealed: its source decodes no more. It is closed when the target
-    owns the sequence or abandoned it, or when there will be no seal: `cause` says why."""
+    """The KV cache that a ticket offers. `tokens` are sealed: its source decodes no more. Closed when the target owns
+    or abandoned the sequence, or when there will be no seal; `cause` says why.
+    """
 
     ticket: wire.Ticket
     is_fetching: bool = False
@@ -91,8 +91,6 @@ class Export:
 
 @dataclass(eq=False)
 class ScriptedPrefill:
-    """One call of the Prefill service."""
-
     worker: ScriptedWorker
     request: wire.PrefillRequest
     connection: Connection = field(init=False)
@@ -113,7 +111,6 @@ class ScriptedPrefill:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the work goes on without the call."""
         return self.export is not None and self.export.is_fetching and not self.export.is_closed
 
     def steps(self) -> Iterator[Step]:
@@ -206,8 +203,6 @@ class ScriptedPrefill:
 
 @dataclass(eq=False)
 class ScriptedRun:
-    """One run at the worker that decodes it."""
-
     worker: ScriptedWorker
     start: wire.Start
     slot: int
@@ -339,7 +334,7 @@ class ScriptedRun:
             self.worker.send(**message)
 
     def catch_up(self, position: int) -> None:
-        """What a session may have lost."""
+        """Send what a session may have lost."""
         self.send_prompt_logprobs()
         self.send_tokens(position - len(PROMPT))
 

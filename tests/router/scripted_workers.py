@@ -1,8 +1,8 @@
-"""Workers without a network or a clock: a schedule chooses what each does next, and which message is delivered.
+"""Workers without network or clock: a schedule chooses each one's next step, and which message is delivered.
 
     router --write--> inbox --handle--> ScriptedRun --steps--> outbox --deliver--> router
 
-A `ScriptedWorker` follows protos/worker.proto. Nothing happens between two steps, and no time passes but at heartbeats.
+A `ScriptedWorker` follows protos/worker.proto. Nothing happens between steps; time passes only at heartbeats.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ from tests.router.scripted_runs import (
 
 
 class Channel:
-    """What the router makes its stubs from."""
-
     def __init__(self, worker: ScriptedWorker) -> None:
         self._worker = worker
 
@@ -52,8 +50,6 @@ class Channel:
 
 
 class ScriptedWorker:
-    """One worker, and its end of the session and of the prefill calls."""
-
     def __init__(self, world: World, name: str, role: wire.Role) -> None:
         self.world = world
         self.is_alive = True
@@ -99,7 +95,6 @@ class ScriptedWorker:
         return prefill.connection
 
     def drop_messages(self) -> None:
-        """Those under way in a session that broke."""
         self.is_greeted = False
         self._inbox.clear()
         self._outbox.clear()
@@ -126,7 +121,6 @@ class ScriptedWorker:
 
     @property
     def attached(self) -> list[ScriptedRun]:
-        """Runs that this router is responsible for."""
         return [run for run in self.runs.values() if run.is_attached]
 
     def send_heartbeat(self) -> None:
@@ -156,7 +150,6 @@ class ScriptedWorker:
         self.session = None
 
     def disconnect(self) -> None:
-        """Nothing reaches it until it is connected again."""
         self.is_reachable = False
         if self.session is not None:
             self.break_session()
@@ -190,8 +183,6 @@ class ScriptedWorker:
 
 
 class _Handler:
-    """What a worker does with the router's messages."""
-
     def __init__(self, worker: ScriptedWorker) -> None:
         self._worker = worker
 
@@ -290,15 +281,13 @@ class _Handler:
 
 
 class World:
-    """Scripted workers by name, and what a schedule may do with them."""
-
     def __init__(self, roles: dict[str, wire.Role], max_tokens: int, stops_at: int | None) -> None:
         self.now = asyncio.get_running_loop().time
         self.max_tokens = max_tokens
         self.stops_at = stops_at
         self.exports: dict[bytes, Export] = {}
         self.delivered: list[tuple[ScriptedWorker, wire.WorkerMessage]] = []
-        """Messages of sessions that the router has been given and has perhaps not handled yet."""
+        """Session messages given to the router, which it may not have handled yet."""
         self.workers = {name: ScriptedWorker(self, name, role) for name, role in roles.items()}
 
     @property

@@ -1,5 +1,3 @@
-"""The public service over a scripted registry, on a real server."""
-
 from __future__ import annotations
 
 import asyncio
@@ -77,7 +75,6 @@ def made(
 async def scene(
     served: Models | None = None, callers: Authenticator | None = None, unread_s: float = UNREAD_S
 ) -> AsyncIterator[Scene]:
-    """All callers may call, unless ``callers`` restricts them."""
     dispatcher, registry = ScriptedRegistry(), Registry(process=False)
     served = served or Models([tiny()])
     service = made(dispatcher, registry, served, callers, unread_s).service()
@@ -105,7 +102,7 @@ async def refused(call: Awaitable[Any]) -> ServiceError:
 
 
 async def all_of(call: Any) -> list[pb.GenerateStreamResponse]:
-    """What is left of a stream."""
+    """The remaining messages of a stream."""
     messages = []
     while (message := await call.read()) is not grpc.aio.EOF:
         messages.append(message)

@@ -1,5 +1,3 @@
-"""Order and bounds of admission."""
-
 from __future__ import annotations
 
 import asyncio
@@ -16,7 +14,7 @@ NEVER = Deadline()
 
 
 async def settle() -> None:
-    """Everything that can run without time passing has run."""
+    """Run all that needs no time to pass."""
     for _ in range(5):
         await asyncio.sleep(0)
 

@@ -1,5 +1,3 @@
-"""Another router resumes or cancels a request, and becomes its owner."""
-
 from __future__ import annotations
 
 from datetime import UTC, datetime
@@ -101,7 +99,7 @@ async def test_a_cancel_at_another_router_ends_the_stream_as_cancelled(store: St
 async def test_without_redis_the_epoch_decides_whether_a_client_may_resume(
     store: Store, monkeypatch: pytest.MonkeyPatch, epoch: int, reason: Reason
 ) -> None:
-    """Only a client's stream begins an epoch that runs already at a worker; a greater epoch is a takeover's."""
+    """Only a client's stream begins an epoch that a worker already runs; a greater epoch is a takeover's."""
     async with fleet(P, D) as workers, core(store, workers, flush_ms=10_000) as scene:
         stream = await begin_paused(scene, workers[1], 3)
         with monkeypatch.context() as patch:
@@ -161,7 +159,6 @@ SHOWN = pb.ResponseOptions(logprobs=2, prompt_logprobs=1)
 
 
 def has_prompt_logprobs(stream: TokenStream) -> bool:
-    """Every token of it, and of the prompt, has the logprobs that a worker gave it."""
     prompt = [found.logprob for found in stream.prompt_logprobs]
     output = [(found.logprob, list(found.top_ids)) for found in stream.logprobs]
     return prompt == [-1, -2] and output == [(-token, [token, token + 1]) for token in stream.tokens]
@@ -195,7 +192,6 @@ async def test_logprobs_go_along_to_another_router(store: Store, holder_is_there
 
 
 async def test_a_prompt_whose_logprobs_were_lost_with_their_router_is_read_again(store: Store) -> None:
-    """The worker that continues sends each token once."""
     async with fleet(P, D) as workers, core(store, workers) as one:
         await begin_paused(one, workers[1], 3, request=make_request(shown=SHOWN), is_stored=True)
         await store._client.execute("HDEL", keys.request(KEY), "prompt_logprobs")

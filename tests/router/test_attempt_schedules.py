@@ -1,6 +1,5 @@
-"""One request between scripted workers, in every order of messages, losses and breaks that the protocol allows.
-
-Whatever the order: each position is written once, the end is reported once, no worker keeps anything of the request.
+"""In every order of messages, losses and breaks that the protocol allows, each position is written once, the end is
+reported once, and no worker keeps anything of the request.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tests.router.virtual_time import run, settle
 RunStatus = wire.RunStatus
 STEPS = 160
 UNSHRUNK = (Phase.reuse, Phase.generate)
-"""One byte less changes the meaning of all that follow: a schedule that fails shrinks for minutes, and by little."""
+"""One byte less changes the meaning of all that follow: shrinking takes minutes and gains little."""
 
 
 async def follow(case: Case, roles: dict[str, wire.Role], *, drains: int | None = None) -> Trial:
@@ -41,7 +40,7 @@ async def follow(case: Case, roles: dict[str, wire.Role], *, drains: int | None 
 
 
 async def play(trial: Trial, drains: int | None = None) -> None:
-    """The schedule, then what is left to do; workers begin to drain at step `drains`."""
+    """Runs the schedule, then finishes; workers begin to drain at step `drains`."""
     await settle()
     trial.check()
     for number, choice in enumerate(trial.case.schedule):
@@ -59,7 +58,6 @@ async def play(trial: Trial, drains: int | None = None) -> None:
 
 
 def begin_drain(trial: Trial) -> None:
-    """The decode worker that has the run drains; before one has it, the first."""
     busy = [worker for worker in trial.decode_workers if worker.runs]
     (busy or trial.decode_workers)[0].is_draining = True
 
@@ -83,6 +81,7 @@ def cases(names: str) -> st.SearchStrategy[Case]:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, phases=UNSHRUNK)
 @given(cases("pd"))
 def test_a_split_request_survives_any_schedule(case: Case) -> None:
@@ -103,7 +102,6 @@ def test_a_request_that_migrates_survives_any_schedule(case: Case, roles: dict[s
 
 @pytest.fixture(autouse=True, scope="module")
 def quiet_log() -> Iterator[None]:
-    """Thousands of schedules log thousands of breaks."""
     with capture_logs():
         yield
 
@@ -111,6 +109,7 @@ def quiet_log() -> Iterator[None]:
 PHASES = [None, RunStatus.PHASE_WAITING, RunStatus.PHASE_RUNNING, RunStatus.PHASE_ENDED]
 
 
+@pytest.mark.slow
 @settings(max_examples=50, phases=UNSHRUNK)
 @given(cases("d"), st.sampled_from(PHASES), st.integers(0, 4), st.none() | st.integers(0, STEPS))
 def test_an_adopted_request_survives_any_schedule(
@@ -120,7 +119,7 @@ def test_an_adopted_request_survives_any_schedule(
 
 
 async def follow_adopted(case: Case, phase: wire.RunStatus.Phase | None, written: int, drains: int | None) -> None:
-    """`phase` is that of the run at its worker, None where it is unknown there; `written` tokens are stored of it."""
+    """`phase` of the run at its worker, None if unknown there; `written` tokens are stored."""
     trial = Trial(replace(case, stop_text_at=None), DECODE)
     await trial.connect()
     world = trial.world
@@ -152,7 +151,6 @@ async def follow_adopted(case: Case, phase: wire.RunStatus.Phase | None, written
 
 
 def place_run(trial: Trial, phase: wire.RunStatus.Phase | None, written: int) -> ScriptedRun | None:
-    """What an earlier owner began."""
     if phase is None:
         return None
     request, world = trial.request(), trial.world

@@ -1,5 +1,3 @@
-"""Calls are authenticated first, show the caller's requests and models only, and never show a secret."""
-
 from __future__ import annotations
 
 import hashlib

@@ -1,5 +1,3 @@
-"""Conversations become the prompts that transformers makes, and a template can do nothing else."""
-
 from __future__ import annotations
 
 import resource
@@ -30,7 +28,6 @@ HELLO = [pb.Message(role="user", content="hello")]
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """Ours and transformers' reading of the same folder."""
     root = tmp_path_factory.mktemp("chat")
 
     @cache
@@ -186,6 +183,7 @@ async def test_a_template_reaches_nothing(text):
     assert shown == ""  # what the sandbox hides is undefined
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

@@ -1,5 +1,3 @@
-"""Measured costs decide which prompts are handed off; without measurements all are."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field

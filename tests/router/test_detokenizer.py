@@ -1,5 +1,3 @@
-"""Incremental text: whole characters, nothing lost, the same text for any division of the tokens."""
-
 from __future__ import annotations
 
 from functools import cache
@@ -41,6 +39,7 @@ def whole(stream: Detokenizer, ids: list[int]) -> str:
     return "".join([*(stream.add([id]) for id in ids), stream.end()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_joined_it_is_what_the_tokenizer_makes_of_all_tokens(kind, skip):
@@ -53,6 +52,7 @@ def test_joined_it_is_what_the_tokenizer_makes_of_all_tokens(kind, skip):
     same()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_after_some_tokens_does_not_depend_on_how_they_were_cut(kind, skip):
@@ -126,7 +126,6 @@ def test_a_piece_of_a_character_has_its_bytes_and_a_special_token_its_name():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_does_not_grow_with_the_text(kind):
-    """The cost of a token is that of what is held back, and of what it adds."""
     stream = words(kind).detokenizer(skip_special_tokens=True)
     size = tokenizer(kind).get_vocab_size()
     ids = [id for id in range(size) if len(words(kind).bytes_of(id)) > 1]

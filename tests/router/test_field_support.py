@@ -1,5 +1,3 @@
-"""Each field of a GenerateRequest is honoured, or refused by name."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -26,10 +24,9 @@ DETACH = pb.StreamOptions.ON_DISCONNECT_DETACH
 CHAT = ChatTemplate("{{ messages[0].role + messages[0].content }}x{{ add_generation_prompt }}", {})
 
 VALUES: dict[str, list[Any]] = {"SamplingParams.logit_bias": [{3: 0.5}]}
-"""What a field is set to where its type alone doesn't say."""
 
 READ_LATER = {"GenerateRequest.user"}
-"""Fields that a valid request only carries; tests of their readers cover them."""
+"""A valid request only carries them; they are tested where they are read."""
 
 
 def leaves(descriptor: Descriptor, chain: tuple[FieldDescriptor, ...] = ()) -> Iterator[tuple[FieldDescriptor, ...]]:
@@ -94,6 +91,7 @@ def name_of(chain: tuple[FieldDescriptor, ...]) -> str:
     return ".".join(field.name for field in chain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", FIELDS, ids=name_of)
 async def test_no_field_is_ignored(chain):
     name = f"{chain[-1].containing_type.name}.{chain[-1].name}"

@@ -1,5 +1,3 @@
-"""Generate and GenerateStream: messages, errors, deadlines, clients that disconnect."""
-
 from __future__ import annotations
 
 import asyncio
@@ -52,7 +50,7 @@ async def test_a_stream_arrives_as_it_is_written():
 
 
 async def test_nothing_is_sent_before_the_first_token():
-    """Metadata alone would commit the call: a client's gRPC could not try again elsewhere."""
+    """Metadata commits the call: a client's gRPC could not retry elsewhere."""
     async with scene() as s:
         call = s.stub.GenerateStream(asked())
         stream = await s.stream()

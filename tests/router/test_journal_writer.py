@@ -1,5 +1,3 @@
-"""The journal writer: every token reaches Redis, in few commands, and nothing waits while Redis is unavailable."""
-
 from __future__ import annotations
 
 import asyncio
@@ -35,7 +33,6 @@ KEY = RequestKey("default", "r")
 
 @pytest.fixture
 def own() -> Iterator[PrivateRedis]:
-    """A Redis that a test may stop."""
     with reserved_port() as port, PrivateRedis(port=port) as server:
         yield server
 

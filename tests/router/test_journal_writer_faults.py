@@ -1,5 +1,3 @@
-"""Flushes of many requests: bounded round trips, every reply counts, and a faulty request delays no other."""
-
 from __future__ import annotations
 
 import asyncio
@@ -36,8 +34,6 @@ Patch = pytest.MonkeyPatch
 
 
 class Held:
-    """A request that its execution does not write."""
-
     def __init__(self, owned: OwnedRequest) -> None:
         self.owned = owned
         self.stream = TokenStream(make_request())
@@ -72,7 +68,7 @@ async def flushing(
 
 
 class Trips:
-    """Bytes of each round trip; from trip `away_from` on nothing is answered."""
+    """Bytes of each round trip; from trip `away_from` on none is answered."""
 
     def __init__(self, patch: Patch, away_from: int | None = None) -> None:
         self.sizes: list[int] = []
@@ -178,7 +174,6 @@ async def test_the_interval_follows_how_long_flushes_take(store: Store) -> None:
 
 
 def poison(bare: sync_redis.Redis, key: RequestKey) -> None:
-    """Its journal is of another type: whatever writes to it fails."""
     bare.delete(keys.journal(key))
     bare.hset(keys.journal(key), "x", "1")
 

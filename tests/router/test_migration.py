@@ -1,8 +1,4 @@
-"""A draining worker migrates its live sequences: the text is the same at every instant, and nothing is left.
-
-Routers, workers and what goes between them are real, the engines are fake, with real bytes: a cache that came over
-wrong would change the text.
-"""
+"""Routers, workers and connections are real, engines are fake with real bytes: a wrong cache would change the text."""
 
 from __future__ import annotations
 
@@ -35,9 +31,9 @@ PROMPT = 21
 WANTED = 60
 STEP_S = 0.003
 LEASE_MS = 300_000
-"""Longer than a test waits: a lease that is neither used nor released fails the test, and a stall ends no lease."""
+"""Longer than a test waits: an unused lease that is not released fails the test."""
 SHORT_LEASE_MS = 500
-"""Where a worker is lost: only the end of a lease frees what was reserved for it."""
+"""For lost workers: only the end of a lease frees what was reserved for them."""
 
 
 @dataclass
@@ -48,11 +44,10 @@ class Scene:
     _servers: dict[str, AsyncExitStack]
 
     async def lose(self, name: str) -> None:
-        """Cut a worker off from all others."""
         await self._servers[name].aclose()
 
     def drain(self, name: str) -> None:
-        """As at SIGTERM: it takes nothing new, and reports so in its next heartbeat."""
+        """As at SIGTERM: it takes nothing new, and its next heartbeat says so."""
         self.places[name].host.draining = True
 
     def runs(self, name: str) -> int:
@@ -69,7 +64,6 @@ class Scene:
         return stream.path.decode_worker
 
     async def settled(self) -> None:
-        """Nothing is left anywhere, every block is accounted for."""
         for place in self.places.values():
             if place.host.loop.healthy:
                 seen = await place.emptied()
@@ -94,7 +88,6 @@ TIMINGS = RouterTimings(workers=WorkerTimings(forget_batch=1))
 
 @asynccontextmanager
 async def moving(store: Store, decode: str = "de", prefill: str = "", **terms: Any) -> AsyncIterator[Scene]:
-    """Nothing may be left anywhere at its end."""
     async with AsyncExitStack() as stack:
         roles = dict.fromkeys(prefill, wire.ROLE_PREFILL) | dict.fromkeys(decode, wire.ROLE_DECODE)
         limits = SessionLimits(heartbeat_s=0.01)  # a drain becomes known at many instants of a short answer
@@ -137,6 +130,7 @@ async def test_a_drained_worker_is_empty_while_its_outputs_continue_elsewhere(st
             assert len(stream.tokens) == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefill", ["", "p"], ids=["from tokens", "handed over"])
 async def test_the_text_is_the_same_at_any_instant_of_a_drain(store: Store, prefill: str) -> None:
     rng = random.Random(5)
@@ -248,7 +242,6 @@ async def test_losing_the_target_of_a_migration_costs_at_most_one_attempt(store:
 
 
 def _reserve(engine: Engine, number: int) -> IncomingSequence:
-    """One of the places among the running of a worker, taken."""
     return engine.transfers.reserve(Request(f"crowd-{number}", (1, 2, 3)))
 
 
@@ -261,7 +254,6 @@ def _let_go(place: Place, crowd: list[IncomingSequence]) -> None:
 
 
 async def test_losing_the_target_before_the_commit_costs_no_attempt(store: Store) -> None:
-    """It has no room yet: the fetch is not open."""
     async with moving(store) as scene:
         stream, expected = await scene.begin(1, wanted=200)
         await written(stream, 3)
@@ -277,8 +269,9 @@ async def test_losing_the_target_before_the_commit_costs_no_attempt(store: Store
         _let_go(place, crowd)
 
 
+@pytest.mark.slow
 async def test_a_ticket_is_renewed_while_its_receiver_waits_for_free_blocks(store: Store) -> None:
-    """Of a prompt that was read for a worker which is full for three leases: nothing is done twice."""
+    """The receiver is full for three leases; nothing is done twice."""
     async with moving(store, decode="d", prefill="p", lease_ms=1000) as scene:
         place, prefill = scene.places["d"], scene.places["p"]
         crowd = [await place.host.loop.call(partial(_reserve, number=number)) for number in range(8)]
@@ -304,7 +297,6 @@ LINES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line[0]} {line[1].rpartition('/')[2]} {line[2]}")
 async def test_the_text_is_the_same_whatever_breaks_in_a_drain(store: Store, line: tuple[str, str, Direction]) -> None:
-    """Calls of that kind break at a message, counted from the drain on."""
     who, method, direction = line
     for number in range(12):
         async with moving(store) as scene:

@@ -1,5 +1,3 @@
-"""Short prompts are computed where they are decoded; sessions stay at the worker with their prefix."""
-
 from __future__ import annotations
 
 from decant.protos import worker_pb2 as wire

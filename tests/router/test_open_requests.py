@@ -1,5 +1,3 @@
-"""An open request is always in its owner's open set, and in the end in no other."""
-
 from __future__ import annotations
 
 import random
@@ -30,7 +28,7 @@ Patch = pytest.MonkeyPatch
 
 
 def lose_removals(patch: Patch, lost: object) -> None:
-    """Redis is away for removals from open sets while ``lost`` is true."""
+    """Removals from open sets fail while ``lost`` is true."""
     original = Client._send
 
     async def send(client: Client, commands: Sequence[Command]) -> list[object]:
@@ -112,8 +110,6 @@ async def test_a_late_write_of_a_failed_request_leaves_the_entry_of_its_restart(
 
 
 class Routers:
-    """Three routers with some requests, of which each does what it likes, and a Redis that loses removals."""
-
     def __init__(self, store: Store, bare: sync_redis.Redis, seed: int) -> None:
         self.random = random.Random(seed)
         self.store = store
@@ -155,7 +151,6 @@ class Routers:
         self.held[incarnation][found.key] = OwnedRequest.adopted(found)
 
     async def write(self, incarnation: Incarnation, key: RequestKey) -> None:
-        """As a router's flusher does, all that it holds."""
         for request in self.held[incarnation].values():
             if not request.ended:
                 request.append(written(7))
@@ -179,7 +174,6 @@ class Routers:
                 del held[request.key]
 
     async def open_requests(self) -> dict[Incarnation, set[RequestKey]]:
-        """By owner, as Redis has them."""
         found: dict[Incarnation, set[RequestKey]] = {incarnation: set() for incarnation in self.held}
         for key in self.keys:
             state, owner = self.bare.hmget(keys.request(key), "state", "owner")
@@ -201,6 +195,7 @@ class Routers:
             assert await self.store.open.of(incarnation) == owned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(15))
 async def test_an_open_request_is_always_found_and_nothing_else_in_the_end(
     store: Store, bare: sync_redis.Redis, monkeypatch: Patch, seed: int

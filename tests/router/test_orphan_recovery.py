@@ -1,5 +1,3 @@
-"""A router takes over the requests of one that died."""
-
 from __future__ import annotations
 
 import pytest
@@ -51,7 +49,7 @@ async def test_a_taken_over_request_without_a_reader_ends_after_its_grace(store:
 async def test_no_router_counts_as_dead_before_live_routers_had_time_to_register(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Routers write their requests to an emptied Redis before they are registered there again."""
+    """Routers write their requests to an emptied Redis before they register again."""
     orphaned, looks = store.open.orphaned, []
 
     async def looked() -> set[Incarnation]:

@@ -1,5 +1,3 @@
-"""Placement is a function: a snapshot in, a choice out."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -104,7 +102,7 @@ def test_a_cache_goes_where_it_fits_then_where_the_fewest_sequences_run() -> Non
 def test_a_worker_has_room_for_the_blocks_that_a_sequence_has_in_each_cache_group(
     group_blocks: tuple[int, ...], tokens: int, blocks: int
 ) -> None:
-    """With a window at most its blocks, so a crowded worker is chosen only where they do not fit."""
+    """With a window, at most `group_blocks` of the group."""
     crowded = snapshot("crowded", sequences=50, free_blocks=100_000)
     for free, chosen in ((blocks, "calm"), (blocks - 1, "crowded")):
         calm = snapshot("calm", free_blocks=free, group_blocks=group_blocks)

@@ -1,5 +1,3 @@
-"""The worker pool: registrations begin a worker, sessions decide whether it is alive."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""A router learns from real workers' heartbeats what their engines have cached, and places requests by it."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
@@ -20,8 +18,6 @@ SHARED = tuple(n % 60 for n in range(10 * BLOCK))
 
 @dataclass
 class Registered:
-    """A worker as the directory lists it."""
-
     facts: WorkerRegistration
 
 

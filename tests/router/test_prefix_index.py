@@ -1,5 +1,3 @@
-"""Blocks of a prompt in a worker's prefix cache: their hashes, reports in heartbeats, and expected blocks."""
-
 from __future__ import annotations
 
 from array import array
@@ -28,7 +26,6 @@ def work(tokens: int = 20, salt: bytes = b"s", first: int = 0, **more: object) -
 
 
 def heartbeat(published: object = (), dropped: object = ()) -> wire.Heartbeat:
-    """A heartbeat with these names."""
     news = wire.PrefixCacheUpdate(published=_packed(published), dropped=_packed(dropped))
     return wire.Heartbeat(cache=news)
 
@@ -48,7 +45,7 @@ def test_a_router_knows_a_block_by_the_hash_that_workers_report(tokens: list[int
 
 
 def test_the_hash_of_a_block_is_that_of_the_protocol() -> None:
-    """Routers and workers of two versions have to agree."""
+    """Routers and workers of two versions must agree."""
     assert list(reported_hashes(pack([1, 2, 3, 4]), b"s", 2)) == [0xBDA8A3AA5B7C1DF9, 0xF56AE48234592E45]
 
 

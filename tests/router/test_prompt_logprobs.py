@@ -1,5 +1,3 @@
-"""Echo and logprobs of the prompt."""
-
 from __future__ import annotations
 
 import asyncio
@@ -23,7 +21,6 @@ from tests.router.response_reader import Reader, options, read, settle
 P, D, D2 = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
 PROMPT = (1, 2, 3, 4, 5, 6)
 THEIRS = [-1.0, -2.0, -3.0, -4.0, -5.0]
-"""What the scripted workers say of it."""
 
 
 # ------------------------------------------------------------------------------------------------- echo
@@ -119,7 +116,6 @@ async def test_workers_of_either_kind_bring_them(store: Store, pools: Any) -> No
 
 
 async def test_an_answer_that_is_written_waits_for_those_that_are_on_their_way(store: Store) -> None:
-    """They come by the prefill worker's stream, the output and its end by the decode worker's."""
     async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as scene:
         prefill.script.tells_late = True
         stream = await scene.dispatcher.begin(asked())

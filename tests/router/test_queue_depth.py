@@ -1,5 +1,3 @@
-"""Gauges of the requests that wait and run, from the open executions."""
-
 from __future__ import annotations
 
 from types import SimpleNamespace

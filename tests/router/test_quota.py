@@ -1,7 +1,4 @@
-"""A tenant's quota holds over all routers, and every end of a request frees its share.
-
-Leases are long here: what is free again was given back.
-"""
+"""Leases are long here: whatever is free again was given back."""
 
 from __future__ import annotations
 
@@ -45,7 +42,6 @@ async def store(server: PrivateRedis, bare: sync_redis.Redis) -> AsyncIterator[S
 
 @pytest.fixture
 def at_work(bare: Any) -> Callable[[], set[str]]:
-    """Ids that Redis counts for the tenant "default"."""
     return lambda: {id.decode() for id in bare.zrange(keys.quota("default")[0], 0, -1)}
 
 
@@ -196,7 +192,6 @@ async def test_a_request_cancelled_while_it_is_booked_takes_no_share(
 
 
 async def test_a_request_counts_once_wherever_it_goes(store: Store, at_work: Callable[[], set[str]]) -> None:
-    """Asked for again and gone on with at another router, it is never refused, and free when it ends."""
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as one:
         first = await begin_paused(one, workers[1], 2, is_stored=True)
         async with core(store, workers, id="two", quotas=ONE) as two:

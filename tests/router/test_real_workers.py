@@ -1,5 +1,3 @@
-"""The router's process with real worker processes on fake engines: outputs survive faults."""
-
 from __future__ import annotations
 
 import asyncio
@@ -33,7 +31,6 @@ class Deployment:
     workers: dict[str, Forked]
 
     async def answer(self, prompt: int, count: int, id: str = "") -> tuple[list[int], pb.Receipt]:
-        """What is streamed for a prompt of that many tokens."""
         ids: list[int] = []
         last = pb.GenerateStreamResponse()
         async for message in self.stub.GenerateStream(asked(prompt, count, id), timeout=PATIENCE):
@@ -51,7 +48,6 @@ class Deployment:
             return answer
 
     async def is_clean(self, name: str) -> bool:
-        """Whether nothing is left at a worker."""
         found = await self.audit(name)
         assert not found.violations
         left = (found.owned_blocks, found.leased_blocks, found.unretired, found.orphans, len(found.owners))
@@ -76,7 +72,7 @@ def asked(prompt: int, count: int, id: str = "") -> pb.GenerateRequest:
 
 @asynccontextmanager
 async def worker(server: PrivateRedis, kind: str, name: str) -> AsyncIterator[Forked]:
-    """`kind`: prefill or decode, with further arguments after it."""
+    """`kind`: prefill or decode, and further arguments after it."""
     words = [*kind.split(), "--model", str(trained.path()), "--model-id", "m", "--id", name, "--port", "0"]
     words += ["--redis-url", server.url]
     process = await asyncio.to_thread(Forked, "tests.router.real_worker", words, 2, 2)
@@ -158,7 +154,7 @@ async def test_a_decode_worker_that_is_ended_hands_its_answers_on(server: Privat
 
 
 async def test_a_worker_drains_at_once_when_its_router_left_after_an_answer(server: PrivateRedis, store: Store) -> None:
-    """An ended run that is not retired would be kept for the lease, which is longer than the test waits."""
+    """A run that ended but is not retired is kept for the lease, longer than the test waits."""
     async with deployment(server, store, d="decode --lease-ms 600000") as scene:
         await scene.answer(20, 10)
         scene.router.process.send_signal(signal.SIGTERM)

@@ -1,5 +1,3 @@
-"""Certificates that are replaced while a router runs."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -32,7 +30,6 @@ def server_tls(files: PeerFiles) -> ServerTls:
 
 
 async def serve_with(files: PeerFiles, worker: FakeWorker) -> None:
-    """Restart a worker so that it asks callers for certificates."""
     worker.credentials = server_credentials(server_tls(files))
     await worker.restart()
 
@@ -43,7 +40,7 @@ def replace(old: PeerFiles, new: PeerFiles) -> None:
 
 
 def usable(pool: WorkerPool) -> dict[str, int]:
-    """Workers with an open session, and the generation of the files with which each was reached."""
+    """Workers with an open session, and the generation of the files that each was reached with."""
     return {worker.incarnation.id: worker.generation for worker in pool.of(MODEL) if worker.is_usable}
 
 

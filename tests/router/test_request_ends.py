@@ -1,5 +1,3 @@
-"""Requests that end from outside: cancel, deadline, a lost stream, drain, shutdown."""
-
 from __future__ import annotations
 
 import asyncio
@@ -50,7 +48,6 @@ PHASES = ["waiting for room", "prefilling", "waiting for a receiver", "handing o
 
 
 def hold(workers: list[FakeWorker], phase: str) -> None:
-    """Everything stops in that phase."""
     prefill, decode = workers
     match phase:
         case "waiting for room":
@@ -96,6 +93,7 @@ async def test_a_cancel_ends_it_at_once_in_every_state(store: Store, phase: str)
         assert found.record.finished[0].finish_reason == pb.FINISH_REASON_CANCELLED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 async def test_the_deadline_ends_a_request_in_every_state(store: Store, phase: str) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:

@@ -1,5 +1,3 @@
-"""Requests on a split, a local and a mixed path: tokens, receipt, finish reason."""
-
 from __future__ import annotations
 
 import asyncio

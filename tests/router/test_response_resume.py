@@ -1,5 +1,3 @@
-"""A stream that is read from a later token on, or in larger deltas, has the same text."""
-
 from __future__ import annotations
 
 import asyncio
@@ -20,7 +18,6 @@ from tests.router.response_reader import EOS, Reader, ids_of, options, settle
 @given(st.data())
 @settings(max_examples=80, deadline=None)
 async def test_a_reader_that_starts_later_gets_the_rest_of_the_same_text(data):
-    """Whatever was cut off by a lost stream: what came before it and what comes now is the whole, once."""
     some = st.lists(st.integers(0, 4095).filter(lambda id: id != EOS), min_size=1, max_size=20)
     emoji = await ids_of("x😀👨‍👩‍👧")
     tokens = data.draw(some) + emoji[: data.draw(st.integers(0, len(emoji)))]
@@ -52,7 +49,7 @@ async def test_a_reader_that_starts_later_gets_the_rest_of_the_same_text(data):
 
 
 async def test_a_reader_with_more_tokens_than_the_stream_waits():
-    """What a lost router wrote last may have to be computed once more."""
+    """What a lost router wrote last may have to be computed again."""
     reader = Reader(TokenStream(await valid(**options(token_ids=True))), after_seq=3)
     write(reader.stream, 5, 6)
     task = asyncio.create_task(reader.read())

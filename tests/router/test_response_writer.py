@@ -1,5 +1,3 @@
-"""A token stream becomes messages: nothing is missing or repeated, and the text is the same at any pace."""
-
 from __future__ import annotations
 
 import asyncio
@@ -113,8 +111,6 @@ async def test_no_message_is_larger_than_a_client_receives_by_default() -> None:
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("end_known", [True, False])
 async def test_a_token_that_stops_counts_and_has_no_text(skip, end_known):
-    """Neither the end of the model's own nor the client's, special or not, also where it comes before the end is
-    known."""
     (colon,) = await ids_of(":")
     for last, end in (EOS, STOPPED), (colon, Finish(pb.FINISH_REASON_STOP, stop_token_id=colon)):
         stopping = pb.StoppingParams(stop_token_ids=[colon])
@@ -203,7 +199,6 @@ async def test_an_error_before_the_first_token_comes_alone():
 
 
 async def test_an_error_does_not_flush_held_text():
-    """A stream that goes on elsewhere tells it then, whole."""
     reader = Reader(TokenStream(await valid()))
     write(reader.stream, *(await ids_of("x😀"))[:-1], end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
     with pytest.raises(Aborted):

@@ -1,5 +1,3 @@
-"""A request that failed before its first token starts again under its id."""
-
 from __future__ import annotations
 
 import asyncio
@@ -92,6 +90,7 @@ async def test_of_two_concurrent_retries_one_starts_and_the_other_attaches(store
             assert found.epoch in (2, 3), "one began anew, and at most one took over from it"
 
 
+@pytest.mark.slow
 async def test_while_the_store_is_away_the_newer_one_of_two_is_written_last(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,3 @@
-"""Resume, replay, detach and cancel of requests by their id."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""ResumeStream, GetGeneration and CancelGeneration."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""The router as a process: its command line, its start, its end, and what it never imports."""
-
 from __future__ import annotations
 
 import asyncio
@@ -32,6 +30,7 @@ P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 MODEL = str(trained.path())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -66,6 +65,7 @@ def test_a_bad_redis_url_is_named_as_it_was_given_and_not_shown(
     assert ended.stderr == f"decant router: DECANT_REDIS_URL: {limit}\n"
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_is_refused_ends_with_the_same_line() -> None:
     arguments = ("--models", MODEL, "--flush-ms", "0")
     command = [sys.executable, "-m", "decant.router", *arguments]
@@ -184,7 +184,6 @@ async def test_a_router_without_workers_is_ready_and_refuses_requests(server: Pr
 
 
 async def page(port: object, path: str) -> str:
-    """What a router's admin port answers."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(str(port)))
     writer.write(f"GET {path} HTTP/1.1\r\n\r\n".encode())
     async with asyncio.timeout(PATIENCE):
@@ -214,6 +213,7 @@ async def test_workers_that_take_requests_are_counted_by_model_and_role(server: 
                 await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_router_imports_nothing_that_computes() -> None:
     program = (
         "import sys, decant.router.main; "

@@ -1,5 +1,3 @@
-"""One id, two payloads, two routers, no state store: each client gets its own answer or an error."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
@@ -35,7 +33,6 @@ def away(patch: pytest.MonkeyPatch, store: Store) -> None:
 
 
 def pair(scene: Cutting, *, same_payload: bool = False) -> tuple[ValidRequest, list[int], ValidRequest]:
-    """A request, its answer, and one with its id."""
     first, expected = scene.request()
     other = first if same_payload else scene.request()[0]
     return first, expected, replace(other, key=first.key)
@@ -82,7 +79,7 @@ async def test_the_same_payload_is_answered_once_while_the_store_is_away(
 async def test_of_two_payloads_the_unstored_one_ends_when_the_store_is_back(
     store: Store, scene: Cutting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its stream is not resumed: it would go on with the other's tokens."""
+    """Its stream is not resumed: it would continue with the other's tokens."""
     first, expected, other = pair(scene)
     stream = await scene.one.answer(first)
     assert tokens_of(stream) == expected
@@ -100,7 +97,6 @@ async def test_of_two_payloads_the_unstored_one_ends_when_the_store_is_back(
 
 
 async def test_a_stored_request_moves_on_from_a_worker_with_another_request_of_its_id(store: Store) -> None:
-    """The other one was accepted by a router that could not reach the store."""
     async with fleet(("d", wire.ROLE_DECODE)) as workers, core(store, workers) as made:
         workers[0].script.refuse = [wire.CAUSE_ID_REUSED]
         stream = await made.answer(make_request())

@@ -1,5 +1,3 @@
-"""Models by name, and prompts as the tokens that transformers makes of them."""
-
 from __future__ import annotations
 
 import json
@@ -35,8 +33,6 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def both(root):
-    """Ours and transformers' reading of the same folder."""
-
     @cache
     def pair(kind: str, config: str = "{}") -> tuple[Any, Any]:
         place = TINY
@@ -58,6 +54,7 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("kind", ["tiny-python", *MADE])
 def test_a_prompt_becomes_the_tokens_that_transformers_makes_of_it(both, kind, config):

@@ -1,5 +1,3 @@
-"""The session with a worker: messages count once, lost ones come again, orphans are ended."""
-
 from __future__ import annotations
 
 import asyncio
@@ -47,8 +45,6 @@ class Watcher:
 
 @dataclass
 class Run:
-    """A run at a worker, and what is reported of it."""
-
     following: RunSubscription
     stream: TokenStream
     events: list[Any]
@@ -317,6 +313,7 @@ async def test_another_incarnation_ends_the_session() -> None:
         assert run.kinds == [wire.Failed]
 
 
+@pytest.mark.slow
 async def test_silence_is_suspect_and_then_a_break() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         assert not opened.is_suspect

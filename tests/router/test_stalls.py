@@ -1,5 +1,3 @@
-"""No accepted input stops the event loop, on which every stream of a router is written."""
-
 from __future__ import annotations
 
 import asyncio
@@ -58,8 +56,6 @@ def service() -> InferenceService:
 
 
 class Context:
-    """Of a call without metadata and deadline."""
-
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
@@ -82,7 +78,6 @@ CASES: dict[str, Callable[[], Awaitable[None]]] = {
 
 
 async def longest_stall(work: Callable[[], Awaitable[None]]) -> float:
-    """Seconds for which the event loop did nothing else, at most."""
     longest, last = 0.0, time.perf_counter()
 
     async def tick() -> None:
@@ -101,6 +96,7 @@ async def longest_stall(work: Callable[[], Awaitable[None]]) -> float:
     return longest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", CASES)
 async def test_the_event_loop_runs_while_an_accepted_input_is_validated(what: str) -> None:
     stalls: list[float] = []
@@ -110,7 +106,6 @@ async def test_the_event_loop_runs_while_an_accepted_input_is_validated(what: st
 
 
 async def test_the_event_loop_runs_while_the_words_of_a_long_text_are_counted() -> None:
-    """As by a tokenizer whose tokens may take up any number of spaces."""
     made = model(max_context_length=FITS)
     object.__setattr__(made, "bound", TextBound(4, skips_spaces=True))
     request = pb.GenerateRequest(prompt="a b " * 3_900_000)

@@ -1,5 +1,3 @@
-"""Stop strings are found however tokens and messages divide the text, by writers and readers of a stream alike."""
-
 from __future__ import annotations
 
 import asyncio
@@ -35,7 +33,7 @@ STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=4
 
 
 def plain_end(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """The first place after which a stop text is complete, and the longest of those there."""
+    """The first place after which a stop text is complete, and the longest there."""
     for end in range(len(text) + 1):
         if here := [stop for stop in stops if text[:end].endswith(stop)]:
             return end, max(here, key=len)
@@ -47,6 +45,7 @@ def plain_held(text: str, stops: Sequence[str]) -> int:
     return max(begun, default=0)
 
 
+@pytest.mark.slow
 @given(st.text("ab\n", max_size=30), STOPS, st.data())
 @settings(max_examples=400, deadline=None)
 def test_the_first_complete_stop_string_is_found_in_any_pieces(text, stops, data):
@@ -85,14 +84,14 @@ def test_text_before_min_tokens_completes_no_stop_string_but_may_begin_one(early
 
 
 class Plain:
-    """A reference: decodes everything again after each token, and looks at the whole text."""
+    """A reference: decodes everything again after each token."""
 
     def __init__(self, request: ValidRequest, stops: Sequence[str]) -> None:
         self.request = request
         self.stops = stops
 
     def certain(self, tokens: list[int]) -> str:
-        """The text of these tokens without stop texts."""
+        """Ignores stop texts."""
         stopping, wanted = self.request.engine_request.stopping, self.request.output_options
         detokenizer = tiny().token_table.detokenizer(skip_special_tokens=wanted.skip_special_tokens)
         kept = tokens[-1] not in {EOS, *stopping.stop_token_ids}
@@ -105,7 +104,7 @@ class Plain:
         return len(tokens) == stopping.max_tokens or tokens[-1] in {EOS, *stopping.stop_token_ids}
 
     def texts(self, tokens: list[int]) -> tuple[list[str], str | None]:
-        """What is shown after each token up to the last that counts, and the text that stopped it."""
+        """Text shown after each token up to the last that counts, and the stop text."""
         shown: list[str] = []
         seen = 0
         for count in range(1, len(tokens) + 1):
@@ -129,7 +128,6 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=8)
 
 
 async def scene(data: st.DataObject) -> tuple[dict[str, Any], list[int], list[str]]:
-    """The fields of a request, the tokens that a worker would write for it, and its stop texts."""
     text = "".join(data.draw(TEXTS))
     tokens = await tiny().encode(text, special=False) + data.draw(st.lists(st.integers(2, 4095), max_size=3))
     tokens = [token for token in tokens if token != EOS] or [5]
@@ -150,6 +148,7 @@ async def scene(data: st.DataObject) -> tuple[dict[str, Any], list[int], list[st
     return {"stopping": stopping, "response": response, "request_id": "r"}, tokens, stops or ["\n"]
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=250, deadline=None)
 async def test_output_text_equals_a_search_in_the_whole_text_however_tokens_are_divided(data):
@@ -275,8 +274,6 @@ async def test_a_token_writer_of_an_adopted_stream_continues_its_text():
 
 
 class AfterSome:
-    """Text that stops at a certain token."""
-
     def __init__(self, count: int) -> None:
         self.stop: str | None = None
         self._left = count
@@ -329,7 +326,6 @@ async def test_a_stop_survives_a_lost_worker(store: Store) -> None:
 
 
 async def test_frames_after_a_stop_are_ignored(store: Store) -> None:
-    """The worker goes on until the cancel arrives; all of that comes, and none of it counts."""
     async with fleet(D) as (decode,), core(store, [decode]) as scene:
         stream = await ended(await scene.dispatcher.begin(stops_after(2, max_tokens=200)))
         await until(lambda: decode.cancels)

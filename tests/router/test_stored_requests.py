@@ -1,5 +1,3 @@
-"""Unreadable requests in the store are set aside, and the routers that find them go on."""
-
 from __future__ import annotations
 
 import random
@@ -49,6 +47,7 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_request_that_cannot_be_read_is_set_aside_and_others_are_taken_over(
     store: Store, bare: sync_redis.Redis, fault: str
@@ -110,7 +109,6 @@ async def test_stored_tokens_outside_the_vocabulary_are_never_continued(store: S
 
 
 def spoil(bare: Any, source: random.Random) -> None:
-    """One thing that is stored of the request becomes another."""
     fields = bare.hkeys(HASH)
     field = source.choice(fields)
     before = bare.hget(HASH, field)

@@ -1,5 +1,3 @@
-"""Takeover of requests without a router: when it happens, and that no request is left without an execution."""
-
 from __future__ import annotations
 
 import asyncio
@@ -35,7 +33,7 @@ async def has_state(store: Store, state: State) -> bool:
 
 
 def looks_of(store: Store, patch: pytest.MonkeyPatch) -> list[float]:
-    """When dead routers were looked for, by the event loop's clock."""
+    """Times of the event loop at which dead routers were looked for."""
     orphaned, looks = store.open.orphaned, list[float]()
 
     async def looked() -> set[Incarnation]:
@@ -86,6 +84,7 @@ async def test_every_router_may_be_alive_until_a_reopened_session_names_those_th
         await until(lambda: not pool.is_connected(GONE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["an error", "a late answer"])
 async def test_no_router_is_dead_until_the_directory_was_readable_for_a_whole_registration(
     store: Store, monkeypatch: pytest.MonkeyPatch, fault: str
@@ -127,7 +126,7 @@ async def test_a_router_that_registers_again_during_its_takeover_keeps_its_entri
     await left_behind(store, *answer(PROMPT, 2))
     gate = Gate(monkeypatch, store, "adopt_orphan")
     async with fleet(P, D) as workers, core(store, workers) as scene, watching(store, scene):
-        await gate.wait_until_caught_up.wait()
+        await gate.arrived.wait()
         registration = await store.routers.register(router_facts(GONE))
         looks = looks_of(store, monkeypatch)
         gate.opened.set()
@@ -167,16 +166,14 @@ async def test_requests_that_no_router_can_run_are_tried_with_backoff(
 
 
 class Gate:
-    """A call of the store that waits until it is let through, or whose answer is lost."""
-
     def __init__(self, patch: pytest.MonkeyPatch, store: Store, name: str) -> None:
-        self.wait_until_caught_up, self.opened = asyncio.Event(), asyncio.Event()
+        self.arrived, self.opened = asyncio.Event(), asyncio.Event()
         self.answers = True
         self._real = getattr(store.requests, name)
         patch.setattr(store.requests, name, self._call)
 
     async def _call(self, *args: Any) -> StoredRequest:
-        self.wait_until_caught_up.set()
+        self.arrived.set()
         await self.opened.wait()
         found: StoredRequest = await self._real(*args)
         if not self.answers:
@@ -192,7 +189,7 @@ async def test_a_takeover_leaves_a_stream_alone_that_a_client_resumed_meanwhile(
         workers[1].script.pause_at = 3
         gate = Gate(monkeypatch, store, "adopt_orphan")
         taking = asyncio.create_task(scene.dispatcher.take_over(KEY))
-        await gate.wait_until_caught_up.wait()
+        await gate.arrived.wait()
         stream = await scene.dispatcher.resume(KEY)
         with ReaderLease(stream):
             gate.opened.set()
@@ -224,7 +221,7 @@ async def test_a_client_that_leaves_during_an_adoption_leaves_no_request_without
         workers[1].script.pause_at = 3
         gate = Gate(monkeypatch, store, "adopt" if call == "resume" else "cancel")
         calling = asyncio.create_task(getattr(scene.dispatcher, call)(KEY))
-        await gate.wait_until_caught_up.wait()
+        await gate.arrived.wait()
         calling.cancel()
         with suppress(asyncio.CancelledError):
             await calling
@@ -258,7 +255,6 @@ async def test_an_adoption_whose_reply_is_lost_is_completed(store: Store, monkey
 async def test_an_acceptance_whose_answer_is_lost_does_not_stay_open(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where requests are refused while the store is away."""
     async with (
         fleet(P, D) as workers,
         core(store, workers, serve_without_redis=False, resume_grace_ms=50) as scene,
@@ -284,7 +280,7 @@ async def test_a_drain_waits_for_an_adoption_and_leaves_the_request_to_others(
         workers[1].script.pause_at = 3
         gate = Gate(monkeypatch, store, "adopt")
         calling = asyncio.create_task(scene.dispatcher.resume(KEY))
-        await gate.wait_until_caught_up.wait()
+        await gate.arrived.wait()
         draining = asyncio.create_task(scene.dispatcher.drain())
         await until(lambda: scene.dispatcher.is_draining)
         assert not draining.done()

@@ -1,5 +1,3 @@
-"""Work on long texts is bounded in concurrency, memory and queue."""
-
 from __future__ import annotations
 
 import asyncio
@@ -16,8 +14,6 @@ PATIENCE = 60.0
 
 
 class Held:
-    """Work that goes on until it is let go."""
-
     def __init__(self) -> None:
         self.at_work = 0
         self.most = 0

@@ -1,5 +1,3 @@
-"""A text is refused for its length only if no tokenization of it would fit."""
-
 from __future__ import annotations
 
 from functools import cache
@@ -25,7 +23,7 @@ def with_tokens(*added: AddedToken, normalizer: Any = None) -> Tokenizer:
 
 
 def characters() -> Tokenizer:
-    """One token for each character: what is not known is ``<unk>``."""
+    """One token per character; unknown ones are ``<unk>``."""
     tokenizer = Tokenizer(kinds.BPE({"<unk>": 0, "a": 1, "é": 2}, [], unk_token="<unk>"))
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -68,6 +66,7 @@ DECOMPOSED = "α\u0313\u0300\u0345"  # four code points, which NFC makes one
 TEXTS = st.lists(st.one_of(st.text(max_size=20), st.sampled_from([*PARTS, DECOMPOSED * 50])), max_size=8).map("".join)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BOUNDED)
 @given(TEXTS)
 @settings(max_examples=150, deadline=None)

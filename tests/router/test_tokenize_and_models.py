@@ -1,5 +1,3 @@
-"""Tokenize, Detokenize, ListModels, GetModel and GetServerInfo."""
-
 from __future__ import annotations
 
 from typing import Any

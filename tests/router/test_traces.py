@@ -1,5 +1,3 @@
-"""One trace per request: client, router and workers in one process, on real servers; the engines are fake."""
-
 from __future__ import annotations
 
 import asyncio
@@ -32,7 +30,7 @@ from tests.router.service_harness import made
 from tests.router.test_migration import moving
 
 PROMPT = "Q7K7Z7X7W7V7"
-"""Its tokens are in the vocabulary of the fake engines."""
+"""Its tokens are in the fake engines' vocabulary."""
 USER = "a-user-of-the-tenant"
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 ALLOWED = {
@@ -51,7 +49,6 @@ def exporter() -> Iterator[InMemorySpanExporter]:
 
 @asynccontextmanager
 async def serving(running: Core) -> AsyncIterator[str]:
-    """The public service over a router's core: its address."""
     registry = Registry(process=False)
     service = made(running.dispatcher, registry, Models([model(id="m")])).service()  # type: ignore[arg-type]
     server = Server([service], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
@@ -72,19 +69,17 @@ async def streamed(address: str, tokens: int = 12) -> str:
 
 
 async def spans_of(exporter: InMemorySpanExporter, count: int) -> list[ReadableSpan]:
-    """All, once there are so many."""
     await until(lambda: len(exporter.get_finished_spans()) >= count)
     return sorted(exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
 
 
 def tree(spans: list[ReadableSpan]) -> dict[str, str]:
-    """The name of each span's parent, by name; "" for a root."""
+    """Name of each span's parent, by name; "" for a root."""
     names = {span.context.span_id: span.name for span in spans}
     return {span.name: names[span.parent.span_id] if span.parent else "" for span in spans}
 
 
 def values(spans: list[ReadableSpan]) -> Iterator[tuple[str, object]]:
-    """All attributes of spans and events."""
     for span in spans:
         for attributes in (span.attributes, *(event.attributes for event in span.events)):
             yield from (attributes or {}).items()
@@ -175,7 +170,6 @@ async def test_without_a_tracer_the_context_of_the_caller_is_passed_on(store: St
 
 
 async def generate_with(store: Store, traceparent: str) -> tuple[str, str]:
-    """Trace id and flags that a worker gets."""
     async with fleet(("d", wire.ROLE_DECODE)) as workers:
         (worker,) = (one for one in workers if isinstance(one, FakeWorker))
         async with (

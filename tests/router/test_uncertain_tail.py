@@ -1,5 +1,3 @@
-"""Streams of clients that have more tokens than the store: equal, uncertain, or refused."""
-
 from __future__ import annotations
 
 import asyncio
@@ -64,7 +62,6 @@ async def test_the_tail_of_a_new_request_is_what_all_workers_generate(store: Sto
 async def test_a_tail_that_may_come_out_otherwise_is_refused_with_what_is_certain(
     store: Store, layout: int | None
 ) -> None:
-    """Unknown where it ran; it ran where equal bits aren't promised; it ran on another kind of worker."""
     await left_behind(store, *answer(PROMPT, 2), layout=layout)
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
@@ -132,7 +129,6 @@ async def test_an_uncertain_tail_stays_uncertain_for_the_next_router(store: Stor
 
 
 async def test_the_next_attempt_continues_from_the_tokens_already_sent(store: Store) -> None:
-    """The tokens that were shown are the next worker's input, whatever it promises."""
     async with fleet(P, D, ("e", wire.ROLE_DECODE)) as workers:
         for worker in workers:
             worker.facts.equal_bits = False

@@ -1,5 +1,3 @@
-"""Usage and times of a request: for its client, the metrics, the log."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Validation of requests: ranges, prompt and context, defaults."""
-
 from __future__ import annotations
 
 import math
@@ -149,7 +147,7 @@ async def test_a_prompt_that_fills_the_context_is_refused(tokens, fits, whose):
 
 
 async def test_the_workers_context_length_overrides_the_models():
-    """Its rotary scaling may reach further than the positions that its configuration names."""
+    """Rotary scaling may reach beyond the positions that its configuration names."""
     made = await valid(
         served=model(max_context_length=16), workers_context_length=64, token_ids=pb.TokenIds(ids=[3] * 40)
     )
@@ -165,6 +163,7 @@ async def test_without_workers_the_context_length_may_be_unknown():
     ).engine_request.stopping.max_tokens < 64
 
 
+@pytest.mark.slow
 @given(
     prompt=st.integers(1, 20),
     limit=st.integers(2, 24),

@@ -1,5 +1,3 @@
-"""Requests that can't be answered in time are refused at once, by measured waits only."""
-
 from __future__ import annotations
 
 import asyncio
@@ -43,7 +41,7 @@ class Clock:
 
 
 def queue(clock: Clock, each: float, arriving: int, begun: int) -> tuple[WaitPredictor, list[Wait]]:
-    """So many requests that came at once to a server that begins one every ``each`` seconds."""
+    """`arriving` requests at once at a server that begins one every ``each`` seconds."""
     waits = WaitPredictor(clock)
     entered = [waits.enter(0) for _ in range(arriving)]
     for wait in entered[:begun]:
@@ -146,7 +144,6 @@ async def test_requests_that_wait_for_a_place_count_against_the_limit(store: Sto
 
 @pytest.mark.slow
 async def test_every_call_of_a_burst_ends_with_tokens_or_with_a_named_error(store: Store) -> None:
-    """Far more at once than gRPC itself lets wait by default."""
     calls = 1500
     async with fleet(P, D) as workers, core(store, workers, max_active=8, queue_limit=16) as scene:
         served = Models([model(id=MODEL)])

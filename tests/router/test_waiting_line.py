@@ -1,5 +1,3 @@
-"""Capacity for n requests wakes n waiting ones in order, and one more that finds none left."""
-
 from __future__ import annotations
 
 import asyncio
@@ -28,8 +26,6 @@ PROMPT = [1, 2, 3]
 
 @dataclass
 class Scene:
-    """A line whose waiters take places, as long as there are any."""
-
     places: dict[Kind, int]
     line: WaitingLine = field(default_factory=WaitingLine)
     placed: list[str] = field(default_factory=list)
@@ -113,7 +109,6 @@ def test_a_request_that_leaves_the_queue_changes_no_order() -> None:
 
 
 async def waiting(scene: Core, workers: list[FakeWorker], count: int) -> WaitingLine:
-    """So many requests wait, because the prefill workers are full."""
     for worker in workers:
         worker.load.takes_prompts = False
     views = [worker.load for worker in scene.router.pool.of("m") if worker.load.role == wire.ROLE_PREFILL]
@@ -126,18 +121,17 @@ async def waiting(scene: Core, workers: list[FakeWorker], count: int) -> Waiting
 
 
 async def heartbeats(scene: Core, count: int) -> None:
-    """So many of each worker are received."""
     received = dict.fromkeys((worker.incarnation for worker in scene.router.pool.of("m")), 0)
     for worker in scene.router.pool.of("m"):
-        hear = worker.load.apply_heartbeat
+        apply = worker.load.apply_heartbeat
 
         def counted(
             heartbeat: wire.Heartbeat,
             incarnation: Incarnation = worker.incarnation,
-            hear: Callable[[wire.Heartbeat], None] = hear,
+            apply: Callable[[wire.Heartbeat], None] = apply,
         ) -> None:
             received[incarnation] += 1
-            hear(heartbeat)
+            apply(heartbeat)
 
         worker.load.apply_heartbeat = counted  # type: ignore[method-assign]
     await until(lambda: min(received.values()) >= count)

@@ -1,5 +1,3 @@
-"""Failures of workers: retries, blame, lost messages, stuck steps, no worker at all."""
-
 from __future__ import annotations
 
 import pytest

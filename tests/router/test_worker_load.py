@@ -1,5 +1,3 @@
-"""A worker's reported load, corrected by what this router has started there."""
-
 from __future__ import annotations
 
 from hypothesis import given

@@ -1,5 +1,3 @@
-"""Messages of a faulty worker fail one run with a typed error; everything else goes on."""
-
 from __future__ import annotations
 
 import asyncio
@@ -43,8 +41,6 @@ LAST = (1 << 32) - 1
 
 
 class Views:
-    """What a pool does with the heartbeats of one worker."""
-
     def __init__(self) -> None:
         self.load = WorkerLoad(WorkerRegistration())
 
@@ -71,7 +67,6 @@ async def session() -> AsyncIterator[WorkerSession]:
 def follow(
     session: WorkerSession, request: str, slot: int, *, logprobs: int | None = None
 ) -> tuple[TokenStream, list[Any]]:
-    """A running sequence of that session: its tokens, and the events that its attempt gets."""
     shown = pb.ResponseOptions() if logprobs is None else pb.ResponseOptions(logprobs=logprobs)
     stream, recorder = TokenStream(make_request(request, max_tokens=1000, shown=shown)), RunRecorder()
     run = wire.Run(request=request, epoch=1, attempt=1)
@@ -98,7 +93,6 @@ FAULTS = [more_ids_than_logprobs, fewer_ids_than_logprobs, an_id_that_no_token_h
 
 
 def spoil(patch: pytest.MonkeyPatch, fault: Callable[[wire.TokenLogprobs], None], times: int) -> None:
-    """The next logprobs of an output token, of any worker, are wrong in this way."""
     real, left = fake_script.output_logprobs, iter(range(times))
 
     def odd(work: wire.EngineRequest, entry: int, token: int) -> wire.TokenLogprobs | None:
@@ -112,7 +106,6 @@ def spoil(patch: pytest.MonkeyPatch, fault: Callable[[wire.TokenLogprobs], None]
 
 
 async def all_goes_on(scene: Core) -> None:
-    """The router still answers and records requests."""
     stream = await scene.answer(make_request("another"))
     assert isinstance(stream.end, Finish)
     assert stream.resumable
@@ -179,7 +172,6 @@ async def test_an_end_after_the_last_possible_token_fails_the_run_instead_of_wai
 
 
 async def test_logprobs_keep_no_frame_in_memory(session: WorkerSession) -> None:
-    """Frames carry the logprobs of all sequences of a step; one long request keeps only its own."""
     stream, _ = follow(session, "r", 0, logprobs=1)
     others = [
         wire.TokenLogprobs(entry=entry, logprob=-1, rank=1, top_ids=range(20), top_logprobs=[-1.0] * 20)
@@ -207,12 +199,10 @@ async def test_logprobs_keep_no_frame_in_memory(session: WorkerSession) -> None:
 # -------------------------------------------------------------------------------------------- any message
 
 
-RUNS = [wire.Run(request=request, epoch=1, attempt=1) for request in ("a", "b", "nobody's")]
+RUNS = [wire.Run(request=request, epoch=1, attempt=1) for request in ("a", "b", "unknown")]
 
 
 class Maker:
-    """Random messages of worker.proto, many of which concern a run that is there."""
-
     def __init__(self, seed: int, runs: list[wire.Run]) -> None:
         self._random = random.Random(seed)
         self._runs = runs
@@ -236,7 +226,6 @@ class Maker:
             self._pair(message)
 
     def _pair(self, frame: wire.Frame) -> None:
-        """Arrays of one length, whatever is in them."""
         count = self._random.randrange(4)
         frame.slots = pack([self._random.choice([0, 1, 2]) for _ in range(count)])
         frame.positions = pack([self._random.choice([0, 3, 3, 4, 5, LAST]) for _ in range(count)])
@@ -288,7 +277,7 @@ def messages(seed: int, runs: list[wire.Run], count: int) -> Iterator[wire.Worke
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 1 << 32))
 def test_a_session_handles_any_message_or_breaks_cleanly(seed: int) -> None:
-    """ValueError is what the session's reader takes for a broken session, after which its runs move elsewhere."""
+    """ValueError breaks the session, after which its runs move elsewhere."""
 
     async def scene() -> None:
         async with unconnected_session() as session:
@@ -328,7 +317,6 @@ def _runs(workers: list[FakeWorker]) -> list[wire.Run]:
 
 
 async def _again(scene: Core, number: int) -> TokenStream:
-    """A request in the place of one that came to its end, by whatever was said of it."""
     while True:
         with suppress(ServiceError):
             return await scene.dispatcher.begin(make_request(f"r{number}", max_tokens=50, shown=SHOWN))

@@ -1,5 +1,3 @@
-"""Small tokenizers of each kind that served models have, in the form of a model's files."""
-
 from __future__ import annotations
 
 import json
@@ -39,7 +37,7 @@ def _begin(tokenizer: Tokenizer) -> None:
 
 
 def byte_fallback(*, strip: bool = True) -> Tokenizer:
-    """As Llama 2 (with the strip) and Gemma (without): what has no token of its own is written in bytes."""
+    """As Llama 2 (with the strip) and Gemma (without): what has no token is written in bytes."""
     special = ["<unk>", *SPECIAL]
     words = ["▁", "a", "b", "x", "▁the", "▁a", "th", "e", "é", "日", "▁▁", "�", "<0x4>"]
     listed = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
@@ -81,7 +79,7 @@ def word_piece() -> Tokenizer:
 
 
 def end_of_word() -> Tokenizer:
-    """As CLIP's text side and GPT: the end of a word is part of its last token."""
+    """As CLIP's text side and GPT: a word's last token contains its end."""
     tokenizer = Tokenizer(kinds.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.BPEDecoder()
@@ -93,7 +91,7 @@ def end_of_word() -> Tokenizer:
 
 
 def words() -> Tokenizer:
-    """No decoder at all: words, with spaces between."""
+    """Without a decoder: words with spaces between."""
     tokenizer = Tokenizer(kinds.WordLevel(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.train_from_iterator(TEXT, trainers.WordLevelTrainer(special_tokens=["<unk>", *SPECIAL]))
@@ -112,7 +110,7 @@ MADE = {
 
 
 def folder(path: Path, tokenizer: Tokenizer, config: Mapping[str, Any] | None = None) -> Path:
-    """A model's folder without weights around a tokenizer."""
+    """A model's folder without weights."""
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))
     size = tokenizer.get_vocab_size()

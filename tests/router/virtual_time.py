@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer: seconds of a test's schedule take no time."""
+"""An event loop whose clock jumps to the next timer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 class _Selector(selectors.SelectSelector):
-    """WaitPredictor for nothing: what it would have waited is added to the clock."""
+    """Never waits: adds the timeout to the clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,5 +40,5 @@ def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
 
 
 async def settle() -> None:
-    """Until no task can go on without a message or a timer. Timers of the code under test are longer than this one."""
+    """Run until every task waits for a message or a timer. Timers of the code under test exceed 1 µs."""
     await asyncio.sleep(1e-6)

@@ -1,5 +1,3 @@
-"""Certificates for tests, made by openssl."""
-
 from __future__ import annotations
 
 import subprocess
@@ -8,7 +6,7 @@ from typing import Any
 
 
 class Certificates:
-    """An authority, and a certificate for this machine that it signed."""
+    """An authority, and a certificate that it signed for this machine."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -8,7 +8,7 @@ import structlog
 
 @pytest.fixture
 def out() -> Iterator[StringIO]:
-    """A stream for `logs.start`; what that changes for the whole process is restored."""
+    """For `logs.start`, whose process-wide changes are undone."""
     root, transformers = logging.getLogger(), logging.getLogger("transformers")
     before = root.handlers[:], root.level, transformers.__class__, transformers.handlers[:]
     stream = StringIO()

@@ -1,5 +1,3 @@
-"""A real server with scripted methods on a free port, and a channel to it."""
-
 from __future__ import annotations
 
 import asyncio
@@ -29,7 +27,7 @@ async def _unscripted(*_: object) -> Any:
 
 @dataclass
 class Script:
-    """The scripted methods; each gets the request (or its iterator) and the context."""
+    """Each method gets the request (or its iterator) and the context."""
 
     unary: Callable[[Any, Any], Awaitable[Any]] = _unscripted
     stream: Callable[[Any, Any], AsyncIterator[Any]] | None = None
@@ -86,7 +84,6 @@ class Scene:
         self.decode = worker_pb2_grpc.DecodeStub(self.channel)
 
     def counted(self, **labels: str) -> float:
-        """Errors counted with these labels."""
         return sum(
             sample.value
             for metric in self.registry.collectors.collect()

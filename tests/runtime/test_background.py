@@ -1,5 +1,3 @@
-"""A background task runs during its owner's life, reports a crash, and ends within a deadline."""
-
 from __future__ import annotations
 
 import asyncio

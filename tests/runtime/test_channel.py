@@ -1,5 +1,3 @@
-"""Connections inside a deployment are encrypted, survive silence, and propagate deadlines."""
-
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -65,8 +63,6 @@ async def test_mutual_tls_authenticates_the_client(certificates: Certificates, o
 
 
 class Rotating:
-    """A server's files, replaced like a certificate manager does."""
-
     def __init__(self, folder: Path, first: Certificates) -> None:
         folder.mkdir()
         self.tls: dict[str, Any] = {
@@ -203,7 +199,7 @@ def test_a_call_waits_in_grpc_for_longer_than_its_default_of_30_s() -> None:
 
 @pytest.mark.slow
 async def test_pings_during_a_long_silence_do_not_end_the_connection() -> None:
-    """A server with gRPC's defaults disconnects a client that pings so often; ours keeps it beyond the next ping."""
+    """A server with gRPC's defaults disconnects clients that ping so often."""
     every = 7.0
     sent_away = asyncio.Event()
 

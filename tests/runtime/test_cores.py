@@ -1,5 +1,3 @@
-"""Cores of this process, including on a platform without affinity masks."""
-
 import os
 
 import pytest

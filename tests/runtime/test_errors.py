@@ -1,5 +1,3 @@
-"""An error and its status agree; the table determines blame and whether a retry is allowed."""
-
 import grpc
 import pytest
 from google.protobuf.any_pb2 import Any

@@ -1,5 +1,3 @@
-"""Peer silence counts only while this process is able to read; a stall of its own loop does not count."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Errors arrive as raised; unexpected exceptions reveal nothing; a cancellation is not an error."""
-
 import asyncio
 import contextlib
 import json
@@ -34,7 +32,6 @@ def logged(out: StringIO) -> list[dict[str, Any]]:
 
 
 async def failure(scene: Scene, kind: str) -> tuple[list[Any], ServiceError]:
-    """The messages before the error, and the error, for a call of this kind."""
     got: list[Any] = []
     try:
         if kind == "unary":

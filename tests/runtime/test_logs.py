@@ -1,5 +1,3 @@
-"""Each event is one parseable line that names its source and contains no user text."""
-
 import asyncio
 import json
 import logging

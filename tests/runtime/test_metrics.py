@@ -1,5 +1,3 @@
-"""Each process has its own metrics registry with the names that dashboards use."""
-
 import platform
 from importlib.metadata import version
 

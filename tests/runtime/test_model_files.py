@@ -1,5 +1,3 @@
-"""Contents of a model's small files, and when two models have the same files."""
-
 from __future__ import annotations
 
 import fnmatch

@@ -1,5 +1,3 @@
-"""Common behaviour of every process: accurate health, reflection, graceful and forced shutdown."""
-
 import asyncio
 import gc
 import json
@@ -47,8 +45,6 @@ async def until(s: Scene, state: State) -> None:
 
 
 class Stream:
-    """A GenerateStream that ends on command."""
-
     def __init__(self, s: Scene) -> None:
         self.let = asyncio.Event()
         self.left = asyncio.Event()
@@ -124,7 +120,6 @@ async def test_a_warm_up_that_raises_ends_the_server() -> None:
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 async def test_reflection_lists_all_services_and_gives_their_files(version: str) -> None:
-    """Both versions have the same messages; newer clients request only v1."""
     async with scene() as s:
         call: Any = s.channel.stream_stream(
             f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
@@ -335,6 +330,7 @@ sys.exit(run(main()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "signals", "code"), [("short", 1, 0), ("long", 2, 1)])
 async def test_signals_drain_and_end_the_process(prompt: str, signals: int, code: int) -> None:
     process = await asyncio.create_subprocess_exec(

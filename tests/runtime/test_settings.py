@@ -1,5 +1,3 @@
-"""Precedence of the four layers; unknown and out-of-range values are rejected, and each error names the value."""
-
 from pathlib import Path
 from typing import Literal
 

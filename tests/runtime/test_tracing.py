@@ -1,5 +1,3 @@
-"""When spans are made, and what a process does without OpenTelemetry."""
-
 from __future__ import annotations
 
 import subprocess
@@ -76,8 +74,6 @@ def test_an_export_that_is_not_possible_is_refused_and_named(
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps what is exported to it."""
-
     def __init__(self) -> None:
         self.address = ""
         self.exports: list[Any] = []

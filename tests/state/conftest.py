@@ -1,4 +1,4 @@
-"""One real private Redis for all tests of state/, emptied before each."""
+"""One private Redis for all tests of state/, emptied before each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def server() -> Iterator[PrivateRedis]:
 
 @pytest.fixture
 def bare(server: PrivateRedis) -> Iterator[sync_redis.Redis]:
-    """A direct Redis client, for inspection and interference."""
     with sync_redis.Redis.from_url(server.url, protocol=2) as client:
         client.flushall()
         yield client
@@ -36,6 +35,6 @@ async def store(server: PrivateRedis, bare: sync_redis.Redis) -> AsyncIterator[S
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A short folder path for sockets: pytest's paths are too long."""
+    """For sockets: pytest's paths are too long."""
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         yield Path(folder)

@@ -1,4 +1,4 @@
-"""Each operation of the store once, as repeatable coroutines: repeating one has no further effect."""
+"""Each operation of the store once, as coroutines whose repetition has no further effect."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Step:
 
 
 async def walk(store: Store) -> list[Step]:
-    """Steps in a valid order; sets up the scene that they need."""
+    """Steps in a valid order; creates what they need."""
     request, doomed = make_request(), make_request(RequestKey("tenant", "doomed"))
     shown = make_request(RequestKey("tenant", "shown"), shown=ResponseOptions(logprobs=1, prompt_logprobs=0))
     failing = make_request(RequestKey("tenant", "failing"))

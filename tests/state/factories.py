@@ -1,5 +1,3 @@
-"""Short setup of scenes: stores, routers, requests, and a view of everything in Redis."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -53,14 +51,13 @@ def make_request(
 
 
 def continued(request: OwnedRequest, *tokens: int) -> None:
-    """That many more tokens, with the requested logprobs."""
+    """Append tokens, with logprobs if requested."""
     alternatives = request.logprobs_options.output
     found = [] if alternatives is None else [logprobs(token, alternatives) for token in tokens]
     request.append(written(*tokens), packed(found, alternatives or 0))
 
 
 def logprobs(token: int, alternatives: int) -> TokenLogprobs:
-    """Logprobs that are unique to the token."""
     top = range(token, token + alternatives)
     return TokenLogprobs(logprob=-token - 0.5, rank=token, top_ids=top, top_logprobs=[-0.25 * id for id in top])
 
@@ -87,7 +84,7 @@ def worker_facts(incarnation: Incarnation, address: str = "host:2") -> WorkerReg
 
 
 def everything(bare: Any) -> dict[bytes, Any]:
-    """Everything in Redis, without times."""
+    """Without times."""
     found: dict[bytes, Any] = {}
     for key in bare.keys("*"):
         match bare.type(key):
@@ -103,7 +100,7 @@ def everything(bare: Any) -> dict[bytes, Any]:
 
 
 def pass_time(bare: Any, seconds: float) -> None:
-    """Age everything in Redis, so that tests of ttls neither wait nor race against a busy machine."""
+    """Age everything in Redis, so that tests of ttls do not wait."""
     ms = round(seconds * 1000)
     for key in bare.keys("*"):
         if bare.type(key) == b"zset":

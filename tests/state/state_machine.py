@@ -1,8 +1,8 @@
-"""Random histories of one request: owners whose writes arrive twice, late, reordered or never, owners that lose the
-request to an adopter without noticing, and an emptied Redis. After every step Redis must equal a simple model. Some
-requests want logprobs of the output, the prompt or both, which must be as complete as the journal.
+"""Random histories of one request: owners whose writes arrive twice, late, reordered or never, or that lose the request
+to an adopter unnoticed; and an emptied Redis. After every step Redis must equal a simple model, with requested
+logprobs as complete as the journal.
 
-An owner's journal only grows, and each owner writes distinct tokens, which identify the writer of each position.
+Journals only grow. Each owner writes distinct tokens, which identify the writer of each position.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ STATES = [None, QUEUED, PREFILLING, HANDING_OFF, DECODING, SUCCEEDED, FAILED, CA
 
 @dataclass(frozen=True)
 class Write:
-    """One sent write; it may arrive at any time."""
-
     command: Command
     owner: OwnedRequest
     attempt: int
@@ -67,7 +65,7 @@ class Write:
 
 @dataclass
 class Model:
-    """The expected content of Redis: the greatest write that arrived. It never reads Redis."""
+    """The expected content of Redis: the greatest write that arrived."""
 
     owner: OwnedRequest
     attempt: int
@@ -106,7 +104,6 @@ class Writers:
             await self.redis_holds_the_greatest()
 
     def pick(self) -> OwnedRequest:
-        """Picks the newest most often."""
         return self.owners[-min(len(self.owners), self.random.choice([1, 1, 1, 2, 2, 3]))]
 
     async def go_on(self) -> None:
@@ -206,7 +203,7 @@ class Writers:
             now.owner = new
 
     async def ask_again(self) -> None:
-        """An equal request starts anew where Redis has no trace of the earlier one."""
+        """An equal request starts anew if Redis has no trace of the earlier one."""
         incarnation, now = router(self.random.randrange(4)), self.model
         begins = now is None or (now.state == FAILED and not now.length)
         epoch = now.owner.epoch + 1 if now else 1

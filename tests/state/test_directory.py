@@ -1,5 +1,3 @@
-"""Registrations are renewed or expire, and only the current incarnation of an id may change its own."""
-
 from __future__ import annotations
 
 import asyncio

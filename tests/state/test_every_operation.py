@@ -1,5 +1,3 @@
-"""Properties of each operation: repeatable, of constant cost, accepted by a cluster."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -23,7 +21,7 @@ Patch = pytest.MonkeyPatch
 
 
 class Tape:
-    """Records what a client sends: one list of commands per round trip."""
+    """Commands that a client sends, one list per round trip."""
 
     def __init__(self, patch: Patch) -> None:
         self.trips: list[Sequence[Command]] = []
@@ -66,7 +64,7 @@ async def test_each_operation_has_its_documented_round_trips(store: Store, monke
 
 
 def calls(bare: sync_redis.Redis) -> Counter[str]:
-    """Commands that Redis ran since the last call, including those in scripts."""
+    """Commands since the last call, including those in scripts."""
     stats: Any = bare.info("commandstats")
     counted = Counter({name.removeprefix("cmdstat_"): value["calls"] for name, value in stats.items()})
     bare.config_resetstat()
@@ -101,7 +99,6 @@ async def test_a_flush_of_many_is_one_trip(store: Store, monkeypatch: Patch) -> 
 
 
 async def test_only_requests_with_logprobs_send_them(store: Store, bare: sync_redis.Redis, monkeypatch: Patch) -> None:
-    """Without logprobs a request uses two keys, with the same arguments and commands as without the feature."""
     tape, request = Tape(monkeypatch), make_request()
     await store.requests.accept(request)
     request.append(written(1, 2))

@@ -1,5 +1,3 @@
-"""With repeated, reordered and lost writes of several owners, Redis keeps the greatest and journals stay complete."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Logprobs survive encoding to bytes and decoding."""
-
 from __future__ import annotations
 
 import struct

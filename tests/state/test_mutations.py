@@ -1,4 +1,4 @@
-"""One deliberate fault per invariant, and the test that detects it: the tests can fail."""
+"""One deliberate fault per invariant, and the test that detects it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ FOUND = (AssertionError, StateError, pytest.fail.Exception)
 
 @dataclass(frozen=True)
 class Fault:
-    """Some text of a script and its replacement."""
-
     script: Script
     text: str
     instead: str
@@ -206,7 +204,6 @@ FAULTS = [
 
 
 async def finds(test: Callable[..., Any], **given: Any) -> None:
-    """Require that the test fails, with the arguments that it names."""
     asked = {name: value for name, value in given.items() if name in inspect.signature(test).parameters}
     with pytest.raises(FOUND):
         await test(**asked)

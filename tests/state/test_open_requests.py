@@ -1,5 +1,3 @@
-"""Each request of a dead router is found and adopted by exactly one other router."""
-
 from __future__ import annotations
 
 import asyncio

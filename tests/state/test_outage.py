@@ -1,5 +1,3 @@
-"""Redis fails and returns: one typed error within the deadline, then normal operation."""
-
 from __future__ import annotations
 
 import asyncio
@@ -38,7 +36,7 @@ ASKS: list[Callable[[Store], Coroutine[Any, Any, object]]] = [
 
 
 async def all_unavailable(store: Store, deadline_s: float | None = None) -> None:
-    """Every call fails: after the deadline, or by an error of the connection if None."""
+    """After the deadline; if None, by a connection error."""
     async with asyncio.timeout(PATIENCE_S):
         results = await asyncio.gather(*(ask(store) for ask in ASKS * 3), return_exceptions=True)
     assert [type(result) for result in results] == [StoreUnavailable] * len(results)
@@ -47,7 +45,7 @@ async def all_unavailable(store: Store, deadline_s: float | None = None) -> None
 
 
 async def all_well(store: Store) -> None:
-    """Many concurrent calls, which would reveal an answer to another call."""
+    """Concurrent calls would reveal an answer to another call."""
     held = [make_request(RequestKey("t", str(n)), tokens=[n]) for n in range(30)]
     await asyncio.gather(*(store.requests.write(request) for request in held))
     found = await asyncio.gather(*(store.requests.read(request.key) for request in held))
@@ -62,7 +60,6 @@ def port() -> Iterator[int]:
 
 @contextmanager
 def stopped(bare: sync_redis.Redis) -> Iterator[None]:
-    """Redis runs but does not answer."""
     info: Any = bare.info("server")
     os.kill(info["process_id"], signal.SIGSTOP)
     try:

@@ -1,5 +1,3 @@
-"""A private Redis leaves no process, port or file behind, regardless of how its owner ends."""
-
 from __future__ import annotations
 
 import os
@@ -28,7 +26,6 @@ PATIENCE_S = 10.0
 
 @pytest.fixture(autouse=True)
 def folder(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder of temporary files, including those of child processes."""
     monkeypatch.setenv("TMPDIR", str(short_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return short_path

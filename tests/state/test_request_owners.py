@@ -1,5 +1,3 @@
-"""Owners of requests: adoption, cancel at another router, superseded owners, orphans."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Accepting, writing, reading and adopting one request."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""An emptied Redis is detected; a tenant's quota is enforced, and never shrinks permanently."""
-
 from __future__ import annotations
 
 import asyncio

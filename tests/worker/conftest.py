@@ -1,5 +1,3 @@
-"""A prefill worker for the tests that only need one."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator

@@ -21,8 +21,6 @@ def reference_text(length: int, wanted: int, seed: int) -> list[int]:
 
 
 class RouterActions:
-    """What routers send, and their sessions."""
-
     def __init__(self, trial: DecodeTrial) -> None:
         self.trial = trial
 
@@ -51,7 +49,6 @@ class RouterActions:
         self._begin(value, has_ticket=True)
 
     def repeat(self, value: int) -> None:
-        """A Start that is sent again."""
         run = self.trial.pick(value)
         if run is not None and run.end is None and not run.is_forgotten:
             run.is_repeated = True
@@ -79,7 +76,6 @@ class RouterActions:
             self.trial.router_of(run).send(resend=wire.Resend(run=run.ref, resume=resume))
 
     def adopt(self, value: int) -> None:
-        """The other router takes the run over."""
         run = self.trial.pick(value)
         if run is None or run.end is not None or run.is_migrating:
             return
@@ -91,7 +87,6 @@ class RouterActions:
             self.trial.routers[other].send(adopt=wire.Adopt(run=run.ref, resume=[run.resume]))
 
     def replace(self, value: int) -> None:
-        """The owner starts another attempt at the request, after it cancelled this one."""
         run = self.trial.pick(value)
         if run is None or run.end is not None or run.is_migrating or not self.trial.router_of(run).is_open:
             return
@@ -109,7 +104,7 @@ class RouterActions:
         await self.trial.routers["ab"[value % 2]].leave()
 
     async def open(self, value: int) -> None:
-        """A new session; its hello may leave runs out, which are then orphans."""
+        """A new session; runs that its hello omits are orphans."""
         router = self.trial.routers["ab"[value % 2]]
         mine = [run for run in self.trial.runs.values() if run.owner == router.name and run.end is None]
         named = mine if value % 3 else mine[::2]
@@ -120,13 +115,10 @@ class RouterActions:
 
 
 class WorkerActions:
-    """What migration targets, engines and the network do."""
-
     def __init__(self, trial: DecodeTrial) -> None:
         self.trial = trial
 
     def receive(self, value: int) -> None:
-        """Another worker fetches a run that was offered."""
         run = self.trial.pick(value)
         if run is not None and run.offer is not None and not run.is_migrating and run.end is None:
             run.is_migrating = True
@@ -163,7 +155,7 @@ class WorkerActions:
         await asyncio.sleep([0.01, 0.1, 0.3, 1.1, LEASE_S + 0.1][value % 5])
 
     def stall(self, _: int) -> None:
-        """Messages of fetches stop, or go on."""
+        """Stop or resume the messages of fetches."""
         if self.trial.network.flows.is_set():
             self.trial.network.flows.clear()
         else:

@@ -1,5 +1,3 @@
-"""Workers with torch-free engines behind real gRPC servers, and a router that a test drives."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
@@ -33,11 +31,11 @@ from tests.worker.waiting import eventually
 
 BLOCK = 4
 Windows = tuple[Window, ...]
-"""Of each cache group."""
+"""By cache group."""
 
 
 class Device(FakeDevice):
-    """A step takes ``seconds``, and raises when the device is ``broken``."""
+    """A step takes ``seconds``, and raises if the device is ``broken``."""
 
     def __init__(self, blocks: int, eos: Sequence[int] = (), windows: Windows = (FULL,)) -> None:
         self.windows = windows
@@ -58,7 +56,7 @@ class Device(FakeDevice):
 
 
 class Node:
-    """One worker: its engine, its hub, its services on a port. ``async with`` opens and audits it."""
+    """An engine, its hub, and its services on a port. ``async with`` opens and audits it."""
 
     def __init__(
         self,
@@ -114,16 +112,15 @@ class Node:
         assert self.host.waiting_arrivals == 0
 
     def _record(self, error: ServiceError) -> None:
-        """Keep an error of this test's own callers: another test's router may look for a worker that had this port."""
+        """Ignores WRONG_PEER: another test's router may look for a worker that had this port."""
         if error.reason is not Reason.WRONG_PEER:
             self.errors.append(error)
 
     async def held(self) -> int:
-        """Number of blocks in use."""
         return (await self.host.loop.call(lambda engine: engine.load())).held_blocks
 
     async def audit(self) -> None:
-        """Nothing is held, and every account adds up, once what is under way is over."""
+        """Wait until nothing is held; check every account."""
         try:
             await eventually(self.is_empty)
         except TimeoutError:
@@ -134,7 +131,7 @@ class Node:
         return not await self.held()
 
     async def offer(self, run: wire.Run, work: wire.EngineRequest) -> wire.Ticket:
-        """Take a prompt up as a prefill worker does, and give a ticket for its cache."""
+        """Take a prompt up as a prefill worker does; return a ticket for its cache."""
         request = to_request(f"prefill/{run.request}/{run.attempt}", work, model="m", park_after=True)
         ticket = wire.Ticket(run=run, sender=self.peer, address=self.address, layout=self.host.layout, salt=work.salt)
         ticket.tokens = len(request.token_ids)
@@ -150,7 +147,7 @@ def make_run(request: str = "t/r", epoch: int = 1, attempt: int = 1) -> wire.Run
 def make_work(
     length: int = 10, wanted: int = 8, *, seed: int = 0, written: Sequence[int] = (), **more: Any
 ) -> wire.EngineRequest:
-    """A prompt of ``length`` tokens that differ for each seed, and ``wanted`` tokens of output."""
+    """Prompts differ by ``seed``; ``wanted`` tokens of output."""
     return wire.EngineRequest(
         model="m",
         prompt=pack([(7 * position + 3 * seed + 1) % 64 for position in range(length)]),
@@ -163,7 +160,7 @@ def make_work(
 
 
 def alone(work: wire.EngineRequest, eos: Sequence[int] = (), windows: Windows = (FULL,)) -> list[int]:
-    """The output of a work on one engine from beginning to end, what came with it included."""
+    """Its output on one engine, including what it came with."""
     return written_alone(to_request("alone", work, model="m"), eos, windows)
 
 
@@ -180,12 +177,11 @@ def written_alone(request: Request, eos: Sequence[int] = (), windows: Windows = 
 
 @asynccontextmanager
 async def routed(**node: Any) -> AsyncIterator[tuple[Node, Router]]:
-    """A worker and a router with a session."""
     async with Node("d", **node) as worker, Router(worker) as router:
         yield worker, router
 
 
 def owned(run: wire.Run, position: int | None = None) -> wire.Hello.Owned:
-    """A run that the router believes to own; ``position`` of the first token that it lacks."""
+    """``position`` of the first token that the router lacks."""
     next = [] if position is None else [wire.ResumePosition(output=0, position=position)]
     return wire.Hello.Owned(run=run, resume=next)

@@ -1,4 +1,4 @@
-"""A decode worker between two routers, a prefill worker and a migration target, and what must be left at the end.
+"""A decode worker between two routers, a prefill worker and a migration target.
 
 routers a, b ── sessions ──> worker d ── fetches ──> worker p (prompts)
                                 '─────── migrates ──> worker e (targets)
@@ -17,8 +17,6 @@ from tests.worker.trial import Trial
 
 
 class DecodeTrial(Trial):
-    """Three workers, two routers, and the invariants of all that happens between them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.node = Node("d", self.nodes, self.network, 14)
@@ -47,7 +45,7 @@ class DecodeTrial(Trial):
         self.router_of(run).send(forget=wire.ForgetRuns(runs=[run.ref]))
 
     async def finish(self) -> None:
-        """No more faults: each run ends for its owner, and then nothing of it is left."""
+        """No more faults: each run ends for its owner, then nothing of it is left."""
         self.end_faults()
         for router in self.routers.values():
             await router.open([run for run in self.runs.values() if run.owner == router.name and run.end is None])

@@ -1,4 +1,4 @@
-"""Workers over torch-free engines, each behind a real gRPC server, and a router that calls their Prefill by hand."""
+"""Workers over torch-free engines behind real gRPC servers, and a router that calls their Prefill by hand."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ROUTER = wire.Peer(id="router", incarnation=7, protocol=PROTOCOL)
 
 
 class Device(FakeDevice):
-    """A fake one whose steps wait while it is held, and that can be broken."""
+    """Its steps wait while it is held, and raise if it is ``broken``."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(block_size=BLOCK, vocab_size=VOCABULARY, **settings)
@@ -74,8 +74,6 @@ class Device(FakeDevice):
 
 
 class Place(HostHandler):
-    """One worker: its engine, hub and services on a port of their own."""
-
     def __init__(
         self,
         engine: Engine,
@@ -85,7 +83,7 @@ class Place(HostHandler):
         terms: WorkerLimits,
         session_limits: SessionLimits | None = None,
     ) -> None:
-        """``identity`` brings no address where its own port is the one under which others reach it."""
+        """Without an address in ``identity`` it advertises its own port."""
         self.engine = engine
         self.device: Device = engine.device  # type: ignore[assignment]
         self.server = server
@@ -117,7 +115,7 @@ class Place(HostHandler):
                 self.ends.setdefault(event.id, asyncio.Event()).set()
 
     async def written(self, id: str) -> list[int]:
-        """What the engine wrote under a name, once it has ended."""
+        """The engine's output of that id, once it has ended."""
         async with asyncio.timeout(PATIENCE):
             await self.ends.setdefault(id, asyncio.Event()).wait()
         return self.outputs.get(id, [])
@@ -132,13 +130,13 @@ class Place(HostHandler):
         )
 
     async def audit(self) -> wire.AuditResponse:
-        """The audit of the worker over the wire. Fails if it has violations."""
+        """Over the wire. Raises AssertionError for violations."""
         answer: wire.AuditResponse = await services.AuditStub(self.channel).Audit(wire.AuditRequest())
         assert not answer.violations, list(answer.violations)
         return answer
 
     async def until(self, holds: Callable[[wire.AuditResponse], bool]) -> wire.AuditResponse:
-        """The first audit of which that is true; a lease's end is no event here."""
+        """Polls; the first audit for which ``holds`` is true."""
         answer = await self.audit()
         async with asyncio.timeout(PATIENCE):
             while not holds(answer):
@@ -147,16 +145,15 @@ class Place(HostHandler):
         return answer
 
     async def runs(self, count: int) -> None:
-        """Until so many prompts are at work."""
+        """Wait until ``count`` prompts are active."""
         await eventually(lambda: len(list(self.prefill.runs())) == count)
 
     async def opened(self) -> None:
-        """Until a fetch is open, or was."""
+        """Wait until each lease's fetch is open, or was."""
         leases = self.host.sender.leases.all
         await eventually(lambda: all(lease.opened for lease in leases()))
 
     async def emptied(self) -> wire.AuditResponse:
-        """Once nothing is held for anyone."""
         return await self.until(
             lambda seen: not (seen.owned_blocks or seen.leased_blocks or seen.owners or seen.leases or seen.fetches)
         )
@@ -169,8 +166,6 @@ class Place(HostHandler):
 
 
 class Call:
-    """A call of Prefill, read event by event."""
-
     def __init__(self, call: Any) -> None:
         self.call = call
         self._early: wire.PrefillEvent | None = None
@@ -186,7 +181,7 @@ class Call:
         return event
 
     async def expect(self, kind: str) -> Any:
-        """The content of the next event, which is one of that kind. A ticket may come behind the first token."""
+        """Content of the next event, which must be of that kind. A ticket may follow the first token."""
         event, self._early = self._early or await self.next(), None
         assert event is not None, f"the call ended before {kind}"
         if {kind, event.WhichOneof("event")} == {"ticket", "first"}:
@@ -204,8 +199,6 @@ class Call:
 
 @dataclass(frozen=True)
 class Registered:
-    """What a router's directory has of a worker."""
-
     facts: WorkerRegistration
 
 
@@ -251,7 +244,7 @@ async def worker(
     step_s: float = 0.0,
     session_limits: SessionLimits | None = None,
 ) -> AsyncIterator[Place]:
-    """A worker that must hold nothing at the end but leases that only expire."""
+    """At its end it may hold only leases that expire."""
     stops = frozenset(() if eos is None else (eos,))
     device = Device(num_blocks=blocks, eos_token_ids=stops, cost=lambda _: step_s)
     engine = Engine(device, Limits(budget, min(8, budget), blocks * BLOCK), checksum=checksum)
@@ -296,7 +289,7 @@ def make_work(
 
 
 def alone(work: wire.EngineRequest, *, eos: int | None = None) -> list[int]:
-    """What an engine that has nothing else to do writes of it."""
+    """Its output on an engine of its own."""
     stops = frozenset(() if eos is None else (eos,))
     device = FakeDevice(num_blocks=256, block_size=BLOCK, vocab_size=VOCABULARY, eos_token_ids=stops)
     engine = Engine(device)

@@ -17,8 +17,6 @@ ROUTER = wire.Peer(id="a", incarnation=1, protocol=PROTOCOL)
 
 
 class CallActions:
-    """What routers do: call, break a call, adopt a request."""
-
     def __init__(self, trial: PrefillTrial) -> None:
         self.trial = trial
 
@@ -56,7 +54,6 @@ class CallActions:
         self._call(wire.Run(request=f"t/{len(self.trial.calls)}", epoch=1, attempt=1), work, [], handoff=value % 2 == 0)
 
     async def adopt(self, value: int) -> None:
-        """Another router takes a request over and calls Prefill for it."""
         old = self.trial.pick(value)
         if old is not None:
             run = old.request.run
@@ -68,7 +65,6 @@ class CallActions:
                 assert not any(call.is_open and call.request.run.epoch < run.epoch for call in older)
 
     async def stale(self, value: int) -> None:
-        """A call of a router that no longer owns the request."""
         old = self.trial.pick(value)
         newest = self._highest_epoch(old.request.run) if old is not None else 0
         if old is not None and newest > 1:
@@ -88,7 +84,6 @@ class CallActions:
             await call.break_off()
 
     async def lose_router(self, value: int) -> None:
-        """All calls of a router break at once."""
         for call in self.trial.calls[value % 2 :: 2]:
             await call.break_off()
 
@@ -99,8 +94,6 @@ class CallActions:
 
 
 class WorkerActions:
-    """What the receiver, the engines and the network do."""
-
     def __init__(self, trial: PrefillTrial) -> None:
         self.trial = trial
 
@@ -110,7 +103,6 @@ class WorkerActions:
             self.trial.receive(call)
 
     async def release(self, value: int) -> None:
-        """A receiver that gives up, or repeats its Release."""
         call = self.trial.pick(value)
         if call is not None and call.ticket is not None:
             call.is_disturbed = True
@@ -131,7 +123,7 @@ class WorkerActions:
         await asyncio.sleep([0.01, 0.1, 0.3, 1.1, LEASE_S + 0.1][value % 5])
 
     def stall(self, _: int) -> None:
-        """Messages of fetches stop, or go on."""
+        """Stop or resume the messages of fetches."""
         self._disturb()
         if self.trial.network.flows.is_set():
             self.trial.network.flows.clear()

@@ -1,4 +1,4 @@
-"""A prefill worker between calls of routers and a receiver, and what must be left of them at the end.
+"""A prefill worker between calls of routers and a receiver.
 
 routers ── Prefill ──> worker p <── fetches ── worker e
 """
@@ -19,7 +19,7 @@ from tests.worker.trial import Trial
 
 
 class PrefillCall:
-    """A router's call, which checks the order and the content of its events."""
+    """Checks the order and content of its events."""
 
     def __init__(self, node: Node, request: wire.PrefillRequest, text: list[int]) -> None:
         self.node = node
@@ -43,7 +43,6 @@ class PrefillCall:
 
     @property
     def is_at_worker(self) -> bool:
-        """Whether the worker has the run, perhaps after the call."""
         key = self.request.run.request, self.request.run.attempt
         return key in {(ref.request, ref.attempt) for ref, *_ in self.node.prefill.runs()}
 
@@ -62,7 +61,6 @@ class PrefillCall:
             assert self.has_open_fetch or not self.is_at_worker, "a run without a call and a fetch"
 
     async def result(self) -> None:
-        """Raise what the call raised."""
         await asyncio.wait([self._task])
         if not self._task.cancelled():
             self._task.result()
@@ -129,8 +127,6 @@ class PrefillCall:
 
 
 class PrefillTrial(Trial):
-    """The workers, all calls, and the invariants of what happens between them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.node = Node("p", self.nodes, self.network, 14)
@@ -139,12 +135,10 @@ class PrefillTrial(Trial):
         self.fetches: set[asyncio.Task[None]] = set()
 
     def pick(self, value: int) -> PrefillCall | None:
-        """A call, the later ones more often."""
         recent = self.calls[-3:] if value % 2 else self.calls
         return recent[value // 2 % len(recent)] if recent else None
 
     def receive(self, call: PrefillCall) -> None:
-        """The receiver fetches the call's cache."""
         call.is_receiving = True
         self.fetches.add(asyncio.create_task(self._receive(call)))
 
@@ -165,7 +159,7 @@ class PrefillTrial(Trial):
             assert list(transfer.output) == call.text[:1]
 
     async def finish(self) -> None:
-        """No more faults: each call ends without another message of its router, and nothing of it is left."""
+        """No more faults: each call ends without another message, and nothing of it is left."""
         self.end_faults()
         await self.until(
             lambda: not any(call.is_open for call in self.calls) and all(fetch.done() for fetch in self.fetches),

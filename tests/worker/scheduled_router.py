@@ -1,4 +1,4 @@
-"""A router's end of a session in one process: it records what it receives of each run, and checks each message."""
+"""A router's end of a session in one process; records and checks each message."""
 
 from __future__ import annotations
 
@@ -18,24 +18,22 @@ from tests.worker.stepped_worker import Node
 
 @dataclass
 class Expected:
-    """A run that a router started, and what its present owner received of it."""
-
     ref: wire.Run
     work: wire.EngineRequest
     text: list[int]
     owner: str = "a"
     tokens: dict[int, int] = field(default_factory=dict)
     end: str | None = None
-    """How it ended for its owner: the name of the message, "unknown", "migrated", or "dropped"."""
+    """For its owner: the name of the last message, "unknown", "migrated", or "dropped"."""
     offer: wire.Ticket | None = None
     is_migrating: bool = False
     is_forgotten: bool = False
     stop_position: int | None = None
-    """Of a stop string, which its router reported."""
+    """Of a stop string that its router reported."""
     is_repeated: bool = False
-    """Started twice: a refused Start may be followed by one that is accepted."""
+    """Started twice: an accepted Start may follow a refused one."""
     end_position: int | None = None
-    """As the worker named it; tokens before it may still be on their way."""
+    """As the worker sent it; earlier tokens may still arrive."""
 
     @property
     def prompt(self) -> int:
@@ -50,8 +48,6 @@ class Expected:
 
 
 class RouterClient:
-    """A router's end of its session, which checks each message."""
-
     def __init__(self, name: str, node: Node, runs: dict[str, Expected]) -> None:
         self.name = name
         self.peer = wire.Peer(id=name, incarnation=1, protocol=PROTOCOL)
@@ -67,7 +63,7 @@ class RouterClient:
         return self._task is not None and not self._task.done()
 
     async def open(self, runs: list[Expected]) -> None:
-        """A new session that names these runs; also in place of an open one."""
+        """A session that names these runs; also in place of an open one."""
         older = self._task
         self._slots.clear()
         self._has_welcome = False
@@ -179,8 +175,6 @@ class RouterClient:
 
 
 class _Context:
-    """The part of a servicer context that a session uses."""
-
     def __init__(self, client: RouterClient, requests: asyncio.Queue[wire.RouterMessage | None]) -> None:
         self._client = client
         self._requests = requests

@@ -1,4 +1,4 @@
-"""Schedules: lists of actions, each a method's name with one number, that hypothesis draws."""
+"""Schedules: lists of method names with one number each, drawn by hypothesis."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ in_many_orders = settings(
 
 @pytest.fixture(autouse=True, scope="module")
 def quiet_log() -> Iterator[None]:
-    """Thousands of schedules log thousands of breaks."""
     with capture_logs():
         yield
 

@@ -1,4 +1,4 @@
-"""A router's session with one decode worker, which checks the order and the content of the worker's messages."""
+"""A router's session with one decode worker; checks the order and content of the worker's messages."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunRecord:
-    """The messages about one run. ``tokens`` and ``logprobs`` are by position."""
+    """``tokens`` and ``logprobs`` are by position."""
 
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, wire.TokenLogprobs] = field(default_factory=dict)
     kinds: list[str] = field(default_factory=list)
     last: dict[str, Any] = field(default_factory=dict)
-    """The latest message of each kind."""
 
     @property
     def outcome(self) -> str | None:
-        """The kind of message that ended the run for this router."""
+        """The kind of message that ended the run."""
         kinds = ("ended", "failed", "refused", "superseded")
         return next((kind for kind in kinds if kind in self.last), None)
 
     def text(self, prompt: int) -> list[int]:
-        """The output from its first position on, without a gap."""
+        """The output from its first position on. Fails at a gap."""
         positions = sorted(self.tokens)
         assert positions == list(range(positions[0], positions[0] + len(positions))) if positions else True
         assert not positions or positions[0] >= prompt
@@ -45,12 +44,12 @@ class RunRecord:
 
 
 class ReceivedMessages:
-    """The messages of a session, by run. Raises AssertionError for one that the protocol does not allow."""
+    """The messages of a session, by run. Raises AssertionError for one that the protocol forbids."""
 
     def __init__(self) -> None:
         self.records: dict[tuple[str, int], RunRecord] = {}
         self.scheduled: list[tuple[str, int]] = []
-        """Runs in the order in which they were scheduled."""
+        """Runs in scheduling order."""
         self.heartbeats: list[wire.Heartbeat] = []
         self.frames: list[wire.Frame] = []
         self.welcome: wire.Welcome | None = None
@@ -60,7 +59,7 @@ class ReceivedMessages:
         return self.records.setdefault((run.request, run.attempt), RunRecord())
 
     def begin_session(self) -> None:
-        """Forget the slots of an earlier session, and keep its records of runs."""
+        """Forgets slots of an earlier session; keeps records of runs."""
         self.welcome = None
         self._slots.clear()
 
@@ -115,7 +114,7 @@ class ReceivedMessages:
 
 
 class Router(ReceivedMessages):
-    """The router's side of a session. ``async with`` opens it, and raises what the worker sent against the protocol."""
+    """``async with`` opens the session, and raises what the worker sent against the protocol."""
 
     def __init__(self, node: Node, name: str = "router", incarnation: int = 1) -> None:
         super().__init__()
@@ -129,7 +128,7 @@ class Router(ReceivedMessages):
         self._writing = asyncio.Lock()
 
     async def open(self, *owned: wire.Hello.Owned, worker: wire.Peer | None = None) -> wire.Welcome:
-        """Send hello and wait for the welcome. Raises AssertionError when the session ends instead."""
+        """Send hello and wait for the welcome. Raises AssertionError if the session ends instead."""
         self.channel = grpc.aio.insecure_channel(self.node.address, [("grpc.use_local_subchannel_pool", 1)])
         self.call = services.DecodeStub(self.channel).Session()
         self.begin_session()
@@ -162,12 +161,11 @@ class Router(ReceivedMessages):
         await eventually(lambda: name not in self.node.decode._sessions or self.closed_by_newer())
 
     def closed_by_newer(self) -> bool:
-        """Whether a newer session has replaced this one."""
         session = self.node.decode._sessions.get(self.peer.id)
         return session is not None and session.router.incarnation != self.peer.incarnation
 
     async def send(self, **message: Any) -> None:
-        """Without effect when the session is over. A call takes one message at a time."""
+        """No effect when the session is over. A call takes one message at a time."""
         async with self._writing:
             with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
                 await self.call.write(wire.RouterMessage(**message))
@@ -182,7 +180,6 @@ class Router(ReceivedMessages):
         await self.send(forget=wire.ForgetRuns(runs=runs))
 
     async def until(self, reached: Callable[[], object]) -> None:
-        """Wait for messages until the condition holds."""
         async with asyncio.timeout(PATIENCE):
             while not reached():
                 if self.violation is not None:
@@ -191,12 +188,11 @@ class Router(ReceivedMessages):
                 await self._changed.wait()
 
     async def until_ended(self, *runs: wire.Run) -> list[RunRecord]:
-        """Wait until each run has an outcome."""
         await self.until(lambda: all(self.record_of(run).outcome for run in runs))
         return [self.record_of(run) for run in runs]
 
     async def until_message(self, run: wire.Run, kind: str) -> Any:
-        """The latest message of a kind about a run, once there is one."""
+        """The latest message of that kind about the run, once there is one."""
         await self.until(lambda: kind in self.record_of(run).last)
         return self.record_of(run).last[kind]
 

@@ -27,7 +27,7 @@ LEASE_S = 2.0
 
 
 class SteppedLoop(EngineLoop):
-    """An engine loop without a thread: `turn` makes one step, `deliver` lets the event loop see its result."""
+    """Has no thread: `turn` makes one step, `deliver` passes its result to the event loop."""
 
     def start(self) -> None:
         self._event_loop = asyncio.get_running_loop()
@@ -38,7 +38,6 @@ class SteppedLoop(EngineLoop):
         return self._stopped is None
 
     def turn(self) -> None:
-        """Run the commands, then a step if there is work."""
         if self._stopped is not None or not (self._inbox or self._engine.has_work):
             return
         batch = self._take()
@@ -74,7 +73,7 @@ class SteppedLoop(EngineLoop):
 
 @dataclass
 class Network:
-    """Connections of fetches. ``flows``: messages pass; ``breaks``: the next message breaks its fetch."""
+    """``flows``: messages pass; ``breaks``: the next message breaks its fetch."""
 
     flows: asyncio.Event = field(default_factory=asyncio.Event)
     breaks: bool = False
@@ -82,8 +81,6 @@ class Network:
 
 
 class LocalSource:
-    """The sender of another worker, without gRPC between them."""
-
     def __init__(self, node: Node, network: Network) -> None:
         self._node = node
         self._network = network
@@ -105,6 +102,8 @@ class LocalSource:
 
 class Node:
     """A worker without a server."""
+
+    memory = None
 
     def __init__(self, name: str, nodes: dict[str, Node], network: Network, blocks: int) -> None:
         self._nodes, self._network = nodes, network
@@ -132,7 +131,6 @@ class Node:
         return LocalSource(self._nodes[address], self._network)
 
     def offer(self, run: wire.Run, work: wire.EngineRequest) -> wire.Ticket:
-        """A ticket for a prompt that this worker begins to compute."""
         request = to_request(f"prefill/{run.request}", work, model="m", park_after=True)
         ticket = wire.Ticket(run=run, sender=self.host.peer, address=self.host.address, layout=self.host.layout)
         ticket.salt, ticket.tokens = work.salt, len(request.token_ids)
@@ -141,7 +139,6 @@ class Node:
         return issued
 
     def assert_empty(self) -> None:
-        """Nothing is kept for any run."""
         decode = self.decode
         assert not list(self.prefill.runs())
         assert not list(decode.runs())

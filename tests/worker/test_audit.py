@@ -1,5 +1,3 @@
-"""The audit counts every block once and reports violations."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""A worker's port serves authenticated callers alone, or callers on its own machine."""
-
 from __future__ import annotations
 
 import asyncio
@@ -38,7 +36,6 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> PeerFiles:
 
 @pytest.fixture(scope="module")
 def strange(tmp_path_factory: pytest.TempPathFactory) -> PeerFiles:
-    """Of another authority, with the same names in it."""
     return certificates.make(tmp_path_factory.mktemp("strange") / "tls")
 
 
@@ -50,7 +47,6 @@ def peer_tls(roots: PeerFiles, own: PeerFiles | None) -> PeerTls:
 
 @asynccontextmanager
 async def worker(files: PeerFiles) -> AsyncIterator[tuple[Server, Worker]]:
-    """A worker's own services, all of which answer that it is starting."""
     settings = DecodeSettings(
         model="any",
         port=0,
@@ -70,7 +66,7 @@ async def worker(files: PeerFiles) -> AsyncIterator[tuple[Server, Worker]]:
 
 
 async def call(channel: grpc.aio.Channel, method: MethodDescriptor) -> grpc.aio.AioRpcError | None:
-    """Call it with one empty message; returns how it failed."""
+    """Sends one empty message; returns the error."""
     name = f"/{method.containing_service.full_name}/{method.name}"
     requests: Any = iter([b""]) if method.client_streaming else b""
     kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
@@ -87,7 +83,7 @@ async def call(channel: grpc.aio.Channel, method: MethodDescriptor) -> grpc.aio.
 
 
 def served(one: Worker) -> float:
-    """Calls that reached a handler: each of them was refused because the worker is starting."""
+    """Calls that reached a handler, which refused them because the worker is starting."""
     samples = (sample for metric in one.registry.collectors.collect() for sample in metric.samples)
     return sum(
         one.value for one in samples if one.name == "decant_errors_total" and one.labels["reason"] == "no_worker"

@@ -1,5 +1,3 @@
-"""A worker runs the requested build of the kernels or refuses it."""
-
 from __future__ import annotations
 
 import os
@@ -26,7 +24,6 @@ print(native.kind())
 @pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_build_that_the_cpu_can_run_may_be_forced(build: str) -> None:
-    """With the instructions that torch takes."""
     if reason := why_not(build):
         pytest.skip(f"{build}: {reason}")
     command, clean = [sys.executable, "-c", SCRIPT, build], {"PATH": os.environ["PATH"]}

@@ -1,5 +1,3 @@
-"""Admission retries waiting runs exactly when blocks may have become free."""
-
 from __future__ import annotations
 
 import asyncio
@@ -19,8 +17,6 @@ from tests.worker.decode_harness import Device
 
 
 class Queue:
-    """Admission to an engine whose steps the test controls."""
-
     def __init__(self) -> None:
         self.engine = Engine(Device(16))
         self.posted: list[tuple[Callable[[Engine], object], Callable[[], object]]] = []
@@ -44,7 +40,7 @@ class Queue:
         self.admitted.append((run.request.id, arrival))
 
     async def step(self, *between: Callable[[Engine], object]) -> None:
-        """The posted commands, then ``between``, then a step, reported in the order of the engine loop."""
+        """The posted commands, ``between``, then a step, reported in the engine loop's order."""
         posted, self.posted = self.posted, []
         for command, _ in posted:
             command(self.engine)
@@ -66,7 +62,6 @@ class Queue:
 
 
 async def crowded() -> tuple[Queue, Any]:
-    """``late`` waits for the blocks that an arrival has reserved."""
     queue = Queue()
     await queue.push("first", 40)
     await queue.step()

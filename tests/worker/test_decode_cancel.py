@@ -1,5 +1,3 @@
-"""Cancels, deadlines and lost sessions end a run in every state, and it holds nothing afterwards."""
-
 from __future__ import annotations
 
 import asyncio
@@ -19,7 +17,7 @@ from tests.worker.session_client import Router
 from tests.worker.waiting import eventually
 
 LONG = 600_000
-"""A lease longer than any test: blocks that become free before its end were freed by a message."""
+"""Longer than any test: only a message can free blocks."""
 STATES = ["waiting for room", "arriving", "waiting its turn", "in its prompt", "running", "running after a handoff"]
 
 
@@ -34,7 +32,6 @@ class Scene:
 
 @asynccontextmanager
 async def standing(state: str, lease_ms: int = LONG, **more: Any) -> AsyncIterator[Scene]:
-    """A run in that state, which it leaves only much later by itself."""
     run, work = make_run(), make_work(40, 80, **more)
     blocks, running = (40, 8) if state == "waiting for room" else (128, 1 if state == "waiting its turn" else 8)
     decode = Node("d", blocks=blocks, running=running, lease_ms=lease_ms)
@@ -48,7 +45,6 @@ async def standing(state: str, lease_ms: int = LONG, **more: Any) -> AsyncIterat
 
 
 async def crowd(scene: Scene, length: int) -> None:
-    """Another run that takes most of the worker."""
     other = make_run("t/crowd")
     scene.node.device.seconds = 0.05
     await scene.router.start(other, make_work(length, 30, seed=9))
@@ -97,6 +93,7 @@ REACH = dict(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_a_cancel_ends_a_run_in_every_state_and_frees_all(state: str) -> None:
     async with standing(state) as scene:
@@ -109,6 +106,7 @@ async def test_a_cancel_ends_a_run_in_every_state_and_frees_all(state: str) -> N
         await scene.router.cancel(make_run("t/crowd"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_retiring_a_run_that_has_not_ended_cancels_it_and_its_owner_is_sent_the_end(state: str) -> None:
     async with standing(state) as scene, Router(scene.node, "another") as another:
@@ -121,6 +119,7 @@ async def test_retiring_a_run_that_has_not_ended_cancels_it_and_its_owner_is_sen
         await scene.router.cancel(make_run("t/crowd"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_time_that_is_over_ends_a_run_in_every_state(state: str) -> None:
     async with standing(state, remaining_ms=1500) as scene:
@@ -129,6 +128,7 @@ async def test_time_that_is_over_ends_a_run_in_every_state(state: str) -> None:
         await scene.router.cancel(make_run("t/crowd"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_runs_of_a_broken_session_are_kept_for_one_lease_in_every_state(state: str) -> None:
     async with standing(state, lease_ms=300) as scene:
@@ -138,6 +138,7 @@ async def test_runs_of_a_broken_session_are_kept_for_one_lease_in_every_state(st
         assert not await scene.node.host.loop.call(lambda engine: set(engine.sequences)), "it is not decoded"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_a_router_that_comes_back_has_its_run_in_every_state(state: str) -> None:
     async with standing(state) as scene:
@@ -259,7 +260,6 @@ async def test_blocks_go_by_priority_then_age_and_no_run_overtakes() -> None:
 
 
 async def test_blocks_that_become_free_while_nothing_decodes_are_noticed() -> None:
-    """The blocks are held by a ticket of this very worker: its end is no step's doing."""
     held, run = make_run("t/held"), make_run()
     work, big = make_work(60, 4), make_work(100, 4, seed=1)
     async with Node("p") as sender, Node("d", blocks=40) as node, Router(node) as router:

@@ -1,5 +1,3 @@
-"""A handoff that fails: the run fails with the cause and the peer, and holds nothing afterwards."""
-
 from __future__ import annotations
 
 import asyncio
@@ -66,6 +64,8 @@ async def test_an_output_that_ended_with_its_first_token_leaves_nothing_to_fetch
 
 class Tampered:
     """A transport that changes the messages of senders."""
+
+    memory = None
 
     def __init__(self, transport: Transport, tamper: Callable[[Received], Received]) -> None:
         self._transport = transport

@@ -1,11 +1,10 @@
-"""Runs of a decode worker under any order of messages, engine steps, breaks and timers.
-
-Whatever the order: a router gets the tokens that an engine on its own generates, each run ends once for its owner, and
-the worker keeps nothing of it afterwards.
+"""In any order of messages, engine steps, breaks and timers, a router gets the tokens of an undisturbed engine, each
+run ends once for its owner, and the worker keeps nothing of it.
 """
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,12 +28,14 @@ async def play(schedule: Schedule) -> None:
     await trial.finish()
 
 
+@pytest.mark.slow
 @in_many_orders
 @given(schedules(*COMMON, *COMMON, *MESSAGES))
 def test_runs_end_once_and_leave_nothing_in_any_order_of_messages(schedule: Schedule) -> None:
     run(play(schedule))
 
 
+@pytest.mark.slow
 @in_many_orders
 @given(schedules(*COMMON, *COMMON, *MESSAGES, *FAULTS))
 def test_runs_end_once_and_leave_nothing_under_faults(schedule: Schedule) -> None:
@@ -54,6 +55,6 @@ def test_runs_end_once_and_leave_nothing_when_the_worker_drains_or_its_engine_cr
     st.integers(0, 255), st.integers(0, 40), st.sampled_from([*MESSAGES, "leave", "cut", "stall"]), st.integers(0, 255)
 )
 def test_a_fetched_run_survives_one_event_at_any_instant(size: int, instant: int, event: str, value: int) -> None:
-    """Every instant between the Start and the end, in half steps of each engine."""
+    """From the Start to the end, in half steps of each engine."""
     steps = [("deliver" if half % 2 else "step", half // 2) for half in range(60)]
     run(play([("fetch", size), *steps[:instant], (event, value), *steps[instant:]]))

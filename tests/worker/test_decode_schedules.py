@@ -1,5 +1,3 @@
-"""Random schedules of starts, cancels and broken sessions: no run without its end, no block without an owner."""
-
 from __future__ import annotations
 
 import asyncio
@@ -32,8 +30,6 @@ MOVES = (
 
 
 class Schedule:
-    """One router and one worker that is too small for what it is given, and a sender beside it."""
-
     def __init__(self, seed: int, sender: Node, node: Node) -> None:
         self.rng = random.Random(seed)
         self.sender = sender
@@ -51,7 +47,6 @@ class Schedule:
         await self.router.until(lambda: not self._open())
 
     def _open(self) -> list[tuple[str, int]]:
-        """Runs of which the router still expects something."""
         given_up = self.unknown_runs | self.retired
         return [
             key
@@ -88,7 +83,6 @@ class Schedule:
                 await self.router.forget(run)
 
     async def _forget_early(self) -> None:
-        """Whatever it is doing. The router is still to be sent its end."""
         if self._open():
             await self.router.forget(self.works[self.rng.choice(self._open())][0])
 
@@ -103,7 +97,7 @@ class Schedule:
         await asyncio.sleep(self.rng.choice((0, 0.001, 0.01, 0.05)))
 
     async def _break(self) -> None:
-        """Lose the session, be away for a moment or for longer than anybody waits, come back."""
+        """Lose the session for a moment, or for longer than anything waits."""
         await self.router.leave()
         await asyncio.sleep(self.rng.choice((0, 0, 0.02, 0.7)))
         await self._reconnect(everything=self.rng.random() < 0.7)
@@ -119,7 +113,6 @@ class Schedule:
 
 
 def is_over(record: RunRecord, prompt: int) -> bool:
-    """Whether the router has received the end and all tokens before it."""
     ends = [record.last["ended"].end] if "ended" in record.last else []
     ends += record.last["run_status"].ended if "run_status" in record.last else []
     if ends:
@@ -129,7 +122,7 @@ def is_over(record: RunRecord, prompt: int) -> bool:
 
 
 async def owners_are_known(node: Node, others: set[str]) -> bool:
-    """Every sequence and arrival in the engine belongs to a run that is held, or to ``others``."""
+    """Each sequence and arrival belongs to a held run, or to ``others``."""
 
     def alive(engine: Engine) -> set[str]:
         engine.check_integrity()
@@ -168,8 +161,6 @@ async def run_schedule(seed: int, moves: int) -> None:
 
 
 async def run_schedules(seeds: Iterable[int], moves: int) -> None:
-    """All at once: each has workers and a router of its own, and mostly waits for leases."""
-
     async def run(seed: int) -> None:
         try:
             await run_schedule(seed, moves)
@@ -182,6 +173,7 @@ async def run_schedules(seeds: Iterable[int], moves: int) -> None:
             group.create_task(run(seed))
 
 
+@pytest.mark.slow
 async def test_every_run_ends_and_every_block_has_an_owner() -> None:
     await run_schedules(range(6), 40)
 

@@ -1,5 +1,3 @@
-"""A run begins from tokens or from a ticket, its messages come in order, and it ends once."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Every method of a worker that is still loading is refused with UNAVAILABLE."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator

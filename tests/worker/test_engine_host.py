@@ -1,5 +1,3 @@
-"""The load of a worker in its heartbeats, and the handlers of each step."""
-
 from __future__ import annotations
 
 import asyncio
@@ -85,11 +83,11 @@ async def test_handlers_get_a_step_in_their_order_and_the_sender_last() -> None:
     async with worker() as place:
         calls: list[str] = []
         place.connect(Recorder("first", calls), Recorder("second", calls))
-        hears = place.host.sender.on_step
+        on_step = place.host.sender.on_step
 
         def sender(output: StepEvents) -> None:
             calls.append("sender")
-            hears(output)
+            on_step(output)
 
         place.host.sender.on_step = sender  # type: ignore[method-assign]
         await place.host.sample_load()

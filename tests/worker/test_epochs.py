@@ -1,5 +1,3 @@
-"""Owners of requests as a worker knows them, by epoch."""
-
 from __future__ import annotations
 
 from decant.protos import worker_pb2 as wire

@@ -1,5 +1,3 @@
-"""A worker's limits come from its settings, and by default from its device and machine."""
-
 from __future__ import annotations
 
 import threading
@@ -45,8 +43,8 @@ def settings(**given: int) -> DecodeSettings:
 
 
 def test_the_token_budget_is_chosen_from_measurements_unless_it_is_set() -> None:
-    assert limits_of(settings(), device(SLOW)).token_budget == choose_token_budget(SLOW, 0.25) == 128
-    assert limits_of(settings(step_ms=500), device(SLOW)).token_budget == 256
+    assert limits_of(settings(), device(SLOW)).token_budget == choose_token_budget(SLOW, 0.25) == 64
+    assert limits_of(settings(step_ms=1000), device(SLOW)).token_budget == 128
     assert limits_of(settings(token_budget=77), device(SLOW)).token_budget == 77
     assert limits_of(settings(), device(StepCostModel())).token_budget == TOKEN_BUDGET
 
@@ -62,7 +60,7 @@ def test_the_time_of_a_step_is_that_of_the_settings() -> None:
 
 
 async def test_a_device_is_loaded_in_a_thread_that_ends_and_its_error_is_raised() -> None:
-    """A thread that stays would keep its OpenMP threads beside those of the engine."""
+    """Its OpenMP threads would stay beside those of the engine."""
     threads: list[threading.Thread] = []
 
     def load(settings: WorkerSettings) -> FakeDevice:

@@ -1,5 +1,3 @@
-"""A worker's metrics of prompts and handoffs."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""A live sequence migrates: both workers generate one text, and whatever the receiver does, nothing is lost or left."""
-
 from __future__ import annotations
 
 import random
@@ -20,7 +18,6 @@ RUN = make_run()
 
 @asynccontextmanager
 async def pair(**terms: Any) -> AsyncIterator[tuple[Router, Router]]:
-    """A worker that gives and one that takes, each with a session of the same router."""
     async with (
         Node("d", **terms) as sender,
         Node("e", **terms) as receiver,
@@ -32,7 +29,6 @@ async def pair(**terms: Any) -> AsyncIterator[tuple[Router, Router]]:
 
 
 async def given(old: Router, run: wire.Run = RUN) -> wire.Ticket:
-    """What one more ``Give`` is answered with."""
     record = old.record_of(run)
     before = record.kinds.count("ticket")
     await old.send(migrate=wire.Migrate(run=run, output=0))
@@ -42,14 +38,14 @@ async def given(old: Router, run: wire.Run = RUN) -> wire.Ticket:
 
 
 def with_written(work: wire.EngineRequest, old: Router, prompt: int) -> wire.EngineRequest:
-    """The request as a router sends it to the receiver, with the tokens so far."""
     text = old.record_of(RUN).text(prompt)
     return make_work(prompt, work.stopping.max_tokens, seed=work.sampling.seed, written=text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 async def test_source_and_target_generate_one_text_wherever_the_run_migrates(seed: int) -> None:
-    """Every third one of a model with two cache groups."""
+    """Every third model has two cache groups."""
     rng, windows = random.Random(seed), (FULL, Window(Kind.SLIDING, 9)) if seed % 3 == 2 else (FULL,)
     prompt, wanted = rng.randint(1, 60), 200
     work = make_work(prompt, wanted, seed=seed)
@@ -149,7 +145,6 @@ async def test_after_the_commit_the_loss_of_the_target_fails_the_run() -> None:
 
 
 async def test_a_run_that_has_not_begun_is_refused_and_keeps_its_ticket() -> None:
-    """From tokens, or waiting for blocks: its ticket stays valid for another target."""
     async with Node("p") as prefill, pair(running=1) as (old, new):
         first, waits = make_run("t/first"), make_run("t/waits")
         old.node.device.seconds = 0.05  # the first is at work until it is cancelled
@@ -187,7 +182,6 @@ async def test_an_arriving_run_is_offered_when_it_has_joined() -> None:
 
 
 async def test_adoption_withdraws_the_offer_of_an_earlier_owner() -> None:
-    """An earlier owner knows no receiver, and can fetch nothing."""
     work = make_work(10, 200)
     async with pair() as (old, _), Router(old.node, "another") as other:
         await old.start(RUN, work)

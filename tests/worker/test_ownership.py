@@ -1,5 +1,3 @@
-"""A worker obeys the present owner's messages about the request that it runs, and no others."""
-
 from __future__ import annotations
 
 import pytest
@@ -27,7 +25,7 @@ async def test_a_former_owner_cannot_affect_a_live_run_however_old_the_adoption_
 
 
 async def test_runs_of_an_earlier_incarnation_of_a_router_continue_until_they_are_adopted() -> None:
-    """A router that restarts under the same id lists none of it in its hello: it has yet to read what it can adopt."""
+    """Its hello lists none of them: it has yet to read what it can adopt."""
     run, adopted, work = make_run(), make_run(epoch=2), make_work(8, 60)
     async with Node("d") as node:
         node.device.seconds = 0.02
@@ -46,6 +44,7 @@ async def test_runs_of_an_earlier_incarnation_of_a_router_continue_until_they_ar
         await restarted.leave()
 
 
+@pytest.mark.slow
 async def test_a_worker_names_all_routers_with_a_live_session_when_that_changes() -> None:
     def names(router: Router) -> list[set[str]]:
         return [{peer.id for peer in heartbeat.routers} for heartbeat in router.heartbeats if heartbeat.routers]
@@ -70,6 +69,7 @@ def other(run: wire.Run) -> wire.Run:
     return wire.Run(request=run.request, epoch=run.epoch, attempt=run.attempt, digest=b"b" * 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["start", "start in a later epoch", "adopt", "hello"])
 async def test_a_run_is_not_handed_to_a_request_with_the_same_id_and_another_payload(kind: str) -> None:
     run, work = make_run(), make_work(8, 25, seed=1)
@@ -117,7 +117,6 @@ async def test_an_id_may_have_another_payload_once_the_first_is_forgotten() -> N
 
 
 async def test_the_same_payload_attaches_to_the_run_of_another_router() -> None:
-    """As a client's call does that is made again at another router while the state store is away."""
     run, work = make_run(), make_work(8, 25)
     run.digest = b"a" * 32
     async with Node("d") as node, Router(node, "one") as one, Router(node, "two") as two:

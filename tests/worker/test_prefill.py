@@ -1,5 +1,3 @@
-"""The events of a prefill call over real connections, and their order."""
-
 from __future__ import annotations
 
 import asyncio

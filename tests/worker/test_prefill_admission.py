@@ -1,5 +1,3 @@
-"""Which requests a prefill worker refuses, and when prompts wait."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""A prefill call that breaks, expires, is superseded or reaches its deadline: the worker keeps nothing of it."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,11 +1,11 @@
-"""Prefill calls under any order of messages, engine steps, breaks and timers.
-
-Whatever the order: a call's events come in the order of the protocol, it ends once, and the worker keeps nothing of it
-afterwards. A call that breaks, or loses the request to another owner, ends its run at once unless a fetch is open.
+"""In any order of messages, engine steps, breaks and timers, a call's events come in the protocol's order, it ends
+once, and the worker keeps nothing of it. A call that breaks, or loses the request to another owner, ends its run at
+once unless a fetch is open.
 """
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,12 +29,14 @@ async def play(schedule: Schedule) -> None:
     await trial.finish()
 
 
+@pytest.mark.slow
 @in_many_orders
 @given(schedules(*COMMON, *COMMON, *MESSAGES))
 def test_calls_end_once_and_leave_nothing_in_any_order_of_messages(schedule: Schedule) -> None:
     run(play(schedule))
 
 
+@pytest.mark.slow
 @in_many_orders
 @given(schedules(*COMMON, *COMMON, *MESSAGES, *FAULTS))
 def test_calls_end_once_and_leave_nothing_under_faults(schedule: Schedule) -> None:
@@ -55,7 +57,7 @@ def test_calls_end_once_and_leave_nothing_when_the_worker_drains_or_its_engine_c
     st.integers(0, 255),
 )
 def test_a_handoff_survives_one_event_at_any_instant(size: int, instant: int, event: str, value: int) -> None:
-    """Every instant between the call and its end, in half steps of each engine."""
+    """From the call to its end, in half steps of each engine."""
     steps = [("deliver" if half % 2 else "step", 2 * (half // 2 % 2)) for half in range(60)]
     fetch = [("receive", 0)] if size % 2 else []
     run(play([("handoff", size), *steps[:8], *fetch, *steps[8 : 8 + instant], (event, value), *steps[8 + instant :]]))

@@ -1,5 +1,3 @@
-"""Routers learn exactly the blocks that a prefix cache holds, from any number of delayed updates."""
-
 from __future__ import annotations
 
 import asyncio
@@ -22,8 +20,6 @@ def digest(number: int) -> bytes:
 
 
 class Listener:
-    """A session and the blocks that its updates add up to."""
-
     def __init__(self, news: PrefixCacheFeed) -> None:
         self.known: set[bytes] = set()
         self._news = news

@@ -1,5 +1,3 @@
-"""A worker as a process: it becomes ready, serves, drains and ends with the documented exit status."""
-
 from __future__ import annotations
 
 import json
@@ -38,8 +36,7 @@ SMALL = ("--kv-bytes", str(1 << 16))
 
 
 class Process:
-    """A worker and what it logged. An interpreter of its own where it is ``whole``, else a fork of one. Ends with the
-    test."""
+    """An interpreter of its own if ``whole``, else a fork. Ends with the test."""
 
     def __init__(self, module: Sequence[str], *arguments: str, whole: bool = False, **environ: str) -> None:
         name, words = module[0], [*module[1:], "--log-format", "json", "--port", "0", *arguments]
@@ -71,7 +68,6 @@ class Process:
             self._changed.notify_all()
 
     def until(self, event: str, **fields: object) -> dict[str, Any]:
-        """The first such line."""
         wanted = {"event": event, **fields}
 
         def found() -> dict[str, Any] | None:
@@ -84,12 +80,10 @@ class Process:
         return line
 
     def ready(self) -> str:
-        """Its address, once it is ready."""
         self.until("readiness", state="ready")
         return str(self.until("serving")["address"])
 
     def ended(self) -> tuple[int, str]:
-        """Exit status and standard error."""
         status = self.process.wait(PATIENCE_S)
         self._errors.seek(0)
         return status, self._errors.read()
@@ -117,7 +111,6 @@ Run = Callable[..., Process]
 
 @pytest.fixture
 def run(redis: PrivateRedis) -> Iterator[Run]:
-    """Starts a worker with that Redis."""
     started: list[Process] = []
 
     def start(module: Sequence[str] = FAKE, *arguments: str, whole: bool = False, **environ: str) -> Process:
@@ -165,6 +158,7 @@ def prefill(channel: grpc.Channel, worker: wire.Peer, *, handoff: bool, model: s
     return events
 
 
+@pytest.mark.slow
 async def test_a_worker_without_torch_serves_and_drains(run: Run, redis: PrivateRedis) -> None:
     worker = run(whole=True)
     address = worker.ready()
@@ -207,6 +201,7 @@ def test_a_worker_stopped_during_imports_ends_at_the_first_turn_of_its_event_loo
     assert events[events.index("shutdown") :].count("loading greedily") <= 1
 
 
+@pytest.mark.slow
 def test_a_drain_waits_for_running_requests_and_refuses_new_ones(run: Run) -> None:
     worker = run(FAKE, *SMALL, "--lease-ms", "3000")
     with channel_to(worker.ready()) as channel:
@@ -223,6 +218,7 @@ def test_a_drain_waits_for_running_requests_and_refuses_new_ones(run: Run) -> No
     assert worker.ended() == (0, "")
 
 
+@pytest.mark.slow
 def test_sessions_outlive_the_prompts_whose_tickets_they_renew(run: Run) -> None:
     worker = run(FAKE, *SMALL, "--lease-ms", "4000")
     with channel_to(worker.ready()) as channel:
@@ -321,6 +317,7 @@ def test_metrics_are_served_on_the_admin_port(run: Run) -> None:
         (("--redis-url", "http://x"), "--redis-url: begins with one of"),
         (("--redis-url", "redis://h:port"), "--redis-url: host:port with a port from 0 to 65535, got another port"),
         (("--model", "/nowhere/at all"), "--model: /nowhere/at all: no folder"),
+        (("--handoff", "nixl"), "--handoff: grpc unless --allow-unauthenticated-peers is set"),
         (("--threads", "0"), "--threads"),
         (("--step-ms", "0"), "--step-ms"),
         (("--token-budget", "0"), "--token-budget"),

@@ -1,5 +1,3 @@
-"""A worker's registration in a real directory: made, renewed through outages, removed."""
-
 from __future__ import annotations
 
 import asyncio
@@ -26,7 +24,7 @@ EVERY_S = 0.05
 
 @pytest.fixture
 def server() -> Iterator[PrivateRedis]:
-    """On a port, so that another can take its place."""
+    """On a reserved port, so that another can take its place."""
     with reserved_port() as port, PrivateRedis(port=port) as server:
         yield server
 
@@ -38,8 +36,6 @@ async def store(server: PrivateRedis) -> AsyncIterator[Store]:
 
 
 class Scene:
-    """A registrar's owner: its reported load, and whether it was replaced."""
-
     def __init__(self, store: Store, incarnation: int = 1) -> None:
         self.load = Load(running=1)
         self.replaced = asyncio.Event()
@@ -53,7 +49,6 @@ class Scene:
 
 
 async def present(store: Store, running: int) -> DirectoryEntry[WorkerRegistration]:
-    """Wait for the registration to report this load."""
     async with asyncio.timeout(PATIENCE):
         while True:
             found = (await store.workers.listing()).present

@@ -1,5 +1,3 @@
-"""One session per router: who may open it, what it reports, and its runs after a break."""
-
 from __future__ import annotations
 
 import asyncio
@@ -22,7 +20,6 @@ from tests.worker.waiting import eventually
 
 
 async def refusal(node: Node, *words: wire.RouterMessage) -> grpc.aio.AioRpcError:
-    """How a session ends that begins with these words."""
     async with grpc.aio.insecure_channel(node.address) as channel:
         call = services.DecodeStub(channel).Session(timeout=20)
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -247,6 +244,7 @@ async def test_a_router_loses_its_session_by_the_age_of_its_oldest_unread_messag
         assert count == 1
 
 
+@pytest.mark.slow
 async def test_a_router_that_reads_nothing_over_grpc_loses_its_session() -> None:
     run, work, limits = make_run(), make_work(8, 480), SessionLimits(max_unread=50)
     async with (

@@ -1,5 +1,3 @@
-"""Requests of a router as requests of the engine, and the names of refused fields."""
-
 from __future__ import annotations
 
 import pytest

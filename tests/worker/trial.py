@@ -1,5 +1,3 @@
-"""Workers in virtual time, and what must hold once they are closed."""
-
 from __future__ import annotations
 
 import asyncio
@@ -12,7 +10,7 @@ from tests.router.virtual_time import settle
 from tests.worker.stepped_worker import LEASE_S, Network, Node
 
 ROUNDS = 400
-"""Rounds of engine steps in which everything must end once no fault is left."""
+"""Rounds within which everything must end without faults."""
 
 
 class Trial:
@@ -24,7 +22,7 @@ class Trial:
         self.nodes: dict[str, Node] = {}
         self.drain: asyncio.Task[None] | None = None
         self.complaints: list[dict[str, Any]] = []
-        """Receive the event loop's uncaught exceptions."""
+        """Uncaught exceptions of the event loop."""
 
     async def begin(self) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: self.complaints.append(context))
@@ -32,7 +30,6 @@ class Trial:
             await node.host.__aenter__()
 
     def round(self) -> None:
-        """A step of each engine, and the delivery of its results."""
         for node in self.nodes.values():
             node.loop.turn()
             node.loop.deliver_all()
@@ -42,7 +39,7 @@ class Trial:
         self.network.flows.set()
 
     async def until(self, reached: Callable[[], bool], missing: Callable[[], str]) -> None:
-        """Raises AssertionError with ``missing`` if rounds do not reach the condition."""
+        """Raises AssertionError with ``missing`` if ROUNDS do not suffice."""
         for _ in range(ROUNDS):
             if reached():
                 return
@@ -51,7 +48,7 @@ class Trial:
         raise AssertionError(missing())
 
     async def assert_empty(self, target: Node, rounds: int) -> None:
-        """Cancel what ``target`` has received; then, after each lease, no node holds a block."""
+        """Cancel what ``target`` received; after each lease no node keeps anything."""
         for name in [*target.engine.sequences, *target.engine.transfers.arrivals]:
             target.host.loop.post(partial(Engine.cancel, id=name))
         await asyncio.sleep(2 * LEASE_S)

@@ -1,5 +1,3 @@
-"""Waiting for a condition that has no event."""
-
 from __future__ import annotations
 
 import asyncio
@@ -7,11 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 PATIENCE = 60.0
-"""Seconds that a test waits for an event; machines may be very busy."""
+"""Seconds that a test waits for an event."""
 
 
 async def eventually(reached: Callable[[], Any]) -> None:
-    """Poll a condition, which may be a coroutine."""
+    """Polls; ``reached`` may return a coroutine."""
     async with asyncio.timeout(PATIENCE):
         while True:
             result = reached()

@@ -1,12 +1,8 @@
-"""Admission of runs to the engine: first come, first served within a queue key; no run overtakes another.
+"""Admission of runs to the engine: by queue key, then first come, first served; no run overtakes another.
 
-    enter ──> posted at once ──> added, or blocks reserved
-                 │ no blocks           ^
-                 v                     │  a step, an end or a release changed the free blocks
-              waiting ─────────────────┘
-
-A run without a ticket is always admitted, because the engine has its own queue; it waits here only behind a run that
-waits for blocks, which would starve otherwise. Preempted sequences go first: the engine raises OutOfBlocks meanwhile.
+A run without free blocks waits here until a step, an end or a release changes them. A run without a ticket
+waits only behind such a run, which would starve otherwise. Preempted sequences go first: the engine raises
+OutOfBlocks meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from decant.worker.decode.run import DecodeRun
 from decant.worker.engine_host import EngineHost
 
 Outcome = IncomingSequence | InvalidRequest | None
-"""Reserved blocks, or an invalid request, or added to the engine (None)."""
+"""None: added to the engine."""
 
 
 class DecodeAdmission:
@@ -37,10 +33,10 @@ class DecodeAdmission:
         self._available = 0  # blocks, after the last step
 
     async def enter(self, run: DecodeRun) -> IncomingSequence | None:
-        """Wait until the engine has the run: reserved blocks, or None for one that it computes itself.
+        """Wait until the engine has the run. None: the engine computes its prompt itself.
 
-        Raises InvalidRequest and EngineStopped. If the caller is cancelled, the engine may still add the run: the
-        caller must cancel it there afterwards.
+        Raises InvalidRequest, EngineStopped. A cancelled caller must also cancel the run in the engine, which may still
+        add it.
         """
         answer: asyncio.Future[IncomingSequence | None] = asyncio.get_running_loop().create_future()
         self._entering[run] = answer
@@ -58,11 +54,10 @@ class DecodeAdmission:
                 self._count()
 
     def is_waiting(self, run: DecodeRun) -> bool:
-        """Whether the run waits for blocks, and the engine is not being asked for them now."""
+        """False while the engine is being asked for its blocks."""
         return run in self._waiting
 
     def on_step(self, output: StepOutput) -> None:
-        """Retry when blocks may have become free."""
         self._has_ended |= bool(output.ended or output.parked)
         available = output.available
         if self._waiting and not self._retried and (self._has_ended or available != self._available):
@@ -114,9 +109,9 @@ class _AdmissionGate:
 
 
 class _AdmitCommand:
-    """Engine command: admit runs in order, up to the first without blocks.
+    """Admits runs in order, up to the first without blocks.
 
-    ``is_retry``: these are all waiting runs. Others are not admitted while the gate is closed, as they would overtake.
+    ``is_retry``: these are all waiting runs. Others would overtake them while the gate is closed.
     """
 
     def __init__(self, runs: list[DecodeRun], gate: _AdmissionGate, is_retry: bool) -> None:
@@ -132,7 +127,6 @@ class _AdmitCommand:
         return self.runs[len(self.outcomes) :]
 
     def __call__(self, engine: Engine) -> None:
-        """On the engine's thread."""
         self.has_run = True
         if self._is_retry or not self._gate.is_closed:
             self._gate.is_closed = False

@@ -1,8 +1,6 @@
-"""The life of a run as one coroutine, from admission until the worker keeps nothing of it but its tokens.
+"""The life of a run as one coroutine, until the worker keeps nothing of it but its tokens.
 
-execute:   admitted ──> blocks reserved ──> fetched and joined ──> finished ──> Ended is sent
-              └──────────────── no ticket ─────────────────────────^
-cancel:    cancels the coroutine where it waits; it releases the engine's blocks and the sender's ticket
+A cancel interrupts the coroutine where it waits; it then releases the engine's blocks and the sender's ticket.
 """
 
 from __future__ import annotations
@@ -30,13 +28,12 @@ _log = logs.get(__name__)
 
 
 class RunExecutor:
-    """Runs the coroutines and supervises them. ``close`` waits for all; cancel them before."""
+    """Cancel all runs before ``close``, which waits for them."""
 
     def __init__(self, host: EngineHost, runs: RunTable) -> None:
         self.admission = DecodeAdmission(host)
         self.migrations = MigrationSource(host, runs, self.fail)
         self.step = 0
-        """The engine's last one."""
         self._host = host
         self._runs = runs
         self._tasks: dict[DecodeRun, asyncio.Task[None]] = {}
@@ -44,11 +41,10 @@ class RunExecutor:
 
     @property
     def executing(self) -> list[DecodeRun]:
-        """Runs that may have something in the engine, also those that are no longer in the table."""
+        """Also those that are no longer in the table."""
         return list(self._tasks)
 
     def start(self, run: DecodeRun, remaining_ms: int | None) -> None:
-        """``remaining_ms``: until the deadline, which cancels the run; None: there is none."""
         loop = asyncio.get_running_loop()
         if remaining_ms is not None:
             run.deadline = loop.call_later(remaining_ms / 1000, self.cancel, run, wire.OutputEnd.REASON_DEADLINE)
@@ -56,7 +52,7 @@ class RunExecutor:
         task.add_done_callback(lambda done: self._on_done(run, done))
 
     async def execute(self, run: DecodeRun) -> None:
-        """From admission to the run's end; at its return the run has nothing in the engine."""
+        """At its return the run has nothing in the engine."""
         try:
             with run_span(run):
                 finished = await self._until_finished(run)
@@ -79,7 +75,7 @@ class RunExecutor:
                 self._finish(run)
 
     async def _until_finished(self, run: DecodeRun) -> SequenceFinished:
-        """The only part of the coroutine that `cancel` interrupts."""
+        """The only part that `cancel` interrupts."""
         if run.ending is not None:  # cancelled before the coroutine began
             raise asyncio.CancelledError
         self._interruptible.add(run)
@@ -92,7 +88,7 @@ class RunExecutor:
             self._interruptible.discard(run)
 
     async def _fetch(self, run: DecodeRun, arrival: IncomingSequence) -> None:
-        """Fetch the KV cache into the reserved blocks; the run is in the batch then."""
+        """At its return the run is in the batch."""
         assert run.ticket is not None
         run.phase = wire.RunStatus.PHASE_ARRIVING
         run.notify.scheduled(arrival.cached_blocks * self._host.shape.block_size)
@@ -116,7 +112,7 @@ class RunExecutor:
             self.migrations.issue_ticket(run)
 
     async def _release(self, run: DecodeRun) -> None:
-        """Free what a cancelled run has, here and at the sender of its cache."""
+        """Also frees the ticket at the sender of the cache."""
         if run.ticket is not None and run.phase != wire.RunStatus.PHASE_RUNNING and not run.keeps_ticket:
             self._host.receiver.decline(self._host.transport.source(run.ticket.address), run.ticket)
         self.migrations.end(run, by_itself=False)
@@ -125,7 +121,7 @@ class RunExecutor:
         await is_done.wait()
 
     def _finish(self, run: DecodeRun) -> None:
-        """The output is complete: the engine finished it, else (no event) it was cancelled."""
+        """Without an event of the engine the run was cancelled."""
         if run.end is not None or run not in self._runs:
             return
         reason = _end_reason(run)
@@ -145,7 +141,6 @@ class RunExecutor:
             self.drop(run)
 
     def _on_done(self, run: DecodeRun, task: asyncio.Task[None]) -> None:
-        """An exception that `execute` does not expect fails the run."""
         del self._tasks[run]
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a run failed", request_id=run.ref.request, exc_info=error)
@@ -154,7 +149,7 @@ class RunExecutor:
     # -- from outside the coroutine -----------------------------------------------------------------------------
 
     def cancel(self, run: DecodeRun, reason: wire.OutputEnd.Reason) -> None:
-        """Cancel a run in any phase; Ended is sent once nothing of it is left. The first reason wins."""
+        """In any phase. Ended is sent once nothing of the run is left. The first reason wins."""
         if run.end is None and run.ending is None:
             run.ending = reason
             if run in self._interruptible:
@@ -162,19 +157,19 @@ class RunExecutor:
                 self._tasks[run].cancel()
 
     def fail(self, run: DecodeRun, failure: wire.Failure) -> None:
-        """End a run before its output is complete, and forget it: the owner has the tokens that were sent."""
+        """End and forget a run before its output is complete."""
         if run in self._runs and run.end is None:
             run.notify.failed(failure)
             self._remove(run)
 
     def refuse(self, run: DecodeRun, failure: wire.Failure) -> None:
-        """End a run that the engine has not begun; its ticket stays valid for another worker."""
+        """For a run that the engine has not begun; its ticket stays valid."""
         if run in self._runs and run.end is None:
             run.notify.refused(failure)
             self._remove(run)
 
     def drop(self, run: DecodeRun) -> None:
-        """Forget a run without a message to its owner."""
+        """Sends the owner no message."""
         run.detach()
         self.cancel(run, wire.OutputEnd.REASON_CANCELLED)
         self._runs.remove(run)
@@ -185,12 +180,11 @@ class RunExecutor:
         run.orphan_timer = asyncio.get_running_loop().call_later(self._host.lease_s, self.drop, run)
 
     def truncate_cached(self, run: DecodeRun, position: int) -> None:
-        """Evict what a finished run cached from ``position`` on."""
         tokens = [*run.request.token_ids[: run.request.prompt_len], *run.tokens]
         self._host.loop.post(lambda engine: engine.forget(tokens, run.request.salt, position))
 
     async def close(self) -> None:
-        """Wait for all coroutines, then for the messages to the senders of their caches."""
+        """Also waits for the messages to the senders of the caches."""
         while self._tasks:
             await asyncio.wait(self._tasks.values())
         await self._host.receiver.close()
@@ -212,7 +206,6 @@ def _decode_started(run: DecodeRun, transfer: TransferResult) -> wire.DecodeStar
 
 
 def _end_reason(run: DecodeRun) -> wire.OutputEnd.Reason:
-    """The engine's, unless the run was cancelled: before the engine finished it, or before it joined here."""
     event: SequenceFinished | None = run.finished.result() if run.finished.done() else None
     has_joined = run.phase == wire.RunStatus.PHASE_RUNNING
     if event is None or not has_joined or event.reason in (FinishReason.CANCELLED, FinishReason.FAILED):

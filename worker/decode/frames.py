@@ -1,9 +1,4 @@
-"""Frames: the tokens of one step for one router, in three packed arrays of uint32.
-
-slots      3   5   9   9
-positions 17 204  40  41
-tokens    88 519   7 301
-"""
+"""Frames: the tokens of one step for one router, in packed arrays of uint32: slots, positions, tokens."""
 
 from __future__ import annotations
 
@@ -20,12 +15,9 @@ if TYPE_CHECKING:
     from decant.worker.decode.run import DecodeRun
 
 MAX_TOKENS = 65_536
-"""Maximum tokens in one frame."""
 
 
 class Frame:
-    """Only appending to the arrays is done per token."""
-
     __slots__ = ("logprobs", "positions", "slots", "tokens")
 
     def __init__(self) -> None:
@@ -35,11 +27,11 @@ class Frame:
         self.logprobs: list[wire.TokenLogprobs] = []
 
     def add_logprobs(self, logprobs: TokenLogprobs) -> None:
-        """Logprobs of the token that was added last."""
+        """Of the token added last."""
         self.logprobs.append(logprobs_to_wire(len(self.tokens) - 1, logprobs))
 
     def message(self, step: int) -> wire.WorkerMessage:
-        """Fills the message in place: protobuf copies a submessage that is assigned."""
+        """In place: protobuf copies an assigned submessage."""
         message = wire.WorkerMessage()
         frame = message.frame
         frame.step = step
@@ -52,7 +44,7 @@ class Frame:
 
 
 def replay_frames(run: DecodeRun, start: int, step: int) -> Iterator[wire.WorkerMessage]:
-    """Frames with the output tokens of a run from index ``start`` on."""
+    """From output index ``start`` on."""
     for first in range(start, len(run.tokens), MAX_TOKENS):
         frame = Frame()
         frame.tokens = run.tokens[first : first + MAX_TOKENS]

@@ -1,8 +1,7 @@
 """The source's side of a migration: a run continues here until its commit is sent to the target.
 
-migrate ──> ticket ──> fetch opens, blocks move ──> committed ──> forgotten: the target has joined
-              │              │                         └──> failed: the target was lost
-              └──────────────┴── withdrawn, lease over, fetch broken: the run continues here
+It also continues after a withdrawn offer, the end of the lease or a broken fetch. If the target is lost after
+the commit, it fails.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from decant.worker.wire_codec import logprobs_to_wire
 
 
 class MigrationSource:
-    """Tickets for the live sequences of one worker. ``fail`` ends a committed run whose target was lost."""
+    """``fail`` ends a committed run whose target was lost."""
 
     def __init__(self, host: EngineHost, runs: RunTable, fail: Callable[[DecodeRun, wire.Failure], None]) -> None:
         self._host = host
@@ -27,7 +26,7 @@ class MigrationSource:
         self._fail = fail
 
     def issue_ticket(self, run: DecodeRun) -> None:
-        """Send the owner a ticket for a running sequence: the same one while it is live and unopened."""
+        """Send the owner a ticket: the same one while it is live and unopened."""
         if run.offered is None:
             ticket = wire.Ticket(
                 run=run.ref,
@@ -47,7 +46,7 @@ class MigrationSource:
             run.session.send(wire.WorkerMessage(ticket=run.offered))
 
     def withdraw(self, run: DecodeRun) -> None:
-        """There is no target: the run continues, or fails if it was committed."""
+        """The run continues, or fails if it was committed."""
         run.migration_requested = False
         if run.offered is None:
             return
@@ -58,14 +57,14 @@ class MigrationSource:
         self._host.sender.reclaim(run.offered.id, failure)
 
     def is_committed(self, run: DecodeRun) -> bool:
-        """Whether the commit was sent: the target may run it now."""
+        """The target may run it now."""
         if run.offered is None:
             return False
         lease = self._host.sender.leases.find(run.offered.id)
         return lease is None or lease.committed
 
     def end(self, run: DecodeRun, *, by_itself: bool) -> None:
-        """The run has ended. If it ``by_itself``, its open fetch reports that nothing is left."""
+        """``by_itself``: an open fetch reports that nothing is left."""
         lease = None if run.offered is None else self._host.sender.leases.find(run.offered.id)
         if lease is not None and not (by_itself and lease.opened):
             failure = wire.Failure(cause=wire.CAUSE_RECLAIMED, detail="the run has ended at its source")
@@ -86,5 +85,4 @@ def _abandoned(detail: str) -> wire.Failure:
 
 
 def _logprobs(run: DecodeRun) -> Iterable[wire.TokenLogprobs]:
-    """Log-probabilities of the output so far."""
     return [logprobs_to_wire(index, logprobs) for index, logprobs in run.logprobs.items()]

@@ -1,4 +1,4 @@
-"""Messages about a run to its owner. An orphan's are not sent: a later owner gets its state when it attaches."""
+"""Messages about a run to its owner. An orphan's are not sent: an owner that attaches gets its state."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ if TYPE_CHECKING:
 
 
 def microseconds(seconds: float) -> int:
-    """Durations on the wire; a negative one is 0."""
+    """Negative durations become 0."""
     return max(0, round(seconds * 1e6))
 
 
 class RunNotifier:
-    """Sends one run's messages to the session that it has at the time."""
-
     def __init__(self, run: DecodeRun) -> None:
         self._run = run
 
@@ -32,7 +30,7 @@ class RunNotifier:
         self._send(scheduled=wire.Scheduled(run=self._run.ref, cached_tokens=cached_tokens, waited_us=waited))
 
     def decode_started(self, position: int) -> None:
-        """Frames with the tokens from ``position`` on follow. Sent once, to the first owner with a session."""
+        """Sent once, to the first owner with a session; frames from ``position`` on follow."""
         run = self._run
         if run.session is not None and run.decode_started is not None:
             message, run.decode_started = run.decode_started, None
@@ -41,7 +39,7 @@ class RunNotifier:
             self._send(decode_started=message)
 
     def first_token(self) -> None:
-        """Precedes the first frame: reports the start of a run whose prompt was computed here."""
+        """For a run whose prompt was computed here, before its first frame."""
         run = self._run
         run.sent_first_token = True
         timeline = run.timeline
@@ -51,7 +49,7 @@ class RunNotifier:
             self.decode_started(run.position - 1)
 
     def prompt_logprobs(self, part: PromptLogprobs) -> None:
-        """Also keeps the message for later owners."""
+        """Also kept for later owners."""
         entries = [logprobs_to_wire(entry, logprobs) for entry, logprobs in enumerate(part.entries)]
         message = wire.PromptLogprobs(run=self._run.ref, first_position=part.position, logprobs=entries)
         self._run.prompt_logprobs.append(message)
@@ -94,10 +92,7 @@ class RunNotifier:
 
 
 def send_step_tokens(runs: Mapping[str, DecodeRun], tokens: Iterable[Token], step: int) -> None:
-    """Add a step's tokens to their runs and send one frame to each session. ``runs``: by sequence id.
-
-    The hot path: one look-up a token, one message a session.
-    """
+    """Send one frame to each session. ``runs``: by sequence id. The hot path."""
     frames: dict[RouterSession, Frame] = {}
     running = wire.RunStatus.PHASE_RUNNING
     for token in tokens:

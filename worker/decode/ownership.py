@@ -1,7 +1,6 @@
 """Owners of runs: the session that gets a run's messages, and orphans. Never touches the engine.
 
-attached ──> its session ends ──> orphan ──> attached again, by the same router or by one that adopts the run
-                                     └── one lease later: dropped
+A run whose session ended is an orphan: dropped one lease later, unless its router returns or another adopts it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class RunOwnership:
     def attach(
         self, run: DecodeRun, session: RouterSession, ref: wire.Run, resume: Iterable[wire.ResumePosition] = ()
     ) -> wire.RunStatus:
-        """Make the session the run's, under the epoch of ``ref``; the status is for the session."""
+        """Under the epoch of ``ref``. Returns the status for the session."""
         if run.session is not session:
             run.notify.superseded(ref.epoch)
             run.detach()
@@ -34,31 +33,30 @@ class RunOwnership:
         return run.status(resume)
 
     def ensure_attached(self, run: DecodeRun, session: RouterSession, ref: wire.Run) -> None:
-        """Attach a run by another message than Start, Adopt or Hello; a new session gets the run's status."""
+        """For messages other than Start, Adopt and Hello; a new session gets the run's status."""
         is_new = run.session is not session
         status = self.attach(run, session, ref)
         if is_new:
             session.send(wire.WorkerMessage(run_status=status))
 
     def catch_up(self, run: DecodeRun, resume: Iterable[wire.ResumePosition]) -> None:
-        """Send a new session what it lacks. A migration that an earlier owner began is withdrawn."""
+        """Also withdraws a migration that an earlier owner began."""
         run.notify.catch_up(resume, self._executor.step)
         if run.offered is not None and run.offered.run.epoch != run.ref.epoch:
             self._executor.migrations.withdraw(run)
 
     def detach(self, session: RouterSession) -> None:
-        """The session's runs are orphans for one lease."""
         for run in self._runs:
             if run.session is session:
                 run.detach()
                 self._executor.start_orphan_timer(run)
 
     def orphans_of(self, router: wire.Peer) -> list[DecodeRun]:
-        """Runs of earlier sessions of this incarnation of a router. Those of earlier incarnations can be adopted."""
+        """Of earlier sessions of this incarnation; those of earlier incarnations can be adopted."""
         return [run for run in self._runs if run.session is None and same_incarnation(run.router, router)]
 
     def unopened_tickets_of(self, session: RouterSession) -> list[bytes]:
-        """Ids of the tickets of the session's runs that wait for blocks."""
+        """Of its runs that wait for blocks."""
         waiting = wire.RunStatus.PHASE_WAITING
         runs = (run for run in self._runs if run.session is session and run.phase == waiting)
         return [run.ticket.id for run in runs if run.ticket is not None]
@@ -70,6 +68,6 @@ class RunOwnership:
                 self.supersede(run, ref.epoch)
 
     def supersede(self, run: DecodeRun, epoch: int) -> None:
-        """Drop a run; its owner, if connected, is notified."""
+        """Drop a run; notify its owner if connected."""
         run.notify.superseded(epoch)
         self._executor.drop(run)

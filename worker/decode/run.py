@@ -1,10 +1,9 @@
-"""One run of a decode worker: its state.
+"""The state of a decode worker's run.
 
     WAITING ──> ARRIVING ──> RUNNING ──> ENDED ──> forgotten
        └───────────────────────^  (no ticket: no ARRIVING)
 
-A cancelled, refused or failed run leaves from any phase. `RunExecutor` moves a run through its phases, `RunOwnership`
-assigns its session, and the engine's step reports add its tokens.
+A cancelled, refused or failed run leaves from any phase. `RunExecutor` sets the phase, `RunOwnership` the session.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from decant.worker.decode.session import RouterSession
 
 Key = tuple[str, int]
-"""Request and attempt. Adoption changes the epoch of a run, never its key."""
+"""Request and attempt; adoption changes a run's epoch, not its key."""
 
 
 def key_of(ref: wire.Run) -> Key:
@@ -36,7 +35,7 @@ def key_of(ref: wire.Run) -> Key:
 
 @dataclass(slots=True, eq=False)
 class DecodeRun:
-    """A run and its only output. ``tokens`` are the output's, including those of earlier attempts."""
+    """``tokens``: of the output, with those of earlier attempts."""
 
     ref: wire.Run  # with the present owner's epoch
     request: Request  # ``request.id`` identifies the sequence in the engine
@@ -66,7 +65,6 @@ class DecodeRun:
     deadline: asyncio.TimerHandle | None = None
     orphan_timer: asyncio.TimerHandle | None = None
     finished: asyncio.Future[SequenceFinished] = field(default_factory=asyncio.Future)
-    """The engine's report that the sequence has ended."""
     notify: RunNotifier = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,30 +77,27 @@ class DecodeRun:
 
     @property
     def output(self) -> int:
-        """Index of the output."""
         return self.request.sampling.output_index
 
     @property
     def num_cacheable(self) -> int | None:
-        """Leading tokens of prompt and output that may stay in the prefix cache; None: all."""
+        """Leading tokens that may stay in the prefix cache; None: all."""
         return None if self.truncated_at is None else self.request.prompt_len + self.truncated_at
 
     @property
     def prior_tokens(self) -> int:
-        """Number of output tokens of earlier attempts."""
         return len(self.request.token_ids) - self.request.prompt_len
 
     @property
     def position(self) -> int:
-        """Position of the next token."""
         return self.request.prompt_len + len(self.tokens)
 
     def index_of(self, position: int) -> int:
-        """The index in ``tokens`` of a position, clamped to 0 .. len(tokens)."""
+        """Index in ``tokens``, clamped to 0 .. len(tokens)."""
         return min(max(0, position - self.request.prompt_len), len(self.tokens))
 
     def status(self, resume: Iterable[wire.ResumePosition]) -> wire.RunStatus:
-        """Status for an owner that has the tokens before ``resume``; by default, all tokens."""
+        """For an owner that has the tokens before ``resume``; default: all."""
         indexes = [self.index_of(each.position) for each in resume if each.output == self.output]
         position = self.request.prompt_len + (indexes[0] if indexes else len(self.tokens))
         slot = wire.Slot(slot=self.slot, output=self.output, position=position)
@@ -114,17 +109,15 @@ class DecodeRun:
         self.tokens.append(token.token)
 
     def on_finished(self, event: SequenceFinished) -> None:
-        """The engine's last event of the sequence."""
         self.timeline = event.timeline
         if not self.finished.done():
             self.finished.set_result(event)
 
     def attach(self, session: RouterSession) -> None:
-        """Make the session's router the owner. The run must be detached."""
+        """The run must be detached."""
         self.session, self.router, self.slot = session, session.router, session.take_slot()
 
     def detach(self) -> None:
-        """Free the run's slot: it is an orphan now."""
         if self.session is not None:
             self.session.free_slot(self.slot)
             self.session = None

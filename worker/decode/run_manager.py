@@ -1,10 +1,6 @@
-"""The runs of a decode worker: commands of routers, and events of the engine.
+"""Applies routers' commands and the engine's events to the runs of a decode worker.
 
-    Start, Cancel, Adopt ... ──> DecodeRunManager ──┬── RunExecutor     the life of each run, a coroutine
-    step, crash ────────────────────────^           ├── RunOwnership    sessions and orphans
-                                                    └── MigrationSource   tickets for live sequences
-
-All methods run on the event loop and wait for nothing; the engine gets commands by ``EngineLoop.post``.
+Methods run on the event loop and wait for nothing; the engine gets commands by ``EngineLoop.post``.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from decant.worker.wire_codec import RequestRejected
 
 
 class DecodeRunManager(HostHandler):
-    """Handles what sessions receive about runs. The sender of a message owns the request; the caller checked it."""
+    """The caller checks that the sender of a message owns the request."""
 
     def __init__(self, host: EngineHost) -> None:
         self.runs = RunTable(host.epochs)
@@ -86,7 +82,7 @@ class DecodeRunManager(HostHandler):
             run.notify.resend([resend.resume], self.executor.step)
 
     def migrate(self, session: RouterSession, migrate: wire.Migrate) -> None:
-        """Offer a run to another worker, or withdraw the offer. No effect on an ended run."""
+        """No effect on an ended run."""
         run = self._find(session, migrate.run)
         if run is None or migrate.output != run.output:
             return
@@ -108,7 +104,7 @@ class DecodeRunManager(HostHandler):
             run.migration_requested = True  # its cache is being fetched
 
     def forget(self, ref: wire.Run) -> None:
-        """A run that has neither ended nor migrated is cancelled first, and its owner gets Ended."""
+        """A run that has neither ended nor migrated is cancelled first; its owner gets Ended."""
         run = self.runs.get(ref)
         if run is None:
             return
@@ -119,7 +115,7 @@ class DecodeRunManager(HostHandler):
             self.executor.cancel(run, wire.OutputEnd.REASON_CANCELLED)
 
     def _find(self, session: RouterSession, ref: wire.Run) -> DecodeRun | None:
-        """None: the sender is notified that the run is unknown."""
+        """Notifies the sender of an unknown run."""
         run = self.runs.get(ref)
         if run is None:
             failure = wire.Failure(cause=wire.CAUSE_UNKNOWN_RUN, detail="this worker does not have the run")
@@ -158,7 +154,6 @@ class DecodeRunManager(HostHandler):
         self.executor.migrations.on_lease_end(lease)
 
     async def close(self) -> None:
-        """Drop all runs and wait until the engine has nothing of them."""
         self.runs.clear_tombstones()
         for run in self.runs:
             self.executor.drop(run)

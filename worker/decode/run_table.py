@@ -1,5 +1,3 @@
-"""All runs of a decode worker by key and by sequence, and the tombstones of cancelled ones."""
-
 from __future__ import annotations
 
 import asyncio
@@ -11,7 +9,7 @@ from decant.worker.epochs import Epochs
 
 
 class RunTable:
-    """Iterating is safe while runs are added and removed."""
+    """Safe to iterate while runs are added and removed."""
 
     def __init__(self, epochs: Epochs) -> None:
         self.cancel_tombstones: dict[Key, tuple[int, asyncio.TimerHandle]] = {}  # epoch and expiry
@@ -35,7 +33,7 @@ class RunTable:
 
     @property
     def by_sequence(self) -> dict[str, DecodeRun]:
-        """By the sequence's id, runs whose engine events matter. Read-only."""
+        """Read-only."""
         return self._by_sequence
 
     def add(self, run: DecodeRun) -> None:
@@ -61,7 +59,7 @@ class RunTable:
         await self._empty.wait()
 
     def add_tombstone(self, ref: wire.Run, seconds: float) -> None:
-        """For ``seconds``, refuse a Start of this run by this owner or an earlier one."""
+        """For ``seconds``, refuse a Start of this run by this or an earlier owner."""
         key = key_of(ref)
         if key in self.cancel_tombstones:
             self.cancel_tombstones.pop(key)[1].cancel()

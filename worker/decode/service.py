@@ -1,8 +1,4 @@
-"""The Decode service: opens sessions and dispatches their messages.
-
-hello ──> check incarnation, protocol ──> end the router's older session ──> welcome ──> messages each way
-                                                  end, break, cancel ──> its runs are orphans <──┘
-"""
+"""The Decode service: opens sessions and dispatches their messages."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from decant.worker.engine_host import EngineHost
 from decant.worker.wire_codec import other_request
 
 HELLO_SECONDS = 5.0
-"""Time for the hello after a call begins."""
+"""For the hello after a call begins."""
 RETRY_SECONDS = 0.1
 
 _Context = grpc.aio.ServicerContext[wire.RouterMessage, wire.WorkerMessage]
@@ -32,7 +28,7 @@ _log = logs.get(__name__)
 
 
 class DecodeService(services.DecodeServicer):
-    """The sessions of one worker. Its ``run_manager`` handles the host's events."""
+    """``run_manager`` handles the host's events."""
 
     def __init__(self, host: EngineHost, session_limits: SessionLimits | None = None) -> None:
         self._host = host
@@ -65,7 +61,6 @@ class DecodeService(services.DecodeServicer):
     # -- audit and drain ----------------------------------------------------------------------------------------
 
     def runs(self) -> Iterator[tuple[wire.Run, int, wire.RunStatus.Phase, str]]:
-        """Run, output, phase and sequence id of every run."""
         for run in dict.fromkeys((*self.run_manager.runs, *self.run_manager.executor.executing)):
             yield run.ref, run.output, run.phase, run.request.id
 
@@ -90,7 +85,6 @@ class DecodeService(services.DecodeServicer):
         return sum(run.end is not None for run in self.run_manager.runs)
 
     async def drain(self) -> None:
-        """Refuse new runs, wait until there is none, then end the sessions."""
         self._host.draining = True
         await self.run_manager.runs.emptied()
         self._drained = True
@@ -98,7 +92,7 @@ class DecodeService(services.DecodeServicer):
             session.end()
 
     async def close(self) -> None:
-        """End all runs and sessions; the engine must still run."""
+        """The engine must still run."""
         self._drained = True
         for session in self._sessions.values():
             session.end(_leaving())
@@ -134,7 +128,6 @@ class DecodeService(services.DecodeServicer):
         self.run_manager.ownership.detach(session)
 
     def _welcome(self, session: RouterSession, hello: wire.Hello) -> None:
-        """Report the runs that the hello names, then send what the router lacks of each."""
         host, manager = self._host, self.run_manager
         welcome = wire.Welcome(worker=host.peer, role=host.role, model=host.model, layout=host.layout)
         known, refusals = [], []
@@ -175,7 +168,7 @@ class DecodeService(services.DecodeServicer):
             raise InvalidArgument("message", "hello once, as the first", kind)
 
     def _owns(self, session: RouterSession, ref: wire.Run) -> bool:
-        """If the session's router does not own the request, it is notified."""
+        """Notifies a router that does not."""
         refusal = self._refusal(ref)
         if refusal is not None:
             session.send(refusal)
@@ -203,7 +196,7 @@ class DecodeService(services.DecodeServicer):
 
 
 async def _hello(requests: AsyncIterator[wire.RouterMessage]) -> wire.Hello | None:
-    """None if the caller ends the stream without one."""
+    """None if the stream ends without one."""
     try:
         async with loop_timeout(HELLO_SECONDS):
             message = await anext(requests)

@@ -1,9 +1,4 @@
-"""The worker's side of a session with a router: ordered messages and heartbeats.
-
-requests ──> read ──> handle               send ──> outgoing ──> write ──> router
-              │  end of the stream                     ^ heartbeats
-              └──> over <── end(error) <── too far behind, replaced, drained
-"""
+"""The worker's side of a session with a router: ordered messages and heartbeats."""
 
 from __future__ import annotations
 
@@ -22,13 +17,12 @@ from decant.runtime.heartbeat import HEARTBEAT_SECONDS, Silence
 from decant.runtime.peer import UnknownMessages
 
 LAST_WRITE_SECONDS = 0.5
-"""For the write in progress when a session ends. A router that reads nothing would block it forever."""
+"""For the write in progress at the end: a router that does not read would block it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Interval of heartbeats, and how far a router may fall behind before its session ends: in messages, and in seconds
-    since the oldest. A router that comes back gets what it lacks in fewer messages."""
+    """How far a router may fall behind before its session ends: in messages, and in seconds since the oldest."""
 
     heartbeat_s: float = HEARTBEAT_SECONDS
     max_unread: int = 10_000
@@ -41,7 +35,7 @@ _log = logs.get(__name__)
 
 
 class RouterSession:
-    """``send`` may be called at any time; after the end it does nothing."""
+    """``send`` does nothing after the end."""
 
     def __init__(
         self,
@@ -53,7 +47,7 @@ class RouterSession:
         self._limits = limits or SessionLimits()
         self.unknown = UnknownMessages(router.id)
         self.routers_sent: frozenset[tuple[str, int]] = frozenset()
-        """Ids and incarnations of the routers that the last heartbeat with `routers` named."""
+        """Id and incarnation, as in the last heartbeat with `routers`."""
         self._make_heartbeat = make_heartbeat
         self._outgoing = asyncio.Queue[tuple[int, wire.WorkerMessage] | None]()  # with the tick of `send`
         self._ticks = 0
@@ -74,7 +68,7 @@ class RouterSession:
             self.end(Aborted(Reason.QUEUE_FULL, detail))
 
     def end(self, error: ServiceError | None = None) -> None:
-        """End the session: with ``error`` at once, without one after the messages in the queue."""
+        """With ``error`` at once, else after the queued messages."""
         if error is None:
             self._outgoing.put_nowait(None)
         elif not self._over.is_set():
@@ -96,7 +90,7 @@ class RouterSession:
         write: Write,
         handle: Callable[[RouterSession, wire.RouterMessage], None],
     ) -> None:
-        """Run until either side ends it. Raises the error of ``end`` or ``handle``."""
+        """Raises the error of ``end`` or ``handle``."""
         writing = asyncio.create_task(self._write(write))
         parts = (self._over.wait(), self._read(requests, handle), self._send_heartbeats())
         jobs: list[asyncio.Task[object]] = [writing, *[asyncio.create_task(part) for part in parts]]
@@ -134,7 +128,6 @@ class RouterSession:
             return  # the router has left
 
     async def _send_heartbeats(self) -> None:
-        """Heartbeats come from the event loop, whether or not a step ends."""
         limits = self._limits
         while True:
             await asyncio.sleep(limits.heartbeat_s)
@@ -147,11 +140,9 @@ class RouterSession:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the router has been silent for so long that it counts as dead."""
         return self._silence.is_lost
 
     def _watch(self) -> None:
-        """Runs become orphans only when the session breaks."""
         suspect = self._silence.is_suspect
         if suspect and not self._suspect:
             _log.warning("router is silent", router=self.router.id, seconds=self._silence.seconds)

@@ -1,5 +1,3 @@
-"""The span of a run, with the events that the engine's timeline has at its end."""
-
 from __future__ import annotations
 
 import time
@@ -11,7 +9,6 @@ from decant.worker.decode.run import DecodeRun
 
 @contextmanager
 def run_span(run: DecodeRun) -> Iterator[None]:
-    """Ends the run's span."""
     with run.span as span:
         try:
             yield

@@ -1,5 +1,3 @@
-"""Validation of a Start: it becomes a run, or RequestRejected gives the reason."""
-
 from __future__ import annotations
 
 import asyncio
@@ -24,7 +22,7 @@ class StartValidator:
         self._numbers = count(1)
 
     def validate(self, start: wire.Start) -> DecodeRun:
-        """The run, not yet in the table. Raises RequestRejected."""
+        """The run is not yet in the table. Raises RequestRejected."""
         self._check_now(start)
         if start.HasField("ticket"):
             self._check_ticket(start)
@@ -47,7 +45,6 @@ class StartValidator:
         return run
 
     def _check_now(self, start: wire.Start) -> None:
-        """Whether this worker can start the run now."""
         most, work = self._host.max_waiting, start.engine_request
         if self._runs.has_tombstone(start.run):
             raise _refused(wire.CAUSE_CANCELLED, "cancelled before the Start came")
@@ -61,7 +58,6 @@ class StartValidator:
             raise _refused(wire.CAUSE_DEADLINE, "the deadline has passed")
 
     def _check_ticket(self, start: wire.Start) -> None:
-        """Whether the ticket is for this run, and its cache compatible."""
         ticket, layout = start.ticket, self._host.layout
         if key_of(ticket.run) != key_of(start.run):
             raise RequestRejected.because("ticket.run", "the run of the Start", key_of(ticket.run))

@@ -1,8 +1,6 @@
 """The life of a prefill run as one coroutine, from its turn until the worker keeps nothing of it.
 
-execute:  turn ──> in the engine ──> first chunk: ticket ──> first token ──> cache released ──> call ends
-            │            │                                     └── no handoff, or it was the last token ──^
-            └────────────┴── deadline, lease over, call broken, superseded, engine crashed: released at once
+Deadline, end of the lease, broken call, newer owner and crash of the engine release everything at once.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ _log = logs.get(__name__)
 
 
 class PrefillExecutor:
-    """Runs the coroutines. ``close`` stops them and waits for all."""
+    """``close`` stops the coroutines and waits for all."""
 
     def __init__(self, host: EngineHost) -> None:
         self.queue = PrefillQueue(host)
@@ -38,7 +36,7 @@ class PrefillExecutor:
         task.add_done_callback(partial(self._on_done, run))
 
     async def execute(self, run: PrefillRun) -> None:
-        """Compute a prompt and hand its cache over; at the return nothing of the run is left, and its call ends."""
+        """At its return nothing of the run is left, and its call ends."""
         failure: wire.Failure | None = None
         last_event: dict[str, object] = {}
         try:
@@ -73,7 +71,7 @@ class PrefillExecutor:
         run.close(**last_event)
 
     def _add_to_engine(self, run: PrefillRun) -> None:
-        """The answer comes with a step; the run does not wait for it, as its deadline may be earlier."""
+        """Does not wait for the answer, which comes with a step: the deadline may be earlier."""
 
         def add(engine: Engine) -> None:
             try:
@@ -103,7 +101,7 @@ class PrefillExecutor:
         run.send(ticket=run.ticket)
 
     def _release(self, run: PrefillRun, failure: wire.Failure | None) -> None:
-        """Free the run's turn, ticket and blocks; ``failure`` goes to an open fetch."""
+        """``failure`` goes to an open fetch."""
         self.queue.remove(run)
         # The ticket of a finished sequence stays: a late fetch is answered that nothing is left.
         if run.ticket is not None and run.finished is None:
@@ -112,7 +110,7 @@ class PrefillExecutor:
             self._host.loop.post(lambda engine: engine.cancel(run.id))
 
     def _on_done(self, run: PrefillRun, task: asyncio.Task[None]) -> None:
-        """End the call of a run that an unexpected exception ended, or the end of the process."""
+        """After an unexpected exception or the end of the process."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:

@@ -7,7 +7,7 @@ from decant.worker.wire_codec import end_reason, logprobs_to_wire
 
 
 def first_tokens(run: PrefillRun) -> wire.FirstTokens:
-    """The first token, marked if it is also the output's last."""
+    """Marked if the token is also the last."""
     begun, token = run.begun, run.first
     assert begun is not None
     assert token is not None
@@ -23,7 +23,6 @@ def first_tokens(run: PrefillRun) -> wire.FirstTokens:
 
 
 def first_logprobs(run: PrefillRun) -> list[wire.TokenLogprobs]:
-    """For the commit: those of the first token, if the request has them."""
     token = run.first
     return [] if token is None or token.logprobs is None else [logprobs_to_wire(token.position, token.logprobs)]
 

@@ -1,10 +1,7 @@
 """The prefill runs of a worker, and their order.
 
-    waiting ──> admitted ──> begun ──> removed
-       └───────────┴───────────────────^  ended early
-
-A cache that waits for its receiver keeps blocks. So a prompt is admitted only while the admitted ones keep at most half
-of the pool.
+A prompt is admitted only while the admitted ones keep at most half of the pool: caches that wait for receivers
+keep blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from decant.worker.prefill.run import PrefillRun
 
 
 class PrefillQueue:
-    """Waiting runs are sorted. Keeps the host's counts of waiting prompts and tokens."""
+    """Sorted. Keeps the host's counts of waiting prompts and tokens."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
@@ -41,7 +38,7 @@ class PrefillQueue:
 
     @property
     def not_begun(self) -> int:
-        """Number of runs that wait, here or in the engine."""
+        """Runs that wait, here or in the engine."""
         return sum(run.begun is None and run.error is None for run in self._runs.values())
 
     def add(self, run: PrefillRun) -> None:
@@ -69,12 +66,11 @@ class PrefillQueue:
         self.admit()
 
     def _is_full(self) -> bool:
-        """Whether admitted runs keep, or will keep, more than half of the pool."""
         blocks = sum(self._blocks(run) for run in self._runs.values() if run.is_admitted)
         return 2 * blocks > self._host.total_blocks
 
     def _blocks(self, run: PrefillRun) -> int:
-        """Blocks that the run needs beyond its cached prefix."""
+        """Beyond its cached prefix."""
         cached = 0 if run.begun is None else run.begun.cached
         return self._host.blocks_for(len(run.request.token_ids) + 1 - cached)
 

@@ -1,7 +1,4 @@
-"""A prefill run: facts that the coroutine of `PrefillExecutor` waits for, and the events of its call.
-
-The engine's steps, leases and calls record facts or `stop` the run; only the coroutine decides what follows.
-"""
+"""A prefill run. Steps, leases and calls record facts or `stop` it; only `PrefillExecutor` decides what follows."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from decant.worker.wire_codec import RequestRejected
 
 
 class PrefillFailed(Exception):
-    """The run ends before its cache is released; ``failure`` goes to its call and to an open fetch."""
+    """``failure`` goes to the run's call and to an open fetch."""
 
     def __init__(self, failure: wire.Failure) -> None:
         super().__init__(failure.detail)
@@ -28,15 +25,13 @@ class PrefillFailed(Exception):
 
 
 class StaleOwner(Exception):
-    """The request has a newer owner."""
-
     def __init__(self, superseded: wire.Superseded) -> None:
         self.superseded = superseded
 
 
 @dataclass(slots=True, eq=False)
 class PrefillRun:
-    """A prompt to compute. Call `wake` after a change of a fact."""
+    """Call `wake` after a change of a fact."""
 
     ref: wire.Run
     request: Request  # ``request.id`` identifies the sequence in the engine
@@ -63,7 +58,6 @@ class PrefillRun:
 
     @property
     def output(self) -> int:
-        """Index of the output."""
         return self.request.sampling.output_index
 
     @property
@@ -75,7 +69,7 @@ class PrefillRun:
         return self.is_parked or self.finished is not None
 
     async def until(self, reached: Callable[[], bool]) -> None:
-        """Wait for a fact. Raises the error of `stop` unless the fact came first."""
+        """Raises the error of `stop` unless the fact came first."""
         while not reached():
             if self.error is not None:
                 raise self.error
@@ -83,7 +77,6 @@ class PrefillRun:
             await self._changed.wait()
 
     def wake(self) -> None:
-        """Let the coroutine look at the facts again."""
         self._changed.set()
 
     def stop(self, error: PrefillFailed | RequestRejected | StaleOwner) -> None:
@@ -92,11 +85,11 @@ class PrefillRun:
         self.wake()
 
     def send(self, **event: object) -> None:
-        """Send an event to the call. Events after its end are ignored."""
+        """Ignored after the end of the call."""
         self.events.put_nowait(wire.PrefillEvent(**event))  # type: ignore[arg-type]
 
     def close(self, **event: object) -> None:
-        """End the call, with ``event`` as its last. May be repeated."""
+        """With ``event`` as the last. May be repeated."""
         if event:
             self.send(**event)
         self.events.put_nowait(None)

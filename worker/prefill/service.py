@@ -1,12 +1,7 @@
 """The Prefill service: computes a prompt, sends its first token, and keeps its KV cache for a receiver.
 
-    call ──> validated ──> PrefillExecutor.execute ──> events ──> call ends
-                │                    ^
-                └──> refused,        └── facts: steps of the engine, leases, new owners, the call's end
-                     superseded
-
-A call that breaks, or whose owner is superseded, cancels its run unless a fetch is open: then the run continues under
-the lease, and only the deadline is still enforced here.
+A call that breaks, or whose owner is superseded, cancels its run unless a fetch is open: then the run continues
+under the lease, and only the deadline is enforced here.
 """
 
 from __future__ import annotations
@@ -36,8 +31,6 @@ _Event = TypeVar("_Event", SequenceStarted, PromptLogprobs, Token, SequenceFinis
 
 
 class PrefillService(services.PrefillServicer, HostHandler):
-    """As a handler of the host's events it records facts for the runs' coroutines."""
-
     def __init__(self, host: EngineHost) -> None:
         self._host = host
         self._executor = PrefillExecutor(host)
@@ -45,7 +38,6 @@ class PrefillService(services.PrefillServicer, HostHandler):
         self._validator = CallValidator(host, self._runs)
 
     def runs(self) -> Iterator[tuple[wire.Run, int, wire.RunStatus.Phase, str]]:
-        """Run, output, phase and sequence id of every run."""
         for run in self._runs:
             yield run.ref, run.output, run.phase, run.id
 
@@ -53,7 +45,7 @@ class PrefillService(services.PrefillServicer, HostHandler):
         await self._runs.emptied()
 
     async def close(self) -> None:
-        """Fail all runs and wait until they have released what they had."""
+        """Waits until the runs have released what they had."""
         await self._executor.close()
 
     async def Prefill(  # noqa: N802 - the name on the wire
@@ -77,7 +69,6 @@ class PrefillService(services.PrefillServicer, HostHandler):
                 self._on_call_end(run)
 
     def _on_call_end(self, run: PrefillRun) -> None:
-        """Stop the run, as its router is lost, unless its fetch is open."""
         if not self._has_open_fetch(run):
             run.stop(PrefillFailed.because(wire.CAUSE_OWNER_LOST, "the call broke"))
 

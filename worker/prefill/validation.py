@@ -1,5 +1,3 @@
-"""Validation of a call of Prefill: it becomes a run, or an exception gives the reason."""
-
 from __future__ import annotations
 
 import time
@@ -14,15 +12,13 @@ from decant.worker.wire_codec import RequestRejected, other_request, queue_key, 
 
 
 class CallValidator:
-    """Checks calls against the host and its queue."""
-
     def __init__(self, host: EngineHost, queue: PrefillQueue) -> None:
         self._host = host
         self._queue = queue
         self._numbers = count()
 
     def validate(self, call: wire.PrefillRequest) -> PrefillRun:
-        """The run, not yet in the queue. Raises RequestRejected, StaleOwner."""
+        """The run is not yet in the queue. Raises RequestRejected, StaleOwner."""
         host, work = self._host, call.engine_request
         self._check_now(call)
         name = f"prefill-{next(self._numbers)}:{call.run.request}"  # never reused: a late event belongs to no other run
@@ -47,7 +43,6 @@ class CallValidator:
         )
 
     def _check_now(self, call: wire.PrefillRequest) -> None:
-        """Whether this worker can accept the call now."""
         host = self._host
         if not is_compatible(call.router.protocol):
             raise _rejected(wire.CAUSE_WRONG_PROTOCOL, f"protocol {call.router.protocol} is not supported")
@@ -64,7 +59,7 @@ class CallValidator:
 
 
 def _needs_park(work: wire.EngineRequest) -> bool:
-    """Whether the sequence must be parked after one token, because more are allowed."""
+    """Whether to park after one token, because more are allowed."""
     written = len(work.outputs[0].tokens) // 4 if work.outputs else 0
     return work.stopping.max_tokens > written + 1
 

@@ -1,7 +1,7 @@
-"""The Audit service: an account of every block of a worker, from the block pool's own map.
+"""The Audit service: accounts for every block of a worker.
 
-The pool is read between two steps on the engine's thread; the services' runs before and after it on the event loop. A
-run that begins or ends meanwhile is in one of the two, so a block without an owner is a violation.
+The pool is read between two steps, the services' runs before and after it. A run that begins or ends meanwhile
+is in one of the two, so a block without an owner is a violation.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ class HasRuns(Protocol):
 
 
 class Decodes(HasRuns, Protocol):
-    """The counts of the Decode service."""
-
     @property
     def sessions(self) -> int: ...
     @property
@@ -45,8 +43,6 @@ class Decodes(HasRuns, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Map:
-    """The block pool between two steps."""
-
     held: Mapping[str, list[int]]
     free: int
     cached: int

@@ -1,10 +1,7 @@
 """Changes of the prefix cache, for the heartbeats of each router's session.
 
-    engine thread --note--> changes --collect--> cached --┬--> unsent of session a --take--> its next heartbeat
-                                                          '--> unsent of session b --take--> its next heartbeat
-
-Unsent is the difference between what a session was sent and what is cached: at most two pools of blocks. A block that
-is published and evicted between two heartbeats is not sent.
+Unsent is the difference between what a session was sent and what is cached: at most two pools of blocks. A
+block that is published and evicted between two heartbeats is not sent.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ class PrefixCacheFeed:
         self._noted = deque[list[BlockHash]]()
 
     def note(self, changed: list[BlockHash]) -> None:
-        """Keep changes until ``collect``. From any thread."""
+        """From any thread."""
         self._noted.append(changed)
 
     def collect(self) -> None:
@@ -41,15 +38,15 @@ class PrefixCacheFeed:
                 apply_changes(unsent, changed)
 
     def begin(self, session: Hashable) -> None:
-        """Add a session: all cached blocks are unsent."""
+        """All cached blocks are unsent."""
         self._unsent[session] = dict(self._cached)
 
     def end(self, session: Hashable) -> None:
-        """Remove a session. May be repeated."""
+        """May be repeated."""
         self._unsent.pop(session, None)
 
     def take(self, session: Hashable) -> wire.PrefixCacheUpdate | None:
-        """The next part for a heartbeat; None: nothing has changed."""
+        """For the next heartbeat; None: nothing has changed."""
         unsent = self._unsent.get(session)
         if not unsent:
             return None

@@ -1,7 +1,7 @@
 """Selects the build of the CPU kernels, and with it the instructions of torch and oneDNN.
 
-By default each uses the best that the CPU supports. Another build reproduces the results of such a CPU: tokens may
-differ between builds, because sums are rounded differently.
+By default the best that the CPU supports. Another build reproduces the results of such a CPU: sums are rounded
+differently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ENVIRONMENT = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "none": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
 }
-"""Read by torch and oneDNN when they are imported. Decant's own kernels need AVX2."""
+"""Read by torch and oneDNN when they are imported."""
 
 _MODULES = {"avx512": "_kernels_avx512", "avx2": "_kernels", "none": "torch"}
 """The last word of ``decant.engine.cpu.kernels.kind()``."""

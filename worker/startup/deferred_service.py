@@ -1,7 +1,6 @@
 """gRPC services that are registered before the server listens, and attached once the model is loaded.
 
-A gRPC server takes no services after its start, and a worker's services need the engine. Until ``attach`` every call is
-refused with UNAVAILABLE, so that a starting worker does not look broken.
+A gRPC server takes no services after its start. Until ``attach`` every call is refused with UNAVAILABLE.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 RETRY_S = 1.0
 
 Add = Callable[[Any], None]
-"""Adds a servicer's methods to a server, as ``add_PrefillServicer_to_server`` does."""
 
 
 class DeferredService(grpc.GenericRpcHandler):

@@ -24,7 +24,7 @@ _Settings = TypeVar("_Settings")
 _Loaded = TypeVar("_Loaded")
 
 _WEIGHTS = "Loading weights"
-"""The name of transformers' progress bar over the tensors of a checkpoint."""
+"""Transformers' progress bar over a checkpoint's tensors."""
 _REPORT_INTERVAL_S = 1.0
 
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -33,10 +33,10 @@ _log = logs.get(__name__)
 
 
 async def in_own_thread(load: Callable[[_Settings], _Loaded], settings: _Settings) -> _Loaded:
-    """Run ``load`` in a thread that ends with it, as the pool of OpenMP threads does that it makes for itself.
+    """In a thread that ends with ``load``, as does the pool of OpenMP threads that it makes.
 
-    The engine's thread makes another pool. With more pooled threads than cores, libgomp puts the engine's threads to
-    sleep at every barrier instead of letting them spin.
+    The engine's thread makes another pool. With more pooled threads than cores, libgomp puts the engine's to sleep
+    at every barrier.
     """
     executor = ThreadPoolExecutor(1, "load")
     try:
@@ -46,7 +46,7 @@ async def in_own_thread(load: Callable[[_Settings], _Loaded], settings: _Setting
 
 
 def load_model(settings: WorkerSettings) -> Device:
-    """Measure its steps too. Raises ModelRefused, InvalidConfig."""
+    """Also measures its steps. Raises ModelRefused, InvalidConfig."""
     cpu_build.choose(settings.kernels)
     import torch
     from transformers.utils import logging
@@ -94,7 +94,7 @@ def _report(percent: int) -> None:
 def _reporting(
     set_hook: Callable[[Any], Any], first: int, last: int, interval_s: float = _REPORT_INTERVAL_S
 ) -> Iterator[None]:
-    """Report tensors as `first` to `last` percent, every ``_REPORT_S``."""
+    """Report tensors as `first` to `last` percent, every ``interval_s``."""
 
     def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and kwargs.get("desc") == _WEIGHTS:
@@ -118,8 +118,9 @@ def _with_progress(tensors: Collection[_T], first: int, last: int, interval_s: f
 
 
 def limits_of(settings: WorkerSettings, device: Device) -> Limits:
-    """The settings. By default the context length is what model and KV memory allow, and the token budget is what fits
-    in a step's time, but at least one token per sequence of a batch."""
+    """Default context length: what model and KV memory allow. Default token budget: what fits a step's time, at least a
+    token per sequence of a batch.
+    """
     window = settings.window or longest_sequence(
         device.windows, device.num_blocks, device.block_size, device.context_length
     )
@@ -129,7 +130,7 @@ def limits_of(settings: WorkerSettings, device: Device) -> Limits:
 
 
 def own_cores(quota: Path = _CPU_QUOTA) -> int:
-    """Usable cores, limited by the CPU quota of the control group."""
+    """Limited by the CPU quota of the control group."""
     cores = len(usable_cores())
     try:
         share, period = (int(word) for word in quota.read_text().split())

@@ -1,8 +1,7 @@
 """A worker's registration in the directory: renewed with its load, removed when it drains.
 
-register ── renew, renew ... ── renew at once: draining ── renew ... ── remove
-    └── Redis is unavailable: logged once, retried at the next renewal; the worker keeps serving
-                 └── another incarnation of this worker registered: this one ends
+While Redis is unavailable the worker keeps serving and retries at each renewal. Another incarnation that
+registers ends this one.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ _log = logs.get(__name__)
 
 
 class Registrar:
-    """Keeps a worker registered inside its ``async with``, with the ``load()`` of each renewal.
-
-    ``on_replaced`` is called when another incarnation has registered.
-    """
+    """Keeps a worker registered inside its ``async with``. ``on_replaced``: another incarnation has registered."""
 
     def __init__(
         self,
@@ -62,7 +58,7 @@ class Registrar:
         await self.leave()
 
     async def leave(self) -> None:
-        """Remove the registration if Redis is available. May be repeated."""
+        """If Redis is available. May be repeated."""
         await self._renewing.close()
         registration, self._registration = self._registration, None
         if registration is not None:
@@ -70,11 +66,10 @@ class Registrar:
                 await registration.remove()
 
     def renew_now(self) -> None:
-        """Renew at once, because the load has changed in a way that matters."""
         self._now.set()
 
     async def _renew_always(self) -> None:
-        """Returns only when another incarnation has registered."""
+        """Returns when another incarnation has registered."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._every_s):

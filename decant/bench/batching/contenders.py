@@ -1,12 +1,10 @@
-"""Ways to serve a queue with the same KV memory, each measured in real steps of the engine.
+"""Ways to serve a queue with the same KV memory, in real steps of the engine. Padding is computed.
 
-    STATIC_ALL    batches one after another, each row padded to the longest answer of all
-    STATIC_BATCH  each row padded to the longest answer of its batch
-    RESERVING     continuous; a sequence reserves KV memory for the longest answer that a request may have
-    PAGED         continuous; a sequence holds blocks for the tokens that it has
-    SEPARATE      as PAGED, but a step computes either prompts or decodes
-
-A static batch is an engine run whose sequences all have the padded length: padding is computed, as in a tensor.
+STATIC_ALL    batches in turn, each row padded to the longest answer of all
+STATIC_BATCH  to the longest answer of its batch
+RESERVING     continuous; a sequence reserves its longest possible answer
+PAGED         continuous; a sequence holds blocks for its tokens
+SEPARATE      as PAGED, but a step computes either prompts or decodes
 """
 
 from __future__ import annotations
@@ -31,15 +29,12 @@ SEPARATE = "continuous, paged, separate prefill steps"
 CONTENDERS = (STATIC_ALL, STATIC_BATCH, RESERVING, PAGED, SEPARATE)
 
 STATIC_SAMPLE = 5
-"""Static batches that are measured; the others are scaled from these by their steps."""
+"""Measured static batches; the others are scaled by their steps."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A queue served by one contender. Answers in order of the queue, without padding.
-
-    measured, batches  static batches that ran, and all of them; equal for others
-    """
+    """Answers are in the queue's order, without padding. `measured` of `batches` ran."""
 
     contender: str
     answers: Sequence[Answer]
@@ -52,7 +47,7 @@ class Run:
     batches: int = 1
 
     def summary(self, queue: Queue) -> dict[str, Any]:
-        """Figures as a document; latency counts from the start of the queue."""
+        """Latency counts from the start of the queue."""
         tokens = sum(len(one.tokens) for one in self.answers)
         further = tokens - len(self.answers)
         return {
@@ -74,7 +69,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Setup:
-    """`token_budget`: tokens of a step that mixes prompts and decodes. `on_tokens` is called after each step."""
+    """`token_budget`: of a mixed step."""
 
     device: Device
     token_budget: int
@@ -97,15 +92,12 @@ def run(contender: str, queue: Queue, setup: Setup) -> Run:
 
 
 def sample(batches: int, most: int = STATIC_SAMPLE) -> list[int]:
-    """Indices, evenly spread."""
     count = min(batches, most)
     return [index * batches // count for index in range(count)]
 
 
 @dataclass
 class _Pace:
-    """Seconds of the prompts of a batch, and of a step, of the measured batches."""
-
     prompts: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
 
@@ -114,7 +106,6 @@ class _Pace:
         self.steps += trace.decode_steps
 
     def predict(self, size: int, padded: int) -> Trace:
-        """A batch that did not run, with the mean times of those that did."""
         first = fmean(self.prompts)
         step = fmean(self.steps) if self.steps else 0.0
         tokens = [first + step * index for index in range(padded)]
@@ -122,7 +113,6 @@ class _Pace:
 
 
 def _static(contender: str, queue: Queue, setup: Setup) -> Run:
-    """The clock counts what a batch took, or would have taken."""
     batches, longest = queue.batches, max(queue.outputs)
     padded = [longest if contender == STATIC_ALL else max(batch) for batch in batches]
     pace, traces = _Pace(), dict[int, Trace]()
@@ -142,7 +132,6 @@ def _static(contender: str, queue: Queue, setup: Setup) -> Run:
 
 
 def _batch(queue: Queue, outputs: Sequence[int], padded: int, setup: Setup) -> Trace:
-    """One batch in real steps: all prompts, then decodes of every row until the padded length."""
     kv_tokens = len(outputs) * (queue.prompt_len + padded + setup.device.block_size)
     budget = max(setup.token_budget, queue.prompt_len)
     engine = make_engine(setup.device, kv_tokens, budget, len(outputs), separate_prefill=True)

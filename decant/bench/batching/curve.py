@@ -1,5 +1,3 @@
-"""Latency and throughput over the batch size: sequences that decode together, 1 to 128."""
-
 from __future__ import annotations
 
 from random import Random
@@ -15,12 +13,11 @@ PROMPT, OUTPUT = 64, 24
 
 
 def kv_tokens(block_size: int) -> int:
-    """KV memory that the largest batch takes."""
     return max(SIZES) * (PROMPT + OUTPUT + block_size)
 
 
 def measure(size: int, setup: Setup) -> dict[str, Any]:
-    """A batch that starts together. TPOT is the median step in which all sequences decode."""
+    """TPOT is the median step in which all sequences decode."""
     rng, device = Random(setup.seed), setup.device
     engine = make_engine(
         device, kv_tokens(device.block_size), max(setup.token_budget, PROMPT), size, separate_prefill=True

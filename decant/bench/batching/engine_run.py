@@ -1,5 +1,3 @@
-"""One engine serves requests that all wait at the start; each step and each answer is recorded."""
-
 from __future__ import annotations
 
 import time
@@ -17,18 +15,15 @@ from decant.engine.scheduler import Limits, Scheduler
 from decant.engine.sequence import Sequence as EngineSequence
 
 NO_LIMIT_S = 3600.0
-"""Step time that no step reaches: the token budget alone limits a step."""
+"""Step time that no step reaches."""
 
 OnTokens = Callable[[int], None]
-"""Is called with the number of tokens of each step."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """Seconds after the start of the run. `tokens`: when each token was drawn.
-
-    begun  first step with its prompt
-    freed  its slot is free again; after its last token only in a static batch
+    """Seconds after the start. `begun`: first step with its prompt; `freed`: its slot is free, in a static
+    batch later than the last token.
     """
 
     begun: float = 0.0
@@ -42,11 +37,8 @@ class Answer:
 
 @dataclass(slots=True)
 class Trace:
-    """What one engine did.
-
-    decode_steps  seconds of each step in which a sequence got a token after its first
-    used          tokens in KV memory that belong to a prompt or an answer, by step
-    held          tokens for which blocks were held, by step
+    """`decode_steps`: seconds of each step with a token after the first. By step, `used`: tokens in KV memory; `held`:
+    tokens with blocks.
     """
 
     answers: dict[str, Answer]
@@ -58,8 +50,6 @@ class Trace:
 
 
 class SeparatePrefill(Scheduler):
-    """A step computes prompts or decodes, never both; prompts first."""
-
     def schedule(self, reserved_slots: int = 0) -> tuple[StepPlan, list[EngineSequence]]:
         return self._separate(*super().schedule(reserved_slots))
 
@@ -77,8 +67,6 @@ class SeparatePrefill(Scheduler):
 
 
 class _PartOfDevice:
-    """A device of which an engine uses the first `num_blocks` blocks."""
-
     def __init__(self, device: Device, num_blocks: int) -> None:
         self._device = device
         self.num_blocks = num_blocks
@@ -90,7 +78,7 @@ class _PartOfDevice:
 def make_engine(
     device: Device, kv_tokens: int, token_budget: int, max_running: int, *, separate_prefill: bool = False
 ) -> Engine:
-    """An engine with KV memory for `kv_tokens` tokens, whose steps are limited by tokens alone."""
+    """Only tokens limit a step."""
     num_blocks = kv_tokens // device.block_size * len(device.windows)
     part = cast(Device, _PartOfDevice(device, num_blocks))
     context_length = longest_sequence(device.windows, num_blocks, device.block_size, device.context_length)
@@ -102,13 +90,12 @@ def make_engine(
 
 
 def request(id: str, prompt: Sequence[int], output_len: int) -> Request:
-    """A greedy request with a forced length that shares no prefix."""
     stop = StopParams(max_tokens=output_len, min_tokens=output_len, ignore_eos=True)
     return Request(id, tuple(prompt), stop=stop, use_prefix_cache=False)
 
 
 def serve(engine: Engine, requests: Sequence[Request], own: Sequence[int], on_tokens: OnTokens) -> Trace:
-    """Serve all requests. `own`: output length of each without padding, at most its forced length."""
+    """`own`: each output length, without padding."""
     trace = Trace({one.id: Answer() for one in requests})
     ends = {one.id: one.prompt_len + length for one, length in zip(requests, own, strict=True)}
     for one in requests:

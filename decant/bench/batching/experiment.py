@@ -1,5 +1,3 @@
-"""The whole experiment: which queues, which contenders, one document."""
-
 from __future__ import annotations
 
 import os
@@ -26,17 +24,17 @@ from decant.engine.plan import Device
 from decant.runtime.cores import usable_cores
 
 QUEUE_PROMPT, SHORT, LONG, EQUAL = 64, 16, 256, 64
-"""Tokens of the queues of 32: prompts, short and long answers, equal answers."""
+"""Tokens, in the queues of 32."""
 
 PUBLISHED_REQUESTS = 1000
 
 Notify = Callable[[str, int, int], None]
-"""Is called with the name of a part, the tokens of a step, and the tokens of the part."""
+"""Gets a part's name, tokens of a step, tokens of the part."""
 
 
 @dataclass(frozen=True)
 class BatchingOptions:
-    """caps, prompt_tokens, kv_tokens, requests: of the exponential queues. `token_budget`: tokens of a mixed step."""
+    """`token_budget`: of a mixed step. The others: of the exponential queues."""
 
     caps: tuple[int, ...] = (32, 128, 512, 1536)
     prompt_tokens: int = 512
@@ -48,7 +46,7 @@ class BatchingOptions:
 
 
 def parse_caps(text: str) -> tuple[int, ...]:
-    """Numbers such as "32,128", in ascending order. Raises InvalidBenchmark."""
+    """ "32,128" in ascending order. Raises InvalidBenchmark."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) >= 2 for word in words):
         raise InvalidBenchmark("--caps", "whole numbers from 2, separated by commas", text)
@@ -56,7 +54,7 @@ def parse_caps(text: str) -> tuple[int, ...]:
 
 
 def plan(options: BatchingOptions, context_length: int) -> list[Queue]:
-    """Raises InvalidBenchmark for queues that can't be served."""
+    """Raises InvalidBenchmark."""
     made = [queues.every_eighth_long(QUEUE_PROMPT, SHORT, LONG), queues.uniform(QUEUE_PROMPT, EQUAL)]
     made += [_exponential(options, cap, options.requests) for cap in options.caps]
     for queue in made:
@@ -87,7 +85,6 @@ def measure(model: str, device: Device, options: BatchingOptions, notify: Notify
 
 
 def sentence(measured: Sequence[Mapping[str, Any]]) -> str:
-    """What continuous batching gives over static batches: in the queue with long answers, and in that without."""
     eighth, equal = measured[0], measured[1]
     runs = eighth["runs"]
     latency = {name: runs[name]["p50_latency_ms"] / 1e3 for name in (PAGED, STATIC_BATCH)}
@@ -99,7 +96,7 @@ def sentence(measured: Sequence[Mapping[str, Any]]) -> str:
 
 
 def total_tokens(contender: str, queue: Queue) -> int:
-    """Output tokens that a run computes, with padding, of the batches that are measured."""
+    """With padding, of measured batches."""
     batches = queue.batches
     if contender not in (STATIC_ALL, STATIC_BATCH):
         return sum(queue.outputs)
@@ -138,14 +135,13 @@ def _queue(queue: Queue, device: Device, options: BatchingOptions, notify: Notif
 
 
 def _spans(one: Run) -> list[list[float]]:
-    """Of each answer, in seconds: begin of its prompt, first token, last token, slot free again."""
+    """Seconds, by answer: prompt, first token, last token, free slot."""
     return [[answer.begun, answer.tokens[0], answer.tokens[-1], answer.freed] for answer in one.answers]
 
 
 def _ratios(
     queue: Queue, runs: Mapping[str, Mapping[str, Any]], options: BatchingOptions
 ) -> dict[str, dict[str, float]]:
-    """Paged over each kind of static batches: measured, and by slot arithmetic."""
     arithmetic = dict(zip(("over_all", "over_batch"), slots.ratios(queue), strict=True))
     published = arithmetic
     if queue.is_exponential:
@@ -164,7 +160,6 @@ def _ratios(
 
 
 def _check_memory(planned: Sequence[Queue], device: Device) -> None:
-    """Static batches hold no more than the KV memory of their queue, and a block per sequence."""
     size = device.block_size
     has = device.num_blocks // len(device.windows) * size
     needed = max(curve.kv_tokens(size), *(queue.kv_tokens + size * queue.batch_size for queue in planned))

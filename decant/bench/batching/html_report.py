@@ -1,5 +1,3 @@
-"""The experiment as one HTML file with inline SVG."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +15,6 @@ PROMPT, ANSWER, PADDING = COLOURS[5], COLOURS[0], "#f1b0a0"
 
 
 def to_html(document: _Document) -> str:
-    """The whole file."""
     queues = document["queues"]
     charts = [
         _curve(document, "tpot_ms", "TPOT over batch size", "ms"),
@@ -38,7 +35,7 @@ _STATIC = (("over_all", "padded to the longest of all"), ("over_batch", "padded 
 
 
 def timeline(queue: _Document, contender: str) -> Chart:
-    """Which slot served which answer when; padding is the time until the slot is free again."""
+    """Padding is the time until the slot is free."""
     spans = queue["spans"][contender]
     slots = assign_slots(spans)
     chart = Chart(
@@ -57,7 +54,6 @@ def timeline(queue: _Document, contender: str) -> Chart:
 
 
 def assign_slots(spans: Sequence[Sequence[float]]) -> list[int]:
-    """The lowest slot that is free when each answer begins; spans of one slot don't overlap."""
     free_at: list[float] = []
     slots = [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda index: (spans[index][0], index)):
@@ -77,7 +73,6 @@ def _curve(document: _Document, key: str, title: str, unit: str) -> Chart:
 
 
 def _bars(queue: _Document, key: str, scale: float, unit: str) -> Chart:
-    """A bar per contender."""
     values = {name: run[key] * scale for name, run in queue["runs"].items()}
     x = Axis("", len(values), _SHORT[: len(values)])
     chart = Chart(f"{unit}: {queue['name']}", x, Axis(unit, max(values.values())))
@@ -90,7 +85,6 @@ _SHORT = ("longest of all", "own batch", "reserving", "paged", "separate prefill
 
 
 def _ratio(document: _Document, over: str, label: str) -> Chart:
-    """Measured and slot ratios by the cap of the exponential queues."""
     queues = document["queues"][2:]
     keys = {"tokens/s": "throughput", "per step": "useful_per_step", "slots": "slots", "slots, 1,000": "slots_of_1000"}
     highest = max(queue[over][key] for queue in queues for key in keys.values())

@@ -1,5 +1,3 @@
-"""Loads the model of the experiment into this process; the only module here that imports torch."""
-
 from __future__ import annotations
 
 from decant.engine.plan import Device

@@ -1,4 +1,4 @@
-"""Queues of requests that all wait at the start. Prompts have the same length; outputs are given."""
+"""Requests that all wait at the start, with prompts of one length."""
 
 from __future__ import annotations
 
@@ -10,21 +10,17 @@ from decant.bench.errors import InvalidBenchmark
 from decant.bench.lengths import Exponential
 
 MEAN_OUTPUT = 128
-"""Mean of the exponential distribution before it is cut."""
+"""Before the distribution is cut."""
 
 QUEUE, EVERY, SLOTS = 32, 8, 8
-"""Requests of the queue in which each EVERY-th answer is long, and how many of the longest fit into its KV memory."""
+"""Each EVERY-th of QUEUE answers is long; SLOTS of the longest fit into KV memory."""
 
 BATCH_MULTIPLE = 4
 
 
 @dataclass(frozen=True)
 class Queue:
-    """Requests of one workload.
-
-    limit    longest output that a request may have; a reserved slot has room for the prompt and it
-    kv_tokens  KV memory in tokens, the same for every contender
-    """
+    """`limit`: longest possible output. `kv_tokens`: the same for all contenders."""
 
     name: str
     prompt_len: int
@@ -35,35 +31,33 @@ class Queue:
 
     @property
     def reserved(self) -> int:
-        """Sequences that fit if each reserves its worst case."""
+        """With each worst case reserved."""
         return self.kv_tokens // (self.prompt_len + self.limit)
 
     @property
     def batch_size(self) -> int:
-        """Sequences of a static batch: those that fit, as a multiple of 4 like the published 16, 12, 8 and 4."""
+        """What fits, as a multiple of 4 like the published 16, 12, 8 and 4."""
         fit = self.reserved
         return fit // BATCH_MULTIPLE * BATCH_MULTIPLE or fit
 
     @property
     def batches(self) -> list[Sequence[int]]:
-        """Outputs of each static batch, in order of arrival."""
+        """Outputs, in order of arrival."""
         size = self.batch_size
         return [self.outputs[at : at + size] for at in range(0, len(self.outputs), size)]
 
 
 def every_eighth_long(prompt_len: int, short: int, long: int) -> Queue:
-    """32 requests."""
     outputs = [short if number % EVERY else long for number in range(1, QUEUE + 1)]
     return Queue("every eighth answer long", prompt_len, outputs, long, SLOTS * (prompt_len + long))
 
 
 def uniform(prompt_len: int, output: int) -> Queue:
-    """32 requests."""
     return Queue("equal answers", prompt_len, [output] * QUEUE, output, SLOTS * (prompt_len + output))
 
 
 def exponential(prompt_len: int, kv_tokens: int, cap: int, count: int, seed: int) -> Queue:
-    """`count` outputs of an exponential distribution with mean 128; those above `cap` are drawn again."""
+    """Mean 128; outputs above `cap` are drawn again."""
     rng, lengths = Random(seed), Exponential(MEAN_OUTPUT, cap)
     outputs = [lengths.draw(rng) for _ in range(count)]
     return Queue(f"exponential, at most {cap:,}", prompt_len, outputs, cap, kv_tokens, True)

@@ -1,5 +1,3 @@
-"""The experiment as tables, and progress while it runs."""
-
 from __future__ import annotations
 
 import time
@@ -44,7 +42,6 @@ def show(document: _Document, console: Console) -> None:
 
 
 def scaled(queue: _Document) -> str:
-    """How the static batches of a queue were measured."""
     first = next(iter(queue["runs"].values()))
     return SCALED.format(measured=first["measured_batches"], batches=first["batches"])
 
@@ -67,11 +64,10 @@ COLUMNS: Sequence[tuple[str, _Cell]] = (
     ("sequences per step", lambda run: f"{run['useful_per_step']:.1f}"),
     ("KV memory used", lambda run: f"{run['kv_used']:.0%}"),
 )
-"""Columns of a queue's table: title and cell."""
+"""Title and cell."""
 
 
 def ratio_rows(document: _Document) -> list[tuple[str, ...]]:
-    """Name of the queue, then tokens/s, sequences per step and both slot ratios, over each kind of static batches."""
     keys = ("throughput", "useful_per_step", "slots", "slots_of_1000")
     return [
         (queue["name"], *(f"{queue[over][key]:.1f}" for over in ("over_all", "over_batch") for key in keys))
@@ -102,8 +98,6 @@ def _ratios(document: _Document) -> Table:
 
 
 class TokenProgress(Bars):
-    """Shows nothing without a terminal."""
-
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
         super().__init__(console, *columns, TextColumn("{task.fields[live]}"))

@@ -1,4 +1,4 @@
-"""Slot arithmetic: useful sequences per decode step, without an engine. Prompts cost nothing and steps are equal."""
+"""Useful sequences per step, by arithmetic: prompts cost nothing and steps are equal."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ BLOCK = 16
 
 
 def static(queue: Queue, *, pad_to_all: bool) -> float:
-    """Static batches, each padded to its own longest output, or to the longest of all."""
     longest = max(queue.outputs)
     return sum(queue.outputs) / sum(longest if pad_to_all else max(batch) for batch in queue.batches)
 
 
 def paged(queue: Queue, block: int = BLOCK) -> float:
-    """Continuous batching with as many sequences as the KV memory has blocks for.
-
-    A sequence without a block for its next token waits, the newest first, and continues where it was.
-    """
+    """A sequence without a block for its next token waits, the newest first."""
     total = queue.kv_tokens // block
     waiting = [(0, length) for length in reversed(queue.outputs)]
     running: list[tuple[int, int]] = []
@@ -35,7 +31,7 @@ def paged(queue: Queue, block: int = BLOCK) -> float:
 
 
 def ratios(queue: Queue) -> tuple[float, float]:
-    """Paged over static batches padded to the longest of all, and over those padded to their own longest."""
+    """Paged over static, padded to the longest of all, and to their own."""
     useful = paged(queue)
     return useful / static(queue, pad_to_all=True), useful / static(queue, pad_to_all=False)
 

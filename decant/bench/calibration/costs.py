@@ -1,5 +1,3 @@
-"""From samples to the costs of a prefill and of a decode step, as `decant plan --calibrate` reads them."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,19 +9,15 @@ from decant.engine.costs import StepCostModel, StepWork, chunk
 from decant.engine.model.calibration import fit
 
 _LEAST_SECONDS = 1e-4
-"""Of a handoff: a clock resolves no less of it."""
+"""A clock resolves no less."""
 
 
 class PromptSample(NamedTuple):
-    """Seconds of a prompt of so many tokens."""
-
     tokens: int
     seconds: float
 
 
 class StepSample(NamedTuple):
-    """Seconds of a decode step of so many sequences, with so many tokens of context each."""
-
     sequences: int
     context: int
     seconds: float
@@ -35,14 +29,14 @@ class StepSample(NamedTuple):
 
 @dataclass(frozen=True)
 class Samples:
-    """What was measured, through the client.
+    """Seconds, measured through the client.
 
-    lone           time to first token of prompts that found the deployment idle
+    lone           TTFT, deployment idle
     prefills       of a prefill worker that always has a prompt, nothing else running
     steps          of a decode worker, nothing else running
-    handoffs       seconds from the first to the second token of prompts that found the deployment idle
-    beside         of a prefill worker that always has a prompt and hands none off, beside running answers
-    both           prefill, step and handoff when all prompts are handed off beside running answers
+    handoffs       from first to second token, deployment idle
+    beside         as `prefills`, without handoffs, beside running answers
+    both           all prompts are handed off beside running answers
     """
 
     lone: Sequence[PromptSample]
@@ -56,9 +50,9 @@ class Samples:
 def costs(samples: Samples) -> dict[str, Any]:
     """Seconds, and factors from 1.
 
-    prefill, decode    cost models of a prompt, and of a step
+    prefill, decode    cost models
     latency            of a first token, beside its prefill
-    handoff            that an output pauses before its second token, beside a step
+    handoff            pause before the second token, beside a step
     sending            of a prefill worker for a handoff, per token
     contention         how much longer each takes while the other pool computes
     """

@@ -1,10 +1,4 @@
-"""Measures one prefill and one decode worker through a client.
-
-prompts one at a time       TTFT, handoff        both workers idle
-prompts in a queue          prefill              of three lengths
-running answers             decode step          of several batch sizes and contexts
-both                        contention
-"""
+"""One prefill and one decode worker, through a client."""
 
 from __future__ import annotations
 
@@ -12,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from itertools import pairwise
 from math import ceil
 from statistics import median
 from typing import Any
@@ -29,20 +22,19 @@ from decant.protos import inference_pb2 as pb
 
 SHORT_CONTEXT = 64
 LARGEST_BATCH = 16
-_LONE, _QUEUED = 5, 10
-"""Prompts of each length, one at a time and in a queue."""
+_LONE, _QUEUED = 5, 16
 _CLIENTS = 3
 """Of a queue: one prompt is computed, and another one waits even while a client sends its next."""
+_CLIENTS_OF_HANDOFFS = 8
+"""Of prompts that are handed off while others always wait: a handoff may take as long as several prefills."""
 _PARTS, _STEPS = 5, 8
-"""Of a measurement of running answers, and the steps of each part."""
 
 Notify = Callable[[str, int, int], None]
-"""Is called with what happens now, the parts that are done, and the number of parts."""
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """Lengths for which the costs are to hold: prompts up to `prompt_tokens`, outputs of `output_tokens` on average."""
+    """The longest prompt, and the mean output."""
 
     prompt_tokens: int = 2000
     output_tokens: int = 500
@@ -51,18 +43,17 @@ class CalibrationOptions:
 
     @property
     def lengths(self) -> tuple[int, int, int]:
-        """Of the prompts that are measured."""
         longest = self.prompt_tokens
         return max(1, longest // 4), max(1, longest // 2), longest
 
     @property
     def context(self) -> int:
-        """Of a running answer, on average."""
+        """Mean of a running answer."""
         return self.prompt_tokens + self.output_tokens // 2
 
 
 async def measure(client: AsyncClient, options: CalibrationOptions, notify: Notify) -> dict[str, Any]:
-    """The profile, with its samples. Raises InvalidBenchmark and ServiceError."""
+    """Raises InvalidBenchmark and ServiceError."""
     model = await client.model("")
     if model.max_context_length and options.prompt_tokens + options.output_tokens > model.max_context_length:
         limit = f"at most {model.max_context_length:,} with the output (context length of {model.id})"
@@ -79,8 +70,6 @@ async def measure(client: AsyncClient, options: CalibrationOptions, notify: Noti
 
 
 class _Calibration:
-    """Parts in order; each one's prompts differ from all before."""
-
     def __init__(self, client: AsyncClient, model: pb.Model, options: CalibrationOptions, notify: Notify) -> None:
         self._client = client
         self._model = model
@@ -105,7 +94,7 @@ class _Calibration:
             self._notify(f"{count} running answers", 3 + number, parts)
             steps.append(await self._steps(count, context))
         self._notify("both", 6, parts)
-        beside, both = await self._both(batch)
+        beside, both = await self._both(batch, prefills[-1], steps[-1])
         self._notify("done", parts, parts)
         return Samples(
             lone=[PromptSample(record.prompt_tokens, record.ttft) for record in alone],
@@ -117,10 +106,7 @@ class _Calibration:
         )
 
     def _batch(self, prefill: float, step: float) -> int:
-        """Sequences that run when the prefill worker is always busy, by Little's law and a step of one.
-
-        Costs are fitted up to this batch: a line through larger ones is less exact within.
-        """
+        """By Little's law. Costs are fitted up to it."""
         running = self._options.output_tokens * step / prefill
         return min(max(2, ceil(running)), LARGEST_BATCH)
 
@@ -136,7 +122,6 @@ class _Calibration:
         return PromptSample(tokens, _interval([record.tokens[0] for record in records]))
 
     async def _steps(self, count: int, context: int) -> StepSample:
-        """Answers whose context is `context` in the middle of the measurement."""
         prompt = max(1, context - _PARTS * _STEPS // 2)
         async with RunningAnswers(self._client, self._model, count, prompt, self._next_seed()) as answers:
             times = [time.monotonic()]
@@ -145,18 +130,27 @@ class _Calibration:
                 times.append(time.monotonic())
             return answers.step(times)
 
-    async def _both(self, batch: int) -> tuple[PromptSample, tuple[PromptSample, StepSample, float]]:
+    async def _both(
+        self, batch: int, prefill: PromptSample, step: StepSample
+    ) -> tuple[PromptSample, tuple[PromptSample, StepSample, float]]:
         """Beside running answers: prompts that end with their first token, then prompts that are handed off."""
-        tokens = self._options.lengths[-1]
-        async with RunningAnswers(self._client, self._model, batch, tokens, self._next_seed()) as answers:
+        tokens, count = self._options.lengths[-1], _QUEUED
+        async with RunningAnswers(self._client, self._model, batch, tokens, self._next_seed()):
             beside = await self._queue(tokens)
-            records = await self._send(tokens, 2 * _QUEUED, 2, _CLIENTS)
-            firsts = sorted(record.tokens[0] for record in records)[: 1 - _CLIENTS]  # others follow on these
-            pause = median(record.tokens[1] - record.tokens[0] for record in records)
-            mean = (firsts[-1] - firsts[0]) / (
-                len(firsts) - 1
-            )  # some prompts wait for a handoff: a median leaves it out
-            return beside, (PromptSample(tokens, mean), answers.step(firsts), pause)
+            handed_off = await self._handed_off(tokens)
+        meanwhile = count * prefill.seconds / step.seconds  # steps; contexts are about as those of steps alone
+        context = max(SHORT_CONTEXT, round(self._options.context - meanwhile / 2))
+        async with RunningAnswers(self._client, self._model, batch, context, self._next_seed()) as answers:
+            records = await self._send(tokens, count, 2, _CLIENTS)
+            firsts = sorted(record.tokens[0] for record in records)[: 1 - _CLIENTS]
+            slowed = answers.step(_parts(firsts[0], firsts[-1]))
+        pause = median(record.tokens[1] - record.tokens[0] for record in records)
+        return beside, (handed_off, slowed, pause)
+
+    async def _handed_off(self, tokens: int) -> PromptSample:
+        records = await self._send(tokens, 3 * _CLIENTS_OF_HANDOFFS, 2, _CLIENTS_OF_HANDOFFS)
+        firsts = sorted(record.tokens[0] for record in records)[: 1 - _CLIENTS_OF_HANDOFFS]  # others follow on these
+        return PromptSample(tokens, _interval(firsts))
 
     async def _send(self, tokens: int, count: int, output: int, clients: int) -> list[Record]:
         """Raises InvalidBenchmark if a request fails."""
@@ -173,6 +167,10 @@ class _Calibration:
         return self._seed
 
 
+def _parts(begin: float, end: float) -> Sequence[float]:
+    return [begin + (end - begin) * part / _PARTS for part in range(_PARTS + 1)]
+
+
 def _interval(times: Sequence[float]) -> float:
-    """Median seconds from one to the next."""
-    return median(after - before for before, after in pairwise(sorted(times)))
+    """Mean seconds from one to the next: a step may complete several prompts, or none."""
+    return (max(times) - min(times)) / (len(times) - 1)

@@ -1,5 +1,3 @@
-"""Answers that run at the same time, and the time of their steps."""
-
 from __future__ import annotations
 
 import asyncio
@@ -22,7 +20,7 @@ _POLL_SECONDS = 0.005
 
 
 class RunningAnswers:
-    """`count` answers to random prompts of `prompt_tokens`, within the ``async with``; its end cancels them."""
+    """The end of the ``async with`` cancels them."""
 
     def __init__(self, client: AsyncClient, model: pb.Model, count: int, prompt_tokens: int, seed: int) -> None:
         rng = Random(seed)
@@ -49,14 +47,14 @@ class RunningAnswers:
         await self._cancel()
 
     async def more(self, tokens: int) -> None:
-        """Wait until each answer has that many tokens more. Raises InvalidBenchmark if one ends before."""
+        """Wait for `tokens` more of each answer. Raises InvalidBenchmark if one ends before."""
         goals = [len(arrived) + tokens for arrived in self._tokens]
         while any(len(arrived) < goal for arrived, goal in zip(self._tokens, goals, strict=True)):
             self._check()
             await asyncio.sleep(_POLL_SECONDS)
 
     def step(self, times: Sequence[float]) -> StepSample:
-        """Seconds of a step: the median of its means from each time of the monotonic clock to the next one."""
+        """A median over intervals of monotonic `times`."""
         means = []
         for begin, end in pairwise(times):
             steps = sum(begin < at <= end for arrived in self._tokens for at in arrived) / len(self._tokens)

@@ -1,5 +1,3 @@
-"""The deployments to compare: worker counts and settings."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -8,7 +6,7 @@ from dataclasses import dataclass, field
 from decant.bench.errors import InvalidBenchmark
 
 MAX_STEP_MS = 60_000
-"""Step time that no step reaches: the token budget alone limits a chunk."""
+"""Step time that no step reaches."""
 MAX_RUNNING = 256
 
 SPLIT, UNCHUNKED, BY_TIME = "split", "mixed, unchunked", "mixed, chunks by predicted time"
@@ -16,7 +14,7 @@ SPLIT, UNCHUNKED, BY_TIME = "split", "mixed, unchunked", "mixed, chunks by predi
 
 @dataclass(frozen=True)
 class Configuration:
-    """One deployment. `chunk`: tokens of a step; None where steps are not limited by tokens."""
+    """`chunk`: tokens; None: no limit."""
 
     name: str
     prefill: int
@@ -31,9 +29,8 @@ class Configuration:
 
 @dataclass(frozen=True)
 class InterferenceOptions:
-    """running, prompt_tokens  answers that run, and the prompt that arrives beside them
-    chunks                   tokens per step of the mixed deployments with chunks
-    prefill, decode          workers of the split; mixed deployments have one worker with all cores
+    """`running` answers, and a prompt of `prompt_tokens` beside them. Mixed deployments, with `chunks`, have one worker
+    with all cores.
     """
 
     running: int = 8
@@ -47,7 +44,7 @@ class InterferenceOptions:
 
 
 def parse_chunks(text: str) -> tuple[int, ...]:
-    """ "64,256" as numbers in ascending order. Raises InvalidBenchmark."""
+    """ "64,256" in ascending order. Raises InvalidBenchmark."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) >= 1 for word in words):
         raise InvalidBenchmark("--chunks", "whole numbers from 1, separated by commas", text)
@@ -55,7 +52,7 @@ def parse_chunks(text: str) -> tuple[int, ...]:
 
 
 def configurations(options: InterferenceOptions) -> list[Configuration]:
-    """Unchunked, each chunk size below the whole prompt, chunks by time, and the split. Raises InvalidBenchmark."""
+    """Raises InvalidBenchmark."""
     whole = options.prompt_tokens + options.running
     least = options.running + 1
     if options.chunks[0] < least:

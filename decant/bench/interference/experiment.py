@@ -1,5 +1,3 @@
-"""All configurations, one after another, as one document."""
-
 from __future__ import annotations
 
 import asyncio
@@ -18,14 +16,13 @@ from decant.client.async_client import AsyncClient
 from decant.runtime.cores import usable_cores
 
 Start = Callable[[Configuration], AbstractContextManager[Sequence[str]]]
-"""Starts a deployment and ends it after the ``with``; gives the addresses of its routers."""
+"""Runs a deployment for the ``with``; gives its routers' addresses."""
 
 Notify = Callable[[str, int, int], None]
-"""Is called with what happens now, the parts that are done, and the number of parts."""
 
 
 def measure(model: str, options: InterferenceOptions, start: Start, notify: Notify) -> dict[str, Any]:
-    """Raises InvalidBenchmark, ServiceError, TimeoutError, and what `start` raises."""
+    """Raises InvalidBenchmark, ServiceError, TimeoutError."""
     chosen = configurations(options)
     parts, done = len(chosen) * (1 + options.trials), 0
     rows = []
@@ -54,7 +51,7 @@ def measure(model: str, options: InterferenceOptions, start: Start, notify: Noti
 
 
 def figures(configuration: Configuration, trials: Sequence[Trial]) -> dict[str, Any]:
-    """Medians over the trials; times in milliseconds. `gaps`: of the first trial, by their end after the send."""
+    """Medians, in milliseconds. `gaps`: of the first trial, by end after the send."""
     first = trials[0]
     return {
         "name": configuration.name,

@@ -1,5 +1,3 @@
-"""The experiment as one HTML file with inline SVG."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +32,6 @@ def to_html(document: _Document) -> str:
 
 
 def _over_chunks(document: _Document, key: str, title: str) -> Chart:
-    """Mixed by tokens per step, unchunked as a step of the whole prompt; the split as a line across."""
     whole = document["prompt_tokens"] + document["running"]
     mixed = [row for row in document["configurations"] if row["chunk"]]
     points = [(row["chunk"], row[key]) for row in mixed] + [(whole, by_name(document, UNCHUNKED)[key])]
@@ -46,7 +43,6 @@ def _over_chunks(document: _Document, key: str, title: str) -> Chart:
 
 
 def _tradeoff(document: _Document) -> Chart:
-    """Longest gap against TTFT: each configuration a point."""
     rows = document["configurations"]
     x = Axis("TTFT of the prompt, ms", max(row["ttft_ms"] for row in rows))
     chart = Chart("Longest gap against TTFT", x, Axis("longest gap, ms", max(row["longest_gap_ms"] for row in rows)))
@@ -57,7 +53,7 @@ def _tradeoff(document: _Document) -> Chart:
 
 
 def _gaps(row: _Document, highest: float) -> Chart:
-    """Every gap of the first trial, at its end; the prompt is sent at 0 on the axis of seconds since the first one."""
+    """Of the first trial; the prompt is sent at 0."""
     gaps: Sequence[Sequence[float]] = row["gaps"]
     begin = gaps[0][0]
     x = Axis(f"seconds (the prompt is sent at {-begin:.2g})", gaps[-1][0] - begin)

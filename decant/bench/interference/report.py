@@ -1,5 +1,3 @@
-"""The experiment as a table, and its progress."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -53,8 +51,6 @@ def show(document: _Document, console: Console) -> None:
 
 
 class PartProgress(Bars):
-    """Shows nothing without a terminal."""
-
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
         super().__init__(console, *columns, TimeElapsedColumn())

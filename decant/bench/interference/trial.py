@@ -1,5 +1,3 @@
-"""One trial: answers run, a long prompt arrives, and the gaps of the answers are measured meanwhile."""
-
 from __future__ import annotations
 
 import asyncio
@@ -16,17 +14,15 @@ from decant.client.async_client import AsyncClient
 from decant.protos import inference_pb2 as pb
 
 RUNNING_PROMPT = 64
-"""Tokens of the prompt of each running answer."""
 SETTLED, BEFORE = 8, 32
-"""Tokens of each running answer before the measurement, and measured before the prompt is sent."""
+"""Tokens of each answer before the measurement, then before the send."""
 LONG_OUTPUT = 8
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Seconds. Gaps are (end after the send, duration), those of `during` overlap the send to the second token.
-
-    window  from the send of the prompt to its second token, when it decodes beside the others
+    """Seconds. Gaps are (end after the send, duration); those of `during` overlap `window`, from the send to the
+    prompt's second token.
     """
 
     ttft: float
@@ -39,7 +35,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Stamps:
-    """Seconds of one clock. `running`: arrival of each token of each running answer; `long`: of the long one."""
+    """Seconds of one clock, by token."""
 
     running: Sequence[Sequence[float]]
     settled: float
@@ -64,7 +60,6 @@ def check(model: pb.Model, options: InterferenceOptions) -> None:
 
 
 def summarise(stamps: Stamps) -> Trial:
-    """Gaps and rates before the send, and from the send to the second token of the long answer."""
     sent, until = stamps.sent, stamps.long[1]
     gaps = [(begin, end) for tokens in stamps.running for begin, end in pairwise(tokens)]
     ends = [end for tokens in stamps.running for end in tokens]
@@ -113,7 +108,7 @@ async def _until(running: Sequence[Sequence[float]], count: int, tasks: Sequence
 
 
 def _check_running(tasks: Sequence[asyncio.Task[None]], output: int) -> None:
-    """Raises InvalidBenchmark if an answer has ended, and what ended it if that was an error."""
+    """Raises InvalidBenchmark, or an answer's own error."""
     for task in tasks:
         if task.done():
             task.result()

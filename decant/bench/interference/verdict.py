@@ -1,5 +1,3 @@
-"""What the split gives, what it costs, and when mixed workers are the better choice."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +8,7 @@ from decant.bench.interference.configurations import SPLIT, UNCHUNKED, Interfere
 _Row = Mapping[str, Any]
 
 CLEAR = 0.9
-"""A gap is shorter only if it is less than this share of the other: trials differ."""
+"""A gap counts as shorter below this share."""
 
 
 def sentence(rows: Sequence[_Row], options: InterferenceOptions) -> str:

@@ -1,4 +1,4 @@
-"""Figures of a deployment, from the windows of its processes. Times are in seconds; rates are of each window."""
+"""Seconds; rates are of each process's window."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROUTER, PREFILL, DECODE = "router", "prefill", "decode"
 
 @dataclass(frozen=True)
 class Latency:
-    """None without an observation in the window. Quantiles are estimates, see `samples`."""
+    """None without an observation. Quantiles are estimates."""
 
     mean: float | None
     p50: float | None
@@ -26,8 +26,9 @@ class Latency:
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """One model at all routers. ``ttft``: from the acceptance of a request; ``itl``: gaps between tokens, of which the
-    mean is the mean TPOT, weighted by tokens; ``cached_share``: of the prompt tokens, None without any."""
+    """``ttft``: from acceptance; ``itl``: its mean is the mean TPOT, weighted by tokens; ``cached_share``: of prompt
+    tokens.
+    """
 
     model: str
     running: float
@@ -63,7 +64,7 @@ class RouterFigures:
 
 @dataclass(frozen=True)
 class WorkerFigures:
-    """``prefill_tokens_per_s``: prompt tokens computed here; ``kv_usage``: share of the blocks, 0 to 1."""
+    """``prefill_tokens_per_s``: computed here; ``kv_usage``: share of the blocks, 0 to 1."""
 
     window_s: float
     model: str
@@ -83,7 +84,7 @@ class WorkerFigures:
 
 @dataclass(frozen=True)
 class ProcessFigures:
-    """``figures``: None for a process that does not answer. ``role``: empty if it never did."""
+    """``figures``: None without an answer. ``role``: empty if there never was one."""
 
     name: str
     role: str
@@ -94,7 +95,7 @@ class ProcessFigures:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A deployment at one time. ``requests``: as their routers list them, with "router", the oldest first."""
+    """``requests``: as their routers list them, with "router", the oldest first."""
 
     title: str
     processes: Sequence[ProcessFigures]
@@ -107,7 +108,7 @@ class Snapshot:
 
 
 def role_of(sample: Sample) -> str:
-    """Empty for a process that is neither a router nor a worker."""
+    """Empty for any other process."""
     if sample.has("decant_state_store_available"):
         return ROUTER
     return next(iter(sample.label_values("decant_worker_info", "role")), "")
@@ -120,7 +121,6 @@ def process_figures(role: str, window: Window) -> RouterFigures | WorkerFigures 
 
 
 def model_figures(routers: Sequence[Window]) -> list[ModelFigures]:
-    """By model; ``routers``: the windows of all that answer."""
     models = {model for window in routers for model in window.last.label_values("decant_requests_running", "model")}
     return [_model(model, routers) for model in sorted(models)]
 

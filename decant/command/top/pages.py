@@ -1,5 +1,3 @@
-"""Reads the admin ports of a deployment's processes."""
-
 from __future__ import annotations
 
 import asyncio
@@ -18,13 +16,12 @@ ANSWER_S = 5.0
 
 
 class PageUnavailable(Exception):
-    """An admin port did not answer with a page; the message says why."""
+    pass
 
 
 @dataclass(frozen=True)
 class Target:
-    """A process. ``address``: host:port of its admin port; None while it does not listen. ``process``: as `decant up`
-    knows it; None for an address that was given."""
+    """``address``: of its admin port; None while it does not listen. ``process``: of `decant up`."""
 
     name: str
     address: str | None
@@ -33,8 +30,6 @@ class Target:
 
 @dataclass
 class _Watched:
-    """What is known of one target from one reading to the next."""
-
     history: History
     role: str = ""
     error: str = ""
@@ -47,20 +42,18 @@ class _Watched:
 
 
 class Reader:
-    """Reads the pages of targets again and again, and keeps the window of each."""
-
     def __init__(self) -> None:
         self._watched: dict[str, _Watched] = {}
 
     async def read(self, targets: Sequence[Target], title: str = "") -> Snapshot:
-        """All at once; one that does not answer within `ANSWER_S` is shown as such."""
+        """All at once, for at most `ANSWER_S`."""
         known = self._watched
         self._watched = {one.name: known.get(one.name) or _Watched(History(), _role_in(one.name)) for one in targets}
         await asyncio.gather(*(self._read_one(one, self._watched[one.name]) for one in targets))
         return self._snapshot(targets, title)
 
     def error(self, target: Target) -> str:
-        """Why it did not answer; empty if it did."""
+        """Empty if it answered."""
         return self._watched[target.name].error
 
     async def _read_one(self, target: Target, watched: _Watched) -> None:
@@ -102,7 +95,7 @@ class Reader:
 
 
 def _role_in(name: str) -> str:
-    """Of a process that `decant up` named, before it answers: "decode" of "decode-1"."""
+    """ "decode" of "decode-1"."""
     role = name.rpartition("-")[0]
     return role if role in (ROUTER, "prefill", "decode") else ""
 
@@ -117,7 +110,7 @@ def _state(target: Target, watched: _Watched) -> str:
 
 
 async def get(address: str, path: str, *, only_ok: bool = True) -> bytes:
-    """The body of a page. Raises PageUnavailable, also for a status other than 200 if `only_ok`."""
+    """Raises PageUnavailable, by default also for a status other than 200."""
     host, _, port = address.rpartition(":")
     try:
         reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))

@@ -1,10 +1,9 @@
-"""Rates and distributions of the last minute, from a process's metrics at different times. No I/O, no clock.
+"""Rates and distributions of the last minute.
 
     sample    sample    sample    sample          oldest dropped when another is at least as old as the window
     |------------------ Window ----------|        counters: difference / seconds; histograms: difference of buckets
 
-A histogram gives a quantile to within its bucket: the true value is between the bounds of the bucket in which the
-estimate is, and the estimate is interpolated linearly there. Means are exact.
+Quantiles are interpolated within a bucket. Means are exact.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _START = "process_start_time_seconds"
 
 @dataclass(frozen=True)
 class Sample:
-    """All series of one process. ``at``: seconds of a monotonic clock."""
+    """``at``: monotonic seconds."""
 
     at: float
     series: Mapping[_Key, float]
@@ -40,7 +39,7 @@ class Sample:
         )
 
     def matching(self, name: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
-        """Labels and value of the series with this name and at least these labels."""
+        """With at least these labels."""
         for (own, given), value in self.series.items():
             if own == name and labels.items() <= given:
                 yield dict(given), value
@@ -57,14 +56,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Observations of a histogram. ``buckets``: observations up to each bound, by bound."""
+    """``buckets``: cumulative, by bound."""
 
     count: float = 0.0
     sum: float = 0.0
     buckets: Mapping[float, float] = field(default_factory=dict)
 
     def __add__(self, other: Distribution) -> Distribution:
-        """Of two processes. A bound that only one of them has is left out."""
+        """Without bounds that only one of them has."""
         if not self.count or not other.count:
             return self if self.count else other
         both = {bound: self.buckets[bound] + other.buckets[bound] for bound in self.buckets.keys() & other.buckets}
@@ -75,7 +74,7 @@ class Distribution:
         return self.sum / self.count if self.count else None
 
     def quantile(self, share: float) -> float | None:
-        """As PromQL's histogram_quantile: linear within the bucket; beyond the last finite bound, that bound."""
+        """As PromQL's histogram_quantile; at most the last finite bound."""
         if not self.count:
             return None
         rank, low, below = share * self.count, 0.0, 0.0
@@ -90,8 +89,6 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Window:
-    """What a process counted between two samples."""
-
     first: Sample
     last: Sample
 
@@ -107,14 +104,13 @@ class Window:
         return self.increase(name, **labels) / self.seconds if self.seconds else 0.0
 
     def distribution(self, name: str, **labels: str) -> Distribution:
-        """Of the observations within the window."""
         bounds = self.last.label_values(f"{name}_bucket", "le")
         buckets = {float(bound): self.increase(f"{name}_bucket", le=bound, **labels) for bound in bounds}
         return Distribution(self.increase(f"{name}_count", **labels), self.increase(f"{name}_sum", **labels), buckets)
 
 
 class History:
-    """Samples of one process within the window. A restart of the process begins a new history."""
+    """A restart begins a new history."""
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque()

@@ -1,4 +1,4 @@
-"""`decant top` on a terminal: tables of models, routers, pools and requests, for 80 columns and more."""
+"""`decant top` for 80 columns and more."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from decant.command.top.figures import (
 )
 
 WIDE = 120
-"""Columns from which all figures have room."""
+"""Columns for all figures."""
 _LISTED = 20
-"""Requests that are listed without a terminal."""
+"""Requests, without a terminal."""
 _AROUND_REQUESTS = 3
-"""Lines: their number, the head of the table, how many more there are."""
+"""Number, table head and remainder."""
 _BAR = 8
 _FULL, _BUSY = 0.95, 0.8
 _GOOD, _WARNING, _BAD = "green", "yellow", "red"
 
 
 def render(snapshot: Snapshot, width: int, height: int | None) -> RenderableType:
-    """``height``: lines of the terminal, which the requests fill; None: no terminal."""
+    """``height``: lines; None: no terminal."""
     is_wide = width >= WIDE
     parts: list[RenderableType] = [_title(snapshot), Text()]
     tables = [_models(snapshot, is_wide), _routers(snapshot, is_wide), _workers(snapshot, is_wide)]
@@ -67,7 +67,7 @@ def _add_row(table: Table, *cells: str | Text) -> None:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Literal: others choose ids and names, which must neither be markup nor control the terminal."""
+    """Foreign text: neither markup nor control sequences."""
     return Text("".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text), style)
 
 
@@ -104,7 +104,6 @@ def _routers(snapshot: Snapshot, is_wide: bool) -> Table:
 
 
 def _workers(snapshot: Snapshot, is_wide: bool) -> Table:
-    """Both pools in one table, so that their columns align; each has a line of its own above its workers."""
     names = ["state", "KV in use", "run", "wait", "queued", "prefill/s", "tokens/s"]
     table = _table("worker", *names, *(["CPU", "leases", "KV MB/s", "preempt/s", "model"] if is_wide else []))
     for role, title in ((PREFILL, "prefill"), (DECODE, "decode"), ("", "unknown")):
@@ -156,7 +155,7 @@ def _state(one: ProcessFigures) -> Text:
 
 
 def _short(state: str) -> str:
-    """What fits into a column: "no answer", "lost 3 s ago"."""
+    """ "no answer", "lost 3 s ago"."""
     return re.split("[:,]", state)[0]
 
 

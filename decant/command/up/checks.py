@@ -1,7 +1,5 @@
-"""Checks of `decant up` before it starts a process: model, certificates, memory, ports, Redis.
-
-They take less than a second for a local model, without torch. Of a hub model without local weights only the small files
-are downloaded and checked.
+"""Checks before a process starts, without torch. Of a hub model without local weights only the small files are
+downloaded.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from decant.state.errors import StateError
 from decant.state.store import Store, StoreSettings
 
 PROCESS_BYTES = 256 << 20
-"""Memory of a worker besides weights and KV cache: Python and torch."""
+"""Of Python and torch in a worker."""
 
 
 def check_model(options: UpOptions) -> None:
@@ -51,7 +49,7 @@ def check_model(options: UpOptions) -> None:
 
 
 def check_peers(plan: Plan) -> None:
-    """Processes with the user's certificate files authenticate each other. Raises CommandFailed."""
+    """Of the user's certificate files. Raises CommandFailed."""
     if plan.peers is None:
         return
     try:
@@ -87,7 +85,7 @@ async def _ping(settings: StoreSettings) -> None:
 
 
 def check_ports(plan: Plan, host: str) -> None:
-    """Raises CommandFailed, which names the process that uses the port."""
+    """Raises CommandFailed."""
     for spec in plan.routers:
         _check_port(host.strip("[]"), spec.port)
 

@@ -23,7 +23,7 @@ _REST_SECONDS = 2.0  # for the rest of its output, once it has ended
 
 
 class Child:
-    """Address, progress and readiness are read from its log."""
+    """Its log shows address, progress and readiness."""
 
     def __init__(
         self, spec: Spec, process: asyncio.subprocess.Process, output: Output, on_change: Callable[[], None]
@@ -33,7 +33,6 @@ class Child:
         self.address: str | None = None
         """None until it listens."""
         self.process = processes.Process(process.pid)
-        """Its state."""
         self._admin_port: int | None = None
         self._subprocess = process
         self._output = output
@@ -45,9 +44,7 @@ class Child:
 
     @classmethod
     async def start(cls, spec: Spec, output: Output, on_change: Callable[[], None] = lambda: None) -> Child:
-        """Start it in its own process group, because Ctrl-C is for `up`. `on_change` is called when state or address
-        change.
-        """
+        """In its own process group: Ctrl-C is for `up`. `on_change`: of state or address."""
         exec_child = (sys.executable, "-I", "-S", str(_EXEC_CHILD), str(os.getpid()), ",".join(map(str, spec.cores)))
         process = await asyncio.create_subprocess_exec(
             *exec_child,
@@ -70,11 +67,11 @@ class Child:
 
     @property
     def recent_output(self) -> str:
-        """Output outside the log, with the reason of a failed start."""
+        """Outside the log, with the reason of a failed start."""
         return "\n".join(self._unstructured)
 
     async def ready(self) -> bool:
-        """Wait until it is ready or has ended; return whether it is ready."""
+        """Whether it is ready, once it is or has ended."""
         being_ready = asyncio.create_task(self._ready.wait())
         try:
             await asyncio.wait([being_ready, self._ending], return_when=asyncio.FIRST_COMPLETED)
@@ -83,7 +80,7 @@ class Child:
         return self.is_ready
 
     async def ended(self) -> int:
-        """Wait until it has ended and its output was read. Returns the exit status, negative for a signal."""
+        """Exit status, negative for a signal, after all output."""
         return await asyncio.shield(self._ending)
 
     def terminate(self) -> None:
@@ -134,7 +131,7 @@ class Child:
         self._on_change()
 
     async def _lines(self) -> AsyncIterator[str]:
-        """Complete lines. An endless line is cut, so that a process never blocks on its output."""
+        """An endless line is cut: a process never blocks on output."""
         assert self._subprocess.stdout is not None
         rest = b""
         while chunk := await self._subprocess.stdout.read(_CHUNK):

@@ -2,9 +2,9 @@
 
     python exec_child.py PARENT CORES PROGRAM ARGUMENTS...
 
-PARENT is the parent's process id, CORES "0,1" or "" for all; platforms without CPU affinity ignore it. Where the kernel
-has prctl, it kills this process when the parent ends, and the new program inherits that. Elsewhere a forked process
-watches both. Imports only the standard library, because it delays every start.
+PARENT is a process id; CORES "0,1", or "" for all, is ignored on platforms without CPU affinity. With prctl the kernel
+kills this process, and the program that replaces it, when the parent ends; elsewhere a forked process watches both.
+Imports only the standard library, to start fast.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ def main(parent: int, cores: str, command: list[str]) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Kill this process when `parent` ends, also after exec."""
+    """Also after exec."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "prctl"):
         watch(parent)
@@ -36,9 +36,8 @@ def end_with(parent: int) -> None:
 
 
 def watch(parent: int) -> None:
-    """Fork a process that kills this one within `_WATCH_S` of the end of `parent`, and ends with this one.
-
-    It polls, because platforms without prctl have no common event for the end of another's child.
+    """Fork a process that kills this one within `_WATCH_S` of the end of `parent`, and ends with this one. It
+    polls: platforms without prctl have no common event for that.
     """
     watched = os.getpid()
     if os.fork():

@@ -1,5 +1,3 @@
-"""The process that listens on a port of this machine, from /proc."""
-
 from __future__ import annotations
 
 import os
@@ -11,7 +9,7 @@ _LONGEST = 40  # characters of a command
 
 
 def listener(port: int) -> str | None:
-    """ "process 4242 (redis-server *:6379)"; None if there is none, or it is not visible to this user or platform."""
+    """ "process 4242 (redis-server *:6379)", from /proc; None if none is visible."""
     inodes = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _inodes(_PROC / "net" / table, port)}
     for process in _PROC.glob("[0-9]*"):
         try:

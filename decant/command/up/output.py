@@ -1,4 +1,4 @@
-"""Merged logs of several processes: JSON lines with ``process`` added, or columns."""
+"""JSON lines with ``process`` added, or columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ _WIDTH = 10
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _LEVEL_COLOURS = {"warning": 33, "error": 31, "critical": 31}
 _SHOWN_APART = {"time", "level", "event", "service", "module", "process", "exception"}
-"""Fields with a column, or not shown."""
 
 
 class Output:
@@ -25,7 +24,7 @@ class Output:
         self._broken = False
 
     def line(self, process: str, raw: str) -> Mapping[str, Any]:
-        """Write a line and return it as fields. One that is not JSON becomes an event."""
+        """The line's fields. One that is not JSON becomes an event."""
         fields = _fields(raw)
         text = self._columns(process, fields) if self._console else json.dumps({"process": process, **fields})
         self._write(text + "\n")

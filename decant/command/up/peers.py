@@ -1,9 +1,9 @@
-"""Mutual TLS between the processes of a deployment, with certificates made for this run.
+"""Mutual TLS of a deployment, with certificates made for this run.
 
-    DECANT_PEER_CA, _CERTIFICATE, _KEY, _NAME     shown to workers, by routers, by other workers and by `decant audit`
+    DECANT_PEER_CA, _CERTIFICATE, _KEY, _NAME     shown to workers, by routers, workers and `decant audit`
     DECANT_TLS_CERTIFICATE, _KEY, _CLIENT_CA      a worker's server; those of a router are for its clients
 
-DECANT_PEER_* of the environment replace them, for several deployments on one Redis whose routers share workers.
+DECANT_PEER_* of the environment replace them, for workers shared by several deployments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NEEDED = tuple(variable_name(f"peer_{name}") for name in ("ca", "certificate", 
 
 @dataclass(frozen=True)
 class PeerCredentials:
-    """PEM files that all processes share. `name` in the certificate, None: the address."""
+    """PEM files. `name` in the certificate, None: the address."""
 
     ca: str
     certificate: str
@@ -39,7 +39,7 @@ class PeerCredentials:
 
 
 def make(folder: Path) -> PeerCredentials:
-    """Create credentials in a new `folder`. Raises CommandFailed."""
+    """In a new `folder`. Raises CommandFailed."""
     try:
         from decant.runtime import certificates
     except ModuleNotFoundError as error:
@@ -50,7 +50,7 @@ def make(folder: Path) -> PeerCredentials:
 
 
 def from_environment(environment: Mapping[str, str]) -> PeerCredentials | None:
-    """Return None without any. Raises CommandFailed unless they are complete."""
+    """None without any. Raises CommandFailed for an incomplete set."""
     named = OF_PEERS & environment.keys()
     if not named:
         return None

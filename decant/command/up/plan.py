@@ -1,4 +1,4 @@
-"""The processes of a deployment and their settings, parsed here as each process does, to find errors early."""
+"""Settings are parsed as each process does, to find errors early."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from decant.worker.settings import WorkerSettings
 _DIFFERS = {
     variable_name(name) for name in ("id", "port", "admin_port", "admin_host", "advertise", "config", "threads")
 }
-"""Settings that differ between processes, or that `up` divides; refused in the environment."""
+"""Refused in the environment."""
 
 _ADMIN = ("--admin-host", "127.0.0.1", "--admin-port", "0")
-"""On loopback, whatever the host: the port has neither TLS nor credentials."""
+"""On loopback: the port has neither TLS nor credentials."""
 
 _EVERY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
 
@@ -48,7 +48,7 @@ class UpOptions:
 
 @dataclass(frozen=True)
 class Spec:
-    """One process. `port` 0: a free one; `cores`: empty for all."""
+    """`port` 0: a free one; `cores`: empty for all."""
 
     name: str
     module: str
@@ -65,7 +65,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Plan:
-    """Workers first. `facts`, for the log: the division of the machine."""
+    """Workers first. `facts`: for the log."""
 
     workers: tuple[Spec, ...]
     routers: tuple[Spec, ...]
@@ -174,7 +174,7 @@ def _check_variables(environment: Mapping[str, str]) -> None:
 
 
 def _only(environment: Mapping[str, str], kind: type[Settings], without: Set[str]) -> dict[str, str]:
-    """Drop the DECANT_* variables that a process of `kind` refuses, and those in `without`."""
+    """Without DECANT_* variables that `kind` refuses."""
     names = _names(kind) - without
     return {name: value for name, value in environment.items() if not name.startswith(PREFIX) or name in names}
 

@@ -10,7 +10,7 @@ from decant.engine.checkpoint import weight_files
 from decant.engine.errors import ModelRefused
 
 KV_CAP = 1 << 30
-"""Maximum of a worker's default share for its KV cache."""
+"""Of a worker's default KV cache."""
 KV_FLOOR = 16 << 20
 _KEPT_FREE = 0.25  # of the memory that is available: steps, prompts, everything else on this machine
 _COPIES = 1.5  # of the weights while they are loaded and packed
@@ -21,7 +21,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def divide_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
-    """Equal shares, the rest to the first workers; one each in turn if there are fewer cores than workers."""
+    """The rest goes to the first workers; with too few cores one each in turn."""
     if len(cores) < workers:
         return [(cores[index % len(cores)],) for index in range(workers)]
     each, more = divmod(len(cores), workers)
@@ -34,7 +34,7 @@ def divide_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
 
 
 def kv_share(available: int, weights: int, workers: int) -> int:
-    """Bytes for each worker, at most `KV_CAP`. Raises CommandFailed if the weights leave too little."""
+    """Bytes, at most `KV_CAP`. Raises CommandFailed if too few are left."""
     share = int(available * (1 - _KEPT_FREE) / workers - weights * _COPIES)
     if share < KV_FLOOR:
         text = f"memory: {workers} workers with {size(weights)} of weights each, got {size(available)} that are free"
@@ -43,14 +43,14 @@ def kv_share(available: int, weights: int, workers: int) -> int:
 
 
 def available_memory() -> int:
-    """Bytes, limited by the machine and the control group."""
+    """Bytes of machine and control group."""
     machine = _machine_memory()
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     return machine if limit is None or used is None else min(machine, limit - used)
 
 
 def _machine_memory() -> int:
-    """Half of the installed memory on platforms other than Linux."""
+    """Half of it on platforms other than Linux."""
     try:
         words = _MEMINFO.read_text().split()
     except OSError:
@@ -59,7 +59,7 @@ def _machine_memory() -> int:
 
 
 def folder_of(model: str) -> Path | None:
-    """Return None if it is not on this machine."""
+    """None if not on this machine."""
     folder = Path(model)
     if folder.is_dir():
         return folder
@@ -74,7 +74,7 @@ def folder_of(model: str) -> Path | None:
 
 
 def weights_size(model: str, dtype: str = "auto") -> int:
-    """Bytes in memory as `dtype`; 0 if its files are not here, or not a model's."""
+    """Bytes as `dtype`; 0 if unknown."""
     folder = folder_of(model)
     if folder is None:
         return 0
@@ -90,7 +90,7 @@ def weights_size(model: str, dtype: str = "auto") -> int:
 
 
 def parse_size(text: str) -> int:
-    """Bytes: "512M", "2G", "1073741824". Raises CommandFailed."""
+    """ "512M", "2G", "1073741824". Raises CommandFailed."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:iB|B)?", text.strip(), re.IGNORECASE)
     count = int(float(match[1]) * _UNITS[match[2].upper()]) if match is not None else 0
     if not count:

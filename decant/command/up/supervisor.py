@@ -1,4 +1,4 @@
-"""All processes of a deployment, from their start to their end.
+"""All processes of a deployment.
 
 workers start -> ready -> routers start -> ready -> recorded ----- a signal ----> routers end -> workers end
      |                         |                     |   ^  one ended                         |
@@ -29,9 +29,9 @@ from decant.runtime.shutdown import Shutdown, race
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 30.0
 STEADY_S = 60.0
-"""A process that ran this long starts without backoff."""
+"""A process that ran so long restarts without backoff."""
 BEYOND_DRAIN_S = 15.0
-"""A process is killed this long after the end of its drain."""
+"""From the end of its drain until it is killed."""
 
 # -SIGTERM: before the process installed its signal handler.
 _ORDERLY_STATUSES = (0, -signal.SIGTERM)
@@ -40,7 +40,7 @@ _log = logs.get("up")
 
 
 class StartFailed(Exception):
-    """A process ended before it was ready, or was not ready in time. `status`: of `decant up`."""
+    """`status`: of `decant up`."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -64,7 +64,7 @@ class Supervisor:
         self._changed = asyncio.Event()
 
     async def run(self) -> int:
-        """Run until a signal. Returns 0 after an orderly end. Raises StartFailed."""
+        """Returns 0 after an orderly end. Raises StartFailed."""
         self._shutdown.on_signals()
         with self._record:
             self._peers = self._plan.peers or peers.make(self._record.temporary / "peers")
@@ -113,7 +113,6 @@ class Supervisor:
             raise StartFailed(f"{child.spec.name}: {words}", 2 if status == 2 else 1)
 
     async def _restart_when_ended(self, child: Child) -> None:
-        """Restart it with a growing backoff."""
         backoff = FIRST_BACKOFF_S
         while True:
             since = time.monotonic()
@@ -158,7 +157,7 @@ class Supervisor:
         self._record.write(deployment)
 
     def _processes(self) -> dict[str, Process]:
-        """All processes; during the end only running ones."""
+        """During the end only running ones."""
         return {
             name: replace(child.process, lost_at=self._lost_at.get(name, child.process.lost_at))
             for name, child in self._children.items()
@@ -179,7 +178,7 @@ class Supervisor:
         return 0 if all(orderly) else 1
 
     async def _stop(self, specs: Sequence[Spec]) -> bool:
-        """End these processes and kill those that exceed their time. Returns whether all ended in order."""
+        """Those that exceed their time are killed. Returns whether all ended in order."""
         named = [self._children[spec.name] for spec in specs if spec.name in self._children]
         ending = {asyncio.create_task(child.ended()): child for child in named if child.running}
         for child in ending.values():

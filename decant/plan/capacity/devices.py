@@ -1,7 +1,7 @@
-"""Devices: memory, and the rates that bound a step.
+"""Memory and the rates that bound a step.
 
-Sources, read November 2026. Memory is the capacity of the data sheet, in GiB (drivers report slightly less). Rates of
-products are dense bfloat16 with float32 accumulation, without sparsity.
+Sources, read November 2026. Memory is the capacity of the data sheet, in GiB. Rates of products are dense bfloat16 with
+float32 accumulation, without sparsity.
 
     l4                NVIDIA L4 data sheet: 24 GB, 300 GB/s, 242 TFLOP/s with sparsity
     l40s              NVIDIA L40S data sheet: 48 GB, 864 GB/s, 362 TFLOP/s
@@ -23,7 +23,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Memory in bytes, read bandwidth in bytes/s, bfloat16 products in operations/s; rates are peaks."""
+    """Bytes, bytes/s read, and bfloat16 operations/s; peak rates."""
 
     name: str
     memory: int
@@ -46,4 +46,3 @@ PRESETS: Mapping[str, Device] = MappingProxyType(
         )
     }
 )
-"""By name."""

@@ -1,5 +1,3 @@
-"""KV cache: what fits beside the weights."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,10 +8,8 @@ from decant.plan.quantities import show_bytes
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Memory of one worker in bytes; `share` of `memory` is for weights and KV cache, the rest for activations.
-
-    Blocks are allocated whole: a sequence takes its length rounded up to `block_size` tokens. `kv_token`: bytes of all
-    layers per token. `kv_windows`: windows (tokens) and bytes per token of the layers that keep no more than a window.
+    """Bytes of one worker; `share` of `memory` is for weights and KV cache, in blocks of `block_size` tokens.
+    `kv_token`: bytes of all layers per token. `kv_windows`: tokens, and bytes per token of the layers with each.
     """
 
     memory: int
@@ -29,18 +25,17 @@ class Room:
 
     @property
     def tokens(self) -> int:
-        """Tokens that fit, in whole blocks, of sequences shorter than any window."""
+        """Of sequences shorter than any window."""
         return self.kv_bytes // (self.kv_token * self.block_size) * self.block_size
 
     def sequence_bytes(self, length: int) -> int:
-        """KV cache of a sequence of `length` tokens: a window and the next block are kept of a layer with a window."""
+        """A layer with a window keeps the window and the next block."""
         count = -(-length // self.block_size)
         full = self.kv_token - sum(size for _, size in self.kv_windows)
         kept = sum(min(count, -(-window // self.block_size) + 2) * size for window, size in self.kv_windows)
         return (count * full + kept) * self.block_size
 
     def sequences(self, length: int) -> int:
-        """Sequences of `length` tokens that fit at the same time."""
         return self.kv_bytes // self.sequence_bytes(length)
 
     def check(self, longest: int) -> None:

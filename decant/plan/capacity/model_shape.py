@@ -1,5 +1,3 @@
-"""The shape of a model, as far as its cost depends on it."""
-
 from __future__ import annotations
 
 import json
@@ -13,7 +11,7 @@ from decant.plan.errors import InvalidPlan
 from decant.plan.quantities import parse_count
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
-"""Bytes of an element; int4 has a two-byte scale for each group of 128."""
+"""Of an element; int4 has a two-byte scale for each group of 128."""
 
 _REQUIRED = ("layers", "hidden", "heads")
 _KEYS = (*_REQUIRED, "kv_heads", "head_dim", "intermediate", "vocab", "params")
@@ -23,11 +21,11 @@ _KEYS = (*_REQUIRED, "kv_heads", "head_dim", "intermediate", "vocab", "params")
 class ModelShape:
     """Dimensions in elements.
 
-    linear     parameters of the layers, and of the head where it is not the table
-    table      parameters of the embedding table; `tied`: the head reads the table
-    active     parameters that one token is multiplied with, the head included
-    context    most tokens of a sequence; None: unknown
-    windows    windows (tokens) of sliding or chunked attention, and the number of layers with each
+    linear     parameters of the layers, and of an untied head
+    table      parameters of the embedding; `tied`: also the head
+    active     parameters that a token is multiplied with
+    context    most tokens of a sequence
+    windows    tokens of sliding or chunked attention, and layers with each
     """
 
     name: str
@@ -48,29 +46,29 @@ class ModelShape:
 
     @property
     def kv_elements(self) -> int:
-        """Elements of keys and values per token, all layers."""
+        """Per token, all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     def weight_bytes(self, dtype: str, quantization: str | None = None) -> int:
-        """Memory of the weights. Quantization leaves the table in `dtype`."""
+        """The table is not quantized."""
         return int(self.linear * BYTES[quantization or dtype] + self.table * BYTES[dtype])
 
     def step_bytes(self, dtype: str, quantization: str | None = None) -> int:
-        """Bytes of weights that one step reads: all but a table that serves look-ups alone."""
+        """Weights that one step reads: no table for look-ups alone."""
         return int(self.linear * BYTES[quantization or dtype] + (self.table * BYTES[dtype] if self.tied else 0))
 
     def kv_bytes(self, kv_dtype: str) -> int:
-        """Bytes of keys and values per token, all layers."""
+        """Per token, all layers."""
         return int(self.kv_elements * BYTES[kv_dtype])
 
     def kv_windows(self, kv_dtype: str) -> tuple[tuple[int, int], ...]:
-        """Windows (tokens), and bytes of keys and values per token of the layers with each."""
+        """Tokens, and bytes per token of the layers with each."""
         layer = 2 * self.kv_heads * self.head_dim * BYTES[kv_dtype]
         return tuple((window, int(count * layer)) for window, count in self.windows)
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The shape of a folder with a config.json, or of such a file. Raises InvalidPlan."""
+    """`path`: a config.json or its folder. Raises InvalidPlan."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -84,7 +82,7 @@ def read_shape(path: Path) -> ModelShape:
 
 
 def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
-    """The shape of a decoder with the usual names in its configuration. Raises InvalidPlan."""
+    """Raises InvalidPlan."""
     if "kv_lora_rank" in config:
         raise InvalidPlan("--model", "attention with one key and one value per KV head", "kv_lora_rank (latent KV)")
     hidden, layers = _number(config, "hidden_size", "n_embd"), _number(config, "num_hidden_layers", "n_layer")
@@ -109,7 +107,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[tuple[int, int], ...]:
-    """Windows and their numbers of layers. Without `layer_types`, every `sliding_window_pattern`-th layer is full."""
+    """Tokens and layers. Without `layer_types`, every `sliding_window_pattern`-th layer is full."""
     sliding = config.get("sliding_window")
     sizes = {"sliding_attention": sliding, "chunked_attention": config.get("attention_chunk_size")}
     kinds = config.get("layer_types")
@@ -125,7 +123,8 @@ def _windows(config: Mapping[str, Any], layers: int) -> tuple[tuple[int, int], .
 
 def parse_shape(text: str) -> ModelShape:
     """ "layers=40,hidden=5120,heads=40,params=13B". Unset: kv_heads = heads, head_dim = hidden / heads,
-    intermediate = 4 x hidden (three matrices), vocab = 32,000. Raises InvalidPlan."""
+    intermediate = 4 x hidden (three matrices), vocab = 32,000. Raises InvalidPlan.
+    """
     dims: dict[str, int] = {}
     for part in text.split(","):
         key, _, value = part.strip().partition("=")
@@ -153,7 +152,7 @@ def parse_shape(text: str) -> ModelShape:
 def _assemble(
     name: str, dims: Mapping[str, int], mlp: int, experts: tuple[int, int], *, tied: bool, context: int | None
 ) -> ModelShape:
-    """`mlp`: parameters of one expert, or of the one MLP; `experts`: how many there are, and how many a token uses."""
+    """`mlp`: parameters of one expert; `experts`: all, and those of a token."""
     layers, hidden, heads = dims["layers"], dims["hidden"], dims["heads"]
     kv_heads, head_dim = dims["kv_heads"], dims["head_dim"]
     if heads % kv_heads:

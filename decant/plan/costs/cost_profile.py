@@ -1,16 +1,16 @@
-"""A measured profile: what work costs one worker on one machine, as JSON. Seconds.
+"""A measured profile: what work costs one worker on one machine, in seconds, as JSON.
 
-The engine alone, as `--calibrate measure` measures it; a worker logs the same four costs as `measured`:
+The engine alone, from `--calibrate measure`; a worker logs the same costs as `measured`:
 
 {"model": "Qwen2.5-0.5B", "dtype": "bfloat16", "threads": 1,
  "costs": {"fixed": 0.0004, "token": 0.0012, "logits": 0.002, "pair": 1.1e-07}}
 
-Workers as their clients see them, as `decant bench calibrate` prints it:
+Workers as their clients see them, from `decant bench calibrate`:
 
 {"model": "Qwen2.5-0.5B", "prefill": {"fixed": ...}, "decode": {"fixed": ...}, "latency": 0.005, "handoff": 0.01,
  "sending": 2e-5, "contention": {"prefill": 1.4, "decode": 1.1, "handoff": 2.0}}
 
-`decant plan --json` holds its profile under "profile", so that its output is accepted again.
+Output of `decant plan --json`, with its "profile", is accepted too.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ from decant.plan.costs.overheads import NO_OVERHEADS, Contention, Overheads
 from decant.plan.errors import InvalidPlan
 
 _KV_BYTES = 256 << 20
-"""Enough for eight sequences of 1,024 tokens at 32 KiB a token; steps that do not fit are not measured."""
+"""Steps that do not fit are not measured."""
 _COSTS = ("fixed", "token", "logits", "pair")
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Costs of a prompt and of a decode step, and what they were measured with."""
-
     prefill: StepCostModel
     decode: StepCostModel
     overheads: Overheads = NO_OVERHEADS
@@ -42,7 +40,6 @@ class Profile:
     threads: int = 0
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
         return {
             "model": self.model,
             "dtype": self.dtype,
@@ -101,7 +98,7 @@ def _costs(document: dict[str, Any], name: str) -> StepCostModel:
 
 
 def _number(values: dict[str, Any], name: str, least: float | None, parent: str = "") -> float:
-    """At least `least`, which is also the default; None: from 0, and it has to be there."""
+    """`least`: also the default; None: 0, required."""
     value: Any = values.get(name, least)
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or value < (least or 0.0):
@@ -110,10 +107,7 @@ def _number(values: dict[str, Any], name: str, least: float | None, parent: str 
 
 
 def measure(model: str, dtype: str, threads: int) -> Profile:
-    """Load the model on this machine and measure its steps, as a worker does when it starts. Raises ModelRefused.
-
-    Needs the worker's packages.
-    """
+    """Needs the worker's packages. Raises ModelRefused."""
     import torch
     from transformers.utils import logging
 

@@ -1,5 +1,3 @@
-"""What a service adds to the steps of its workers."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -7,8 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """How many times as long a prefill, a decode step and a handoff take while the other pool computes on the same
-    machine."""
+    """Factors on each's time while the other pool computes on the same machine."""
 
     prefill: float = 1.0
     decode: float = 1.0
@@ -17,7 +14,7 @@ class Contention:
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Seconds. Nothing, where they are not known.
+    """Seconds.
 
     latency    of a first token, beside its prefill and its wait for a worker
     handoff    that an output pauses before its second token, beside a step

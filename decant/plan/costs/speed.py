@@ -1,9 +1,9 @@
-"""Seconds of a prefill and of a decode step: by roofline, or from measured costs.
+"""Seconds of a prefill and of a decode step.
 
     roofline    max(bytes read / bandwidth, operations / product rate)     a step without overhead
-    profile     fixed + token x tokens + logits x rows + pair x pairs      the engine's cost model, as a worker measures
+    profile     fixed + token x tokens + logits x rows + pair x pairs      the engine's cost model
 
-A decode step of B sequences with c tokens of context reads the weights once and B x c tokens of KV.
+A decode step reads the weights once, and the KV of all contexts.
 """
 
 from __future__ import annotations
@@ -17,23 +17,18 @@ from decant.plan.capacity.model_shape import BYTES, ModelShape
 
 
 class Speed(Protocol):
-    """Seconds of work on one worker."""
+    """Seconds on one worker."""
 
-    def prefill(self, tokens: float) -> float:
-        """Seconds of a prompt alone."""
-        ...
+    def prefill(self, tokens: float) -> float: ...
 
     def step(self, sequences: float, context: float) -> float:
-        """Seconds of a decode step of so many sequences, with `context` tokens each on average."""
+        """`context`: mean tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Bounds of a device, times the shares of its peaks that kernels reach.
-
-    bandwidth, flops  per second, as reached
-    """
+    """`bandwidth`, `flops`: per second, as reached."""
 
     shape: ModelShape
     step_bytes: int
@@ -52,14 +47,12 @@ class Roofline:
         return max(bytes_read / self.bandwidth, self._operations(sequences, pairs) / self.flops)
 
     def _operations(self, tokens: float, pairs: float) -> float:
-        """A multiplication and an addition per parameter and token; two products per (query, key) pair."""
+        """Two per parameter and token, four per (query, key) pair and dimension."""
         return 2 * self.shape.active * tokens + 4 * self.shape.layers * self.shape.heads * self.shape.head_dim * pairs
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Costs of a prompt and of a decode step that were measured on the worker's own hardware."""
-
     prompt_costs: StepCostModel
     step_costs: StepCostModel
 
@@ -73,8 +66,6 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Slowed:
-    """Another speed, with factors on the seconds of a prefill and of a step."""
-
     speed: Speed
     prefill_factor: float
     step_factor: float
@@ -88,10 +79,8 @@ class Slowed:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of a device's peak rates that a real engine reaches, for a roofline.
-
-    A large model's decode step reads at about 0.8 of the peak bandwidth; products of a prefill run at about 0.6 of the
-    peak rate. A profile replaces both.
+    """Shares of peak rates: about 0.8 of the bandwidth in a large model's decode step, 0.6 of the products in a
+    prefill.
     """
 
     bandwidth: float
@@ -99,9 +88,8 @@ class Efficiency:
 
 
 def roofline(shape: ModelShape, device: Device, dtypes: tuple[str, str | None, str], share: Efficiency) -> Roofline:
-    """`dtypes`: of the activations and the table, of quantized weights or None, and of the KV cache.
-
-    Products of float32 run at half the rate of bfloat16; quantized weights are converted first and gain nothing.
+    """`dtypes`: of activations and table, quantized weights or None, KV cache. Products of float32 run at half the rate
+    of bfloat16; quantized weights are converted first and gain nothing.
     """
     dtype, quantization, kv_dtype = dtypes
     rate = device.flops * share.flops * min(1.0, 2 / BYTES[dtype])

@@ -1,5 +1,3 @@
-"""What a simulation showed: latency, use and balance of the pools, prefix hits, and the cost of placement."""
-
 from __future__ import annotations
 
 import math
@@ -12,7 +10,7 @@ from decant.plan.simulation.simulation import Simulation
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """In seconds; NaN where there are no values."""
+    """Seconds; NaN without values."""
 
     p50: float
     p90: float
@@ -24,11 +22,10 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of all requests. Seconds.
+    """Seconds.
 
-    wait                from arrival to the beginning of the prefill
-    within_objectives   share of the requests that met all
-    prefill_use         share of the time that prefill workers computed, from the first arrival to the last first token
+    within_objectives   share of the requests
+    prefill_use         share of the time from the first arrival to the last first token
     prefill_balance     seconds computed by the busiest prefill worker over the mean
     decode_balance      sequences of the decode worker with the most over the mean
     cached_share        of the prompt tokens, in a prefill worker's cache
@@ -49,7 +46,6 @@ class Outcome:
 
 
 def outcome(simulation: Simulation, slo: Slo) -> Outcome:
-    """Of a simulation that has run."""
     requests = simulation.requests
     first_arrival = requests[0].arrival
     busy = [worker.busy_seconds for worker in simulation.prefill_workers]
@@ -85,6 +81,6 @@ def percentiles(values: Iterable[float]) -> Percentiles:
 
 
 def _imbalance(loads: Sequence[float]) -> float:
-    """The largest over the mean; 1 where all are 0."""
+    """1 where all are 0."""
     mean = sum(loads) / len(loads)
     return max(loads) / mean if mean else 1.0

@@ -1,11 +1,11 @@
-"""A plan in simulated time: routers place requests by the product's own placement, on workers of the planned speed.
+"""A plan in simulated time.
 
-    arrivals ──> router 0 ──┐ places by its own view      ┌──> prefill workers ──KV cache──> decode workers
-             ──> router 1 ──┘    ^                        |             |                         |
-                                 '── heartbeats, each 250 ms ───────────'─────────────────────────'
+arrivals ──> router 0 ──┐ places by its own view      ┌──> prefill workers ──KV cache──> decode workers
+         ──> router 1 ──┘    ^                        |             |                         |
+                             '── heartbeats, each 250 ms ───────────'─────────────────────────'
 
-Requests take the routers in turn. Networks take no time, and no worker fails. Results depend on the seed and not on the
-machine, except for the CPU time of placement, which is measured.
+Routers use the product's placement and take requests in turn. Networks take no time, no worker fails. All but the CPU
+time of placement depends on the seed alone.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ _LAYOUT = 1
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`burstiness`: 1 is a Poisson process, less comes in bursts; of a trace the arrivals count instead.
-
-    Each prompt begins with one of `prefixes` texts of `prefix_tokens`, and shares nothing else.
+    """`burstiness`: 1 is a Poisson process, less comes in bursts. Prompts share one of `prefixes` texts of
+    `prefix_tokens`.
     """
 
     prefill_workers: int
@@ -62,11 +61,11 @@ class Scenario:
 
 
 class SimulatedRouter:
-    """One router's view of the workers; their numbers are the ids."""
+    """Worker numbers are the ids."""
 
     def __init__(self, prefill: int, decode: int, room: Room) -> None:
         self.placement_seconds = 0.0
-        """CPU time of all searches."""
+        """CPU time."""
         self._index = PrefixIndex()
         capacity = Capacity(total_blocks=room.tokens // room.block_size, block_tokens=room.block_size)
         roles = [wire.ROLE_PREFILL] * prefill + [wire.ROLE_DECODE] * decode
@@ -81,7 +80,6 @@ class SimulatedRouter:
         ]
 
     def place_prompt(self, request: SimulatedRequest) -> tuple[int, LoadReservation]:
-        """The prefill worker's number."""
         began = time.process_time()
         choice = choose_first_worker(self._workers(request.blocks), PlacementRequest(request.prompt_tokens))
         assert choice is not None
@@ -92,7 +90,7 @@ class SimulatedRouter:
         return number, reservation
 
     def place_cache(self, request: SimulatedRequest) -> tuple[int, LoadReservation]:
-        """The decode worker's number, among all workers."""
+        """The number is among all workers."""
         began = time.process_time()
         sender = self.loads[request.prefill_worker].incarnation
         need = PlacementRequest(request.prompt_tokens + 1)
@@ -109,7 +107,7 @@ class SimulatedRouter:
 
 
 class Simulation:
-    """Runs once. Raises InvalidPlan for a scenario that can't be."""
+    """Runs once. Raises InvalidPlan for an impossible scenario."""
 
     def __init__(self, speed: Speed, room: Room, workload: Workload, scenario: Scenario) -> None:
         scenario.check(workload.prompt.low)
@@ -125,7 +123,6 @@ class Simulation:
         self._order = itertools.count()
 
     def run(self) -> None:
-        """Until every request has ended."""
         for request in self.requests:
             self._at(request.arrival, partial(self._arrive, request))
         workers: list[PrefillWorker | DecodeWorker] = [*self.prefill_workers, *self.decode_workers]
@@ -203,7 +200,7 @@ def _requests(workload: Workload, scenario: Scenario) -> Iterator[SimulatedReque
 
 
 def _arrivals(workload: Workload, scenario: Scenario, rng: Random) -> Iterator[tuple[float, int, int]]:
-    """Seconds, prompt tokens and output tokens."""
+    """Seconds, and tokens."""
     if workload.trace is not None:
         slower = workload.trace.rate / workload.rate
         for recorded in workload.trace.requests:

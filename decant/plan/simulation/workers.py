@@ -1,8 +1,4 @@
-"""Workers of a simulated deployment: what they take, how long it takes, and what they report in heartbeats.
-
-prefill    one prompt after another; computed blocks stay in a prefix cache, the least recently used leave first
-decode     all running sequences gain a token in each step; as many run as fit in memory, the others wait
-"""
+"""Computed blocks stay in an LRU prefix cache. As many sequences decode as fit in memory; the others wait."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from decant.router.placement.worker_load import LoadReservation
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """One request: its size, and the times (seconds) and places of its parts as they become known."""
+    """Times in seconds, set as they become known."""
 
     arrival: float
     prompt_tokens: int
@@ -39,12 +35,12 @@ class SimulatedRequest:
 
     @property
     def tpot(self) -> float:
-        """Seconds per token after the first; NaN for a single token."""
+        """Seconds; NaN for a single token."""
         return (self.end - self.first_token) / (self.output_tokens - 1) if self.output_tokens > 1 else math.nan
 
 
 class PrefillWorker:
-    """Computes prompts in order of arrival."""
+    """In order of arrival."""
 
     def __init__(self, speed: Speed, room: Room) -> None:
         self.busy_seconds = 0.0
@@ -58,7 +54,7 @@ class PrefillWorker:
         self._dropped: dict[int, None] = {}
 
     def begin(self, now: float) -> float:
-        """Start the next prompt; return its duration."""
+        """Returns the prompt's duration."""
         request = self.current = self.queue.popleft()
         request.cached_tokens, request.prefill_began = self._cached_tokens(request), now
         seconds = self._seconds(request)
@@ -66,7 +62,7 @@ class PrefillWorker:
         return seconds
 
     def finish(self) -> SimulatedRequest:
-        """The current prompt is computed, and its full blocks are cached."""
+        """The prompt's full blocks are cached."""
         request, self.current = self.current, None
         assert request is not None
         for digest in request.blocks.hashes(self._block_size):
@@ -83,7 +79,7 @@ class PrefillWorker:
         return request
 
     def heartbeat(self) -> wire.Heartbeat:
-        """Load now, and what the prefix cache gained and lost since the last one."""
+        """Load, and changes of the prefix cache since the last one."""
         queued = sum(request.prompt_tokens - self._cached_tokens(request) for request in self.queue)
         current = self.current.prompt_tokens - self.current.cached_tokens if self.current else 0
         load = wire.Load(
@@ -101,7 +97,7 @@ class PrefillWorker:
         return wire.Heartbeat(load=load, cache=wire.PrefixCacheUpdate(published=published, dropped=dropped))
 
     def _cached_tokens(self, request: SimulatedRequest) -> int:
-        """Leading tokens that need not be computed; never all."""
+        """Never all: one token is always computed."""
         hashes = request.blocks.hashes(self._block_size)[: (request.prompt_tokens - 1) // self._block_size]
         return sum(1 for _ in itertools.takewhile(self._cache.__contains__, hashes)) * self._block_size
 
@@ -112,13 +108,10 @@ class PrefillWorker:
 
 
 class DecodeWorker:
-    """Sequences advance together, by one token in each step."""
-
     def __init__(self, speed: Speed, room: Room, context: float) -> None:
         self.taken = 0
-        """Sequences so far."""
         self.version = 0
-        """Grows when the next end changes."""
+        """Grows when the next end changes; see `next_end`."""
         self._speed = speed
         self._context = context
         self._block_size = room.block_size
@@ -130,18 +123,16 @@ class DecodeWorker:
         self._order = itertools.count()
 
     def add(self, request: SimulatedRequest, now: float) -> None:
-        """The request's KV cache is here."""
         self._advance(now)
         self.taken += 1
         self._waiting.append(request)
         self._start_waiting()
 
     def next_end(self) -> float | None:
-        """Time of the next end, if no sequence is added before; None: nothing runs."""
+        """If no sequence is added before; None: nothing runs."""
         return self._now + (self._running[0][0] - self._steps) * self._step_seconds() if self._running else None
 
     def finish(self, now: float) -> SimulatedRequest:
-        """Remove the sequence that ends now."""
         self._advance(now)
         request = heapq.heappop(self._running)[2]
         self._free_blocks += self._blocks(request)
@@ -149,7 +140,6 @@ class DecodeWorker:
         return request
 
     def heartbeat(self) -> wire.Heartbeat:
-        """Load now."""
         load = wire.Load(
             free_blocks=self._free_blocks,
             running=len(self._running),

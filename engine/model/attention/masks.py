@@ -1,4 +1,4 @@
-"""The window of each layer, found by calling transformers' mask functions; configuration names are not used."""
+"""The window of each layer, found by calling transformers' mask functions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from decant.engine.kv_layout import Kind, LayerSpec, Window
 from decant.engine.model.attention import NAME, AttentionCall
 
 MaskFunction = Callable[..., torch.Tensor]
-"""transformers' (batch, head, query position, key position) -> visible."""
+"""(batch, head, query position, key position) -> visible."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow(Window):
-    """A layer's window, for tensors of positions."""
-
     def first(self, positions: torch.Tensor) -> torch.Tensor:
-        """First visible key of each query position; same shape."""
+        """Of each query position; same shape."""
         match self.kind:
             case Kind.FULL:
                 return torch.zeros_like(positions)
@@ -34,7 +32,7 @@ class AttentionWindow(Window):
 
 
 def fit(visible: MaskFunction, context_length: int) -> AttentionWindow | None:
-    """The view that agrees with a mask function on a sample of query positions, if one does."""
+    """The window that agrees on a sample of query positions, if one does."""
     last = torch.tensor(context_length - 1)
     queries = torch.unique(torch.linspace(0, context_length - 1, 64).long().clamp(max=context_length - 1))
     keys = torch.arange(context_length)
@@ -72,9 +70,9 @@ def _row(visible: MaskFunction, query: torch.Tensor, keys: torch.Tensor) -> torc
 
 @contextmanager
 def mask_markers() -> Iterator[dict[int, MaskFunction]]:
-    """Within the block, models with attention ``NAME`` get a marker tensor instead of a mask.
+    """Models with attention ``NAME`` get a marker tensor instead of a mask.
 
-    Yields marker id -> mask function. Outside, no mask is built.
+    Yields marker id -> mask function.
     """
     markers: dict[int, MaskFunction] = {}
     kept: list[torch.Tensor] = []
@@ -92,8 +90,6 @@ def mask_markers() -> Iterator[dict[int, MaskFunction]]:
 
 
 class Recorder:
-    """Attention of one pass that records each layer's view and KV shape, and returns zeros."""
-
     def __init__(self, model: str, markers: dict[int, MaskFunction], context_length: int) -> None:
         self.views: list[AttentionWindow] = []
         self.specs: list[LayerSpec] = []

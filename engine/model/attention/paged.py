@@ -1,8 +1,7 @@
 """Paged attention in plain products, the same bits for a row in any batch.
 
-A length group is a set of sequences with equally many query rows: all decodes are in one, each piece of a prompt in one
-of its own. A group walks over the keys in tiles of ``TILE`` and keeps, per row, the running maximum, sum and output of
-the softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022)::
+All decodes are one length group, each piece of a prompt is another. A group walks over tiles of keys with an online
+softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022)::
 
                  keys ->  tile 0     tile 1     tile 2        rows: query heads of a group folded with positions,
     group 0 seq A        [######]   [######]   [####..]       padded to a multiple of ``ROWS``
@@ -10,9 +9,8 @@ the softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022)::
             seq C        [###...]
     group 1 seq D, 40..  [######]   [//////]                  later tiles skip rows that are too early for them
 
-A row's bits do not depend on the other rows: every product has the same inner length (head dim, TILE) and a row count
-that is a multiple of ROWS; keys are whole tiles, masked; a tile that a row does not see leaves its maximum, sum and
-output unchanged to the bit; all else is elementwise or per row. Products are in float32.
+Every product is in float32, has the same inner length (head dim, TILE) and a multiple of ROWS rows; keys are whole
+tiles, masked; a tile that a row does not see changes no bit of its softmax; all else is elementwise or per row.
 """
 
 from __future__ import annotations
@@ -31,27 +29,25 @@ from decant.engine.model.kv_store import KvStore
 from decant.engine.model.step_batch import FlatBatch, Ints
 
 TILE = 128
-"""Keys per product."""
 
 ROWS = 16
-"""Query rows are padded to a multiple of this."""
 
 PIECE = 256
-"""Most positions of a prompt in one group: bounds the memory of scores, and the work above the diagonal."""
+"""Most positions of a prompt in one group: bounds the scores' memory."""
 
 _LOWEST = -1e30
-"""Initial running maximum: below any score, and finite, so that a row without keys yet stays finite."""
+"""Finite, so that a row without keys yet stays finite."""
 
 
 @dataclass(slots=True)
 class LengthGroup:
-    """Sequences with the same number of query positions, contexts longest first.
+    """Sequences with the same number P of query positions, contexts longest first.
 
-    start       first query position of the first sequence
-    positions   [B, P] query positions
-    in_tile     for each tile of keys, how many of the sequences have keys in it
-    table       [G, B, tiles * blocks per tile] block ids of each cache group, padded with the store's blank block
-    first_row   flattened position of their first query; the others follow
+    start      first query position of the first sequence
+    positions  [B, P]
+    in_tile    for each tile, how many of the sequences have keys in it
+    table      [G, B, tiles * blocks per tile], padded with the store's blank block
+    first_row  flattened position of each first query
     """
 
     start: int
@@ -63,17 +59,13 @@ class LengthGroup:
     _tiles: dict[AttentionWindow, range] = field(default_factory=dict)
 
     def tiles(self, view: AttentionWindow) -> range:
-        """Tiles of keys that some query sees."""
         if view not in self._tiles:
             first = int(view.first(self.positions[:, 0]).min())
             self._tiles[view] = range(first // TILE, len(self.in_tile))
         return self._tiles[view]
 
     def hidden(self, view: AttentionWindow, tile: int, first: int, group: int) -> torch.Tensor | None:
-        """Mask of a tile for rows from ``first`` on: [B', 1, rows, TILE], True where hidden; None if nothing is.
-
-        Cached for all layers of a view. Rows are position-major: row p * group + g.
-        """
+        """[B', 1, rows, TILE] of rows from ``first`` on, True where hidden; row p * group + g. None: none is hidden."""
         key = (view, tile, first, group)
         if key not in self._hidden:
             queries = self.positions[: self.in_tile[tile]].repeat_interleave(group, dim=1)
@@ -85,7 +77,6 @@ class LengthGroup:
 
 
 def make_length_groups(flat: FlatBatch, store: KvStore) -> list[LengthGroup]:
-    """Length groups of a step: single tokens in one, then each prompt in pieces of PIECE positions."""
     counts = flat.ends - flat.starts
     singles = int((counts == 1).sum())
     groups = []
@@ -104,7 +95,7 @@ def make_length_groups(flat: FlatBatch, store: KvStore) -> list[LengthGroup]:
 
 
 def _make_group(ends: Ints, count: int, table: npt.NDArray[np.int32], store: KvStore) -> LengthGroup:
-    """Sequences that end at ``ends`` and have ``count`` query positions each."""
+    """``count`` query positions each, up to ``ends``."""
     block_size, device = store.layout.block_size, store.blocks.device
     per_tile, tiles = TILE // block_size, -(-int(ends[0]) // TILE)
     count_in_tile = (ends[:, None] > np.arange(tiles) * TILE).sum(0).tolist()
@@ -116,10 +107,7 @@ def _make_group(ends: Ints, count: int, table: npt.NDArray[np.int32], store: KvS
 
 
 class PagedAttention:
-    """Attention of a step: writes its keys and values to their blocks, then attends over the blocks.
-
-    ``product_threads`` is entered around products, whose bits do not depend on the number of threads.
-    """
+    """``product_threads`` is entered around products, whose bits do not depend on the number of threads."""
 
     def __init__(
         self,
@@ -137,7 +125,7 @@ class PagedAttention:
         self._blocks, self._slots = (torch.from_numpy(part).to(store.blocks.device) for part in slots)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """-> [1, T, heads, value dim], of the query's dtype."""
+        """Also writes keys and values to their blocks. -> [1, T, heads, value dim], of the query's dtype."""
         group = self._store.layout.group_of[call.layer]
         self._store.put(
             call.layer,
@@ -156,7 +144,7 @@ class PagedAttention:
         return output
 
     def _attend_group(self, call: AttentionCall, lengths: LengthGroup, query: torch.Tensor) -> torch.Tensor:
-        """Query [B, P, heads, key dim] -> [B, P, heads, value dim]."""
+        """[B, P, heads, key dim] -> [B, P, heads, value dim]."""
         view, kv_heads = self._views[call.layer], call.key.shape[1]
         batch, count, heads, width = query.shape
         group = heads // kv_heads
@@ -174,7 +162,6 @@ class PagedAttention:
         return out.permute(0, 2, 1, 3, 4).reshape(batch, count, heads, -1).to(query.dtype)
 
     def _tile(self, call: AttentionCall, lengths: LengthGroup, state: _Softmax, tile: int) -> None:
-        """Add one tile of keys, for the sequences and rows that see it."""
         view, group = self._views[call.layer], call.query.shape[1] // call.key.shape[1]
         count_in_tile = lengths.in_tile[tile]
         first = max(0, tile * TILE - lengths.start) * group // ROWS * ROWS  # earlier rows see nothing of this tile
@@ -193,7 +180,6 @@ class PagedAttention:
         state.add(scores, values.permute(0, 2, 1, 3).float(), count_in_tile, first)
 
     def _sinks(self, call: AttentionCall, kv_heads: int, count: int) -> torch.Tensor | None:
-        """Sinks as folded rows, [1, kv heads, rows, 1]."""
         if call.sinks is None:
             return None
         rows = call.sinks.float().reshape(1, kv_heads, 1, -1).expand(1, kv_heads, count, -1)
@@ -201,7 +187,7 @@ class PagedAttention:
 
 
 class _Softmax:
-    """Online softmax over tiles of keys, for folded query rows [B, kv heads, rows, key dim]."""
+    """Of folded query rows [B, kv heads, rows, key dim]."""
 
     def __init__(
         self, query: torch.Tensor, value_dim: int, product_threads: Callable[[], AbstractContextManager[None]]
@@ -213,7 +199,7 @@ class _Softmax:
         self.output = query.new_zeros(*query.shape[:3], value_dim)
 
     def add(self, scores: torch.Tensor, values: torch.Tensor, count_in_tile: int, first: int) -> None:
-        """Add a tile: scores [B', kv heads, rows', TILE], values [B', kv heads, TILE, value dim]."""
+        """Scores [B', kv heads, rows', TILE], values [B', kv heads, TILE, value dim]."""
         part = (slice(count_in_tile), slice(None), slice(first, None))
         before = self.highest[part]
         highest = torch.maximum(before, scores.amax(-1, keepdim=True))
@@ -235,7 +221,6 @@ class _Softmax:
 
 
 def _pad_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Repeat the last row (dimension -2) until there is a multiple of ROWS of them."""
     missing = -rows.shape[-2] % ROWS
     if not missing:
         return rows

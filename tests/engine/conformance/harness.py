@@ -1,5 +1,3 @@
-"""Requests of several kinds, and their output without an engine."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -29,7 +27,6 @@ _EXPECTED: dict[str, SequenceOutput] = {}
 
 
 def expected(make: MakeDevice, request: Request) -> SequenceOutput:
-    """Output of the device without an engine."""
     device = make()
     key = f"{device.layout} {request}"
     if key not in _EXPECTED:

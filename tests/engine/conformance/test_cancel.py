@@ -1,5 +1,3 @@
-"""Cancelling a sequence in any state; on a fake and a real device."""
-
 from __future__ import annotations
 
 import pytest

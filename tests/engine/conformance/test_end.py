@@ -1,5 +1,3 @@
-"""What ends an output; on a fake and a real device."""
-
 from __future__ import annotations
 
 from dataclasses import replace

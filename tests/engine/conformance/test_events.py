@@ -1,5 +1,3 @@
-"""First and last events of a sequence, and their times; on a fake and a real device."""
-
 from __future__ import annotations
 
 from dataclasses import replace

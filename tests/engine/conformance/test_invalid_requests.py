@@ -1,5 +1,3 @@
-"""Invalid requests and limits are refused by field; on a fake and a real device."""
-
 from __future__ import annotations
 
 import math

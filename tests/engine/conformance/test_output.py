@@ -1,5 +1,3 @@
-"""Output depends on the request alone; on a fake and a real device."""
-
 from __future__ import annotations
 
 from dataclasses import replace

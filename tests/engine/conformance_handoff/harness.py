@@ -1,5 +1,3 @@
-"""A sequence to hand over, its output without an engine, and a sender that has parked it."""
-
 from __future__ import annotations
 
 from decant.engine.engine import Engine

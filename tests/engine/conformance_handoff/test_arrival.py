@@ -1,5 +1,3 @@
-"""Reserving, writing and closing an arrival; on a fake and a real device."""
-
 from __future__ import annotations
 
 import threading
@@ -52,7 +50,6 @@ def test_a_repeated_block_must_have_the_same_bytes(make: MakeDevice) -> None:
 
 
 def test_blocks_may_be_written_by_another_thread_during_steps(make: MakeDevice) -> None:
-    """Until the arrival is closed; received blocks are complete, and other outputs are as alone."""
     sender, _ = parked_sender(make)
     payload, receiver = export_sequence(sender, "moved"), engine_of(make)
     arrival = receiver.transfers.reserve(MOVED)

@@ -1,7 +1,6 @@
-"""The lease of an export, and errors of its owner; on a fake and a real device."""
-
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import pytest
@@ -31,6 +30,18 @@ def test_a_lease_keeps_the_bytes_of_a_sequence_that_has_ended(make: MakeDevice) 
     with pytest.raises(TransferRejected):
         export.read(BlockAddress(0, 0))
     nothing_is_held(sender)
+
+
+def test_leased_bytes_are_where_they_are_located_until_the_release(make: MakeDevice) -> None:
+    sender, _ = parked_sender(make)
+    export, memory = sender.transfers.export("moved"), sender.device.block_memory
+    for one in export.runs:
+        place = export.locate(one.address)
+        assert 0 <= place.start < place.stop <= memory.nbytes
+        assert ctypes.string_at(memory.address + place.start, len(place)) == bytes(export.read(one.address))
+    sender.transfers.release("moved")
+    with pytest.raises(TransferRejected):
+        export.locate(export.runs[0].address)
 
 
 def test_blocks_of_a_sequence_and_its_export_are_counted_once(make: MakeDevice) -> None:

@@ -1,5 +1,3 @@
-"""A sequence continues on another engine; on a fake and a real device."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -24,7 +22,6 @@ from tests.engine.properties import nothing_is_held, same_output_as_alone
 
 @pytest.mark.parametrize("cached_blocks", [0, 2, 5])
 def test_an_output_continues_on_another_engine(make: MakeDevice, cached_blocks: int) -> None:
-    """With nothing there, with a cached prefix, and with all but the last block cached."""
     sender, log = parked_sender(make)
     receiver = engine_of(make)
     if cached_blocks:
@@ -78,7 +75,6 @@ def test_the_step_that_reaches_park_after_reports_it(make: MakeDevice) -> None:
 
 
 def test_a_sequence_is_migrated_in_the_middle_of_its_output(make: MakeDevice) -> None:
-    """It decodes while its blocks are sent; only the last ones are sent while it is parked."""
     sender, receiver = engine_of(make), engine_of(make)
     request, other = replace(MOVED, park_after=None), make_request("other", prompt(9, 4), 12)
     sender.add(other)

@@ -1,5 +1,3 @@
-"""Blocks and commits that do not match are rejected; on a fake and a real device."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -79,12 +77,11 @@ BROKEN: dict[str, tuple[str, Callable[[Payload], Payload]]] = {
         lambda c: _change(c, output=c.commit.output[:-1], computed=c.commit.computed - 1),
     ),
 }
-"""Changes of a payload, and the message of the check that detects each."""
+"""Change of a payload, and the message of the check that detects it."""
 
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_an_inconsistent_transfer_is_rejected(make: MakeDevice, fault: str) -> None:
-    """Nothing of it is kept, and the next attempt gives the right output."""
     sender, _ = parked_sender(make)
     receiver = engine_of(make)
     log = run(receiver, make_request("other", prompt(9, 4)), steps=2)

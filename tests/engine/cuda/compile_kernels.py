@@ -1,4 +1,4 @@
-"""Compiles every kernel to machine code of a GPU, which needs no GPU; run by test_compiling.py in its own process.
+"""Compiles every kernel for a GPU, which needs none.
 
     TRITON_INTERPRET=0 python -m tests.engine.cuda.compile_kernels 90
 

@@ -1,4 +1,4 @@
-"""Triton attention against a float64 reference, in triton's interpreter where there is no GPU."""
+"""Against a float64 reference; in triton's interpreter if there is no GPU."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ BLOCK = 16
 
 
 class Case(NamedTuple):
-    """Shapes and options of one layer, and the start and end of each row."""
-
     heads: int = 4
     kv_heads: int = 2
     key_dim: int = 64
@@ -57,7 +55,7 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 
 class Scene:
-    """Random keys and values of every sequence, and the step that computes the last positions of each."""
+    """Random keys and values; the step computes the last positions of each sequence."""
 
     def __init__(self, case: Case, seed: int = 0) -> None:
         self.case = case
@@ -72,7 +70,7 @@ class Scene:
         self.sinks = normal(case.heads) if case.sinks else None
 
     def run(self, chosen: Sequence[int]) -> dict[int, torch.Tensor]:
-        """Output [tokens, heads, value dim] of each chosen row, all in one step over blocks of NaN."""
+        """Output [tokens, heads, value dim] of each chosen row, in one step over blocks of NaN."""
         case = self.case
         layer = LayerSpec(case.kv_heads, case.key_dim, case.value_dim)
         layout = KvLayout((layer, layer), BLOCK, case.dtype.itemsize)
@@ -115,7 +113,7 @@ class Scene:
         return dict(zip(order, out.split(lengths), strict=True))
 
     def _check_written(self, store: KvStore, before: torch.Tensor, slots: Sequence[int]) -> None:
-        """All but the step's slots of layer 1 is as it was."""
+        """Only the step's slots of layer 1 changed."""
         expected = before
         start = store.layout.offsets[1]
         width = self.case.kv_heads * self.case.key_dim, self.case.kv_heads * self.case.value_dim
@@ -148,12 +146,12 @@ class Scene:
 
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Splits of two tiles, so that short sequences have several."""
     monkeypatch.setattr(attention, "SPLIT", 32)
     monkeypatch.setattr(attention, "TILE", 16)
     monkeypatch.setattr(attention, "CHUNK_ROWS", 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_attention_agrees_with_float64(case: Case) -> None:
     scene = Scene(case)
@@ -187,7 +185,6 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(view: AttentionWindow) -
 
 
 def test_splits_in_parallel_have_the_bits_of_splits_in_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decode merges the splits of several programs, a chunk walks them in one."""
     monkeypatch.setattr(attention, "CHUNK_ROWS", 16)
     case = Case(spans=((80, 90),), sinks=True)
     chunk = Scene(case)

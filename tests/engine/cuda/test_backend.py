@@ -1,5 +1,3 @@
-"""The CUDA backend, on CPU tensors in triton's interpreter where there is no GPU."""
-
 from __future__ import annotations
 
 import os
@@ -53,11 +51,11 @@ class InterpretedBackend(CudaBackend):
         return "interpreted" if self.device.type == "cpu" else super().kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layers"), [("gemma2", 0), ("gpt_oss", 0), ("llama", 1)])
 def test_a_model_generates_what_transformers_generates(
     name: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in chunks beside decodes, with sliding windows, softcap and sinks, and with fused layers."""
     monkeypatch.setattr(attention, "SPLIT", 32)
     monkeypatch.setattr(cuda_backend, "TRIAL_SAMPLING", cuda_backend.TRIAL_SAMPLING[:2])
     monkeypatch.setattr(model_module, "make_backend", lambda device, *_: InterpretedBackend(device))

@@ -1,4 +1,4 @@
-"""The kernels compile for a GPU, which triton's interpreter does not show: it has no types."""
+"""Triton's interpreter has no types: only compiling finds errors of type."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Exact products and norms: the same bits for a row in any batch, and the numbers of torch up to rounding."""
-
 from __future__ import annotations
 
 import os
@@ -34,7 +32,6 @@ DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "c
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small layers have several, the last one in part."""
     for name in ("TILE_ROWS", "TILE_COLUMNS", "TILE_DEPTH"):
         monkeypatch.setattr(exact, name, 16)
 
@@ -80,7 +77,7 @@ def test_a_model_with_other_parts_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_model_is_exact_by_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe refuses an exact backend whose rows depend on their neighbours. Norms of heads are among the parts."""
+    """The probe refuses an exact backend whose rows depend on their neighbours. Norms of heads are included."""
     monkeypatch.setattr(cuda_backend, "TRIAL_SAMPLING", cuda_backend.TRIAL_SAMPLING[:1])
     for name, size in {"TILE_ROWS": 64, "TILE_COLUMNS": 256, "TILE_DEPTH": 64}.items():
         monkeypatch.setattr(exact, name, size)

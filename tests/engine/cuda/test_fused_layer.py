@@ -1,5 +1,3 @@
-"""Fused decoder layers: which layers are replaced, and that they compute the same."""
-
 from __future__ import annotations
 
 import os

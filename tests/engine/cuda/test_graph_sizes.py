@@ -1,5 +1,3 @@
-"""Sizes of CUDA graphs: which batch runs in which, padding, and the budget of capturing them."""
-
 from __future__ import annotations
 
 from array import array

@@ -1,5 +1,3 @@
-"""Blocks of the CUDA store as bytes: what is written is read, in any dtype, while others are written."""
-
 from __future__ import annotations
 
 import os

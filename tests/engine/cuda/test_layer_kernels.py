@@ -1,5 +1,3 @@
-"""Norm, gate and rotation kernels against float64, in triton's interpreter where there is no GPU."""
-
 from __future__ import annotations
 
 import os
@@ -32,7 +30,7 @@ def random(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
-    """Each row by itself, relative to its norm."""
+    """Per row, relative to its norm."""
     difference = (result.double() - expected).norm(dim=-1)
     assert bool((difference <= TOLERANCE[result.dtype] * expected.norm(dim=-1)).all())
 
@@ -91,7 +89,6 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 64), (torch.float16, 20), (torch.float32, 64)])
 def test_attention_after_rotation_agrees_with_float64(dtype: torch.dtype, width: int) -> None:
-    """Rotated keys and plain values are in their slots, all other memory is unchanged, and queries are rotated."""
     heads, kv_heads, spans = 4, 2, ((0, 9), (0, 1), (0, 5))
     layer = LayerSpec(kv_heads, width, width)
     store = KvStore(KvLayout((layer, layer), 8, dtype.itemsize), 6, dtype, DEVICE)

@@ -1,5 +1,3 @@
-"""The sampling kernel draws what the documentation orders, in triton's interpreter where there is no GPU."""
-
 from __future__ import annotations
 
 import os
@@ -19,12 +17,11 @@ DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "c
 SEEDS = 3
 NAMES = ["plain", "top-k beyond the vocabulary", "top-p", "everything", "greedy, biased"]
 BORDER = 1e-5
-"""Random numbers closer than this to the border between two tokens may draw either."""
+"""Random numbers this close to the border of two tokens may draw either."""
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a small vocabulary has several, the last one in part."""
     monkeypatch.setattr(cuda_sampler, "TILE", 32)
 
 
@@ -59,7 +56,6 @@ def test_ties_at_the_border_of_top_k_are_all_kept() -> None:
 
 
 def test_the_last_token_is_drawn_by_the_highest_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And none without probability, whatever rounding does."""
     monkeypatch.setattr(cuda_sampler, "random_number", lambda row: float(np.nextafter(1.0, 0.0)))
     logits = torch.linspace(0.0, 1.0, VOCAB, device=DEVICE)[None].flip(-1)
     assert TritonSampler().sample([row({})], logits, EOS) == [VOCAB - 1]

@@ -1,5 +1,3 @@
-"""Steps of the CUDA runner: launched ahead, drawn on the device, read in one wait, replayed in padded batches."""
-
 from __future__ import annotations
 
 import os
@@ -43,7 +41,7 @@ EOS = frozenset({7})
 
 
 class Rerun:
-    """A capture whose replay computes again over the same buffers, as a graph does."""
+    """Its replay computes again over the same buffers, as a graph does."""
 
     replays = 0
 
@@ -62,7 +60,6 @@ class Rerun:
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fact: Callable[..., Any]) -> list[Any]:
-    """A fact of each call of a method from now on."""
     facts: list[Any] = []
     method = getattr(owner, name)
 
@@ -136,7 +133,7 @@ def load_interpreted(
 
 
 def host_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of tensor methods that make the host wait for a device, as they are called."""
+    """Names of called tensor methods that make the host wait for a device."""
     calls: list[str] = []
 
     def counted(name: str) -> Any:
@@ -153,6 +150,7 @@ def host_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+@pytest.mark.slow
 def test_batches_replayed_with_padding_generate_what_transformers_generates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,3 @@
-"""Restores the number of threads."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

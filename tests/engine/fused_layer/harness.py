@@ -1,5 +1,3 @@
-"""Models with layers that are fused, and the bits that they compute."""
-
 from __future__ import annotations
 
 import ctypes
@@ -55,7 +53,6 @@ def row(tokens: list[int], start: int, end: int, blocks: array[int]) -> Row:
 
 @torch.inference_mode()
 def compute_steps(device: ModelDevice) -> list[torch.Tensor]:
-    """The logits of all steps, and the blocks after them."""
     device.store.blocks.zero_()
     tokens = {id: list(tiny.prompt(50, seed)) for seed, id in enumerate("ab")}
     of_group = {"a": [3, 1, 5, 7], "b": [2, 0, 4, 6]}

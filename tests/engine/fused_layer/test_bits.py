@@ -1,5 +1,3 @@
-"""Fused layers compute the bits of their parts, and pass unsupported calls on."""
-
 from __future__ import annotations
 
 from array import array
@@ -56,7 +54,6 @@ def test_a_fused_layer_has_the_bits_of_its_parts(kind: str, dtype: str, tmp_path
 
 @pytest.mark.slow
 def test_layers_as_wide_as_in_real_models_are_fused(tmp_path: Path) -> None:
-    """A wider layer has more sums whose last bit can differ, so its trial is stricter."""
     wide = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "head_dim": 64}
     device = device_of(tmp_path, "qwen2", "bfloat16", **wide, num_hidden_layers=6)
     assert len(fused(device)) == 6
@@ -101,7 +98,6 @@ PLAIN = "as in a step"
 
 
 def layer_calls(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Called]:
-    """A step's call of a layer, and other calls."""
     cos, sin = angles
     return {
         PLAIN: ((x,), {"position_embeddings": angles}),

@@ -1,5 +1,3 @@
-"""Layers that compute their followers in the same kernel call."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -18,7 +16,6 @@ pytestmark = needs_kernels
 
 
 def record_order(device: ModelDevice) -> list[LookaheadLayer]:
-    """Layers in the order in which they are computed from now on."""
     done: list[LookaheadLayer] = []
     by_address = {layer._address: layer for layer in fused(device)}
     for layer in by_address.values():

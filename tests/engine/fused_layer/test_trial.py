@@ -1,5 +1,3 @@
-"""Layers that differ from the kernel in any way are not fused."""
-
 from __future__ import annotations
 
 import ctypes
@@ -55,8 +53,6 @@ class DistanceScaled(LlamaDecoderLayer):
 
 
 class NeedsArgument(LlamaDecoderLayer):
-    """Needs an argument that the trial does not pass."""
-
     def forward(self, *given: Any, **named: Any) -> torch.Tensor:
         answer: torch.Tensor = super().forward(*given, **named)
         factor: torch.Tensor = named["something"]
@@ -116,7 +112,6 @@ def test_parts_with_other_widths_are_not_tried(change: Callable[[Any], None], mo
 def test_a_fused_layer_with_one_other_bit_is_not_used(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last bit of one number is enough."""
     assert KERNELS is not None
     right = KERNELS.layers
 

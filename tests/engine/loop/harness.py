@@ -1,5 +1,3 @@
-"""An engine on a device that sleeps or crashes on request, its loop, and what the loop delivered."""
-
 from __future__ import annotations
 
 import asyncio
@@ -22,7 +20,7 @@ STEP_SECONDS = 0.02
 
 
 class Device(FakeDevice):
-    """Counts its steps, records their thread, sleeps, and crashes on request."""
+    """Counts its steps, records their thread, sleeps and crashes on request."""
 
     def __init__(self, num_blocks: int = 64) -> None:
         super().__init__(num_blocks=num_blocks, block_size=BLOCK, context_length=96, cost=lambda _: self.seconds)
@@ -42,8 +40,6 @@ class Device(FakeDevice):
 
 
 class Scene:
-    """An engine that counts its steps, its loop, and what ``on_step`` received."""
-
     def __init__(self, num_blocks: int = 64) -> None:
         self.device = Device(num_blocks)
         self.engine = make_engine(device=self.device)
@@ -81,7 +77,7 @@ class Scene:
         return next(ended for output in self.outputs for ended in output.ended if ended.id == id)
 
     async def stays_asleep(self) -> bool:
-        """Whether, once the current work is done, the thread runs no step and uses no CPU for a while."""
+        """Whether, after the current work, the thread runs no step and uses no CPU for a while."""
         for _ in range(40):
             before = self._spent()
             await asyncio.sleep(0.05)
@@ -91,7 +87,6 @@ class Scene:
         return False
 
     def _spent(self) -> tuple[int, float]:
-        """Steps, and CPU seconds of the engine's thread: a thread that polls uses some."""
         thread = self.loop._thread.ident
         assert thread is not None
         return self.steps, time.clock_gettime(time.pthread_getcpuclockid(thread))
@@ -111,7 +106,7 @@ async def running(num_blocks: int = 64) -> AsyncIterator[Scene]:
 
 
 async def fails_as_stopped(call: Callable[[], Awaitable[object]]) -> BaseException | None:
-    """Check that the call raises EngineStopped; returns its cause."""
+    """Check that the call raises EngineStopped; return its cause."""
     with pytest.raises(EngineStopped) as stopped:
         await asyncio.wait_for(call(), 20)
     return stopped.value.__cause__

@@ -1,5 +1,3 @@
-"""A command whose caller was cancelled is undone or never runs."""
-
 from __future__ import annotations
 
 import asyncio

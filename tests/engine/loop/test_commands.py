@@ -1,5 +1,3 @@
-"""Commands run between steps on the engine's thread, and are answered on the event loop."""
-
 from __future__ import annotations
 
 import asyncio
@@ -51,7 +49,6 @@ async def test_an_error_of_a_command_reaches_only_its_caller() -> None:
 
 
 async def test_a_step_is_delivered_in_one_callback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All calls made meanwhile run in one batch, too."""
     async with running() as scene:
         posts: list[object] = []
         original = scene.loop._post

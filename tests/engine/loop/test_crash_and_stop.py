@@ -1,5 +1,3 @@
-"""A crash or a stop fails all pending and later commands."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Without work the thread sleeps; a long step is visible and does not block the event loop."""
-
 from __future__ import annotations
 
 import asyncio
@@ -38,7 +36,7 @@ async def test_with_no_work_the_thread_sleeps() -> None:
 
 
 async def test_a_stalled_engine_sleeps() -> None:
-    """A lease holds the blocks that a waiting sequence needs; it runs as soon as the lease ends."""
+    """A lease holds the blocks that a waiting sequence needs."""
     async with running(num_blocks=8) as scene:
         await scene.add(make_request("holder", prompt(24), 4, park_after=1))
         await scene.until(lambda: bool(scene.text("holder")))
@@ -53,7 +51,6 @@ async def test_a_stalled_engine_sleeps() -> None:
 
 
 async def test_a_slow_step_does_not_block_the_event_loop() -> None:
-    """The step ends only after the event loop has gone on for a while."""
     async with running() as scene:
         begun, ticked = threading.Event(), threading.Event()
 

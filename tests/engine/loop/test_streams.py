@@ -1,5 +1,3 @@
-"""One stream per sequence over the loop."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Runs the random scripts of ``state_machine`` with a fault patched in, until a property breaks."""
-
 from __future__ import annotations
 
 import re
@@ -16,7 +14,7 @@ SEEDS = range(60)
 
 
 def first_failure(windows: Windows = (FULL,)) -> str:
-    """The message of the first script that breaks a property; empty when all pass."""
+    """Message of the first script that breaks a property; empty if none does."""
     for seed in SEEDS:
         try:
             play(seed, windows=windows)
@@ -26,7 +24,7 @@ def first_failure(windows: Windows = (FULL,)) -> str:
 
 
 def check_found(fault: Callable[[Patch], None], expected: str, patch: Patch, windows: Windows = (FULL,)) -> None:
-    """With the fault, a script breaks a property with the ``expected`` message."""
+    """Require that a script breaks a property with the ``expected`` message."""
     patch.setattr(machine, "MEMORY", {})  # a fault may change the expected output too
     fault(patch)
     message = first_failure(windows)

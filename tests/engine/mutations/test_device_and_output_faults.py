@@ -1,5 +1,3 @@
-"""Deliberate faults of the device and of emitted events, and the messages that report them."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -54,8 +52,6 @@ def emit_prompt_logprobs_again(patch: Patch) -> None:
 
 
 def draw_in_the_order_of_calls(patch: Patch) -> None:
-    """Random numbers in the order of the calls, as a generator would give them."""
-
     def counter_uniform(*_: int) -> float:
         return next(numbers)
 

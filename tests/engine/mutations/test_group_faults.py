@@ -1,5 +1,3 @@
-"""Faults of cache groups: blocks freed too early, mixed up between groups, or allocated for some groups only."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -27,8 +25,6 @@ def free_a_block_too_early(patch: Patch) -> None:
 
 
 def find_blocks_of_any_group(patch: Patch) -> None:
-    """One table of hashes for all groups."""
-
     def init(index: PrefixIndex, block_size: int, windows: Sequence[Window]) -> None:
         original(index, block_size, windows)
         index._blocks = (index._blocks[0],) * len(windows)
@@ -38,8 +34,6 @@ def find_blocks_of_any_group(patch: Patch) -> None:
 
 
 def ask_too_much_of_a_prefix_hit(patch: Patch) -> None:
-    """A hit without the blocks of the window."""
-
     def longest_windowed(index: PrefixIndex, hashes: Sequence[bytes]) -> int:
         windowed = index._blocks[-1]
         return max((count for count, digest in enumerate(hashes, 1) if digest in windowed), default=0)
@@ -48,7 +42,7 @@ def ask_too_much_of_a_prefix_hit(patch: Patch) -> None:
 
 
 def allocate_some_groups_only(patch: Patch) -> None:
-    """The first group keeps its block when there is none for the second."""
+    """The first group keeps its block when the second gets none."""
 
     def allocate(
         pool: BlockPool, owner: str, count: int, prefix: Sequence[GroupBlocks] = (), spare: int = 0

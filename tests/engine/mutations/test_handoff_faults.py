@@ -1,5 +1,3 @@
-"""Deliberate faults of a handoff, and the messages that report them."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -28,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 def swap_two_blocks(patch: Patch) -> None:
-    """All checksums match, and two blocks are swapped."""
+    """All checksums match."""
 
     def accept(arrival: IncomingSequence, commit: TransferCommit) -> EngineSequence:
         received, store = sorted(arrival._checksums), arrival._store
@@ -44,8 +42,6 @@ def swap_two_blocks(patch: Patch) -> None:
 
 
 def accept_a_missing_block(patch: Patch) -> None:
-    """A block is lost, and the count is not checked."""
-
     def write(arrival: IncomingSequence, address: BlockAddress, data: bytes, total: int) -> None:
         if address.block == arrival.cached_blocks + 1:
             arrival._checksums[address] = total
@@ -68,7 +64,7 @@ def flip_a_byte_and_forge_the_sum(patch: Patch) -> None:
 
 
 def end_a_lease_early(patch: Patch) -> None:
-    """The blocks go with their sequence, and the export reads what comes after it."""
+    """Blocks are freed with their sequence; the export reads later contents."""
 
     def offer(
         export: KvExport, sequence: EngineSequence, address: BlockAddress, checksum: transfer.Checksum
@@ -84,8 +80,6 @@ def end_a_lease_early(patch: Patch) -> None:
 
 
 def keep_a_sequence_that_was_sent(patch: Patch) -> None:
-    """The sender releases the lease but not the sequence."""
-
     def release(transfers: KvTransfers, id: str) -> None:
         export = transfers.exports.get(id)
         if export is not None:
@@ -107,7 +101,6 @@ CHANGES: dict[str, Callable[[bytes, bytes], tuple[bytes, bytes]]] = {
 
 
 def continued(log: OutputLog, payload: Payload) -> OutputLog:
-    """The text goes on in another engine."""
     receiver = make_engine()
     import_sequence(receiver, REQUEST, payload)
     return run(receiver, log=log)
@@ -115,7 +108,7 @@ def continued(log: OutputLog, payload: Payload) -> OutputLog:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_fault_with_matching_checksums_changes_the_output(change: str) -> None:
-    """A comparison of outputs finds faults that no check could."""
+    """Only comparing outputs finds such faults."""
     sender = make_engine()
     log = run(sender, REQUEST)
     payload = export_sequence(sender, REQUEST.id)

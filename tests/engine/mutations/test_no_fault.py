@@ -1,5 +1,3 @@
-"""Without a fault no script breaks a property."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""One deliberate fault for each property of the block pool, and the message that reports it."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -24,7 +22,6 @@ def leak_a_block(patch: Patch) -> None:
 
 
 def release_no_table(patch: Patch) -> None:
-    """Its references are never dropped."""
     patch.setattr(BlockTable, "release", lambda table: None)
 
 
@@ -70,8 +67,6 @@ def keep_the_hash_of_an_evicted_block(patch: Patch) -> None:
 
 
 def hash_without_the_parent(patch: Patch) -> None:
-    """Blocks of equal tokens after other tokens are taken for each other."""
-
     def hash_blocks(parent: bytes, tokens: Sequence[int], size: int) -> list[bytes]:
         return [original(b"", tokens[at : at + size], size)[0] for at in range(0, len(tokens) - size + 1, size)]
 
@@ -80,7 +75,6 @@ def hash_without_the_parent(patch: Patch) -> None:
 
 
 def mix_the_salts(patch: Patch) -> None:
-    """Blocks of one salt are found with another."""
     original = block_hashes.root_hash
     patch.setattr("decant.engine.sequence.root_hash", lambda salt: original(b""))
 

@@ -1,5 +1,3 @@
-"""One deliberate fault for each property of the scheduler, and the message that reports it."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -20,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def publish_too_early(patch: Patch) -> None:
-    """All full blocks of the tokens, whatever is computed."""
+    """All full blocks of the tokens, computed or not."""
 
     def commit(engine: Engine, *step: Any) -> None:
         original(engine, *step)
@@ -33,7 +31,7 @@ def publish_too_early(patch: Patch) -> None:
 
 
 def publish_an_output_block_too_early(patch: Patch) -> None:
-    """On release: the slot of its last token is still empty."""
+    """On release, when the slot of the last token is empty."""
 
     def release(scheduler: Scheduler, sequence: EngineSequence) -> None:
         computed, sequence.computed = sequence.computed, len(sequence.tokens)
@@ -57,7 +55,7 @@ def spend_one_token_too_many(patch: Patch) -> None:
 
 
 def fill_by_time_alone(patch: Patch) -> None:
-    """Where seconds are known, tokens are not counted."""
+    """If seconds are known, tokens are not counted."""
 
     def spend(budget: _Budget, sequence: EngineSequence, slots: int) -> Row:
         limits = budget._limits
@@ -150,8 +148,6 @@ def never_admit_a_low_priority(patch: Patch) -> None:
 
 
 def skip_a_token_after_a_hit(patch: Patch) -> None:
-    """A prefix hit is taken for one slot more than it has."""
-
     def admit(scheduler: Scheduler, reserved_slots: int) -> EngineSequence | None:
         sequence = original(scheduler, reserved_slots)
         if sequence and sequence.computed and sequence.remaining > 1:

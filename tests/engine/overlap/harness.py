@@ -1,5 +1,3 @@
-"""A fake device that overlaps steps and computes each as early or as late as a real one might."""
-
 from __future__ import annotations
 
 import random
@@ -15,7 +13,7 @@ from tests.engine.state_machine import Watched
 class Overlapping(FakeDevice):
     """Computes a step when it is submitted, when its result is awaited, or in between.
 
-    ``rng`` chooses. ``ahead`` counts the steps that were submitted while another was not awaited.
+    ``rng`` chooses. ``ahead`` counts steps submitted before the last was awaited.
     """
 
     overlaps = True
@@ -47,7 +45,6 @@ class Overlapping(FakeDevice):
         return self._await
 
     def _compute(self, steps: int) -> None:
-        """The oldest ``steps`` of those that are not computed."""
         for _ in range(steps):
             plan = self._submitted.pop(0)
             rows = [self._with_input(plan, index, row) for index, row in enumerate(plan.rows)]
@@ -70,8 +67,6 @@ class Overlapping(FakeDevice):
 
 
 class WatchedOverlapping(Overlapping, Watched):
-    """Holds each plan to the limits, too."""
-
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         properties.plan_keeps_the_limits(self.engine, plan)
         properties.no_prompt_follows_one_that_was_cut(plan)

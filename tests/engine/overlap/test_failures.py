@@ -1,5 +1,3 @@
-"""Failures of a step while another one is computed: nothing of a failed row is found, and no engine runs on."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Commands on a device that overlaps steps: what they commit is delivered before they are answered."""
-
 from __future__ import annotations
 
 import asyncio
@@ -15,7 +13,7 @@ from tests.engine.overlap.harness import Overlapping
 
 
 class Eager(Overlapping):
-    """Computes when a step is submitted: the next submission delays what is delivered after it."""
+    """Computes on submission: the next submission delays what is delivered after it."""
 
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         wait = super().submit(plan)
@@ -24,7 +22,6 @@ class Eager(Overlapping):
 
 
 def test_a_sequence_is_parked_behind_the_tokens_that_were_delivered() -> None:
-    """What the park committed was delivered: the tokens that the sequence has are those that the listener knows."""
     request = make_request("a", 5, stop=StopParams(60, ignore_eos=True))
     known: list[int] = []
 

@@ -1,5 +1,3 @@
-"""Steps launched before the last result is known: the output of one step at a time, and no block is lost."""
-
 from __future__ import annotations
 
 import random
@@ -193,6 +191,7 @@ def test_a_handoff_between_overlapping_engines_keeps_the_output() -> None:
     nothing_is_held(receiver)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", GROUPS, ids=str)
 def test_all_actions_in_any_order_keep_output_and_blocks(windows: Any) -> None:
     first = 100 * GROUPS.index(windows)

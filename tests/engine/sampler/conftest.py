@@ -1,5 +1,3 @@
-"""Samplers and a loaded model."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

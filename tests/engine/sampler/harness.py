@@ -1,5 +1,3 @@
-"""Rows with sampling parameters, random logits, and a choice of two samplers."""
-
 from __future__ import annotations
 
 from array import array
@@ -102,14 +100,14 @@ def exact(drawn: Row, logits: torch.Tensor) -> np.ndarray:
 
 
 def logits_of(seed: int, count: int = 1, vocabulary: int = VOCAB) -> torch.Tensor:
-    """Random logits under which the tokens of the rows are likely, so that penalties change them."""
+    """The rows' tokens are likely, so that penalties change them."""
     logits = torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(seed)) * 1.5
     logits[:, list({*PROMPT, *OUTPUT})] += 2.0
     return logits
 
 
 def row(mix: dict[str, Any], output: Sequence[int] = OUTPUT, min_tokens: int = 0, **more: Any) -> Row:
-    """A row with the sampling parameters ``mix``; not greedy by default."""
+    """Not greedy by default."""
     sampling = SamplingParams(**{"temperature": 1.0, **mix, **more})
     stop = StopParams(min_tokens=min_tokens, stop_token_ids=frozenset({4}))
     request = Request("r", PROMPT, sampling=sampling, stop=stop)
@@ -128,7 +126,6 @@ def engine_on(device: ModelDevice, budget: int = 64) -> Engine:
 
 
 def events(engine: Engine, requests: Sequence[Request]) -> list[Any]:
-    """All events of an engine, in order."""
     for request in requests:
         engine.add(request)
     items: list[Any] = []

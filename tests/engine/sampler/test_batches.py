@@ -1,5 +1,3 @@
-"""A row gets the same token in any batch."""
-
 from __future__ import annotations
 
 import itertools
@@ -22,7 +20,6 @@ pytestmark = pytest.mark.slow
 @both_samplers
 @pytest.mark.parametrize("vocabulary", [VOCAB, 3000])
 def test_a_row_gets_the_same_token_alone_and_in_a_mixed_batch(vocabulary):
-    """However many rows go through the sampler's operations together."""
     rows = [
         row(mix, output=OUTPUT[:written], min_tokens=least, seed=seed)
         for seed, (mix, written, least) in enumerate(itertools.product(MIXES.values(), (0, 1, 5), (0, 3)))
@@ -38,7 +35,6 @@ def test_a_row_gets_the_same_token_alone_and_in_a_mixed_batch(vocabulary):
 @pytest.mark.skipif(KERNELS is None, reason="this CPU has no AVX2, or no compiler was here")
 @pytest.mark.parametrize("vocabulary", [1, 7, 8, PIECE - 1, PIECE + 1, 3000])
 def test_bfloat16_and_threads_do_not_change_tokens(vocabulary):
-    """A bfloat16 is a float32 too."""
     kinds = [row(mix, seed=seed).request.sampling for seed, mix in enumerate(MIXES.values()) if "logit_bias" not in mix]
     requests = [Request("r", (0,), sampling=kind) for kind in kinds]
     rows = [Row(one, [0, 0], 1, 2, (array("i"),), True, SamplerState(one)) for one in requests]

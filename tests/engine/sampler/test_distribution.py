@@ -1,5 +1,3 @@
-"""Each token is drawn from exactly the requested distribution."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -31,7 +29,6 @@ DRAWS = 6_000
 
 
 def draws(drawn: dict[str, Any], logits: torch.Tensor, **options: Any) -> np.ndarray:
-    """How often each token is drawn, over DRAWS seeds."""
     counts = np.zeros(VOCAB, dtype=int)
     for first in range(0, DRAWS, 2000):
         rows = [row(drawn, seed=seed, **options) for seed in range(first, first + 2000)]
@@ -40,8 +37,7 @@ def draws(drawn: dict[str, Any], logits: torch.Tensor, **options: Any) -> np.nda
 
 
 def chi_square(counts: np.ndarray, shares: np.ndarray) -> float:
-    """p-value of the counts under the shares; 0 if a token with probability 0 was drawn. Tokens expected fewer than 5
-    times are one bin."""
+    """p-value; 0 if a token with probability 0 was drawn. Tokens expected fewer than 5 times share one bin."""
     if counts[shares == 0].any():
         return 0.0
     expected = shares * counts.sum()
@@ -87,7 +83,6 @@ def test_stop_tokens_are_drawn_only_after_the_minimum_length():
 @both_samplers
 @pytest.mark.parametrize("name", MIXES)
 def test_a_draw_inverts_the_exact_cumulative_distribution(name, monkeypatch):
-    """For any random number; a number at a border may fall on either side of it."""
     numbers = np.linspace(0.0005, 0.9995, 401)
     for seed in range(10):
         logits = logits_of(seed)
@@ -104,7 +99,7 @@ def test_a_draw_inverts_the_exact_cumulative_distribution(name, monkeypatch):
 @pytest.mark.parametrize("vocabulary", [PIECE, 4 * PIECE + 300])
 @pytest.mark.parametrize("name", [*RANDOM, "nearly all", "many"])
 def test_a_draw_from_a_large_vocabulary_inverts_the_distribution(vocabulary, name, monkeypatch):
-    """Sums are computed in pieces: one has the likeliest tokens, one has none that may be drawn."""
+    """Sums are computed in pieces: one has the likeliest tokens, another none that may be drawn."""
     mix = {**RANDOM, "nearly all": {"top_p": 0.9999}, "many": {"top_k": 900, "top_p": 0.999}}[name]
     logits = logits_of(11, 1, vocabulary)
     logits[0, -200:] += 3.0
@@ -127,7 +122,6 @@ def test_a_draw_from_a_large_vocabulary_inverts_the_distribution(vocabulary, nam
     "mix", [{"repetition_penalty": 1e-42, "temperature": 0.5}, {"temperature": 1e-5, "logit_bias": {2: 100.0}}], ids=str
 )
 def test_tokens_with_scores_beyond_the_float_range_are_drawn(mix, narrow):
-    """Scores above the highest float are set to it."""
     rows = [row({**mix, **narrow}, seed=seed) for seed in range(100)]
     logits = logits_of(0).abs() * 1e4
     drawn = set(sample(rows, logits.expand(100, -1), EOS))

@@ -1,5 +1,3 @@
-"""Log-probabilities of generated and of prompt tokens."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -34,7 +32,6 @@ def test_logprobs_are_of_the_unchanged_logits():
 
 @pytest.mark.parametrize("vocabulary", [VOCAB, 3000])
 def test_logprobs_of_a_row_do_not_depend_on_other_rows(vocabulary: int) -> None:
-    """Nor on the number of alternatives of other rows, if many tokens are equally likely."""
     logits = logits_of(9, 70, vocabulary).mul(4).round().div(4)
     tokens, counts = [at % VOCAB for at in range(70)], [at % 21 for at in range(70)]
     run_alone = [token_logprobs(logits[at : at + 1], [tokens[at]], [counts[at]])[0] for at in range(70)]
@@ -53,7 +50,6 @@ def test_equally_likely_alternatives_are_ordered_by_token_id() -> None:
 
 
 def full_pass(folder: Path, tokens: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities of what follows each token, by transformers in one pass."""
     model: Any = tiny.reference(folder)
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]

@@ -1,5 +1,3 @@
-"""Random numbers of draws: by seed, output index and position."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -27,7 +25,7 @@ def test_a_draw_depends_only_on_seed_output_index_and_position():
 
 
 def test_a_position_counts_output_tokens_only(monkeypatch):
-    """A request that is restarted with its output so far draws with the same numbers."""
+    """A request restarted with its output so far draws with the same numbers."""
     batch: list[tuple[int, ...]] = []
 
     def number(*where: int) -> float:

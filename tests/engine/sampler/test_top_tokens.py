@@ -1,5 +1,3 @@
-"""The highest score of each row, and rows that are not finite."""
-
 from __future__ import annotations
 
 import pytest

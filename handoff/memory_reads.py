@@ -1,0 +1,120 @@
+"""A transport whose receiver reads blocks from the sender's memory; messages, checksums and leases stay on gRPC.
+
+    receiver                                                sender
+    Open(reads_memory) ──────────────────────────────────>  its transport offers memory, else chunks come with data
+                       <───────────────────────  memory ──  how to reach it
+                       <────────  kv_chunk(block_offsets) ─  no data
+    read ····· of registered memory, no message ·········>
+    the chunk with its data, as if it had come in it
+
+What is read is verified as what is sent. A read may still run when the sender takes the blocks back: then it finds
+other bytes, and the checksums refuse them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from typing import Protocol
+
+from decant.handoff.codec import Received
+from decant.handoff.errors import HandoffFailed
+from decant.handoff.packing import TransferLayout, located_parts
+from decant.handoff.transport import KvSource, Transport
+from decant.protos import worker_pb2 as wire
+from decant.runtime import logs
+
+RETRY_SECONDS = 60.0
+"""After a failed read, chunks from that address come with their data for so long."""
+
+_log = logs.get(__name__)
+
+
+class SenderMemory(Protocol):
+    """The memory of one sender, for one fetch. ``close`` releases it, also during a read."""
+
+    async def read(self, parts: Sequence[range]) -> memoryview:
+        """The bytes of these parts of it, valid until the next read or ``close``. Raises ConnectionError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class MemoryAgent(Protocol):
+    """Offers this process's blocks to receivers, and reads those of senders."""
+
+    @property
+    def memory(self) -> wire.BlockMemory: ...
+
+    def open(self, memory: wire.BlockMemory) -> SenderMemory:
+        """Raises ConnectionError."""
+        ...
+
+
+class MemoryReads:
+    """A ``Transport`` over another, which moves the messages."""
+
+    def __init__(self, messages: Transport, agent: MemoryAgent, shape: TransferLayout) -> None:
+        self.memory = agent.memory
+        self._messages = messages
+        self._agent = agent
+        self._shape = shape
+        self._failed: dict[str, float] = {}  # by address: when to try again
+
+    def source(self, address: str) -> KvSource:
+        source = self._messages.source(address)
+        if self._failed.get(address, 0.0) > asyncio.get_running_loop().time():
+            return source
+        return _ReadingSource(source, self, address)
+
+    def open(self, memory: wire.BlockMemory) -> SenderMemory:
+        return self._agent.open(memory)
+
+    def parts(self, memory: wire.BlockMemory, chunk: wire.KvChunk) -> list[range]:
+        parts = located_parts(self._shape, chunk)
+        if any(part.stop > memory.bytes for part in parts):
+            raise HandoffFailed(wire.CAUSE_CORRUPT, f"a block beyond the {memory.bytes} bytes of its sender")
+        return parts
+
+    def note_failure(self, address: str, reason: ConnectionError) -> None:
+        _log.warning("cannot read a sender's memory", address=address, reason=str(reason), seconds=RETRY_SECONDS)
+        now = asyncio.get_running_loop().time()
+        self._failed = {key: until for key, until in self._failed.items() if until > now}
+        self._failed[address] = now + RETRY_SECONDS
+
+
+class _ReadingSource:
+    def __init__(self, source: KvSource, transport: MemoryReads, address: str) -> None:
+        self._source = source
+        self._transport = transport
+        self._address = address
+
+    async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncIterator[Received]:
+        memory, reader = wire.BlockMemory(), None
+        with contextlib.ExitStack() as stack:
+            async for received in self._source.fetch(_offering(requests)):
+                chunk = received.response.kv_chunk
+                try:
+                    if received.response.HasField("memory"):
+                        memory = received.response.memory
+                        reader = self._transport.open(memory)
+                        stack.callback(reader.close)
+                        continue
+                    if reader is not None and chunk.block_offsets:
+                        data = await reader.read(self._transport.parts(memory, chunk))
+                        received = Received(received.response, data)  # noqa: PLW2901
+                except ConnectionError as error:
+                    self._transport.note_failure(self._address, error)
+                    raise
+                yield received
+
+    async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
+        await self._source.release(request, seconds)
+
+
+async def _offering(requests: AsyncIterable[wire.FetchRequest]) -> AsyncIterator[wire.FetchRequest]:
+    async for request in requests:
+        if request.HasField("open"):
+            request.open.reads_memory = True
+        yield request

@@ -1,0 +1,73 @@
+"""Connections that calls share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+IDLE_SECONDS = 60.0
+
+
+@dataclass(slots=True)
+class _Entry(Generic[T]):
+    value: T
+    users: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+
+class Shared(Generic[K, T]):
+    """Values by key: opened by their first user, closed ``idle_seconds`` after their last one."""
+
+    def __init__(
+        self,
+        open: Callable[[K], T],
+        close: Callable[[T], Coroutine[Any, Any, None]],
+        idle_seconds: float = IDLE_SECONDS,
+    ) -> None:
+        self._open = open
+        self._close = close
+        self._idle_seconds = idle_seconds
+        self._entries: dict[K, _Entry[T]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        """Open values."""
+        return len(self._entries)
+
+    @contextmanager
+    def borrow(self, key: K) -> Iterator[T]:
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = _Entry(self._open(key))
+        if entry.timer is not None:
+            entry.timer.cancel()
+        entry.users += 1
+        try:
+            yield entry.value
+        finally:
+            entry.users -= 1
+            if not entry.users and self._entries.get(key) is entry:
+                entry.timer = asyncio.get_running_loop().call_later(self._idle_seconds, self.evict, key)
+
+    def evict(self, key: K) -> None:
+        """Close a value, used or not; the next user opens another one."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return
+        if entry.timer is not None:
+            entry.timer.cancel()
+        closing = asyncio.get_running_loop().create_task(self._close(entry.value))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        for key in list(self._entries):
+            self.evict(key)
+        if self._closing:
+            await asyncio.wait(self._closing)

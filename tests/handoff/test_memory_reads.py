@@ -1,0 +1,199 @@
+"""A receiver reads blocks from its sender's memory: the same sequences, the same refusals, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from decant.handoff import sender as sender_module
+from decant.handoff.codec import decode
+from decant.handoff.errors import HandoffFailed
+from decant.handoff.packing import MESSAGE_BYTES
+from decant.handoff.receiver import KvReceiver
+from decant.protos import worker_pb2 as wire
+from tests.handoff.factories import Worker, alone, ask
+from tests.handoff.harness import LocalAgent, LocalReader, reads
+from tests.handoff.test_cache_groups import GROUPS
+from tests.worker.waiting import eventually
+
+
+def agent_of(sender: Worker) -> LocalAgent:
+    agent = LocalAgent(sender.engine.device.block_memory)
+    sender.sender.memory = agent.memory
+    return agent
+
+
+@pytest.mark.parametrize("message_bytes", [MESSAGE_BYTES, 64, 20])
+async def test_blocks_of_each_group_are_read_and_none_is_sent(message_bytes: int) -> None:
+    """Many blocks in a message, two, and one in two."""
+    request, sent = ask(length=64), list[wire.KvChunk]()
+
+    def note(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+        sent.append(message.kv_chunk)
+        return [message]
+
+    workers = [Worker(name, blocks=192, windows=GROUPS, message_bytes=message_bytes) for name in "pd"]
+    async with workers[0] as sender, workers[1] as receiver:
+        agent = agent_of(sender)
+        source = reads(sender, agent, note).source("p")
+        result = await receiver.receiver.receive(source, await sender.offer(request), await receiver.room(request))
+        assert sender.tokens["r"] + await receiver.finished("r") == await alone(request, GROUPS)
+        await sender.emptied()
+        await receiver.emptied()
+    assert not any(chunk.data for chunk in sent)
+    assert sum(reader.count for reader in agent.readers) == result.received > 0
+    await eventually(lambda: all(reader.closed for reader in agent.readers))
+
+
+@pytest.mark.parametrize("offers", [True, False], ids=["only the sender", "only the receiver"])
+async def test_where_one_end_has_no_agent_blocks_come_in_messages(offers: bool) -> None:
+    request = ask()
+    async with Worker("p") as sender, Worker("d") as receiver:
+        agent = agent_of(sender)
+        transport = reads(sender, agent)
+        if not offers:
+            sender.sender.memory = None
+        source = transport._messages.source("p") if offers else transport.source("p")
+        await receiver.receiver.receive(source, await sender.offer(request), await receiver.room(request))
+        assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
+    assert not agent.readers
+
+
+async def test_bytes_that_changed_before_they_were_read_are_refused() -> None:
+    """As if the lease were over, and the block another sequence's."""
+
+    def overwrite(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+        for offset in message.kv_chunk.block_offsets[:1]:
+            block = sender.engine.device.read(offset // sender.shape.block_bytes)
+            block[0] ^= 1
+        return [message]
+
+    request = ask()
+    async with Worker("p") as sender, Worker("d") as receiver:
+        source = reads(sender, agent_of(sender), overwrite).source("p")
+        with pytest.raises(HandoffFailed) as failed:
+            await receiver.receiver.receive(source, await sender.offer(request), await receiver.room(request))
+        assert failed.value.cause == wire.CAUSE_CORRUPT
+        await sender.emptied()
+        await receiver.emptied()
+
+
+@pytest.mark.parametrize("fault", ["beyond", "offset", "many"])
+@pytest.mark.parametrize("message_bytes", [64, 20])
+async def test_nothing_outside_of_the_senders_blocks_is_read(fault: str, message_bytes: int) -> None:
+    def change(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+        chunk = message.kv_chunk
+        if chunk.block_offsets:
+            match fault:
+                case "beyond":
+                    chunk.block_offsets[0] = agent.memory.bytes - 1
+                case "offset":
+                    chunk.offset = sender.shape.block_bytes
+                case "many":
+                    chunk.block_offsets.extend([0] * sender.shape.blocks_per_message)
+        return [message]
+
+    request = ask()
+    async with Worker("p", message_bytes=message_bytes) as sender, Worker("d", message_bytes=message_bytes) as receiver:
+        agent = agent_of(sender)
+        source = reads(sender, agent, change).source("p")
+        with pytest.raises(HandoffFailed) as failed:
+            await receiver.receiver.receive(source, await sender.offer(request), await receiver.room(request))
+        assert failed.value.cause == wire.CAUSE_CORRUPT
+        assert not any(reader.count for reader in agent.readers)
+        await sender.emptied()
+        await receiver.emptied()
+
+
+@pytest.mark.parametrize("fails", ["open", "read"])
+async def test_after_a_failed_read_blocks_come_in_messages(fails: str) -> None:
+    class Broken(LocalAgent):
+        def open(self, memory: wire.BlockMemory) -> LocalReader:
+            if fails == "open":
+                raise ConnectionError("no route")
+            return Unreachable(0)
+
+    class Unreachable(LocalReader):
+        async def read(self, parts: Sequence[range]) -> memoryview:
+            raise ConnectionError("no route")
+
+    async with Worker("p") as sender, Worker("d") as receiver:
+        transport = reads(sender, Broken(sender.engine.device.block_memory))
+        sender.sender.memory = LocalAgent(sender.engine.device.block_memory).memory
+        ticket, arrival = await sender.offer(ask("first")), await receiver.room(ask("first"))
+        with pytest.raises(HandoffFailed) as failed:
+            await receiver.receiver.receive(transport.source("p"), ticket, arrival)
+        assert failed.value.cause == wire.CAUSE_PEER_LOST
+        ticket, arrival = await sender.offer(ask()), await receiver.room(ask())
+        await receiver.receiver.receive(transport.source("p"), ticket, arrival)
+        assert sender.tokens["r"] + await receiver.finished("r") == await alone(ask())
+        await sender.emptied()
+        await receiver.emptied()
+
+
+async def test_a_fetch_cancelled_in_a_read_frees_both_ends() -> None:
+    request = ask()
+    async with Worker("p") as sender, Worker("d") as receiver:
+        agent = agent_of(sender)
+        ticket, arrival = await sender.offer(request), await receiver.room(request)
+        opened = agent.open
+
+        def blocked(memory: wire.BlockMemory) -> LocalReader:
+            reader = opened(memory)
+            reader.gate.clear()
+            return reader
+
+        agent.open = blocked  # type: ignore[method-assign]
+        task = asyncio.create_task(receiver.receiver.receive(reads(sender, agent).source("p"), ticket, arrival))
+        await eventually(lambda: agent.readers)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        await eventually(lambda: agent.readers[0].closed)
+        await sender.emptied()
+        await receiver.emptied()
+
+
+async def test_the_commit_of_many_chunks_waits_for_no_heartbeat() -> None:
+    """Blocks of 4 tokens, one in two messages: more than may be unread."""
+    request = ask(length=240)
+    workers = [Worker(name, message_bytes=20) for name in "pd"]
+    async with workers[0] as sender, workers[1] as receiver:
+        heartless = KvReceiver(receiver.loop, receiver.shape, receiver.peer, wire.Heartbeat, heartbeat_s=3600)
+        source = reads(sender, agent_of(sender)).source("p")
+        await heartless.receive(source, await sender.offer(request), await receiver.room(request))
+        assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
+        await heartless.close()
+
+
+async def test_the_commit_waits_until_few_chunks_are_unread() -> None:
+    """Blocks of 32 bytes, one in two messages: twice as many as may be unread."""
+    count = sender_module.UNREAD_CHUNKS * 2
+    request = ask(length=count * 2)
+    async with Worker("p", blocks=128, message_bytes=20) as sender, Worker("d", blocks=128) as receiver:
+        agent_of(sender)
+        ticket, arrival = await sender.offer(request), await receiver.room(request)
+        acknowledged = asyncio.Event()
+
+        async def requests() -> AsyncIterator[wire.FetchRequest]:
+            opening = receiver.receiver._open(ticket, arrival)
+            opening.reads_memory = True
+            yield wire.FetchRequest(open=opening)
+            await acknowledged.wait()
+            yield wire.FetchRequest(ack=wire.Ack(kv_chunks=sender_module.UNREAD_CHUNKS))
+            await asyncio.sleep(3600)
+
+        chunks = 0
+        async with contextlib.aclosing(sender.sender.fetch(requests())) as messages:
+            async for message in messages:
+                response = decode(message).response
+                chunks += response.HasField("kv_chunk")
+                if response.HasField("heartbeat") and chunks == count:
+                    acknowledged.set()
+                if response.HasField("commit"):
+                    break
+        assert acknowledged.is_set()
+        await receiver.loop.call(lambda _: arrival.abort())

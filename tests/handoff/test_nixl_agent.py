@@ -1,0 +1,142 @@
+"""Reads through NIXL between two processes on host memory, and what a lost one leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+
+from decant.engine.plan import BlockMemory
+from decant.handoff.nixl_agent import NixlAgent, NixlUnusable
+from decant.protos import worker_pb2 as wire
+from tests.handoff.harness import NEEDS_NIXL
+from tests.worker.waiting import PATIENCE, eventually
+
+SIZE = 1 << 20
+OWNER = f"""
+import ctypes, sys
+sys.modules["torch"] = None  # the package nixl would import it, to see its version of CUDA
+from decant.engine.plan import BlockMemory
+from decant.handoff.nixl_agent import NixlAgent
+data = bytearray(bytes(range(256)) * {SIZE // 256})
+agent = NixlAgent("owner", BlockMemory(ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data)), 1)
+print(agent.memory.SerializeToString().hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+class Owner:
+    """A process whose memory can be read."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    async def memory(self) -> wire.BlockMemory:
+        assert self.process.stdout is not None
+        line = await asyncio.wait_for(asyncio.to_thread(self.process.stdout.readline), PATIENCE)
+        return wire.BlockMemory.FromString(bytes.fromhex(line.decode()))
+
+
+@pytest.fixture
+def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
+    """Over TCP, where a read needs its owner's help."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    owner = Owner()
+    yield owner
+    owner.process.kill()
+    owner.process.communicate()
+
+
+@asynccontextmanager
+async def reader_of(owner: Owner) -> AsyncIterator[tuple[NixlAgent, wire.BlockMemory]]:
+    own = bytearray(SIZE)
+    blocks = BlockMemory(ctypes.addressof(ctypes.c_char.from_buffer(own)), SIZE)
+    async with aclosing(NixlAgent("reader", blocks, SIZE, read_seconds=PATIENCE)) as agent:
+        yield agent, await owner.memory()
+
+
+@NEEDS_NIXL
+async def test_parts_of_another_process_are_read_in_order(owner: Owner) -> None:
+    async with reader_of(owner) as (agent, memory):
+        reader = agent.open(memory)
+        assert bytes(await reader.read([range(SIZE - 2, SIZE), range(5), range(65, 68)])) == b"\xfe\xff\0\1\2\3\4ABC"
+        assert bytes(await reader.read([range(SIZE)])) == bytes(range(256)) * (SIZE // 256)
+        with pytest.raises(ConnectionError):
+            await reader.read([range(SIZE, SIZE + 1)])
+        reader.close()
+        assert not agent.peers
+
+
+@NEEDS_NIXL
+async def test_the_memory_of_a_process_that_died_is_an_error_and_its_connection_is_closed(owner: Owner) -> None:
+    async with reader_of(owner) as (agent, memory):
+        reader = agent.open(memory)
+        await reader.read([range(5)])
+        owner.process.kill()
+        with pytest.raises(ConnectionError):
+            await reader.read([range(SIZE)])
+        reader.close()
+        assert not agent.peers
+
+
+@NEEDS_NIXL
+async def test_a_read_without_an_end_has_a_deadline_and_its_buffer_is_not_freed(owner: Owner) -> None:
+    async with reader_of(owner) as (agent, memory):
+        reader = agent.open(memory)
+        await reader.read([range(5)])
+        os.kill(owner.process.pid, signal.SIGSTOP)
+        agent.read_seconds = 0.3
+        with pytest.raises(ConnectionError, match=r"in 0\.3 s"):
+            await reader.read([range(SIZE)])
+        assert [len(buffer) for buffer in agent.retired] == [SIZE]
+        reader.close()
+        assert not agent.peers
+
+
+@NEEDS_NIXL
+async def test_the_buffer_of_a_cancelled_read_is_released_after_its_end(owner: Owner) -> None:
+    async with reader_of(owner) as (agent, memory):
+        reader = agent.open(memory)
+        await reader.read([range(5)])
+        os.kill(owner.process.pid, signal.SIGSTOP)
+        reading = asyncio.create_task(reader.read([range(SIZE)]))
+        await asyncio.sleep(0.1)
+        reading.cancel()
+        await asyncio.wait([reading])
+        reader.close()
+        assert reader.is_registered
+        os.kill(owner.process.pid, signal.SIGCONT)
+        await eventually(lambda: not reader.is_registered)
+        assert not agent.retired
+
+
+@NEEDS_NIXL
+async def test_an_agent_reads_its_own_memory() -> None:
+    data = bytearray(b"0123456789")
+    blocks = BlockMemory(ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data))
+    async with aclosing(NixlAgent("self", blocks, SIZE, read_seconds=PATIENCE)) as agent:
+        reader = agent.open(agent.memory)
+        assert bytes(await reader.read([range(7, 10), range(2)])) == b"78901"
+        reader.close()
+
+
+@NEEDS_NIXL
+async def test_an_unknown_agent_is_a_connection_error(owner: Owner) -> None:
+    async with reader_of(owner) as (agent, _):
+        with pytest.raises(ConnectionError, match="cannot load the agent"):
+            agent.open(wire.BlockMemory(agent=b"no metadata"))
+        assert not agent.peers
+
+
+def test_without_the_package_the_agent_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nixl", "nixl._bindings"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(NixlUnusable, match="package nixl cannot be imported"):
+        NixlAgent("a", BlockMemory(0, 0), 1)
