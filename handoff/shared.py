@@ -35,6 +35,7 @@ class Shared(Generic[K, T]):
         self._idle_seconds = idle_seconds
         self._entries: dict[K, _Entry[T]] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     def __len__(self) -> int:
         """Open values."""
@@ -42,6 +43,9 @@ class Shared(Generic[K, T]):
 
     @contextmanager
     def borrow(self, key: K) -> Iterator[T]:
+        """Raises ConnectionError after ``close``: nothing would close what it opens."""
+        if self._closed:
+            raise ConnectionError("the transport is closed")
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = _Entry(self._open(key))
@@ -67,6 +71,7 @@ class Shared(Generic[K, T]):
         closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
+        self._closed = True
         for key in list(self._entries):
             self.evict(key)
         if self._closing:

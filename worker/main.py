@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from decant.engine.engine import Engine
-from decant.engine.errors import EngineStopped, InvalidConfig, ModelRefused
+from decant.engine.errors import DeviceFailed, EngineStopped, InvalidConfig, ModelRefused
 from decant.engine.output import StepOutput
 from decant.engine.plan import Device
 from decant.engine.request import FinishReason, Request, StopParams
@@ -88,8 +88,8 @@ def main(kind: WorkerRole, arguments: Sequence[str] | None, load_device: LoadDev
         return _refused(kind, f"--model: {error}")
     except StoreFault as error:
         return _refused(kind, f"--redis-url: {error}")
-    except EngineStopped as error:
-        _log.error("warm-up failed", reason=str(error))
+    except (DeviceFailed, EngineStopped) as error:
+        _log.error("load or warm-up failed", reason=str(error))
         return 1
     return 0 if orderly else 1
 

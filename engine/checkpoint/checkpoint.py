@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils.import_utils import is_accelerate_available
 
 from decant.engine.checkpoint import model_types, weight_files
 from decant.engine.checkpoint.formats import find_format
@@ -125,11 +126,18 @@ class Checkpoint:
         return context_length or rope.default_length(text, most)
 
     def read(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-        """Without towers of other media. Raises ModelRefused."""
+        """Load the weights into transformers' causal model; towers of other media are dropped. Raises ModelRefused.
+
+        With accelerate, transformers puts each tensor on another device as it is read and converted. Without it, that
+        device gets a model from the host's memory: from the mapped files, or from a copy in another dtype.
+        """
+        is_placed = device.type != "cpu" and is_accelerate_available()
+        placed: dict[str, Any] = {"device_map": {"": device}} if is_placed else {}
         with refusing(self.name, "transformers can't load it"):
             model_class, source = self._source()
             loaded: Any = model_class.from_pretrained(
                 **source,
+                **placed,
                 config=self.config,
                 dtype=dtype,
                 attn_implementation="eager",

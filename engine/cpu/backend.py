@@ -53,7 +53,7 @@ class CpuBackend(TorchBackend):
     ) -> AttentionBackend:
         return PagedAttention(store, views, flat, all_for_torch)
 
-    def step_threads(self) -> AbstractContextManager[None]:
+    def around_step(self) -> AbstractContextManager[object]:
         return one_for_torch()
 
     def choose_threads(self, device: Device, most: int) -> int:

@@ -66,21 +66,21 @@ def first_visible(flat: FlatBatch, view: AttentionWindow) -> npt.NDArray[np.int3
     return visible
 
 
-def make_lists(flat: FlatBatch, view: AttentionWindow, group: int, staging: Staging) -> StepLists:
-    """Single tokens get an item per split of their keys, other rows one per tile of query positions."""
+def make_lists(flat: FlatBatch, view: AttentionWindow, group: int, tile_rows: int, staging: Staging) -> StepLists:
+    """Single tokens get one item per split of their keys, other rows one item per tile of query positions."""
     visible = first_visible(flat, view)
     is_single = flat.ends - flat.starts == 1
     tables: list[tuple[int, Tables]] = []
     if is_single.any():
-        tables.append((power_of_two(group, LEAST_ROWS), single_tokens(flat, np.flatnonzero(is_single), visible)))
+        tables.append((power_of_two(group, tile_rows), single_tokens(flat, np.flatnonzero(is_single), visible)))
     if not is_single.all():
-        tile_rows = power_of_two(group, CHUNK_ROWS)
+        chunk_rows = power_of_two(group, CHUNK_ROWS)
         rows = np.flatnonzero(~is_single)
-        tables.append((tile_rows, _chunks(flat, rows, visible // SPLIT, tile_rows // group)))
+        tables.append((chunk_rows, _chunks(flat, rows, visible // SPLIT, chunk_rows // group)))
     moved = staging.upload(visible, *(part for _, table in tables for part in (table.items, table.merges)))
     lists = tuple(
-        LaunchList(tile_rows, moved[1 + 2 * index], moved[2 + 2 * index], table.num_states)
-        for index, (tile_rows, table) in enumerate(tables)
+        LaunchList(rows_of, moved[1 + 2 * index], moved[2 + 2 * index], table.num_states)
+        for index, (rows_of, table) in enumerate(tables)
     )
     return StepLists(moved[0], lists)
 
@@ -121,14 +121,21 @@ def row_spans(flat: FlatBatch) -> npt.NDArray[np.int32]:
 
 
 class TritonAttention:
-    """Writes a step's keys and values to their blocks, then attends over the blocks."""
+    """The attention of one step: writes its keys and values to their blocks, then attends over the blocks.
 
-    def __init__(self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch) -> None:
+    ``tile_rows``: query rows of a tile of a single token. A token has the same bits alone and in a chunk if that is
+    CHUNK_ROWS: one compiled kernel, while a GPU multiplies tiles of other sizes with other instructions.
+    """
+
+    def __init__(
+        self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, tile_rows: int = LEAST_ROWS
+    ) -> None:
         self._store = store
         self._views = views
         self._flat = flat
-        self._staging = Staging(store.blocks.device)
-        self._table, self._slot_mapping, self._rows = self._staging.upload(
+        self._tile_rows = tile_rows
+        self.staging = Staging(store.blocks.device)
+        self._table, self._slot_mapping, self._rows = self.staging.upload(
             flat.table, flat.slot_mapping, row_spans(flat)
         )
         # of each cache group
@@ -136,7 +143,7 @@ class TritonAttention:
         self._lists: dict[tuple[AttentionWindow, int], StepLists] = {}
 
     def _make_lists(self, view: AttentionWindow, group: int) -> StepLists:
-        return make_lists(self._flat, view, group, self._staging)
+        return make_lists(self._flat, view, group, self._tile_rows, self.staging)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """-> [1, T, heads, value dim] in the query's dtype. Raises ValueError if the call does not fit the store."""
@@ -241,9 +248,15 @@ class StaticAttention(TritonAttention):
     """Over buffers at fixed addresses, for a CUDA graph of single tokens."""
 
     def __init__(
-        self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, size: GraphSize, width: int
+        self,
+        store: KvStore,
+        views: Sequence[AttentionWindow],
+        flat: FlatBatch,
+        size: GraphSize,
+        width: int,
+        tile_rows: int,
     ) -> None:
-        super().__init__(store, views, flat)
+        super().__init__(store, views, flat, tile_rows)
         self._size = size
         shape = len(store.layout.groups), size.rows, width
         table = torch.full(shape, store.blank, dtype=torch.int32, device=self._table.device)
@@ -255,7 +268,7 @@ class StaticAttention(TritonAttention):
         self._flat = flat
         tables = [self._padded_tables(view) for view, _ in self._lists]
         arrays = [part for entry in tables for part in entry]
-        table, slots, rows, *moved = self._staging.upload(flat.table, flat.slot_mapping, row_spans(flat), *arrays)
+        table, slots, rows, *moved = self.staging.upload(flat.table, flat.slot_mapping, row_spans(flat), *arrays)
         self._table[:, :, : table.shape[2]].copy_(table)
         self._slot_mapping.copy_(slots)
         self._rows.copy_(rows)
@@ -264,8 +277,8 @@ class StaticAttention(TritonAttention):
                 target.copy_(source)
 
     def _make_lists(self, view: AttentionWindow, group: int) -> StepLists:
-        visible, items, merges = (part.clone() for part in self._staging.upload(*self._padded_tables(view)))
-        tile_rows = power_of_two(group, LEAST_ROWS)
+        visible, items, merges = (part.clone() for part in self.staging.upload(*self._padded_tables(view)))
+        tile_rows = power_of_two(group, self._tile_rows)
         return StepLists(visible, (LaunchList(tile_rows, items, merges, self._size.items),))
 
     def _padded_tables(self, view: AttentionWindow) -> tuple[npt.NDArray[np.int32], ...]:

@@ -7,10 +7,13 @@ heads of one KV head, position-major::
     chunk tile   [======================================]     one item walks all splits
     decode       [======]        [======]        [==]         one item per split, then ``merge_splits``
 
-Splits are computed in tiles of ``TILE`` keys and merged in order of position. One that a row does not see leaves its
-state unchanged to the bit, so a row's bits depend on neither the other rows nor the batch's splits. Scores are in units
-of log2. Online softmax: Milakov and Gimelshein 2018; tiles: FlashAttention, Dao et al. 2022; splits: Flash-Decoding,
-Dao et al. 2023.
+Both ways compute the same numbers in the same order: each split by itself, tile after tile of ``TILE`` keys, then
+merged in order of position. A tile or split that a row does not see leaves its state unchanged to the bit. So a row's
+result depends on neither the other rows nor the number of splits of the batch. Online softmax: Milakov and Gimelshein
+2018; tiles: FlashAttention, Dao et al. 2022; splits: Flash-Decoding, Dao et al. 2023. Scores are in units of log2.
+
+``do_not_specialize``: triton compiles a kernel again for an argument that is 1 or a multiple of 16, or an aligned
+pointer. What differs from step to step is left out: a step would wait for the compiler.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ def product(left, right):
     return tl.dot(left, right, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def write_kv(
     key, value, slots, memory, key_token, key_head,
     value_token, value_head, block_elements, key_offset, value_offset,
@@ -62,10 +65,14 @@ def write_kv(
 
 @triton.jit
 def merge(highest, total, output, highest_of, total_of, output_of):
+    """Add the softmax state of one split to the running state.
+
+    The compiler may contract either product of a * b + c * d, in each kernel another one: the choice is made here.
+    """
     most = tl.maximum(highest, highest_of)
     decay, weight = tl.exp2(highest - most), tl.exp2(highest_of - most)
-    output = output * decay[:, None] + output_of * weight[:, None]
-    return most, total * decay + total_of * weight, output
+    output = tl.fma(output, decay[:, None], output_of * weight[:, None])
+    return most, tl.fma(total, decay, total_of * weight), output
 
 
 @triton.jit
@@ -73,7 +80,7 @@ def finish(highest, total, output, sink):
     """``sink``: a score in the softmax without a value, -inf for none."""
     most = tl.maximum(highest, sink)
     decay = tl.exp2(highest - most)
-    divisor = total * decay + tl.exp2(sink - most)
+    divisor = tl.fma(total, decay, tl.exp2(sink - most))
     return output * decay[:, None] / tl.where(divisor == 0.0, 1.0, divisor)[:, None]
 
 
@@ -117,7 +124,7 @@ def attend_split(
     return highest, total, output
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["table"])
 def attend(
     query, out, memory, sinks, visible, items, rows, table,
     states, query_token, query_head, block_elements, key_offset, value_offset, width,
@@ -172,9 +179,11 @@ def attend(
         tl.store(at, result, is_row[:, None] & (value_dims < VALUE_DIM)[None, :])
     else:
         state_at = states + ((state.to(tl.int64) * KV_HEADS + kv_head) * TILE_ROWS + folded) * (2 + VALUE_DIM)
-        tl.store(state_at, highest)
-        tl.store(state_at + 1, total)
-        tl.store(state_at[:, None] + 2 + value_dims[None, :], output, (value_dims < VALUE_DIM)[None, :])
+        tl.store(state_at, highest, is_row)
+        tl.store(state_at + 1, total, is_row)
+        tl.store(
+            state_at[:, None] + 2 + value_dims[None, :], output, is_row[:, None] & (value_dims < VALUE_DIM)[None, :]
+        )
 
 
 @triton.jit
@@ -197,8 +206,10 @@ def merge_splits(
     index = 0
     while index < count:
         at = states + (((state + index) * KV_HEADS + kv_head) * TILE_ROWS + folded) * (2 + VALUE_DIM)
-        output_of = tl.load(at[:, None] + 2 + dims[None, :], (dims < VALUE_DIM)[None, :], other=0.0)
-        highest, total, output = merge(highest, total, output, tl.load(at), tl.load(at + 1), output_of)
+        highest_of, total_of = tl.load(at, is_row, other=0.0), tl.load(at + 1, is_row, other=0.0)
+        is_value = is_row[:, None] & (dims < VALUE_DIM)[None, :]
+        output_of = tl.load(at[:, None] + 2 + dims[None, :], is_value, other=0.0)
+        highest, total, output = merge(highest, total, output, highest_of, total_of, output_of)
         index += 1
     sink = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     if SINKS:

@@ -7,6 +7,7 @@ whose kernels fail a trial at load.
 from __future__ import annotations
 
 import logging
+import subprocess
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +18,7 @@ import triton
 from triton.errors import TritonError
 
 from decant.engine.cuda import fused_layer
-from decant.engine.cuda.attention import TritonAttention
+from decant.engine.cuda.attention import CHUNK_ROWS, LEAST_ROWS, TritonAttention
 from decant.engine.cuda.exact import make_exact
 from decant.engine.cuda.graph_sizes import GraphLimits
 from decant.engine.cuda.kv_store import CudaKvStore
@@ -30,6 +31,7 @@ from decant.engine.model.attention import AttentionBackend, AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
 from decant.engine.model.backend import RunnerLimits, TorchBackend
+from decant.engine.model.device_errors import naming_failures
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.runner import ModelRunner
 from decant.engine.model.sampler import Sampler
@@ -58,47 +60,67 @@ TRIAL_SAMPLING: tuple[dict[str, Any], ...] = (
 )
 TRIAL_VOCABULARY = 3000
 
+TRIAL_FAILURES = (TritonError, AssertionError, ImportError, OSError, RuntimeError, subprocess.SubprocessError)
+"""What a trial may raise: torch, triton's compiler, or the C compiler that triton has build its launchers."""
+
 Attention = Callable[[KvStore, Sequence[AttentionWindow], FlatBatch], AttentionBackend]
 
 
 class CudaBackend(TorchBackend):
-    """``fallbacks``: why torch computes a part in place of its kernel; none with ``exact``."""
+    """CUDA devices with triton.
+
+    With ``exact`` nothing falls back, and linear layers and norms are kernels, too.
+    """
 
     def __init__(self, device: torch.device, *, exact: bool = False) -> None:
         super().__init__(device)
         self.sampler = TritonSampler()
-        self.fallbacks: dict[str, str] = {}
+        self._fallbacks: dict[str, str] = {}
+        self._torch_attends: dict[torch.dtype, str] = {}  # why; the load's comparison is in float32 always
+        self._dtype: torch.dtype | None = None  # as served, once it is known
         self.exact = model_backend.PARTS if exact else frozenset()
+        self.tile_rows = CHUNK_ROWS if exact else LEAST_ROWS
 
     @property
     def kind(self) -> str:
         parts = [part for part in PARTS if part not in self.fallbacks] + ["exact products"] * bool(self.exact)
         return f"{super().kind}, triton {triton.__version__}: {', '.join(parts)}"
 
-    def prepare(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        if "attention" not in self.fallbacks:  # a fused layer needs it
-            self._try("layers", lambda: _try_layers(model, dtype))
-        self._try("sampling", lambda: try_sampler(self.sampler, self.device))
-        if "sampling" in self.fallbacks:
-            self.sampler = Sampler()
-        if self.exact:
-            make_exact(model, dtype)
+    @property
+    def fallbacks(self) -> dict[str, str]:
+        """Why torch computes a part in the place of its kernel, by name."""
+        reason = None if self._dtype is None else self._torch_attends.get(self._dtype)
+        return self._fallbacks if reason is None else {**self._fallbacks, "attention": reason}
 
-    def _try(self, part: str, trial: Callable[[], str | None]) -> None:
-        try:
-            reason = trial()
-        except (TritonError, RuntimeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-        if reason is not None:
+    def prepare(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        with self.around_step():
+            if dtype not in self._torch_attends:  # a fused layer needs it
+                self._note("layers", _tried("layers", partial(_try_layers, model, dtype)))
+            self._note("sampling", _tried("sampling", partial(try_sampler, self.sampler, self.device)))
+            if "sampling" in self.fallbacks:
+                self.sampler = Sampler()
             if self.exact:
-                raise InvalidConfig("exact", f"off, as torch has to compute {part} ({reason})", True)
-            self.fallbacks[part] = reason
-            logger.warning("%s computed by torch, not by Triton kernels: %s", part, reason)
+                make_exact(model, dtype)
+
+    def _note(self, part: str, reason: str | None) -> None:
+        if reason is not None:
+            self._refuse_if_exact(part, reason)
+            self._fallbacks[part] = reason
+
+    def _refuse_if_exact(self, part: str, reason: str) -> None:
+        if self.exact:
+            raise InvalidConfig("exact", f"off, as torch has to compute {part} ({reason})", True)
 
     def make_store(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> KvStore:
-        for spec in dict.fromkeys(layout.layers):
-            if "attention" not in self.fallbacks:
-                self._try("attention", partial(try_attention, spec, layout, dtype, self.device))
+        """Also tries the kernels on the layout's shapes."""
+        with self.around_step():
+            for spec in dict.fromkeys(layout.layers):
+                trial = partial(try_attention, spec, layout, dtype, self.device)
+                if dtype not in self._torch_attends and (reason := _tried(f"attention in {dtype}", trial)):
+                    self._torch_attends[dtype] = reason
+        if dtype == self._dtype and dtype in self._torch_attends:
+            self._refuse_if_exact("attention", self._torch_attends[dtype])
         return CudaKvStore(layout, num_blocks, dtype, self.device)
 
     def make_runner(
@@ -107,7 +129,7 @@ class CudaBackend(TorchBackend):
         """Without kernels for attention or sampling a step waits for the device, and there are no graphs."""
         if "attention" in self.fallbacks or not isinstance(self.sampler, TritonSampler):
             return super().make_runner(model, store, views, limits)
-        runner = CudaRunner(model, store, views, limits.eos_token_ids, self, self.sampler)
+        runner = CudaRunner(model, store, views, limits.eos_token_ids, self, self.tile_rows)
         if self.device.type == "cuda":
             runner.capture(limits.context_length, GraphLimits())
         return runner
@@ -117,9 +139,21 @@ class CudaBackend(TorchBackend):
     def make_attention(
         self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
     ) -> AttentionBackend:
-        if "attention" in self.fallbacks:
+        if store.dtype in self._torch_attends:
             return PagedAttention(store, views, flat)
-        return TritonAttention(store, views, flat)
+        return TritonAttention(store, views, flat, self.tile_rows)
+
+
+def _tried(part: str, trial: Callable[[], str | None]) -> str | None:
+    """Why a part is not computed by its kernels, if ``trial`` returns or raises it; logged. Raises DeviceFailed."""
+    try:
+        with naming_failures():
+            reason = trial()
+    except TRIAL_FAILURES as error:
+        reason = f"{type(error).__name__}: {error}"
+    if reason is not None:
+        logger.warning("%s computed by torch, not by Triton kernels: %s", part, reason)
+    return reason
 
 
 @torch.inference_mode()

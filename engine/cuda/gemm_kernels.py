@@ -1,5 +1,9 @@
-"""Triton kernel of a linear layer that gives a row the same bits in any batch: inputs are summed in ascending order in
-one accumulator, tile sizes are fixed, and no sum is split over programs. Programs are persistent.
+"""Triton kernel of a linear layer that gives a row the same bits in any batch.
+
+A tile of the output is the sum over tiles of ``TILE_DEPTH`` inputs, in ascending order, in one accumulator. The tiles
+are of one size for any number of rows, one compiled kernel computes them all (``do_not_specialize``), and no sum is
+split over programs: neither the other rows, nor how many there are, nor the program that takes a tile changes its
+numbers. Programs are persistent: each takes every n-th tile.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import triton.language as tl
 from decant.engine.cuda.attention_kernels import product
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "programs"])
 def linear(
     x, weight, bias, out, rows, columns, depth, x_row, programs,
     HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,

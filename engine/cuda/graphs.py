@@ -11,7 +11,6 @@ import torch
 
 from decant.engine.cuda.attention import StaticAttention, num_items
 from decant.engine.cuda.graph_sizes import GraphLimits, GraphSize, capture_all, choose_size, graph_sizes, pad
-from decant.engine.cuda.staging import Staging
 from decant.engine.model.attention import AttentionBackend
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
@@ -27,22 +26,25 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBackend],
 
 
 class Capture:
-    """All graphs share one memory pool."""
+    """Captures functions of tensors at fixed addresses. All graphs share one memory pool.
+
+    And one stream: cuBLAS allocates a workspace, 32 MiB on an H100, for each stream that it is called on, and keeps it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Replay) -> Replay:
-        """Runs the function once to compile its kernels. The replay returns the same tensor."""
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        """Run the function once to compile its kernels, then capture it. The replay returns the same tensor."""
+        current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):  # torch.cuda.graph itself stays on its stream after a failed capture
             compute()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = compute()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                output = compute()
+        current.wait_stream(self._stream)
 
         def replay() -> torch.Tensor:
             graph.replay()
@@ -57,23 +59,16 @@ class Capture:
 
 
 class DecodeGraph:
+    """A decode batch of one size, captured while it computes ``flat``."""
+
     def __init__(
-        self,
-        size: GraphSize,
-        store: KvStore,
-        views: Sequence[AttentionWindow],
-        width: int,
-        compute: Compute,
-        capture: Callable[[Replay], Replay],
+        self, flat: FlatBatch, attention: StaticAttention, compute: Compute, capture: Callable[[Replay], Replay]
     ) -> None:
-        self._store = store
-        self._staging = Staging(store.blocks.device)
-        flat = flatten(pad([], size.rows, store.blank, len(store.layout.groups)), store.layout.block_size, store.blank)
+        self._attention = attention
         self._tokens, self._positions, keep = (
-            part.clone() for part in self._staging.upload(flat.tokens, flat.positions, np.arange(size.rows))
+            part.clone() for part in attention.staging.upload(flat.tokens, flat.positions, np.arange(len(flat.tokens)))
         )
-        self._attention = StaticAttention(store, views, flat, size, width)
-        self._replay = capture(lambda: compute(self._tokens, self._positions, keep, self._attention))
+        self._replay = capture(lambda: compute(self._tokens, self._positions, keep, attention))
 
     def run(self, flat: FlatBatch, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocabulary], valid until the next step."""
@@ -84,22 +79,42 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """``width``: most blocks of a row."""
+    """The graphs of a model. ``width``: most blocks of a row; ``tile_rows``: as in ``TritonAttention``.
 
-    def __init__(self, store: KvStore, views: Sequence[AttentionWindow], width: int, compute: Compute) -> None:
+    They write their logits to one buffer: each its own, they would fill the memory of the graphs (a row is 256 KB at a
+    vocabulary of 128,000, and all graphs together have 6,000 rows).
+    """
+
+    def __init__(
+        self, store: KvStore, views: Sequence[AttentionWindow], width: int, compute: Compute, tile_rows: int
+    ) -> None:
         self._store = store
         self._views = views
         self._width = width
         self._compute = compute
+        self._tile_rows = tile_rows
+        self._logits: torch.Tensor | None = None
         self.graphs: dict[GraphSize, DecodeGraph] = {}
 
     def capture(self, capture: Callable[[Replay], Replay], limits: GraphLimits, used_bytes: Callable[[], int]) -> None:
         """After an error, which is logged, batches run without graphs."""
 
-        def make(size: GraphSize) -> DecodeGraph:
-            return DecodeGraph(size, self._store, self._views, self._width, self._compute, capture)
+        sizes, store = graph_sizes(limits.rows), self._store
+        most, groups, block_size = max(size.rows for size in sizes), len(store.layout.groups), store.layout.block_size
 
-        sizes = graph_sizes(limits.rows)
+        def compute(
+            tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, attention: AttentionBackend
+        ) -> torch.Tensor:
+            logits = self._compute(tokens, positions, keep, attention)
+            if self._logits is None:  # in the run before the first capture
+                self._logits = logits.new_empty(most, logits.shape[1])
+            return self._logits[: len(logits)].copy_(logits)
+
+        def make(size: GraphSize) -> DecodeGraph:
+            flat = flatten(pad([], size.rows, store.blank, groups), block_size, store.blank)
+            attention = StaticAttention(store, self._views, flat, size, self._width, self._tile_rows)
+            return DecodeGraph(flat, attention, compute, capture)
+
         try:
             self.graphs = capture_all(sizes, make, limits, clock=time.monotonic, used_bytes=used_bytes)
         except RuntimeError as error:

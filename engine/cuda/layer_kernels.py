@@ -59,7 +59,7 @@ def rotate_head(source, target, cos, sin, HALF: tl.constexpr, HALF_PAD: tl.const
     tl.store(target + high, (second * cos_high + first * sin_high).to(dtype), exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def rotate_and_write(
     query, key, value, cos, sin, rotated, slots, memory,
     block_elements, key_offset, value_offset,

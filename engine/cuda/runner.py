@@ -37,20 +37,22 @@ class CudaRunner(ModelRunner):
         views: Sequence[AttentionWindow],
         eos: frozenset[int],
         backend: Backend,
-        sampler: TritonSampler,
+        tile_rows: int,
     ) -> None:
         super().__init__(model, store, views, eos, backend)
-        self._sampler = sampler
+        assert isinstance(backend.sampler, TritonSampler)
+        self._sampler = backend.sampler
+        self._tile_rows = tile_rows
         self._staging = Staging(self._device)
         self._drawn = torch.zeros(0, dtype=torch.int64, device=self._device)  # by row of the newest plan
         self.graphs: DecodeGraphs | None = None
 
     def capture(self, context_length: int, limits: GraphLimits, capture: Capture | None = None) -> None:
-        """``context_length``: most tokens of a row."""
-        capture = capture or Capture(self._device)
+        """Capture the graphs of decode batches of at most ``context_length`` tokens per row."""
         width = -(-context_length // self._store.layout.block_size)
-        self.graphs = DecodeGraphs(self._store, self._views, width, self._compute)
-        with torch.inference_mode():
+        self.graphs = DecodeGraphs(self._store, self._views, width, self._compute, self._tile_rows)
+        with torch.inference_mode(), self._backend.around_step():
+            capture = capture or Capture(self._device)
             self.graphs.capture(capture, limits, capture.used_bytes)
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -58,13 +60,20 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Launch all of a step; the result waits for it. ``Device.submit``."""
+        with self._backend.around_step():
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         flat = self.flatten(plan.rows)
         step = StepLogits(flat, self._sampler)
         graphed = self.graphs.find(plan.rows, flat) if self.graphs else None
         batch = flat if graphed is None else graphed[1]
         tokens, positions, keep = self._upload(batch, step, plan)
         if graphed is None:
-            logits = self._compute(tokens, positions, keep, TritonAttention(self._store, self._views, flat))
+            logits = self._compute(
+                tokens, positions, keep, TritonAttention(self._store, self._views, flat, self._tile_rows)
+            )
         else:  # padding rows are behind the others, and each row has one logit
             logits = graphed[0].run(batch, tokens, positions)[keep]
         if len(self._drawn) < len(plan.rows):

@@ -71,10 +71,11 @@ class StepDraw:
         drawn[places] = tokens
         self._downloads.append(tokens)
         with_logprobs = np.array([at for at, row in enumerate(rows) if row.request.logprobs is not None], np.int64)
-        if len(with_logprobs):
-            (which,) = self._staging.upload(with_logprobs)
-            counts = [rows[at].request.logprobs or 0 for at in with_logprobs.tolist()]
-            indexes = step.order[step.drawing][with_logprobs].tolist()
+        for begin in range(0, len(with_logprobs), LOGPROB_ROWS):
+            piece = with_logprobs[begin : begin + LOGPROB_ROWS]
+            (which,) = self._staging.upload(piece)
+            counts = [rows[at].request.logprobs or 0 for at in piece.tolist()]
+            indexes = step.order[step.drawing][piece].tolist()
             first = len(self._downloads)
             self._downloads.extend(logprobs_of(logits[last_of[which]].float(), tokens[which], max(counts)))
             for at, (index, count) in enumerate(zip(indexes, counts, strict=True)):

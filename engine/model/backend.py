@@ -27,6 +27,10 @@ PARTS = frozenset({"linear", "attention", "elementwise", "sampler"})
 """In which a row's bits may depend on the other rows."""
 
 
+MIN_CAPABILITY = (8, 0)
+"""Compute capability of the oldest GPUs that triton supports."""
+
+
 class RunnerLimits(NamedTuple):
     eos_token_ids: frozenset[int]
     context_length: int
@@ -81,8 +85,9 @@ class Backend(Protocol):
         """With the weights loaded; ``steps`` runs the largest ones. ``HOST_BYTES`` if it computes in host memory."""
         ...
 
-    def step_threads(self) -> AbstractContextManager[None]:
-        """Makes torch's elementwise loops independent of the number of rows."""
+    def around_step(self) -> AbstractContextManager[object]:
+        """Entered by the thread that computes a step: makes a CUDA device its current one, where Triton launches, and
+        torch's elementwise loops on a CPU independent of the number of rows."""
         ...
 
     def choose_threads(self, device: Device, most: int) -> int:
@@ -138,8 +143,8 @@ class TorchBackend:
         torch.cuda.empty_cache()
         return bytes_left(DeviceMemory(*torch.cuda.mem_get_info(self.device)), activations, self.graph_bytes)
 
-    def step_threads(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def around_step(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def choose_threads(self, device: Device, most: int) -> int:
         return most
@@ -155,6 +160,10 @@ def make_backend(device: torch.device, cuda_kernels: CudaKernels = "none", exact
             raise InvalidConfig("cuda_kernels", f"none on the device {device}", cuda_kernels)
         if find_spec("triton") is None:
             raise InvalidConfig("cuda_kernels", "none without the package triton (extra cuda)", cuda_kernels)
+        if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
+            have, need = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))
+            limit = f"none on a GPU of compute capability {have}: triton needs {need}"
+            raise InvalidConfig("cuda_kernels", limit, cuda_kernels)
         from decant.engine.cuda.backend import CudaBackend
 
         return CudaBackend(device, exact=exact)

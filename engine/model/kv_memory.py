@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from decant.engine.errors import InvalidConfig
 from decant.engine.plan import DeviceMemory, Row, StepPlan, StepResult
-from decant.engine.request import Request
+from decant.engine.request import Request, SamplingParams
+from decant.engine.sampler_state import SamplerState
 from decant.engine.scheduler import MAX_TOKEN_BUDGET, Limits
 
 HOST_BYTES = 1 << 30
@@ -25,25 +27,30 @@ def bytes_left(memory: DeviceMemory, activations: int, graphs: int) -> int:
     return memory.free - activations - graphs - int(memory.total * MARGIN)
 
 
-def largest_steps(context_length: int, block_size: int, groups: int) -> Sequence[StepPlan]:
-    """The longest chunk of a prompt, and a token of each of the most sequences.
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """Most tokens and most sequences of a step."""
 
-    On blocks from 0 on, the same in each cache group.
+    tokens: int = MAX_TOKEN_BUDGET
+    sequences: int = Limits().max_running
+
+
+def largest_steps(sizes: StepSizes, context_length: int, block_size: int, groups: int) -> Sequence[StepPlan]:
+    """The steps that need most memory: prompts of the most tokens, and a drawn token of each of the most sequences.
+
+    Prompts are as long as the context. On blocks from 0 on (``blocks_of_largest_steps``), the same for all rows.
     """
-    longest = min(MAX_TOKEN_BUDGET, context_length)
-    per_row = -(-longest // block_size)
-    chunk = Row(
-        Request("memory", (0,) * longest), (0,) * longest, 0, longest, (array("i", range(per_row)),) * groups, True
-    )
-    decodes = [
-        Row(Request("memory", (0,)), (0,), 0, 1, (array("i", [index % per_row]),) * groups, True)
-        for index in range(Limits().max_running)
-    ]
-    return StepPlan((chunk,), longest), StepPlan(tuple(decodes), len(decodes))
+    longest = min(sizes.tokens, context_length)
+    blocks = (array("i", range(-(-longest // block_size))),) * groups
+    lengths = [longest] * (sizes.tokens // longest) + [sizes.tokens % longest] * bool(sizes.tokens % longest)
+    prompts = [Row(Request("memory", (0,) * length), (0,) * length, 0, length, blocks, True) for length in lengths]
+    drawn = Request("memory", (0,), sampling=SamplingParams(temperature=1.0, seed=0), logprobs=1)
+    decodes = [Row(drawn, (0,), 0, 1, blocks, True, SamplerState(drawn))] * sizes.sequences
+    return StepPlan(tuple(prompts), sizes.tokens), StepPlan(tuple(decodes), len(decodes))
 
 
-def blocks_of_largest_steps(context_length: int, block_size: int) -> int:
-    return -(-min(MAX_TOKEN_BUDGET, context_length) // block_size)
+def blocks_of_largest_steps(sizes: StepSizes, context_length: int, block_size: int) -> int:
+    return -(-min(sizes.tokens, context_length) // block_size)
 
 
 def choose(

@@ -17,6 +17,7 @@ from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import TILE
 from decant.engine.model.backend import PARTS, Backend, CudaKernels, RunnerLimits, make_backend
 from decant.engine.model.device_errors import naming_failures
+from decant.engine.model.kv_memory import StepSizes
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.probe import (
     ProbeResult,
@@ -44,7 +45,8 @@ class ModelConfig:
     kv_bytes        None: what a GPU has left, in the memory of the host 1 GiB
     block_size      tokens per block: a power of two of at most 128
     exact           on CUDA: only kernels that give a row the same bits in any batch; a CPU has no others
-    cuda_kernels    attention by torch alone (none), or Triton kernels, not measured on a GPU yet
+    cuda_kernels    what computes attention on CUDA: torch alone (none), or Triton kernels, not measured on a GPU yet
+    step_sizes      the largest steps, for which a GPU keeps memory if ``kv_bytes`` is None
     """
 
     model: str
@@ -56,6 +58,7 @@ class ModelConfig:
     block_size: int = 16
     cuda_kernels: CudaKernels = "none"
     exact: bool = False
+    step_sizes: StepSizes = field(default_factory=StepSizes)
 
     def __post_init__(self) -> None:
         if self.dtype != "auto" and self.dtype not in DTYPES:
@@ -127,10 +130,12 @@ class ModelDevice:
         return partial(_await, result)
 
     def read(self, block: int) -> memoryview:
-        return self.store.read(block)
+        with naming_failures():
+            return self.store.read(block)
 
     def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
-        self.store.write(block, data)
+        with naming_failures():
+            self.store.write(block, data)
 
 
 def _await(result: Callable[[], StepResult]) -> StepResult:
@@ -207,7 +212,7 @@ def make_device(
     progress(90)
     exact = probe(subject, layout, views, reference)
     progress(98)
-    kv_bytes = _free_kv_bytes(subject, layout, views) if config.kv_bytes is None else config.kv_bytes
+    kv_bytes = _free_kv_bytes(subject, layout, views, config.step_sizes) if config.kv_bytes is None else config.kv_bytes
     store = backend.make_store(layout, kv_bytes // layout.block_bytes, dtype)
     store.prefault()
     return ModelDevice(
@@ -224,9 +229,9 @@ def make_device(
     )
 
 
-def _free_kv_bytes(subject: Subject, layout: KvLayout, views: Sequence[AttentionWindow]) -> int:
-    """Left while the largest steps run, over blocks of their own. Raises InvalidConfig."""
-    sizes = subject.context_length, layout.block_size
+def _free_kv_bytes(subject: Subject, layout: KvLayout, views: Sequence[AttentionWindow], most: StepSizes) -> int:
+    """What is left for blocks while the largest steps run, over blocks of their own. Raises InvalidConfig."""
+    sizes = most, subject.context_length, layout.block_size
     dtype = token_embeddings(subject.model).weight.dtype
 
     def run(plan: StepPlan) -> StepResult:

@@ -250,13 +250,15 @@ def _batched_logits(runner: ModelRunner, rows: Sequence[Row]) -> list[torch.Tens
     return [*others, last]
 
 
-def _separate_logits(runner: ModelRunner, rows: Sequence[Row]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Each row in its own step; each last position in a step that keeps only those."""
+def _separate_logits(runner: ModelRunner, rows: Sequence[Row]) -> tuple[list[torch.Tensor], ...]:
+    """Logits of each row in its own step, and of each last position: in a step that keeps only those, and decoded."""
     separate = [runner.logits([row], np.arange(row.end - row.start)).float() for row in rows]
     inverted = [rows[-1], *rows[:-1]]
     lengths = [row.end - row.start for row in inverted]
     final, *finals = runner.logits(inverted, np.cumsum(lengths) - 1).float().split(1)
-    return separate, [*finals, final]
+    decodes = [row._replace(start=row.end - 1) for row in inverted]
+    decode, *others = runner.logits(decodes, np.arange(len(decodes))).float().split(1)
+    return separate, [*finals, final], [*others, decode]
 
 
 def token_embeddings(model: PreTrainedModel) -> torch.nn.Embedding:

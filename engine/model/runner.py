@@ -47,7 +47,7 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         flat = self.flatten(plan.rows)
         step = StepLogits(flat, self._backend.sampler)
-        with self._backend.step_threads():
+        with self._backend.around_step():
             logits = self.forward(flat, step.keep)
             return step.result(logits, self._eos)
 
@@ -68,7 +68,7 @@ class ModelRunner:
     def forward(self, flat: FlatBatch, keep: Ints) -> torch.Tensor:
         """-> [kept, vocabulary] at the flattened positions ``keep``; computes all rows' KV."""
         self._store.clear(flat.new_blocks)
-        attention = self._backend.make_attention(self._store, self._views, flat, keep)
+        backend = self._backend
         kept = torch.from_numpy(keep).to(self._device)
         inputs: dict[str, Any] = {
             "input_ids": torch.from_numpy(flat.tokens).to(self._device)[None],
@@ -76,7 +76,7 @@ class ModelRunner:
             "use_cache": False,
             "logits_to_keep": kept,
         }
-        with attending(attention), self._backend.step_threads():
+        with backend.around_step(), attending(backend.make_attention(self._store, self._views, flat, keep)):
             logits: torch.Tensor = self._model(**inputs).logits[0]
             if calls_made() != len(self._views):
                 raise RuntimeError(f"attention was called {calls_made()} times for {len(self._views)} layers")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,15 @@ def test_a_tiny_model_is_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.M
     assert all(name.startswith(("device idle", "transformers")) for name in unmeasured), rows
     assert len(rows) == 11
     assert all(row["value"] is None or row["value"] > 0 for row in rows.values())
+
+
+@pytest.mark.slow
+def test_the_command_needs_no_package_of_the_servers() -> None:
+    """It runs where torch, transformers, triton and numpy are all that is installed."""
+    loaded = "import sys, bench.gpu.__main__; print(*{name.partition('.')[0] for name in sys.modules})"
+    run = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=120, check=True)
+    servers = {"grpc", "redis", "pydantic", "structlog", "xxhash", "prometheus_client", "cryptography"}
+    assert not servers & set(run.stdout.split())
 
 
 def test_a_part_that_fails_or_is_late_is_a_row_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from decant.engine.checkpoint import weight_files
+from decant.engine.checkpoint import checkpoint as checkpoints
+from decant.engine.checkpoint import fp8, weight_files
 from decant.engine.checkpoint.fp8 import BLOCK
 from decant.engine.engine import Engine
 from decant.engine.errors import ModelRefused
@@ -108,3 +110,27 @@ def test_a_missing_scale_or_one_of_another_shape_is_refused_by_name(
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelRefused, match=reason):
         serve(folder)
+
+
+def test_another_device_gets_each_weight_as_it_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host never has the model: a slice of it is let go when the device has it."""
+    pytest.importorskip("accelerate")
+    alive, most = set[int](), []
+    convert = fp8._Matrix.__getitem__
+
+    def watched(self: fp8._Matrix, index: object) -> torch.Tensor:
+        made: torch.Tensor = convert(self, index)
+        alive.add(id(made))
+        weakref.finalize(made, alive.discard, id(made))
+        most.append(len(alive))
+        return made
+
+    monkeypatch.setattr(fp8._Matrix, "__getitem__", watched)
+    config = tiny.config("llama")
+    config.num_hidden_layers = 4
+    folder = tiny.save(config, tmp_path)
+    quantize(folder, blocks, "_scale_inv")
+    model = checkpoints.open(str(folder)).read(torch.float32, torch.device("meta"))
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert len(most) == 28
+    assert max(most) <= 8, "transformers reads with 4 threads"

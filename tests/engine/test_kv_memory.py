@@ -6,7 +6,7 @@ import pytest
 
 from decant.engine.errors import InvalidConfig
 from decant.engine.model import kv_memory
-from decant.engine.model.kv_memory import blocks_of_largest_steps, bytes_left, choose, largest_steps
+from decant.engine.model.kv_memory import StepSizes, blocks_of_largest_steps, bytes_left, choose, largest_steps
 from decant.engine.model.model import ModelConfig, load
 from decant.engine.plan import DeviceMemory, StepPlan, StepResult
 
@@ -20,11 +20,14 @@ def test_blocks_get_what_activations_graphs_and_a_margin_leave() -> None:
 
 @pytest.mark.parametrize("context_length", [5, 300, 100_000])
 def test_the_largest_steps_fit_into_their_blocks(context_length: int) -> None:
-    count = blocks_of_largest_steps(context_length, 16)
-    chunk, decodes = largest_steps(context_length, 16, 2)
-    assert chunk.num_tokens == min(2048, context_length)
-    assert len(decodes.rows) == 256
-    for row in (*chunk.rows, *decodes.rows):
+    sizes = StepSizes(tokens=700, sequences=90)
+    count = blocks_of_largest_steps(sizes, context_length, 16)
+    prompts, decodes = largest_steps(sizes, context_length, 16, 2)
+    assert prompts.num_tokens == sum(row.end - row.start for row in prompts.rows) == 700
+    assert prompts.rows[0].end == min(700, context_length)
+    assert len(decodes.rows) == 90
+    assert not decodes.rows[0].request.plain, "a drawn token needs more memory than the likeliest one"
+    for row in (*prompts.rows, *decodes.rows):
         assert row.end <= context_length
         assert len(row.blocks) == 2
         for blocks in row.blocks:
@@ -39,7 +42,7 @@ def test_a_full_device_is_refused() -> None:
         ran.append(plan)
         return StepResult([])
 
-    plans = largest_steps(64, 16, 1)
+    plans = largest_steps(StepSizes(), 64, 16, 1)
     assert choose(lambda steps: (steps(), 7)[1], run, plans) == 7
     assert ran == list(plans)
     with pytest.raises(InvalidConfig, match=r"kv_bytes: memory beside the weights .* got '-3 bytes free'"):

@@ -1,8 +1,9 @@
 """A worker's process over a torch-free engine: ``python -m tests.worker.fake_process decode --model ...``.
 
-Exits with 3 if it imported torch or transformers, unless it is a fork. Environment: CRASH: the engine raises in the
-second step after the warm-up. SLOW_LOAD, SLOW_STEP: seconds of the load and of each step, which cannot be interrupted.
-GREEDY_LOAD: the load never ends, and holds the interpreter's lock for 50 ms or more at a time.
+It exits with 3 if torch or transformers were imported, unless it is the fork of a process that has
+them. With CRASH set its engine raises in the second step after the warm-up, with LOST set its load.
+SLOW_LOAD and SLOW_STEP are seconds that the load and each step take, in a call that cannot be interrupted. With
+GREEDY_LOAD set the load never ends, and holds the interpreter's lock for 50 ms or more at a time, as imports do.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def load(settings: WorkerSettings) -> Device:
     if slow := os.environ.get("SLOW_LOAD"):
         logs.get(__name__).info("loading slowly")
         time.sleep(float(slow))
+    if lost := os.environ.get("LOST"):
+        raise DeviceFailed(lost)
     while os.environ.get("GREEDY_LOAD"):
         logs.get(__name__).info("loading greedily")
         sum(range(4_000_000))

@@ -257,6 +257,12 @@ def test_a_lost_device_ends_the_process_after_its_answers(run: Run) -> None:
     assert "DeviceFailed: the device is lost" in worker.until("engine crashed")["reason"]
 
 
+def test_a_device_that_is_lost_while_the_model_is_loaded_ends_the_process(run: Run) -> None:
+    worker = run(LOST="the device is lost: CUDA error 700")
+    assert worker.ended() == (1, ""), "no traceback"
+    assert worker.until("load or warm-up failed")["reason"] == "the device is lost: CUDA error 700"
+
+
 def test_a_new_incarnation_replaces_the_old_one(run: Run) -> None:
     old = run(FAKE, *SMALL, "--id", "same")
     old.ready()

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from decant.engine.costs import StepCostModel
 from decant.engine.kv_layout import longest_sequence
 from decant.engine.plan import Device
-from decant.engine.scheduler import Limits, choose_token_budget
+from decant.engine.scheduler import MAX_TOKEN_BUDGET, Limits, choose_token_budget
 from decant.runtime import logs
 from decant.runtime.cores import usable_cores
 from decant.worker.settings import WorkerSettings
@@ -52,6 +52,7 @@ def load_model(settings: WorkerSettings) -> Device:
     from transformers.utils import logging
 
     from decant.engine.model import calibration
+    from decant.engine.model.kv_memory import StepSizes
     from decant.engine.model.model import HASHED, READ, ModelConfig, load
 
     logging.disable_progress_bar()
@@ -67,6 +68,9 @@ def load_model(settings: WorkerSettings) -> Device:
         block_size=settings.block_size,
         cuda_kernels=settings.cuda_kernels,
         exact=settings.exact,
+        step_sizes=StepSizes(
+            max(settings.token_budget or MAX_TOKEN_BUDGET, settings.max_running), settings.max_running
+        ),
     )
     backend = config.make_backend()
     cpu_build.check(settings.kernels, backend.kind)

@@ -2,7 +2,8 @@
 
     TRITON_INTERPRET=0 python -m tests.engine.cuda.compile_kernels 90
 
-Prints the shared memory of each in bytes, as JSON.
+Prints as JSON, by name: the shared memory in bytes, the tensor-core instructions, and the arguments whose value or
+alignment makes triton compile the kernel again.
 """
 
 from __future__ import annotations
@@ -63,31 +64,54 @@ def shapes() -> dict[str, tuple[Any, str, dict[str, Any]]]:
             {**heads, "KEY_PAD": 128, "VALUE_PAD": 128},
         ),
     }
-    kernels |= attention_shapes("tokens", 128, attention.LEAST_ROWS)
-    return kernels | attention_shapes("chunks", 256, attention.CHUNK_ROWS)
+    tokens, chunks = attention.LEAST_ROWS, attention.CHUNK_ROWS
+    kernels |= attention_shapes("tokens", 128, tokens) | attention_shapes("chunks", 256, chunks)
+    kernels |= attention_shapes("tokens, padded heads of fp16", 80, tokens, dtype="fp16")
+    kernels |= attention_shapes("chunks, padded heads of fp16", 96, chunks, dtype="fp16")
+    kernels |= attention_shapes("chunks in float32", 128, chunks, dtype="fp32")
+    return kernels | attention_shapes("tokens of 71 heads for one key", 64, 128, group=71)
 
 
-def attention_shapes(name: str, width: int, rows: int) -> dict[str, tuple[Any, str, dict[str, Any]]]:
-    shape = {"KV_HEADS": 8, "GROUP": 4, "VALUE_DIM": width, "VALUE_PAD": width, "TILE_ROWS": rows, "SINKS": True}
-    keys = {"BLOCK": 16, "KEY_DIM": width, "KEY_PAD": width, "TILE": attention.TILE, "SPLIT": attention.SPLIT}
-    types = "*bf16 *bf16 *bf16 *bf16 *i32 *i32 *i32 *i32 *fp32 i32 i32 i32 i32 i32 i32 fp32 fp32"
+def attention_shapes(
+    name: str, width: int, rows: int, *, dtype: str = "bf16", group: int = 4
+) -> dict[str, tuple[Any, str, dict[str, Any]]]:
+    pad = attention.power_of_two(width)
+    shape = {"KV_HEADS": 8, "GROUP": group, "VALUE_DIM": width, "VALUE_PAD": pad, "TILE_ROWS": rows, "SINKS": True}
+    keys = {"BLOCK": 16, "KEY_DIM": width, "KEY_PAD": pad, "TILE": attention.TILE, "SPLIT": attention.SPLIT}
+    types = f"{f'*{dtype} ' * 4}*i32 *i32 *i32 *i32 *fp32 i32 i32 i32 i32 i32 i32 fp32 fp32"
     return {
         f"attend {name}": (attention_kernels.attend, types, {**shape, **keys, "SOFTCAP": True}),
-        f"merge_splits {name}": (attention_kernels.merge_splits, "*fp32 *bf16 *bf16 *i32", shape),
+        f"merge_splits {name}": (attention_kernels.merge_splits, f"*fp32 *{dtype} *{dtype} *i32", shape),
     }
 
 
 def main() -> None:
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
-    shared = {}
+    facts = {}
     for name, (kernel, types, constants) in shapes().items():
         arguments = [argument for argument in kernel.arg_names if argument not in constants]
         signature = dict(zip(arguments, types.split(), strict=True)) | dict.fromkeys(constants, "constexpr")
         constexprs = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
-        compiled = triton.compile(ASTSource(kernel, signature, constexprs), target=target)
+        # Pointers and sizes are multiples of 16 in a launch: only then are loads pipelined through shared memory.
+        params = [param for param in kernel.params if not param.is_constexpr]
+        attrs = {
+            (param.num,): [["tt.divisibility", 16]]
+            for param in params
+            if not (
+                param.do_not_specialize
+                or param.do_not_specialize_on_alignment
+                or signature[param.name].startswith("fp")
+            )
+        }
+        compiled = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target)
         assert compiled.asm["cubin"], name
-        shared[name] = compiled.metadata.shared
-    print(json.dumps(shared))
+        ptx = compiled.asm["ptx"]
+        facts[name] = {
+            "shared": compiled.metadata.shared,
+            "products": [name for name in ("wgmma.mma_async", "mma.sync") if name in ptx],
+            "specialized": [kernel.arg_names[at] for (at,) in attrs],
+        }
+    print(json.dumps(facts))
 
 
 if __name__ == "__main__":

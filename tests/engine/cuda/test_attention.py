@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -60,13 +61,13 @@ class Scene:
         self.case = case
         generator = torch.Generator().manual_seed(seed)
 
-        def random(*shape: int) -> torch.Tensor:
+        def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator).to(case.dtype)
 
-        self.queries = [random(case.heads, end - start, case.key_dim) for start, end in case.spans]
-        self.keys = [random(case.kv_heads, end, case.key_dim) for _, end in case.spans]
-        self.values = [random(case.kv_heads, end, case.value_dim) for _, end in case.spans]
-        self.sinks = random(case.heads) if case.sinks else None
+        self.queries = [normal(case.heads, end - start, case.key_dim) for start, end in case.spans]
+        self.keys = [normal(case.kv_heads, end, case.key_dim) for _, end in case.spans]
+        self.values = [normal(case.kv_heads, end, case.value_dim) for _, end in case.spans]
+        self.sinks = normal(case.heads) if case.sinks else None
 
     def run(self, chosen: Sequence[int]) -> dict[int, torch.Tensor]:
         """Output [tokens, heads, value dim] of each chosen row, in one step over blocks of NaN."""
@@ -160,7 +161,20 @@ def test_attention_agrees_with_float64(case: Case) -> None:
         assert (result.double() - expected).norm() <= TOLERANCE[case.dtype] * expected.norm()
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_random_ragged_batches_agree_with_float64(seed: int) -> None:
+    rng = random.Random(seed)
+    ends = [rng.randint(1, 100) for _ in range(4)]
+    spans = tuple((rng.choice([end - 1, rng.randrange(max(0, end - 40), end)]), end) for end in ends)
+    view = rng.choice(
+        [AttentionWindow(), *(AttentionWindow(kind, rng.randint(1, 60)) for kind in Kind if kind is not Kind.FULL)]
+    )
+    scene = Scene(Case(heads=4, kv_heads=rng.choice([1, 2, 4]), view=view, sinks=rng.random() < 0.5, spans=spans), seed)
+    for index, result in scene.run(range(len(spans))).items():
+        expected = scene.reference(index)
+        assert (result.double() - expected).norm() <= TOLERANCE[torch.bfloat16] * expected.norm()
+
+
 @pytest.mark.parametrize("view", [AttentionWindow(), AttentionWindow(Kind.SLIDING, 24)], ids=["full", "sliding"])
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(view: AttentionWindow) -> None:
     scene = Scene(Case(heads=2, kv_heads=1, view=view, sinks=True))

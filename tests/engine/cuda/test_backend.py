@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,12 @@ from decant.engine.cuda.backend import CudaBackend
 from decant.engine.cuda.fused_layer import FusedLayer
 from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.engine import Engine
-from decant.engine.errors import InvalidConfig
+from decant.engine.errors import DeviceFailed, InvalidConfig
 from decant.engine.kv_layout import KvLayout, LayerSpec
 from decant.engine.model import backend as model_backend
 from decant.engine.model import model as model_module
 from decant.engine.model.attention import AttentionCall
+from decant.engine.model.kv_store import KvStore
 from decant.engine.model.model import ModelConfig, load
 from decant.engine.model.sampler import Sampler
 from decant.engine.scheduler import Limits
@@ -31,6 +35,17 @@ LAYOUT = KvLayout((LayerSpec(1, 16, 16),), 16, 4)
 
 
 class InterpretedBackend(CudaBackend):
+    """The backend, whatever device the tensors are on. ``inside``: how often ``around_step`` is entered now."""
+
+    inside = 0
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        InterpretedBackend.inside += 1
+        with super().around_step():
+            yield
+        InterpretedBackend.inside -= 1
+
     @property
     def kind(self) -> str:
         return "interpreted" if self.device.type == "cpu" else super().kind
@@ -85,14 +100,57 @@ def test_a_kernel_that_fails_its_trial_is_replaced_by_torch(
     broken: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cuda_backend, "TritonAttention", broken)
+    monkeypatch.setattr(cuda_backend, "try_sampler", lambda *_: None)
     backend = CudaBackend(DEVICE)
-    backend.make_store(LAYOUT, 1, torch.float32)
+    store = backend.make_store(LAYOUT, 1, torch.float32)
+    backend.prepare(torch.nn.Module(), torch.float32)
     assert reason in backend.fallbacks["attention"]
     assert reason in caplog.text
-    made: list[Any] = []
-    monkeypatch.setattr(cuda_backend, "PagedAttention", lambda *args: made.append(args))
-    backend.make_attention(*[None] * 4)  # type: ignore[arg-type]
-    assert made
+    assert attention_of(backend, store, monkeypatch) == "torch"
+
+
+def attention_of(backend: CudaBackend, store: KvStore, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(cuda_backend, "PagedAttention", lambda *_: "torch")
+    monkeypatch.setattr(cuda_backend, "TritonAttention", lambda *_: "triton")
+    return backend.make_attention(store, *[None] * 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_kernel_that_fails_in_the_dtype_of_the_comparison_computes_the_served_one(
+    exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load compares in float32, which needs twice the shared memory: a GPU may have too little for it."""
+    fails = {torch.float32: "out of shared memory"}
+    monkeypatch.setattr(cuda_backend, "try_attention", lambda spec, layout, dtype, device: fails.get(dtype))
+    monkeypatch.setattr(cuda_backend, "try_sampler", lambda *_: None)
+    backend = InterpretedBackend(DEVICE, exact=exact)
+    wide = backend.make_store(LAYOUT, 1, torch.float32)
+    backend.prepare(torch.nn.Module(), torch.bfloat16)
+    narrow = backend.make_store(LAYOUT, 1, torch.bfloat16)
+    assert backend.fallbacks == {}
+    assert attention_of(backend, wide, monkeypatch) == "torch"
+    assert attention_of(backend, narrow, monkeypatch) == "triton"
+
+
+def test_a_missing_compiler_is_a_reason_and_a_lost_device_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton builds a launcher for each kernel with the machine's C compiler."""
+    errors: list[Exception] = [
+        subprocess.CalledProcessError(1, "gcc"),
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700),
+    ]
+
+    def fail(*_: object) -> None:
+        raise errors[0]
+
+    monkeypatch.setattr(cuda_backend, "try_attention", fail)
+    monkeypatch.setattr(cuda_backend, "try_sampler", lambda *_: None)
+    backend = CudaBackend(DEVICE)
+    backend.make_store(LAYOUT, 1, torch.float32)
+    backend.prepare(torch.nn.Module(), torch.float32)
+    assert "gcc" in backend.fallbacks["attention"]
+    del errors[0]
+    with pytest.raises(DeviceFailed, match="illegal memory access"):
+        CudaBackend(DEVICE).make_store(LAYOUT, 1, torch.float32)
 
 
 class _WrongSampler(TritonSampler):
@@ -133,6 +191,20 @@ def test_kernels_that_can_not_run_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(model_backend, "find_spec", lambda name: None)
     with pytest.raises(InvalidConfig, match="cuda_kernels: none without the package triton"):
         model_backend.make_backend(torch.device("cuda"), "triton")
+
+
+def test_a_gpu_that_triton_does_not_support_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    limit = "cuda_kernels: none on a GPU of compute capability 7.5: triton needs 8.0, got 'triton'"
+    with pytest.raises(InvalidConfig, match=limit):
+        model_backend.make_backend(torch.device("cuda"), "triton")
+
+
+def test_a_step_runs_on_its_own_device_and_not_on_the_first_one() -> None:
+    around: Any = model_backend.make_backend(torch.device("cuda:1"), "triton").around_step()
+    assert isinstance(around, torch.cuda.device)
+    assert around.idx == 1
 
 
 def test_a_kernel_that_agrees_passes_its_trial() -> None:

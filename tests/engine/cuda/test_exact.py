@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,17 @@ pytest.importorskip("triton")
 
 from decant.engine.cuda import backend as cuda_backend
 from decant.engine.cuda import exact
+from decant.engine.cuda.attention import make_lists
 from decant.engine.cuda.exact import ExactLinear, make_exact
+from decant.engine.cuda.staging import Staging
 from decant.engine.errors import InvalidConfig
 from decant.engine.model import backend as model_backend
 from decant.engine.model import model as model_module
+from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.model import ModelConfig, load
+from decant.engine.model.step_batch import flatten
+from decant.engine.plan import Row
+from decant.engine.request import Request
 from tests.engine import tiny
 from tests.engine.cuda.test_backend import LAYOUT, InterpretedBackend
 
@@ -86,6 +93,15 @@ def test_a_model_is_exact_by_the_probe(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(isinstance(module.forward, ExactLinear) for module in linears)
 
 
+def test_decoded_tokens_and_chunks_have_one_compiled_kernel() -> None:
+    """Tiles of other sizes have other tensor-core instructions, which sum in another order: wgmma from 64 rows on."""
+    rows = [Row(Request(str(start), (1,) * 9), [1] * 9, start, 9, (array("i", [start]),), True) for start in (0, 8)]
+    for is_exact, count in ((True, 1), (False, 2)):
+        backend = InterpretedBackend(DEVICE, exact=is_exact)
+        lists = make_lists(flatten(rows, 16, 9), AttentionWindow(), 4, backend.tile_rows, Staging(DEVICE))
+        assert len({part.tile_rows for part in lists.lists}) == count
+
+
 def test_exact_needs_the_kernels() -> None:
     with pytest.raises(InvalidConfig, match="exact: off on a CUDA device without cuda_kernels triton"):
         model_backend.make_backend(torch.device("cuda"), "none", exact=True)
@@ -94,6 +110,8 @@ def test_exact_needs_the_kernels() -> None:
 
 def test_a_part_that_fails_its_trial_refuses_an_exact_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_backend, "try_attention", lambda *_: "differs")
+    monkeypatch.setattr(cuda_backend, "try_sampler", lambda *_: None)
     backend = InterpretedBackend(DEVICE, exact=True)
+    backend.prepare(nn.Module(), torch.float32)
     with pytest.raises(InvalidConfig, match=r"exact: off, as torch has to compute attention \(differs\)"):
         backend.make_store(LAYOUT, 1, torch.float32)

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ pytest.importorskip("triton")
 
 from decant.engine.cuda import backend as cuda_backend
 from decant.engine.cuda import runner as cuda_runner
+from decant.engine.cuda import step_draw
 from decant.engine.cuda.graph_sizes import GraphLimits, GraphSize
-from decant.engine.cuda.graphs import DecodeGraph, Replay
+from decant.engine.cuda.graphs import Capture, DecodeGraph, Replay
 from decant.engine.cuda.runner import CudaRunner
 from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.cuda.staging import Download, Staging
@@ -91,6 +94,8 @@ def rows_of_a_step() -> list[Row]:
 
 
 def test_a_step_draws_what_the_plain_sampler_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, log-probabilities with ties, and rows whose logits are not finite."""
+    monkeypatch.setattr(step_draw, "LOGPROB_ROWS", 2)
     rows = rows_of_a_step()
     flat = flatten(rows, 16, 99)
     step = StepLogits(flat, Sampler())
@@ -149,6 +154,11 @@ def host_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_batches_replayed_with_padding_generate_what_transformers_generates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The decodes of 3 rows in a graph of 4, in overlapping steps, with no wait but that for each result.
+
+    All launches, of trials, captures and steps, are made where ``around_step`` has chosen the device.
+    """
+    launches = recorded(monkeypatch, Staging, "upload", lambda *_: InterpretedBackend.inside)
     config = tiny.config("llama")
     config.num_hidden_layers = 1
     folder = tiny.save(config, tmp_path)
@@ -171,6 +181,7 @@ def test_batches_replayed_with_padding_generate_what_transformers_generates(
 
     monkeypatch.setattr(device.runner, "submit", watched)
     result = tiny.run(engine, [tiny.greedy(id, tokens, 5) for id, tokens in prompts.items()])
+    assert all(launches), "a launch on whatever device is current"
     assert set(graphed) == {4}
     assert rerun.replays == len(graphed) >= 4
     assert sum(ahead) >= 10, "rows continue tokens that are still drawn"
@@ -178,3 +189,89 @@ def test_batches_replayed_with_padding_generate_what_transformers_generates(
     reference = tiny.reference(folder)
     for id, tokens in prompts.items():
         assert tuple(result.tokens[id]) == tiny.generate(reference, tokens, 5).tokens
+
+
+class Outputs(Rerun):
+    """Keeps what the captured functions return."""
+
+    def __init__(self) -> None:
+        self.outputs: list[torch.Tensor] = []
+
+    def __call__(self, compute: Replay) -> Replay:
+        self.outputs.append(compute())
+        return super().__call__(compute)
+
+
+def test_all_graphs_write_their_logits_to_one_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph keeps the memory of what it returns."""
+    config = tiny.config("llama")
+    config.num_hidden_layers = 1
+    monkeypatch.setattr("decant.engine.cuda.graphs.graph_sizes", lambda rows: [GraphSize(1, 2), GraphSize(3, 6)])
+    capture = Outputs()
+    monkeypatch.setattr(cuda_runner, "Capture", lambda device: capture)
+    load_interpreted(tiny.save(config, tmp_path), monkeypatch, lambda runner: runner.capture(64, GraphLimits()))
+    assert [len(output) for output in capture.outputs] == [1, 3]
+    assert len({output.untyped_storage().data_ptr() for output in capture.outputs}) == 1
+
+
+class FakeCuda:
+    """torch.cuda as ``Capture`` uses it: the current stream, and a capture that may fail when it ends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current: list[Any] = ["default"]
+        self.streams = 0
+        self.captured_on: list[Any] = []
+        self.fails = False
+        for name in ("stream", "graph", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "Stream", self.make_stream)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+
+    def make_stream(self, device: torch.device) -> Any:
+        self.streams += 1
+        return SimpleNamespace(wait_stream=lambda other: None)
+
+    def current_stream(self, device: torch.device) -> Any:
+        return SimpleNamespace(wait_stream=lambda other: None)
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before = list(self.current)
+        self.current.append(stream)
+        try:
+            yield
+        finally:
+            self.current[:] = before
+
+    @contextmanager
+    def graph(self, graph: Any, pool: Any, stream: Any) -> Iterator[None]:
+        """As torch's: after a failure the stream is left current."""
+        self.current.append(stream)
+        self.captured_on.append(stream)
+        yield
+        if self.fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.current.pop()
+
+
+def test_graphs_are_captured_on_one_stream_which_a_failure_does_not_leave_current(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """cuBLAS keeps a workspace for each stream."""
+    cuda = FakeCuda(monkeypatch)
+    capture, computed_on = Capture(DEVICE), list[Any]()
+
+    def compute() -> torch.Tensor:
+        computed_on.append(cuda.current[-1])
+        return torch.zeros(1)
+
+    for _ in range(3):
+        capture(compute)
+    assert cuda.streams == 1
+    assert len(computed_on) == 6
+    assert {id(stream) for stream in (*computed_on, *cuda.captured_on)} == {id(cuda.captured_on[0])}
+    cuda.fails = True
+    with pytest.raises(RuntimeError, match="during capture"):
+        capture(compute)
+    assert cuda.current == ["default"]
