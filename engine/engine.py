@@ -171,7 +171,10 @@ class Engine:
         return output
 
     def settle(self) -> None:
-        """Commit the step in flight. If that fails, so does every later step: its rows may be half committed."""
+        """Commit the step in flight: then only commands change sequences until the next step.
+
+        If that fails, so does every later step: its rows may be half committed.
+        """
         if self._failure is not None:
             raise self._failure
         if self.launched:

@@ -104,8 +104,8 @@ class Runner(Protocol):
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Begin a step. The returned function waits for its result; call it once, in order of the steps.
 
-        A device that overlaps steps reads the rows' tokens and returns before the step is computed. Others compute when
-        the result is awaited.
+        Steps are computed in order. A device that overlaps steps reads the rows' tokens and returns before the step is
+        computed. Others compute when the result is awaited.
         """
         ...
 

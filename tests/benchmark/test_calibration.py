@@ -4,12 +4,15 @@ import asyncio
 import json
 import subprocess
 import sys
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import pytest
 
 from decant.bench.calibration.costs import PromptSample, Samples, StepSample, costs
 from decant.bench.calibration.experiment import CalibrationOptions, measure
+from decant.bench.calibration.running_answers import RunningAnswers
 from decant.bench.errors import InvalidBenchmark
 from decant.engine.costs import StepCostModel, chunk
 from decant.plan.costs import cost_profile
@@ -83,3 +86,36 @@ def test_lengths_beyond_the_context_are_refused() -> None:
     client: Any = Client()
     with pytest.raises(InvalidBenchmark, match=r"--prompt-tokens: at most 2,048 with the output.*got 2500"):
         asyncio.run(measure(client, CalibrationOptions(2000, 500), lambda *_: None))
+
+
+class ShortAnswers:
+    """A client whose answers have three tokens; the one after ``most`` answers fails."""
+
+    def __init__(self, most: int) -> None:
+        self.left = most
+
+    @asynccontextmanager
+    async def stream(self, prompt: Sequence[int], **_: object) -> AsyncIterator[AsyncIterator[pb.Delta]]:
+        self.left -= 1
+        if self.left < 0:
+            raise ConnectionError("lost")
+
+        async def deltas() -> AsyncIterator[pb.Delta]:
+            for _ in range(3):
+                await asyncio.sleep(0)
+                yield pb.Delta(num_tokens=1)
+
+        yield deltas()
+
+
+async def test_an_answer_that_fills_the_context_begins_again() -> None:
+    model = pb.Model(max_context_length=8, vocab_size=5)
+    async with RunningAnswers(cast(Any, ShortAnswers(1_000_000)), model, 2, 5, 0) as answers:
+        await answers.more(20)
+
+
+async def test_an_answer_that_fails_ends_a_measurement() -> None:
+    model = pb.Model(max_context_length=8, vocab_size=5)
+    with pytest.raises(ConnectionError):
+        async with RunningAnswers(cast(Any, ShortAnswers(20)), model, 2, 5, 0) as answers:
+            await answers.more(1_000)

@@ -1,4 +1,6 @@
 import asyncio
+import os
+from typing import Any
 
 import pytest
 
@@ -6,11 +8,12 @@ from decant.protos.inference_pb2_grpc import InferenceServiceStub
 from tests.e2e.client_checks import asked, decode_started, open_stub
 from tests.e2e.deployment import PATIENCE_S, Deployment, Worker, deployment
 from tests.trace_collector import Collector, collecting
+from tests.worker.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
 PROMPT = "def total(values):\n    result = 0\n" * 12
-TOKENS = 300
+TOKENS = 600
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
@@ -42,9 +45,13 @@ async def tokens(stub: InferenceServiceStub, running: Deployment | None = None) 
     return answer.ids
 
 
+def of_the_trace(collector: Collector) -> list[tuple[str, Any]]:
+    return [(service, span) for service, span in collector.spans() if span.trace_id.hex() == TRACE]
+
+
 def check_trace(collector: Collector) -> None:
     """Of the interrupted answer: both attempts, each with the spans of its workers."""
-    spans = [(service, span) for service, span in collector.spans() if span.trace_id.hex() == TRACE]
+    spans = of_the_trace(collector)
     assert PROMPT[:20] not in str(spans)
     ((_, request),) = ((service, span) for service, span in spans if span.name == "GenerateStream")
     assert request.parent_span_id.hex() == CALLER
@@ -60,7 +67,10 @@ def check_trace(collector: Collector) -> None:
 
 async def test_an_answer_outlives_the_decode_worker_that_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with collecting() as collector:
+        for name in [name for name in os.environ if name.startswith("OTEL_")]:
+            monkeypatch.delenv(name)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{collector.address}")
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")  # milliseconds
         with deployment(decode=2) as running:
             channel, stub = open_stub(running.address)
             async with channel:
@@ -68,4 +78,6 @@ async def test_an_answer_outlives_the_decode_worker_that_writes_it(monkeypatch: 
                 assert len(whole) == TOKENS
                 assert await tokens(stub, running) == whole
             await asyncio.to_thread(running.settled)
+            ends = {"GenerateStream", "prefill", "decode"}
+            await eventually(lambda: ends <= {span.name for _, span in of_the_trace(collector)})
         check_trace(collector)

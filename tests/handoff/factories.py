@@ -64,11 +64,11 @@ class Worker:
     def _on_step(self, output: StepOutput) -> None:
         self.sender.on_step(output)
         for token in output.tokens:
-            self._hear(token)
+            self._record(token)
         for ended in output.ended:
-            self._hear(ended)
+            self._record(ended)
 
-    def _hear(self, event: Token | SequenceFinished) -> None:
+    def _record(self, event: Token | SequenceFinished) -> None:
         if isinstance(event, Token):
             self.tokens.setdefault(event.id, []).append(event.token)
         else:

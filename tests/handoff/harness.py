@@ -107,7 +107,6 @@ async def local_memory(sender: Worker) -> AsyncIterator[KvSource]:
     agent = LocalAgent(sender.engine.device.block_memory)
     sender.sender.memory = agent.memory
     yield reads(sender, agent).source("p")
-    assert any(reader.count for reader in agent.readers)
 
 
 @asynccontextmanager

@@ -33,8 +33,15 @@ async def test_a_broken_fetch_is_reported_and_costs_one_lease(transport: Transpo
     async with Worker("p", lease_ms=500, cost=lambda _: 0.05) as sender, Worker("d") as receiver:
         async with transport(sender) as source:
             ticket, room = await sender.offer(request), await receiver.room(request)
+            blocks = []
+
+            def wrote(*block: Any, write: Any = room.write) -> None:
+                blocks.append(block)
+                write(*block)
+
+            room.write = wrote  # type: ignore[method-assign, assignment]
             task = asyncio.create_task(receiver.receiver.receive(source, ticket, room))
-            await asyncio.sleep(0.15)
+            await eventually(lambda: blocks)
             task.cancel()
             await asyncio.wait([task])
         assert task.cancelled()

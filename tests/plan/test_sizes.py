@@ -166,7 +166,9 @@ def test_a_name_on_the_hub_is_read_from_its_configuration(tmp_path: Path, monkey
     assert shape == from_config("someone/llama-3.1", LLAMA_3_8B)
 
 
-@pytest.mark.parametrize("error", [LocalEntryNotFoundError("nothing\nmore"), OSError("no network")])
+@pytest.mark.parametrize(
+    "error", [LocalEntryNotFoundError("nothing\nmore"), OSError("no network"), RuntimeError("407")]
+)
 def test_a_name_out_of_reach_is_refused(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fetch(*_: str) -> str:
         raise error

@@ -135,13 +135,15 @@ class _Calibration:
     ) -> tuple[PromptSample, tuple[PromptSample, StepSample, float]]:
         """Beside running answers: prompts that end with their first token, then prompts that are handed off."""
         tokens, count = self._options.lengths[-1], _QUEUED
-        async with RunningAnswers(self._client, self._model, batch, tokens, self._next_seed()):
+        async with RunningAnswers(self._client, self._model, batch, tokens, self._next_seed()) as answers:
             beside = await self._queue(tokens)
             handed_off = await self._handed_off(tokens)
+            answers.check()
         meanwhile = count * prefill.seconds / step.seconds  # steps; contexts are about as those of steps alone
         context = max(SHORT_CONTEXT, round(self._options.context - meanwhile / 2))
         async with RunningAnswers(self._client, self._model, batch, context, self._next_seed()) as answers:
             records = await self._send(tokens, count, 2, _CLIENTS)
+            answers.check()
             firsts = sorted(record.tokens[0] for record in records)[: 1 - _CLIENTS]
             slowed = answers.step(_parts(firsts[0], firsts[-1]))
         pause = median(record.tokens[1] - record.tokens[0] for record in records)

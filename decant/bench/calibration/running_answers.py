@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Self
 
 from decant.bench.calibration.costs import StepSample
-from decant.bench.errors import InvalidBenchmark
 from decant.client.async_client import AsyncClient
 from decant.protos import inference_pb2 as pb
 
@@ -47,10 +46,10 @@ class RunningAnswers:
         await self._cancel()
 
     async def more(self, tokens: int) -> None:
-        """Wait for `tokens` more of each answer. Raises InvalidBenchmark if one ends before."""
+        """Wait for `tokens` more of each answer."""
         goals = [len(arrived) + tokens for arrived in self._tokens]
         while any(len(arrived) < goal for arrived, goal in zip(self._tokens, goals, strict=True)):
-            self._check()
+            self.check()
             await asyncio.sleep(_POLL_SECONDS)
 
     def step(self, times: Sequence[float]) -> StepSample:
@@ -63,16 +62,16 @@ class RunningAnswers:
         return StepSample(len(self._tokens), round(self._prompt_tokens + before), median(means))
 
     async def _receive(self, prompt: Sequence[int], arrived: list[float]) -> None:
-        async with self._client.stream(prompt, max_tokens=self._output, ignore_eos=True) as stream:
-            async for delta in stream:
-                arrived += [time.monotonic()] * delta.num_tokens
+        while True:  # one that fills the context begins again
+            async with self._client.stream(prompt, max_tokens=self._output, ignore_eos=True) as stream:
+                async for delta in stream:
+                    arrived += [time.monotonic()] * delta.num_tokens
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises the error of an answer that failed."""
         for task in self._tasks:
             if task.done():
                 task.result()
-                limit = f"a prompt that leaves room for more than {self._output:,} tokens in the context"
-                raise InvalidBenchmark("--prompt-tokens", limit, f"{self._prompt_tokens:,}")
 
     async def _cancel(self) -> None:
         for task in self._tasks:

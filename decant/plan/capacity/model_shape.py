@@ -75,12 +75,11 @@ def find_shape(model: str) -> ModelShape:
         return read_shape(Path(model))
     try:
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError as error:
         raise InvalidPlan("--model", f"a folder or a config.json; for names on the hub, {error.name}", model) from None
     try:
         file = hf_hub_download(model, "config.json")
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - HTTP clients and proxies raise errors of their own
         reason = str(error).strip().partition("\n")[0]
         limit = f"a folder, a config.json, or a model on the Hugging Face hub ({reason})"
         raise InvalidPlan("--model", limit, model) from None
