@@ -124,16 +124,15 @@ class Sizing:
 
     def _check_objectives(self, busy: Pools) -> None:
         """By the most workers at the least rate."""
-        overheads = "" if self._overheads == NO_OVERHEADS else ", with latency, handoff and contention,"
-        prompt, slo = self._workload.prompt.high, self._slo
+        is_alone, prompt, slo = self._overheads == NO_OVERHEADS, self._workload.prompt.high, self._slo
         ttft, prefill = busy.ttft(MAX_WORKERS, _LEAST_RATE), busy.speed.prefill(prompt)
         if slo.ttft is not None and ttft > slo.ttft:
-            what = f"a prefill of {prompt:,} tokens alone{overheads}"
+            what = f"a prefill of {prompt:,} tokens alone{'' if is_alone else ', with latency and contention,'}"
             remedy = "shorter prompts, or a device {:.1f} times as fast"
             raise InvalidPlan("--slo ttft", _least(what, ttft, prefill, slo.ttft, remedy), show_seconds(slo.ttft))
         tpot, step = busy.tpot(busy.running(_LEAST_RATE / MAX_WORKERS)), busy.speed.step(1, self._workload.context)
         if slo.tpot is not None and tpot > slo.tpot:
-            what = f"a step of one sequence{overheads}"
+            what = f"a step of one sequence{'' if is_alone else ', with handoff and contention,'}"
             remedy = "--quantization, or a device with {:.1f} times the bandwidth"
             raise InvalidPlan("--slo tpot", _least(what, tpot, step, slo.tpot, remedy), show_seconds(slo.tpot))
 

@@ -239,7 +239,7 @@ def _free_kv_bytes(subject: Subject, layout: KvLayout, views: Sequence[Attention
 
     def steps() -> None:
         memory = subject.backend.memory()
-        slots = layout.block_size * (memory.total // layout.block_bytes) if memory else sys.maxsize
+        slots = layout.block_size * max(1, memory.total // layout.block_bytes) if memory else sys.maxsize
         sizes = most.possible(subject.context_length, slots)
         blocks = kv_memory.blocks_of_largest_steps(sizes, subject.context_length, layout.block_size)
         store = subject.backend.make_store(layout, blocks, dtype)
