@@ -69,7 +69,7 @@ Turns = list[tuple[str, str]]
 
 
 def read_sharegpt(path: Path) -> list[Turns]:
-    """Up to where question and answer stop alternating. Raises InvalidBenchmark."""
+    """Up to where question and answer stop alternating, or are no UTF-8 (lone surrogates). Raises InvalidBenchmark."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -99,7 +99,15 @@ def _text(message: Any, roles: tuple[str, ...]) -> str:
     if not isinstance(message, dict) or message.get("from") not in roles:
         return ""
     value = message.get("value")
-    return value if isinstance(value, str) else ""
+    return value if isinstance(value, str) and _is_utf8(value) else ""
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def prompts(turns: Turns) -> list[str]:

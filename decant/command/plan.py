@@ -125,7 +125,7 @@ def _plan(params: dict[str, Any]) -> None:
     except (InvalidPlan, ModelRefused) as error:
         raise CommandFailed(str(error)) from None
     if params["as_json"]:
-        print(json.dumps(report.document(parsed, plan, outcome)))
+        print(json.dumps(report.document(parsed, plan, outcome), allow_nan=False))
     else:
         report.show(parsed, plan, new_console(), outcome)
 

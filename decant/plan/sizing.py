@@ -70,8 +70,8 @@ class Sizing:
     def plan(self) -> Plan:
         """The smallest. Raises InvalidPlan where none is large enough."""
         self._room.check(self._workload.longest)
-        self._check_objectives()
         rate, slo, busy = self._workload.rate, self._slo, self._pools(1.0, 1.0)
+        self._check_objectives(busy)
         prefill = _fewest("prefill", rate, lambda count, rate: busy.prefill_fits(count, rate, slo.ttft))
         decode = _fewest("decode", rate, lambda count, rate: busy.decode_fits(rate / count, slo.tpot))
         return self._describe(prefill, decode)
@@ -122,23 +122,26 @@ class Sizing:
         sending = self._overheads.sending * prefill_use  # slows a prompt only where one follows at once
         return Pools(speed, self._room, self._workload, replace(self._overheads, handoff=handoff, sending=sending))
 
-    def _check_objectives(self) -> None:
-        alone = self._speed.prefill(self._workload.prompt.high)
-        if self._slo.ttft is not None and alone > self._slo.ttft:
-            raise InvalidPlan(
-                "--slo ttft",
-                f"a prefill of {self._workload.prompt.high:,} tokens alone takes {show_seconds(alone)}: at least that, "
-                f"shorter prompts, or a device {alone / self._slo.ttft:.1f} times as fast",
-                show_seconds(self._slo.ttft),
-            )
-        step = self._speed.step(1, self._workload.context)
-        if self._slo.tpot is not None and step > self._slo.tpot:
-            raise InvalidPlan(
-                "--slo tpot",
-                f"a step of one sequence takes {show_seconds(step)}: at least that, --quantization, or a device with "
-                f"{step / self._slo.tpot:.1f} times the bandwidth",
-                show_seconds(self._slo.tpot),
-            )
+    def _check_objectives(self, busy: Pools) -> None:
+        """By the most workers at the least rate."""
+        is_alone, prompt, slo = self._overheads == NO_OVERHEADS, self._workload.prompt.high, self._slo
+        ttft, prefill = busy.ttft(MAX_WORKERS, _LEAST_RATE), busy.speed.prefill(prompt)
+        if slo.ttft is not None and ttft > slo.ttft:
+            what = f"a prefill of {prompt:,} tokens alone{'' if is_alone else ', with latency and contention,'}"
+            remedy = "shorter prompts, or a device {:.1f} times as fast"
+            raise InvalidPlan("--slo ttft", _least(what, ttft, prefill, slo.ttft, remedy), show_seconds(slo.ttft))
+        tpot, step = busy.tpot(busy.running(_LEAST_RATE / MAX_WORKERS)), busy.speed.step(1, self._workload.context)
+        if slo.tpot is not None and tpot > slo.tpot:
+            what = f"a step of one sequence{'' if is_alone else ', with handoff and contention,'}"
+            remedy = "--quantization, or a device with {:.1f} times the bandwidth"
+            raise InvalidPlan("--slo tpot", _least(what, tpot, step, slo.tpot, remedy), show_seconds(slo.tpot))
+
+
+def _least(what: str, takes: float, computing: float, objective: float, remedy: str) -> str:
+    """`remedy`: for the seconds of `takes` that a device computes, if these alone are too many."""
+    left = objective - (takes - computing)
+    faster = f", {remedy.format(computing / left)}" if left > 0 else ""
+    return f"{what} takes {show_seconds(takes)}: at least that{faster}"
 
 
 def _fewest(role: str, rate: float, fits: Callable[[int, float], bool]) -> int:

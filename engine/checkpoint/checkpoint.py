@@ -128,10 +128,10 @@ class Checkpoint:
     def read(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
         """Load the weights into transformers' causal model; towers of other media are dropped. Raises ModelRefused.
 
-        With accelerate, transformers puts each tensor on another device as it is read and converted. Without it, that
-        device gets a model from the host's memory: from the mapped files, or from a copy in another dtype.
+        With accelerate and no such towers, transformers puts each tensor on another device as it is read and converted.
+        Else that device gets a model from the host's memory: from the mapped files, or from a copy in another dtype.
         """
-        is_placed = device.type != "cpu" and is_accelerate_available()
+        is_placed = device.type != "cpu" and is_accelerate_available() and not _other_media(self.config)
         placed: dict[str, Any] = {"device_map": {"": device}} if is_placed else {}
         with refusing(self.name, "transformers can't load it"):
             model_class, source = self._source()
@@ -254,15 +254,20 @@ def _surplus(unexpected: Iterable[str], text: PreTrainedConfig) -> list[str]:
     )
 
 
+def _other_media(config: PreTrainedConfig) -> set[int]:
+    """Identities of the configurations beside the text's."""
+    text = config.get_text_config()
+    if text is config:
+        return set()
+    others = [getattr(config, name, None) for name in config.sub_configs]
+    return {id(other) for other in others if other is not None and other is not text}
+
+
 def _drop_other_media(model: PreTrainedModel) -> None:
-    text = model.config.get_text_config()
-    if text is model.config:
-        return
-    others = [getattr(model.config, name, None) for name in model.config.sub_configs]
-    other = {id(config) for config in others if config is not None and config is not text}
-    for parent in list(model.modules()):
+    others = _other_media(model.config)
+    for parent in list(model.modules()) if others else ():
         for name, child in list(parent.named_children()):
-            if isinstance(child, PreTrainedModel) and id(child.config) in other:
+            if isinstance(child, PreTrainedModel) and id(child.config) in others:
                 setattr(parent, name, torch.nn.Identity())
 
 

@@ -10,8 +10,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from decant.engine.errors import InvalidConfig
-from decant.engine.plan import DeviceMemory, Row, StepPlan, StepResult
+from decant.engine.plan import DeviceMemory, Row, StepPlan
 from decant.engine.request import Request, SamplingParams
 from decant.engine.sampler_state import SamplerState
 from decant.engine.scheduler import MAX_TOKEN_BUDGET, Limits
@@ -27,12 +29,28 @@ def bytes_left(memory: DeviceMemory, activations: int, graphs: int) -> int:
     return memory.free - activations - graphs - int(memory.total * MARGIN)
 
 
+MOST_TOKENS = 1 << 20
+"""Of a step that is measured: its rows and inputs are built in the memory of the host."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepSizes:
     """Most tokens and most sequences of a step."""
 
     tokens: int = MAX_TOKEN_BUDGET
     sequences: int = Limits().max_running
+
+    def possible(self, context_length: int, slots: int) -> StepSizes:
+        """What can occur: a sequence has at most its context, and each token its own slot. Raises InvalidConfig."""
+        sequences = min(self.sequences, slots)
+        tokens = min(self.tokens, sequences * context_length, slots)
+        for field, most, value in (
+            ("max_running", sequences, self.sequences),
+            ("token_budget", tokens, self.tokens),
+        ):
+            if most > MOST_TOKENS:
+                raise InvalidConfig(field, f"at most {MOST_TOKENS} to measure the largest step without kv_bytes", value)
+        return StepSizes(tokens, sequences)
 
 
 def largest_steps(sizes: StepSizes, context_length: int, block_size: int, groups: int) -> Sequence[StepPlan]:
@@ -42,8 +60,12 @@ def largest_steps(sizes: StepSizes, context_length: int, block_size: int, groups
     """
     longest = min(sizes.tokens, context_length)
     blocks = (array("i", range(-(-longest // block_size))),) * groups
-    lengths = [longest] * (sizes.tokens // longest) + [sizes.tokens % longest] * bool(sizes.tokens % longest)
-    prompts = [Row(Request("memory", (0,) * length), (0,) * length, 0, length, blocks, True) for length in lengths]
+
+    def prompt(length: int) -> Row:
+        return Row(Request("memory", (0,) * length), (0,) * length, 0, length, blocks, True)
+
+    count, rest = divmod(sizes.tokens, longest)
+    prompts = [prompt(longest)] * count + ([prompt(rest)] if rest else [])
     drawn = Request("memory", (0,), sampling=SamplingParams(temperature=1.0, seed=0), logprobs=1)
     decodes = [Row(drawn, (0,), 0, 1, blocks, True, SamplerState(drawn))] * sizes.sequences
     return StepPlan(tuple(prompts), sizes.tokens), StepPlan(tuple(decodes), len(decodes))
@@ -53,16 +75,13 @@ def blocks_of_largest_steps(sizes: StepSizes, context_length: int, block_size: i
     return -(-min(sizes.tokens, context_length) // block_size)
 
 
-def choose(
-    measure: Callable[[Callable[[], object]], int], run: Callable[[StepPlan], StepResult], plans: Sequence[StepPlan]
-) -> int:
-    """``measure`` runs the steps and returns the bytes left. Raises InvalidConfig."""
-
-    def steps() -> None:
-        for plan in plans:
-            run(plan)
-
-    left = measure(steps)
+def choose(measure: Callable[[Callable[[], object]], int], steps: Callable[[], object], sizes: StepSizes) -> int:
+    """``measure`` runs the steps, of at most ``sizes``, and returns the bytes left. Raises InvalidConfig."""
+    try:
+        left = measure(steps)
+    except torch.OutOfMemoryError as error:
+        limit = f"less, or a token_budget below {sizes.tokens}: the largest steps exhaust the memory of the device"
+        raise InvalidConfig("max_running", limit, sizes.sequences) from error
     if left < 1:
         raise InvalidConfig("kv_bytes", "memory beside the weights and the activations of a step", f"{left} bytes free")
     return left

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,8 +72,9 @@ class ModelConfig:
         if self.kv_bytes is not None:
             check_whole("kv_bytes", self.kv_bytes, least=1)
 
+    @naming_failures()
     def make_backend(self) -> Backend:
-        """Raises InvalidConfig."""
+        """Raises InvalidConfig, DeviceFailed."""
         return make_backend(checkpoint.choose_device(self.device), self.cuda_kernels, self.exact)
 
 
@@ -163,10 +165,11 @@ class ReadModel:
     check_files: Callable[[], object] = lambda: None
 
 
+@naming_failures()
 def load(
     config: ModelConfig, progress: Callable[[int], None] = lambda percent: None, backend: Backend | None = None
 ) -> ModelDevice:
-    """``progress`` gets the percent done. Raises ModelRefused, InvalidConfig."""
+    """``progress`` gets the percent done. Raises ModelRefused, InvalidConfig, DeviceFailed."""
     progress(0)
     backend = backend or config.make_backend()
     source = checkpoint.open(config.model, config.revision)
@@ -186,10 +189,11 @@ def load(
     return make_device(read, config, backend, progress)
 
 
+@naming_failures()
 def make_device(
     read: ReadModel, config: ModelConfig, backend: Backend, progress: Callable[[int], None] = lambda percent: None
 ) -> ModelDevice:
-    """Prepares the model in place. Raises ModelRefused, InvalidConfig."""
+    """Prepares the model in place. Raises ModelRefused, InvalidConfig, DeviceFailed."""
     model, name, context_length = read.model, read.name, read.context_length
     dtype = token_embeddings(model).weight.dtype
     with checkpoint.refusing(name, "its rotary scaling can't be frozen"):
@@ -231,11 +235,16 @@ def make_device(
 
 def _free_kv_bytes(subject: Subject, layout: KvLayout, views: Sequence[AttentionWindow], most: StepSizes) -> int:
     """What is left for blocks while the largest steps run, over blocks of their own. Raises InvalidConfig."""
-    sizes = most, subject.context_length, layout.block_size
     dtype = token_embeddings(subject.model).weight.dtype
 
-    def run(plan: StepPlan) -> StepResult:
-        store = subject.backend.make_store(layout, kv_memory.blocks_of_largest_steps(*sizes), dtype)
-        return ModelRunner(subject.model, store, views, frozenset(), subject.backend).run(plan)
+    def steps() -> None:
+        memory = subject.backend.memory()
+        slots = layout.block_size * max(1, memory.total // layout.block_bytes) if memory else sys.maxsize
+        sizes = most.possible(subject.context_length, slots)
+        blocks = kv_memory.blocks_of_largest_steps(sizes, subject.context_length, layout.block_size)
+        store = subject.backend.make_store(layout, blocks, dtype)
+        runner = ModelRunner(subject.model, store, views, frozenset(), subject.backend)
+        for plan in kv_memory.largest_steps(sizes, subject.context_length, layout.block_size, len(layout.groups)):
+            runner.run(plan)
 
-    return kv_memory.choose(subject.backend.kv_bytes_left, run, kv_memory.largest_steps(*sizes, len(layout.groups)))
+    return kv_memory.choose(subject.backend.kv_bytes_left, steps, most)

@@ -6,8 +6,10 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 from rich.console import Console
@@ -17,6 +19,8 @@ from bench.deployment import frames, load
 from bench.deployment import grpc_baseline as bare
 from bench.deployment.load import Job
 from bench.router import GOALS, Goal, LoadFailed
+from decant.protos import inference_pb2 as pb
+from decant.protos import inference_pb2_grpc as services
 from tests.ports import reserved_port
 
 PATIENCE = 120.0
@@ -57,21 +61,72 @@ async def test_closed_clients_send_their_next_request_when_the_last_is_answered(
     assert len({one["id"] for one in result["seen"]}) == len(result["seen"]) > 3
 
 
+class Gated(services.InferenceServiceServicer):
+    """Answers with one token, none of them before ``count`` requests have come."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._open = asyncio.Event()
+
+    async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> None:  # noqa: N802
+        self._count -= 1
+        if self._count <= 0:
+            self._open.set()
+        await self._open.wait()
+        await context.write(pb.GenerateStreamResponse(seq=1, delta=pb.Delta(num_tokens=1)))
+
+
 @pytest.mark.slow
 async def test_open_requests_begin_whatever_became_of_the_earlier_ones() -> None:
-    async with server(500, 1) as address:
+    serving = grpc.aio.server()
+    services.add_InferenceServiceServicer_to_server(Gated(6), serving)
+    address = f"127.0.0.1:{serving.add_insecure_port('127.0.0.1:0')}"
+    await serving.start()
+    try:
         first = (await done(Job("o", address, "open", 1.0, rate=40, output_tokens=1)))[1]["seen"]
         again = (await done(Job("p", address, "open", 1.0, rate=40, output_tokens=1)))[1]["seen"]
-    assert most_at_once(first) > 5
+    finally:
+        await serving.stop(None)
+    assert all(one["tokens"] == 1 for one in first)
+    assert most_at_once(first) >= 6
     assert len(first) == len(again), "the same seed, the same instants"
 
 
-@pytest.mark.slow
-async def test_only_tokens_within_the_window_are_counted() -> None:
+class Watched(load.Clients):
+    latest: Watched
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.heard, self.ended = asyncio.Event(), asyncio.Event()
+        Watched.latest = self
+
+    def _hear(self, seen: load.Seen, delta: pb.Delta) -> None:
+        super()._hear(seen, delta)
+        self.heard.set()
+
+    async def _ask(self, began: asyncio.Event | None = None) -> None:
+        await super()._ask(began)
+        self.ended.set()
+
+    @classmethod
+    async def next_message(cls, seconds: float) -> None:
+        cls.latest.heard.clear()
+        await cls.latest.heard.wait()
+
+    @classmethod
+    async def first_end(cls, seconds: float) -> None:
+        await cls.latest.ended.wait()
+
+
+async def test_only_tokens_within_the_window_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up and the window last until a message comes, or an answer ends."""
+    monkeypatch.setattr(load, "Clients", Watched)
     async with server(1, 5) as address:
+        monkeypatch.setattr(load, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": Watched.next_message}))
         windows, result = await done(Job("s", address, "streams", 0.5, clients=2, output_tokens=5000))
         assert windows == ["begin", "end"]
         assert 0 < result["in_window"] < sum(one["messages"] for one in result["seen"])
+        monkeypatch.setattr(load, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": Watched.first_end}))
         with pytest.raises(ValueError, match="3 tokens were written before"):
             await done(Job("s", address, "streams", 0.5, clients=2, output_tokens=3))
 

@@ -80,14 +80,23 @@ def test_a_shared_prefix_is_found_in_the_cache(address: str) -> None:
 
 
 def test_a_trace_is_sent_at_its_times(address: str, tmp_path: Path) -> None:
+    def write(gap_s: float) -> str:
+        lines = [
+            {"id": f"{n}", "prompt_token_ids": [5, 6, n], "output_len": 2, "arrival_s": n * gap_s} for n in range(3)
+        ]
+        trace.write_text("\n".join(map(json.dumps, lines)))
+        return str(trace)
+
     trace = tmp_path / "trace.jsonl"
-    lines = [{"id": f"{n}", "prompt_token_ids": [5, 6, n], "output_len": 2, "arrival_s": n / 2} for n in range(3)]
-    trace.write_text("\n".join(map(json.dumps, lines)))
-    run = measured(address, "--dataset", str(trace), "--trace", "--warm-up", "1")
+    run = measured(address, "--dataset", write(0.5), "--trace", "--warm-up", "1")
     assert run["completed"] == 3
-    assert run["duration"] >= 1.0
+    first, second, third = run["start_times"]
+    lag = run["max_send_lag_ms"] / 1e3 + 1e-6
+    assert second - first >= 0.5 - lag
+    assert third - first >= 1.0 - lag
     assert run["trace"] is True
-    assert measured(address, "--dataset", str(trace))["duration"] < 1.0
+    hours = measured(address, "--dataset", write(3600.0))
+    assert hours["completed"] == 3, "without --trace its times are not waited for"
 
 
 def test_conversations_of_a_file_are_sent_as_text(address: str, tmp_path: Path) -> None:

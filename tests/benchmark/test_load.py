@@ -217,6 +217,13 @@ def test_sharegpt_gives_questions_and_answers_while_they_alternate(tmp_path: Pat
     empty = turns(("human", "q"), ("gpt", "a"), ("human", ""), ("gpt", "b"))
     file.write_text(json.dumps([longer, empty]))
     assert read_sharegpt(file) == [[("q", "a"), ("r", "b")], [("q", "a")]]
+    lone = "\ud800"  # a surrogate that UTF-8 does not encode
+    cut, skipped = (
+        turns(("human", "q"), ("gpt", "a"), ("human", "r"), ("gpt", lone)),
+        turns(("human", lone), ("gpt", "a")),
+    )
+    file.write_text(json.dumps([cut, skipped]))
+    assert read_sharegpt(file) == [[("q", "a")]]
     file.write_text("[]")
     with pytest.raises(InvalidBenchmark, match="begin with a question and an answer, got none"):
         read_sharegpt(file)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from decant.engine.checkpoint import checkpoint as checkpoints
 from decant.engine.errors import ModelRefused
 from tests.engine import tiny
 from tests.engine.served import edit, rewrite, serve
@@ -291,3 +292,22 @@ def test_pickled_weights_of_a_hub_name_are_refused_unread(hub, tmp_path):
     with pytest.raises(ModelRefused, match=r"no file named|model\.safetensors"):
         serve("org/tiny")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(("name", "first"), [("llava", "cpu"), ("llama", "meta")])
+def test_a_device_gets_weights_as_they_are_read_unless_some_are_dropped(
+    name: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate")
+    devices: list[set[str]] = []
+    drop = checkpoints._drop_other_media
+
+    def watched(model: PreTrainedModel) -> None:
+        devices.append({parameter.device.type for parameter in model.parameters()})
+        drop(model)
+
+    monkeypatch.setattr(checkpoints, "_drop_other_media", watched)
+    folder = tiny.save(tiny.config(name), tmp_path)
+    model = checkpoints.open(str(folder)).read(torch.float32, torch.device("meta"))
+    assert devices == [{first}]
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}

@@ -118,6 +118,27 @@ def test_profiles_with_impossible_costs_are_refused(change: dict[str, object], t
     assert "--calibrate costs" in output
 
 
+@pytest.mark.parametrize("threads", [float("nan"), float("inf"), -1, 2.5, True, "4"])
+def test_profiles_with_impossible_threads_are_refused(threads: object, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"costs": COSTS, "threads": threads}))
+    status, output = run(*A100, "--calibrate", str(profile), "--json")
+    assert status == 1
+    assert "--calibrate threads: a whole number from 0, got " in output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [((*A100, "--calibrate"), "--calibrate"), (("--device", "l4", "--model"), "--model")]
+)
+def test_a_file_nested_too_deep_is_refused_in_one_line(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("[" * 200_000)
+    status, output = run(*options, str(file))
+    assert status == 1
+    assert f"{message}: " in output
+    assert output.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_costs_of_each_pool_and_overheads_are_read_and_accepted_again(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -153,7 +155,8 @@ def test_a_prefix_cache_keeps_no_more_than_the_memory_has() -> None:
     assert few.cached_share < 0.3 < many.cached_share
 
 
-def test_an_outcome_counts_what_the_requests_show() -> None:
+def test_an_outcome_counts_what_the_requests_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "process_time", count(step=0.25).__next__)
     trace = Trace((TraceRequest(0.0, 100, 101), TraceRequest(0.05, 200, 1)))
     simulation = simulate(Workload(trace.prompt, trace.output, trace.rate, trace=trace), SCENARIO)
     result = outcome(simulation, Slo(ttft=0.2, tpot=1e-3))
@@ -164,7 +167,7 @@ def test_an_outcome_counts_what_the_requests_show() -> None:
     assert outcome(simulation, Slo(ttft=0.3)).within_objectives == 1
     assert outcome(simulation, Slo(ttft=0.2)).within_objectives == 0.5
     assert result.prefill_use == pytest.approx(1.0)
-    assert result.placement_cpu > 0
+    assert result.placement_cpu == 0.25 * 3 / 2, "the second has no decode worker"
     assert percentiles(range(1, 101)) == percentiles(reversed(range(1, 101)))
     assert (percentiles(range(1, 101)).p50, percentiles(range(1, 101)).p99) == (50, 99)
 

@@ -152,6 +152,14 @@ def test_a_folder_and_its_config_give_the_same_shape(tmp_path) -> None:
     assert read_shape(tmp_path).context == 8192
 
 
+@pytest.mark.parametrize("name", ["max_position_embeddings", "sliding_window", "attention_chunk_size"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, "x"])
+def test_lengths_of_a_configuration_are_whole_numbers(name: str, value: object) -> None:
+    with pytest.raises(InvalidPlan, match=f"config.json: {name}: a whole number above 0, got {value}"):
+        from_config("", {**LLAMA_3_8B, name: value})
+    assert from_config("", {**LLAMA_3_8B, name: None}).windows == ()
+
+
 def test_a_name_on_the_hub_is_read_from_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

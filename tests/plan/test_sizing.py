@@ -216,6 +216,31 @@ def test_objectives_below_an_idle_worker_s_times_are_refused(slo: Slo, message: 
         sizing(slo).plan()
 
 
+@pytest.mark.parametrize(
+    ("slo", "overheads", "message"),
+    [
+        (
+            Slo(ttft=0.25),
+            Overheads(latency=0.1),
+            "ttft: .* alone, with latency and contention, takes 322 ms: .* 1.5 times as fast",
+        ),
+        (Slo(ttft=0.25), Overheads(latency=0.3), "ttft: .* takes 522 ms: at least that, got 250 ms"),
+        (Slo(ttft=0.25), Overheads(contention=Contention(prefill=2.0)), "ttft: .* takes 444 ms: .* 1.8 times as fast"),
+        (
+            Slo(tpot=0.03),
+            Overheads(contention=Contention(decode=2.0)),
+            "tpot: .* with handoff and contention, takes 40.4 ms: .* 1.3 times",
+        ),
+        (Slo(tpot=0.03), Overheads(handoff=499.0), r"tpot: .* takes 1.02 s: at least that, got 30 ms"),
+    ],
+)
+def test_objectives_that_overheads_alone_exceed_are_refused_by_name(
+    slo: Slo, overheads: Overheads, message: str
+) -> None:
+    with pytest.raises(InvalidPlan, match=f"^--slo {message}"):
+        Sizing(SPEED, ROOM, replace(WORKLOAD, rate=0.001), slo, overheads).plan()
+
+
 def test_a_rate_beyond_every_pool_is_refused() -> None:
     with pytest.raises(InvalidPlan, match="--rate"):
         sizing(rate=1e6).plan()

@@ -93,7 +93,7 @@ def read_shape(path: Path) -> ModelShape:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidPlan("--model", f"a folder or a config.json ({error.strerror})", file) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidPlan("--model", f"a JSON object in {file.name} ({error})", file) from None
     if not isinstance(config, dict):
         raise InvalidPlan("--model", f"a JSON object in {file.name}", type(config).__name__)
@@ -121,14 +121,15 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     width = _number(config, "moe_intermediate_size", default=dims["intermediate"]) if experts else dims["intermediate"]
     mlp = (3 if gated else 2) * hidden * width
     tied = bool(config.get("tie_word_embeddings", config.get("model_type") in ("opt", "gpt2", "gemma", "gemma2")))
-    shape = _assemble(name, dims, mlp, (experts, used), tied=tied, context=config.get("max_position_embeddings"))
+    context = _number(config, "max_position_embeddings", default=0) or None
+    shape = _assemble(name, dims, mlp, (experts, used), tied=tied, context=context)
     return replace(shape, windows=_windows(config, layers))
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[tuple[int, int], ...]:
     """Tokens and layers. Without `layer_types`, every `sliding_window_pattern`-th layer is full."""
-    sliding = config.get("sliding_window")
-    sizes = {"sliding_attention": sliding, "chunked_attention": config.get("attention_chunk_size")}
+    names = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    sizes = {kind: config.get(name) and _number(config, name) for kind, name in names.items()}
     kinds = config.get("layer_types")
     if kinds is None:
         pattern = config.get("sliding_window_pattern", 2 if config.get("model_type") == "gemma2" else None)

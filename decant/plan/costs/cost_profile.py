@@ -56,7 +56,7 @@ def read(path: Path) -> Profile:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidPlan("--calibrate", f"`measure` or a readable file ({error.strerror})", path) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidPlan("--calibrate", f"a JSON object ({error})", path) from None
     if isinstance(document, dict) and isinstance(document.get("profile"), dict):
         document = document["profile"]
@@ -83,8 +83,14 @@ def from_document(document: dict[str, Any]) -> Profile:
         ),
         str(document.get("model", "")),
         str(document.get("dtype", "")),
-        document.get("threads") or 0,
+        _threads(document.get("threads") or 0),
     )
+
+
+def _threads(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise InvalidPlan("--calibrate threads", "a whole number from 0", value)
+    return value
 
 
 def _costs(document: dict[str, Any], name: str) -> StepCostModel:

@@ -201,7 +201,8 @@ def test_a_gpu_that_triton_does_not_support_is_refused(monkeypatch: pytest.Monke
         model_backend.make_backend(torch.device("cuda"), "triton")
 
 
-def test_a_step_runs_on_its_own_device_and_not_on_the_first_one() -> None:
+def test_a_step_runs_on_its_own_device_and_not_on_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a machine may have one GPU
     around: Any = model_backend.make_backend(torch.device("cuda:1"), "triton").around_step()
     assert isinstance(around, torch.cuda.device)
     assert around.idx == 1
