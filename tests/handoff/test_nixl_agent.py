@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -62,6 +64,25 @@ async def reader_of(owner: Owner) -> AsyncIterator[tuple[NixlAgent, wire.BlockMe
         yield agent, await owner.memory()
 
 
+class Failing:
+    """NIXL's agent, whose calls are counted; those named fail after they were made."""
+
+    def __init__(self, agent: Any, *calls: str) -> None:
+        self._agent = agent
+        self._failing = calls
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self.calls[name] += 1
+            result = getattr(self._agent, name)(*arguments)
+            if name in self._failing:
+                raise ValueError("a fault")
+            return result
+
+        return call
+
+
 @NEEDS_NIXL
 async def test_parts_of_another_process_are_read_in_order(owner: Owner) -> None:
     async with reader_of(owner) as (agent, memory):
@@ -95,9 +116,83 @@ async def test_a_read_without_an_end_has_a_deadline_and_its_buffer_is_not_freed(
         agent.read_seconds = 0.3
         with pytest.raises(ConnectionError, match=r"in 0\.3 s"):
             await reader.read([range(SIZE)])
-        assert [len(buffer) for buffer in agent.retired] == [SIZE]
         reader.close()
+        assert agent.retired == [reader]
+        assert reader.is_registered
         assert not agent.peers
+    assert not reader.is_registered
+
+
+@NEEDS_NIXL
+@pytest.mark.parametrize("call", ["postXferReq", "getXferStatus"])
+async def test_a_posted_read_that_fails_keeps_its_buffer_registered_until_the_end(owner: Owner, call: str) -> None:
+    async with reader_of(owner) as (agent, memory):
+        reader = agent.open(memory)
+        await reader.read([range(5)])
+        os.kill(owner.process.pid, signal.SIGSTOP)
+        agent.agent = Failing(agent.agent, call)
+        with pytest.raises(ConnectionError, match="a fault"):
+            await reader.read([range(SIZE)])
+        reader.close()
+        assert agent.retired == [reader]
+        assert reader.is_registered
+        os.kill(owner.process.pid, signal.SIGCONT)
+    assert not reader.is_registered
+
+
+@NEEDS_NIXL
+async def test_errors_of_clean_up_are_not_raised_and_keep_the_buffer(owner: Owner) -> None:
+    async with reader_of(owner) as (agent, memory):
+        reader = agent.open(memory)
+        await reader.read([range(5)])
+        agent.agent = Failing(agent.agent, "deregisterMem", "invalidateRemoteMD", "releaseXferReq")
+        assert bytes(await reader.read([range(65, 68)])) == b"ABC"
+        reader.close()
+        assert agent.retired == [reader]
+
+
+@NEEDS_NIXL
+async def test_an_address_beyond_64_bits_is_a_connection_error(owner: Owner) -> None:
+    async with reader_of(owner) as (agent, memory):
+        reader = agent.open(wire.BlockMemory(agent=memory.agent, address=2**64 - 1, bytes=SIZE))
+        with pytest.raises(ConnectionError):
+            await reader.read([range(1, 5)])
+        reader.close()
+        assert not agent.retired
+
+
+@NEEDS_NIXL
+async def test_a_long_read_is_looked_at_less_often(owner: Owner) -> None:
+    """Every 5 ms at last, not every half."""
+    async with reader_of(owner) as (agent, memory):
+        reader = agent.open(memory)
+        await reader.read([range(5)])
+        os.kill(owner.process.pid, signal.SIGSTOP)
+        agent.agent, agent.read_seconds = Failing(agent.agent), 0.5
+        with pytest.raises(ConnectionError, match="has not read"):
+            await reader.read([range(SIZE)])
+        assert 2 < agent.agent.calls["getXferStatus"] < 200
+        reader.close()
+
+
+@NEEDS_NIXL
+async def test_a_failed_read_leaves_the_connection_to_other_fetches(owner: Owner) -> None:
+    async with reader_of(owner) as (agent, memory):
+        agent.agent = Failing(agent.agent)
+        first, second = agent.open(memory), agent.open(memory)
+        with pytest.raises(ConnectionError):
+            await first.read([range(SIZE, SIZE + 1)])
+        first.close()
+        third = agent.open(memory)
+        with pytest.raises(ConnectionError):  # of the connection that is no longer shared
+            await second.read([range(SIZE, SIZE + 1)])
+        assert bytes(await second.read([range(65, 68)])) == b"ABC"
+        second.close()
+        assert bytes(await third.read([range(65, 68)])) == b"ABC"
+        assert len(agent.peers) == 1
+        assert not agent.agent.calls["invalidateRemoteMD"]
+        third.close()
+    assert agent.agent.calls["invalidateRemoteMD"] == 1
 
 
 @NEEDS_NIXL
