@@ -45,6 +45,10 @@ class Owner:
         line = await asyncio.wait_for(asyncio.to_thread(self.process.stdout.readline), PATIENCE)
         return wire.BlockMemory.FromString(bytes.fromhex(line.decode()))
 
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitpid(self.process.pid, os.WUNTRACED)
+
 
 @pytest.fixture
 def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
@@ -65,11 +69,12 @@ async def reader_of(owner: Owner) -> AsyncIterator[tuple[NixlAgent, wire.BlockMe
 
 
 class Failing:
-    """NIXL's agent, whose calls are counted; those named fail after they were made."""
+    """NIXL's agent, whose calls are counted; those named fail after they were made, or have another result."""
 
-    def __init__(self, agent: Any, *calls: str) -> None:
+    def __init__(self, agent: Any, *calls: str, **results: Any) -> None:
         self._agent = agent
         self._failing = calls
+        self._results = results
         self.calls: Counter[str] = Counter()
 
     def __getattr__(self, name: str) -> Any:
@@ -78,7 +83,7 @@ class Failing:
             result = getattr(self._agent, name)(*arguments)
             if name in self._failing:
                 raise ValueError("a fault")
-            return result
+            return self._results.get(name, result)
 
         return call
 
@@ -112,7 +117,7 @@ async def test_a_read_without_an_end_has_a_deadline_and_its_buffer_is_not_freed(
     async with reader_of(owner) as (agent, memory):
         reader = agent.open(memory)
         await reader.read([range(5)])
-        os.kill(owner.process.pid, signal.SIGSTOP)
+        owner.stop()
         agent.read_seconds = 0.3
         with pytest.raises(ConnectionError, match=r"in 0\.3 s"):
             await reader.read([range(SIZE)])
@@ -129,14 +134,12 @@ async def test_a_posted_read_that_fails_keeps_its_buffer_registered_until_the_en
     async with reader_of(owner) as (agent, memory):
         reader = agent.open(memory)
         await reader.read([range(5)])
-        os.kill(owner.process.pid, signal.SIGSTOP)
-        agent.agent = Failing(agent.agent, call)
+        agent.agent = Failing(agent.agent, call, postXferReq=agent.api.NIXL_IN_PROG)
         with pytest.raises(ConnectionError, match="a fault"):
             await reader.read([range(SIZE)])
         reader.close()
         assert agent.retired == [reader]
         assert reader.is_registered
-        os.kill(owner.process.pid, signal.SIGCONT)
     assert not reader.is_registered
 
 
@@ -167,8 +170,9 @@ async def test_a_long_read_is_looked_at_less_often(owner: Owner) -> None:
     async with reader_of(owner) as (agent, memory):
         reader = agent.open(memory)
         await reader.read([range(5)])
-        os.kill(owner.process.pid, signal.SIGSTOP)
-        agent.agent, agent.read_seconds = Failing(agent.agent), 0.5
+        endless = agent.api.NIXL_IN_PROG
+        agent.agent = Failing(agent.agent, postXferReq=endless, getXferStatus=endless)
+        agent.read_seconds = 0.5
         with pytest.raises(ConnectionError, match="has not read"):
             await reader.read([range(SIZE)])
         assert 2 < agent.agent.calls["getXferStatus"] < 200
@@ -200,14 +204,14 @@ async def test_the_buffer_of_a_cancelled_read_is_released_after_its_end(owner: O
     async with reader_of(owner) as (agent, memory):
         reader = agent.open(memory)
         await reader.read([range(5)])
-        os.kill(owner.process.pid, signal.SIGSTOP)
+        owner.stop()
         reading = asyncio.create_task(reader.read([range(SIZE)]))
         await asyncio.sleep(0.1)
         reading.cancel()
         await asyncio.wait([reading])
         reader.close()
         assert reader.is_registered
-        os.kill(owner.process.pid, signal.SIGCONT)
+        owner.process.send_signal(signal.SIGCONT)
         await eventually(lambda: not reader.is_registered)
         assert not agent.retired
 
