@@ -7,8 +7,8 @@
     read ····· of registered memory, no message ·········>
     the chunk with its data, as if it had come in it
 
-What is read is verified as what is sent. A read may still run when the sender takes the blocks back: then it finds
-other bytes, and the checksums refuse them.
+What is read is verified as what is sent. The commit is sent after the Ack of the last chunk. If the lease or the call
+ends before, the sender takes the blocks back during a read, which finds other bytes: the checksums refuse them.
 """
 
 from __future__ import annotations

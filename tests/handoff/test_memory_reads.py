@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from decant.handoff import sender as sender_module
 from decant.handoff.codec import decode
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.packing import MESSAGE_BYTES
@@ -169,21 +168,24 @@ async def test_the_commit_of_many_chunks_waits_for_no_heartbeat() -> None:
         await heartless.close()
 
 
-async def test_the_commit_waits_until_few_chunks_are_unread() -> None:
-    """Blocks of 32 bytes, one in two messages: twice as many as may be unread."""
-    count = sender_module.UNREAD_CHUNKS * 2
+async def test_the_commit_waits_until_every_chunk_was_read() -> None:
+    """Blocks of 32 bytes, one in two messages."""
+    count = 8
     request = ask(length=count * 2)
-    async with Worker("p", blocks=128, message_bytes=20) as sender, Worker("d", blocks=128) as receiver:
+    async with Worker("p", message_bytes=20) as sender, Worker("d") as receiver:
         agent_of(sender)
         ticket, arrival = await sender.offer(request), await receiver.room(request)
-        acknowledged = asyncio.Event()
+        sent = asyncio.Event()
+        last = asyncio.Event()
 
         async def requests() -> AsyncIterator[wire.FetchRequest]:
             opening = receiver.receiver._open(ticket, arrival)
             opening.reads_memory = True
             yield wire.FetchRequest(open=opening)
-            await acknowledged.wait()
-            yield wire.FetchRequest(ack=wire.Ack(kv_chunks=sender_module.UNREAD_CHUNKS))
+            await sent.wait()
+            yield wire.FetchRequest(ack=wire.Ack(kv_chunks=count - 1))
+            await last.wait()
+            yield wire.FetchRequest(ack=wire.Ack(kv_chunks=count))
             await asyncio.sleep(3600)
 
         chunks = 0
@@ -192,8 +194,30 @@ async def test_the_commit_waits_until_few_chunks_are_unread() -> None:
                 response = decode(message).response
                 chunks += response.HasField("kv_chunk")
                 if response.HasField("heartbeat") and chunks == count:
-                    acknowledged.set()
+                    (last if sent.is_set() else sent).set()
                 if response.HasField("commit"):
                     break
-        assert acknowledged.is_set()
+        assert last.is_set()
+        await receiver.loop.call(lambda _: arrival.abort())
+
+
+async def test_a_receiver_that_stops_reading_loses_the_blocks_with_its_lease_and_gets_no_commit() -> None:
+    """It is alive: its heartbeats come."""
+    async with Worker("p", lease_ms=300) as sender, Worker("d") as receiver:
+        agent_of(sender)
+        ticket, arrival = await sender.offer(ask()), await receiver.room(ask())
+
+        async def requests() -> AsyncIterator[wire.FetchRequest]:
+            opening = receiver.receiver._open(ticket, arrival)
+            opening.reads_memory = True
+            yield wire.FetchRequest(open=opening)
+            while True:
+                await asyncio.sleep(0.05)
+                yield wire.FetchRequest(heartbeat=wire.Heartbeat())
+
+        async with contextlib.aclosing(sender.sender.fetch(requests())) as messages:
+            kinds = [decode(message).response.WhichOneof("message") async for message in messages]
+        assert kinds[-1] == "closed"
+        assert "commit" not in kinds
+        await sender.emptied()
         await receiver.loop.call(lambda _: arrival.abort())
