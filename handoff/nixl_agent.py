@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from decant.engine.plan import BlockMemory
+from decant.handoff.memory_reads import NoBuffer
 from decant.handoff.shared import Shared
 from decant.protos import worker_pb2 as wire
 from decant.runtime import logs
@@ -84,8 +85,8 @@ class NixlAgent:
             raise NixlUnusable(f"NIXL cannot register the KV cache ({error})") from error
         self.memory = wire.BlockMemory(agent=metadata, address=blocks.address, bytes=blocks.nbytes, gpu=blocks.gpu)
 
-    def open(self, memory: wire.BlockMemory) -> NixlReader:
-        return NixlReader(self, memory)
+    def reader(self) -> NixlReader:
+        return NixlReader(self)
 
     def run(self, read: Any) -> asyncio.Task[None]:
         """Run a read until its end, which ``aclose`` awaits."""
@@ -132,15 +133,18 @@ class NixlAgent:
 
 
 class NixlReader:
-    """A ``SenderMemory``: reads into one registered buffer, which is released when the last read has ended."""
+    """A ``MemoryReader``: reads into one registered buffer, which is released when the last read has ended."""
 
-    def __init__(self, agent: NixlAgent, memory: wire.BlockMemory) -> None:
-        """Raises ConnectionError."""
+    def __init__(self, agent: NixlAgent) -> None:
+        """Raises NoBuffer."""
         self._agent = agent
-        self._memory = memory
+        self._memory = wire.BlockMemory()
+        self._peer = _Peer("")  # until ``connect``
         self._exit = contextlib.ExitStack()
-        self._peer = self._exit.enter_context(agent.peers.borrow(memory.agent))
-        self._buffer = bytearray(agent.buffer_bytes)
+        try:
+            self._buffer = bytearray(agent.buffer_bytes)
+        except MemoryError as error:
+            raise NoBuffer(f"no memory for {agent.buffer_bytes} bytes") from error
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
         self._read: asyncio.Task[None] | None = None
         self._may_be_written = False  # a read was posted, and has not ended with success
@@ -148,9 +152,12 @@ class NixlReader:
             self._registered = agent.api.nixlRegDList(agent.api.DRAM_SEG, [(self._address, len(self._buffer), 0, "")])
             agent.agent.registerMem(self._registered, agent.ucx)
         except agent.errors as error:
-            self._exit.close()
-            raise ConnectionError(f"NIXL cannot register a buffer ({error})") from error
+            raise NoBuffer(f"NIXL cannot register a buffer ({error})") from error
         self.is_registered = True
+
+    def connect(self, memory: wire.BlockMemory) -> None:
+        self._memory = memory
+        self._peer = self._exit.enter_context(self._agent.peers.borrow(memory.agent))
 
     async def read(self, parts: Sequence[range]) -> memoryview:
         here, local, remote = self._address, [], []

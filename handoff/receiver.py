@@ -121,6 +121,7 @@ class KvReceiver:
                 wire.CAUSE_BUSY, f"the sequence grew, and there are no free blocks: {error}", self._peer
             ) from error
         except TransferRejected as error:
+            source.note_corrupt(str(error))
             raise HandoffFailed(wire.CAUSE_CORRUPT, str(error)) from error
         except EngineError as error:
             raise HandoffFailed(wire.CAUSE_ENGINE, str(error)) from error

@@ -10,6 +10,7 @@ import pytest
 
 from decant.handoff.codec import decode
 from decant.handoff.errors import HandoffFailed
+from decant.handoff.memory_reads import NoBuffer
 from decant.handoff.packing import MESSAGE_BYTES
 from decant.handoff.receiver import KvReceiver
 from decant.protos import worker_pb2 as wire
@@ -58,11 +59,11 @@ async def test_where_one_end_has_no_agent_blocks_come_in_messages(offers: bool) 
         source = transport._messages.source("p") if offers else transport.source("p")
         await receiver.receiver.receive(source, await sender.offer(request), await receiver.room(request))
         assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
-    assert not agent.readers
+    assert not any(reader.count for reader in agent.readers)
 
 
 async def test_bytes_that_changed_before_they_were_read_are_refused() -> None:
-    """As if the lease were over, and the block another sequence's."""
+    """As if the lease were over, and the block another sequence's. The next blocks come in messages."""
 
     def overwrite(message: wire.FetchResponse) -> list[wire.FetchResponse]:
         for offset in message.kv_chunk.block_offsets[:1]:
@@ -72,12 +73,46 @@ async def test_bytes_that_changed_before_they_were_read_are_refused() -> None:
 
     request = ask()
     async with Worker("p") as sender, Worker("d") as receiver:
-        source = reads(sender, agent_of(sender), overwrite).source("p")
+        transport = reads(sender, agent_of(sender), overwrite)
         with pytest.raises(HandoffFailed) as failed:
-            await receiver.receiver.receive(source, await sender.offer(request), await receiver.room(request))
+            await receiver.receiver.receive(
+                transport.source("p"), await sender.offer(request), await receiver.room(request)
+            )
         assert failed.value.cause == wire.CAUSE_CORRUPT
         await sender.emptied()
         await receiver.emptied()
+        again = ask("again", seed=1)
+        await receiver.receiver.receive(transport.source("p"), await sender.offer(again), await receiver.room(again))
+        assert sender.tokens["again"] + await receiver.finished("again") == await alone(again)
+
+
+async def test_a_second_memory_in_one_fetch_is_corrupt() -> None:
+    def twice(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+        return [message, message] if message.HasField("memory") else [message]
+
+    request = ask()
+    async with Worker("p") as sender, Worker("d") as receiver:
+        agent = agent_of(sender)
+        source = reads(sender, agent, twice).source("p")
+        with pytest.raises(HandoffFailed) as failed:
+            await receiver.receiver.receive(source, await sender.offer(request), await receiver.room(request))
+        assert failed.value.cause == wire.CAUSE_CORRUPT
+        assert not any(reader.count for reader in agent.readers)
+        await eventually(lambda: all(reader.closed for reader in agent.readers))
+        await sender.emptied()
+        await receiver.emptied()
+
+
+async def test_without_a_buffer_blocks_come_in_messages() -> None:
+    class Full(LocalAgent):
+        def reader(self) -> LocalReader:
+            raise NoBuffer("too much memory is locked")
+
+    async with Worker("p") as sender, Worker("d") as receiver:
+        sender.sender.memory = agent_of(sender).memory
+        source = reads(sender, Full(sender.engine.device.block_memory)).source("p")
+        await receiver.receiver.receive(source, await sender.offer(ask()), await receiver.room(ask()))
+        assert sender.tokens["r"] + await receiver.finished("r") == await alone(ask())
 
 
 @pytest.mark.parametrize("fault", ["beyond", "offset", "many"])
@@ -107,15 +142,17 @@ async def test_nothing_outside_of_the_senders_blocks_is_read(fault: str, message
         await receiver.emptied()
 
 
-@pytest.mark.parametrize("fails", ["open", "read"])
+@pytest.mark.parametrize("fails", ["connect", "read"])
 async def test_after_a_failed_read_blocks_come_in_messages(fails: str) -> None:
     class Broken(LocalAgent):
-        def open(self, memory: wire.BlockMemory) -> LocalReader:
-            if fails == "open":
-                raise ConnectionError("no route")
-            return Unreachable(0)
+        def reader(self) -> LocalReader:
+            return Unreachable()
 
     class Unreachable(LocalReader):
+        def connect(self, memory: wire.BlockMemory) -> None:
+            if fails == "connect":
+                raise ConnectionError("no route")
+
         async def read(self, parts: Sequence[range]) -> memoryview:
             raise ConnectionError("no route")
 
@@ -138,14 +175,14 @@ async def test_a_fetch_cancelled_in_a_read_frees_both_ends() -> None:
     async with Worker("p") as sender, Worker("d") as receiver:
         agent = agent_of(sender)
         ticket, arrival = await sender.offer(request), await receiver.room(request)
-        opened = agent.open
+        opened = agent.reader
 
-        def blocked(memory: wire.BlockMemory) -> LocalReader:
-            reader = opened(memory)
+        def blocked() -> LocalReader:
+            reader = opened()
             reader.gate.clear()
             return reader
 
-        agent.open = blocked  # type: ignore[method-assign]
+        agent.reader = blocked  # type: ignore[method-assign]
         task = asyncio.create_task(receiver.receiver.receive(reads(sender, agent).source("p"), ticket, arrival))
         await eventually(lambda: agent.readers)
         task.cancel()

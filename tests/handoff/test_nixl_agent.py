@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from decant.engine.plan import BlockMemory
-from decant.handoff.nixl_agent import NixlAgent, NixlUnusable
+from decant.handoff.memory_reads import NoBuffer
+from decant.handoff.nixl_agent import NixlAgent, NixlReader, NixlUnusable
 from decant.protos import worker_pb2 as wire
 from tests.handoff.harness import NEEDS_NIXL
 from tests.worker.waiting import PATIENCE, eventually
@@ -68,6 +69,12 @@ async def reader_of(owner: Owner) -> AsyncIterator[tuple[NixlAgent, wire.BlockMe
         yield agent, await owner.memory()
 
 
+def open_reader(agent: NixlAgent, memory: wire.BlockMemory) -> NixlReader:
+    reader = agent.reader()
+    reader.connect(memory)
+    return reader
+
+
 class Failing:
     """NIXL's agent, whose calls are counted; those named fail after they were made, or have another result."""
 
@@ -91,7 +98,7 @@ class Failing:
 @NEEDS_NIXL
 async def test_parts_of_another_process_are_read_in_order(owner: Owner) -> None:
     async with reader_of(owner) as (agent, memory):
-        reader = agent.open(memory)
+        reader = open_reader(agent, memory)
         assert bytes(await reader.read([range(SIZE - 2, SIZE), range(5), range(65, 68)])) == b"\xfe\xff\0\1\2\3\4ABC"
         assert bytes(await reader.read([range(SIZE)])) == bytes(range(256)) * (SIZE // 256)
         with pytest.raises(ConnectionError):
@@ -103,7 +110,7 @@ async def test_parts_of_another_process_are_read_in_order(owner: Owner) -> None:
 @NEEDS_NIXL
 async def test_the_memory_of_a_process_that_died_is_an_error_and_its_connection_is_closed(owner: Owner) -> None:
     async with reader_of(owner) as (agent, memory):
-        reader = agent.open(memory)
+        reader = open_reader(agent, memory)
         await reader.read([range(5)])
         owner.process.kill()
         with pytest.raises(ConnectionError):
@@ -115,7 +122,7 @@ async def test_the_memory_of_a_process_that_died_is_an_error_and_its_connection_
 @NEEDS_NIXL
 async def test_a_read_without_an_end_has_a_deadline_and_its_buffer_is_not_freed(owner: Owner) -> None:
     async with reader_of(owner) as (agent, memory):
-        reader = agent.open(memory)
+        reader = open_reader(agent, memory)
         await reader.read([range(5)])
         owner.stop()
         agent.read_seconds = 0.3
@@ -132,7 +139,7 @@ async def test_a_read_without_an_end_has_a_deadline_and_its_buffer_is_not_freed(
 @pytest.mark.parametrize("call", ["postXferReq", "getXferStatus"])
 async def test_a_posted_read_that_fails_keeps_its_buffer_registered_until_the_end(owner: Owner, call: str) -> None:
     async with reader_of(owner) as (agent, memory):
-        reader = agent.open(memory)
+        reader = open_reader(agent, memory)
         await reader.read([range(5)])
         agent.agent = Failing(agent.agent, call, postXferReq=agent.api.NIXL_IN_PROG)
         with pytest.raises(ConnectionError, match="a fault"):
@@ -146,7 +153,7 @@ async def test_a_posted_read_that_fails_keeps_its_buffer_registered_until_the_en
 @NEEDS_NIXL
 async def test_errors_of_clean_up_are_not_raised_and_keep_the_buffer(owner: Owner) -> None:
     async with reader_of(owner) as (agent, memory):
-        reader = agent.open(memory)
+        reader = open_reader(agent, memory)
         await reader.read([range(5)])
         agent.agent = Failing(agent.agent, "deregisterMem", "invalidateRemoteMD", "releaseXferReq")
         assert bytes(await reader.read([range(65, 68)])) == b"ABC"
@@ -157,7 +164,7 @@ async def test_errors_of_clean_up_are_not_raised_and_keep_the_buffer(owner: Owne
 @NEEDS_NIXL
 async def test_an_address_beyond_64_bits_is_a_connection_error(owner: Owner) -> None:
     async with reader_of(owner) as (agent, memory):
-        reader = agent.open(wire.BlockMemory(agent=memory.agent, address=2**64 - 1, bytes=SIZE))
+        reader = open_reader(agent, wire.BlockMemory(agent=memory.agent, address=2**64 - 1, bytes=SIZE))
         with pytest.raises(ConnectionError):
             await reader.read([range(1, 5)])
         reader.close()
@@ -168,7 +175,7 @@ async def test_an_address_beyond_64_bits_is_a_connection_error(owner: Owner) -> 
 async def test_a_long_read_is_looked_at_less_often(owner: Owner) -> None:
     """Every 5 ms at last, not every half."""
     async with reader_of(owner) as (agent, memory):
-        reader = agent.open(memory)
+        reader = open_reader(agent, memory)
         await reader.read([range(5)])
         endless = agent.api.NIXL_IN_PROG
         agent.agent = Failing(agent.agent, postXferReq=endless, getXferStatus=endless)
@@ -183,11 +190,11 @@ async def test_a_long_read_is_looked_at_less_often(owner: Owner) -> None:
 async def test_a_failed_read_leaves_the_connection_to_other_fetches(owner: Owner) -> None:
     async with reader_of(owner) as (agent, memory):
         agent.agent = Failing(agent.agent)
-        first, second = agent.open(memory), agent.open(memory)
+        first, second = open_reader(agent, memory), open_reader(agent, memory)
         with pytest.raises(ConnectionError):
             await first.read([range(SIZE, SIZE + 1)])
         first.close()
-        third = agent.open(memory)
+        third = open_reader(agent, memory)
         with pytest.raises(ConnectionError):  # of the connection that is no longer shared
             await second.read([range(SIZE, SIZE + 1)])
         assert bytes(await second.read([range(65, 68)])) == b"ABC"
@@ -202,7 +209,7 @@ async def test_a_failed_read_leaves_the_connection_to_other_fetches(owner: Owner
 @NEEDS_NIXL
 async def test_the_buffer_of_a_cancelled_read_is_released_after_its_end(owner: Owner) -> None:
     async with reader_of(owner) as (agent, memory):
-        reader = agent.open(memory)
+        reader = open_reader(agent, memory)
         await reader.read([range(5)])
         owner.stop()
         reading = asyncio.create_task(reader.read([range(SIZE)]))
@@ -221,7 +228,7 @@ async def test_an_agent_reads_its_own_memory() -> None:
     data = bytearray(b"0123456789")
     blocks = BlockMemory(ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data))
     async with aclosing(NixlAgent("self", blocks, SIZE, read_seconds=PATIENCE)) as agent:
-        reader = agent.open(agent.memory)
+        reader = open_reader(agent, agent.memory)
         assert bytes(await reader.read([range(7, 10), range(2)])) == b"78901"
         reader.close()
 
@@ -230,8 +237,16 @@ async def test_an_agent_reads_its_own_memory() -> None:
 async def test_an_unknown_agent_is_a_connection_error(owner: Owner) -> None:
     async with reader_of(owner) as (agent, _):
         with pytest.raises(ConnectionError, match="cannot load the agent"):
-            agent.open(wire.BlockMemory(agent=b"no metadata"))
+            open_reader(agent, wire.BlockMemory(agent=b"no metadata"))
         assert not agent.peers
+
+
+@NEEDS_NIXL
+async def test_a_buffer_that_cannot_be_registered_is_no_fault_of_a_sender(owner: Owner) -> None:
+    async with reader_of(owner) as (agent, _):
+        agent.agent = Failing(agent.agent, "registerMem")
+        with pytest.raises(NoBuffer, match="a fault"):
+            agent.reader()
 
 
 def test_without_the_package_the_agent_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
