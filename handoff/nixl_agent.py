@@ -64,7 +64,7 @@ class NixlAgent:
         except ImportError as error:
             raise NixlUnusable(f"the package nixl cannot be imported ({error})") from error
         kinds = [kind for kind in vars(self.api).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-        self.errors = (*kinds, *BINDING_ERRORS)
+        self.errors: tuple[type[Exception], ...] = (*kinds, *BINDING_ERRORS)
         self._name = name
         self.buffer_bytes, self.read_seconds = buffer_bytes, read_seconds
         self.retired: list[NixlReader] = []
