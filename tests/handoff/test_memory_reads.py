@@ -193,9 +193,10 @@ async def test_a_fetch_cancelled_in_a_read_frees_both_ends() -> None:
         await receiver.emptied()
 
 
-async def test_the_commit_of_many_chunks_waits_for_no_heartbeat() -> None:
-    """Blocks of 4 tokens, one in two messages: more than may be unread."""
-    request = ask(length=240)
+@pytest.mark.parametrize("length", [20, 240])
+async def test_the_commit_waits_for_no_heartbeat(length: int) -> None:
+    """Blocks of 4 tokens, one in two messages: fewer and more than are acknowledged at once where they are sent."""
+    request = ask(length=length)
     workers = [Worker(name, message_bytes=20) for name in "pd"]
     async with workers[0] as sender, workers[1] as receiver:
         heartless = KvReceiver(receiver.loop, receiver.shape, receiver.peer, wire.Heartbeat, heartbeat_s=3600)
