@@ -7,8 +7,8 @@
     read ····· of registered memory, no message ·········>
     the chunk with its data, as if it had come in it
 
-What is read is verified as what is sent. A read may still run when the sender takes the blocks back: then it finds
-other bytes, and the checksums refuse them.
+What is read is verified as what is sent. The commit is sent after the Ack of the last chunk. If the lease or the call
+ends before, the sender takes the blocks back during a read, which finds other bytes: the checksums refuse them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,16 @@ RETRY_SECONDS = 60.0
 _log = logs.get(__name__)
 
 
-class SenderMemory(Protocol):
-    """The memory of one sender, for one fetch. ``close`` releases it, also during a read."""
+class NoBuffer(Exception):
+    """This process cannot register a buffer to read into."""
+
+
+class MemoryReader(Protocol):
+    """Reads the memory of one sender, for one fetch. ``close`` releases it, also during a read."""
+
+    def connect(self, memory: wire.BlockMemory) -> None:
+        """Before the first read. Raises ConnectionError."""
+        ...
 
     async def read(self, parts: Sequence[range]) -> memoryview:
         """The bytes of these parts of it, valid until the next read or ``close``. Raises ConnectionError."""
@@ -47,8 +55,8 @@ class MemoryAgent(Protocol):
     @property
     def memory(self) -> wire.BlockMemory: ...
 
-    def open(self, memory: wire.BlockMemory) -> SenderMemory:
-        """Raises ConnectionError."""
+    def reader(self) -> MemoryReader:
+        """Raises NoBuffer."""
         ...
 
 
@@ -57,8 +65,8 @@ class MemoryReads:
 
     def __init__(self, messages: Transport, agent: MemoryAgent, shape: TransferLayout) -> None:
         self.memory = agent.memory
+        self.agent = agent
         self._messages = messages
-        self._agent = agent
         self._shape = shape
         self._failed: dict[str, float] = {}  # by address: when to try again
 
@@ -68,17 +76,14 @@ class MemoryReads:
             return source
         return _ReadingSource(source, self, address)
 
-    def open(self, memory: wire.BlockMemory) -> SenderMemory:
-        return self._agent.open(memory)
-
     def parts(self, memory: wire.BlockMemory, chunk: wire.KvChunk) -> list[range]:
         parts = located_parts(self._shape, chunk)
         if any(part.stop > memory.bytes for part in parts):
             raise HandoffFailed(wire.CAUSE_CORRUPT, f"a block beyond the {memory.bytes} bytes of its sender")
         return parts
 
-    def note_failure(self, address: str, reason: ConnectionError) -> None:
-        _log.warning("cannot read a sender's memory", address=address, reason=str(reason), seconds=RETRY_SECONDS)
+    def note_failure(self, address: str, reason: str) -> None:
+        _log.warning("cannot read a sender's memory", address=address, reason=reason, seconds=RETRY_SECONDS)
         now = asyncio.get_running_loop().time()
         self._failed = {key: until for key, until in self._failed.items() if until > now}
         self._failed[address] = now + RETRY_SECONDS
@@ -89,25 +94,39 @@ class _ReadingSource:
         self._source = source
         self._transport = transport
         self._address = address
+        self._has_read = False
 
     async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncIterator[Received]:
-        memory, reader = wire.BlockMemory(), None
-        with contextlib.ExitStack() as stack:
+        try:
+            reader = self._transport.agent.reader()
+        except NoBuffer as error:  # before Open: the sender sends the data
+            self._transport.note_failure(self._address, str(error))
+            async for received in self._source.fetch(requests):
+                yield received
+            return
+        memory = None
+        with contextlib.closing(reader):
             async for received in self._source.fetch(_offering(requests)):
                 chunk = received.response.kv_chunk
                 try:
                     if received.response.HasField("memory"):
+                        if memory is not None:
+                            raise HandoffFailed(wire.CAUSE_CORRUPT, "a second memory in one fetch")
                         memory = received.response.memory
-                        reader = self._transport.open(memory)
-                        stack.callback(reader.close)
+                        reader.connect(memory)
                         continue
-                    if reader is not None and chunk.block_offsets:
+                    if memory is not None and chunk.block_offsets:
                         data = await reader.read(self._transport.parts(memory, chunk))
                         received = Received(received.response, data)  # noqa: PLW2901
-                except ConnectionError as error:
-                    self._transport.note_failure(self._address, error)
+                        self._has_read = True
+                except (ConnectionError, HandoffFailed) as error:
+                    self._transport.note_failure(self._address, str(error))
                     raise
                 yield received
+
+    def note_corrupt(self, detail: str) -> None:
+        if self._has_read:
+            self._transport.note_failure(self._address, detail)
 
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
         await self._source.release(request, seconds)

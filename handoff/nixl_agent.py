@@ -10,13 +10,16 @@ import asyncio
 import contextlib
 import ctypes
 import importlib
-from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from decant.engine.plan import BlockMemory
+from decant.handoff.memory_reads import NoBuffer
 from decant.handoff.shared import Shared
 from decant.protos import worker_pb2 as wire
+from decant.runtime import logs
 from decant.runtime.heartbeat import loop_timeout
 
 READ_SECONDS = 2.0
@@ -25,15 +28,27 @@ READ_SECONDS = 2.0
 PROGRESS_US = 5_000
 """Interval of UCX's progress thread, beside the events that wake it."""
 
-POLL_SECONDS = 0.0005
-"""NIXL has no event for the end of a read."""
+POLL_SECONDS = (0.0005, 0.005)
+"""First and longest pause between two looks at a read: NIXL has no event for its end."""
 
-RETIRED = 16
-"""Buffers of reads without an end that are kept, in case bytes still come."""
+IDLE_SECONDS = 3600.0
+"""NIXL leaks endpoints when agents are loaded and removed often (ai-dynamo/nixl#2025)."""
+
+BINDING_ERRORS = (RuntimeError, TypeError, ValueError, OverflowError)
+"""Raised by the bindings beside NIXL's own errors: for an unknown status, or an integer beyond 64 bits."""
+
+_log = logs.get(__name__)
 
 
 class NixlUnusable(Exception):
     pass
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Peer:
+    """A connection; others may have been opened to the same agent."""
+
+    name: str
 
 
 class NixlAgent:
@@ -49,11 +64,13 @@ class NixlAgent:
         except ImportError as error:
             raise NixlUnusable(f"the package nixl cannot be imported ({error})") from error
         kinds = [kind for kind in vars(self.api).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-        self.errors = tuple(kinds)
+        self.errors: tuple[type[Exception], ...] = (*kinds, *BINDING_ERRORS)
         self._name = name
         self.buffer_bytes, self.read_seconds = buffer_bytes, read_seconds
-        self.retired: deque[bytearray] = deque(maxlen=RETIRED)
-        self.peers: Shared[bytes, str] = Shared(self._connect, self._disconnect)
+        self.retired: list[NixlReader] = []
+        """Closed readers whose buffers stay registered until ``aclose``: a read without success may still write."""
+        self.peers: Shared[bytes, _Peer] = Shared(self._connect, self._disconnect, IDLE_SECONDS)
+        self._loaded: Counter[str] = Counter()  # connections by name of the agent
         self._reads: set[asyncio.Task[None]] = set()
         config = self.api.nixlAgentConfig()
         config.useProgThread, config.pthrDelay = True, PROGRESS_US
@@ -68,8 +85,8 @@ class NixlAgent:
             raise NixlUnusable(f"NIXL cannot register the KV cache ({error})") from error
         self.memory = wire.BlockMemory(agent=metadata, address=blocks.address, bytes=blocks.nbytes, gpu=blocks.gpu)
 
-    def open(self, memory: wire.BlockMemory) -> NixlReader:
-        return NixlReader(self, memory)
+    def reader(self) -> NixlReader:
+        return NixlReader(self)
 
     def run(self, read: Any) -> asyncio.Task[None]:
         """Run a read until its end, which ``aclose`` awaits."""
@@ -82,44 +99,65 @@ class NixlAgent:
         if self._reads:
             await asyncio.wait(self._reads)
         await self.peers.close()
-        self.agent.deregisterMem(self._blocks, self.ucx)
+        for reader in self.retired:
+            reader.deregister()
+        self.quietly(self.agent.deregisterMem, self._blocks, self.ucx)
 
-    def _connect(self, metadata: bytes) -> str:
-        if metadata == self.memory.agent:  # a worker may fetch from itself; NIXL refuses to load its own agent
-            return self._name
+    def quietly(self, call: Callable[..., object], *arguments: Any) -> bool:
+        """A call to NIXL for clean-up. Returns whether it succeeded."""
         try:
-            name: str = self.agent.loadRemoteMD(metadata)
+            call(*arguments)
         except self.errors as error:
-            raise ConnectionError(f"NIXL cannot load the agent of the sender ({error})") from error
-        return name
+            _log.warning("NIXL failed to clean up", call=getattr(call, "__name__", ""), reason=str(error))
+            return False
+        return True
 
-    def _disconnect(self, name: str) -> Coroutine[Any, Any, None]:
-        """At once: an agent of that name may be loaded again."""
-        with contextlib.suppress(*self.errors):
-            self.agent.invalidateRemoteMD(name)
+    def _connect(self, metadata: bytes) -> _Peer:
+        name = self._name  # a worker may fetch from itself; NIXL refuses to load its own agent
+        if metadata != self.memory.agent:
+            try:
+                name = self.agent.loadRemoteMD(metadata)
+            except self.errors as error:
+                raise ConnectionError(f"NIXL cannot load the agent of the sender ({error})") from error
+        self._loaded[name] += 1
+        return _Peer(name)
+
+    def _disconnect(self, peer: _Peer) -> Coroutine[Any, Any, None]:
+        """At once, as an agent of that name may be loaded again; NIXL removes it from all its connections."""
+        self._loaded[peer.name] -= 1
+        if not self._loaded[peer.name]:
+            del self._loaded[peer.name]
+            if peer.name != self._name:
+                self.quietly(self.agent.invalidateRemoteMD, peer.name)
         return asyncio.sleep(0)
 
 
 class NixlReader:
-    """A ``SenderMemory``: reads into one registered buffer, which is released when the last read has ended."""
+    """A ``MemoryReader``: reads into one registered buffer, which is released when the last read has ended."""
 
-    def __init__(self, agent: NixlAgent, memory: wire.BlockMemory) -> None:
-        """Raises ConnectionError."""
+    def __init__(self, agent: NixlAgent) -> None:
+        """Raises NoBuffer."""
         self._agent = agent
-        self._memory = memory
+        self._memory = wire.BlockMemory()
+        self._peer = _Peer("")  # until ``connect``
         self._exit = contextlib.ExitStack()
-        self._peer = self._exit.enter_context(agent.peers.borrow(memory.agent))
-        self._buffer = bytearray(agent.buffer_bytes)
+        try:
+            self._buffer = bytearray(agent.buffer_bytes)
+        except MemoryError as error:
+            raise NoBuffer(f"no memory for {agent.buffer_bytes} bytes") from error
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
         self._read: asyncio.Task[None] | None = None
-        registered = agent.api.nixlRegDList(agent.api.DRAM_SEG, [(self._address, len(self._buffer), 0, "")])
+        self._may_be_written = False  # a read was posted, and has not ended with success
         try:
-            agent.agent.registerMem(registered, agent.ucx)
+            self._registered = agent.api.nixlRegDList(agent.api.DRAM_SEG, [(self._address, len(self._buffer), 0, "")])
+            agent.agent.registerMem(self._registered, agent.ucx)
         except agent.errors as error:
-            self._exit.close()
-            raise ConnectionError(f"NIXL cannot register a buffer ({error})") from error
+            raise NoBuffer(f"NIXL cannot register a buffer ({error})") from error
         self.is_registered = True
-        self._exit.callback(self._deregister, registered)
+
+    def connect(self, memory: wire.BlockMemory) -> None:
+        self._memory = memory
+        self._peer = self._exit.enter_context(self._agent.peers.borrow(memory.agent))
 
     async def read(self, parts: Sequence[range]) -> memoryview:
         here, local, remote = self._address, [], []
@@ -134,33 +172,50 @@ class NixlReader:
 
     def close(self) -> None:
         if self._read is None or self._read.done():
-            self._exit.close()
+            self._release()
         else:
-            self._read.add_done_callback(lambda _: self._exit.close())
+            self._read.add_done_callback(lambda _: self._release())
 
-    def _deregister(self, registered: Any) -> None:
-        self._agent.agent.deregisterMem(registered, self._agent.ucx)
-        self.is_registered = False
+    def _release(self) -> None:
+        self._exit.close()
+        if not self._may_be_written:
+            self.deregister()
+        if self.is_registered:
+            self._agent.retired.append(self)
+
+    def deregister(self) -> None:
+        self.is_registered = not self._agent.quietly(self._agent.agent.deregisterMem, self._registered, self._agent.ucx)
 
     async def _transfer(self, local: list[tuple[int, int, int]], remote: list[tuple[int, int, int]]) -> None:
         """Raises ConnectionError; the next fetch connects again."""
-        api, agent = self._agent.api, self._agent.agent
-        segment = api.VRAM_SEG if self._memory.HasField("gpu") else api.DRAM_SEG
+        limit = self._agent.read_seconds
         try:
-            with contextlib.ExitStack() as stack:
-                descriptors = api.nixlXferDList(api.DRAM_SEG, local), api.nixlXferDList(segment, remote)
-                request = agent.createXferReq(api.NIXL_READ, *descriptors, self._peer, "", self._agent.ucx)
-                stack.callback(agent.releaseXferReq, request)
-                state = agent.postXferReq(request)
-                async with loop_timeout(self._agent.read_seconds):
-                    while state == api.NIXL_IN_PROG:
-                        await asyncio.sleep(POLL_SECONDS)
-                        state = agent.getXferStatus(request)
+            await self._post(local, remote, limit)
         except TimeoutError:
-            self._agent.retired.append(self._buffer)
-            self._agent.peers.evict(self._memory.agent)
-            limit = self._agent.read_seconds
+            self._agent.peers.evict(self._memory.agent, self._peer)
             raise ConnectionError(f"NIXL has not read {len(local)} blocks in {limit:g} s") from None
         except self._agent.errors as error:
-            self._agent.peers.evict(self._memory.agent)
+            self._agent.peers.evict(self._memory.agent, self._peer)
             raise ConnectionError(f"NIXL cannot read the sender's blocks ({error})") from error
+
+    async def _post(
+        self, local: list[tuple[int, int, int]], remote: list[tuple[int, int, int]], seconds: float
+    ) -> None:
+        """Raises TimeoutError, and NIXL's errors."""
+        api, agent = self._agent.api, self._agent.agent
+        segment = api.VRAM_SEG if self._memory.HasField("gpu") else api.DRAM_SEG
+        pause, longest = POLL_SECONDS
+        with contextlib.ExitStack() as stack:
+            descriptors = api.nixlXferDList(api.DRAM_SEG, local), api.nixlXferDList(segment, remote)
+            request = agent.createXferReq(api.NIXL_READ, *descriptors, self._peer.name, "", self._agent.ucx)
+            stack.callback(self._agent.quietly, agent.releaseXferReq, request)
+            self._may_be_written = True
+            state = agent.postXferReq(request)
+            async with loop_timeout(seconds):
+                while state == api.NIXL_IN_PROG:
+                    await asyncio.sleep(pause)
+                    pause = min(pause * 1.5, longest)
+                    state = agent.getXferStatus(request)
+            if state != api.NIXL_SUCCESS:
+                raise RuntimeError(f"status {state}")
+            self._may_be_written = False

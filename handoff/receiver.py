@@ -33,7 +33,7 @@ RELEASE_SECONDS = 2.0
 
 
 ACK_CHUNKS = 32
-"""Chunks after which an Ack is sent before its time; a sender whose memory is read waits for it with the commit."""
+"""Chunks after which an Ack is sent before its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,7 @@ class KvReceiver:
                 wire.CAUSE_BUSY, f"the sequence grew, and there are no free blocks: {error}", self._peer
             ) from error
         except TransferRejected as error:
+            source.note_corrupt(str(error))
             raise HandoffFailed(wire.CAUSE_CORRUPT, str(error)) from error
         except EngineError as error:
             raise HandoffFailed(wire.CAUSE_ENGINE, str(error)) from error
@@ -166,9 +167,10 @@ class _Fetch:
     async def requests(
         self, opening: wire.Open, heartbeat: Callable[[], wire.Heartbeat], interval: float
     ) -> AsyncIterator[wire.FetchRequest]:
-        """Open, then at every interval, and after ACK_CHUNKS, an Ack of the new chunks; without any, a heartbeat.
+        """Open, then at every interval, and when one is due, an Ack of the new chunks; without any, a heartbeat.
 
-        A lease is much longer than the interval; an Ack per chunk would cost more than a checksum.
+        A lease is much longer than the interval; an Ack per chunk would cost more than a checksum. A chunk that was
+        read from the sender's memory is acknowledged at once, as the commit waits for that.
         """
         yield wire.FetchRequest(open=opening)
         while True:
@@ -190,7 +192,8 @@ class _Fetch:
                 for block in self._unpacker.unpack(response.kv_chunk, received.data):
                     self._arrival.write(block.address, block.data, block.checksum)
                 self._messages += 1
-                if self._messages - self._acknowledged >= ACK_CHUNKS:
+                is_read = bool(response.kv_chunk.block_offsets)
+                if is_read or self._messages - self._acknowledged >= ACK_CHUNKS:
                     self._ack_is_due.set()
             case "commit":
                 return self._commit(response.commit)

@@ -4,6 +4,8 @@ Open ──> export ──> kv_chunk, kv_chunk ... (as blocks fill) ──> park
             │            acks renew the lease                               │
             └── the sequence ended first: closed                            └── lease over: freed
 
+The commit of blocks that the receiver reads itself waits until it has acknowledged all of them.
+
 A prefill sequence parks after its first token. A live sequence decodes until only its last, partial block is unsent,
 then parks; if its fetch or lease ends without a commit, it continues here.
 
@@ -36,11 +38,6 @@ from decant.runtime.peer import UnknownMessages
 
 LEASE_MS = 10_000
 """Without a renewal or an Ack."""
-
-
-UNREAD_CHUNKS = 64
-"""Most chunks that a receiver which reads the blocks' memory itself has not acknowledged when it gets the commit. The
-lease after a commit is short, and without their bytes the connection does not hold chunks back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +233,7 @@ class KvSender:
             if not self._is_current(lease, state):
                 yield _closed(lease.failure or _reclaimed("the ticket is over"))
                 return
-            is_behind = state.is_read and state.messages - state.acknowledged > UNREAD_CHUNKS
-            if state.final_message is not None and not is_behind:
+            if state.final_message is not None and not (state.is_read and state.acknowledged < state.messages):
                 if state.export is not None:
                     self.leases.commit(lease)
                 yield state.final_message

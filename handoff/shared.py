@@ -14,7 +14,7 @@ T = TypeVar("T")
 IDLE_SECONDS = 60.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Entry(Generic[T]):
     value: T
     users: int = 0
@@ -34,6 +34,7 @@ class Shared(Generic[K, T]):
         self._close = close
         self._idle_seconds = idle_seconds
         self._entries: dict[K, _Entry[T]] = {}
+        self._evicted: set[_Entry[T]] = set()  # have users
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -56,14 +57,28 @@ class Shared(Generic[K, T]):
             yield entry.value
         finally:
             entry.users -= 1
-            if not entry.users and self._entries.get(key) is entry:
-                entry.timer = asyncio.get_running_loop().call_later(self._idle_seconds, self.evict, key)
+            if not entry.users:
+                self._leave(key, entry)
 
-    def evict(self, key: K) -> None:
-        """Close a value, used or not; the next user opens another one."""
-        entry = self._entries.pop(key, None)
-        if entry is None:
+    def evict(self, key: K, value: T) -> None:
+        """The next user of the key opens another value; this one is closed when its last user has left."""
+        entry = self._entries.get(key)
+        if entry is None or entry.value is not value:
             return
+        del self._entries[key]
+        if entry.users:
+            self._evicted.add(entry)
+        else:
+            self._start_close(entry)
+
+    def _leave(self, key: K, entry: _Entry[T]) -> None:
+        if self._entries.get(key) is entry:
+            entry.timer = asyncio.get_running_loop().call_later(self._idle_seconds, self.evict, key, entry.value)
+        elif entry in self._evicted:
+            self._evicted.remove(entry)
+            self._start_close(entry)
+
+    def _start_close(self, entry: _Entry[T]) -> None:
         if entry.timer is not None:
             entry.timer.cancel()
         closing = asyncio.get_running_loop().create_task(self._close(entry.value))
@@ -71,8 +86,12 @@ class Shared(Generic[K, T]):
         closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
+        """Used values too."""
         self._closed = True
-        for key in list(self._entries):
-            self.evict(key)
+        entries = [*self._entries.values(), *self._evicted]
+        self._entries.clear()
+        self._evicted.clear()
+        for entry in entries:
+            self._start_close(entry)
         if self._closing:
             await asyncio.wait(self._closing)

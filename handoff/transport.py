@@ -23,6 +23,10 @@ class KvSource(Protocol):
         """Ends when either side ends the call. Raises ConnectionError when it breaks."""
         ...
 
+    def note_corrupt(self, detail: str) -> None:
+        """Call it when bytes that were fetched do not match their checksum."""
+        ...
+
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
         """Raises ConnectionError."""
         ...
@@ -52,6 +56,9 @@ class GrpcSource:
                 raise ConnectionError(f"{error.code().name}: {error.details()}") from error
             finally:
                 call.cancel()
+
+    def note_corrupt(self, detail: str) -> None:
+        """The next fetch is no different."""
 
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
         with self._borrow() as channel:

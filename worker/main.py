@@ -22,16 +22,12 @@ from decant.engine.output import StepOutput
 from decant.engine.plan import Device
 from decant.engine.request import FinishReason, Request, StopParams
 from decant.engine.scheduler import Limits
-from decant.handoff.memory_reads import MemoryReads
-from decant.handoff.nixl_agent import NixlAgent, NixlUnusable
 from decant.handoff.packing import checksum
 from decant.handoff.service import KvSourceService
-from decant.handoff.transport import GrpcTransport, Transport
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.runtime import logs, model_files, shutdown, tracing
-from decant.runtime.channel import Connector
 from decant.runtime.health import Readiness
 from decant.runtime.metrics import Registry
 from decant.runtime.model_files import ModelFiles, ModelUnreadable
@@ -43,12 +39,13 @@ from decant.state.errors import StoreFault
 from decant.state.keys import Ttls
 from decant.state.store import Store, StoreSettings
 from decant.worker.decode.service import DecodeService
-from decant.worker.engine_host import EngineHost, HostHandler, Identity, WorkerLimits, transfer_layout
+from decant.worker.engine_host import EngineHost, HostHandler, Identity, WorkerLimits
 from decant.worker.prefill.service import PrefillService
 from decant.worker.report.audit import AuditService
 from decant.worker.report.metrics import WorkerMetrics
 from decant.worker.settings import WorkerSettings
 from decant.worker.startup.deferred_service import DeferredService
+from decant.worker.startup.handoff_transport import make_transport
 from decant.worker.startup.load_model import in_own_thread, limits_of, load_model
 from decant.worker.startup.registration import Registrar
 
@@ -173,7 +170,7 @@ class Worker:
         settings = self._settings
         name = wire.Role.Name(self._role).removeprefix("ROLE_").lower()
         peer = new_peer(settings.id or default_id(name))
-        transport = await self._make_transport(engine.device, peer)
+        transport = await make_transport(settings, engine.device, peer, self._stack)
         identity = Identity(
             peer=peer,
             role=self._role,
@@ -182,21 +179,6 @@ class Worker:
         )
         host = EngineHost(engine, identity, transport, WorkerLimits(settings.lease_ms, settings.max_waiting))
         return await self._stack.enter_async_context(host)
-
-    async def _make_transport(self, device: Device, peer: wire.Peer) -> Transport:
-        """Raises SettingError."""
-        messages = GrpcTransport(Connector(self._settings).open)
-        self._stack.push_async_callback(messages.close)
-        if self._settings.handoff == "grpc":
-            return messages
-        shape = transfer_layout(device)
-        try:
-            name = f"{peer.id}/{peer.incarnation:x}"
-            agent = await asyncio.to_thread(NixlAgent, name, device.block_memory, shape.message_bytes)
-        except NixlUnusable as error:
-            raise SettingError("handoff", f"grpc, as {error}", self._settings.handoff) from error
-        self._stack.push_async_callback(agent.aclose)
-        return MemoryReads(messages, agent, shape)
 
     def _open(self, host: EngineHost) -> tuple[PrefillService, DecodeService]:
         prefill, decode = PrefillService(host), DecodeService(host)

@@ -138,6 +138,8 @@ class Wire:
             for response in self._tamper(wire.FetchResponse.FromString(message)):
                 yield decode(response.SerializeToString())
 
+    def note_corrupt(self, detail: str) -> None: ...
+
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
         self.released.append(request)
         await self._sender.release(request)

@@ -59,20 +59,23 @@ class LocalAgent:
         self.memory = wire.BlockMemory(agent=b"local", address=blocks.address, bytes=blocks.nbytes)
         self.readers: list[LocalReader] = []
 
-    def open(self, memory: wire.BlockMemory) -> LocalReader:
-        self.readers.append(LocalReader(memory.address))
+    def reader(self) -> LocalReader:
+        self.readers.append(LocalReader())
         return self.readers[-1]
 
 
 class LocalReader:
     """``gate``: reads wait for it. ``count``: bytes read."""
 
-    def __init__(self, address: int) -> None:
+    def __init__(self) -> None:
         self.gate = asyncio.Event()
         self.gate.set()
         self.count = 0
         self.closed = False
-        self._address = address
+        self._address = 0
+
+    def connect(self, memory: wire.BlockMemory) -> None:
+        self._address = memory.address
 
     async def read(self, parts: Sequence[range]) -> memoryview:
         assert not self.closed

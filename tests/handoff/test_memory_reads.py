@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from decant.handoff import sender as sender_module
 from decant.handoff.codec import decode
 from decant.handoff.errors import HandoffFailed
+from decant.handoff.memory_reads import NoBuffer
 from decant.handoff.packing import MESSAGE_BYTES
 from decant.handoff.receiver import KvReceiver
 from decant.protos import worker_pb2 as wire
@@ -59,11 +59,11 @@ async def test_where_one_end_has_no_agent_blocks_come_in_messages(offers: bool) 
         source = transport._messages.source("p") if offers else transport.source("p")
         await receiver.receiver.receive(source, await sender.offer(request), await receiver.room(request))
         assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
-    assert not agent.readers
+    assert not any(reader.count for reader in agent.readers)
 
 
 async def test_bytes_that_changed_before_they_were_read_are_refused() -> None:
-    """As if the lease were over, and the block another sequence's."""
+    """As if the lease were over, and the block another sequence's. The next blocks come in messages."""
 
     def overwrite(message: wire.FetchResponse) -> list[wire.FetchResponse]:
         for offset in message.kv_chunk.block_offsets[:1]:
@@ -73,12 +73,46 @@ async def test_bytes_that_changed_before_they_were_read_are_refused() -> None:
 
     request = ask()
     async with Worker("p") as sender, Worker("d") as receiver:
-        source = reads(sender, agent_of(sender), overwrite).source("p")
+        transport = reads(sender, agent_of(sender), overwrite)
         with pytest.raises(HandoffFailed) as failed:
-            await receiver.receiver.receive(source, await sender.offer(request), await receiver.room(request))
+            await receiver.receiver.receive(
+                transport.source("p"), await sender.offer(request), await receiver.room(request)
+            )
         assert failed.value.cause == wire.CAUSE_CORRUPT
         await sender.emptied()
         await receiver.emptied()
+        again = ask("again", seed=1)
+        await receiver.receiver.receive(transport.source("p"), await sender.offer(again), await receiver.room(again))
+        assert sender.tokens["again"] + await receiver.finished("again") == await alone(again)
+
+
+async def test_a_second_memory_in_one_fetch_is_corrupt() -> None:
+    def twice(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+        return [message, message] if message.HasField("memory") else [message]
+
+    request = ask()
+    async with Worker("p") as sender, Worker("d") as receiver:
+        agent = agent_of(sender)
+        source = reads(sender, agent, twice).source("p")
+        with pytest.raises(HandoffFailed) as failed:
+            await receiver.receiver.receive(source, await sender.offer(request), await receiver.room(request))
+        assert failed.value.cause == wire.CAUSE_CORRUPT
+        assert not any(reader.count for reader in agent.readers)
+        await eventually(lambda: all(reader.closed for reader in agent.readers))
+        await sender.emptied()
+        await receiver.emptied()
+
+
+async def test_without_a_buffer_blocks_come_in_messages() -> None:
+    class Full(LocalAgent):
+        def reader(self) -> LocalReader:
+            raise NoBuffer("too much memory is locked")
+
+    async with Worker("p") as sender, Worker("d") as receiver:
+        sender.sender.memory = agent_of(sender).memory
+        source = reads(sender, Full(sender.engine.device.block_memory)).source("p")
+        await receiver.receiver.receive(source, await sender.offer(ask()), await receiver.room(ask()))
+        assert sender.tokens["r"] + await receiver.finished("r") == await alone(ask())
 
 
 @pytest.mark.parametrize("fault", ["beyond", "offset", "many"])
@@ -108,15 +142,17 @@ async def test_nothing_outside_of_the_senders_blocks_is_read(fault: str, message
         await receiver.emptied()
 
 
-@pytest.mark.parametrize("fails", ["open", "read"])
+@pytest.mark.parametrize("fails", ["connect", "read"])
 async def test_after_a_failed_read_blocks_come_in_messages(fails: str) -> None:
     class Broken(LocalAgent):
-        def open(self, memory: wire.BlockMemory) -> LocalReader:
-            if fails == "open":
-                raise ConnectionError("no route")
-            return Unreachable(0)
+        def reader(self) -> LocalReader:
+            return Unreachable()
 
     class Unreachable(LocalReader):
+        def connect(self, memory: wire.BlockMemory) -> None:
+            if fails == "connect":
+                raise ConnectionError("no route")
+
         async def read(self, parts: Sequence[range]) -> memoryview:
             raise ConnectionError("no route")
 
@@ -139,14 +175,14 @@ async def test_a_fetch_cancelled_in_a_read_frees_both_ends() -> None:
     async with Worker("p") as sender, Worker("d") as receiver:
         agent = agent_of(sender)
         ticket, arrival = await sender.offer(request), await receiver.room(request)
-        opened = agent.open
+        opened = agent.reader
 
-        def blocked(memory: wire.BlockMemory) -> LocalReader:
-            reader = opened(memory)
+        def blocked() -> LocalReader:
+            reader = opened()
             reader.gate.clear()
             return reader
 
-        agent.open = blocked  # type: ignore[method-assign]
+        agent.reader = blocked  # type: ignore[method-assign]
         task = asyncio.create_task(receiver.receiver.receive(reads(sender, agent).source("p"), ticket, arrival))
         await eventually(lambda: agent.readers)
         task.cancel()
@@ -157,9 +193,10 @@ async def test_a_fetch_cancelled_in_a_read_frees_both_ends() -> None:
         await receiver.emptied()
 
 
-async def test_the_commit_of_many_chunks_waits_for_no_heartbeat() -> None:
-    """Blocks of 4 tokens, one in two messages: more than may be unread."""
-    request = ask(length=240)
+@pytest.mark.parametrize("length", [20, 240])
+async def test_the_commit_waits_for_no_heartbeat(length: int) -> None:
+    """Blocks of 4 tokens, one in two messages: fewer and more than are acknowledged at once where they are sent."""
+    request = ask(length=length)
     workers = [Worker(name, message_bytes=20) for name in "pd"]
     async with workers[0] as sender, workers[1] as receiver:
         heartless = KvReceiver(receiver.loop, receiver.shape, receiver.peer, wire.Heartbeat, heartbeat_s=3600)
@@ -169,21 +206,24 @@ async def test_the_commit_of_many_chunks_waits_for_no_heartbeat() -> None:
         await heartless.close()
 
 
-async def test_the_commit_waits_until_few_chunks_are_unread() -> None:
-    """Blocks of 32 bytes, one in two messages: twice as many as may be unread."""
-    count = sender_module.UNREAD_CHUNKS * 2
+async def test_the_commit_waits_until_every_chunk_was_read() -> None:
+    """Blocks of 32 bytes, one in two messages."""
+    count = 8
     request = ask(length=count * 2)
-    async with Worker("p", blocks=128, message_bytes=20) as sender, Worker("d", blocks=128) as receiver:
+    async with Worker("p", message_bytes=20) as sender, Worker("d") as receiver:
         agent_of(sender)
         ticket, arrival = await sender.offer(request), await receiver.room(request)
-        acknowledged = asyncio.Event()
+        sent = asyncio.Event()
+        last = asyncio.Event()
 
         async def requests() -> AsyncIterator[wire.FetchRequest]:
             opening = receiver.receiver._open(ticket, arrival)
             opening.reads_memory = True
             yield wire.FetchRequest(open=opening)
-            await acknowledged.wait()
-            yield wire.FetchRequest(ack=wire.Ack(kv_chunks=sender_module.UNREAD_CHUNKS))
+            await sent.wait()
+            yield wire.FetchRequest(ack=wire.Ack(kv_chunks=count - 1))
+            await last.wait()
+            yield wire.FetchRequest(ack=wire.Ack(kv_chunks=count))
             await asyncio.sleep(3600)
 
         chunks = 0
@@ -192,8 +232,30 @@ async def test_the_commit_waits_until_few_chunks_are_unread() -> None:
                 response = decode(message).response
                 chunks += response.HasField("kv_chunk")
                 if response.HasField("heartbeat") and chunks == count:
-                    acknowledged.set()
+                    (last if sent.is_set() else sent).set()
                 if response.HasField("commit"):
                     break
-        assert acknowledged.is_set()
+        assert last.is_set()
+        await receiver.loop.call(lambda _: arrival.abort())
+
+
+async def test_a_receiver_that_stops_reading_loses_the_blocks_with_its_lease_and_gets_no_commit() -> None:
+    """It is alive: its heartbeats come."""
+    async with Worker("p", lease_ms=300) as sender, Worker("d") as receiver:
+        agent_of(sender)
+        ticket, arrival = await sender.offer(ask()), await receiver.room(ask())
+
+        async def requests() -> AsyncIterator[wire.FetchRequest]:
+            opening = receiver.receiver._open(ticket, arrival)
+            opening.reads_memory = True
+            yield wire.FetchRequest(open=opening)
+            while True:
+                await asyncio.sleep(0.05)
+                yield wire.FetchRequest(heartbeat=wire.Heartbeat())
+
+        async with contextlib.aclosing(sender.sender.fetch(requests())) as messages:
+            kinds = [decode(message).response.WhichOneof("message") async for message in messages]
+        assert kinds[-1] == "closed"
+        assert "commit" not in kinds
+        await sender.emptied()
         await receiver.loop.call(lambda _: arrival.abort())

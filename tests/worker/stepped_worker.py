@@ -94,6 +94,8 @@ class LocalSource:
                     raise ConnectionError("broken by the schedule")
                 yield decode(message)
 
+    def note_corrupt(self, detail: str) -> None: ...
+
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
         if self._network.loses_releases:
             raise ConnectionError("lost by the schedule")
