@@ -4,6 +4,8 @@ import asyncio
 import re
 from pathlib import Path
 
+import pytest
+
 from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
 from decant.runtime.metrics import PromptSource
@@ -57,6 +59,7 @@ async def until_running(ports: list[int]) -> list[Totals]:
                 return list(pages)
 
 
+@pytest.mark.slow
 async def test_a_run_moves_every_metric_of_the_reference(pair: Deployment, stub: InferenceServiceStub) -> None:
     ports = all_ports(pair)
     before = [await asyncio.to_thread(read_totals, port) for port in ports]

@@ -52,6 +52,7 @@ def test_invalid_settings_are_one_line_and_exit_code_2(arguments: tuple[str, ...
     assert len(ended.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_bad_redis_url_is_named_as_it_was_given_and_not_shown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
