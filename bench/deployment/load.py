@@ -117,7 +117,7 @@ class Clients:
         try:
             async for message in self._stub.GenerateStream(request):
                 if message.HasField("delta"):
-                    self._hear(seen, message.delta)
+                    self._on_delta(seen, message.delta)
                     if began is not None:
                         began.set()
         except grpc.aio.AioRpcError as error:
@@ -126,7 +126,7 @@ class Clients:
             if began is not None:
                 began.set()
 
-    def _hear(self, seen: Seen, delta: pb.Delta) -> None:
+    def _on_delta(self, seen: Seen, delta: pb.Delta) -> None:
         seen.last = time.monotonic()
         seen.first = seen.first or seen.last
         seen.messages += 1

@@ -45,9 +45,6 @@ def interference(  # noqa: PLR0913 - a command's options are its parameters
 
     from decant.bench.errors import InvalidBenchmark
     from decant.bench.interference import configurations, experiment, report
-    from decant.bench.interference.html_report import to_html
-    from decant.bench.report import dump
-    from decant.command.status import new_console
 
     with one_line_errors():
         check_report(html)
@@ -69,12 +66,21 @@ def interference(  # noqa: PLR0913 - a command's options are its parameters
             raise CommandFailed(str(error), status=2) from None
         except TimeoutError:
             raise CommandFailed(f"--timeout: a trial took more than {timeout:g} s") from None
-        if as_json:
-            print(dump(document))
-        else:
-            report.show(document, new_console())
-        if html is not None:
-            write_report(html, to_html(document))
+        _show(document, html, as_json=as_json)
+
+
+def _show(document: Any, html: Path | None, *, as_json: bool) -> None:
+    from decant.bench.interference import report
+    from decant.bench.interference.html_report import to_html
+    from decant.bench.report import dump
+    from decant.command.status import new_console
+
+    if as_json:
+        print(dump(document))
+    else:
+        report.show(document, new_console())
+    if html is not None:
+        write_report(html, to_html(document))
 
 
 def _starter(model: str | None, kv_memory: str | None) -> tuple[str, Any]:

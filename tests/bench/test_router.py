@@ -97,12 +97,12 @@ class Watched(load.Clients):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.heard, self.ended = asyncio.Event(), asyncio.Event()
+        self.received, self.ended = asyncio.Event(), asyncio.Event()
         Watched.latest = self
 
-    def _hear(self, seen: load.Seen, delta: pb.Delta) -> None:
-        super()._hear(seen, delta)
-        self.heard.set()
+    def _on_delta(self, seen: load.Seen, delta: pb.Delta) -> None:
+        super()._on_delta(seen, delta)
+        self.received.set()
 
     async def _ask(self, began: asyncio.Event | None = None) -> None:
         await super()._ask(began)
@@ -110,8 +110,8 @@ class Watched(load.Clients):
 
     @classmethod
     async def next_message(cls, seconds: float) -> None:
-        cls.latest.heard.clear()
-        await cls.latest.heard.wait()
+        cls.latest.received.clear()
+        await cls.latest.received.wait()
 
     @classmethod
     async def first_end(cls, seconds: float) -> None:

@@ -38,7 +38,7 @@ async def make_transport(
     stack.push_async_callback(messages.close)
     if settings.handoff == "grpc":
         return messages
-    _log.warning("NIXL's ports have no authentication: whoever reaches them can read and write this KV cache")
+    _log.warning("NIXL's ports have no authentication: any process that reaches them can read and write this KV cache")
     _log.info("NIXL starts", seconds=start_seconds)
     shape = transfer_layout(device)
     try:
