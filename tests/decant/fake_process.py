@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
 import signal
 import socket
 import sys
@@ -33,8 +32,8 @@ def main() -> int:
     if given.does == "crash":
         return 1
     tempfile.mkstemp()  # left behind, as libraries do
-    asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # an Event that a handler sets may block its own wait
-    signal.signal(signal.SIGTERM, lambda *_: asked.put(None))
+    # Blocked and waited for: a handler would not wake a wait that it interrupts just before the call.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     with socket.create_server(("127.0.0.1", given.port)) as listener:
         say("credentials", **{name: os.environ[name] for name in given.variables if name in os.environ})
         say("serving", address=f"127.0.0.1:{listener.getsockname()[1]}")
@@ -44,7 +43,7 @@ def main() -> int:
             say("readiness", state="ready")
         print("not JSON", flush=True)
         while True:
-            asked.get()
+            signal.sigwait({signal.SIGTERM})
             say("asked to end")
             if given.does != "never-end":
                 return int(given.does == "end-badly")

@@ -95,7 +95,10 @@ class Up:
         return self.ended()
 
     def ended(self) -> int:
-        status = self.process.wait(PATIENCE_S)
+        try:
+            status = self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"did not end: {self.lines}") from None
         self._reader.join(PATIENCE_S)
         return status
 
