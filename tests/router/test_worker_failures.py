@@ -72,7 +72,11 @@ async def test_a_failure_before_the_ticket_goes_to_another_prefill_worker(store:
 async def test_a_failed_handoff_continues_from_tokens_without_gap_or_repeat(store: Store, cause: wire.Cause) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.handoff_fails = [cause]
-        stream = await scene.answer(make_request())
+        workers[1].script.no_room = True
+        stream = await scene.dispatcher.begin(make_request())
+        await written(stream, 1)  # from the prefill worker, before the failure comes over the other connection
+        workers[1].go.set()
+        await ended(stream)
         assert tokens_of(stream) == answer(PROMPT, 5)
         assert stream.path.prefill_worker == ""
         again = workers[1].starts[1]
