@@ -7,9 +7,10 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
+from typing import NoReturn
 
 from decant.command import deployments
 from decant.command.deployments import Deployment
@@ -22,49 +23,51 @@ _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 @contextmanager
 def temporary_deployment(*arguments: str, variables: Mapping[str, str] = _NO_VARIABLES) -> Iterator[Deployment]:
-    """Also ends on SIGTERM. Raises CommandFailed if it does not start. Main thread only."""
-    with _exit_on_sigterm(), _started(arguments, variables) as process:
-        yield next(one for one in deployments.running() if one.pid == process.pid)
-
-
-@contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block, then the process: gRPC may crash an interpreter that ends with open calls."""
-    status = 128 + signal.SIGTERM
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(status))
+    """SIGTERM ends it and this process. Raises CommandFailed if it does not start. Main thread only."""
+    up = ("up", "--port", "0", "--log-format", "json")
+    command = [sys.executable, "-P", "-m", "decant.command", *up, *arguments]
+    started: list[subprocess.Popen[str]] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: _end_process(started))
     try:
-        yield
-    except SystemExit as end:
-        if end.code == status:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-        raise
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **variables}
+        )
+        started.append(process)
+        _await_ready(process)
+        yield next(one for one in deployments.running() if one.pid == process.pid)
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _stop(started)
         signal.signal(signal.SIGTERM, before)
 
 
-@contextmanager
-def _started(arguments: tuple[str, ...], variables: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
-    up = ("up", "--port", "0", "--log-format", "json")
-    command = [sys.executable, "-P", "-m", "decant.command", *up, *arguments]
-    environment = {**os.environ, **variables}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    assert process.stdout is not None
+def _end_process(started: Sequence[subprocess.Popen[str]]) -> NoReturn:
+    """Raises nothing: gRPC crashes an interpreter that an exception leaves with open calls."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if _is_ready(line):
-                break
-        else:
-            raise CommandFailed("the deployment did not come up:\n" + "".join(lines[-_LAST_LINES:]))
-        # Else its processes would block in a log call when the pipe is full.
-        threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
-        yield process
+        _stop(started)
     finally:
+        os._exit(128 + signal.SIGTERM)
+
+
+def _stop(started: Sequence[subprocess.Popen[str]]) -> None:
+    for process in started:
         process.terminate()
         process.wait(timeout=_END_SECONDS)
+
+
+def _await_ready(process: subprocess.Popen[str]) -> None:
+    """Raises CommandFailed with its last output."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if _is_ready(line):
+            break
+    else:
+        raise CommandFailed("the deployment did not come up:\n" + "".join(lines[-_LAST_LINES:]))
+    # Else its processes would block in a log call when the pipe is full.
+    threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
 
 
 def _is_ready(line: str) -> bool:
