@@ -37,8 +37,10 @@ def temporary_deployment(*arguments: str, variables: Mapping[str, str] = _NO_VAR
         yield next(one for one in deployments.running() if one.pid == process.pid)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _stop(started)
-        signal.signal(signal.SIGTERM, before)
+        try:
+            _stop(started)
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _end_process(started: Sequence[subprocess.Popen[str]]) -> NoReturn:
