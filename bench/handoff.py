@@ -40,9 +40,9 @@ from decant.handoff.packing import MESSAGE_BYTES
 from decant.handoff.service import KvSourceService
 from decant.handoff.transport import GrpcSource, GrpcTransport
 from decant.protos import worker_pb2 as wire
-from decant.runtime import certificates
-from decant.runtime.channel import open_channel
-from decant.runtime.tls import PeerTls, ServerTls, server_credentials
+from decant.runtime.connections import certificates
+from decant.runtime.connections.channel import open_channel
+from decant.runtime.connections.tls import PeerTls, ServerTls, server_credentials
 
 GOAL = 0.8
 STEP_GOAL = 1.2

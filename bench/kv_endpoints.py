@@ -23,8 +23,8 @@ from decant.handoff.packing import TransferLayout, checksum
 from decant.handoff.receiver import KvReceiver
 from decant.handoff.sender import KvSender
 from decant.protos import worker_pb2 as wire
-from decant.runtime.peer import PROTOCOL
-from decant.runtime.server import freeze_gc
+from decant.runtime.protocol import PROTOCOL
+from decant.runtime.serving.server import freeze_gc
 
 LAYOUT = 1
 CHUNK_TOKENS = 256

@@ -36,8 +36,8 @@ from decant.router.placement.prefix_index import PromptBlocks
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.worker_handle import WorkerHandle
+from decant.runtime.connections.tls import PeerTls
 from decant.runtime.packed import pack
-from decant.runtime.tls import PeerTls
 
 GOAL_MS = 0.3
 GOAL_WORKERS = 100

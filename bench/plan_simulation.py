@@ -22,7 +22,7 @@ from rich.console import Console
 
 from bench import machine
 from bench.options import positive
-from decant.bench.console import make_table
+from decant.bench.reports.console import make_table
 from decant.plan.inputs import Inputs, PlanOptions, parse
 from decant.plan.simulation.outcome import outcome
 from decant.plan.simulation.simulation import Scenario, Simulation

@@ -29,9 +29,9 @@ from bench.options import positive
 from decant.bench import benchmark, model_shapes
 from decant.bench.benchmark import BenchOptions, Target
 from decant.bench.calibration.experiment import CalibrationOptions
-from decant.bench.console import make_table
-from decant.command import bench_calibrate
-from decant.command.temporary_deployment import temporary_deployment
+from decant.bench.reports.console import make_table
+from decant.command.bench import calibrate as bench_calibrate
+from decant.command.deployment.temporary_deployment import temporary_deployment
 from decant.command.up.resources import parse_size
 from decant.plan.capacity.memory import Room
 from decant.plan.capacity.model_shape import read_shape

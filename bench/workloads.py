@@ -1,4 +1,4 @@
-"""Requests and their arrival times from seeded generators, written as the file of ``decant.bench.workload_file``.
+"""Requests and their arrival times from seeded generators, as a file for `decant bench --workload`.
 
 python -m bench.workloads --workload exponential --vocab-size 151936 --out FILE.jsonl
 """
@@ -13,7 +13,7 @@ from random import Random
 from types import MappingProxyType
 
 from bench.options import positive
-from decant.bench.workload_file import InvalidWorkload, Item, check, read, write
+from decant.bench.traffic.workload_file import InvalidWorkload, Item, check, read, write
 
 __all__ = ["GENERATORS", "InvalidWorkload", "Item", "check", "exponential", "long_prompts", "mixed", "read", "write"]
 

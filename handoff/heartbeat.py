@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from decant.handoff.errors import HandoffFailed
 from decant.protos import worker_pb2 as wire
-from decant.runtime.heartbeat import SILENT_SECONDS, loop_timeout
+from decant.runtime.connections.heartbeat import SILENT_SECONDS, loop_timeout
 
 T = TypeVar("T")
 

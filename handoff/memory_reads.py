@@ -23,7 +23,7 @@ from decant.handoff.errors import HandoffFailed
 from decant.handoff.packing import TransferLayout, located_parts
 from decant.handoff.transport import KvSource, Transport
 from decant.protos import worker_pb2 as wire
-from decant.runtime import logs
+from decant.runtime.telemetry import logs
 
 RETRY_SECONDS = 60.0
 """After a failed read, chunks from that address come with their data for so long."""

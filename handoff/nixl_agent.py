@@ -19,8 +19,8 @@ from decant.engine.plan import BlockMemory
 from decant.handoff.memory_reads import NoBuffer
 from decant.handoff.shared import Shared
 from decant.protos import worker_pb2 as wire
-from decant.runtime import logs
-from decant.runtime.heartbeat import loop_timeout
+from decant.runtime.connections.heartbeat import loop_timeout
+from decant.runtime.telemetry import logs
 
 READ_SECONDS = 2.0
 """Time for one read, of at most a message's bytes; less than the silence after which the sender counts as lost."""

@@ -24,9 +24,9 @@ from decant.handoff.heartbeat import with_heartbeat_timeout
 from decant.handoff.packing import TransferLayout, Unpacker
 from decant.handoff.transport import KvSource
 from decant.protos import worker_pb2 as wire
-from decant.runtime.heartbeat import HEARTBEAT_SECONDS
+from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS
+from decant.runtime.connections.peer import UnknownMessages
 from decant.runtime.packed import unpack
-from decant.runtime.peer import UnknownMessages
 
 RELEASE_SECONDS = 2.0
 """Then the lease ends by itself."""

@@ -32,9 +32,9 @@ from decant.handoff.leases import COMMITTED_SECONDS, Lease, LeaseTable
 from decant.handoff.packing import FilledBlock, LocatedBlock, TransferLayout, pack
 from decant.protos import worker_pb2 as wire
 from decant.runtime import packed
+from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS, SILENT_SECONDS
+from decant.runtime.connections.peer import UnknownMessages
 from decant.runtime.errors import InvalidArgument
-from decant.runtime.heartbeat import HEARTBEAT_SECONDS, SILENT_SECONDS
-from decant.runtime.peer import UnknownMessages
 
 LEASE_MS = 10_000
 """Without a renewal or an Ack."""

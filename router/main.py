@@ -35,17 +35,18 @@ from decant.router.settings import RouterSettings
 from decant.router.text.served_model import Models, load
 from decant.router.timings import RouterTimings
 from decant.router.workers.pool import WorkerPool
-from decant.runtime import logs, shutdown, tracing
-from decant.runtime.admission import Admission
 from decant.runtime.background import BackgroundTask
-from decant.runtime.health import Readiness
-from decant.runtime.metrics import Registry, RequestMetrics
+from decant.runtime.connections.peer import default_id, new_peer
 from decant.runtime.model_files import ModelUnreadable
-from decant.runtime.peer import default_id, new_peer
-from decant.runtime.server import Server, serve
-from decant.runtime.server_settings import join_address
+from decant.runtime.serving import shutdown
+from decant.runtime.serving.admission import Admission
+from decant.runtime.serving.health import Readiness
+from decant.runtime.serving.server import Server, serve
+from decant.runtime.serving.server_settings import join_address
 from decant.runtime.settings import InvalidSettings, SettingError, flag_name
 from decant.runtime.settings_sources import load_or_exit
+from decant.runtime.telemetry import logs, tracing
+from decant.runtime.telemetry.metrics import Registry, RequestMetrics
 from decant.state.errors import StateError, StoreFault, StoreUnavailable
 from decant.state.ids import Incarnation
 from decant.state.keys import Ttls

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from decant.runtime.logs import LogSettings
-from decant.runtime.server_settings import ServerSettings
+from decant.runtime.connections.tls import PeerTls
+from decant.runtime.serving.server_settings import ServerSettings
 from decant.runtime.settings import SettingError
-from decant.runtime.tls import PeerTls
+from decant.runtime.telemetry.logs import LogSettings
 from decant.state.store import BadUrl, check_url
 
 

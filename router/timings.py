@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from decant.runtime.heartbeat import HEARTBEAT_SECONDS
+from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS
 
 STORE_RETRY_SECONDS = 0.5
 """Between reads of the store while it is unavailable."""

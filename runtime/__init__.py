@@ -1,1 +1,2 @@
-"""What every process needs: settings, logs, errors, health, metrics, TLS and a gRPC server that drains."""
+"""What every process needs: settings and errors here, a gRPC server that drains in `serving`, channels and TLS in
+`connections`, logs, metrics and traces in `telemetry`."""

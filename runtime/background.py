@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self
 
-from decant.runtime import logs
+from decant.runtime.telemetry import logs
 
 CLOSE_SECONDS = 10.0
 """A cancelled task that takes longer is left running."""

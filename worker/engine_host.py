@@ -27,7 +27,7 @@ from decant.handoff.sender import LEASE_MS, KvSender
 from decant.handoff.transport import KvSource, Transport
 from decant.protos import worker_pb2 as wire
 from decant.runtime.background import BackgroundTask
-from decant.runtime.heartbeat import HEARTBEAT_SECONDS
+from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS
 from decant.worker.epochs import Epochs
 from decant.worker.report.prefix_cache_feed import PrefixCacheFeed
 

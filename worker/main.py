@@ -27,14 +27,16 @@ from decant.handoff.service import KvSourceService
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.runtime import logs, model_files, shutdown, tracing
-from decant.runtime.health import Readiness
-from decant.runtime.metrics import Registry
+from decant.runtime import model_files
+from decant.runtime.connections.peer import default_id, new_peer
 from decant.runtime.model_files import ModelFiles, ModelUnreadable
-from decant.runtime.peer import default_id, new_peer
-from decant.runtime.server import Server, Service, serve
+from decant.runtime.serving import shutdown
+from decant.runtime.serving.health import Readiness
+from decant.runtime.serving.server import Server, Service, serve
 from decant.runtime.settings import SettingError, flag_name
 from decant.runtime.settings_sources import load_or_exit
+from decant.runtime.telemetry import logs, tracing
+from decant.runtime.telemetry.metrics import Registry
 from decant.state.errors import StoreFault
 from decant.state.keys import Ttls
 from decant.state.store import Store, StoreSettings

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from decant.runtime.logs import LogSettings
-from decant.runtime.server_settings import ServerSettings, is_loopback
+from decant.runtime.connections.tls import PeerTls
+from decant.runtime.serving.server_settings import ServerSettings, is_loopback
 from decant.runtime.settings import SettingError
-from decant.runtime.tls import PeerTls
+from decant.runtime.telemetry.logs import LogSettings
 from decant.state.store import BadUrl, check_url
 from decant.worker.startup.cpu_build import Build
 

@@ -23,7 +23,7 @@ from decant.engine.output import StepOutput
 from decant.engine.plan import Device
 from decant.engine.request import FinishReason, Request, StopParams
 from decant.engine.scheduler import Limits
-from decant.runtime.server import freeze_gc
+from decant.runtime.serving.server import freeze_gc
 
 
 class Stopwatch:

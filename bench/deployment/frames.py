@@ -25,9 +25,9 @@ from decant.router.request.valid_request import ValidRequest
 from decant.router.text.output_text import OutputOptions
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import RunSubscription
-from decant.runtime.channel import Deadline, open_channel
-from decant.runtime.peer import new_peer
-from decant.runtime.tls import PeerTls
+from decant.runtime.connections.channel import Deadline, open_channel
+from decant.runtime.connections.peer import new_peer
+from decant.runtime.connections.tls import PeerTls
 from decant.state.ids import RequestKey
 
 PROMPT = 16

@@ -14,8 +14,8 @@ import grpc
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc as services
-from decant.runtime import shutdown
-from decant.runtime.server import freeze_gc
+from decant.runtime.serving import shutdown
+from decant.runtime.serving.server import freeze_gc
 
 
 class Bare(services.InferenceServiceServicer):

@@ -26,7 +26,7 @@ import grpc
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc as services
-from decant.runtime.server import freeze_gc
+from decant.runtime.serving.server import freeze_gc
 
 WARM_SECONDS = 1.0
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.workloads import Item
 from decant.client.async_client import AsyncClient
-from decant.runtime.server import freeze_gc
+from decant.runtime.serving.server import freeze_gc
 
 WARM_UP = Item("warm-up", list(range(96)), 4, 0.0)
 

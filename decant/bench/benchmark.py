@@ -7,15 +7,15 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from decant.bench import verdict
-from decant.bench.arrivals import ramp_arrivals, random_arrivals
 from decant.bench.errors import InvalidBenchmark, InvalidTarget
-from decant.bench.figures import details, summarise
-from decant.bench.lengths import Lengths, Uniform, parse_lengths
-from decant.bench.load import Load
 from decant.bench.records import Record
-from decant.bench.sweep import sweep
-from decant.bench.workload import (
+from decant.bench.reports import verdict
+from decant.bench.reports.figures import details, summarise
+from decant.bench.traffic.arrivals import ramp_arrivals, random_arrivals
+from decant.bench.traffic.lengths import Lengths, Uniform, parse_lengths
+from decant.bench.traffic.load import Load
+from decant.bench.traffic.sweep import sweep
+from decant.bench.traffic.workload import (
     ANYSCALE,
     BenchRequest,
     SharedPrefix,

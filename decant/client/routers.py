@@ -17,8 +17,8 @@ from decant.client.retry import RetryState
 from decant.client.transport import with_advice
 from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
-from decant.runtime import tracing
 from decant.runtime.errors import Cancelled, EndedCall, ServiceError, from_call
+from decant.runtime.telemetry import tracing
 
 CANCEL_SECONDS = 2.0
 """A lost router does not delay its client."""

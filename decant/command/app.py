@@ -5,13 +5,13 @@ from typing import Annotated, cast
 
 import typer
 
-from decant.command import deployments
 from decant.command import options as opt
-from decant.command.bench import bench
-from decant.command.deployments import Deployment
+from decant.command.bench.benchmark import bench
+from decant.command.deployment import deployments
+from decant.command.deployment.deployments import Deployment
+from decant.command.deployment.waiting import Waiting
 from decant.command.errors import one_line_errors
 from decant.command.plan import plan
-from decant.command.waiting import Waiting
 
 app = typer.Typer(
     name="decant",

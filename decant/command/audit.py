@@ -16,9 +16,9 @@ from decant.command.errors import CommandFailed
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.protos.worker_pb2_grpc import AuditStub
-from decant.runtime.channel import open_channel
+from decant.runtime.connections.channel import open_channel
+from decant.runtime.connections.tls import PeerTls
 from decant.runtime.errors import ServiceError
-from decant.runtime.tls import PeerTls
 
 CALL_SECONDS = 30.0
 """A worker answers between two steps."""

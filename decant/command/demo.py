@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from decant.command import audit, generate, status
+from decant.command.deployment.temporary_deployment import temporary_deployment
 from decant.command.errors import CommandFailed
-from decant.command.temporary_deployment import temporary_deployment
 
 PROMPT = 'def is_empty(self):\n    """Return True if the queue is empty."""\n'
 SEED = 2

@@ -13,9 +13,9 @@ from typing import Any, cast
 from google.protobuf.json_format import MessageToDict
 
 from decant import Cancelled, Client, Options, Prompt, ServiceError, Stream, Tls, Unavailable
+from decant.command.deployment.waiting import Waiting
 from decant.command.errors import CommandFailed, one_line_errors
 from decant.command.options import tls_from
-from decant.command.waiting import Waiting
 
 TOKEN = "DECANT_TOKEN"
 """The tenant's secret; other users can read command lines."""

@@ -12,10 +12,10 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
-from decant.command import deployments
-from decant.command.deployments import Deployment
+from decant.command.deployment import deployments
+from decant.command.deployment.deployments import Deployment
+from decant.command.deployment.processes import DRAINING, READY, Process, lost_ago
 from decant.command.errors import CommandFailed
-from decant.command.processes import DRAINING, READY, Process, lost_ago
 from decant.protos.state_pb2 import RouterRegistration, WorkerRegistration
 from decant.protos.worker_pb2 import Load, Role
 from decant.state.directory import DirectoryEntry, Listing

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from prometheus_client import Counter, Gauge, Histogram
 
 from decant.protos import worker_pb2 as wire
-from decant.runtime import metrics
 from decant.runtime.errors import FaultOwner
+from decant.runtime.telemetry import metrics
 from docs.generate.markdown import code, head, page, sentence, table
 
 INTRO = """\
@@ -85,7 +85,7 @@ class Recorder(metrics.Registry):
 
 
 def render() -> str:
-    parts = [head("Metrics", "runtime/metrics.py"), INTRO]
+    parts = [head("Metrics", "runtime/telemetry/metrics.py"), INTRO]
     for title, define in DEFINITIONS.items():
         parts += [f"## {title}", _table(define)]
     parts += ["## Labels", table(("label", "values"), _labels(CAUSES)), WATCH, SCALE]

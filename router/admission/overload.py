@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from decant.router.settings import RouterSettings
-from decant.runtime.channel import Deadline
+from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import RETRY_AFTER_SECONDS, QueueFull
 
 WAIT_SHARE = 0.75

@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 
-from decant.runtime import logs
 from decant.runtime.errors import QuotaExceeded
+from decant.runtime.telemetry import logs
 from decant.state import errors
 from decant.state.errors import StateError
 from decant.state.ids import RequestKey

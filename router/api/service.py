@@ -26,13 +26,13 @@ from decant.router.request.token_stream import Finish, TokenStream
 from decant.router.text.prompt import ASSUMED_CONTEXT_LENGTH, context_length_of
 from decant.router.text.served_model import Models, ServedModel
 from decant.router.timings import RouterTimings
-from decant.runtime import tracing
-from decant.runtime.channel import Deadline
+from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import Cancelled, InvalidArgument, NotFound, ServiceError
-from decant.runtime.interceptor import ClientDisconnected
-from decant.runtime.metrics import RequestMetrics
-from decant.runtime.server import Service
-from decant.runtime.tracing import Span
+from decant.runtime.serving.interceptor import ClientDisconnected
+from decant.runtime.serving.server import Service
+from decant.runtime.telemetry import tracing
+from decant.runtime.telemetry.metrics import RequestMetrics
+from decant.runtime.telemetry.tracing import Span
 from decant.state.ids import Incarnation, RequestKey
 
 _CANCELLED = pb.CancelGenerationResponse.STATUS_CANCELLED

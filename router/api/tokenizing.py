@@ -4,7 +4,7 @@ from decant.protos import inference_pb2 as pb
 from decant.router.limits import at_most
 from decant.router.text.prompt import chat_tokens, checked_ids, text_tokens
 from decant.router.text.served_model import MAX_INLINE_LENGTH, ServedModel
-from decant.runtime.channel import Deadline
+from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import InvalidArgument
 
 

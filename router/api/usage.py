@@ -7,9 +7,9 @@ import asyncio
 from decant.protos import inference_pb2 as pb
 from decant.router.request.token_stream import TokenStream
 from decant.router.request.usage import decode_s, queue_s, receipt_of, usage_of
-from decant.runtime import logs
 from decant.runtime.error_details import shorten
-from decant.runtime.metrics import ModelMetrics, PromptSource
+from decant.runtime.telemetry import logs
+from decant.runtime.telemetry.metrics import ModelMetrics, PromptSource
 
 _log = logs.get(__name__)
 

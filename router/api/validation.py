@@ -37,7 +37,7 @@ from decant.router.text.output_text import OutputOptions, new_output_text
 from decant.router.text.prompt import ContextLengthOf, check_vocabulary, context_length_of, prompt_of
 from decant.router.text.served_model import Models, ServedModel
 from decant.router.text.stop_strings import StopStrings
-from decant.runtime.channel import Deadline
+from decant.runtime.connections.channel import Deadline
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import RETRY_AFTER_SECONDS, InvalidArgument, Unavailable, Unimplemented
 from decant.runtime.packed import pack

@@ -25,7 +25,7 @@ from decant.router.attempt.recorder import AttemptRecorder
 from decant.router.request.token_stream import Finish
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.worker_handle import WorkerHandle
-from decant.runtime import tracing
+from decant.runtime.telemetry import tracing
 from decant.state.ids import Incarnation
 
 

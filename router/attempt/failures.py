@@ -16,9 +16,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from decant.protos import worker_pb2 as wire
+from decant.runtime.connections.peer import enum_name
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import DeadlineExceeded, InvalidArgument, ServiceError, Unimplemented
-from decant.runtime.peer import enum_name
 from decant.state.ids import Incarnation
 
 if TYPE_CHECKING:

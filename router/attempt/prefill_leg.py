@@ -11,8 +11,8 @@ from decant.router.workers.prefill_call import PrefillCall
 from decant.router.workers.stream_io import StreamBroken
 from decant.router.workers.subscription import WriteError
 from decant.router.workers.worker_handle import WorkerHandle
-from decant.runtime import logs
 from decant.runtime.error_details import Reason
+from decant.runtime.telemetry import logs
 
 _log = logs.get(__name__)
 

@@ -11,7 +11,7 @@ from decant.router.execution.services import RouterServices
 from decant.router.request.stored import check_stored, finish_from_record, finished_stream, store_error
 from decant.router.request.token_stream import TokenStream
 from decant.router.request.valid_request import ValidRequest
-from decant.runtime import logs
+from decant.runtime.telemetry import logs
 from decant.state.errors import StateError
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.owned import StoredRequest

@@ -22,8 +22,6 @@ from decant.router.request.finish import finish_from_tokens
 from decant.router.request.stored import record_end
 from decant.router.request.token_stream import Finish, TokenStream
 from decant.router.request.valid_request import ValidRequest
-from decant.runtime import logs, tracing
-from decant.runtime.admission import AdmissionSlot
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import (
     RETRY_AFTER_SECONDS,
@@ -34,6 +32,8 @@ from decant.runtime.errors import (
     ServiceError,
     Unavailable,
 )
+from decant.runtime.serving.admission import AdmissionSlot
+from decant.runtime.telemetry import logs, tracing
 from decant.state import errors
 from decant.state.errors import StateError
 from decant.state.owned import StoredRequest

@@ -6,7 +6,7 @@ from typing import Any
 from decant.router.execution.execution import Execution
 from decant.router.execution.services import RouterServices
 from decant.router.request.valid_request import ValidRequest
-from decant.runtime import logs
+from decant.runtime.telemetry import logs
 from decant.state.ids import RequestKey
 from decant.state.owned import StoredRequest
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from decant.router.request.token_stream import TokenStream
 from decant.router.timings import JournalTimings
-from decant.runtime import logs
+from decant.runtime.telemetry import logs
 from decant.state.errors import StateError, StoreFault
 from decant.state.journal import Entry
 from decant.state.owned import OwnedRequest

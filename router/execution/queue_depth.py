@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from decant.router.execution.execution import Execution
 from decant.router.workers.pool import WorkerPool
-from decant.runtime.metrics import QueueMetrics
+from decant.runtime.telemetry.metrics import QueueMetrics
 
 ASSUMED_PREFILL_S_PER_TOKEN = 0.001
 """Until a prompt has been computed: a pool without workers has to show that work waits."""

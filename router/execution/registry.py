@@ -14,10 +14,10 @@ from decant.router.execution.services import RouterServices
 from decant.router.request.stored import RequestSnapshot, finish_from_record
 from decant.router.request.token_stream import Finish, TokenStream
 from decant.router.request.valid_request import ValidRequest
-from decant.runtime import logs
-from decant.runtime.channel import Deadline
+from decant.runtime.connections.channel import Deadline
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import RETRY_AFTER_SECONDS, AlreadyExists, Cancelled, QueueFull, ServiceError, Unavailable
+from decant.runtime.telemetry import logs
 from decant.state.errors import StateError
 from decant.state.ids import RequestKey
 from decant.state.owned import StoredRequest

@@ -10,8 +10,8 @@ from decant.router.request.stored import RestoreRequest
 from decant.router.settings import RouterSettings
 from decant.router.timings import RouterTimings
 from decant.router.workers.pool import WorkerPool
-from decant.runtime.admission import Admission
-from decant.runtime.metrics import RequestMetrics
+from decant.runtime.serving.admission import Admission
+from decant.runtime.telemetry.metrics import RequestMetrics
 from decant.state.requests import Requests
 
 if TYPE_CHECKING:

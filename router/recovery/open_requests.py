@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 
 from decant.router.timings import RouterTimings
-from decant.runtime import logs
+from decant.runtime.telemetry import logs
 from decant.state.errors import StateError
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.store import Store

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from decant.protos.state_pb2 import RouterRegistration
 from decant.protos.worker_pb2 import Load
-from decant.runtime import logs
+from decant.runtime.telemetry import logs
 from decant.state.directory import Registration
 from decant.state.errors import IncarnationReplaced, StateError
 from decant.state.store import Store

@@ -13,7 +13,7 @@ from decant.router.request.stored import RestoreRequest
 from decant.router.request.valid_request import ValidRequest
 from decant.router.text.prompt import ContextLengthOf
 from decant.router.text.served_model import Models
-from decant.runtime.channel import Deadline
+from decant.runtime.connections.channel import Deadline
 from decant.state.owned import StoredRequest
 
 _NO_LIMIT = 1 << 30

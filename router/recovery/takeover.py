@@ -13,8 +13,8 @@ from contextlib import suppress
 
 from decant.router.execution.registry import RequestRegistry
 from decant.router.timings import TakeoverTimings
-from decant.runtime import logs
 from decant.runtime.errors import ServiceError
+from decant.runtime.telemetry import logs
 from decant.state.errors import OwnerAlive, StateError, StoreUnavailable, Superseded, UnknownRequest, UnreadableRequest
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.keys import Ttls

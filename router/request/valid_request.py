@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.text.output_text import OutputOptions, OutputText
-from decant.runtime.channel import Deadline
+from decant.runtime.connections.channel import Deadline
 from decant.state.ids import RequestKey
 from decant.state.journal import TOKEN_LIMIT
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from decant.protos import inference_pb2 as pb
 from decant.router.text.text_work import TextWork
-from decant.runtime.channel import Deadline
+from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import InvalidArgument
 
 RENDER_SECONDS = 5.0

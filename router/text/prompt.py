@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from decant.protos import inference_pb2 as pb
 from decant.router.text.served_model import MAX_INLINE_LENGTH, ServedModel
-from decant.runtime.channel import Deadline
+from decant.runtime.connections.channel import Deadline
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import InvalidArgument
 

@@ -23,7 +23,7 @@ from decant.router.text.chat_template import ChatTemplate
 from decant.router.text.detokenizer import TokenTable, UnsupportedDecoder, make_token_table
 from decant.router.text.text_work import TextWork
 from decant.router.text.token_bounds import TextBound, text_bound
-from decant.runtime.channel import Deadline
+from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import InvalidArgument, NotFound, PermissionDenied
 from decant.runtime.model_files import ModelFiles, ModelUnreadable, find
 

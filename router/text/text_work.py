@@ -13,9 +13,9 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from decant.runtime.admission import Admission
-from decant.runtime.channel import Deadline
+from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import RETRY_AFTER_SECONDS, DeadlineExceeded, QueueFull
+from decant.runtime.serving.admission import Admission
 
 MAX_CONCURRENT = 4
 QUEUE_LIMIT = 1024

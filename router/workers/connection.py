@@ -9,10 +9,10 @@ from decant.protos import worker_pb2 as wire
 from decant.router.timings import WorkerTimings
 from decant.router.workers.outgoing import Outgoing
 from decant.router.workers.stream_io import StreamBroken, read, write
+from decant.runtime.connections.heartbeat import Silence, loop_timeout
+from decant.runtime.connections.peer import same_incarnation
 from decant.runtime.error_details import Reason
-from decant.runtime.heartbeat import Silence, loop_timeout
-from decant.runtime.peer import same_incarnation
-from decant.runtime.shutdown import race
+from decant.runtime.serving.shutdown import race
 
 STUCK_STEPS = 8
 

@@ -17,10 +17,11 @@ from decant.router.timings import WorkerTimings
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import SessionObserver
 from decant.router.workers.worker_handle import WorkerHandle
-from decant.runtime import logs
-from decant.runtime.channel import Connector
-from decant.runtime.peer import enum_name, is_compatible
-from decant.runtime.tls import PeerTls
+from decant.runtime.connections.channel import Connector
+from decant.runtime.connections.peer import enum_name
+from decant.runtime.connections.tls import PeerTls
+from decant.runtime.protocol import is_compatible
+from decant.runtime.telemetry import logs
 from decant.state.directory import Listing, Workers
 from decant.state.errors import StateError
 from decant.state.ids import Incarnation

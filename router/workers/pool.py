@@ -15,7 +15,7 @@ from decant.router.workers.session import WorkerSession
 from decant.router.workers.ticket_renewals import TicketRenewals
 from decant.router.workers.waiting_line import Kind, WaitingLine, WaitsFor
 from decant.router.workers.worker_handle import WorkerHandle
-from decant.runtime.tls import PeerTls
+from decant.runtime.connections.tls import PeerTls
 from decant.state.directory import Workers
 from decant.state.ids import Incarnation
 

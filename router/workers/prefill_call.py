@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from decant.protos import worker_pb2 as wire
 from decant.router.workers.stream_io import StreamBroken, read
-from decant.runtime.peer import UnknownMessages
+from decant.runtime.connections.peer import UnknownMessages
 
 
 class PrefillListener(Protocol):

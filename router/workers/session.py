@@ -22,10 +22,10 @@ from decant.router.workers.outgoing import Outgoing
 from decant.router.workers.session_runs import SessionRuns
 from decant.router.workers.stream_io import StreamBroken
 from decant.router.workers.subscription import RunSubscription, SessionDependent, SessionObserver, key_of
-from decant.runtime import logs
+from decant.runtime.connections.heartbeat import LoopTimer
+from decant.runtime.connections.peer import UnknownMessages
 from decant.runtime.error_details import Reason
-from decant.runtime.heartbeat import LoopTimer
-from decant.runtime.peer import UnknownMessages
+from decant.runtime.telemetry import logs
 
 _log = logs.get(__name__)
 

@@ -10,8 +10,8 @@ from collections.abc import Collection
 from decant.protos import worker_pb2 as wire
 from decant.router.workers.outgoing import Outgoing
 from decant.router.workers.subscription import RunKey, RunSubscription, RunTable, WriteError
-from decant.runtime import logs
 from decant.runtime.packed import unpack
+from decant.runtime.telemetry import logs
 
 _log = logs.get(__name__)
 

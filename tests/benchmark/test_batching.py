@@ -30,7 +30,7 @@ from decant.bench.batching.html_report import assign_slots, to_html
 from decant.bench.batching.queues import Queue
 from decant.bench.errors import InvalidBenchmark
 from decant.bench.machine_load import busy
-from decant.bench.report import dump
+from decant.bench.reports.report import dump
 from decant.engine.plan import Device
 
 PUBLISHED = {32: (16, 2.0, 1.9), 128: (12, 3.0, 2.6), 512: (8, 7.0, 4.2), 1536: (4, 23.4, 6.6)}

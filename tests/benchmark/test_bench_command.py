@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from decant.command.temporary_deployment import temporary_deployment
+from decant.command.deployment.temporary_deployment import temporary_deployment
 
 COMMAND = [sys.executable, "-P", "-m", "decant.command", "bench"]
 SMALL = ("--prompt-tokens", "20-40", "--output-tokens", "8", "--requests", "12", "--warm-up", "1")

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from decant.command.app import app
-from decant.command.deployments import Deployment
+from decant.command.deployment.deployments import Deployment
 
 NOWHERE = ("--address", "127.0.0.1:1")
 
@@ -47,7 +47,7 @@ def test_an_option_without_effect_is_refused_in_one_line(arguments: tuple[str, .
 
 def test_a_deployment_that_is_starting_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     starting = Deployment(7, (), "unix:///r", has_started=False)
-    monkeypatch.setattr("decant.command.deployments.running", lambda: [starting])
+    monkeypatch.setattr("decant.command.deployment.deployments.running", lambda: [starting])
     done = CliRunner().invoke(app, ["bench"])
     assert done.exit_code == 1
     assert done.output == "decant: `decant up` (process 7) is starting: measure it once it is ready\n"

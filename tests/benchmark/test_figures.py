@@ -6,9 +6,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from decant.bench.figures import PERCENTILES, details, distribution, meets, percentile, summarise
 from decant.bench.records import Record
-from decant.bench.verdict import bottleneck, missed, sentence
+from decant.bench.reports.figures import PERCENTILES, details, distribution, meets, percentile, summarise
+from decant.bench.reports.verdict import bottleneck, missed, sentence
 from decant.client.results import Receipt
 
 RECEIPT = Receipt(queue_ms=40.0, prefill_ms=100.0)

@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 import pytest
 
 from decant.bench.benchmark import Result
-from decant.bench.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Chart
-from decant.bench.figures import details, summarise
-from decant.bench.html_report import to_html
 from decant.bench.records import Record
+from decant.bench.reports.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Chart
+from decant.bench.reports.figures import details, summarise
+from decant.bench.reports.html_report import to_html
 from decant.client.results import Receipt
 
 SLOS = {"ttft": 0.5}

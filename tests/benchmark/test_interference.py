@@ -29,9 +29,9 @@ from decant.bench.interference.experiment import figures
 from decant.bench.interference.html_report import to_html
 from decant.bench.interference.trial import Stamps, Trial, check, summarise
 from decant.bench.interference.verdict import sentence
-from decant.bench.report import dump
-from decant.command import temporary_deployment
-from decant.command.bench_interference import _starter
+from decant.bench.reports.report import dump
+from decant.command.bench.interference import _starter
+from decant.command.deployment import temporary_deployment
 from decant.command.up import UpOptions
 from decant.command.up.plan import make_plan
 from decant.protos import inference_pb2 as pb

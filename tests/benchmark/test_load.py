@@ -10,13 +10,13 @@ from typing import Any, Never
 import pytest
 from google.rpc import code_pb2
 
-from decant.bench.arrivals import ramp_arrivals, random_arrivals
 from decant.bench.benchmark import BenchOptions, RequestSource, check, parse_slos
 from decant.bench.errors import InvalidBenchmark
-from decant.bench.lengths import Exponential, Uniform, parse_lengths
-from decant.bench.load import LOST_IN_A_ROW, Load
-from decant.bench.sweep import HALVINGS, MAX_DOUBLINGS, sweep
-from decant.bench.workload import (
+from decant.bench.traffic.arrivals import ramp_arrivals, random_arrivals
+from decant.bench.traffic.lengths import Exponential, Uniform, parse_lengths
+from decant.bench.traffic.load import LOST_IN_A_ROW, Load
+from decant.bench.traffic.sweep import HALVINGS, MAX_DOUBLINGS, sweep
+from decant.bench.traffic.workload import (
     ANYSCALE,
     BenchRequest,
     SharedPrefix,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from decant.command import deployments
+from decant.command.deployment import deployments
 
 BENCH = ("bench", "--up", "--requests", "100000", "--concurrency", "1", "--output-tokens", "64")
 DEADLINE_S = 240.0

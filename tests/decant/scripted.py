@@ -18,7 +18,7 @@ from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc
 from decant.runtime.error_details import to_status, trailers
 from decant.runtime.errors import DeadlineExceeded, NotFound, ServiceError
-from decant.runtime.health import HealthService, Readiness
+from decant.runtime.serving.health import HealthService, Readiness
 
 PATIENCE_S = 60.0
 

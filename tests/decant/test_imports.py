@@ -13,7 +13,13 @@ OURS = {"decant.client", "decant.protos", "decant.runtime"}
 # grpcio needs typing_extensions and loads its companion packages when installed.
 GRPC = {"grpc", "google", "grpc_health", "grpc_reflection", "grpc_status", "grpc_tools", "typing_extensions"}
 EXTENSIONS = {"cygrpc", "cython_runtime"}  # left by compiled modules
-RUNTIME = {"decant.runtime", "decant.runtime.errors", "decant.runtime.error_details", "decant.runtime.tracing"}
+RUNTIME = {
+    "decant.runtime",
+    "decant.runtime.errors",
+    "decant.runtime.error_details",
+    "decant.runtime.telemetry",
+    "decant.runtime.telemetry.tracing",
+}
 COMMAND_MODULES = {
     "typer",
     "rich",

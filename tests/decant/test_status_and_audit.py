@@ -13,7 +13,7 @@ from decant.command.app import app
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc
 from decant.protos.state_pb2 import RouterRegistration, WorkerRegistration
-from decant.runtime.peer import new_peer
+from decant.runtime.connections.peer import new_peer
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store, StoreSettings
 

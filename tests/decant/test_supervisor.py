@@ -15,9 +15,9 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from decant.command import deployments
 from decant.command.app import app
-from decant.command.deployments import Deployment
+from decant.command.deployment import deployments
+from decant.command.deployment.deployments import Deployment
 from decant.command.up import exec_child as lifelines
 from tests.decant.supervisor_harness import PATIENCE_S, Up, nothing_left, plan, stand_ins, up
 

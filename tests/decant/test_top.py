@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 from decant.command import top
 from decant.command.app import app
-from decant.command.processes import LOST, Process
+from decant.command.deployment.processes import LOST, Process
 from decant.command.top.figures import RouterFigures, Snapshot, WorkerFigures, model_figures
 from decant.command.top.pages import Reader, Target
 from decant.command.top.samples import WINDOW_S, Distribution, History, Sample, Window
 from decant.command.top.screen import render
-from decant.runtime.admin import AdminServer
-from decant.runtime.health import Readiness
-from decant.runtime.metrics import EngineMetrics, ProcessMetrics, Registry, RequestMetrics
+from decant.runtime.serving.admin import AdminServer
+from decant.runtime.serving.health import Readiness
+from decant.runtime.telemetry.metrics import EngineMetrics, ProcessMetrics, Registry, RequestMetrics
 
 LATENCY = "decant_time_to_first_token_seconds"
 

@@ -21,7 +21,7 @@ from decant import Client
 from decant.command import demo
 from decant.protos.worker_pb2 import AuditRequest
 from decant.protos.worker_pb2_grpc import AuditStub
-from decant.runtime import certificates
+from decant.runtime.connections import certificates
 from tests.decant.supervisor_harness import Up, nothing_left, up
 
 pytestmark = pytest.mark.slow

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import pytest
 from typer.testing import CliRunner
 
-from decant.command import deployments
 from decant.command.app import app
-from decant.command.deployments import Deployment
+from decant.command.deployment import deployments
+from decant.command.deployment.deployments import Deployment
+from decant.command.deployment.processes import Process
+from decant.command.deployment.waiting import Waiting
 from decant.command.errors import CommandFailed
-from decant.command.processes import Process
 from decant.command.status import rows_of
-from decant.command.waiting import Waiting
 from decant.protos.state_pb2 import RouterRegistration, WorkerRegistration
 from decant.protos.worker_pb2 import ROLE_DECODE, Load, Peer
 from decant.runtime.error_details import Reason

@@ -14,7 +14,7 @@ import decant.decode_worker.main
 import decant.prefill_worker.main
 from decant.command.app import app
 from decant.router.settings import RouterSettings
-from decant.runtime.server import CLEANUP_SECONDS
+from decant.runtime.serving.server import CLEANUP_SECONDS
 from decant.runtime.settings import PREFIX, Settings
 from decant.runtime.settings_sources import load
 from tests.deploy.rendering import BASE, ROOT, Object, by_kubectl, plainly, rendered

@@ -8,7 +8,7 @@ import pytest
 
 from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
-from decant.runtime.metrics import PromptSource
+from decant.runtime.telemetry.metrics import PromptSource
 from tests.e2e.deployment import PATIENCE_S, Deployment
 from tests.e2e.metrics_page import Totals, read_page, read_totals, totals_of
 

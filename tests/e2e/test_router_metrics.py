@@ -8,7 +8,7 @@ import grpc
 import pytest
 import redis as sync_redis
 
-from decant.runtime.metrics import ProcessMetrics, RequestMetrics
+from decant.runtime.telemetry.metrics import ProcessMetrics, RequestMetrics
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from docs.generate.metrics import Recorder

@@ -19,7 +19,7 @@ from decant.handoff.packing import MESSAGE_BYTES, TransferLayout, checksum
 from decant.handoff.receiver import KvReceiver
 from decant.handoff.sender import KvSender, SenderTiming
 from decant.protos import worker_pb2 as wire
-from decant.runtime.peer import PROTOCOL
+from decant.runtime.protocol import PROTOCOL
 
 BLOCK = 4
 LAYOUT = 0x1234

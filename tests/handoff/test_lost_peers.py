@@ -21,7 +21,7 @@ from decant.handoff.service import KvSourceService
 from decant.handoff.transport import FETCH, GrpcTransport
 from decant.protos import worker_pb2 as wire
 from decant.runtime.errors import InvalidArgument, ServiceError
-from decant.runtime.interceptor import ErrorInterceptor
+from decant.runtime.serving.interceptor import ErrorInterceptor
 from tests.handoff.factories import Wire, Worker, ask
 from tests.handoff.harness import TRANSPORTS, Transport, connect, hand_over
 from tests.worker.waiting import eventually

@@ -10,7 +10,7 @@ from decant.protos.state_pb2 import RequestRecord
 from decant.router.recovery.takeover import OrphanRecovery
 from decant.router.timings import TakeoverTimings
 from decant.runtime.background import BackgroundTask
-from decant.runtime.peer import new_peer
+from decant.runtime.connections.peer import new_peer
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.journal import Entry
 from decant.state.keys import Ttls

@@ -14,11 +14,11 @@ from decant.router.request.token_stream import Finish
 from decant.router.request.valid_request import ValidRequest
 from decant.router.settings import RouterSettings
 from decant.router.workers.pool import WorkerPool
-from decant.runtime.admission import Admission
 from decant.runtime.background import BackgroundTask
-from decant.runtime.metrics import Registry, RequestMetrics
-from decant.runtime.peer import new_peer
-from decant.runtime.tls import PeerTls
+from decant.runtime.connections.peer import new_peer
+from decant.runtime.connections.tls import PeerTls
+from decant.runtime.serving.admission import Admission
+from decant.runtime.telemetry.metrics import Registry, RequestMetrics
 from decant.state.directory import DirectoryEntry, Listing
 from decant.state.errors import StoreUnavailable
 from decant.state.ids import Incarnation

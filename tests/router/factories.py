@@ -17,7 +17,7 @@ from decant.router.request.stored import RequestSnapshot
 from decant.router.request.token_stream import Finish, TokenStream
 from decant.router.request.valid_request import ValidRequest
 from decant.router.text.served_model import Models, ServedModel, served
-from decant.runtime.channel import Deadline
+from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import Cancelled, NotFound, ServiceError
 from decant.runtime.model_files import find
 from decant.runtime.packed import unpack

@@ -8,8 +8,8 @@ import grpc
 
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
+from decant.runtime.connections.peer import same_incarnation
 from decant.runtime.packed import unpack
-from decant.runtime.peer import same_incarnation
 from tests.router.fake_script import failed, output_logprobs, prompt_logprobs
 from tests.router.fake_state import Cache, WorkerState
 

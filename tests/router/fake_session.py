@@ -8,10 +8,10 @@ import grpc
 
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
+from decant.runtime.connections.peer import same_incarnation
 from decant.runtime.error_details import Reason, trailers
 from decant.runtime.errors import FailedPrecondition, ServiceError, Unavailable
 from decant.runtime.packed import pack
-from decant.runtime.peer import same_incarnation
 from tests.router.fake_script import MODEL, failed, output_logprobs, prompt_logprobs
 from tests.router.fake_state import FakeRun, Queue, WorkerState, key
 

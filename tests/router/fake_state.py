@@ -8,8 +8,8 @@ import grpc
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
+from decant.runtime.connections.peer import new_peer
 from decant.runtime.packed import unpack
-from decant.runtime.peer import new_peer
 from tests.router.fake_script import EOS, LAYOUT, MODEL, TOKENIZER, Script, token_at
 
 Queue = asyncio.Queue[wire.WorkerMessage | None]

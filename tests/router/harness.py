@@ -24,14 +24,14 @@ from decant.router.settings import RouterSettings
 from decant.router.text.output_text import OutputOptions
 from decant.router.timings import RouterTimings
 from decant.router.workers.pool import WorkerPool
-from decant.runtime.admission import Admission
 from decant.runtime.background import BackgroundTask
-from decant.runtime.channel import Deadline
+from decant.runtime.connections.channel import Deadline
+from decant.runtime.connections.peer import new_peer
+from decant.runtime.connections.tls import PeerTls
 from decant.runtime.errors import ServiceError
-from decant.runtime.metrics import Registry, RequestMetrics
 from decant.runtime.packed import pack
-from decant.runtime.peer import new_peer
-from decant.runtime.tls import PeerTls
+from decant.runtime.serving.admission import Admission
+from decant.runtime.telemetry.metrics import Registry, RequestMetrics
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.owned import OwnedRequest, StoredRequest
 from decant.state.quota import TenantLimits

@@ -7,7 +7,7 @@ from decant.protos import inference_pb2 as pb
 from decant.router.api.response_writer import ResponseWriter
 from decant.router.api.usage import RequestMeter
 from decant.router.request.token_stream import Finish, TokenStream
-from decant.runtime.metrics import Registry, RequestMetrics
+from decant.runtime.telemetry.metrics import Registry, RequestMetrics
 from tests.router.factories import AT_LENGTH, tiny, valid, write
 
 EOS = 1

@@ -16,7 +16,7 @@ import grpc
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.runtime.peer import new_peer
+from decant.runtime.connections.peer import new_peer
 from tests.router.fake_script import LAYOUT, MODEL, TOKENIZER
 from tests.router.scripted_runs import (
     EOS,

@@ -17,16 +17,16 @@ from decant.router.limits import limits
 from decant.router.request.token_stream import TokenStream
 from decant.router.text.served_model import Models
 from decant.router.timings import RouterTimings
-from decant.runtime.channel import open_channel
+from decant.runtime.connections.channel import open_channel
+from decant.runtime.connections.tls import PeerTls
 from decant.runtime.errors import (
     ServiceError,
     from_call,
 )
-from decant.runtime.health import Readiness
-from decant.runtime.metrics import Registry, RequestMetrics
-from decant.runtime.server import Server
-from decant.runtime.server_settings import ServerSettings
-from decant.runtime.tls import PeerTls
+from decant.runtime.serving.health import Readiness
+from decant.runtime.serving.server import Server
+from decant.runtime.serving.server_settings import ServerSettings
+from decant.runtime.telemetry.metrics import Registry, RequestMetrics
 from decant.state.ids import Incarnation
 from tests.router.factories import STOPPED, ScriptedRegistry, tiny, write
 

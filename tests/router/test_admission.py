@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from decant.runtime.admission import Admission, AdmissionSlot
-from decant.runtime.channel import Deadline
+from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import DeadlineExceeded, QueueFull
 from decant.runtime.priority import SECONDS_PER_PRIORITY
+from decant.runtime.serving.admission import Admission, AdmissionSlot
 
 NEVER = Deadline()
 

@@ -13,7 +13,7 @@ from decant.router.limits import (
 )
 from decant.router.text.chat_template import ChatTemplate
 from decant.router.text.served_model import Models
-from decant.runtime.channel import Deadline
+from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import InvalidArgument, NotFound, ServiceError, Unimplemented
 from tests.router.factories import context_length, model, tiny, valid
 

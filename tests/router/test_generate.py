@@ -18,8 +18,8 @@ from decant.runtime.errors import (
     QueueFull,
     Unimplemented,
 )
-from decant.runtime.interceptor import ClientDisconnected
-from decant.runtime.metrics import Registry
+from decant.runtime.serving.interceptor import ClientDisconnected
+from decant.runtime.telemetry.metrics import Registry
 from tests.router.factories import AT_LENGTH, STOPPED, ScriptedRegistry, write
 from tests.router.service_harness import (
     PATIENCE,

@@ -13,9 +13,9 @@ from decant.protos.inference_pb2 import Generation
 from decant.protos.state_pb2 import RouterRegistration
 from decant.router.recovery.registration import RouterRegistrar
 from decant.runtime.background import BackgroundTask
+from decant.runtime.connections.peer import new_peer
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, Unavailable
-from decant.runtime.peer import new_peer
 from decant.state.errors import StateError
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.private_redis import PrivateRedis

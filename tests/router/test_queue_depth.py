@@ -7,7 +7,7 @@ import pytest
 
 from decant.router.execution.queue_depth import ASSUMED_PREFILL_S_PER_TOKEN, set_queue_metrics
 from decant.router.placement.cost_model import PrefillTransferCosts
-from decant.runtime.metrics import QueueMetrics, Registry
+from decant.runtime.telemetry.metrics import QueueMetrics, Registry
 
 NOW = 100.0
 

@@ -6,12 +6,12 @@ import pytest
 
 from decant.protos import worker_pb2 as wire
 from decant.router.workers.pool import WorkerPool
-from decant.runtime import certificates
 from decant.runtime.background import BackgroundTask
-from decant.runtime.certificates import PEER_NAME, PeerFiles
-from decant.runtime.peer import new_peer
+from decant.runtime.connections import certificates
+from decant.runtime.connections.certificates import PEER_NAME, PeerFiles
+from decant.runtime.connections.peer import new_peer
+from decant.runtime.connections.tls import PeerTls, ServerTls, server_credentials
 from decant.runtime.settings import SettingError
-from decant.runtime.tls import PeerTls, ServerTls, server_credentials
 from decant.state.store import Store
 from tests.router.fake_script import MODEL, TOKENIZER
 from tests.router.fake_worker import FakeWorker, fleet

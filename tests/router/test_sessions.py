@@ -17,10 +17,10 @@ from decant.router.request.token_writer import TokenWriter
 from decant.router.timings import WorkerTimings
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import RunSubscription, WriteError
-from decant.runtime.channel import open_channel
+from decant.runtime.connections.channel import open_channel
+from decant.runtime.connections.peer import new_peer
+from decant.runtime.connections.tls import PeerTls
 from decant.runtime.packed import pack, unpack
-from decant.runtime.peer import new_peer
-from decant.runtime.tls import PeerTls
 from tests.router.fake_script import answer
 from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import PATIENCE, ended_run, make_request, until

@@ -15,9 +15,9 @@ from decant.router.api.validation import check_known, validate
 from decant.router.text.chat_template import ChatTemplate
 from decant.router.text.served_model import Models
 from decant.router.text.token_bounds import TextBound
-from decant.runtime.channel import Deadline
+from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import InvalidArgument, Unimplemented
-from decant.runtime.metrics import Registry, RequestMetrics
+from decant.runtime.telemetry.metrics import Registry, RequestMetrics
 from decant.state.ids import Incarnation
 from tests.router.factories import ScriptedRegistry, context_length, model
 

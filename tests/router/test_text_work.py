@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from decant.router.text.text_work import LARGE, MAX_BYTES, TextWork
-from decant.runtime.channel import Deadline
+from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import DeadlineExceeded, QueueFull
 
 NEVER = Deadline()

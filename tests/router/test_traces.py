@@ -15,13 +15,13 @@ from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
 from decant.router.text.served_model import Models
-from decant.runtime import tracing
-from decant.runtime.channel import open_channel
-from decant.runtime.health import Readiness
-from decant.runtime.metrics import Registry
-from decant.runtime.server import Server
-from decant.runtime.server_settings import ServerSettings
-from decant.runtime.tls import PeerTls
+from decant.runtime.connections.channel import open_channel
+from decant.runtime.connections.tls import PeerTls
+from decant.runtime.serving.health import Readiness
+from decant.runtime.serving.server import Server
+from decant.runtime.serving.server_settings import ServerSettings
+from decant.runtime.telemetry import tracing
+from decant.runtime.telemetry.metrics import Registry
 from decant.state.store import Store
 from tests.router.factories import model
 from tests.router.fake_worker import FakeWorker, fleet

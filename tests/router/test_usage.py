@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 from decant.protos import inference_pb2 as pb
 from decant.router.api.usage import RequestMeter
 from decant.router.request.token_stream import AttemptTrace, TokenStream
-from decant.runtime.metrics import Registry, RequestMetrics
+from decant.runtime.telemetry.metrics import Registry, RequestMetrics
 from tests.router.factories import AT_LENGTH, valid, write
 
 RECEIPT_TIMES = {field.name for field in pb.Receipt.DESCRIPTOR.fields if field.name.endswith("_ms")}

@@ -21,7 +21,7 @@ from decant.router.limits import (
 )
 from decant.router.text.output_text import OutputOptions
 from decant.router.text.served_model import Models
-from decant.runtime.channel import Deadline
+from decant.runtime.connections.channel import Deadline
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import InvalidArgument, NotFound, Unavailable
 from tests.router.factories import context_length, model, tiny, unpacked, valid

@@ -14,14 +14,14 @@ from decant.router.api.auth import NoAuthentication
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.request.token_stream import Finish
 from decant.router.text.served_model import Models
-from decant.runtime.channel import Deadline, open_channel
+from decant.runtime.connections.channel import Deadline, open_channel
+from decant.runtime.connections.tls import PeerTls
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import AlreadyExists, QueueFull, from_call
-from decant.runtime.health import Readiness
-from decant.runtime.metrics import Registry, RequestMetrics
-from decant.runtime.server import Server
-from decant.runtime.server_settings import ServerSettings
-from decant.runtime.tls import PeerTls
+from decant.runtime.serving.health import Readiness
+from decant.runtime.serving.server import Server
+from decant.runtime.serving.server_settings import ServerSettings
+from decant.runtime.telemetry.metrics import Registry, RequestMetrics
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.store import Store
 from tests.router.factories import model

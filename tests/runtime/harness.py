@@ -10,12 +10,12 @@ import grpc
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
-from decant.runtime.channel import open_channel
-from decant.runtime.health import Readiness
-from decant.runtime.metrics import Registry
-from decant.runtime.server import Server, Service
-from decant.runtime.server_settings import ServerSettings
-from decant.runtime.tls import PeerTls
+from decant.runtime.connections.channel import open_channel
+from decant.runtime.connections.tls import PeerTls
+from decant.runtime.serving.health import Readiness
+from decant.runtime.serving.server import Server, Service
+from decant.runtime.serving.server_settings import ServerSettings
+from decant.runtime.telemetry.metrics import Registry
 
 INFERENCE = pb.DESCRIPTOR.services_by_name["InferenceService"]
 DECODE = worker_pb2.DESCRIPTOR.services_by_name["Decode"]

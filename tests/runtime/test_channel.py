@@ -8,12 +8,12 @@ from grpc._cython import cygrpc
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc
-from decant.runtime.channel import CHANNEL_OPTIONS, NAME_OVERRIDE, Deadline, open_channel, remaining
+from decant.runtime.connections.channel import CHANNEL_OPTIONS, NAME_OVERRIDE, Deadline, open_channel, remaining
+from decant.runtime.connections.tls import PeerTls, ServerTls, channel_files, server_credentials
 from decant.runtime.errors import DeadlineExceeded
-from decant.runtime.server_settings import ServerSettings, server_options
+from decant.runtime.serving.server_settings import ServerSettings, server_options
 from decant.runtime.settings import InvalidSettings, SettingError
 from decant.runtime.settings_sources import load
-from decant.runtime.tls import PeerTls, ServerTls, channel_files, server_credentials
 from tests.runtime.certificates import Certificates
 from tests.runtime.harness import scene
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from decant.runtime.heartbeat import (
+from decant.runtime.connections.heartbeat import (
     HEARTBEAT_SECONDS,
     SILENT_SECONDS,
     SUSPECT_SECONDS,

@@ -10,10 +10,10 @@ import pytest
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2
-from decant.runtime import logs
 from decant.runtime.errors import InvalidArgument, ServiceError, from_call
-from decant.runtime.interceptor import ClientDisconnected
-from decant.runtime.logs import LogSettings
+from decant.runtime.serving.interceptor import ClientDisconnected
+from decant.runtime.telemetry import logs
+from decant.runtime.telemetry.logs import LogSettings
 from tests.runtime.cases import ERRORS, IDS
 from tests.runtime.harness import Scene, scene
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from decant.runtime import logs
-from decant.runtime.logs import LogSettings
+from decant.runtime.telemetry import logs
+from decant.runtime.telemetry.logs import LogSettings
 
 
 def lines(out: StringIO) -> list[dict[str, Any]]:

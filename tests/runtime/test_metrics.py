@@ -5,7 +5,8 @@ import grpc
 
 from decant.protos import worker_pb2
 from decant.runtime.errors import Internal, QueueFull
-from decant.runtime.metrics import (
+from decant.runtime.protocol import PROTOCOL
+from decant.runtime.telemetry.metrics import (
     MAX_TENANTS,
     OTHER_TENANTS,
     EngineMetrics,
@@ -14,7 +15,6 @@ from decant.runtime.metrics import (
     Registry,
     RequestMetrics,
 )
-from decant.runtime.peer import PROTOCOL
 
 
 def names(registry: Registry) -> set[str]:

@@ -18,11 +18,11 @@ from grpc_reflection.v1alpha import reflection_pb2
 from decant.protos import inference_pb2 as pb
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Unavailable, from_call
-from decant.runtime.health import State
-from decant.runtime.server import Service
-from decant.runtime.server_settings import ServerSettings
+from decant.runtime.serving.health import State
+from decant.runtime.serving.server import Service
+from decant.runtime.serving.server_settings import ServerSettings
+from decant.runtime.serving.shutdown import race
 from decant.runtime.settings import SettingError
-from decant.runtime.shutdown import race
 from tests.runtime.harness import INFERENCE, Scene, scene
 
 SERVING, NOT_SERVING, UNKNOWN = (
@@ -299,13 +299,13 @@ async def test_of_concurrent_failures_one_is_raised_and_all_tasks_end() -> None:
 
 PROCESS = """
 import asyncio, gc, sys
-from decant.runtime import logs
-from decant.runtime.health import Readiness
-from decant.runtime.server_settings import ServerSettings
+from decant.runtime.telemetry import logs
+from decant.runtime.serving.health import Readiness
+from decant.runtime.serving.server_settings import ServerSettings
 from decant.runtime.settings_sources import load_or_exit
-from decant.runtime.metrics import Registry
-from decant.runtime.server import serve
-from decant.runtime.shutdown import run
+from decant.runtime.telemetry.metrics import Registry
+from decant.runtime.serving.server import serve
+from decant.runtime.serving.shutdown import run
 from tests.runtime.harness import Script, services
 
 class Settings(ServerSettings, logs.LogSettings):

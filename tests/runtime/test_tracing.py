@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from decant.runtime import tracing
+from decant.runtime.telemetry import tracing
 from tests.trace_collector import Collector, collecting
 
 VALID = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -31,7 +31,7 @@ def test_a_traceparent_is_read_from_metadata_or_it_is_ignored() -> None:
 )
 def test_without_an_endpoint_opentelemetry_is_not_imported(environment: dict[str, str]) -> None:
     program = (
-        "import sys; from decant.runtime import tracing\n"
+        "import sys; from decant.runtime.telemetry import tracing\n"
         "with tracing.exporting('s'):\n"
         "    span = tracing.span('a', sys.argv[1])\n"
         "    span.set(a=1); span.event('e'); span.end()\n"

@@ -7,7 +7,7 @@ from typing import Any
 from decant.protos.inference_pb2 import GenerateRequest, Generation, ResponseOptions
 from decant.protos.state_pb2 import RequestRecord, RouterRegistration, WorkerRegistration
 from decant.protos.worker_pb2 import ROLE_DECODE, Peer, TokenLogprobs
-from decant.runtime.peer import PROTOCOL
+from decant.runtime.protocol import PROTOCOL
 from decant.state import keys
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.journal import Entry

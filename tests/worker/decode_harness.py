@@ -19,9 +19,9 @@ from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import ServiceError
-from decant.runtime.interceptor import ErrorInterceptor
 from decant.runtime.packed import pack
-from decant.runtime.peer import PROTOCOL
+from decant.runtime.protocol import PROTOCOL
+from decant.runtime.serving.interceptor import ErrorInterceptor
 from decant.worker.decode.service import DecodeService
 from decant.worker.decode.session import SessionLimits
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits

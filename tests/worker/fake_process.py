@@ -18,7 +18,7 @@ from decant.engine.errors import DeviceFailed
 from decant.engine.fake import FakeDevice
 from decant.engine.plan import StepPlan, StepResult
 from decant.prefill_worker.main import KIND as PREFILL
-from decant.runtime import logs
+from decant.runtime.telemetry import logs
 from decant.worker.main import main
 from decant.worker.settings import WorkerSettings
 

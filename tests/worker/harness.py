@@ -24,11 +24,11 @@ from decant.handoff.transport import GrpcTransport
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
-from decant.runtime.channel import open_channel
-from decant.runtime.interceptor import ErrorInterceptor
+from decant.runtime.connections.channel import open_channel
+from decant.runtime.connections.tls import PeerTls
 from decant.runtime.packed import pack
-from decant.runtime.peer import PROTOCOL
-from decant.runtime.tls import PeerTls
+from decant.runtime.protocol import PROTOCOL
+from decant.runtime.serving.interceptor import ErrorInterceptor
 from decant.worker.decode.service import DecodeService
 from decant.worker.decode.session import SessionLimits
 from decant.worker.engine_host import EngineHost, HostHandler, Identity, WorkerLimits

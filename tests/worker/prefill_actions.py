@@ -6,7 +6,7 @@ import asyncio
 
 from decant.protos import worker_pb2 as wire
 from decant.runtime.packed import pack
-from decant.runtime.peer import PROTOCOL
+from decant.runtime.protocol import PROTOCOL
 from tests.router.virtual_time import settle
 from tests.worker.decode_actions import reference_text
 from tests.worker.decode_harness import make_work

@@ -11,7 +11,7 @@ from typing import Any
 from decant.protos import worker_pb2 as wire
 from decant.runtime.errors import ServiceError, Unavailable
 from decant.runtime.packed import unpack
-from decant.runtime.peer import PROTOCOL
+from decant.runtime.protocol import PROTOCOL
 from tests.router.virtual_time import settle
 from tests.worker.stepped_worker import Node
 

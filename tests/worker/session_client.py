@@ -13,7 +13,7 @@ import grpc
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.runtime.packed import unpack
-from decant.runtime.peer import PROTOCOL
+from decant.runtime.protocol import PROTOCOL
 from tests.worker.waiting import PATIENCE, eventually
 
 if TYPE_CHECKING:

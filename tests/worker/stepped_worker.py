@@ -16,7 +16,7 @@ from decant.engine.scheduler import Limits
 from decant.handoff.codec import Received, decode
 from decant.handoff.packing import checksum
 from decant.protos import worker_pb2 as wire
-from decant.runtime.peer import PROTOCOL
+from decant.runtime.protocol import PROTOCOL
 from decant.worker.decode.service import DecodeService
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
 from decant.worker.prefill.service import PrefillService

@@ -13,14 +13,14 @@ from grpc_health.v1 import health_pb2
 
 from decant.decode_worker.main import DecodeSettings
 from decant.protos import worker_pb2 as wire
-from decant.runtime import certificates
-from decant.runtime.certificates import PEER_NAME, PeerFiles
-from decant.runtime.channel import open_channel
-from decant.runtime.server import Server
-from decant.runtime.server_settings import is_loopback
+from decant.runtime.connections import certificates
+from decant.runtime.connections.certificates import PEER_NAME, PeerFiles
+from decant.runtime.connections.channel import open_channel
+from decant.runtime.connections.tls import PeerTls
+from decant.runtime.serving.server import Server
+from decant.runtime.serving.server_settings import is_loopback
 from decant.runtime.settings import InvalidSettings
 from decant.runtime.settings_sources import load
-from decant.runtime.tls import PeerTls
 from decant.worker.main import Worker
 from tests.worker.fake_process import load as load_fake
 

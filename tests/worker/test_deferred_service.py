@@ -9,11 +9,11 @@ import pytest
 
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
-from decant.runtime.channel import open_channel
+from decant.runtime.connections.channel import open_channel
+from decant.runtime.connections.tls import PeerTls
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import from_call
-from decant.runtime.interceptor import ErrorInterceptor
-from decant.runtime.tls import PeerTls
+from decant.runtime.serving.interceptor import ErrorInterceptor
 from decant.worker.startup.deferred_service import DeferredService
 
 

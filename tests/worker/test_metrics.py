@@ -9,7 +9,7 @@ from decant.engine.engine import Engine
 from decant.engine.plan import DeviceMemory
 from decant.handoff.errors import HandoffFailed
 from decant.protos import worker_pb2 as wire
-from decant.runtime.metrics import Registry
+from decant.runtime.telemetry.metrics import Registry
 from decant.worker.report.metrics import WorkerMetrics
 from decant.worker.wire_codec import to_request
 from tests.worker.harness import MODEL, Place, make_work, worker

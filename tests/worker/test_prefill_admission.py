@@ -4,7 +4,7 @@ import asyncio
 
 from decant.protos import worker_pb2 as wire
 from decant.runtime.packed import pack
-from decant.runtime.peer import PROTOCOL
+from decant.runtime.protocol import PROTOCOL
 from decant.worker.wire_codec import to_request
 from tests.worker.harness import BLOCK, MODEL, ROUTER, Place, alone, make_work, ticket_of, tokens, worker
 

@@ -22,7 +22,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.runtime.packed import pack
-from decant.runtime.peer import PROTOCOL
+from decant.runtime.protocol import PROTOCOL
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store, StoreSettings
 from tests.e2e.fork_server import Forked

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.protos.worker_pb2 import ROLE_DECODE, Load, Peer
-from decant.runtime.peer import PROTOCOL
+from decant.runtime.protocol import PROTOCOL
 from decant.state.directory import DirectoryEntry
 from decant.state.errors import IncarnationReplaced
 from decant.state.keys import Ttls

@@ -12,7 +12,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, from_call
-from decant.runtime.peer import PROTOCOL
+from decant.runtime.protocol import PROTOCOL
 from decant.worker.decode.session import RouterSession, SessionLimits
 from tests.worker.decode_harness import Node, alone, make_run, make_work, owned, routed
 from tests.worker.session_client import Router

@@ -14,7 +14,7 @@ from decant.engine.transfer import IncomingSequence
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.handoff.receiver import TransferResult
 from decant.protos import worker_pb2 as wire
-from decant.runtime import logs, tracing
+from decant.runtime.telemetry import logs, tracing
 from decant.worker.decode.admission import DecodeAdmission
 from decant.worker.decode.migration import MigrationSource
 from decant.worker.decode.notifications import microseconds

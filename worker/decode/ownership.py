@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from decant.protos import worker_pb2 as wire
-from decant.runtime.peer import same_incarnation
+from decant.runtime.connections.peer import same_incarnation
 from decant.worker.decode.execution import RunExecutor
 from decant.worker.decode.run import DecodeRun, key_of
 from decant.worker.decode.run_table import RunTable

@@ -19,7 +19,7 @@ from decant.engine.plan import TokenLogprobs
 from decant.engine.request import Request
 from decant.engine.sequence import Timeline
 from decant.protos import worker_pb2 as wire
-from decant.runtime.tracing import Span
+from decant.runtime.telemetry.tracing import Span
 from decant.worker.decode.notifications import RunNotifier
 
 if TYPE_CHECKING:

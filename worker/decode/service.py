@@ -9,11 +9,12 @@ import grpc
 
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
-from decant.runtime import logs
+from decant.runtime.connections.heartbeat import loop_timeout
+from decant.runtime.connections.peer import same_incarnation
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, FailedPrecondition, InvalidArgument, Unavailable
-from decant.runtime.heartbeat import loop_timeout
-from decant.runtime.peer import is_compatible, same_incarnation
+from decant.runtime.protocol import is_compatible
+from decant.runtime.telemetry import logs
 from decant.worker.decode.run_manager import DecodeRunManager
 from decant.worker.decode.session import RouterSession, SessionLimits
 from decant.worker.engine_host import EngineHost

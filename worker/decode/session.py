@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import grpc
 
 from decant.protos import worker_pb2 as wire
-from decant.runtime import logs
+from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS, Silence
+from decant.runtime.connections.peer import UnknownMessages
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, ServiceError
-from decant.runtime.heartbeat import HEARTBEAT_SECONDS, Silence
-from decant.runtime.peer import UnknownMessages
+from decant.runtime.telemetry import logs
 
 LAST_WRITE_SECONDS = 0.5
 """For the write in progress at the end: a router that does not read would block it."""

@@ -5,7 +5,7 @@ from itertools import count
 
 from decant.engine.errors import EngineStopped
 from decant.protos import worker_pb2 as wire
-from decant.runtime import tracing
+from decant.runtime.telemetry import tracing
 from decant.worker.decode.run import DecodeRun, key_of
 from decant.worker.decode.run_table import RunTable
 from decant.worker.engine_host import EngineHost

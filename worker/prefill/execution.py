@@ -11,7 +11,7 @@ from functools import partial
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidRequest
 from decant.protos import worker_pb2 as wire
-from decant.runtime import logs, tracing
+from decant.runtime.telemetry import logs, tracing
 from decant.worker.engine_host import EngineHost
 from decant.worker.prefill.messages import first_logprobs, first_tokens
 from decant.worker.prefill.prefill_queue import PrefillQueue

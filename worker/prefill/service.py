@@ -17,7 +17,7 @@ from decant.engine.request import FinishReason
 from decant.handoff.leases import Lease
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
-from decant.runtime import logs
+from decant.runtime.telemetry import logs
 from decant.worker.engine_host import EngineHost, HostHandler
 from decant.worker.prefill.execution import PrefillExecutor
 from decant.worker.prefill.messages import prompt_logprobs

@@ -4,7 +4,8 @@ import time
 from itertools import count
 
 from decant.protos import worker_pb2 as wire
-from decant.runtime.peer import is_compatible, same_incarnation
+from decant.runtime.connections.peer import same_incarnation
+from decant.runtime.protocol import is_compatible
 from decant.worker.engine_host import EngineHost
 from decant.worker.prefill.prefill_queue import PrefillQueue
 from decant.worker.prefill.run import PrefillRun, StaleOwner

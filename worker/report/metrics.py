@@ -6,7 +6,7 @@ from decant.engine.transfer import IncomingSequence
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.receiver import TransferResult
 from decant.protos import worker_pb2 as wire
-from decant.runtime.metrics import EngineMetrics, PromptSource, Registry
+from decant.runtime.telemetry.metrics import EngineMetrics, PromptSource, Registry
 from decant.worker.engine_host import EngineHost, HostHandler
 
 

@@ -12,9 +12,9 @@ from decant.handoff.memory_reads import MemoryReads
 from decant.handoff.nixl_agent import NixlAgent, NixlUnusable
 from decant.handoff.transport import GrpcTransport, Transport
 from decant.protos import worker_pb2 as wire
-from decant.runtime import logs
-from decant.runtime.channel import Connector
+from decant.runtime.connections.channel import Connector
 from decant.runtime.settings import SettingError
+from decant.runtime.telemetry import logs
 from decant.worker.engine_host import transfer_layout
 from decant.worker.settings import WorkerSettings
 

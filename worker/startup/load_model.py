@@ -14,8 +14,8 @@ from decant.engine.costs import StepCostModel
 from decant.engine.kv_layout import longest_sequence
 from decant.engine.plan import Device
 from decant.engine.scheduler import MAX_TOKEN_BUDGET, Limits, choose_token_budget
-from decant.runtime import logs
 from decant.runtime.cores import usable_cores
+from decant.runtime.telemetry import logs
 from decant.worker.settings import WorkerSettings
 from decant.worker.startup import cpu_build
 

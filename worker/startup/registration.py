@@ -14,8 +14,8 @@ from typing import Self
 
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.protos.worker_pb2 import Load
-from decant.runtime import logs
 from decant.runtime.background import BackgroundTask
+from decant.runtime.telemetry import logs
 from decant.state.directory import Registration, Workers
 from decant.state.errors import IncarnationReplaced, StoreFault, StoreUnavailable
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from decant.bench.batching.engine_run import Answer, OnTokens, Trace, make_engine, request, serve
 from decant.bench.batching.queues import Queue
-from decant.bench.figures import distribution
+from decant.bench.reports.figures import distribution
 from decant.engine.plan import Device
 from decant.engine.request import Request
 

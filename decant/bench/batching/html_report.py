@@ -5,9 +5,9 @@ from typing import Any
 
 from decant.bench.batching import report
 from decant.bench.batching.contenders import PAGED, RESERVING, STATIC_ALL, STATIC_BATCH
-from decant.bench.chart import COLOURS, Axis, Chart
-from decant.bench.html_page import page, table
 from decant.bench.machine_load import busy
+from decant.bench.reports.chart import COLOURS, Axis, Chart
+from decant.bench.reports.html_page import page, table
 
 _Document = Mapping[str, Any]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from decant.bench.errors import InvalidBenchmark
-from decant.bench.lengths import Exponential
+from decant.bench.traffic.lengths import Exponential
 
 MEAN_OUTPUT = 128
 """Before the distribution is cut."""

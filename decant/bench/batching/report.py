@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from decant.bench.console import Bars, make_table
 from decant.bench.machine_load import busy
+from decant.bench.reports.console import Bars, make_table
 
 _Document = Mapping[str, Any]
 

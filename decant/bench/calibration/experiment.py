@@ -13,10 +13,10 @@ from typing import Any
 from decant.bench.calibration.costs import PromptSample, Samples, StepSample, costs
 from decant.bench.calibration.running_answers import RunningAnswers
 from decant.bench.errors import InvalidBenchmark
-from decant.bench.lengths import Uniform
-from decant.bench.load import Load
 from decant.bench.records import Record
-from decant.bench.workload import SharedPrefix, random_requests
+from decant.bench.traffic.lengths import Uniform
+from decant.bench.traffic.load import Load
+from decant.bench.traffic.workload import SharedPrefix, random_requests
 from decant.client.async_client import AsyncClient
 from decant.protos import inference_pb2 as pb
 

@@ -3,13 +3,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from decant.bench.chart import COLOURS, Axis, Chart
-from decant.bench.html_page import page, table
 from decant.bench.interference import report
 from decant.bench.interference.configurations import SPLIT, UNCHUNKED
 from decant.bench.interference.experiment import by_name
 from decant.bench.interference.verdict import best_mixed
 from decant.bench.machine_load import busy
+from decant.bench.reports.chart import COLOURS, Axis, Chart
+from decant.bench.reports.html_page import page, table
 
 _Document = Mapping[str, Any]
 

@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from decant.bench.console import Bars, make_table
 from decant.bench.machine_load import busy
+from decant.bench.reports.console import Bars, make_table
 
 _Document = Mapping[str, Any]
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.live import Live
 
-from decant.command import deployments
+from decant.command.deployment import deployments
 from decant.command.errors import CommandFailed
 from decant.command.top.figures import Snapshot
 from decant.command.top.pages import Reader, Target

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decant.command.processes import LOST, READY, Process
+from decant.command.deployment.processes import LOST, READY, Process
 from decant.command.top.figures import ROUTER, ProcessFigures, Snapshot, model_figures, process_figures, role_of
 from decant.command.top.samples import History, Sample, Window
 

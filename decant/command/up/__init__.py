@@ -19,10 +19,10 @@ from decant.command.up import checks
 from decant.command.up.output import Output
 from decant.command.up.plan import Plan, UpOptions, make_plan
 from decant.command.up.supervisor import StartFailed, Supervisor
-from decant.runtime import logs
-from decant.runtime.logs import LogSettings
+from decant.runtime.serving.shutdown import race
 from decant.runtime.settings import InvalidSettings
-from decant.runtime.shutdown import race
+from decant.runtime.telemetry import logs
+from decant.runtime.telemetry.logs import LogSettings
 from decant.state.errors import PrivateRedisFailed
 from decant.state.private_redis import PrivateRedis
 

@@ -17,10 +17,10 @@ from decant.command.up.plan import Plan, UpOptions, model_of
 from decant.engine.checkpoint import model_types, weight_files
 from decant.engine.errors import ModelRefused
 from decant.router.text.served_model import served
-from decant.runtime import tls
+from decant.runtime.connections import tls
+from decant.runtime.connections.tls import PeerTls
 from decant.runtime.model_files import ModelUnreadable, find
 from decant.runtime.settings import SettingError, variable_name
-from decant.runtime.tls import PeerTls
 from decant.state.errors import StateError
 from decant.state.store import Store, StoreSettings
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from decant.command import processes
+from decant.command.deployment import processes
 from decant.command.up.output import Output
 from decant.command.up.plan import Spec
 

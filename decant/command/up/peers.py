@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from decant.command.errors import CommandFailed
+from decant.runtime.connections.tls import PeerTls, ServerTls
 from decant.runtime.settings import variable_name
-from decant.runtime.tls import PeerTls, ServerTls
 
 OF_PEERS = frozenset(variable_name(name) for name in PeerTls.model_fields)
 OF_SERVERS = frozenset(variable_name(name) for name in ServerTls.model_fields)
@@ -41,7 +41,7 @@ class PeerCredentials:
 def make(folder: Path) -> PeerCredentials:
     """In a new `folder`. Raises CommandFailed."""
     try:
-        from decant.runtime import certificates
+        from decant.runtime.connections import certificates
     except ModuleNotFoundError as error:
         text = f"{error.name}: not installed, and needed for the certificates of the processes"
         raise CommandFailed(f"{text}: pip install 'decant-llm[router]'", status=2) from None

@@ -13,7 +13,7 @@ from decant.command.up import peers, resources
 from decant.command.up.peers import PeerCredentials
 from decant.router.settings import RouterSettings
 from decant.runtime.cores import usable_cores
-from decant.runtime.server_settings import join_address
+from decant.runtime.serving.server_settings import join_address
 from decant.runtime.settings import PREFIX, Settings, variable_name
 from decant.runtime.settings_sources import CLIENT_VARIABLES, load
 from decant.worker.settings import WorkerSettings

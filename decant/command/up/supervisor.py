@@ -15,16 +15,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from decant.command.deployments import Deployment, DeploymentRecord
+from decant.command.deployment.deployments import Deployment, DeploymentRecord
+from decant.command.deployment.processes import Process
 from decant.command.errors import CommandFailed
-from decant.command.processes import Process
 from decant.command.up import peers
 from decant.command.up.child import Child
 from decant.command.up.output import Output
 from decant.command.up.peers import PeerCredentials
 from decant.command.up.plan import Plan, Spec, address_of
-from decant.runtime import logs
-from decant.runtime.shutdown import Shutdown, race
+from decant.runtime.serving.shutdown import Shutdown, race
+from decant.runtime.telemetry import logs
 
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 30.0

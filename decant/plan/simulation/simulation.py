@@ -28,7 +28,7 @@ from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.router.placement.policy import PlacementRequest, WorkerSnapshot, choose_decode_worker, choose_first_worker
 from decant.router.placement.prefix_index import PrefixIndex, PromptBlocks
 from decant.router.placement.worker_load import LoadReservation, WorkerLoad
-from decant.runtime.heartbeat import HEARTBEAT_SECONDS
+from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS
 
 _LAYOUT = 1
 

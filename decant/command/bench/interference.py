@@ -72,7 +72,7 @@ def interference(  # noqa: PLR0913 - a command's options are its parameters
 def _show(document: Any, html: Path | None, *, as_json: bool) -> None:
     from decant.bench.interference import report
     from decant.bench.interference.html_report import to_html
-    from decant.bench.report import dump
+    from decant.bench.reports.report import dump
     from decant.command.status import new_console
 
     if as_json:
@@ -87,7 +87,7 @@ def _starter(model: str | None, kv_memory: str | None) -> tuple[str, Any]:
     """The model's name, and an `experiment.Start`."""
     from decant import models
     from decant.bench import model_shapes
-    from decant.command.temporary_deployment import temporary_deployment
+    from decant.command.deployment.temporary_deployment import temporary_deployment
 
     name = Path(model).resolve().name if model else models.DEFAULT_MODEL
     if model is not None and model in model_shapes.SHAPES and not Path(model).is_dir():

@@ -5,9 +5,9 @@ from ipaddress import ip_address
 import grpc
 from pydantic import Field
 
-from decant.runtime.channel import MAX_MESSAGE_BYTES
+from decant.runtime.connections.channel import MAX_MESSAGE_BYTES
+from decant.runtime.connections.tls import ServerTls, server_credentials
 from decant.runtime.settings import SettingError
-from decant.runtime.tls import ServerTls, server_credentials
 
 MAX_PENDING_CALLS = 1_000_000
 MAX_PENDING_SECONDS = 86_400

@@ -21,17 +21,17 @@ import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from decant.runtime import logs
-from decant.runtime.admin import AdminServer
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Unavailable
-from decant.runtime.health import HealthService, Readiness, State
-from decant.runtime.interceptor import ErrorInterceptor
-from decant.runtime.metrics import ProcessMetrics, Registry
-from decant.runtime.reflection import add_reflection
-from decant.runtime.server_settings import ServerSettings, bind, join_address, server_options
+from decant.runtime.serving.admin import AdminServer
+from decant.runtime.serving.health import HealthService, Readiness, State
+from decant.runtime.serving.interceptor import ErrorInterceptor
+from decant.runtime.serving.reflection import add_reflection
+from decant.runtime.serving.server_settings import ServerSettings, bind, join_address, server_options
+from decant.runtime.serving.shutdown import Shutdown, race
 from decant.runtime.settings import SettingError
-from decant.runtime.shutdown import Shutdown, race
+from decant.runtime.telemetry import logs
+from decant.runtime.telemetry.metrics import ProcessMetrics, Registry
 
 CLEANUP_SECONDS = 5.0
 """For cancelled calls to clean up."""

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NoReturn
 
-from decant.command import deployments
-from decant.command.deployments import Deployment
+from decant.command.deployment import deployments
+from decant.command.deployment.deployments import Deployment
 from decant.command.errors import CommandFailed
 
 _LAST_LINES = 20

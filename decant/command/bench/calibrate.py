@@ -34,7 +34,7 @@ def calibrate(
     from decant.bench.calibration import experiment
     from decant.bench.errors import InvalidBenchmark
     from decant.bench.interference.report import PartProgress
-    from decant.bench.report import dump
+    from decant.bench.reports.report import dump
 
     options = experiment.CalibrationOptions(prompt_tokens, output_tokens, timeout, seed)
     with one_line_errors():
@@ -49,7 +49,7 @@ def calibrate(
 def measure(model: str | None, kv_memory: str | None, options: Any, notify: Any) -> dict[str, Any]:
     """Of a new deployment, ended on return."""
     from decant.bench import model_shapes
-    from decant.command.temporary_deployment import temporary_deployment
+    from decant.command.deployment.temporary_deployment import temporary_deployment
 
     served = ["--model", model_shapes.source(model)] if model else []
     memory = ["--kv-memory", kv_memory] if kv_memory else []

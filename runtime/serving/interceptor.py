@@ -20,9 +20,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from decant.runtime import logs
 from decant.runtime.error_details import trailers
 from decant.runtime.errors import FaultOwner, Internal, InvalidArgument, ServiceError
+from decant.runtime.telemetry import logs
 
 _log = logs.get(__name__)
 

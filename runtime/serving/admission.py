@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from itertools import count
 
-from decant.runtime.channel import Deadline
+from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import RETRY_AFTER_SECONDS, DeadlineExceeded, QueueFull
 from decant.runtime.priority import queue_key
 

@@ -13,9 +13,9 @@ from typer import Option
 
 from decant.client.channel import Tls
 from decant.command import options as opt
-from decant.command.bench_batching import batching
-from decant.command.bench_calibrate import calibrate
-from decant.command.bench_interference import interference
+from decant.command.bench.batching import batching
+from decant.command.bench.calibrate import calibrate
+from decant.command.bench.interference import interference
 from decant.command.errors import CommandFailed, one_line_errors
 from decant.command.files import check_report, write_report
 
@@ -124,9 +124,10 @@ def _flag(name: str) -> str:
 def _measure(params: dict[str, Any]) -> None:
     from rich.console import Console
 
-    from decant.bench import benchmark, report
+    from decant.bench import benchmark
     from decant.bench.errors import InvalidBenchmark
-    from decant.bench.html_report import to_html
+    from decant.bench.reports import report
+    from decant.bench.reports.html_report import to_html
     from decant.command.status import new_console
 
     check_report(params["html"])
@@ -161,7 +162,7 @@ def _up_arguments(params: dict[str, Any]) -> list[str] | None:
 def _options(params: dict[str, Any]) -> Any:
     from decant.bench.benchmark import BenchOptions, parse_slos
     from decant.bench.errors import InvalidBenchmark
-    from decant.bench.workload import SharedPrefix
+    from decant.bench.traffic.workload import SharedPrefix
 
     for name in ("rate", "ramp_to", "burstiness", "timeout"):
         if params[name] is not None and not _LEAST <= params[name] <= _MOST:
@@ -182,8 +183,8 @@ def _options(params: dict[str, Any]) -> Any:
 def _target(address: str | None, tls: Tls | None, up_arguments: list[str] | None) -> Iterator[Any]:
     """At `address`, new with `up_arguments`, or the newest here."""
     from decant.bench.benchmark import Target
-    from decant.command import deployments
-    from decant.command.temporary_deployment import temporary_deployment
+    from decant.command.deployment import deployments
+    from decant.command.deployment.temporary_deployment import temporary_deployment
 
     token = os.environ.get("DECANT_TOKEN") or None
     if up_arguments is not None:

@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.table import Table
 
 from decant.bench.benchmark import Result
-from decant.bench.console import Bars, make_table
 from decant.bench.records import Record
+from decant.bench.reports.console import Bars, make_table
 
 LATENCIES = (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("second token", "second_token"), ("E2E", "e2el"))
 PARTS = (("queue", "queue"), ("prefill", "prefill"), ("handoff", "handoff"), ("decode wait", "decode_wait"))

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from decant.bench.benchmark import Result
-from decant.bench.chart import COLOURS, Axis, Chart
-from decant.bench.figures import percentile
-from decant.bench.html_page import page, table
+from decant.bench.reports.chart import COLOURS, Axis, Chart
+from decant.bench.reports.figures import percentile
+from decant.bench.reports.html_page import page, table
 
 _Run = Mapping[str, Any]
 

@@ -7,11 +7,8 @@ import socket
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
 from decant.protos import worker_pb2 as wire
-from decant.runtime import logs
-
-PROTOCOL = 3
-"""Version of protos/worker.proto and its rules."""
-
+from decant.runtime.protocol import PROTOCOL
+from decant.runtime.telemetry import logs
 
 _log = logs.get(__name__)
 
@@ -36,10 +33,6 @@ def new_peer(id: str) -> wire.Peer:
 
 def default_id(role: str) -> str:
     return f"{role}-{socket.gethostname()}-{os.getpid()}"
-
-
-def is_compatible(protocol: int) -> bool:
-    return protocol in (PROTOCOL, PROTOCOL - 1) and protocol > 0
 
 
 def enum_name(enum: EnumTypeWrapper, value: int) -> str:

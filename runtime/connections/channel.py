@@ -6,8 +6,8 @@ from typing import Protocol
 
 import grpc
 
+from decant.runtime.connections.tls import PeerTls, channel_files
 from decant.runtime.errors import DeadlineExceeded
-from decant.runtime.tls import PeerTls, channel_files
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Limit between router and workers, in both directions."""

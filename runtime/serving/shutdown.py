@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
-from decant.runtime import logs
+from decant.runtime.telemetry import logs
 
 _T = TypeVar("_T")
 _log = logs.get(__name__)

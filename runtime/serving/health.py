@@ -17,7 +17,7 @@ import grpc
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc
 
-from decant.runtime import logs
+from decant.runtime.telemetry import logs
 
 ALIVE = "alive"
 READY = "ready"

@@ -38,7 +38,7 @@ def batching(  # noqa: PLR0913 - a command's options are its parameters
     from decant.bench.batching import experiment, report
     from decant.bench.batching.html_report import to_html
     from decant.bench.errors import InvalidBenchmark
-    from decant.bench.report import dump
+    from decant.bench.reports.report import dump
     from decant.command.status import new_console
     from decant.runtime.cores import usable_cores
 

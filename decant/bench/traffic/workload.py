@@ -7,9 +7,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from decant.bench import workload_file
 from decant.bench.errors import InvalidBenchmark
-from decant.bench.lengths import Exponential, Lengths, Uniform
+from decant.bench.traffic import workload_file
+from decant.bench.traffic.lengths import Exponential, Lengths, Uniform
 
 ANYSCALE = (Uniform(512, 512), Exponential(128, 1536))
 """Of Anyscale's comparison of continuous with static batching."""

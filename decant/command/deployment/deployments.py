@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Self
 
 from decant.client.channel import Tls
+from decant.command.deployment.processes import Process
 from decant.command.errors import CommandFailed
-from decant.command.processes import Process
 
 _PREFIX = "decant-up-"
 # Again later: a process that is being killed may write in between.

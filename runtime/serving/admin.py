@@ -13,8 +13,8 @@ from http import HTTPStatus
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from decant.runtime.health import Readiness
-from decant.runtime.metrics import Registry
+from decant.runtime.serving.health import Readiness
+from decant.runtime.telemetry.metrics import Registry
 
 MAX_REQUEST_BYTES = 16 * 1024
 READ_SECONDS = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from decant.bench.chart import Chart
+from decant.bench.reports.chart import Chart
 
 _STYLE = """body{font:15px/1.5 Helvetica,Arial,sans-serif;color:#212529;max-width:1180px;margin:2em auto;padding:0 1em}
 .charts{display:flex;flex-wrap:wrap;gap:1em}svg{width:560px;max-width:100%;font-family:inherit}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from decant.bench.records import Record
-from decant.bench.workload import BenchRequest
+from decant.bench.traffic.workload import BenchRequest
 from decant.client.async_client import AsyncClient
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import ServiceError

@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 import grpc
 from pydantic import Field, model_validator
 
-from decant.runtime import logs
 from decant.runtime.settings import SettingError, Settings
+from decant.runtime.telemetry import logs
 
 T = TypeVar("T")
 

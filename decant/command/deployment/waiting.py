@@ -4,10 +4,10 @@ import sys
 import time
 from collections.abc import Callable
 
-from decant.command import deployments
-from decant.command.deployments import Deployment
+from decant.command.deployment import deployments
+from decant.command.deployment.deployments import Deployment
+from decant.command.deployment.processes import describe_unready
 from decant.command.errors import CommandFailed
-from decant.command.processes import describe_unready
 
 STARTING_S = 60.0
 POLL_S = 0.1

@@ -14,7 +14,7 @@ from prometheus_client.exposition import generate_latest
 
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import ServiceError
-from decant.runtime.peer import PROTOCOL
+from decant.runtime.protocol import PROTOCOL
 
 PREFIX = "decant"
 

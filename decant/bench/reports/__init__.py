@@ -1,0 +1,1 @@
+"""Figures of a run, on a terminal and as HTML."""

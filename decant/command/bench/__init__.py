@@ -1,0 +1,1 @@
+"""`decant bench` and its subcommands."""

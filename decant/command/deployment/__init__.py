@@ -1,0 +1,1 @@
+"""Deployments of this machine that commands use: their records, processes and readiness."""

@@ -1,0 +1,1 @@
+"""Channels to peers: TLS, identity, heartbeats."""

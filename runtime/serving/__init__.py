@@ -1,0 +1,1 @@
+"""The gRPC server of a process, from its settings to its drain. Entry: `server`."""
