@@ -10,8 +10,6 @@ decode alone.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,7 +23,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from bench.medians import in_turn
-from bench.options import positive
+from bench.options import add_json, deliver, positive
 from decant.bench import model_shapes as shapes
 from decant.engine.checkpoint import checkpoint
 from decant.engine.model.attention import AttentionCall, attending
@@ -149,16 +147,10 @@ def main() -> None:
         "--dtype", choices=["bfloat16", "float32"], default=native, help="default: what torch is fast at on this CPU"
     )
     parser.add_argument("--runs", type=positive, default=7)
-    parser.add_argument("--json", metavar="OUT", help="write the figures there; - for standard output")
+    add_json(parser)
     args = parser.parse_args()
     report = run(args.shape, args.dtype, args.runs)
-    if args.json == "-":
-        json.dump(report, sys.stdout, indent=2)
-        return
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=2)
-    show(report)
+    deliver(report, args.json, lambda: show(report))
 
 
 if __name__ == "__main__":

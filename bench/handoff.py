@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import track
 
 from bench.kv_endpoints import End, Span, Steps, seconds
-from bench.options import positive
+from bench.options import add_json, deliver, positive
 from decant.bench.model_shapes import checkpoint
 from decant.engine.errors import InvalidConfig
 from decant.handoff.packing import MESSAGE_BYTES
@@ -333,7 +333,7 @@ def main() -> int:
     parser.add_argument("--runs", type=positive, default=15)
     parser.add_argument("--seconds", type=float, default=1.5, help="how long decodes are watched in each company")
     parser.add_argument("--prompts", type=positive, default=5, help="so many are fetched as they are computed")
-    parser.add_argument("--json", metavar="OUT", help="write the figures there; - for standard output")
+    add_json(parser)
     parser.add_argument("--give", metavar="TLS_FOLDER", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     try:
@@ -348,12 +348,7 @@ def main() -> int:
     except (FileNotFoundError, InvalidConfig) as error:
         print(error, file=sys.stderr)
         return 1
-    if args.json == "-":
-        json.dump(result, sys.stdout, indent=2)
-        return 0
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=2), encoding="utf-8")
-    show(result, Console())
+    deliver(result, args.json, lambda: show(result, Console()))
     return 0
 
 

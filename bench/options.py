@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 
 def positive(text: str) -> int:
@@ -8,3 +12,18 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"at least 1, got {value}")
     return value
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="OUT", help="file for the figures; - for standard output, and nothing else")
+
+
+def deliver(result: Any, out: str | None, show: Callable[[], None]) -> None:
+    """`out` is the value of `--json`: a file, "-" for JSON instead of what `show` prints, or None."""
+    text = json.dumps(result, indent=1)
+    if out == "-":
+        print(text)
+        return
+    if out:
+        Path(out).write_text(text + "\n", encoding="utf-8")
+    show()

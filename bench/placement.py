@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import Any
@@ -20,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.conversations import arrivals
-from bench.options import positive
+from bench.options import add_json, deliver, positive
 from bench.simulation import Choose, Simulation
 from decant.protos import worker_pb2 as wire
 from decant.router.placement.policy import PlacementRequest, WorkerSnapshot, choose_first_worker
@@ -102,7 +100,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.placement", description="where prompts go, simulated")
-    parser.add_argument("--json", metavar="OUT", help="where the JSON goes; - for standard output, and nothing else")
+    add_json(parser)
     parser.add_argument("--prompts", type=positive, default=2000)
     parser.add_argument("--rate", type=float, default=60.0, help="prompts a second, on average")
     parser.add_argument("--workers", type=positive, default=8)
@@ -112,13 +110,7 @@ def main() -> int:
     args = parser.parse_args()
     asked = {name: value for name, value in vars(args).items() if name != "json"}
     result = {**asked, "loads": simulate(**asked)}
-    text = json.dumps(result, indent=1) + "\n"
-    if args.json == "-":
-        sys.stdout.write(text)
-        return 0
-    show(result, Console(stderr=True))
-    if args.json:
-        Path(args.json).write_text(text)
+    deliver(result, args.json, lambda: show(result, Console(stderr=True)))
     return 0
 
 

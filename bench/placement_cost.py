@@ -16,11 +16,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -28,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine
-from bench.options import positive
+from bench.options import add_json, deliver, positive
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.router.placement.policy import PlacementRequest, choose_decode_worker, choose_first_worker
@@ -144,17 +141,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.placement_cost", description="CPU time of one placement")
     parser.add_argument("--workers", type=positive, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--json", metavar="OUT", help="write the figures there; - for standard output")
+    add_json(parser)
     args = parser.parse_args()
     figures = asyncio.run(measure(args.workers, args.rounds))
     result = {"cpu_ms": figures, "goal_ms": GOAL_MS, "goal_workers": GOAL_WORKERS, "machine": machine.facts()}
-    text = json.dumps(result, indent=1) + "\n"
-    if args.json == "-":
-        sys.stdout.write(text)
-        return
-    show(figures, Console())
-    if args.json:
-        Path(args.json).write_text(text, encoding="utf-8")
+    deliver(result, args.json, lambda: show(figures, Console()))
 
 
 if __name__ == "__main__":

@@ -10,18 +10,16 @@ without a prefix cache.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from bench import machine
-from bench.options import positive
+from bench.options import add_json, deliver, positive
 from decant.bench.reports.console import make_table
 from decant.plan.inputs import Inputs, PlanOptions, parse
 from decant.plan.simulation.outcome import outcome
@@ -78,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.plan_simulation", description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=positive, nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--routers", type=positive, default=10)
-    parser.add_argument("--json", metavar="OUT", help="write the figures there; - for standard output")
+    add_json(parser)
     args = parser.parse_args()
     inputs = parse(PlanOptions(shape=LLAMA_3_8B, device="h100"))
     rows = []
@@ -86,13 +84,8 @@ def main() -> None:
         rows.append(simulate(inputs, workers, args.routers))
         print(f"{workers} workers: {rows[-1]['cpu_seconds']:.1f} s of CPU", file=sys.stderr, flush=True)
     options = {"shape": LLAMA_3_8B, "device": "h100", "prefix_tokens": PREFIX_TOKENS, "prefixes": PREFIXES}
-    text = json.dumps({"machine": machine.facts(), "options": {**options, "share": SHARE}, "rows": rows}, indent=1)
-    if args.json == "-":
-        print(text)
-        return
-    show(rows, Console())
-    if args.json:
-        Path(args.json).write_text(text + "\n", encoding="utf-8")
+    result = {"machine": machine.facts(), "options": {**options, "share": SHARE}, "rows": rows}
+    deliver(result, args.json, lambda: show(rows, Console()))
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from bench import machine
 from bench.deployment.frames import tokens_per_second
 from bench.deployment.load import Job
 from bench.deployment.processes import Deployment, Speed, deployment
+from bench.options import add_json, deliver
 from decant.router.settings import RouterSettings
 
 CLIENTS = (8, 16, 32, 64, 128, 256)
@@ -246,16 +247,11 @@ def show(result: Mapping[str, Any], console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.router", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seconds", type=float, default=5.0, help="how long each figure is measured")
-    parser.add_argument("--json", metavar="OUT", help="write the figures there; - for standard output")
+    add_json(parser)
     args = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     result = asyncio.run(measure(args.seconds, Console(stderr=True)))
-    if args.json == "-":
-        json.dump(result, sys.stdout, indent=2)
-        return
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=2), encoding="utf-8")
-    show(result, Console())
+    deliver(result, args.json, lambda: show(result, Console()))
 
 
 if __name__ == "__main__":

@@ -8,11 +8,8 @@ In turn with one softmax, the lower bound in tensor operations, and the fallback
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from array import array
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +20,7 @@ from rich.table import Table
 
 from bench import machine
 from bench.medians import in_turn
-from bench.options import positive
+from bench.options import add_json, deliver, positive
 from decant.engine.cpu.sampler import SCORES_AT_ONCE
 from decant.engine.model.backend import make_backend
 from decant.engine.model.sampler import Sampler
@@ -101,16 +98,11 @@ def main() -> None:
     parser.add_argument("--written", type=positive, default=WRITTEN, help="tokens that each sequence has so far")
     parser.add_argument("--threads", type=positive, default=len(usable_cores()))
     parser.add_argument("--runs", type=positive, default=7)
-    parser.add_argument("--json", metavar="OUT", help="write the figures there; - for standard output")
+    add_json(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     result = measure(args.rows, args.vocabulary, args.runs, args.written)
-    if args.json == "-":
-        json.dump(result, sys.stdout, indent=2)
-        return
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=2), encoding="utf-8")
-    show(result)
+    deliver(result, args.json, lambda: show(result))
 
 
 if __name__ == "__main__":

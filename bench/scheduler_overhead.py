@@ -12,13 +12,11 @@ from __future__ import annotations
 import argparse
 import cProfile
 import gc
-import json
 import pstats
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +27,7 @@ from rich.table import Table
 
 from bench import machine
 from bench.comparison.metrics import distribution
-from bench.options import positive
+from bench.options import add_json, deliver, positive
 from decant.engine.costs import StepCostModel
 from decant.engine.engine import Engine
 from decant.engine.kv_layout import FULL, KvLayout, LayerSpec
@@ -226,7 +224,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.scheduler_overhead", description="a step apart from the model"
     )
-    parser.add_argument("--json", metavar="OUT", help="where the JSON goes; - for standard output, and nothing else")
+    add_json(parser)
     parser.add_argument("--running", type=positive, default=256)
     parser.add_argument("--context", type=positive, default=512)
     parser.add_argument("--steps", type=positive, default=1000)
@@ -238,13 +236,7 @@ def main() -> int:
         profile(args.running, args.context, args.steps)
         return 0
     result = bench(args)
-    text = json.dumps(result, indent=1) + "\n"
-    if args.json == "-":
-        sys.stdout.write(text)
-        return 0
-    show(result, Console(stderr=True))
-    if args.json:
-        Path(args.json).write_text(text)
+    deliver(result, args.json, lambda: show(result, Console(stderr=True)))
     return 0
 
 

@@ -14,31 +14,17 @@ from typing import Any
 
 import numpy as np
 
+from decant.bench.records import TokenTimes
+
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class Served(TokenTimes):
     """Times are seconds of one clock."""
 
     id: str
     input_len: int
     sent: float
     tokens: Sequence[float]
-
-    @property
-    def ttft(self) -> float:
-        return self.tokens[0] - self.sent
-
-    @property
-    def e2el(self) -> float:
-        return self.tokens[-1] - self.sent
-
-    @property
-    def tpot(self) -> float | None:
-        return (self.e2el - self.ttft) / (len(self.tokens) - 1) if len(self.tokens) > 1 else None
-
-    @property
-    def itls(self) -> list[float]:
-        return [after - before for before, after in pairwise(self.tokens)]
 
 
 def summarise(served: Sequence[Served]) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from bench.deployment.processes import end
+
 RATE = 200
 """Per second."""
 END_SECONDS = 30.0
@@ -80,14 +82,7 @@ async def _sampled(pid: int, out: Path) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGINT)
-        try:
-            async with asyncio.timeout(END_SECONDS):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        await end(process, signal.SIGINT, END_SECONDS)
 
 
 def hottest(samples: Path, count: int = 15) -> list[dict[str, Any]]:

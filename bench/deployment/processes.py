@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
@@ -100,14 +101,19 @@ async def module_process(command: Sequence[str], log: Path, stdout: int | None =
     try:
         yield process
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            async with asyncio.timeout(END_SECONDS):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
+        await end(process)
+
+
+async def end(process: Process, by: int = signal.SIGTERM, patience: float = END_SECONDS) -> None:
+    """Kills it after `patience` seconds."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(by)
+    try:
+        async with asyncio.timeout(END_SECONDS):
             await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
 
 
 async def registered(url: str, workers: int) -> None:

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import platform
 import sys
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ import transformers
 
 from bench.gpu.rows import Bench, Row, measure
 from bench.gpu.shapes import TINY, Sizes
+from bench.options import add_json, deliver
 
 SECONDS = 400.0
 
@@ -37,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cuda-kernels", choices=("triton", "none"), default="triton")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="no part begins later")
-    parser.add_argument("--json", metavar="OUT")
+    add_json(parser)
     args = parser.parse_args(arguments)
     names = args.parts.split(",")
     if unknown := set(names) - set(PARTS):
@@ -53,10 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append(row)
         print(line(row), file=sys.stderr, flush=True)
     result = head | {"rows": [dataclasses.asdict(row) | {"verdict": row.verdict} for row in rows]}
-    if args.json == "-":
-        print(json.dumps(result, indent=1))
-    elif args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+    deliver(result, args.json, lambda: None)
     return 0
 
 

@@ -1,28 +1,19 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from decant.client.results import Receipt
 
 
-@dataclass(slots=True)
-class Record:
-    """Seconds of one monotonic clock.
+class TokenTimes:
+    """Seconds from the sending of a request to its tokens."""
 
-    tokens   when each arrived; those of one message share a time
-    due      when it was to be sent
-    error    reason of its failure, or empty
-    receipt  None unless it succeeded
-    """
+    __slots__ = ()
 
-    due: float
     sent: float
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    tokens: list[float] = field(default_factory=list)
-    error: str = ""
-    receipt: Receipt | None = None
+    tokens: Sequence[float]
 
     @property
     def ttft(self) -> float:
@@ -40,6 +31,25 @@ class Record:
     @property
     def itls(self) -> list[float]:
         return [after - before for before, after in pairwise(self.tokens)]
+
+
+@dataclass(slots=True)
+class Record(TokenTimes):
+    """Seconds of one monotonic clock.
+
+    tokens   when each arrived; those of one message share a time
+    due      when it was to be sent
+    error    reason of its failure, or empty
+    receipt  None unless it succeeded
+    """
+
+    due: float
+    sent: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: list[float] = field(default_factory=list)
+    error: str = ""
+    receipt: Receipt | None = None
 
     @property
     def second_token(self) -> float | None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -23,30 +25,27 @@ class StreamBroken(Exception):
 
 async def read(call: Any) -> Any:
     """None at the end. Raises StreamBroken."""
-    try:
+    with _broken_stream():
         message = await call.read()
+    return None if message is grpc.aio.EOF else message
+
+
+async def write(call: Any, message: Any) -> None:
+    """Raises StreamBroken."""
+    with _broken_stream():
+        await call.write(message)
+
+
+@contextlib.contextmanager
+def _broken_stream() -> Iterator[None]:
+    try:
+        yield
     except grpc.aio.AioRpcError as error:
         raise _broken(error) from None
     except (grpc.aio.UsageError, asyncio.InvalidStateError) as error:
         raise StreamBroken(str(error)) from None
     except asyncio.CancelledError:
         # gRPC also raises it for a status CANCELLED, as a stopping server sends.
-        task = asyncio.current_task()
-        if task is not None and task.cancelling() > 0:
-            raise
-        raise StreamBroken("CANCELLED by the worker") from None
-    return None if message is grpc.aio.EOF else message
-
-
-async def write(call: Any, message: Any) -> None:
-    """Raises StreamBroken."""
-    try:
-        await call.write(message)
-    except grpc.aio.AioRpcError as error:
-        raise _broken(error) from None
-    except (grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-        raise StreamBroken(str(error)) from None
-    except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling() > 0:
             raise

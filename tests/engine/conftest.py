@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +14,17 @@ from tests.engine.factories import BLOCK, CONTEXT_LENGTH, VOCABULARY, make_devic
 
 class MakeDevice(Protocol):
     def __call__(self, num_blocks: int = 64, eos: Iterable[int] = ()) -> Device: ...
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Of torch's operations."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from decant.engine.scheduler import Limits
 from tests.engine import tiny
 from tests.engine.served import serve
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 _DECODER = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_inner": 96}
 _HYBRID = {
@@ -60,14 +60,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3_next": (_NEXT, r"a state other than KV \(LinearAttentionLayer in layer 0\)"),
     "deepseek_v32": (tiny._MLA | {"index_n_heads": 2, "index_head_dim": 16}, "a state other than KV .*indexer_keys"),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # -- architectures ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import itertools
 import json
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,15 +17,7 @@ from decant.engine.errors import ModelRefused
 from tests.engine import tiny
 from tests.engine.served import edit, rewrite, serve
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):

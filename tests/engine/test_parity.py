@@ -23,7 +23,7 @@ from decant.engine.request import FinishReason, Request, StopParams
 from decant.engine.scheduler import Limits
 from tests.engine import tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 COUNT = 12
 
@@ -32,18 +32,8 @@ NARROW = 1e-4
 
 PROMPTS = {f"p{length}": tiny.prompt(length, length) for length in (1, 5, 37, 90)}
 BUDGETS = {"1": 1, "7": 7, "64": 64, "unlimited": 4096}
-QUICK = {"llama", "mistral", "gemma2", "gpt2", "gpt_oss", "qwen2_moe"}
-NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in tiny.SERVED]
 
 ROOM = 4 << 20
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass
@@ -118,7 +108,7 @@ def all_prompts(**options) -> list[Request]:
     return [tiny.greedy(id, tokens, COUNT, **options) for id, tokens in PROMPTS.items()]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiny.SERVED)
 def test_a_reference_output_is_worth_comparing(name, subjects):
     subject = subjects(name)
     assert 0.8 < tiny.spread(subject.model, torch.tensor([PROMPTS["p90"]])) < 1.25
@@ -127,7 +117,7 @@ def test_a_reference_output_is_worth_comparing(name, subjects):
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiny.SERVED)
 def test_any_chunking_generates_the_tokens_of_generate(name, budget, subjects, tally):
     subject = subjects(name)
     run = tiny.run(engine_on(subject.device, BUDGETS[budget]), all_prompts())
@@ -136,7 +126,7 @@ def test_any_chunking_generates_the_tokens_of_generate(name, budget, subjects, t
         tally.compare(f"{name}, budget {budget}, {id}", run.tokens[id], written)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiny.SERVED)
 def test_the_torch_backend_generates_the_tokens_of_generate(name, subjects, tally):
     """As on CUDA: nothing packed or compiled, attention in torch's operations."""
     subject, backend = subjects(name), TorchBackend(torch.device("cpu"))
@@ -160,7 +150,7 @@ def test_the_torch_backend_generates_the_tokens_of_generate(name, subjects, tall
             tally.compare(f"{name}, plain, budget {budget}, {id}", run.tokens[id], written)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiny.SERVED)
 def test_a_cached_prefix_generates_the_tokens_of_generate(name, subjects, tally):
     subject = subjects(name)
     engine = engine_on(subject.device)
@@ -173,7 +163,7 @@ def test_a_cached_prefix_generates_the_tokens_of_generate(name, subjects, tally)
     tally.compare(f"{name}, cached in part", again.tokens["longer"], subject.write(longer))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiny.SERVED)
 def test_preemption_and_recomputation_generate_the_tokens_of_generate(name, subjects, tally):
     subject = subjects(name)
     device = load(
@@ -193,7 +183,7 @@ def test_preemption_and_recomputation_generate_the_tokens_of_generate(name, subj
         tally.compare(f"{name}, preempted, {id}", run.tokens[id], subject.write(tokens, 26))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiny.SERVED)
 def test_remaining_sequences_continue_when_others_are_cancelled(name, subjects, tally):
     subject = subjects(name)
     gone = [tiny.greedy(f"gone{index}", tiny.prompt(30, 50 + index), 40) for index in range(4)]
@@ -205,7 +195,7 @@ def test_remaining_sequences_continue_when_others_are_cancelled(name, subjects, 
         tally.compare(f"{name}, cancels, {id}", run.tokens[id], written)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiny.SERVED)
 def test_bf16_generates_in_a_batch_what_it_generates_alone(name, subjects):
     config = ModelConfig(
         str(subjects(name).folder), dtype="bfloat16", device="cpu", kv_bytes=ROOM, context_length=tiny.CONTEXT_LENGTH

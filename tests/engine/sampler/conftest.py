@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from decant.engine.cpu.kernels import KERNELS
 from decant.engine.cpu.sampler import SCORES_AT_ONCE
@@ -24,11 +22,8 @@ def each_sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread: None) -> None:
+    pass
 
 
 @pytest.fixture(scope="module")
