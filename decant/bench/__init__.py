@@ -1,9 +1,5 @@
-"""Measures a running deployment as its clients see it.
+"""Measures a running deployment as its clients see it, in one process on one event loop, through `decant.client`.
 
-    workload ──> requests: prompts and forced lengths ┐
-    arrivals ──> when each is sent                     ├──> load ──> records ──> statistics ──> report
-                                                       │              one per request
-    sweep: several runs at growing rates ──────────────┘
-
-Everything runs in one process on one event loop, through `decant.client`.
+`traffic` makes the requests and sends them, each leaves a `Record`, and `reports` sums the records up and shows them.
+`benchmark` runs this once, or at growing rates.
 """

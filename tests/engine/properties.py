@@ -190,7 +190,7 @@ def nothing_is_held(engine: Engine) -> None:
     assert not any(busy), f"something is left: {load}"
 
 
-# -- what is told -----------------------------------------------------------------------------------------------
+# -- what is returned -------------------------------------------------------------------------------------------
 
 
 def same_output_as_alone(result: SequenceOutput, expected: SequenceOutput) -> None:
@@ -201,9 +201,9 @@ def same_output_as_alone(result: SequenceOutput, expected: SequenceOutput) -> No
         whole = whole[: len(text)]
     else:
         assert result.reason is expected.reason, f"{id} ended by {result.reason}, alone by {expected.reason}"
-        assert result.prompt_logprobs == expected.prompt_logprobs, f"{id} was told other prompt log-probabilities"
+        assert result.prompt_logprobs == expected.prompt_logprobs, f"{id} has other prompt log-probabilities"
     assert text == whole, f"{id} wrote {text}, alone {whole}"
-    assert result.logprobs == expected.logprobs[: len(text)], f"{id} was told other log-probabilities"
+    assert result.logprobs == expected.logprobs[: len(text)], f"{id} has other log-probabilities"
 
 
 def instants_are_in_order(timeline: Timeline, written: int) -> None:
@@ -212,7 +212,7 @@ def instants_are_in_order(timeline: Timeline, written: int) -> None:
     named = (timeline.added, timeline.scheduled, timeline.first_token, *timeline.tokens, timeline.finished)
     instants = [instant for instant in named if instant is not None]
     assert instants == sorted(instants), f"instants are not in order: {timeline}"
-    assert len(timeline.tokens) == written, f"{written} tokens were told, {len(timeline.tokens)} have a time"
+    assert len(timeline.tokens) == written, f"{written} tokens were returned, {len(timeline.tokens)} have a time"
 
 
 def steps_needed(requests: Sequence[Request], context_length: int) -> int:

@@ -283,7 +283,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 @pytest.mark.parametrize(
     ("scaling", "positions", "default", "longest"),
     [
-        (tiny.YARN, _SHORT, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH),  # as Qwen2.5's users are told to write it
+        (tiny.YARN, _SHORT, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH),  # as Qwen2.5's documentation says
         (tiny.YARN, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH),  # as DeepSeek writes it
         ({"rope_type": "llama3", **_SCALED, **_LLAMA3}, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH),
         ({"rope_type": "llama3", **_SCALED, **_LLAMA3}, _SHORT, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH),

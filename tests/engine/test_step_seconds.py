@@ -119,9 +119,9 @@ def test_no_sequence_overtakes_a_prompt_cut_by_time() -> None:
 def test_tokens_whose_logits_are_all_made_count_as_such() -> None:
     engine, device = make(StepCostModel(token=0.001, logits=0.01))
     begin(engine, device, 1)
-    engine.add(make_request("told", prompt(100, 50), 1, prompt_logprobs=0))
-    until_written(engine, "told")
-    assert max(chunks(device, "told")) < PROMPT_LOGPROB_CHUNK
+    engine.add(make_request("logprobs", prompt(100, 50), 1, prompt_logprobs=0))
+    until_written(engine, "logprobs")
+    assert max(chunks(device, "logprobs")) < PROMPT_LOGPROB_CHUNK
     assert max(COSTS.seconds(plan.work) for plan in device.plans) <= STEP
 
 

@@ -1,8 +1,5 @@
-"""What a long prompt does to answers that are running: a split deployment beside mixed ones on the same cores.
+"""What a long prompt does to running answers: a split deployment beside mixed ones on the same cores.
 
-configurations ──> a deployment each ──> trials ──> figures ──> verdict, reports
-
-trial    running answers   | | | | | | |    |      |    | | | |
-         the long prompt           ^sent ............^first ^second token
-                            before |     during            |
+Each of `configurations` gets a deployment and some trials, which measure the gaps of the answers before, during and
+after the prompt: from its sending to its second token. Then `verdict` and reports.
 """

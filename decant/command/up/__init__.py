@@ -1,9 +1,5 @@
-"""`decant up`: a whole deployment on this machine.
-
-    up ──┬── Redis                     unless --redis-url names one
-         ├── prefill-1, decode-1 ...   workers, each with its own cores and memory
-         ├── router-1 ...              started when the workers are ready
-         └── keeper                    removes the temporary files, also if this process is killed
+"""`decant up`: Redis unless --redis-url names one, workers with cores and memory of their own, routers when those are
+ready, and a keeper that removes the temporary files even if this process is killed.
 
 `checks` runs first, `plan` makes the settings of each process, `supervisor` starts, restarts and ends them.
 """
