@@ -237,14 +237,15 @@ async def test_without_redis_no_quota_applies_and_all_requests_count_afterwards(
     async def away(*_: object) -> bool:
         raise StoreUnavailable("away")
 
-    async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as scene:
+    async with fleet(P, D) as workers, core(store, workers, quotas=ONE, flush_ms=10_000) as scene:
         workers[1].script.pause_at = 2
         await scene.dispatcher.begin(make_request())
         with monkeypatch.context() as patch:
             patch.setattr(Quotas, "acquire", away)
             await scene.dispatcher.begin(make_request("second"))
-        scene.router.journal_writer.is_unavailable = True
-        third = await scene.dispatcher.begin(make_request("third"))
+        with monkeypatch.context() as patch:
+            patch.setattr(scene.router.journal_writer, "is_unavailable", True)
+            third = await scene.dispatcher.begin(make_request("third"))
         assert not third.resumable
         await until(lambda: at_work() == {"r", "second", "third"})
         workers[1].go.set()
