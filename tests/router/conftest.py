@@ -1,3 +1,20 @@
-from tests.state.conftest import bare, server, store
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import redis as sync_redis
+
+from decant.state.private_redis import PrivateRedis
+from decant.state.store import Store
+from tests.state.conftest import bare, server
+from tests.state.factories import make_store
 
 __all__ = ["bare", "server", "store"]
+
+
+@pytest.fixture
+async def store(server: PrivateRedis, bare: sync_redis.Redis) -> AsyncIterator[Store]:
+    """Nothing renews the registrations of scripted workers and routers: they outlast the test."""
+    async with make_store(server.url, registration_s=600.0) as store:
+        yield store

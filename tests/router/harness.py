@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any
 
+import pytest
+
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
@@ -156,6 +158,13 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110 - what tests look at has no event of its own
             await asyncio.sleep(0.005)
+
+
+def jump(patch: pytest.MonkeyPatch, seconds: float) -> None:
+    """The event loop's clock goes on by so much: a deadline passes, however long it took to get there."""
+    loop = asyncio.get_running_loop()
+    before = loop.time
+    patch.setattr(loop, "time", lambda: before() + seconds)
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from decant.runtime.errors import Aborted, Cancelled, Unavailable
 from decant.state import keys
 from decant.state.errors import StoreUnavailable
 from decant.state.ids import Incarnation, RequestKey
+from decant.state.owned import OwnedRequest
 from decant.state.store import Store
 from tests.router.fake_script import answer
 from tests.router.fake_worker import FakeWorker, fleet
@@ -164,10 +165,16 @@ def has_prompt_logprobs(stream: TokenStream) -> bool:
     return prompt == [-1, -2] and output == [(-token, [token, token + 1]) for token in stream.tokens]
 
 
+async def stored_prompt_logprobs(owned: OwnedRequest) -> None:
+    """The prefill worker sends them over another connection than the tokens."""
+    await until(lambda: owned.has_prompt_logprobs and not owned.needs_write)
+
+
 @pytest.mark.parametrize("holder_is_there", [True, False])
 async def test_logprobs_go_along_to_another_router(store: Store, holder_is_there: bool) -> None:
     async with fleet(P, D) as workers, core(store, workers) as one:
         first = await begin_paused(one, workers[1], 3, request=make_request(shown=SHOWN), is_stored=True)
+        await stored_prompt_logprobs(one.owned("r"))
         seen = (await one.dispatcher.get(KEY)).stream
         assert has_prompt_logprobs(seen)
         async with core(store, workers) as two:
@@ -194,6 +201,7 @@ async def test_logprobs_go_along_to_another_router(store: Store, holder_is_there
 async def test_a_prompt_whose_logprobs_were_lost_with_their_router_is_read_again(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as one:
         await begin_paused(one, workers[1], 3, request=make_request(shown=SHOWN), is_stored=True)
+        await stored_prompt_logprobs(one.owned("r"))
         await store._client.execute("HDEL", keys.request(KEY), "prompt_logprobs")
         async with core(store, workers) as two:
             second = await two.dispatcher.resume(KEY)

@@ -192,7 +192,10 @@ async def test_a_request_that_redis_refuses_concerns_no_other(store: Store, bare
         await store.requests.write(requests[2])
 
 
-async def test_a_key_of_another_type_does_not_mark_the_store_as_away(store: Store, bare: sync_redis.Redis) -> None:
+async def test_a_key_of_another_type_does_not_mark_the_store_as_away(
+    store: Store, bare: sync_redis.Redis, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("decant.router.execution.journal_writer.MAX_FAULTS", 1000)
     async with fleet(P, D) as workers, core(store, workers) as scene:
         stream = await begin_paused(scene, workers[1], 3, request=make_request("a", max_tokens=50))
         await until(lambda: scene.owned("a").synced_entries == 3)

@@ -24,7 +24,7 @@ from decant.runtime.packed import pack
 from decant.state.store import Store
 from decant.worker.decode.session import SessionLimits
 from tests.e2e.proxy import FETCH, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
-from tests.router.harness import Core, core, ended, make_request, until, written
+from tests.router.harness import Core, core, ended, jump, make_request, until, written
 from tests.worker.harness import MODEL, Place, alone, registered, tokens, worker
 
 PROMPT = 21
@@ -194,12 +194,14 @@ async def test_a_cancel_at_any_instant_of_a_drain_leaves_nothing(store: Store) -
             assert stream.tokens == expected[: len(stream.tokens)]
 
 
-async def test_a_deadline_in_a_drain_ends_it_everywhere(store: Store) -> None:
+async def test_a_deadline_in_a_drain_ends_it_everywhere(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for steps in range(6):
         async with moving(store) as scene:
-            stream, expected = await scene.begin(steps, wanted=400, seconds=0.05 + steps * 0.02)
+            stream, expected = await scene.begin(steps, wanted=400, seconds=2.5)
             await until(partial(scene.at, stream))
             scene.drain(scene.at(stream))
+            await asyncio.sleep(steps * 0.02)
+            jump(monkeypatch, 2.5)
             await ended(stream)
             assert isinstance(stream.end, DeadlineExceeded)
             assert stream.tokens == expected[: len(stream.tokens)]

@@ -6,7 +6,7 @@ from decant.state.ids import RequestKey
 from decant.state.store import Store
 from tests.router.fake_script import answer
 from tests.router.fake_worker import fleet
-from tests.router.harness import core, make_request, tokens_of, until
+from tests.router.harness import core, ended, make_request, tokens_of, until
 
 P, P2, D = ("p", wire.ROLE_PREFILL), ("p2", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 SHORT = tuple(range(1, 31))
@@ -42,7 +42,11 @@ async def test_a_failing_decode_worker_is_not_near(store: Store) -> None:
 async def test_without_measurements_all_are_handed_over_and_each_answer_is_one(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, handoff_min_tokens=None) as scene:
         costs = scene.router.pool.costs["m"]
-        assert (await scene.answer(make_request("first", SHORT))).path.prefill_worker == "p"
+        workers[1].script.pause_at = 1
+        stream = await scene.dispatcher.begin(make_request("first", SHORT))
+        await until(lambda: stream.path.prefill_s)  # it comes over another connection than the end
+        workers[1].go.set()
+        assert (await ended(stream)).path.prefill_worker == "p"
         assert costs._transfer.is_known(costs._now())
         read = costs._on_prefill_worker.per_token
         assert read == 2.0 / (len(SHORT) - 3), "as the scripted worker reported, without what it had cached"

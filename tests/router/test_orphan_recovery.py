@@ -23,11 +23,13 @@ from tests.router.harness import (
 
 async def test_a_dead_routers_request_continues_at_one_router(store: Store) -> None:
     await left_behind(store, *answer(PROMPT, 2))
-    async with fleet(P, D) as workers, core(store, workers) as one, core(store, workers) as two:
+    async with fleet(P, D) as workers, core(store, workers, id="one") as one, core(store, workers, id="two") as two:
+        workers[1].script.pause_at = 3
         async with watching(store, one), watching(store, two):
             await until(lambda: workers[1].starts)
             owner = one if KEY in one.dispatcher.executions.open else two
             stream = await owner.dispatcher.resume(KEY)
+            workers[1].go.set()
             assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
             assert len(workers[1].starts) == 1
             await until(lambda: one.store_is_done and two.store_is_done)

@@ -22,7 +22,7 @@ from decant.state.quota import Quotas, TenantLimits
 from decant.state.store import Store
 from tests.router.fake_script import answer
 from tests.router.fake_worker import FakeWorker, fleet
-from tests.router.harness import Core, begin_paused, core, ended, make_request, tokens_of, until
+from tests.router.harness import Core, begin_paused, core, ended, jump, make_request, tokens_of, until
 from tests.state.factories import make_store
 from tests.state.test_every_operation import Tape
 
@@ -137,11 +137,14 @@ async def test_however_it_ends_its_share_is_free(store: Store, at_work: Callable
         await until(lambda: not at_work())
 
 
-async def test_a_deadline_frees_its_share(store: Store, at_work: Callable[[], set[str]]) -> None:
+async def test_a_deadline_frees_its_share(
+    store: Store, at_work: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as scene:
         workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request(seconds=1.0))
+        stream = await scene.dispatcher.begin(make_request(seconds=8.0))
         assert at_work() == {"r"}
+        jump(monkeypatch, 8.0)
         assert isinstance((await ended(stream)).end, DeadlineExceeded)
         await until(lambda: not at_work())
 
@@ -237,14 +240,15 @@ async def test_without_redis_no_quota_applies_and_all_requests_count_afterwards(
     async def away(*_: object) -> bool:
         raise StoreUnavailable("away")
 
-    async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as scene:
+    async with fleet(P, D) as workers, core(store, workers, quotas=ONE, flush_ms=10_000) as scene:
         workers[1].script.pause_at = 2
         await scene.dispatcher.begin(make_request())
         with monkeypatch.context() as patch:
             patch.setattr(Quotas, "acquire", away)
             await scene.dispatcher.begin(make_request("second"))
-        scene.router.journal_writer.is_unavailable = True
-        third = await scene.dispatcher.begin(make_request("third"))
+        with monkeypatch.context() as patch:
+            patch.setattr(scene.router.journal_writer, "is_unavailable", True)
+            third = await scene.dispatcher.begin(make_request("third"))
         assert not third.resumable
         await until(lambda: at_work() == {"r", "second", "third"})
         workers[1].go.set()

@@ -17,6 +17,7 @@ from decant.protos import worker_pb2_grpc as services
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from tests.e2e.fork_server import Forked
+from tests.router.harness import until
 from tests.router.test_router_process import Running, become_ready, router
 
 pytestmark = pytest.mark.slow
@@ -29,6 +30,8 @@ class Deployment:
     router: Running
     stub: inference_pb2_grpc.InferenceServiceStub
     workers: dict[str, Forked]
+    received: int = 0
+    """Tokens, of all answers."""
 
     async def answer(self, prompt: int, count: int, id: str = "") -> tuple[list[int], pb.Receipt]:
         ids: list[int] = []
@@ -36,6 +39,7 @@ class Deployment:
         async for message in self.stub.GenerateStream(asked(prompt, count, id), timeout=PATIENCE):
             if message.HasField("delta"):
                 ids += message.delta.token_ids
+                self.received += len(message.delta.token_ids)
             last = message
         return ids, last.receipt
 
@@ -113,8 +117,9 @@ async def test_answers_survive_the_loss_of_a_decode_worker_and_nothing_is_left(
             assert receipt.decode_worker in "de"
             assert receipt.attempts == 1
         await scene.until_clean("p", "d", "e")
+        some = scene.received + 8 * 10
         again = [asyncio.ensure_future(scene.answer(prompt, 40)) for prompt in prompts]
-        await asyncio.sleep(0.4)  # in the middle of something, whatever it is
+        await until(lambda: scene.received >= some)
         scene.workers["d"].send_signal(signal.SIGKILL)
         answers = await asyncio.gather(*again)
         assert [ids for ids, _ in answers] == [ids for ids, _ in quiet]
@@ -169,8 +174,9 @@ async def test_when_the_only_decode_worker_is_lost_the_prefill_worker_decodes(
     async with deployment(server, store, p="prefill", d="decode") as scene:
         quiet = await asyncio.gather(*[scene.answer(prompt, 40) for prompt in range(100, 104)])
         assert {receipt.decode_worker for _, receipt in quiet} == {"d"}
+        some = scene.received + 4 * 10
         again = [asyncio.ensure_future(scene.answer(prompt, 40)) for prompt in range(100, 104)]
-        await asyncio.sleep(0.4)  # in the middle of something, whatever it is
+        await until(lambda: scene.received >= some)
         scene.workers["d"].send_signal(signal.SIGKILL)
         answers = await asyncio.gather(*again)
         assert [ids for ids, _ in answers] == [ids for ids, _ in quiet]

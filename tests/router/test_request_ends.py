@@ -33,6 +33,7 @@ from tests.router.harness import (
     core,
     ended,
     error_of,
+    jump,
     make_request,
     nothing_is_left_at,
     stored,
@@ -95,11 +96,14 @@ async def test_a_cancel_ends_it_at_once_in_every_state(store: Store, phase: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
-async def test_the_deadline_ends_a_request_in_every_state(store: Store, phase: str) -> None:
+async def test_the_deadline_ends_a_request_in_every_state(
+    store: Store, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         hold(workers, phase)
-        stream = await scene.dispatcher.begin(make_request(seconds=1.0))
+        stream = await scene.dispatcher.begin(make_request(seconds=8.0))
         await is_in(stream, workers, phase)
+        jump(monkeypatch, 8.0)
         assert isinstance((await ended(stream)).end, DeadlineExceeded)
         await nothing_is_left_at(workers)
         if phase in ("handing off", "decoding"):

@@ -36,8 +36,11 @@ PROMPT = [1, 2, 3]
 
 async def test_a_split_request_fills_its_receipt_from_both_workers(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        stream = await scene.answer(make_request())
-        assert tokens_of(stream) == answer(PROMPT, 5)
+        workers[1].script.pause_at = 1
+        stream = await scene.dispatcher.begin(make_request())
+        await until(lambda: stream.path.prefill_s)  # it comes over another connection than the end
+        workers[1].go.set()
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
         assert stream.end == Finish(pb.FINISH_REASON_LENGTH)
         path = stream.path
         assert (path.prefill_worker, path.decode_worker, path.attempts) == ("p", "d", 1)

@@ -20,6 +20,7 @@ from tests.router.harness import (
     core,
     ended,
     ended_run,
+    jump,
     make_request,
     tokens_of,
     until,
@@ -88,10 +89,10 @@ async def test_a_finished_request_is_replayed(store: Store, from_store: bool) ->
             assert record.receipt.e2e_ms > 0
 
 
-async def test_a_failed_request_is_replayed_with_its_error(store: Store) -> None:
+async def test_a_failed_request_is_replayed_with_its_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
-        workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request(seconds=0.5))
+        stream = await begin_paused(scene, workers[1], 2, request=make_request(seconds=8.0))
+        jump(monkeypatch, 8.0)
         assert isinstance((await ended(stream)).end, DeadlineExceeded)
         await until(lambda: scene.store_is_done)
         again = await scene.dispatcher.resume(KEY)

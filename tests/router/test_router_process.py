@@ -158,6 +158,7 @@ async def test_a_client_is_answered_through_both_pools_and_the_router_drains(
                     ids += (await call.read()).delta.token_ids
                 running.process.send_signal(signal.SIGTERM)
                 await running.line("shutdown")
+                assert (await running.line("readiness"))["state"] == "draining"
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await stub.Generate(asked())
                 assert refused.value.code() is grpc.StatusCode.UNAVAILABLE

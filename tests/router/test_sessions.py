@@ -137,6 +137,7 @@ async def test_runs_of_an_earlier_session_are_cancelled() -> None:
             opened.start(run.following)
             await until(lambda: len(run.stream.tokens) == 2)
         assert isinstance(run.events[-1], wire.Failed)
+        await until(lambda: not worker._outs)  # the next session comes over another connection
         async with session(worker, router):
             await until(lambda: worker.cancels)
             assert worker.cancels[0].run == run.following.run
@@ -144,7 +145,7 @@ async def test_runs_of_an_earlier_session_are_cancelled() -> None:
 
 
 async def test_a_start_that_never_arrived_is_sent_again_and_one_that_did_has_failed() -> None:
-    async with fleet(D) as (worker,), session(worker) as (opened, _):
+    async with fleet(D) as (worker,), session(worker, reconnect_s=10 * PATIENCE) as (opened, _):
         worker.script.pause_at = 2
         known = make_run(attempt=1)
         opened.start(known.following)

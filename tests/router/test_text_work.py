@@ -18,12 +18,15 @@ class Held:
         self.at_work = 0
         self.most = 0
         self.go = threading.Event()
+        self._lock = threading.Lock()
 
     def __call__(self) -> int:
-        self.at_work += 1
-        self.most = max(self.most, self.at_work)
+        with self._lock:
+            self.most = max(self.most, self.at_work + 1)
+            self.at_work += 1
         self.go.wait(PATIENCE)
-        self.at_work -= 1
+        with self._lock:
+            self.at_work -= 1
         return self.most
 
 
