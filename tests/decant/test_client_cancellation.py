@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
+import threading
+import time
 import uuid
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 
 import decant
 from decant import AsyncClient, Client
+from decant.client.routers import CancelSignal
 from decant.protos import inference_pb2 as pb
 from tests.decant.scripted import PATIENCE_S, Script, for_ever, never
 
@@ -80,6 +84,22 @@ def test_a_stream_abandoned_before_its_first_message_ends_its_call(client: Clien
     client.server_info()
     if script.asked:  # otherwise the stream closed before it arrived
         assert script.call_ended.wait(PATIENCE_S)
+
+
+def test_a_signal_just_before_a_wait_for_the_next_try_ends_it() -> None:
+    """One that another thread receives does not wake the main thread either."""
+    closing = CancelSignal()
+    before = signal.signal(signal.SIGUSR1, lambda *_: closing.set())
+    sending = threading.Timer(0.05, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR1))
+    began = time.monotonic()
+    try:
+        sending.start()
+        closing.wait(PATIENCE_S)
+    finally:
+        sending.join(PATIENCE_S)
+        signal.signal(signal.SIGUSR1, before)
+    assert closing.is_set
+    assert time.monotonic() - began < PATIENCE_S / 2
 
 
 async def break_out_async(client: AsyncClient) -> None:
