@@ -117,6 +117,7 @@ async def load(job: Job, scene: Deployment) -> Window:
             message = json.loads(line)
             if "window" in message:
                 samples.append((time.monotonic(), scene.cpu(), await scene.scripts()))
+                process.stdin.write(b"\n")
             result = message.get("result")
     finally:
         if process.returncode is None:

@@ -3,6 +3,7 @@
     parent                                   here
       job, one JSON object  ── stdin ──>     opens a channel, starts
       {"window": "begin"}   <── stdout ──    the measured window starts
+      an empty line         ── stdin ──>     after each of both: it goes on
       {"window": "end"}     <── stdout ──
       {"result": {...}}     <── stdout ──    last
 
@@ -157,7 +158,13 @@ async def serve(job: Job, send: Callable[[dict[str, Any]], None]) -> None:
 
 def main() -> None:
     job = Job(**json.loads(sys.stdin.readline()))
-    asyncio.run(serve(job, lambda message: print(json.dumps(message), flush=True)))
+
+    def send(message: dict[str, Any]) -> None:
+        print(json.dumps(message), flush=True)
+        if "window" in message:
+            sys.stdin.readline()
+
+    asyncio.run(serve(job, send))
 
 
 if __name__ == "__main__":

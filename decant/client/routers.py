@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, cast
 from weakref import WeakSet
@@ -22,6 +23,8 @@ from decant.runtime.telemetry import tracing
 
 CANCEL_SECONDS = 2.0
 """A lost router does not delay its client."""
+WAIT_SECONDS = 0.2
+"""Of one wait in the main thread: a signal that comes just before it does not end it."""
 
 
 @contextlib.contextmanager
@@ -57,9 +60,10 @@ class CancelSignal:
         self._wakeups.put(None)
 
     def wait(self, seconds: float) -> None:
-        if seconds > 0 and not self.is_set:
+        ends = time.monotonic() + seconds
+        while not self.is_set and (left := ends - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
-                self._wakeups.get(timeout=seconds)
+                self._wakeups.get(timeout=min(left, WAIT_SECONDS))
 
 
 class Routers:

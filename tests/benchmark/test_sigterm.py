@@ -43,6 +43,6 @@ def test_sigterm_leaves_no_process_and_no_record(state: str) -> None:
     finally:
         bench.terminate()
         bench.wait(DEADLINE_S)
-    _, alive = psutil.wait_procs(left, timeout=10.0)
+    _, alive = psutil.wait_procs(left, timeout=DEADLINE_S)
     assert not alive
     assert not [one for one in deployments.running() if one.pid in {process.pid for process in left}]

@@ -6,8 +6,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -19,6 +18,7 @@ from decant.protos import inference_pb2_grpc
 from decant.runtime.error_details import to_status, trailers
 from decant.runtime.errors import DeadlineExceeded, NotFound, ServiceError
 from decant.runtime.serving.health import HealthService, Readiness
+from tests.loop_thread import on_a_thread
 
 PATIENCE_S = 60.0
 
@@ -204,33 +204,24 @@ async def never(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.Generat
     yield started(request)
 
 
-@contextmanager
-def serving(script: Script, port: int = 0) -> Iterator[str]:
-    """Serve a script on a thread of its own; yields the address. `asyncio.run` waits for all that it started."""
-    started, stop = Future[tuple[str, asyncio.AbstractEventLoop]](), asyncio.Event()
-
-    async def serve() -> None:
-        server, readiness = grpc.aio.server(interceptors=[Doorkeeper(script)]), Readiness()
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(script, server)
-        health_pb2_grpc.add_HealthServicer_to_server(HealthService(readiness, []), server)
-        if script.is_ready:
-            readiness.ready()
-        address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
-        await server.start()
-        started.set_result((address, asyncio.get_running_loop()))
-        await stop.wait()
+@asynccontextmanager
+async def _serving(script: Script, port: int) -> AsyncIterator[str]:
+    server, readiness = grpc.aio.server(interceptors=[Doorkeeper(script)]), Readiness()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(script, server)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthService(readiness, []), server)
+    if script.is_ready:
+        readiness.ready()
+    address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+    await server.start()
+    try:
+        yield address
+    finally:
         readiness.stopped()  # ends watches
         await server.stop(None)
 
-    with ThreadPoolExecutor(1) as thread:
-        served = thread.submit(asyncio.run, serve())
-        either: list[Future[Any]] = [started, served]
-        wait(either, PATIENCE_S, FIRST_COMPLETED)
-        if served.done():
-            served.result()
-        address, loop = started.result(0)
-        try:
-            yield address
-        finally:
-            loop.call_soon_threadsafe(stop.set)
-            served.result(PATIENCE_S)
+
+@contextmanager
+def serving(script: Script, port: int = 0) -> Iterator[str]:
+    """Serve a script on a thread of its own; yields the address."""
+    with on_a_thread(_serving(script, port)) as address:
+        yield address

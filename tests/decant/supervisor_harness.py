@@ -80,13 +80,7 @@ class Up:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def child(self, port: int) -> psutil.Process:
-        (found,) = [
-            one
-            for one in self.descendants()
-            if any(
-                connection.laddr.port == port for connection in one.net_connections() if connection.status == "LISTEN"
-            )
-        ]
+        (found,) = [one for one in self.descendants() if _listens(one, port)]
         return found
 
     def end(self, number: int = signal.SIGTERM) -> int:
@@ -105,6 +99,14 @@ class Up:
     def stderr(self) -> str:
         assert self.process.stderr
         return self.process.stderr.read()
+
+
+def _listens(process: psutil.Process, port: int) -> bool:
+    try:
+        connections = process.net_connections()
+    except psutil.NoSuchProcess:  # a test has just killed it
+        return False
+    return any(one.laddr.port == port for one in connections if one.status == "LISTEN")
 
 
 def nothing_left(descendants: list[psutil.Process], folder: Path) -> None:

@@ -7,7 +7,8 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -180,9 +181,23 @@ def test_memory_is_compared_with_what_is_free(monkeypatch: pytest.MonkeyPatch, m
     assert "memory: " in refusal(kv_memory=None)
 
 
+@contextmanager
+def taken_port() -> Iterator[int]:
+    """The one below it is free."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as below:
+            port: int = taken.getsockname()[1]
+            below.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                below.bind(("127.0.0.1", port - 1))
+            except OSError:
+                continue
+            yield port
+            return
+
+
 def test_a_port_in_use_is_refused_with_the_process_that_holds_it() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with taken_port() as port:
         line = refusal(port=port)
         assert line.startswith(f"--port: {port} is in use by process {os.getpid()} (")
         assert f"--port: {port} is in use" in refusal(port=port - 1, router=2)

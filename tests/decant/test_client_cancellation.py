@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
+import threading
+import time
 import uuid
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 
 import decant
 from decant import AsyncClient, Client
+from decant.client.routers import CancelSignal
 from decant.protos import inference_pb2 as pb
 from tests.decant.scripted import PATIENCE_S, Script, for_ever, never
 
@@ -82,18 +86,34 @@ def test_a_stream_abandoned_before_its_first_message_ends_its_call(client: Clien
         assert script.call_ended.wait(PATIENCE_S)
 
 
-async def break_out_async(client: AsyncClient) -> None:
+def test_a_signal_just_before_a_wait_for_the_next_try_ends_it() -> None:
+    """One that another thread receives does not wake the main thread either."""
+    closing = CancelSignal()
+    before = signal.signal(signal.SIGUSR1, lambda *_: closing.set())
+    sending = threading.Timer(0.05, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR1))
+    began = time.monotonic()
+    try:
+        sending.start()
+        closing.wait(PATIENCE_S)
+    finally:
+        sending.join(PATIENCE_S)
+        signal.signal(signal.SIGUSR1, before)
+    assert closing.is_set
+    assert time.monotonic() - began < PATIENCE_S / 2
+
+
+async def break_out_async(client: AsyncClient, script: Script) -> None:
     async for _ in client.stream("x", request_id="r"):
         break
 
 
-async def end_with_block_async(client: AsyncClient) -> None:
+async def end_with_block_async(client: AsyncClient, script: Script) -> None:
     async with client.stream("x", request_id="r") as stream:
         async for _ in stream:
             break
 
 
-async def cancel_the_reader(client: AsyncClient) -> None:
+async def cancel_the_reader(client: AsyncClient, script: Script) -> None:
     arrived = asyncio.Event()
 
     async def read() -> None:
@@ -107,10 +127,19 @@ async def cancel_the_reader(client: AsyncClient) -> None:
         await reading
 
 
-async def time_out_around_generate(client: AsyncClient) -> None:
+async def time_out_around_generate(client: AsyncClient, script: Script) -> None:
+    limit = asyncio.timeout(PATIENCE_S)
+
+    async def expire_once_asked() -> None:
+        while not script.asked:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        limit.reschedule(asyncio.get_running_loop().time())
+
+    expiring = asyncio.create_task(expire_once_asked())
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.3):
+        async with limit:
             await client.generate("x", request_id="r")
+    await expiring
 
 
 @pytest.mark.parametrize(
@@ -126,7 +155,7 @@ async def time_out_around_generate(client: AsyncClient) -> None:
 async def test_an_abandoned_async_call_cancels_its_request_and_ends(address: str, script: Script, leave: Any) -> None:
     script.answering = for_ever
     async with AsyncClient(address) as client:
-        await leave(client)
+        await leave(client, script)
         assert await asyncio.to_thread(script.was_cancelled.wait, PATIENCE_S)
         assert await asyncio.to_thread(script.call_ended.wait, PATIENCE_S)
     assert script.cancelled == ["r"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,6 +10,7 @@ import pytest
 import decant
 from tests.decant.scripted import PATIENCE_S, Break, Script, serving
 from tests.decant.two_routers import LOST, AsyncClient, Client, Two, is_whole
+from tests.ports import kept
 
 
 async def test_every_call_goes_to_a_router_that_runs(two: Two) -> None:
@@ -88,9 +90,10 @@ def test_requests_are_spread_over_the_routers(two: Two) -> None:
 
 def test_a_restarted_router_is_called_again(two: Two) -> None:
     gone, live = Script(), two.address.split(",")[0]
-    with serving(gone) as address:
-        pass
-    with Client([address, live]) as client:
+    with contextlib.ExitStack() as stack:
+        with serving(gone) as address:
+            stack.enter_context(kept(address))
+        client = stack.enter_context(Client([address, live]))
         for _ in range(4):
             client.generate("x")
         with serving(gone, int(address.rpartition(":")[2])):

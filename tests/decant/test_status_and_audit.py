@@ -15,7 +15,7 @@ from decant.protos import worker_pb2_grpc
 from decant.protos.state_pb2 import RouterRegistration, WorkerRegistration
 from decant.runtime.connections.peer import new_peer
 from decant.state.private_redis import PrivateRedis
-from decant.state.store import Store, StoreSettings
+from tests.state.factories import make_store
 
 WELL = wire.AuditResponse(total_blocks=10, free_blocks=4, cached_blocks=3, owned_blocks=2, leased_blocks=1, sessions=1)
 
@@ -47,7 +47,7 @@ def redis() -> Iterator[str]:
 
 def register(url: str, address: str, id: str = "decode-1") -> None:
     async def write() -> None:
-        async with Store(StoreSettings(url)) as store:
+        async with make_store(url, registration_s=600.0) as store:
             facts = WorkerRegistration(peer=new_peer(id), address=address, role=wire.ROLE_DECODE, model="m")
             await store.workers.register(facts, wire.Load(total_blocks=10, free_blocks=4, running=2, queued_tokens=55))
             load = wire.Load(running=3, waiting=1)

@@ -3,10 +3,10 @@ from __future__ import annotations
 import io
 import json
 import re
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from decant.command import top
 from decant.command.app import app
+from decant.command.deployment import processes
 from decant.command.deployment.processes import LOST, Process
 from decant.command.top.figures import RouterFigures, Snapshot, WorkerFigures, model_figures
 from decant.command.top.pages import Reader, Target
@@ -24,6 +25,13 @@ from decant.runtime.serving.health import Readiness
 from decant.runtime.telemetry.metrics import EngineMetrics, ProcessMetrics, Registry, RequestMetrics
 
 LATENCY = "decant_time_to_first_token_seconds"
+NOW = 1_000.0
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the states of processes."""
+    monkeypatch.setattr(processes, "time", SimpleNamespace(time=lambda: NOW))
 
 
 def sample(at: float, *lines: str) -> Sample:
@@ -144,7 +152,7 @@ async def read_pair() -> Snapshot:
     worker, engine = worker_registry()
     router, requests = router_registry({"total": 1, "requests": [REQUEST]})
     async with admin(worker) as at_worker, admin(router) as at_router:
-        dead = Process(1, LOST, lost_at=time.time() - 3)
+        dead = Process(1, LOST, lost_at=NOW - 3)
         targets = [Target("decode-1", at_worker), Target("prefill-1", None, dead), Target("router-1", at_router)]
         reader = Reader()
         await reader.read(targets)

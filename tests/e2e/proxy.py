@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -16,6 +15,7 @@ from typing import Any, Literal, cast
 import grpc
 
 from decant.protos import worker_pb2 as wire
+from tests.loop_thread import on_a_thread
 
 PREFILL = "/decant.internal.v1.Prefill/Prefill"
 SESSION = "/decant.internal.v1.Decode/Session"
@@ -158,18 +158,5 @@ async def serving() -> AsyncIterator[Proxy]:
 @contextmanager
 def proxy() -> Iterator[Proxy]:
     """A proxy on a thread and event loop of its own."""
-    started, stop = Future[tuple[Proxy, asyncio.AbstractEventLoop]](), asyncio.Event()
-
-    async def serve() -> None:
-        async with serving() as one:
-            started.set_result((one, asyncio.get_running_loop()))
-            await stop.wait()
-
-    with ThreadPoolExecutor(1) as thread:
-        served = thread.submit(asyncio.run, serve())  # `run` waits for all that it started
-        made, loop = started.result(30)
-        try:
-            yield made
-        finally:
-            loop.call_soon_threadsafe(stop.set)
-            served.result(30)
+    with on_a_thread(serving()) as made:
+        yield made

@@ -19,6 +19,7 @@ from decant.runtime.error_details import Reason
 from decant.runtime.errors import from_call
 from tests.e2e.client_checks import ask, asked, open_stub
 from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
+from tests.e2e.metrics_page import read_page
 from tests.e2e.proxy import Proxy, proxy
 
 pytestmark = pytest.mark.slow
@@ -46,6 +47,12 @@ class Scene:
         async with asyncio.timeout(PATIENCE_S):
             while not holds(await asyncio.to_thread(self.running.workers[worker].audit)):  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
+
+    async def until_listed(self, request_id: str) -> None:
+        port = self.running.routers[0].until("serving")["admin_port"]
+        async with asyncio.timeout(PATIENCE_S):
+            while f"{request_id}-{self.mark}" not in await asyncio.to_thread(read_page, port, "/requests"):
+                pass
 
     async def cancel(self, request_id: str) -> int:
         answer = await self.stub.CancelGeneration(pb.CancelGenerationRequest(request_id=f"{request_id}-{self.mark}"))
@@ -96,7 +103,7 @@ async def queued(scene: Scene) -> Any:
     for other in others:
         await other.read()
     call = scene.begin("it", output=500)
-    await asyncio.sleep(0.1)  # no event shows that it waits; if it runs, the test is only weaker
+    await scene.until_listed("it")  # if it runs already, the test is only weaker
     return call, others
 
 

@@ -210,7 +210,8 @@ async def test_overload_deadline_and_unavailable_have_their_reasons(scene: Scene
 async def test_a_stream_whose_router_lost_the_request_says_where_to_resume(scene: Scene, store: Store) -> None:
     paused(scene, 2)
     stream = scene.stream(5, request_id="taken")
-    await stream.read()
+    while (await stream.read()).seq < 2:
+        pass
     key = RequestKey("default", "taken")
     await store.requests.adopt(key, Incarnation("other", 1), (await store.requests.read(key)).epoch)
     pass_on(scene.workers[1], 3)

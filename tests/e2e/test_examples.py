@@ -64,6 +64,7 @@ def over_tls(running: Deployment, small: Path, tmp_path: Path) -> Iterator[dict[
     proof = ("--tls-certificate", str(made.certificate), "--tls-key", str(made.key), "--tls-client-ca", str(made.ca))
     store = ("--port", "0", "--redis-url", running.redis.url, "--models", str(small))
     with Process("router", *store, *proof) as router:
+        router.until("readiness", state="ready")
         yield {
             "DECANT_ADDRESS": router.until("serving")["address"],
             "DECANT_CA": str(made.ca),

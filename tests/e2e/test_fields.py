@@ -16,6 +16,7 @@ from decant.runtime.errors import Unimplemented, from_call
 from tests.e2e.checkpoints import small_with
 from tests.e2e.client_checks import TOKENIZER, Answer, alone, ask, asked, open_stub
 from tests.e2e.deployment import PATIENCE_S, Deployment, deployment
+from tests.e2e.metrics_page import until_metric
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +88,7 @@ UNIMPLEMENTED: dict[str, pb.GenerateRequest] = {
 def test_every_field_has_a_check_or_is_refused() -> None:
     refused = {*leaves(pb.GuidedDecoding.DESCRIPTOR), *UNIMPLEMENTED_FIELDS}
     every = set(leaves(pb.GenerateRequest.DESCRIPTOR))
-    assert every - refused == CHECKS.keys() | {"GenerateRequest.user"}
+    assert every - refused == CHECKS.keys() | {"GenerateRequest.user", "GenerateRequest.priority"}
     assert set(UNIMPLEMENTED_FIELDS) <= UNIMPLEMENTED.keys()
 
 
@@ -146,23 +147,25 @@ async def _messages(stub: Stub) -> None:
         assert answer.ids == expected.ids
 
 
-@field("GenerateRequest.priority")
-async def _priority(stub: Stub) -> None:
-    ended: list[int] = []
-
-    async def answered(priority: int) -> None:
-        await ask(stub, request(priority=priority))
-        ended.append(priority)
-
+async def test_waiting_requests_begin_by_priority(running: Deployment, stub: Stub) -> None:
     first = stub.GenerateStream(request(stopping=pb.StoppingParams(max_tokens=LONG, ignore_eos=True)))
     await first.read()  # it has the one place
-    waiting = []
-    for priority in (-1000, 0, 1000):
-        waiting.append(asyncio.create_task(answered(priority)))
-        await asyncio.sleep(0.05)  # they come in this order; were it another, the order of their ends would not change
+    ids = {priority: str(uuid.uuid4()) for priority in (-1000, 0, 1000)}
+    waiting = [
+        asyncio.create_task(ask(stub, request(priority=priority, request_id=id))) for priority, id in ids.items()
+    ]
+    port = running.routers[0].until("serving")["admin_port"]
+    await until_metric(port, "decant_requests_waiting", lambda count: count == len(ids))
     first.cancel()
     await asyncio.gather(*waiting)
-    assert ended == [1000, 0, -1000]
+
+    async def began(priority: int) -> int:
+        generation = await stub.GetGeneration(pb.GetGenerationRequest(request_id=ids[priority]))
+        queued = pb.Generation.STATE_QUEUED
+        return min(int(one.time.ToNanoseconds()) for one in generation.transitions if one.state != queued)
+
+    times = [await began(priority) for priority in (1000, 0, -1000)]
+    assert times == sorted(times)
 
 
 async def test_the_user_is_logged_and_changes_nothing(running: Deployment, stub: Stub) -> None:

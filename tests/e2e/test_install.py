@@ -57,7 +57,7 @@ def test_the_wheel_runs_a_deployment_and_asks_it(environment: Path, tmp_path: Pa
     found = subprocess.run(where, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
     assert found.stdout.startswith(str(environment)), found.stdout
     up = subprocess.Popen(
-        [decant, "up", "--port", "0"],
+        [decant, "up", "--port", "0", "--ready-seconds", str(PATIENCE_S)],
         cwd=tmp_path,
         env=variables,
         stdout=subprocess.PIPE,

@@ -221,13 +221,14 @@ async def test_detached_requests_of_a_router_that_dies_are_finished_by_the_other
         second, other = open_stub(running.addresses[1])
         async with first, second:
             whole = await ask(other, request())
-            cut = []
+            calls = []
             for _ in range(3):
                 asking = request()
                 asking.stream.on_disconnect = pb.StreamOptions.ON_DISCONNECT_DETACH
                 asking.stream.detach_ttl_ms = 600_000
-                call = one.GenerateStream(asking, timeout=PATIENCE_S)
-                cut.append((asking, await read(call, 5)))
+                calls.append((asking, one.GenerateStream(asking, timeout=PATIENCE_S)))
+            cut = [(asking, await read(call, 5)) for asking, call in calls]  # none ends before the router does
+            for _, call in calls:
                 call.cancel()
             running.routers[0].kill()
             for asking, begun in cut:

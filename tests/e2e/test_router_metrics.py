@@ -53,8 +53,12 @@ async def answer_one(scene: Scene) -> Totals:
 
 
 async def check_listed(scene: Scene) -> None:
-    page = json.loads(await asyncio.to_thread(read_page, scene.admin_port, "/requests"))
-    running, waiting = page["requests"]
+    async with asyncio.timeout(PATIENCE_S):
+        while True:  # until the decode worker has paused
+            page = json.loads(await asyncio.to_thread(read_page, scene.admin_port, "/requests"))
+            running, waiting = page["requests"]
+            if running["output_tokens"] == 2:
+                break
     assert page["total"] == 2
     assert (running["state"], running["output_tokens"], running["decode_worker"]) == ("decoding", 2, "d")
     assert (waiting["state"], waiting["output_tokens"], waiting["decode_worker"]) == ("queued", 0, "")

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -128,14 +129,23 @@ def _read(path: Path) -> Deployment | None:
     except OSError:
         return None
     with open(descriptor, encoding="utf-8") as file:
-        if os.fstat(descriptor).st_uid != os.getuid() or not _is_locked(descriptor):
+        if os.fstat(descriptor).st_uid != os.getuid():
             return None
+        if not _is_locked(descriptor):
+            return _read(path) if _is_replaced(path, descriptor) else None
         try:
             values = json.load(file)
             processes = {name: Process(**one) for name, one in values["processes"].items()}
             return Deployment(**{**values, "addresses": tuple(values["addresses"]), "processes": processes})
         except (AttributeError, KeyError, TypeError, ValueError):
             return None  # written by another version
+
+
+def _is_replaced(path: Path, descriptor: int) -> bool:
+    """A newer record of the same process was written meanwhile."""
+    with suppress(OSError):
+        return not os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    return False
 
 
 def _is_locked(descriptor: int) -> bool:

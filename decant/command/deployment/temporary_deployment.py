@@ -18,6 +18,7 @@ from decant.command.errors import CommandFailed
 
 _LAST_LINES = 20
 _END_SECONDS = 120.0
+_WAIT_SECONDS = 0.2  # of one wait: a signal that comes just before it does not end it
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -27,12 +28,22 @@ def temporary_deployment(*arguments: str, variables: Mapping[str, str] = _NO_VAR
     up = ("up", "--port", "0", "--log-format", "json")
     command = [sys.executable, "-P", "-m", "decant.command", *up, *arguments]
     started: list[subprocess.Popen[str]] = []
-    before = signal.signal(signal.SIGTERM, lambda *_: _end_process(started))
+    is_asked = False
+
+    def end(*_: object) -> None:
+        nonlocal is_asked
+        is_asked = True
+        if started:
+            _end_process(started)
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **variables}
         )
         started.append(process)
+        if is_asked:  # while the process was being started
+            _end_process(started)
         _await_ready(process)
         yield next(one for one in deployments.running() if one.pid == process.pid)
     finally:
@@ -60,16 +71,23 @@ def _stop(started: Sequence[subprocess.Popen[str]]) -> None:
 
 def _await_ready(process: subprocess.Popen[str]) -> None:
     """Raises CommandFailed with its last output."""
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if _is_ready(line):
-            break
-    else:
+    lines: list[str] = []
+    is_known = threading.Event()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if _is_ready(line):
+                break
+        is_known.set()
+        deque(process.stdout, 0)  # else its processes would block in a log call when the pipe is full
+
+    threading.Thread(target=read, daemon=True).start()
+    while not is_known.wait(_WAIT_SECONDS):
+        pass
+    if not lines or not _is_ready(lines[-1]):
         raise CommandFailed("the deployment did not come up:\n" + "".join(lines[-_LAST_LINES:]))
-    # Else its processes would block in a log call when the pipe is full.
-    threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
 
 
 def _is_ready(line: str) -> bool:

@@ -1,6 +1,7 @@
 """GetGeneration: a request continues as a job; its state and its result can be fetched for an hour."""
 
 import os
+import time
 import uuid
 
 import decant
@@ -18,7 +19,8 @@ with decant.Client(ADDRESS) as client:
 
     for _ in client.resume(REQUEST_ID):  # until it ends
         pass
-    generation = client.generation(REQUEST_ID)
+    while not (generation := client.generation(REQUEST_ID)).state.is_end:
+        time.sleep(0.05)  # the routers that did not run it learn of its end a moment later
     print(generation.state, "with", generation.last_seq, "tokens, kept until", generation.expire_time)
     for transition in generation.transitions:
         print(transition.time.time(), transition.state)
