@@ -150,18 +150,24 @@ async def test_after_the_commit_the_loss_of_the_target_fails_the_run() -> None:
         await new.node.audit()
 
 
-async def test_a_run_that_has_not_begun_is_refused_and_keeps_its_ticket() -> None:
+@pytest.mark.parametrize("engine", ["has no room", "is being asked for room"])
+async def test_a_run_that_has_not_begun_is_refused_and_keeps_its_ticket(engine: str) -> None:
     async with Node("p") as prefill, pair(running=1) as (old, new):
         first, waits = make_run("t/first"), make_run("t/waits")
         old.node.device.seconds = 0.05  # the first is at work until it is cancelled
-        await old.start(first, make_work(10, 300))
+        await old.start(first, make_work(10, 400))
         await old.until_tokens(first, 1)
         work = make_work(30, 8, seed=3)
         ticket = await prefill.offer(waits, work)
+        if engine == "is being asked for room":
+            old.node.device.seconds = 10.0  # it answers with its next step
         await old.start(waits, work, ticket)
-        await eventually(lambda: old.node.host.waiting_arrivals == 1)
+        await eventually(lambda: len(list(old.node.decode.runs())) == 2)
+        if engine == "has no room":
+            await eventually(lambda: old.node.host.waiting_arrivals == 1)
         await old.send(migrate=wire.Migrate(run=waits, output=0))
         assert (await old.until_message(waits, "refused")).failure.cause == wire.CAUSE_DRAINING
+        hurry(old)
         await new.start(waits, work, ticket)
         [record] = await new.until_ended(waits)
         assert record.text(30) == alone(work)
