@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 
+from decant.engine.plan import StepPlan
 from decant.engine.transfer import BlockAddress
 from decant.handoff.codec import Received, decode
 from decant.handoff.errors import SequenceAlreadyFinished
@@ -16,6 +18,7 @@ from decant.handoff.transport import GrpcTransport
 from decant.protos import worker_pb2 as wire
 from tests.handoff.factories import Wire, Worker, alone, ask
 from tests.handoff.harness import TRANSPORTS, Transport, connect, hand_over
+from tests.worker.waiting import PATIENCE, advance, eventually
 
 
 @TRANSPORTS
@@ -34,10 +37,14 @@ async def test_a_handoff_generates_the_text_of_one_engine(transport: Transport, 
 
 @TRANSPORTS
 async def test_blocks_travel_while_the_prompt_is_still_being_computed(transport: Transport) -> None:
-    request = ask(length=64)
-    async with Worker("p", cost=lambda _: 0.02) as sender, Worker("d") as receiver, transport(sender) as source:
+    request = ask(length=240)
+    began: dict[tuple[int, int], int] = {}
+
+    def waits(_: StepPlan) -> float:
+        return 0.0 if began else 0.05
+
+    async with Worker("p", cost=waits) as sender, Worker("d") as receiver, transport(sender) as source:
         room = await receiver.room(request)
-        began: dict[tuple[int, int], int] = {}
 
         def wrote(address: BlockAddress, *rest: Any, write: Any = room.write) -> None:
             began.setdefault(address, sender.engine.load().parked)
@@ -52,13 +59,27 @@ async def test_blocks_travel_while_the_prompt_is_still_being_computed(transport:
 @pytest.mark.slow
 @TRANSPORTS
 async def test_a_fetch_lasts_longer_than_a_lease_while_its_runs_are_acknowledged(transport: Transport) -> None:
-    request = ask(length=64)
+    request, steps = ask(length=64), threading.Semaphore(0)
+
+    def waits(_: StepPlan) -> float:
+        steps.acquire(timeout=PATIENCE)
+        return 0.0
+
     async with (
-        Worker("p", lease_ms=1200, cost=lambda _: 0.4) as sender,
+        Worker("p", lease_ms=600_000, cost=waits) as sender,
         Worker("d") as receiver,
         transport(sender) as source,
     ):
-        await receiver.receiver.receive(source, await sender.offer(request), await receiver.room(request))
+        ticket, room = await sender.offer(request), await receiver.room(request)
+        fetching = asyncio.create_task(receiver.receiver.receive(source, ticket, room))
+        [lease] = sender.sender.leases.all()
+        for _ in range(7):  # of eight steps
+            before = lease.timer.when()
+            steps.release()
+            await eventually(lambda: lease.timer.when() > before)  # noqa: B023 - awaited here
+            advance(400)
+        steps.release()
+        await fetching
         assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
         assert not sender.sender.expired
 

@@ -24,26 +24,23 @@ from decant.runtime.errors import InvalidArgument, ServiceError
 from decant.runtime.serving.interceptor import ErrorInterceptor
 from tests.handoff.factories import Wire, Worker, ask
 from tests.handoff.harness import TRANSPORTS, Transport, connect, hand_over
-from tests.worker.waiting import eventually
+from tests.worker.waiting import PATIENCE, advance, eventually
 
 
 @TRANSPORTS
 async def test_a_broken_fetch_is_reported_and_costs_one_lease(transport: Transport) -> None:
     request = ask(length=64)
-    async with Worker("p", lease_ms=500, cost=lambda _: 0.05) as sender, Worker("d") as receiver:
+    async with Worker("p", cost=lambda _: 0.05) as sender, Worker("d") as receiver:
         async with transport(sender) as source:
             ticket, room = await sender.offer(request), await receiver.room(request)
-            blocks = []
 
             def wrote(*block: Any, write: Any = room.write) -> None:
-                blocks.append(block)
                 write(*block)
+                task.cancel()
 
             room.write = wrote  # type: ignore[method-assign, assignment]
             task = asyncio.create_task(receiver.receiver.receive(source, ticket, room))
-            await eventually(lambda: blocks)
-            task.cancel()
-            await asyncio.wait([task])
+            await asyncio.wait([task], timeout=PATIENCE)
         assert task.cancelled()
         await sender.emptied()
         await receiver.emptied()
@@ -70,22 +67,24 @@ async def test_a_silent_sender_is_lost_within_seconds() -> None:
                     await asyncio.sleep(3600)
                 yield received
 
-    async with Worker("p", lease_ms=500) as sender, Worker("d") as receiver:
+    async with Worker("p") as sender, Worker("d") as receiver:
         ticket, arrival = await sender.offer(ask()), await receiver.room(ask())
         with pytest.raises(HandoffFailed) as failed:
-            await asyncio.wait_for(receiver.receiver.receive(Silent(sender.sender), ticket, arrival), 5)
-        assert failed.value.cause == wire.CAUSE_PEER_LOST
+            await asyncio.wait_for(receiver.receiver.receive(Silent(sender.sender), ticket, arrival), PATIENCE)
+        assert (failed.value.cause, failed.value.detail) == (wire.CAUSE_PEER_LOST, "sender p was silent for 3 s")
         await receiver.emptied()
         await sender.emptied()
 
 
 async def test_an_unopened_ticket_ends_with_its_lease_unless_it_is_renewed() -> None:
-    async with Worker("p", lease_ms=400) as sender:
+    async with Worker("p", lease_ms=600_000) as sender:
         ticket = await sender.offer(ask())
         for _ in range(4):
-            await asyncio.sleep(0.2)
+            advance(400)
+            await asyncio.sleep(0.01)
             assert sender.sender.leases.renew(ticket.id)
         assert await sender.held()
+        advance(600)
         await sender.emptied()
         assert sender.sender.expired == 1
         assert not sender.sender.leases.renew(ticket.id)

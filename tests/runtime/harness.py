@@ -16,6 +16,7 @@ from decant.runtime.serving.health import Readiness
 from decant.runtime.serving.server import Server, Service
 from decant.runtime.serving.server_settings import ServerSettings
 from decant.runtime.telemetry.metrics import Registry
+from tests.worker.waiting import PATIENCE
 
 INFERENCE = pb.DESCRIPTOR.services_by_name["InferenceService"]
 DECODE = worker_pb2.DESCRIPTOR.services_by_name["Decode"]
@@ -103,7 +104,7 @@ async def scene(
 ) -> AsyncIterator[Scene]:
     script = Script()
     registry = Registry(process=False)
-    listening = ServerSettings(**{"port": 0, "drain_seconds": 5.0, **settings})
+    listening = ServerSettings(**{"port": 0, "drain_seconds": 10 * PATIENCE, **settings})
     server = Server(services(script), listening, Readiness(), registry)
     await server.start()
     running = asyncio.create_task(server.run(warm_up=warm_up, drain=drain))

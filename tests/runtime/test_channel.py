@@ -16,6 +16,7 @@ from decant.runtime.settings import InvalidSettings, SettingError
 from decant.runtime.settings_sources import load
 from tests.runtime.certificates import Certificates
 from tests.runtime.harness import scene
+from tests.worker.waiting import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 async def version(channel: grpc.aio.Channel) -> str:
     async with channel:
         info = await inference_pb2_grpc.InferenceServiceStub(channel).GetServerInfo(
-            pb.GetServerInfoRequest(), timeout=5
+            pb.GetServerInfoRequest(), timeout=PATIENCE
         )
         return str(info.version)
 
@@ -89,11 +90,11 @@ async def test_a_server_uses_replaced_tls_files_without_a_restart(
 ) -> None:
     files = Rotating(tmp_path / "tls", certificates)
     async with scene(peer=peer_of(certificates), **files.tls) as s:
-        await s.inference.GetServerInfo(pb.GetServerInfoRequest(), timeout=5)
+        await s.inference.GetServerInfo(pb.GetServerInfoRequest(), timeout=PATIENCE)
         files.replace(others)
         assert await version(open_channel(s.server.address, peer_of(others))) == "1"
         await refused(s.server.address, peer_of(certificates))
-        await s.inference.GetServerInfo(pb.GetServerInfoRequest(), timeout=5)  # connected before the change
+        await s.inference.GetServerInfo(pb.GetServerInfoRequest(), timeout=PATIENCE)  # connected before the change
 
 
 async def test_a_server_keeps_its_certificate_while_the_files_do_not_fit_together(
@@ -163,7 +164,7 @@ async def test_the_remaining_deadline_is_passed_to_the_next_call() -> None:
 
     async with scene() as s:
         s.script.unary = unary
-        await s.inference.Generate(pb.GenerateRequest(prompt="on"), timeout=2)
+        await s.inference.Generate(pb.GenerateRequest(prompt="on"), timeout=9)
         await s.inference.Generate(pb.GenerateRequest())
     outer, inner, none = seen
     assert outer is not None

@@ -16,6 +16,7 @@ from decant.runtime.telemetry import logs
 from decant.runtime.telemetry.logs import LogSettings
 from tests.runtime.cases import ERRORS, IDS
 from tests.runtime.harness import Scene, scene
+from tests.worker.waiting import PATIENCE
 
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 SECRET = "sk-12345: the inside of the house"
@@ -133,7 +134,7 @@ async def test_a_cancel_reaches_the_handler_and_counts_nowhere(kind: str, lines:
         }[kind]()
         await entered.wait()
         call.cancel()
-        await asyncio.wait_for(left.wait(), 2)
+        await asyncio.wait_for(left.wait(), PATIENCE)
         await s.inference.GetServerInfo(pb.GetServerInfoRequest())
         assert s.counted() == 0
     assert not [line for line in logged(lines) if line["level"] in ("error", "warning")]
@@ -156,7 +157,7 @@ async def test_a_generator_that_waits_to_send_is_closed_when_its_client_leaves()
         await entered.wait()
         await asyncio.sleep(0.1)  # without a reader, flow control stops the sender
         call.cancel()
-        await asyncio.wait_for(left.wait(), 2)
+        await asyncio.wait_for(left.wait(), PATIENCE)
         assert s.counted() == 0
 
 
@@ -224,7 +225,7 @@ async def test_a_cancel_of_something_else_does_not_leave_the_call_hanging() -> N
     async with scene() as s:
         s.script.unary = unary
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await s.inference.Generate(pb.GenerateRequest(), timeout=5)
+            await s.inference.Generate(pb.GenerateRequest(), timeout=PATIENCE)
         assert caught.value.code() is grpc.StatusCode.INTERNAL
 
 

@@ -24,6 +24,7 @@ from decant.runtime.serving.server_settings import ServerSettings
 from decant.runtime.serving.shutdown import race
 from decant.runtime.settings import SettingError
 from tests.runtime.harness import INFERENCE, Scene, scene
+from tests.worker.waiting import PATIENCE
 
 SERVING, NOT_SERVING, UNKNOWN = (
     health_pb2.HealthCheckResponse.SERVING,
@@ -39,7 +40,7 @@ async def health(s: Scene) -> dict[str, int]:
 
 async def until(s: Scene, state: State) -> None:
     readiness = s.server.readiness
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         while readiness.state is not state:
             await readiness.changed(readiness.state)
 
@@ -95,7 +96,7 @@ async def test_a_watch_sees_each_change_and_ends_with_the_server() -> None:
         s.server.shutdown.request("test")
         assert (await call.read()).status == NOT_SERVING
         stream.let.set()
-        assert await asyncio.wait_for(s.running, 3)
+        assert await asyncio.wait_for(s.running, PATIENCE)
 
 
 async def test_a_failure_is_reported_and_ends_the_server() -> None:
@@ -104,7 +105,7 @@ async def test_a_failure_is_reported_and_ends_the_server() -> None:
         assert (await call.read()).status == SERVING
         stream = await Stream(s).begun()
         s.server.readiness.failed("the engine's thread ended")
-        assert not await asyncio.wait_for(s.running, 3)
+        assert not await asyncio.wait_for(s.running, PATIENCE)
         assert stream.left.is_set()
         assert not s.server.readiness.is_alive
 
@@ -155,7 +156,7 @@ async def test_a_drain_lets_streams_end_and_takes_no_new_work() -> None:
         assert (await stream.call.read()).seq == 2
         assert await stream.call.read() is grpc.aio.EOF
         assert await stream.call.code() is grpc.StatusCode.OK
-        assert await asyncio.wait_for(s.running, 3)
+        assert await asyncio.wait_for(s.running, PATIENCE)
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", s.server.port)
 
@@ -185,7 +186,7 @@ async def test_during_a_drain_only_public_services_are_closed() -> None:
         assert (await s.inference.GetServerInfo(pb.GetServerInfoRequest())).version == "1"
         stream.let.set()
         handed_on.set()
-        assert await asyncio.wait_for(s.running, 3)
+        assert await asyncio.wait_for(s.running, PATIENCE)
         assert s.counted(reason="draining", blame="capacity") == 2
 
 
@@ -198,17 +199,17 @@ async def test_the_grace_period_ends_a_drain(stuck_in: str) -> None:
     async with scene(drain=drain, drain_seconds=0.3) as s:
         stream = await Stream(s).begun()
         s.server.shutdown.request("test")
-        assert not await asyncio.wait_for(s.running, 3)
+        assert not await asyncio.wait_for(s.running, PATIENCE)
         assert stream.left.is_set()
 
 
 async def test_a_second_signal_ends_the_server_at_once() -> None:
-    async with scene(drain_seconds=60) as s:
+    async with scene() as s:
         stream = await Stream(s).begun()
         s.server.shutdown.request("test")
         await until(s, State.STOPPED)
         s.server.shutdown.request("test")
-        assert not await asyncio.wait_for(s.running, 2)
+        assert not await asyncio.wait_for(s.running, PATIENCE)
         assert stream.left.is_set()
 
 
@@ -218,7 +219,7 @@ async def test_a_signal_during_warm_up_ends_the_server() -> None:
 
     async with scene(warm_up=warm_up) as s:
         s.server.shutdown.request("test")
-        assert await asyncio.wait_for(s.running, 3)
+        assert await asyncio.wait_for(s.running, PATIENCE)
 
 
 async def test_two_servers_do_not_share_a_port_by_default() -> None:
@@ -239,7 +240,8 @@ async def test_the_admin_port_serves_health_and_metrics() -> None:
 
         def get(path: str) -> tuple[int, str]:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{s.server.admin_port}{path}", timeout=5) as response:
+                url = f"http://127.0.0.1:{s.server.admin_port}{path}"
+                with urllib.request.urlopen(url, timeout=PATIENCE) as response:
                     return response.status, response.read().decode()
             except urllib.error.HTTPError as error:
                 return error.code, error.read().decode()
@@ -346,11 +348,13 @@ async def test_signals_drain_and_end_the_process(prompt: str, signals: int, code
         assert (await call.read()).seq == 1
         for _ in range(signals):
             os.kill(process.pid, signal.SIGTERM)
-            await asyncio.sleep(0.1)
+            event = ""  # two signals at once may be one
+            while event != "shutdown":
+                event = json.loads(await asyncio.wait_for(process.stdout.readline(), PATIENCE))["event"]
         if code == 0:
             assert (await call.read()).seq == 2
             assert await call.code() is grpc.StatusCode.OK
-        assert await asyncio.wait_for(process.wait(), 10) == code
+        assert await asyncio.wait_for(process.wait(), PATIENCE) == code
 
 
 def test_defaults_are_local() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import redis as sync_redis
@@ -141,10 +142,13 @@ async def test_a_change_of_load_alone_wakes_no_waiter(store: Store) -> None:
 
 
 async def test_an_expiry_wakes_waiters(server: PrivateRedis, bare: sync_redis.Redis) -> None:
-    async with make_store(server.url, registration_s=1) as store:
+    async with make_store(server.url, registration_s=60) as store:
         await store.workers.register(worker_facts(OLD))
         seen = await store.workers.listing()
         assert seen.present
+        assert seen.next_end_s
+        pass_time(bare, 59)
+        seen = replace(seen, next_end_s=max(0.0, seen.next_end_s - 59))
         assert (await asyncio.wait_for(store.workers.change(seen, timeout_s=30), 10)).present == ()
 
 

@@ -78,8 +78,10 @@ async def test_a_silent_redis_raises_within_the_deadline(server: PrivateRedis, b
     async with make_store(server.url, DEADLINE_S, connections=4) as store:
         with stopped(bare):
             await all_unavailable(store, DEADLINE_S)
-    async with make_store(server.url, DEADLINE_S, connections=4) as store:
+    async with make_store(server.url, connections=4) as store:
         await store.ping()
+        for client in store._clients:
+            client._deadline_s = DEADLINE_S
         with stopped(bare):
             await all_unavailable(store, DEADLINE_S)
         for client in store._clients:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Self
@@ -35,19 +37,38 @@ Windows = tuple[Window, ...]
 
 
 class Device(FakeDevice):
-    """A step takes ``seconds``, and raises if the device is ``broken``."""
+    """A step takes ``seconds``, also if they are changed during it, and raises if the device is ``broken``."""
 
     def __init__(self, blocks: int, eos: Sequence[int] = (), windows: Windows = (FULL,)) -> None:
         self.windows = windows
+        self.broken = False
+        self._seconds = 0.0
+        self._changed = threading.Condition()
         super().__init__(
             num_blocks=blocks,
             block_size=BLOCK,
             vocab_size=64,
             eos_token_ids=frozenset(eos),
-            cost=lambda _: self.seconds,
+            cost=self._wait,
         )
-        self.seconds = 0.0
-        self.broken = False
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds
+
+    @seconds.setter
+    def seconds(self, seconds: float) -> None:
+        with self._changed:
+            self._seconds = seconds
+            self._changed.notify()
+
+    def _wait(self, _: StepPlan) -> float:
+        """The seconds that are left to sleep: none."""
+        began = time.monotonic()
+        with self._changed:
+            while (left := began + self._seconds - time.monotonic()) > 0:
+                self._changed.wait(left)
+        return 0.0
 
     def run(self, plan: StepPlan) -> StepResult:
         if self.broken:

@@ -165,10 +165,14 @@ class Router(ReceivedMessages):
         return session is not None and session.router.incarnation != self.peer.incarnation
 
     async def send(self, **message: Any) -> None:
-        """No effect when the session is over. A call takes one message at a time."""
+        """No effect when the session is over."""
+        await self.write(wire.RouterMessage(**message))
+
+    async def write(self, message: wire.RouterMessage) -> None:
+        """As `send`. A call takes one message at a time."""
         async with self._writing:
             with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
-                await self.call.write(wire.RouterMessage(**message))
+                await self.call.write(message)
 
     async def start(self, run: wire.Run, work: wire.EngineRequest, ticket: wire.Ticket | None = None) -> None:
         await self.send(start=wire.Start(run=run, engine_request=work, ticket=ticket))

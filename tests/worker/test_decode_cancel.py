@@ -14,7 +14,7 @@ from decant.protos import worker_pb2 as wire
 from decant.runtime.packed import unpack
 from tests.worker.decode_harness import Node, alone, make_run, make_work, owned
 from tests.worker.session_client import Router
-from tests.worker.waiting import eventually
+from tests.worker.waiting import advance, eventually
 
 LONG = 600_000
 """Longer than any test: only a message can free blocks."""
@@ -49,6 +49,7 @@ async def crowd(scene: Scene, length: int) -> None:
     scene.node.device.seconds = 0.05
     await scene.router.start(other, make_work(length, 30, seed=9))
     await scene.router.until_tokens(other, 1)
+    scene.node.device.seconds = 0.1
 
 
 async def waits_for_room(scene: Scene) -> None:
@@ -58,7 +59,7 @@ async def waits_for_room(scene: Scene) -> None:
 
 
 async def arrives(scene: Scene) -> None:
-    scene.sender.device.seconds = 0.8
+    scene.sender.device.seconds = 10.0  # until the end of the scene
     await scene.router.start(scene.run, scene.engine_request, await scene.sender.offer(scene.run, scene.engine_request))
     await scene.router.until_message(scene.run, "scheduled")
     assert scene.node.decode.fetches_taking == 1
@@ -122,7 +123,8 @@ async def test_retiring_a_run_that_has_not_ended_cancels_it_and_its_owner_is_sen
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_time_that_is_over_ends_a_run_in_every_state(state: str) -> None:
-    async with standing(state, remaining_ms=1500) as scene:
+    async with standing(state, remaining_ms=LONG // 2) as scene:
+        advance(LONG / 2 / 1000)
         ended = await scene.router.until_message(scene.run, "ended")
         assert ended.end.reason == wire.OutputEnd.REASON_DEADLINE
         await scene.router.cancel(make_run("t/crowd"))
@@ -172,13 +174,14 @@ async def test_an_ended_run_is_ended_again_and_keeps_its_tokens() -> None:
 
 
 async def test_a_cancel_before_its_start_refuses_it_for_one_lease() -> None:
-    async with Node("d", lease_ms=1000) as node, Router(node) as router:
+    async with Node("d", lease_ms=LONG) as node, Router(node) as router:
         await router.cancel(make_run(epoch=2))
         await router.start(make_run(epoch=2), make_work())
         assert (await router.until_message(make_run(), "refused")).failure.cause == wire.CAUSE_CANCELLED
         assert node.decode.cancel_marks == 1
         await router.start(make_run(epoch=3), make_work())  # another owner's attempt of the same number
         await router.until_message(make_run(), "ended")
+        advance(LONG / 1000)
         await eventually(lambda: node.decode.cancel_marks == 0)
         await router.forget(make_run(epoch=3))
         await router.start(make_run(epoch=3, attempt=2), make_work())
@@ -186,7 +189,7 @@ async def test_a_cancel_before_its_start_refuses_it_for_one_lease() -> None:
 
 
 async def test_tokens_behind_a_stop_string_are_not_kept() -> None:
-    run, work = make_run(), make_work(10, 100)
+    run, work = make_run(), make_work(10, 400)
     async with Node("d") as node, Router(node) as router:
         node.device.seconds = 0.01
         await router.start(run, work)
@@ -203,13 +206,14 @@ async def test_tokens_behind_a_stop_string_are_not_kept() -> None:
 
 @pytest.mark.parametrize("ends_by_itself", [False, True])
 async def test_tokens_behind_a_stop_string_are_not_cached_as_output(ends_by_itself: bool) -> None:
-    run, work = make_run(), make_work(10, 60)
+    run, work = make_run(), make_work(10, 60 if ends_by_itself else 400)
     async with Node("d") as node, Router(node) as router:
         node.device.seconds = 0.002
         await router.start(run, work)
         await router.until_tokens(run, 60 if ends_by_itself else 30)
         if ends_by_itself:
             await router.until_message(run, "ended")
+        node.device.seconds = 0.05
         await router.cancel(run, wire.Cancel.REASON_STOP_TEXT, end_position=10 + 9)
         ends = 2 if ends_by_itself else 1  # a cancel is answered, also of what has ended
         await router.until(lambda: router.record_of(run).kinds.count("ended") == ends)

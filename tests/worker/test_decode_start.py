@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from decant.protos import worker_pb2 as wire
 from tests.worker.decode_harness import Node, alone, make_run, make_work, routed
 from tests.worker.session_client import Router
+from tests.worker.waiting import eventually
 
 
 async def test_a_run_from_tokens_generates_the_text_of_one_engine() -> None:
@@ -66,13 +69,21 @@ async def test_concurrent_requests_get_their_own_tokens() -> None:
 
 async def test_a_step_is_one_frame_for_all() -> None:
     runs = [make_run(f"t/{n}") for n in range(4)]
-    async with routed() as (_, router):
+    async with routed() as (node, router):
+        node.device.seconds = 10.0  # of the first step: the others join in the second
         for n, run in enumerate(runs):
             await router.start(run, make_work(4, 30, seed=n))
+        await until_all_are_admitted(node, runs)
+        node.device.seconds = 0.0
         await router.until_ended(*runs)
         steps = [frame.step for frame in router.frames]
         assert steps == sorted(set(steps))
         assert any(len(frame.tokens) == 4 * 4 for frame in router.frames)
+
+
+async def until_all_are_admitted(node: Node, runs: Sequence[wire.Run]) -> None:
+    """Until the engine has all of them before its next step."""
+    await eventually(lambda: len(node.decode.run_manager.executor.admission._entering) == len(runs))
 
 
 async def test_log_probabilities_stand_beside_their_tokens() -> None:
@@ -93,11 +104,13 @@ async def test_log_probabilities_stand_beside_their_tokens() -> None:
 
 async def test_a_start_that_comes_twice_begins_nothing() -> None:
     run, work = make_run(), make_work(30, 12)
-    async with routed() as (_, router):
+    async with routed() as (node, router):
+        node.device.seconds = 10.0
         await router.start(run, work)
         await router.start(run, work)
         held = await router.until_message(run, "run_status")
         assert held.phase in (wire.RunStatus.PHASE_WAITING, wire.RunStatus.PHASE_RUNNING)
+        node.device.seconds = 0.0
         [record] = await router.until_ended(run)
         await router.start(run, work)
         await router.until(lambda: record.last["run_status"].phase == wire.RunStatus.PHASE_ENDED)
@@ -130,8 +143,11 @@ async def test_preemptions_are_counted_and_change_no_text() -> None:
     runs = [make_run(f"t/{n}") for n in range(4)]
     works = [make_work(12, 24, seed=n) for n in range(4)]
     async with routed(blocks=24) as (node, router):
+        node.device.seconds = 10.0  # of the first step: the others join in the second
         for run, work in zip(runs, works, strict=True):
             await router.start(run, work)
+        await until_all_are_admitted(node, runs)
+        node.device.seconds = 0.0
         records = await router.until_ended(*runs)
         assert [record.text(12) for record in records] == [alone(work) for work in works]
         assert sum(record.last["ended"].preemptions for record in records) == node.engine.load().preemptions > 0
@@ -178,10 +194,12 @@ async def test_more_than_may_wait_is_refused() -> None:
     runs = [make_run(f"t/{n}") for n in range(5)]
     async with routed(running=1, max_waiting=2) as (node, router):
         node.device.seconds = 0.02
-        await router.start(runs[0], make_work(4, 40))
+        await router.start(runs[0], make_work(4, 400))
         await router.until_tokens(runs[0], 1)
         for run in runs[1:]:
             await router.start(run, make_work(4, 3))
+        await router.until_ended(*runs[3:])
+        node.device.seconds = 0.0
         records = await router.until_ended(*runs)
         assert [record.outcome for record in records] == ["ended", "ended", "ended", "refused", "refused"]
         assert {record.last["refused"].failure.cause for record in records[3:]} == {wire.CAUSE_BUSY}

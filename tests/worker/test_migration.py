@@ -24,8 +24,12 @@ async def pair(**terms: Any) -> AsyncIterator[tuple[Router, Router]]:
         Router(sender) as old,
         Router(receiver) as new,
     ):
-        sender.device.seconds = receiver.device.seconds = 0.002
+        sender.device.seconds = 0.02  # a run lasts for seconds, until `hurry`
         yield old, new
+
+
+def hurry(router: Router) -> None:
+    router.node.device.seconds = 0.0
 
 
 async def given(old: Router, run: wire.Run = RUN) -> wire.Ticket:
@@ -51,13 +55,13 @@ async def test_source_and_target_generate_one_text_wherever_the_run_migrates(see
     work = make_work(prompt, wanted, seed=seed)
     async with pair(budget=rng.choice((8, 16)), windows=windows) as (old, new):
         device = old.node.device
-        device.seconds = 0.005  # a busy machine must not finish the sequence before it is given
+        device.seconds = 0.005
         await old.start(RUN, work)
         await old.until_tokens(RUN, rng.randint(0, 30))
+        device.seconds = 0.02  # a busy machine must not finish the sequence before it is given
         if "scheduled" not in old.record_of(RUN).kinds:
             await old.until_message(RUN, "scheduled")
         ticket = await given(old)
-        device.seconds = 0.001
         await new.start(RUN, with_written(work, old, prompt), ticket)
         [record] = await new.until_ended(RUN)
         assert "decode_started" in record.kinds
@@ -71,7 +75,7 @@ async def test_source_and_target_generate_one_text_wherever_the_run_migrates(see
 
 
 async def test_a_run_migrates_with_its_logprobs() -> None:
-    work = make_work(10, 40, logprobs=2)
+    work = make_work(10, 200, logprobs=2)
     async with pair() as (old, new):
         await old.start(RUN, work)
         await old.until_tokens(RUN, 5)
@@ -86,12 +90,13 @@ async def test_a_run_migrates_with_its_logprobs() -> None:
 
 
 async def test_a_run_whose_ticket_is_not_used_continues() -> None:
-    work = make_work(10, 60)
+    work = make_work(10, 200)
     async with pair(lease_ms=100) as (old, _):
         await old.start(RUN, work)
         await old.until_tokens(RUN, 2)
         await given(old)
         await eventually(lambda: old.node.host.sender.expired == 1)
+        hurry(old)
         [record] = await old.until_ended(RUN)
         assert record.text(10) == alone(work)
         await old.node.audit()
@@ -109,13 +114,14 @@ async def test_the_ticket_is_the_same_until_it_is_withdrawn() -> None:
         assert second.id != first.id
         await new.start(RUN, work, first)
         assert (await new.until_message(RUN, "failed")).failure.cause == wire.CAUSE_LEASE_OVER
+        hurry(old)
         [record] = await old.until_ended(RUN)
         assert record.text(10) == alone(work)
 
 
 async def test_the_lease_is_renewed_by_heartbeats_while_the_target_waits_for_blocks() -> None:
     work = make_work(10, 400)
-    async with pair(lease_ms=1000) as (old, _):
+    async with pair() as (old, _):
         await old.start(RUN, work)
         await old.until_tokens(RUN, 2)
         ticket = await given(old)
@@ -144,18 +150,24 @@ async def test_after_the_commit_the_loss_of_the_target_fails_the_run() -> None:
         await new.node.audit()
 
 
-async def test_a_run_that_has_not_begun_is_refused_and_keeps_its_ticket() -> None:
+@pytest.mark.parametrize("engine", ["has no room", "is being asked for room"])
+async def test_a_run_that_has_not_begun_is_refused_and_keeps_its_ticket(engine: str) -> None:
     async with Node("p") as prefill, pair(running=1) as (old, new):
         first, waits = make_run("t/first"), make_run("t/waits")
         old.node.device.seconds = 0.05  # the first is at work until it is cancelled
-        await old.start(first, make_work(10, 300))
+        await old.start(first, make_work(10, 400))
         await old.until_tokens(first, 1)
         work = make_work(30, 8, seed=3)
         ticket = await prefill.offer(waits, work)
+        if engine == "is being asked for room":
+            old.node.device.seconds = 10.0  # it answers with its next step
         await old.start(waits, work, ticket)
-        await eventually(lambda: old.node.host.waiting_arrivals == 1)
+        await eventually(lambda: len(list(old.node.decode.runs())) == 2)
+        if engine == "has no room":
+            await eventually(lambda: old.node.host.waiting_arrivals == 1)
         await old.send(migrate=wire.Migrate(run=waits, output=0))
         assert (await old.until_message(waits, "refused")).failure.cause == wire.CAUSE_DRAINING
+        hurry(old)
         await new.start(waits, work, ticket)
         [record] = await new.until_ended(waits)
         assert record.text(30) == alone(work)
@@ -165,7 +177,7 @@ async def test_a_run_that_has_not_begun_is_refused_and_keeps_its_ticket() -> Non
 
 
 async def test_an_arriving_run_is_offered_when_it_has_joined() -> None:
-    work = make_work(60, 100)
+    work = make_work(60, 200)
     async with Node("p") as prefill, pair() as (old, new):
         prefill.device.seconds = 0.02
         await old.start(RUN, work, await prefill.offer(RUN, work))
@@ -189,6 +201,8 @@ async def test_adoption_withdraws_the_offer_of_an_earlier_owner() -> None:
         await given(old)
         mine = make_run(epoch=2)
         await other.send(adopt=wire.Adopt(run=mine, resume=[wire.ResumePosition(output=0, position=10)]))
+        await other.until_message(mine, "run_status")
+        hurry(old)
         [record] = await other.until_ended(mine)
         assert record.text(10) == alone(work)
         assert not old.node.host.sender.leases.all()
@@ -196,13 +210,15 @@ async def test_adoption_withdraws_the_offer_of_an_earlier_owner() -> None:
 
 @pytest.mark.parametrize("end", ["by itself", "cancelled"])
 async def test_a_run_that_ends_during_a_migration_leaves_nothing(end: str) -> None:
-    work = make_work(10, 20)
+    work = make_work(10, 200)
     async with pair() as (old, _):
         await old.start(RUN, work)
         await old.until_tokens(RUN, 2)
         await given(old)
         if end == "cancelled":
             await old.cancel(RUN)
+        else:
+            hurry(old)
         [record] = await old.until_ended(RUN)
         assert "ended" in record.last
         assert not old.node.host.sender.leases.all()

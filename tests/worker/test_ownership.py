@@ -9,7 +9,7 @@ from tests.worker.waiting import eventually
 
 
 async def test_a_former_owner_cannot_affect_a_live_run_however_old_the_adoption_is() -> None:
-    run, adopted, work = make_run(), make_run(epoch=2), make_work(8, 25)
+    run, adopted, work = make_run(), make_run(epoch=2), make_work(8, 200)
     async with Node("d") as node, Router(node, "old") as old, Router(node, "new") as new:
         node.host.epochs._keep_s = 0.0  # all that is not live is forgotten at once
         node.device.seconds = 0.02
@@ -19,6 +19,8 @@ async def test_a_former_owner_cannot_affect_a_live_run_however_old_the_adoption_
         await new.until_message(adopted, "run_status")
         await old.cancel(run)
         await old.forget(run)
+        await old.until(lambda: old.record_of(run).kinds.count("superseded") == 3)
+        node.device.seconds = 0.0
         await new.until_message(adopted, "ended")
         assert new.record_of(adopted).text(8) == alone(work)
         assert set(new.record_of(adopted).kinds) <= {"run_status", "decode_started", "ended"}
@@ -26,7 +28,7 @@ async def test_a_former_owner_cannot_affect_a_live_run_however_old_the_adoption_
 
 async def test_runs_of_an_earlier_incarnation_of_a_router_continue_until_they_are_adopted() -> None:
     """Its hello lists none of them: it has yet to read what it can adopt."""
-    run, adopted, work = make_run(), make_run(epoch=2), make_work(8, 60)
+    run, adopted, work = make_run(), make_run(epoch=2), make_work(8, 200)
     async with Node("d") as node:
         node.device.seconds = 0.02
         old, restarted = Router(node, "router", 1), Router(node, "router", 2)
@@ -38,6 +40,8 @@ async def test_runs_of_an_earlier_incarnation_of_a_router_continue_until_they_ar
         assert not welcome.orphans
         assert node.decode.orphans == 1
         await restarted.send(adopt=wire.Adopt(run=adopted, resume=[wire.ResumePosition(output=0, position=8)]))
+        await restarted.until_message(adopted, "run_status")
+        node.device.seconds = 0.0
         await restarted.until_message(adopted, "ended")
         assert restarted.record_of(adopted).text(8) == alone(work)
         await restarted.forget(adopted)
@@ -117,7 +121,7 @@ async def test_an_id_may_have_another_payload_once_the_first_is_forgotten() -> N
 
 
 async def test_the_same_payload_attaches_to_the_run_of_another_router() -> None:
-    run, work = make_run(), make_work(8, 25)
+    run, work = make_run(), make_work(8, 200)
     run.digest = b"a" * 32
     async with Node("d") as node, Router(node, "one") as one, Router(node, "two") as two:
         node.device.seconds = 0.02
@@ -126,4 +130,5 @@ async def test_the_same_payload_attaches_to_the_run_of_another_router() -> None:
         await two.start(run, work)
         await two.until_message(run, "run_status")
         assert (await one.until_message(run, "superseded")).epoch == 1
+        node.device.seconds = 0.0
         await two.until_message(run, "ended")

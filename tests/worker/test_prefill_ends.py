@@ -8,6 +8,7 @@ from decant.handoff.errors import HandoffFailed
 from decant.protos import worker_pb2 as wire
 from decant.worker.wire_codec import to_request
 from tests.worker.harness import MODEL, Place, alone, make_work, ticket_of, worker
+from tests.worker.waiting import advance
 
 
 async def test_a_call_that_breaks_before_its_turn_ends_the_run(place: Place) -> None:
@@ -58,25 +59,27 @@ async def test_a_call_that_breaks_during_a_fetch_leaves_it_alone(place: Place, m
 
 
 async def test_a_ticket_that_is_not_renewed_expires(place: Place) -> None:
-    async with worker("short", lease_ms=150) as short:
-        call = short.ask(make_work(30))
-        await ticket_of(call)
-        await call.expect("first")
-        failed = await call.expect("failed")
-        await call.ended()
-        assert failed.failure.cause == wire.CAUSE_LEASE_OVER
-        await short.emptied()
+    call = place.ask(make_work(30))
+    await ticket_of(call)
+    await call.expect("first")
+    advance(place.host.lease_s)
+    failed = await call.expect("failed")
+    await call.ended()
+    assert failed.failure.cause == wire.CAUSE_LEASE_OVER
+    await place.emptied()
 
 
 async def test_a_ticket_that_is_renewed_does_not_expire() -> None:
-    async with worker(lease_ms=400) as place:
+    async with worker(lease_ms=600_000) as place:
         call = place.ask(make_work(30))
         ticket = await ticket_of(call)
         await call.expect("first")
         for _ in range(10):
-            await asyncio.sleep(0.1)
+            advance(0.7 * place.host.lease_s)
+            await asyncio.sleep(0.01)
             assert place.host.sender.leases.renew(ticket.id)
         assert (await place.audit()).leases[0].ticket == ticket.id
+        advance(place.host.lease_s)
         assert (await call.expect("failed")).failure.cause == wire.CAUSE_LEASE_OVER
         await place.emptied()
 
@@ -98,7 +101,7 @@ async def test_a_receiver_that_releases_before_the_first_token_ends_the_run(plac
 @pytest.mark.parametrize("moment", ["waiting", "computing", "parked"])
 async def test_a_deadline_is_enforced(place: Place, moment: str) -> None:
     work = make_work(60)
-    work.remaining_ms = 400
+    work.remaining_ms = 10_000
     if moment != "parked":
         place.device.hold()
     if moment == "computing":
@@ -108,6 +111,10 @@ async def test_a_deadline_is_enforced(place: Place, moment: str) -> None:
         await ticket_of(call)
     if moment == "parked":
         await call.expect("first")
+    else:
+        await place.runs(1)
+        await asyncio.sleep(0)  # the run's coroutine has begun
+    advance(10)
     failed = await call.expect("failed")
     await call.ended()
     assert failed.failure.cause == wire.CAUSE_DEADLINE
@@ -119,12 +126,14 @@ async def test_a_deadline_ends_a_fetch_with_its_cause(place: Place) -> None:
     work = make_work(60)
     place.device.hold()
     place.device.let(1)
-    work.remaining_ms = 1500
+    work.remaining_ms = 10_000
     async with worker("d") as receiver:
         call = place.ask(work)
         ticket = await ticket_of(call)
         taking = asyncio.create_task(receiver.receive(ticket, to_request("moved", make_work(60), model=MODEL)))
         place.device.let(1)
+        await place.opened()
+        advance(10)
         assert (await call.expect("failed")).failure.cause == wire.CAUSE_DEADLINE
         place.device.go_on()
         with pytest.raises(HandoffFailed) as failed:

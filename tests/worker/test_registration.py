@@ -91,7 +91,7 @@ async def test_a_new_incarnation_ends_the_registration(store: Store) -> None:
 async def test_an_outage_is_logged_once_and_the_worker_registers_again_after_it(server: PrivateRedis) -> None:
     url = server.url
     with capture_logs() as lines:
-        async with Store(StoreSettings(url, deadline_s=0.5)) as store:
+        async with Store(StoreSettings(url, deadline_s=PATIENCE)) as store:
             scene = Scene(store)
             async with scene.registrar:
                 server.stop()
@@ -114,7 +114,7 @@ def events(lines: Sequence[Any], word: str) -> list[Any]:
 async def test_a_worker_that_starts_without_redis_registers_when_it_is_available(server: PrivateRedis) -> None:
     url = server.url
     server.stop()
-    async with Store(StoreSettings(url, deadline_s=0.5)) as store:
+    async with Store(StoreSettings(url, deadline_s=PATIENCE)) as store:
         scene = Scene(store)
         async with scene.registrar:
             with server:

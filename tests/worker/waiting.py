@@ -16,3 +16,10 @@ async def eventually(reached: Callable[[], Any]) -> None:
             if await result if asyncio.iscoroutine(result) else result:
                 return
             await asyncio.sleep(0.02)
+
+
+def advance(seconds: float) -> None:
+    """The event loop's clock: what is due by then runs in the next turn, however long the test took before."""
+    loop = asyncio.get_running_loop()
+    clock = loop.time
+    loop.time = lambda: clock() + seconds  # type: ignore[method-assign]

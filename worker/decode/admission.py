@@ -49,13 +49,9 @@ class DecodeAdmission:
             return await answer
         finally:
             del self._entering[run]
-            if self.is_waiting(run):
+            if run in self._waiting:
                 self._waiting.remove(run)
                 self._count()
-
-    def is_waiting(self, run: DecodeRun) -> bool:
-        """False while the engine is being asked for its blocks."""
-        return run in self._waiting
 
     def on_step(self, output: StepOutput) -> None:
         self._has_ended |= bool(output.ended or output.parked)

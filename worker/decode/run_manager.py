@@ -95,9 +95,7 @@ class DecodeRunManager(HostHandler):
     def _offer(self, run: DecodeRun) -> None:
         if run.phase == wire.RunStatus.PHASE_RUNNING:
             self.executor.migrations.issue_ticket(run)
-        elif run.phase == wire.RunStatus.PHASE_WAITING and (
-            run.ticket is None or self.executor.admission.is_waiting(run)
-        ):
+        elif run.phase == wire.RunStatus.PHASE_WAITING:
             detail = "the run has not begun: start it elsewhere"
             self.executor.refuse(run, wire.Failure(cause=wire.CAUSE_DRAINING, detail=detail))
         else:

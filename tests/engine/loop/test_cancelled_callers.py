@@ -65,9 +65,9 @@ async def test_an_answered_command_is_undone_if_its_caller_is_cancelled_then(mon
 
 async def test_a_pending_command_of_a_cancelled_caller_never_runs() -> None:
     async with running() as scene:
-        release, ran = threading.Event(), list[str]()
-        blocking = asyncio.create_task(scene.loop.call(lambda _: release.wait(20)))
-        await asyncio.sleep(0.05)
+        started, release, ran = threading.Event(), threading.Event(), list[str]()
+        blocking = asyncio.create_task(scene.loop.call(lambda _: (started.set(), release.wait(20))))
+        assert await asyncio.to_thread(started.wait, 20)
         task = asyncio.create_task(scene.loop.call(lambda _: ran.append("ran"), lambda *_: ran.append("undone")))
         await asyncio.sleep(0)
         task.cancel()

@@ -10,7 +10,7 @@ from decant.engine.errors import InvalidRequest, UnknownSequence
 from decant.engine.loop import EngineLoop
 from decant.engine.request import FinishReason
 from tests.engine.factories import make_engine, make_request, prompt, run_alone
-from tests.engine.loop.harness import STEP_SECONDS, running
+from tests.engine.loop.harness import running
 
 
 async def test_commands_run_on_the_engines_thread_and_answer() -> None:
@@ -58,9 +58,13 @@ async def test_a_step_is_delivered_in_one_callback(monkeypatch: pytest.MonkeyPat
             original(callback)
 
         monkeypatch.setattr(scene.loop, "_post", post)
-        scene.device.seconds = STEP_SECONDS
+        let = threading.Event()
+        scene.device.before = lambda: let.wait(20)
         requests = [make_request(f"r{index}", prompt(4, index)) for index in range(6)]
-        await asyncio.gather(*(scene.add(request) for request in requests))
+        adding = [asyncio.create_task(scene.add(request)) for request in requests]
+        await asyncio.sleep(0)
+        let.set()
+        await asyncio.gather(*adding)
         for request in requests:
             await scene.until_ended(request.id)
         assert scene.steps == len(scene.outputs)

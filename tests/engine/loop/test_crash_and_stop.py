@@ -27,15 +27,16 @@ async def test_a_crash_is_reported_once_and_fails_all_later_commands() -> None:
 async def test_a_crash_answers_commands_that_ran_and_fails_pending_ones() -> None:
     scene = Scene()
     scene.device.crash_at = 1
-    release, ran = threading.Event(), list[str]()
+    started, release, ran = threading.Event(), threading.Event(), list[str]()
     scene.loop.start()
 
     def block(engine: Engine) -> bool:
         engine.add(make_request())
+        started.set()
         return release.wait(20)
 
     blocking = asyncio.create_task(scene.loop.call(block))
-    await asyncio.sleep(0.05)
+    assert await asyncio.to_thread(started.wait, 20)
     waiting = asyncio.create_task(scene.loop.call(lambda _: ran.append("waiting")))
     await asyncio.sleep(0.05)
     release.set()

@@ -13,6 +13,7 @@ from tests.engine.factories import make_engine, make_request, prompt, run_alone
 from tests.engine.loop.harness import STEP_SECONDS, Device, fails_as_stopped
 from tests.engine.properties import nothing_is_held
 from tests.engine.streams import Streams
+from tests.worker.waiting import eventually
 
 
 async def collect(streams: Streams, request: Request) -> list[Token | SequenceFinished]:
@@ -48,7 +49,7 @@ async def test_leaving_a_stream_early_cancels_its_sequence() -> None:
                 break
         with pytest.raises(InvalidRequest, match="alive"):
             await collect(streams, make_request())
-        await asyncio.sleep(STEP_SECONDS * 5)
+        await eventually(lambda: not streams._queues)
         load = await streams.loop.call(lambda engine: engine.load())
         assert (load.running, load.held_blocks) == (0, 0)
         again = await collect(streams, make_request())
@@ -65,9 +66,8 @@ async def test_a_reader_cancelled_during_its_request_leaves_nothing() -> None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         await streams.loop.call(lambda _: None)
-        await asyncio.sleep(0.05)
+        await eventually(lambda: not streams._queues)
         await streams.loop.call(nothing_is_held)
-        assert not streams._queues
 
 
 async def test_a_crash_fails_every_stream_with_its_cause() -> None:

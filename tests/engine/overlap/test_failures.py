@@ -73,7 +73,7 @@ def test_output_that_failed_is_not_cached_while_blocks_of_another_wait_for_a_ste
 
 def test_a_step_that_fails_in_a_command_ends_the_engine() -> None:
     async def scene() -> EngineStopped:
-        engine, device = make_unreliable(cost=lambda plan: 0.01)
+        engine, device = make_unreliable(cost=lambda plan: 0.03)
         crashed: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
         loop = EngineLoop(engine, lambda output: None, crashed.set_result)
 

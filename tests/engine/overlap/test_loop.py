@@ -26,6 +26,7 @@ def test_a_sequence_is_parked_behind_the_tokens_that_were_delivered() -> None:
     known: list[int] = []
 
     async def scene() -> list[list[int]]:
+        seconds = 0.05
         several, ended = asyncio.Event(), asyncio.Event()
 
         def on_step(output: StepOutput) -> None:
@@ -39,7 +40,7 @@ def test_a_sequence_is_parked_behind_the_tokens_that_were_delivered() -> None:
             engine.park("a")
             return engine.sequences["a"].tokens[5:]
 
-        device = Eager(num_blocks=64, block_size=BLOCK, vocab_size=VOCABULARY, cost=lambda plan: 0.01)
+        device = Eager(num_blocks=64, block_size=BLOCK, vocab_size=VOCABULARY, cost=lambda _: seconds)
         loop = EngineLoop(make_engine(device=device), on_step)
         loop.start()
         try:
@@ -48,6 +49,7 @@ def test_a_sequence_is_parked_behind_the_tokens_that_were_delivered() -> None:
                 await several.wait()
                 parked = await loop.call(park)
                 seen = list(known)
+                seconds = 0.0
                 await loop.call(lambda engine: engine.resume("a"))
                 await ended.wait()
         finally:
