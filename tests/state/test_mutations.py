@@ -251,5 +251,5 @@ def test_a_supervisor_that_forgets_its_redis_is_found(
 ) -> None:
     monkeypatch.setattr(private_redis, "_KEEPER", private_redis._KEEPER.replace(text, "", 1))
     monkeypatch.setattr("tempfile.tempdir", str(short_path))
-    with pytest.raises(FOUND):
+    with pytest.raises((*FOUND, sync_redis.ConnectionError)):  # that Redis may end before the test asks for its pid
         found_by(short_path)

@@ -66,7 +66,12 @@ async def test_an_answered_command_is_undone_if_its_caller_is_cancelled_then(mon
 async def test_a_pending_command_of_a_cancelled_caller_never_runs() -> None:
     async with running() as scene:
         started, release, ran = threading.Event(), threading.Event(), list[str]()
-        blocking = asyncio.create_task(scene.loop.call(lambda _: (started.set(), release.wait(20))))
+
+        def block(_: Engine) -> None:
+            started.set()
+            release.wait(20)
+
+        blocking = asyncio.create_task(scene.loop.call(block))
         assert await asyncio.to_thread(started.wait, 20)
         task = asyncio.create_task(scene.loop.call(lambda _: ran.append("ran"), lambda *_: ran.append("undone")))
         await asyncio.sleep(0)
