@@ -7,13 +7,15 @@ from typing import TypeVar
 
 from decant.protos import worker_pb2 as wire
 from decant.router.attempt.context import AttemptContext
-from decant.router.attempt.failures import NoWorker
 from decant.router.attempt.leg import Leg
 from decant.router.attempt.placement_search import Search
 from decant.router.attempt.prefill_leg import PrefillLeg
 from decant.router.request.finish import finish_from_tokens
 from decant.router.request.token_stream import Finish
 from decant.router.workers.waiting_line import Waiter
+
+LOOK_SECONDS = 1.0
+"""Between looks of a waiting request at whether a worker that it may go to still answers."""
 
 _T = TypeVar("_T")
 
@@ -52,7 +54,7 @@ class Legs:
             await self._next_news()
 
     async def until_search_ends(self, search: Search[_T], *legs: Leg) -> _T:
-        """Raises NoWorker when patience ends, and as ``until``."""
+        """Raises the search's failure when patience ends, and as ``until``."""
         line, kind = search.line, search.kind
         is_first = not line.has(kind)
         if is_first and (choice := search.choose()) is not None:
@@ -68,18 +70,22 @@ class Legs:
 
     async def _until_turn(self, search: Search[_T], waiter: Waiter, *legs: Leg) -> _T:
         now = asyncio.get_running_loop().time
-        since = now()
+        since, unanswered = now(), None
         while True:
             if search.line.is_turn_of(waiter):
                 if (choice := search.choose()) is not None:
                     return choice
                 search.line.stays(waiter)
             self.check(*legs)
-            patience_ends = since + search.patience_s()
+            if search.is_answered():
+                unanswered = None
+            elif unanswered is None:
+                unanswered = now()
+            patience_ends = search.patience_ends(since, unanswered)
             if patience_ends <= now():
-                raise NoWorker
+                raise search.failure()
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(patience_ends):
+                async with asyncio.timeout_at(min(patience_ends, now() + LOOK_SECONDS)):
                     await self._next_news()
 
     async def _next_news(self) -> None:

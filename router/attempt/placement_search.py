@@ -5,6 +5,7 @@ from typing import Generic, TypeVar
 
 from decant.protos import worker_pb2 as wire
 from decant.router.attempt.context import AttemptContext
+from decant.router.attempt.failures import AttemptFailed, NoWorker
 from decant.router.placement.policy import (
     Placement,
     PlacementRequest,
@@ -30,8 +31,18 @@ class Search(ABC, Generic[_T]):
         self.order = queue_key(request.accepted_at, request.engine_request.priority)
         self.kind = self._kind()
 
-    def patience_s(self) -> float:
-        return self._pool.patience_s(self._context.model)
+    def patience_ends(self, since: float, unanswered: float | None) -> float:
+        """``since``: when the search began; ``unanswered``: since when no worker that may be chosen answers."""
+        timings = self._pool.timings
+        ends = since + timings.no_capacity_patience_s
+        return ends if unanswered is None else min(ends, unanswered + timings.no_worker_patience_s)
+
+    def failure(self) -> Exception:
+        """When patience has ended."""
+        return NoWorker()
+
+    def is_answered(self) -> bool:
+        return self._pool.has_usable(self._context.model)
 
     @abstractmethod
     def choose(self) -> _T | None:
@@ -74,6 +85,22 @@ class CacheSearch(Search[Incarnation]):
         self._ticket = ticket
         self._prefill_worker = prefill_worker.incarnation
         super().__init__(context, pool)
+
+    def patience_ends(self, since: float, unanswered: float | None) -> float:
+        return super().patience_ends(since, unanswered) if self._receivers() else since
+
+    def failure(self) -> Exception:
+        """Without a receiver, the next attempt computes the prompt where it can be decoded."""
+        if self.is_answered():
+            return NoWorker()
+        failure = wire.Failure(cause=wire.CAUSE_PEER_LOST, detail="no worker that could fetch the KV cache answers")
+        return AttemptFailed(failure, None)
+
+    def is_answered(self) -> bool:
+        return any(worker.is_usable for worker in self._receivers())
+
+    def _receivers(self) -> list[WorkerHandle]:
+        return self._pool.receivers(self._context.model, self._ticket.layout, self._prefill_worker)
 
     def choose(self) -> Incarnation | None:
         return choose_decode_worker(self._workers(), self._request(), self._ticket.layout, self._prefill_worker)

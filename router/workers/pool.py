@@ -38,7 +38,7 @@ class WorkerPool:
         self.costs = {model: PrefillTransferCosts(now) for model in tokenizers}
         self.waiting_lines = {model: WaitingLine() for model in tokenizers}
         self.wait_predictors = {model: WaitPredictor(now) for model in tokenizers}
-        self._timings = timings
+        self.timings = timings
         self._handoff_min_tokens = handoff_min_tokens
 
     # What placement asks
@@ -82,9 +82,13 @@ class WorkerPool:
     def has_usable(self, model: str) -> bool:
         return any(worker.is_usable for worker in self.of(model))
 
-    def patience_s(self, model: str) -> float:
-        timings = self._timings
-        return timings.no_capacity_patience_s if self.has_usable(model) else timings.no_worker_patience_s
+    def receivers(self, model: str, layout: int, sender: Incarnation) -> list[WorkerHandle]:
+        """Of a KV cache. Some may not answer now."""
+        return [
+            worker
+            for worker in self.of(model)
+            if worker.load.layout == layout and worker.incarnation != sender and not worker.load.is_draining
+        ]
 
     def can_receive(self, source: WorkerHandle, excluded: AbstractSet[Incarnation]) -> bool:
         """Cheap: it is asked with every heartbeat for every sequence."""

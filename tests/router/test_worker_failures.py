@@ -295,3 +295,39 @@ async def test_when_the_last_worker_goes_for_good_the_request_is_not_left_hangin
         error = error_of(await ended(stream))
         assert isinstance(error, Aborted)
         assert error.reason is Reason.WORKERS_LOST
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "removed",
+        "draining",
+        "unreachable",
+        pytest.param("silent", marks=pytest.mark.slow),
+        pytest.param("stuck", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_prompt_that_no_worker_is_left_to_fetch_is_computed_again_where_it_is_decoded(
+    store: Store, loss: str
+) -> None:
+    timings = RouterTimings(workers=WorkerTimings(no_worker_patience_s=0.5))
+    async with fleet(P, D) as workers, core(store, workers, timings=timings) as scene:
+        decode = workers[1]
+        decode.script.refuse = [wire.CAUSE_BUSY] * 1000
+        stream = await scene.dispatcher.begin(make_request())
+        await until(lambda: len(decode.starts) > 1)
+        match loss:
+            case "removed":
+                await store.workers.remove(life_of(decode))
+                await decode.stop()
+            case "draining":
+                decode.load.draining = True
+            case "unreachable":
+                await decode.stop()
+            case "silent":
+                decode.script.silent = True
+            case "stuck":
+                decode.script.stuck_ms = 60_000
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+        assert (stream.path.attempts, stream.path.decode_worker) == (2, "p")
+        decode.script.silent, decode.script.stuck_ms = False, None
