@@ -37,7 +37,7 @@ class WorkerTimings:
     max_avoided_s: float = 8.0
     """Last in placement after a lost request; doubles with each failure in a row."""
     no_worker_patience_s: float = 5.0
-    """While no worker of the model answers."""
+    """While no worker answers that has the model, or that could fetch the KV cache."""
     no_capacity_patience_s: float = 60.0
     """While those that answer are full."""
 

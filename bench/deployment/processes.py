@@ -119,7 +119,7 @@ async def end(process: Process, by: int = signal.SIGTERM, patience: float = END_
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(by)
     try:
-        async with asyncio.timeout(END_SECONDS):
+        async with asyncio.timeout(patience):
             await process.wait()
     except TimeoutError:
         process.kill()

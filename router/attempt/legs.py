@@ -69,8 +69,8 @@ class Legs:
             line.placed(waiter)
 
     async def _until_turn(self, search: Search[_T], waiter: Waiter, *legs: Leg) -> _T:
-        now = asyncio.get_running_loop().time
-        since, unanswered = now(), None
+        loop = asyncio.get_running_loop()
+        since, unanswered = loop.time(), None
         while True:
             if search.line.is_turn_of(waiter):
                 if (choice := search.choose()) is not None:
@@ -80,12 +80,12 @@ class Legs:
             if search.is_answered():
                 unanswered = None
             elif unanswered is None:
-                unanswered = now()
+                unanswered = loop.time()
             patience_ends = search.patience_ends(since, unanswered)
-            if patience_ends <= now():
+            if patience_ends <= loop.time():
                 raise search.failure()
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(min(patience_ends, now() + LOOK_SECONDS)):
+                async with asyncio.timeout_at(min(patience_ends, loop.time() + LOOK_SECONDS)):
                     await self._next_news()
 
     async def _next_news(self) -> None:

@@ -31,6 +31,7 @@ from tests.router.harness import (
     core,
     ended,
     error_of,
+    jump,
     life_of,
     make_request,
     pass_on,
@@ -331,3 +332,22 @@ async def test_a_prompt_that_no_worker_is_left_to_fetch_is_computed_again_where_
         assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
         assert (stream.path.attempts, stream.path.decode_worker) == (2, "p")
         decode.script.silent, decode.script.stuck_ms = False, None
+
+
+async def test_patience_with_lost_workers_begins_when_the_last_is_lost(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timings = RouterTimings(workers=WorkerTimings(no_worker_patience_s=20))
+    async with fleet(D, D2) as workers, core(store, workers[:1], timings=timings) as scene:
+        full, other = workers
+        full.load.takes_prompts = False
+        await until(lambda: not next(iter(scene.router.pool.membership)).load.takes_prompts)
+        stream = await scene.dispatcher.begin(make_request())
+        await until(lambda: scene.router.pool.waiting)
+        jump(monkeypatch, 25)  # longer than that patience, shorter than with full workers
+        await store.workers.remove(life_of(full))
+        await full.stop()
+        await until(lambda: not list(scene.router.pool.membership))
+        await store.workers.register(other.facts)
+        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+        assert stream.path.decode_worker == "d2"
