@@ -24,11 +24,14 @@ from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import InvalidArgument
 
 RENDER_SECONDS = 5.0
+START_SECONDS = 60.0
+"""Of the process, which a busy machine delays; not of the conversation that waits for it."""
 MAX_RENDERED = 16 * 1024 * 1024
 """Characters."""
 NO_DEADLINE = Deadline()
 
 _PROGRAM = Path(__file__).with_name("template_process.py")
+_EMPTY = json.dumps({"template": "", "variables": {}, "most": 0, "lengths": []}).encode()
 _ENVIRONMENT = ("TZ", "LANG", "LC_ALL", "LC_TIME")
 
 
@@ -77,16 +80,19 @@ class ChatTemplate:
 
     def _render(self, head: bytes, texts: bytes) -> tuple[Mapping[str, Any], str]:
         """In a thread, one call at a time."""
-        if self._process is None:
-            self._process = _start()
-            self._ending = weakref.finalize(self, _end, self._process)
+        limit_s = START_SECONDS
         try:
-            reply, text = _exchange(self._process, head, texts, time.monotonic() + self.timeout_s)
+            if self._process is None:
+                self._process = _start()
+                self._ending = weakref.finalize(self, _end, self._process)
+                _exchange(self._process, _EMPTY, b"", time.monotonic() + limit_s)
+            limit_s = self.timeout_s
+            reply, text = _exchange(self._process, head, texts, time.monotonic() + limit_s)
         except OSError as error:
             self._process = None
             self._ending()
             late = isinstance(error, TimeoutError)
-            return {"failed": f"no answer in {self.timeout_s:g} seconds" if late else str(error)}, ""
+            return {"failed": f"no answer in {limit_s:g} seconds" if late else str(error)}, ""
         return json.loads(reply), text.decode()
 
 

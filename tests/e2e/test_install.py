@@ -31,7 +31,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(folder),
         str(ROOT),
     ]
-    subprocess.run(build, check=True, capture_output=True, timeout=PATIENCE_S)
+    subprocess.run(build, check=True, capture_output=True, timeout=2 * PATIENCE_S)
     (wheel,) = folder.glob("decant_llm-*.whl")
     home = folder / "venv"
     venv.create(home, with_pip=False, symlinks=True)

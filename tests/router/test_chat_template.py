@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from decant.protos import inference_pb2 as pb
+from decant.router.text import chat_template
 from decant.router.text import template_process as rendering
 from decant.router.text.chat_template import ChatTemplate
 from decant.router.text.served_model import ServedModel, served
@@ -206,6 +207,17 @@ async def test_a_failed_rendering_is_refused_and_the_next_is_served(text):
         return
     with pytest.raises(InvalidArgument):
         await either.render([pb.Message(role="user", content="x")], add_generation_prompt=True)
+    assert await either.render(HELLO, add_generation_prompt=True) == "fine"
+
+
+async def test_a_slow_start_of_the_process_is_no_fault_of_a_conversation(tmp_path, monkeypatch):
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        f"import runpy, time; time.sleep(0.6); runpy.run_path({str(chat_template._PROGRAM)!r}, run_name='__main__')"
+    )
+    monkeypatch.setattr(chat_template, "_PROGRAM", slow)
+    either = template("fine")
+    either.timeout_s = 0.5
     assert await either.render(HELLO, add_generation_prompt=True) == "fine"
 
 
