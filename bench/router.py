@@ -90,6 +90,7 @@ class Window:
     seconds: float
     cpu: Mapping[str, float]  # seconds, per process
     scripts: int
+    scripts_seconds: float  # between their counts
     seen: Sequence[Mapping[str, Any]]  # bench.deployment.load.Seen of each request
     in_window: int | None
 
@@ -127,7 +128,8 @@ async def load(job: Job, scene: Deployment) -> Window:
         raise LoadFailed(f"{job.name}: {result['errors'][0] if result else 'it ended without a result'}")
     (began, cpu, scripts), (ended, cpu_then, scripts_then) = samples
     spent = {name: cpu_then[name] - before for name, before in cpu.items()}
-    return Window(ended - began, spent, scripts_then - scripts, result["seen"], result["in_window"])
+    count, elapsed = (then - before for then, before in zip(scripts_then, scripts, strict=True))
+    return Window(ended - began, spent, int(count), elapsed, result["seen"], result["in_window"])
 
 
 class Bench:
@@ -185,7 +187,7 @@ class Bench:
         assert bare.in_window
         self.figures["cpu_us_per_message"] = 1e6 * window.cpu["router"] / window.in_window
         self.figures["bare_cpu_us_per_message"] = 1e6 * bare.cpu["bare"] / bare.in_window
-        self.figures["scripts_per_flush"] = window.scripts / (STREAMS * window.seconds / FLUSH_SECONDS)
+        self.figures["scripts_per_flush"] = window.scripts / (STREAMS * window.scripts_seconds / FLUSH_SECONDS)
         self.details["messages_per_s"] = window.in_window / window.seconds
         tokens, messages = (sum(one[key] for one in window.seen) for key in ("tokens", "messages"))
         self.details["tokens_per_message"] = tokens / messages

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import signal
 import sys
 import time
@@ -27,6 +28,7 @@ READY_SECONDS = 120.0
 END_SECONDS = 10.0
 MODEL = "m"
 ROLES = ("prefill", "decode")
+_COUNT_SCRIPTS = "return {redis.call('INFO', 'commandstats'), redis.call('TIME')}"
 _SCHEDULED = 2
 """The kind of clock of a process that counts the time for which it ran, as in clock_getcpuclockid(3)."""
 
@@ -52,10 +54,11 @@ class Deployment:
     def cpu(self) -> dict[str, float]:
         return {name: _cpu_seconds(process) for name, process in self._processes.items()}
 
-    async def scripts(self) -> int:
-        """Every write of a router is one."""
-        stats = await self._redis.execute("INFO", "commandstats")
-        return int(stats.get("cmdstat_evalsha", {"calls": 0})["calls"])
+    async def scripts(self) -> tuple[int, float]:
+        """Every write of a router is one. With the time of Redis, in seconds, at which it had run so many."""
+        stats, (seconds, micros) = await self._redis.execute("EVAL", _COUNT_SCRIPTS, 0)
+        found = re.search(rb"cmdstat_evalsha:calls=(\d+)", stats)
+        return int(found[1]) if found else 0, int(seconds) + int(micros) / 1e6
 
     def engine_ms(self) -> dict[str, float]:
         """By request id, until the first token."""
