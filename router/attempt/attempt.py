@@ -49,6 +49,7 @@ class Attempt:
 
     async def run(self) -> Finish:
         """Raises AttemptFailed, NoWorker, OwnedElsewhere, or a ServiceError that is final for the request."""
+        self._context.writer.begin_attempt(self._legs)
         with self._span:
             try:
                 await self._run_legs()

@@ -30,7 +30,6 @@ class Legs:
         self._known_finish = finish_from_tokens(context.stream)
         self._legs: list[Leg] = []
         self._news = asyncio.Event()
-        context.writer.listener = self
 
     @property
     def finish(self) -> Finish | None:

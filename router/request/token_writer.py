@@ -27,7 +27,7 @@ class TokenWriter:
     def __init__(self, stream: TokenStream) -> None:
         self.stream = stream
         self.stopped: Finish | None = None
-        self.listener: StopListener | None = None
+        self._listener: StopListener | None = None
         new_text = stream.request.new_output_text
         self._text = new_text() if new_text is not None else None
         self._tokens = stream.tokens
@@ -38,6 +38,10 @@ class TokenWriter:
         self._now = asyncio.get_running_loop().time
         for token in stream.tokens:  # of an earlier owner's
             self._search_stop_string(token)
+
+    def begin_attempt(self, listener: StopListener) -> None:
+        """``listener`` takes the place of the last attempt's."""
+        self._listener = listener
 
     @property
     def position(self) -> int:
@@ -86,8 +90,8 @@ class TokenWriter:
         if self._text.stop is not None:
             self.stopped = Finish(pb.FINISH_REASON_STOP, stop_text=self._text.stop)
             self._text = None
-            if self.listener is not None:
-                self.listener.on_stop_string()
+            if self._listener is not None:
+                self._listener.on_stop_string()
 
 
 def _append(logprobs: wire.TokenLogprobs | None, known: Logprobs) -> bool:

@@ -243,7 +243,8 @@ class StopRecorder:
 
 async def test_tokens_after_a_stop_are_dropped_and_not_requested_again():
     writer, _, tokens = await stopped_pen()
-    writer.listener = recorder = StopRecorder(writer)
+    recorder = StopRecorder(writer)
+    writer.begin_attempt(recorder)
     base = writer.position
     for place, token in enumerate(tokens):
         assert writer.write(base + place, token) is None
