@@ -24,7 +24,7 @@ from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.router.placement.policy import WorkerSnapshot
 from decant.router.placement.worker_load import LoadReservation, WorkerLoad
 from decant.state.ids import Incarnation
-from decant.worker.report.prefix_cache_feed import PrefixCacheFeed
+from decant.worker.prefix_cache_feed import PrefixCacheFeed
 
 BLOCK_TOKENS = 16
 TOKENS_PER_SECOND = 20_000.0

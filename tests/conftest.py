@@ -16,6 +16,7 @@ import pytest
 from grpc.aio import _channel, _server
 
 from decant.engine.errors import InvalidConfig
+from decant.worker.settings import Build
 from decant.worker.startup import cpu_build
 from tests.e2e import fork_server
 
@@ -26,8 +27,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not Path("/proc/driver/nvidia/version").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported, which transformers may do
 
-BUILD = cast(cpu_build.Build, os.environ.get("DECANT_KERNELS", "auto"))
-assert BUILD in get_args(cpu_build.Build), f"DECANT_KERNELS: {BUILD}"
+BUILD = cast(Build, os.environ.get("DECANT_KERNELS", "auto"))
+assert BUILD in get_args(Build), f"DECANT_KERNELS: {BUILD}"
 cpu_build.choose(BUILD)  # other conftest.py import torch
 
 hypothesis.settings.register_profile("decant", deadline=None)  # a busy machine is not a failure

@@ -29,7 +29,7 @@ from decant.protos import worker_pb2 as wire
 from decant.runtime.background import BackgroundTask
 from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS
 from decant.worker.epochs import Epochs
-from decant.worker.report.prefix_cache_feed import PrefixCacheFeed
+from decant.worker.prefix_cache_feed import PrefixCacheFeed
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,9 @@ from decant.runtime.serving.server_settings import ServerSettings, is_loopback
 from decant.runtime.settings import SettingError
 from decant.runtime.telemetry.logs import LogSettings
 from decant.state.store import BadUrl, check_url
-from decant.worker.startup.cpu_build import Build
+
+Build = Literal["auto", "avx512", "avx2", "none"]
+"""Of the CPU kernels."""
 
 
 class WorkerSettings(LogSettings, ServerSettings, PeerTls):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from decant.engine.block_hashes import hash_blocks, root_hash
 from decant.engine.blocks import BlockPool, BlockTable
 from decant.protos import worker_pb2 as wire
-from decant.worker.report.prefix_cache_feed import PrefixCacheFeed
+from decant.worker.prefix_cache_feed import PrefixCacheFeed
 from tests.worker.decode_harness import BLOCK, Node, make_run, make_work, routed
 from tests.worker.session_client import Router
 from tests.worker.waiting import eventually

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
 
 from decant.engine.errors import InvalidConfig
-
-Build = Literal["auto", "avx512", "avx2", "none"]
+from decant.worker.settings import Build
 
 _ENVIRONMENT = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
