@@ -102,12 +102,6 @@ async def _serve(settings: RouterSettings, models: Models, callers: Authenticato
         return ended and not process.dispatcher.num_left_behind
 
 
-def _check_advertised(settings: RouterSettings) -> None:
-    """Raises SettingError."""
-    if settings.advertise is not None and not settings.advertise.rpartition(":")[2].isdecimal():
-        raise SettingError("advertise", "host:port", settings.advertise)
-
-
 def _reached_at(host: str) -> str:
     return socket.gethostname() if host in EVERY_ADDRESS else host
 
@@ -124,7 +118,6 @@ class RouterProcess:
         self.readiness = Readiness()
         self.registry = Registry()
         self.peer = new_peer(settings.id or default_id("router"))
-        _check_advertised(settings)
         hashes = {id: model.tokenizer_hash for id, model in models.by_id.items()}
         self.pool = WorkerPool(self.peer, store.workers, hashes, settings, settings.handoff_min_tokens, timings.workers)
         self.journal_writer = JournalWriter(store.requests, settings.flush_ms, timings.journal)

@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import Field, field_validator
 
 from decant.runtime.connections.tls import PeerTls
-from decant.runtime.serving.server_settings import ServerSettings
+from decant.runtime.serving.server_settings import AdvertisedAddress, ServerSettings
 from decant.runtime.settings import SettingError
 from decant.runtime.telemetry.logs import LogSettings
 from decant.state.store import BadUrl, check_url
@@ -21,7 +21,7 @@ class RouterSettings(LogSettings, ServerSettings, PeerTls):
         description="name among the processes of the deployment; unset: generated",
     )
     redis_url: str = Field(default="redis://127.0.0.1:6379", description="Redis with the state of requests")
-    advertise: str | None = Field(
+    advertise: AdvertisedAddress | None = Field(
         default=None, description="host:port at which clients reach this router; unset: host and port"
     )
     models: tuple[str, ...] = Field(

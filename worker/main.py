@@ -264,8 +264,6 @@ def _check(settings: WorkerSettings) -> None:
     Limits(settings.token_budget or settings.max_running, settings.max_running)
     if settings.advertise is None and settings.host in EVERY_ADDRESS:
         raise SettingError("advertise", "needed where host is every address", "nothing")
-    if settings.advertise is not None and not settings.advertise.rpartition(":")[2].isdecimal():
-        raise SettingError("advertise", "host:port", settings.advertise)
 
 
 async def _warm_up_engine(host: EngineHost) -> None:

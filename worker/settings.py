@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from decant.runtime.connections.tls import PeerTls
-from decant.runtime.serving.server_settings import ServerSettings, is_loopback
+from decant.runtime.serving.server_settings import AdvertisedAddress, ServerSettings, is_loopback
 from decant.runtime.settings import SettingError
 from decant.runtime.telemetry.logs import LogSettings
 from decant.state.store import BadUrl, check_url
@@ -26,7 +26,7 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
         description="name among the processes of the deployment; unset: generated",
     )
     redis_url: str = Field(default="redis://127.0.0.1:6379", description="Redis with the directory of workers")
-    advertise: str | None = Field(
+    advertise: AdvertisedAddress | None = Field(
         default=None, description="host:port at which routers and workers reach this worker; unset: host and port"
     )
     model: str = Field(description="folder or hub name of the model")
