@@ -1,1 +1,1 @@
-"""The public service: validate, admit, place, dispatch, follow."""
+"""The router: `api` receives calls and answers, `execution` owns requests, `attempt` runs them at `workers`."""

@@ -1,5 +1,5 @@
 """Intervals and patience of a router, in seconds unless a name says otherwise. Those of heartbeats are in
-`runtime.heartbeat`.
+`runtime.connections.heartbeat`.
 """
 
 from __future__ import annotations

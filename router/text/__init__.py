@@ -1,4 +1,5 @@
-"""Text to tokens and tokens to text: chat templates, tokenizing, detokenizing, stop strings.
+"""Text to tokens and tokens to text: chat templates, tokenizing, detokenizing, stop strings. No gRPC.
 
-No gRPC. One ``ServedModel`` per model that the router serves.
+Entry: ``served_model.Models``; each ``ServedModel`` owns a tokenizer and a chat template. Prompts enter
+``prompt.prompt_of`` and leave as token ids; output tokens enter ``output_text.OutputText`` and leave as final text.
 """
