@@ -1,6 +1,7 @@
 """gRPC services that are registered before the server listens, and attached once the model is loaded.
 
-A gRPC server takes no services after its start. Until ``attach`` every call is refused with UNAVAILABLE.
+A gRPC server takes no services after its start, and none can be made before: the parts of a service are built for
+the engine's host, which exists once the model is loaded. Until ``attach`` every call is refused with UNAVAILABLE.
 """
 
 from __future__ import annotations
