@@ -215,14 +215,17 @@ class EngineHost:
     # -- events -------------------------------------------------------------------------------------------------
 
     def connect(self, *handlers: HostHandler) -> None:
-        """Replaces the handlers before; each event goes to these in order."""
+        """Replaces the handlers before; each event goes to these in order.
+
+        No handler depends on the order: it changes its own runs, and their coroutines continue after all handlers.
+        """
         self._handlers = handlers
 
     def _on_step(self, output: StepOutput) -> None:
         self._step = output.step
         for handler in self._handlers:
             handler.on_step(output)
-        self.sender.on_step(output)
+        self.sender.on_step(output)  # last: a run that failed wakes first, and closes its open fetch with the reason
 
     def _on_crash(self, stopped: EngineStopped) -> None:
         for handler in self._handlers:
