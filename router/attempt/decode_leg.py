@@ -21,6 +21,8 @@ class DecodeLegOwner(LegOwner, Protocol):
 
 
 class DecodeLeg(Leg):
+    _owner: DecodeLegOwner
+
     def __init__(
         self,
         context: AttemptContext,
@@ -30,7 +32,6 @@ class DecodeLeg(Leg):
         owner: DecodeLegOwner,
     ) -> None:
         super().__init__(context, pool, worker, owner)
-        self._migration = owner
         self.scheduled: wire.Scheduled | None = None
         self.started: wire.DecodeStarted | None = None
         self.offer: wire.Ticket | None = None
@@ -113,7 +114,7 @@ class DecodeLeg(Leg):
             self._set_scheduled()
         if status.phase in (wire.RunStatus.PHASE_RUNNING, wire.RunStatus.PHASE_ENDED):
             self._set_joined()
-        self._migration.on_resumed(self)
+        self._owner.on_resumed(self)
         self._owner.wake()
 
     def on_offer(self, ticket: wire.Ticket) -> None:
@@ -121,7 +122,7 @@ class DecodeLeg(Leg):
         self._owner.wake()
 
     def on_draining(self) -> None:
-        self._migration.on_draining(self)
+        self._owner.on_draining(self)
 
     def on_ended(self, ended: wire.Ended) -> None:
         self._set_joined()
