@@ -12,12 +12,22 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from datetime import UTC, datetime
+from pathlib import Path
 
 
 def say(event: str, **fields: object) -> None:
     line = {"event": event, "level": "info", "time": datetime.now(UTC).isoformat(), **fields}
     print(json.dumps(line), flush=True)
+
+
+def wait_unless_first(folder: Path) -> None:
+    try:
+        (folder / "started").touch(exist_ok=False)
+    except FileExistsError:
+        while not (folder / "restart").exists():
+            time.sleep(0.02)
 
 
 def main() -> int:
@@ -31,6 +41,8 @@ def main() -> int:
         return 2
     if given.does == "crash":
         return 1
+    if given.does == "restart-when-allowed":
+        wait_unless_first(Path(os.environ["XDG_RUNTIME_DIR"]))
     tempfile.mkstemp()  # left behind, as libraries do
     # Blocked and waited for: a handler would not wake a wait that it interrupts just before the call.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

@@ -251,11 +251,12 @@ def test_a_process_that_is_lost_is_shown_until_it_is_ready_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with up(tmp_path, stand_ins(PAIR, ROUTER)) as running:
+    with up(tmp_path, stand_ins(PAIR | {"decode-1": "restart-when-allowed"}, ROUTER)) as running:
         running.until("up", "ready")
         running.child(port_of(running, "decode-1")).kill()
         lost = until_found(lambda one: one.processes["decode-1"].lost_at is not None).processes["decode-1"]
         assert lost.describe(now=(lost.lost_at or 0) + 3.2).startswith("lost 3 s ago")
+        (tmp_path / "restart").touch()
         again = until_found(lambda one: one.processes["decode-1"].is_ready).processes["decode-1"]
         assert again.describe() == "ready"
         assert again.pid != lost.pid or lost.state != "lost"
