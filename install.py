@@ -49,7 +49,10 @@ def has_nvidia_driver() -> bool:
 def torch_source(installer: str, settings: Mapping[str, list[str]], environment: Mapping[str, str]) -> list[str]:
     """Empty where the settings or the default index choose the build."""
     if index := environment.get("TORCH_INDEX"):
-        return ["--default-index" if installer == "uv" else "--index-url", index]
+        if installer == "pip":
+            return ["--index-url", index]
+        # uv takes one default index and searches each --index before it.
+        return ["--index" if "index-url" in settings else "--default-index", index]
     is_chosen = settings or any(environment.get(name) for name in ("UV_TORCH_BACKEND", "UV_INDEX", "UV_DEFAULT_INDEX"))
     if is_chosen or not sys.platform.startswith("linux") or has_nvidia_driver():
         return []
@@ -66,7 +69,7 @@ def find_uv() -> str:
         return on_path
     own = Path(sys.executable).with_name("uv")
     if not own.exists():
-        subprocess.run([*PIP, "install", "--quiet", locked("uv")], check=True)
+        stage(locked("uv"), lambda: subprocess.run([*PIP, "install", "--quiet", locked("uv")], check=True))
     return str(own)
 
 
@@ -83,14 +86,16 @@ def main() -> None:
     installer = parser.parse_args().installer
     settings = pip_settings(subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=True).stdout)
     if installer == "uv":
-        install = [find_uv(), "pip", "install", "--quiet", "--python", sys.executable, *uv_options(settings)]
+        install = [find_uv(), "pip", "install", "--quiet", "--python", sys.executable]
+        options = uv_options(settings)
     else:
-        install = [*PIP, "install", "--quiet"]
+        install, options = [*PIP, "install", "--quiet"], []
 
     def run(*arguments: str) -> None:
-        done = subprocess.run([*install, *arguments], check=False)
+        command = [*install, *arguments, *options]  # an index in the arguments is searched before those of the options
+        done = subprocess.run(command, check=False)
         if done.returncode != 0:
-            sys.exit(f"install.py: {' '.join((*install, *arguments))}: exit status {done.returncode}")
+            sys.exit(f"install.py: {' '.join(command)}: exit status {done.returncode}")
 
     source = torch_source(installer, settings, os.environ)
     # torch by version first: otherwise a transitive dependency may choose another build.

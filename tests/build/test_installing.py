@@ -49,6 +49,16 @@ def test_torch_comes_from_what_is_configured_then_by_driver(
     assert install.torch_source(installer, {}, {}) == []
 
 
+@pytest.mark.parametrize(("installer", "index"), [("uv", "--index"), ("pip", "--index-url")])
+def test_an_index_for_torch_goes_with_an_index_of_pip(installer: str, index: str) -> None:
+    """uv refuses a second ``--default-index``."""
+    settings = {"index-url": ["https://m.example"]}
+    assert install.torch_source(installer, settings, {"TORCH_INDEX": "https://x.example"}) == [
+        index,
+        "https://x.example",
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("installer", ["uv", "pip"])
 def test_an_environment_that_has_the_locked_versions_is_left_as_it_is(installer: str) -> None:
