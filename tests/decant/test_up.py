@@ -66,10 +66,10 @@ def test_generate_finds_the_deployment(running: Up, folder: Path) -> None:
     done = command(folder, "generate", "def add(a, b):\n", "--max-tokens", "8", "--temperature", "0", "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert answer["usage"]["completion_tokens"] == 8
     assert (answer["receipt"]["prefill_worker"], answer["receipt"]["decode_worker"]) == ("prefill-1", "decode-1")
     with Client(running.until("up", "ready")["address"]) as client:
-        assert client.generate("def add(a, b):\n", max_tokens=8, temperature=0).text == answer["text"]
+        same = client.generate("def add(a, b):\n", max_tokens=8, temperature=0)
+        assert (same.text, same.usage.completion_tokens) == (answer["text"], answer["usage"]["completion_tokens"])
         assert [model.id for model in client.models()] == ["tiny-python"]
 
 
@@ -89,7 +89,8 @@ def test_all_processes_are_ready_and_every_block_is_accounted_for(running: Up, f
 
 
 def test_top_shows_both_pools_and_what_the_run_moved(running: Up, folder: Path) -> None:
-    assert command(folder, "generate", "def f(x):\n", "--max-tokens", "4").returncode == 0
+    generated = command(folder, "generate", "def f(x):\n", "--max-tokens", "4", "--json")
+    assert generated.returncode == 0, generated.stderr
     done = command(folder, "top", "--once", "--json", "--interval", "0.1")
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
@@ -104,7 +105,7 @@ def test_top_shows_both_pools_and_what_the_run_moved(running: Up, folder: Path) 
     assert processes["router-1"]["figures"]["is_store_available"]
     (model,) = shown["models"]
     assert model["requests_total"] >= 1
-    assert model["output_tokens_total"] >= 4
+    assert model["output_tokens_total"] >= json.loads(generated.stdout)["usage"]["completion_tokens"]
 
 
 def test_top_ends_at_an_interrupt_without_a_stack(running: Up, folder: Path) -> None:
@@ -142,7 +143,7 @@ def test_a_question_waits_for_workers_that_are_killed_and_come_back(running: Up,
     # The router waits for the workers, or the command does (tests/decant/test_waiting.py has its messages).
     assert done.returncode == 0, done.stderr
     assert done.stdout
-    assert " | 4 tokens | " in done.stderr
+    assert re.search(r" \| [1-4] tokens \| ", done.stderr)
 
 
 def test_a_model_that_is_not_there_is_refused_before_anything_is_started(tmp_path: Path) -> None:

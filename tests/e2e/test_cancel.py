@@ -84,7 +84,9 @@ async def scene(processes: tuple[Deployment, Proxy]) -> AsyncIterator[Scene]:
 
 async def is_handed_over(stub: InferenceServiceStub) -> bool:
     """Whether a plain request, which must be answered, was handed over."""
-    answer = await ask(stub, asked("x = 1\n", max_tokens=4))
+    request = asked("x = 1\n", max_tokens=4)
+    request.stopping.ignore_eos = True
+    answer = await ask(stub, request)
     assert len(answer.ids) == 4
     return bool(answer.receipt.prefill_worker)
 

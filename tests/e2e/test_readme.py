@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from decant import Client
 from tests.e2e.deployment import PATIENCE_S, Deployment
 
 pytestmark = pytest.mark.slow
@@ -18,5 +19,8 @@ def test_the_program_of_the_readme(pair: Deployment) -> None:
     program = program.replace("127.0.0.1:50051", pair.address)
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) > 2
-    assert "completion_tokens=60" in done.stdout
+    text, _, usage = done.stdout.partition("Usage(")
+    with Client(pair.address) as client:
+        answer = client.generate("def read_lines(path):\n", max_tokens=60, temperature=0.7, seed=1)
+    assert text == answer.text
+    assert f"completion_tokens={answer.usage.completion_tokens}," in usage
