@@ -69,7 +69,8 @@ test-fast: setup
 	$(PYTEST) -m 'not slow'
 
 test-builds: setup
-	@for build in $$($(BIN)/python -m tests.kernel_builds); do \
+	@builds=$$($(BIN)/python -m tests.kernel_builds) || exit 1; \
+	for build in $$builds; do \
 	    echo "tests/engine with --kernels $$build"; \
 	    DECANT_KERNELS=$$build $(PYTEST) tests/engine || exit 1; \
 	done

@@ -1,11 +1,12 @@
 """The builds of the CPU kernels, and which of them run here.
 
 `DECANT_KERNELS=avx2 pytest ...` runs tests with that build; `python -m tests.kernel_builds` prints the builds that this
-machine can run besides its default.
+machine can run besides its default, and on standard error why not the others.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 
 from decant.engine.cpu import kernels as native
@@ -35,4 +36,8 @@ def why_not(build: str) -> str:
 OTHERS = [build for build in BUILDS if not is_taken(build)]
 
 if __name__ == "__main__":
-    print(*(build for build in OTHERS if not why_not(build)))
+    for build in OTHERS:
+        if reason := why_not(build):
+            print(f"not tested: the build {build}, {reason}", file=sys.stderr)
+        else:
+            print(build)
