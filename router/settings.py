@@ -12,8 +12,6 @@ from decant.state.store import BadUrl, check_url
 
 
 class RouterSettings(LogSettings, ServerSettings, PeerTls):
-    """How a router runs."""
-
     id: str | None = Field(
         default=None,
         min_length=1,

@@ -1,7 +1,7 @@
 """Base of a process's settings, combined from those of its parts.
 
     class RouterSettings(LogSettings, ServerSettings):
-        queue_limit: int = Field(default=256, ge=1, description="requests that may wait")
+        queue_limit: int = Field(default=1024, ge=1, description="requests that may wait")
 
 The field is the flag ``--queue-limit``, the variable ``DECANT_QUEUE_LIMIT`` and the file's ``queue_limit``. Fields are
 scalars, paths, literals, secrets, or tuples of text (comma separated). Validators of combined classes need different

@@ -18,7 +18,7 @@ BLOCKS_PER_HEARTBEAT = 4096
 
 
 class PrefixCacheFeed:
-    """For the event loop, except ``note``."""
+    """Not thread-safe, except ``note``."""
 
     def __init__(self, blocks_per_heartbeat: int = BLOCKS_PER_HEARTBEAT) -> None:
         self._at_most = blocks_per_heartbeat

@@ -17,8 +17,6 @@ Build = Literal["auto", "avx512", "avx2", "none"]
 
 
 class WorkerSettings(LogSettings, ServerSettings, PeerTls):
-    """How a worker runs."""
-
     id: str | None = Field(
         default=None,
         min_length=1,

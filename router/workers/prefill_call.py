@@ -9,7 +9,7 @@ from decant.runtime.connections.peer import UnknownMessages
 
 
 class PrefillListener(Protocol):
-    """``on_over`` is the last event."""
+    """Receives the events of one prefill call; ``on_over`` is the last."""
 
     def on_ticket(self, ticket: wire.Ticket) -> None: ...
 
