@@ -13,8 +13,9 @@ import torch
 from bench.comparison.steps import Prompted
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidConfig
+from decant.engine.loading import load
 from decant.engine.loop import EngineLoop
-from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.model.model import ModelConfig, ModelDevice
 from decant.engine.output import StepOutput
 from decant.engine.plan import StepPlan, StepResult
 from decant.engine.request import Request, StopParams

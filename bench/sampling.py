@@ -21,8 +21,8 @@ from rich.table import Table
 from bench import machine
 from bench.medians import in_turn
 from bench.options import add_json, deliver, positive
+from decant.engine.backends import make_backend
 from decant.engine.cpu.sampler import SCORES_AT_ONCE
-from decant.engine.model.backend import make_backend
 from decant.engine.model.sampler import Sampler
 from decant.engine.plan import Row
 from decant.engine.request import Request, SamplingParams

@@ -28,10 +28,11 @@ from rich.table import Table
 from bench import machine
 from bench.comparison.metrics import distribution
 from bench.options import add_json, deliver, positive
+from decant.engine.backends import make_backend
 from decant.engine.costs import StepCostModel
 from decant.engine.engine import Engine
 from decant.engine.kv_layout import FULL, KvLayout, LayerSpec
-from decant.engine.model.backend import Backend, make_backend
+from decant.engine.model.backend import Backend
 from decant.engine.model.runner import ModelRunner
 from decant.engine.plan import BlockMemory, Device, DeviceMemory, StepPlan, StepResult
 from decant.engine.request import Request, StopParams

@@ -17,8 +17,9 @@ from bench.workloads import Item
 from decant.engine.cpu.linear import FixedRows, PackedExperts, PackedLinear
 from decant.engine.engine import Engine
 from decant.engine.kv_layout import longest_sequence
+from decant.engine.loading import load
 from decant.engine.model import calibration
-from decant.engine.model.model import ModelConfig, load
+from decant.engine.model.model import ModelConfig
 from decant.engine.output import StepOutput
 from decant.engine.plan import Device
 from decant.engine.request import FinishReason, Request, StopParams

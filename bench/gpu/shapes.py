@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from decant.engine.backends import choose_backend
 from decant.engine.model.backend import CudaKernels, RunnerLimits
 from decant.engine.model.model import ModelConfig, ModelDevice, ReadModel, make_device
 
@@ -123,7 +124,7 @@ def make_served(
     config = ModelConfig(name, device=str(model.device), kv_bytes=kv_bytes, cuda_kernels=kernels, exact=exact)
     context_length = model.config.max_position_embeddings
     read = ReadModel(model, name, context_length, frozenset(), lambda layout: f"{name} {layout}")
-    return make_device(read, config, config.make_backend())
+    return make_device(read, config, choose_backend(config))
 
 
 def weight_bytes(model: torch.nn.Module) -> int:

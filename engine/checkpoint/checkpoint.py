@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
@@ -66,22 +65,6 @@ def refusing(name: str, what: str) -> Iterator[None]:
         raise ModelRefused(name, f"{what}: {_first_line(error)}") from error
 
 
-def choose_device(name: str) -> torch.device:
-    """``auto``: CUDA when there is one. Raises InvalidConfig."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError):
-        raise InvalidConfig("device", "auto, cpu, cuda or cuda:N", name) from None
-    count = torch.cuda.device_count() if device.type == "cuda" else int(device.type == "cpu")
-    if (device.index or 0) >= count:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") if device.type == "cuda" else None
-        limit = "a device of this machine" + (f" within CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "")
-        raise InvalidConfig("device", limit, name)
-    return device
-
-
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Weights are not read yet. ``revision``: commit of a hub name."""
@@ -125,13 +108,14 @@ class Checkpoint:
             raise InvalidConfig("window", f"at most the checkpoint's {positions} positions", context_length)
         return context_length or rope.default_length(text, most)
 
-    def read(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    def read(self, dtype: torch.dtype, device: torch.device, *, place_each: bool = False) -> PreTrainedModel:
         """Load the weights into transformers' causal model; towers of other media are dropped. Raises ModelRefused.
 
-        With accelerate and no such towers, transformers puts each tensor on another device as it is read and converted.
-        Else that device gets a model from the host's memory: from the mapped files, or from a copy in another dtype.
+        With ``place_each``, accelerate and no such towers, transformers puts each tensor on the device as it is read
+        and converted. Else the device gets a model from the host's memory: from the mapped files, or from a copy in
+        another dtype.
         """
-        is_placed = device.type != "cpu" and is_accelerate_available() and not _other_media(self.config)
+        is_placed = place_each and is_accelerate_available() and not _other_media(self.config)
         placed: dict[str, Any] = {"device_map": {"": device}} if is_placed else {}
         with refusing(self.name, "transformers can't load it"):
             model_class, source = self._source()
@@ -272,14 +256,14 @@ def _drop_other_media(model: PreTrainedModel) -> None:
 
 
 def layout_hash(
-    weights: Digests, layout: KvLayout, context_length: int, dtype: torch.dtype, hardware: tuple[str, str]
+    weights: Digests, layout: KvLayout, context_length: int, dtype: torch.dtype, backend: tuple[str, str]
 ) -> str:
-    """Equal exactly when two devices can exchange blocks."""
+    """Equal exactly when two devices can exchange blocks. ``backend``: ``Backend.identity``."""
     facts = [
         str(layout),
         str(context_length),
         str(dtype),
-        *hardware,
+        *backend,
         torch.__version__,
         transformers.__version__,
     ]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import KvLayout
 from decant.engine.model.attention import AttentionBackend
 from decant.engine.model.attention.masks import AttentionWindow
@@ -27,10 +25,6 @@ PARTS = frozenset({"linear", "attention", "elementwise", "sampler"})
 """In which a row's bits may depend on the other rows."""
 
 
-MIN_CAPABILITY = (8, 0)
-"""Compute capability of the oldest GPUs that triton supports."""
-
-
 class RunnerLimits(NamedTuple):
     eos_token_ids: frozenset[int]
     context_length: int
@@ -41,7 +35,17 @@ class Backend(Protocol):
     def device(self) -> torch.device: ...
     @property
     def kind(self) -> str:
-        """Hardware and kernels, as far as they change bits; part of ``Device.layout``."""
+        """Hardware and kernels, as far as they change bits."""
+        ...
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Type of the device and ``kind``: the part of ``Device.layout`` that names where a model is computed."""
+        ...
+
+    @property
+    def places_weights(self) -> bool:
+        """Whether a load puts each weight on the device as it is read, instead of all of them at the end."""
         ...
 
     @property
@@ -109,6 +113,14 @@ class TorchBackend:
     def kind(self) -> str:
         return torch.cuda.get_device_name(self.device)
 
+    @property
+    def identity(self) -> tuple[str, str]:
+        return self.device.type, self.kind
+
+    @property
+    def places_weights(self) -> bool:
+        return self.device.type != "cpu"
+
     def prepare(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         pass
 
@@ -151,26 +163,3 @@ class TorchBackend:
 
     def fused_layers(self, model: torch.nn.Module) -> int:
         return 0
-
-
-def make_backend(device: torch.device, cuda_kernels: CudaKernels = "none", exact: bool = False) -> Backend:
-    """Raises InvalidConfig. ``exact``: only a backend whose rows have the same bits in any batch, as any CPU's."""
-    if cuda_kernels == "triton":
-        if device.type != "cuda":
-            raise InvalidConfig("cuda_kernels", f"none on the device {device}", cuda_kernels)
-        if find_spec("triton") is None:
-            raise InvalidConfig("cuda_kernels", "none without the package triton (extra cuda)", cuda_kernels)
-        if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
-            have, need = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))
-            limit = f"none on a GPU of compute capability {have}: triton needs {need}"
-            raise InvalidConfig("cuda_kernels", limit, cuda_kernels)
-        from decant.engine.cuda.backend import CudaBackend
-
-        return CudaBackend(device, exact=exact)
-    if device.type == "cpu":
-        from decant.engine.cpu.backend import make_cpu_backend
-
-        return make_cpu_backend()
-    if exact:
-        raise InvalidConfig("exact", "off on a CUDA device without cuda_kernels triton", exact)
-    return TorchBackend(device)

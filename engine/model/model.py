@@ -16,7 +16,7 @@ from decant.engine.kv_layout import KvLayout, Window
 from decant.engine.model import kv_memory, rope
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import TILE
-from decant.engine.model.backend import PARTS, Backend, CudaKernels, RunnerLimits, make_backend
+from decant.engine.model.backend import PARTS, Backend, CudaKernels, RunnerLimits
 from decant.engine.model.device_errors import naming_failures
 from decant.engine.model.kv_memory import StepSizes
 from decant.engine.model.kv_store import KvStore
@@ -71,11 +71,6 @@ class ModelConfig:
             check_whole("window", self.context_length, least=1)
         if self.kv_bytes is not None:
             check_whole("kv_bytes", self.kv_bytes, least=1)
-
-    @naming_failures()
-    def make_backend(self) -> Backend:
-        """Raises InvalidConfig, DeviceFailed."""
-        return make_backend(checkpoint.choose_device(self.device), self.cuda_kernels, self.exact)
 
 
 @dataclass(slots=True)
@@ -145,10 +140,6 @@ def _await(result: Callable[[], StepResult]) -> StepResult:
         return result()
 
 
-HASHED, READ = 5, 20
-"""Percent of a load, after hashing and after reading the weight files."""
-
-
 @dataclass(frozen=True, slots=True)
 class ReadModel:
     """A model with its weights on the device.
@@ -163,30 +154,6 @@ class ReadModel:
     eos_token_ids: frozenset[int]
     fingerprint: Callable[[KvLayout], str]
     check_files: Callable[[], object] = lambda: None
-
-
-@naming_failures()
-def load(
-    config: ModelConfig, progress: Callable[[int], None] = lambda percent: None, backend: Backend | None = None
-) -> ModelDevice:
-    """``progress`` gets the percent done. Raises ModelRefused, InvalidConfig, DeviceFailed."""
-    progress(0)
-    backend = backend or config.make_backend()
-    source = checkpoint.open(config.model, config.revision)
-    dtype = source.choose_dtype(config.dtype, backend.dtypes)
-    context_length = source.choose_context_length(config.context_length)
-    weights = source.weights()
-    progress(HASHED)
-    model = source.read(dtype, backend.device)
-    progress(READ)
-
-    def fingerprint(layout: KvLayout) -> str:
-        return checkpoint.layout_hash(weights, layout, context_length, dtype, (backend.device.type, backend.kind))
-
-    eos = source.eos_token_ids(model)
-    check_files = partial(weights.check_unchanged, source.name)
-    read = ReadModel(model, source.name, context_length, eos, fingerprint, check_files)
-    return make_device(read, config, backend, progress)
 
 
 @naming_failures()

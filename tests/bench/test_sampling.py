@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench import sampling
-from decant.engine.model.backend import make_backend
+from decant.engine.backends import make_backend
 from tests.e2e.fork_server import completed
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,8 @@ from safetensors import safe_open
 
 from decant.bench import model_shapes as shapes
 from decant.engine.engine import Engine
-from decant.engine.model.model import ModelConfig, load
+from decant.engine.loading import load
+from decant.engine.model.model import ModelConfig
 from decant.engine.request import Request, StopParams
 from decant.engine.scheduler import Limits
 from decant.router.text.served_model import served

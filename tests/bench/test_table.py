@@ -12,7 +12,8 @@ from bench.comparison import subprocess_runner as child
 from bench.comparison.own_engine import make_engine
 from bench.comparison.steps import Profile
 from decant.engine.cpu.fused_layer import FusedLayer
-from decant.engine.model.model import ModelConfig, load
+from decant.engine.loading import load
+from decant.engine.model.model import ModelConfig
 from tests.bench import fork_server as forked
 from tests.engine import tiny as models_of
 

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from decant import models
 from decant.engine.engine import Engine
-from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.loading import load
+from decant.engine.model.model import ModelConfig, ModelDevice
 from decant.engine.output import Token
 from decant.engine.request import Request, SamplingParams, StopParams
 from decant.protos import inference_pb2 as pb

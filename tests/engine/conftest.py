@@ -54,7 +54,8 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_real(tiny_llama: Path) -> MakeDevice:
-    from decant.engine.model.model import ModelConfig, load
+    from decant.engine.loading import load
+    from decant.engine.model.model import ModelConfig
     from decant.engine.model.runner import ModelRunner
 
     loaded = load(ModelConfig(str(tiny_llama), dtype="float32", kv_bytes=1 << 20, block_size=BLOCK))

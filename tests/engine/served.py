@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.loading import load
+from decant.engine.model.model import ModelConfig, ModelDevice
 
 
 def serve(model: Path | str, **options: Any) -> ModelDevice:

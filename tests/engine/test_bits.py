@@ -18,7 +18,8 @@ from decant.bench import model_shapes as shapes
 from decant.engine.cpu.kernels import KERNELS
 from decant.engine.cpu.linear import PackedLinear
 from decant.engine.engine import Engine
-from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.loading import load
+from decant.engine.model.model import ModelConfig, ModelDevice
 from decant.engine.model.runner import ModelRunner
 from decant.engine.model.step_batch import FlatBatch, Ints
 from decant.engine.plan import Row

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from decant.engine.checkpoint import checkpoint
+from decant.engine.backends import choose_device
 from decant.engine.engine import Engine
 from decant.engine.errors import DeviceFailed, EngineStopped, InvalidConfig
 from decant.engine.fake import FakeDevice
@@ -67,8 +67,8 @@ def test_an_error_of_the_program_keeps_its_name() -> None:
 def test_a_device_that_is_not_visible_is_refused_with_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-4a1b")
-    assert checkpoint.choose_device("cuda:0") == torch.device("cuda:0")
+    assert choose_device("cuda:0") == torch.device("cuda:0")
     with pytest.raises(
         InvalidConfig, match="a device of this machine within CUDA_VISIBLE_DEVICES=MIG-4a1b, got 'cuda:1'"
     ):
-        checkpoint.choose_device("cuda:1")
+        choose_device("cuda:1")

@@ -14,7 +14,8 @@ from decant.engine.checkpoint import fp8, weight_files
 from decant.engine.checkpoint.fp8 import BLOCK
 from decant.engine.engine import Engine
 from decant.engine.errors import ModelRefused
-from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.loading import load
+from decant.engine.model.model import ModelConfig, ModelDevice
 from decant.engine.scheduler import Limits
 from tests.engine import tiny
 
@@ -130,7 +131,7 @@ def test_another_device_gets_each_weight_as_it_is_converted(tmp_path: Path, monk
     config.num_hidden_layers = 4
     folder = tiny.save(config, tmp_path)
     quantize(folder, blocks, "_scale_inv")
-    model = checkpoints.open(str(folder)).read(torch.float32, torch.device("meta"))
+    model = checkpoints.open(str(folder)).read(torch.float32, torch.device("meta"), place_each=True)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert len(most) == 28
     assert max(most) <= 8, "transformers reads with 4 threads"

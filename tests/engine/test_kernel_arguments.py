@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decant.engine.backends import make_backend
 from decant.engine.cpu import kernels as native
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.cpu.backend import flatten
@@ -26,7 +27,6 @@ from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
 from decant.engine.model.attention import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
-from decant.engine.model.backend import make_backend
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.step_batch import flatten as flatten_in_numpy
 from decant.engine.plan import Row

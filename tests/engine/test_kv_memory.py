@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from decant.engine.backends import choose_backend
 from decant.engine.errors import DeviceFailed, InvalidConfig
+from decant.engine.loading import load
 from decant.engine.model import backend as backend_module
 from decant.engine.model import kv_memory, model
 from decant.engine.model.backend import Backend
 from decant.engine.model.kv_memory import StepSizes, blocks_of_largest_steps, bytes_left, choose, largest_steps
 from decant.engine.model.kv_store import KvStore
-from decant.engine.model.model import ModelConfig, load
+from decant.engine.model.model import ModelConfig
 from decant.engine.model.runner import ModelRunner
 from decant.engine.plan import DeviceMemory
 
@@ -92,7 +94,7 @@ def run_steps(backend: Backend, steps: Callable[[], object]) -> int:
 
 def test_a_load_without_a_size_takes_what_is_left(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(str(tiny_llama), device="cpu", kv_bytes=None)
-    backend = config.make_backend()
+    backend = choose_backend(config)
     monkeypatch.setattr(type(backend), "kv_bytes_left", run_steps)
     device = load(config, backend=backend)
     assert device.num_blocks == (1 << 20) // device.block_bytes
@@ -109,7 +111,7 @@ def test_steps_that_exhaust_the_memory_are_refused_with_their_settings(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ModelConfig(str(tiny_llama), device="cpu", step_sizes=StepSizes(512, 64))
-    backend = config.make_backend()
+    backend = choose_backend(config)
     monkeypatch.setattr(type(backend), "kv_bytes_left", run_steps)
     monkeypatch.setattr(model, "_free_kv_bytes", partial(exhausted, monkeypatch, model._free_kv_bytes))
     limit = "max_running: less, or a token_budget below 512: the largest steps exhaust .* got 64"
@@ -144,7 +146,7 @@ def test_a_device_that_fails_after_the_probes_is_named(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, part: str, name: str, error: Exception, reason: str
 ) -> None:
     config = ModelConfig(str(tiny_llama), device="cpu", kv_bytes=None)
-    backend = config.make_backend()
+    backend = choose_backend(config)
     monkeypatch.setattr(type(backend), "kv_bytes_left", run_steps)
     monkeypatch.setattr(type(backend) if part == "backend" else KvStore, name, raising(error))
     is_measured = name == "kv_bytes_left" and isinstance(error, torch.OutOfMemoryError)

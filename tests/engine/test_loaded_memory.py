@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from decant.bench import model_shapes as shapes
-from decant.engine.model.model import ModelConfig, load
+from decant.engine.loading import load
+from decant.engine.model.model import ModelConfig
 from tests.engine import tiny
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -26,7 +27,8 @@ MEASURE = """
 import json, sys, threading
 from pathlib import Path
 import torch
-from decant.engine.model.model import ModelConfig, load
+from decant.engine.loading import load
+from decant.engine.model.model import ModelConfig
 
 def held():
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from decant.engine.backends import choose_device
 from decant.engine.checkpoint import checkpoint
-from decant.engine.checkpoint.checkpoint import choose_device
 from decant.engine.cpu.backend import CpuBackend
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidConfig

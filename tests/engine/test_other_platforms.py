@@ -22,7 +22,8 @@ torch.backends.mkldnn.is_available = lambda: False
 from decant import models
 from decant.engine.cpu import gemm, kernels
 from decant.engine.engine import Engine
-from decant.engine.model.model import ModelConfig, load
+from decant.engine.loading import load
+from decant.engine.model.model import ModelConfig
 from decant.engine.request import Request, StopParams
 gemm.OneDnn = None
 

@@ -14,9 +14,10 @@ from decant.engine.checkpoint import checkpoint
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import Kind, longest_sequence
+from decant.engine.loading import load
 from decant.engine.model import rope
 from decant.engine.model.backend import TorchBackend
-from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.model.model import ModelConfig, ModelDevice
 from decant.engine.model.probe import learn_attention
 from decant.engine.model.runner import ModelRunner
 from decant.engine.request import FinishReason, Request, StopParams

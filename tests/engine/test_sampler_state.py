@@ -12,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decant.engine.backends import make_backend
 from decant.engine.engine import Engine
-from decant.engine.model.backend import make_backend
-from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.loading import load
+from decant.engine.model.model import ModelConfig, ModelDevice
 from decant.engine.plan import Row
 from decant.engine.request import Request, SamplingParams, StopParams
 from decant.engine.sampler_state import SamplerState, TokenCounts

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decant.engine.backends import make_backend
 from decant.engine.cpu.kernels import KERNELS
 from decant.engine.model import step_batch
-from decant.engine.model.backend import make_backend
 from decant.engine.model.step_batch import spans
 from decant.engine.plan import Row
 from decant.engine.request import Request

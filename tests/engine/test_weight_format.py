@@ -17,7 +17,8 @@ from decant.engine.checkpoint.weight_format import PLAIN, Slice
 from decant.engine.checkpoint.weight_shapes import Stored
 from decant.engine.engine import Engine
 from decant.engine.errors import ModelRefused
-from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.loading import load
+from decant.engine.model.model import ModelConfig, ModelDevice
 from decant.engine.scheduler import Limits
 from tests.engine import tiny
 

@@ -11,6 +11,7 @@ import pytest
 from decant.engine.checkpoint import weight_hash
 from decant.engine.checkpoint.weight_hash import digest_files
 from decant.engine.errors import ModelRefused
+from decant.engine.loading import load
 from decant.engine.model import model, probe
 
 
@@ -139,4 +140,4 @@ def test_a_file_changed_between_mapping_and_copying_refuses_the_model(tiny_llama
 
     monkeypatch.setattr(model, "learn_attention", learn_while_written)
     with pytest.raises(ModelRefused, match="changed while it was loaded"):
-        model.load(model.ModelConfig(str(folder), device="cpu", kv_bytes=1 << 20))
+        load(model.ModelConfig(str(folder), device="cpu", kv_bytes=1 << 20))

@@ -12,7 +12,8 @@ from decant.decode_worker.main import DecodeSettings
 from decant.engine.costs import StepCostModel
 from decant.engine.fake import FakeDevice
 from decant.engine.kv_layout import FULL, Kind, Window
-from decant.engine.model import model
+from decant.engine.loading import HASHED, READ, load
+from decant.engine.model.model import ModelConfig
 from decant.engine.scheduler import TOKEN_BUDGET, choose_token_budget
 from decant.models import path
 from decant.worker.settings import WorkerSettings
@@ -91,9 +92,9 @@ def test_the_reading_of_tensors_is_reported() -> None:
 
 def test_each_step_of_a_load_is_reported() -> None:
     percents: list[int] = []
-    model.load(model.ModelConfig(model=str(path()), kv_bytes=1 << 20), percents.append)
+    load(ModelConfig(model=str(path()), kv_bytes=1 << 20), percents.append)
     assert percents[0] == 0
-    assert {model.HASHED, model.READ} < set(percents)
+    assert {HASHED, READ} < set(percents)
     assert percents == sorted(set(percents))
     assert percents[-1] < 100
 

@@ -51,9 +51,11 @@ def load_model(settings: WorkerSettings) -> Device:
     import torch
     from transformers.utils import logging
 
+    from decant.engine.backends import choose_backend
+    from decant.engine.loading import HASHED, READ, load
     from decant.engine.model import calibration
     from decant.engine.model.kv_memory import StepSizes
-    from decant.engine.model.model import HASHED, READ, ModelConfig, load
+    from decant.engine.model.model import ModelConfig
 
     logging.disable_progress_bar()
     threads = settings.threads or own_cores()
@@ -72,7 +74,7 @@ def load_model(settings: WorkerSettings) -> Device:
             max(settings.token_budget or MAX_TOKEN_BUDGET, settings.max_running), settings.max_running
         ),
     )
-    backend = config.make_backend()
+    backend = choose_backend(config)
     cpu_build.check(settings.kernels, backend.kind)
     _log.info("loading", model=settings.model, kernels=backend.kind, threads=threads)
     with _reporting(logging.set_tqdm_hook, HASHED, READ):

@@ -8,7 +8,8 @@ def load_device(folder: str, dtype: str, kv_bytes: int, threads: int) -> Device:
     import torch
     from transformers.utils import logging
 
-    from decant.engine.model.model import ModelConfig, load
+    from decant.engine.loading import load
+    from decant.engine.model.model import ModelConfig
 
     logging.disable_progress_bar()
     torch.set_num_threads(threads)

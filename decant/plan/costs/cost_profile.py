@@ -117,8 +117,9 @@ def measure(model: str, dtype: str, threads: int) -> Profile:
     import torch
     from transformers.utils import logging
 
+    from decant.engine.loading import load
     from decant.engine.model import calibration
-    from decant.engine.model.model import ModelConfig, load
+    from decant.engine.model.model import ModelConfig
 
     logging.disable_progress_bar()
     torch.set_num_threads(threads)

@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from decant.engine import backends
+from decant.engine.backends import make_backend
 from decant.engine.cuda import attention
 from decant.engine.cuda import backend as cuda_backend
 from decant.engine.cuda.attention import TritonAttention
@@ -21,11 +23,11 @@ from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.engine import Engine
 from decant.engine.errors import DeviceFailed, InvalidConfig
 from decant.engine.kv_layout import KvLayout, LayerSpec
-from decant.engine.model import backend as model_backend
-from decant.engine.model import model as model_module
+from decant.engine.loading import load
 from decant.engine.model.attention import AttentionCall
+from decant.engine.model.backend import TorchBackend
 from decant.engine.model.kv_store import KvStore
-from decant.engine.model.model import ModelConfig, load
+from decant.engine.model.model import ModelConfig
 from decant.engine.model.sampler import Sampler
 from decant.engine.scheduler import Limits
 from tests.engine import tiny
@@ -58,7 +60,6 @@ def test_a_model_generates_what_transformers_generates(
 ) -> None:
     monkeypatch.setattr(attention, "SPLIT", 32)
     monkeypatch.setattr(cuda_backend, "TRIAL_SAMPLING", cuda_backend.TRIAL_SAMPLING[:2])
-    monkeypatch.setattr(model_module, "make_backend", lambda device, *_: InterpretedBackend(device))
     calls: list[AttentionCall] = []
     attend = TritonAttention._attend
 
@@ -70,7 +71,8 @@ def test_a_model_generates_what_transformers_generates(
     config = tiny.config(name)
     config.num_hidden_layers = layers or 2
     folder = tiny.save(config, tmp_path)
-    device = load(ModelConfig(str(folder), dtype="float32", device=DEVICE.type, context_length=128, kv_bytes=1 << 20))
+    options = ModelConfig(str(folder), dtype="float32", device=DEVICE.type, context_length=128, kv_bytes=1 << 20)
+    device = load(options, backend=InterpretedBackend(DEVICE))
     assert isinstance(device.backend, CudaBackend)
     assert device.backend.fallbacks == {}
     assert not device.equal_bits, "linear layers are torch's"
@@ -181,16 +183,16 @@ def test_a_sampler_that_fails_its_trial_is_replaced_by_torch(
 
 def test_a_cuda_device_gets_the_kernels_on_request_only() -> None:
     cuda = torch.device("cuda")
-    assert type(model_backend.make_backend(cuda)) is model_backend.TorchBackend
-    assert isinstance(model_backend.make_backend(cuda, "triton"), CudaBackend)
+    assert type(make_backend(cuda)) is TorchBackend
+    assert isinstance(make_backend(cuda, "triton"), CudaBackend)
 
 
 def test_kernels_that_can_not_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidConfig, match="cuda_kernels: none on the device cpu"):
-        model_backend.make_backend(torch.device("cpu"), "triton")
-    monkeypatch.setattr(model_backend, "find_spec", lambda name: None)
+        make_backend(torch.device("cpu"), "triton")
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
     with pytest.raises(InvalidConfig, match="cuda_kernels: none without the package triton"):
-        model_backend.make_backend(torch.device("cuda"), "triton")
+        make_backend(torch.device("cuda"), "triton")
 
 
 def test_a_gpu_that_triton_does_not_support_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,12 +200,12 @@ def test_a_gpu_that_triton_does_not_support_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     limit = "cuda_kernels: none on a GPU of compute capability 7.5: triton needs 8.0, got 'triton'"
     with pytest.raises(InvalidConfig, match=limit):
-        model_backend.make_backend(torch.device("cuda"), "triton")
+        make_backend(torch.device("cuda"), "triton")
 
 
 def test_a_step_runs_on_its_own_device_and_not_on_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # a machine may have one GPU
-    around: Any = model_backend.make_backend(torch.device("cuda:1"), "triton").around_step()
+    around: Any = make_backend(torch.device("cuda:1"), "triton").around_step()
     assert isinstance(around, torch.cuda.device)
     assert around.idx == 1
 

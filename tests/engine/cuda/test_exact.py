@@ -11,16 +11,17 @@ from torch import nn
 
 pytest.importorskip("triton")
 
+from decant.engine.backends import make_backend
 from decant.engine.cuda import backend as cuda_backend
 from decant.engine.cuda import exact
 from decant.engine.cuda.attention import make_lists
 from decant.engine.cuda.exact import ExactLinear, make_exact
 from decant.engine.cuda.staging import Staging
 from decant.engine.errors import InvalidConfig
-from decant.engine.model import backend as model_backend
-from decant.engine.model import model as model_module
+from decant.engine.loading import load
 from decant.engine.model.attention.masks import AttentionWindow
-from decant.engine.model.model import ModelConfig, load
+from decant.engine.model.backend import PARTS
+from decant.engine.model.model import ModelConfig
 from decant.engine.model.step_batch import flatten
 from decant.engine.plan import Row
 from decant.engine.request import Request
@@ -83,9 +84,9 @@ def test_a_model_is_exact_by_the_probe(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(exact, name, size)
     config = tiny.config("qwen3")
     config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
-    monkeypatch.setattr(model_module, "make_backend", lambda device, _, exact: InterpretedBackend(device, exact=exact))
     options: Any = {"device": DEVICE.type, "context_length": 64, "kv_bytes": 1 << 20, "exact": True}
-    device = load(ModelConfig(str(tiny.save(config, tmp_path)), dtype="bfloat16", **options))
+    backend = InterpretedBackend(DEVICE, exact=True)
+    device = load(ModelConfig(str(tiny.save(config, tmp_path)), dtype="bfloat16", **options), backend=backend)
     assert device.equal_bits
     assert device.probe_result.exact
     linears = [module for module in device.model.modules() if type(module) is nn.Linear]
@@ -104,8 +105,8 @@ def test_decoded_tokens_and_chunks_have_one_compiled_kernel() -> None:
 
 def test_exact_needs_the_kernels() -> None:
     with pytest.raises(InvalidConfig, match="exact: off on a CUDA device without cuda_kernels triton"):
-        model_backend.make_backend(torch.device("cuda"), "none", exact=True)
-    assert model_backend.make_backend(torch.device("cpu"), exact=True).exact == model_backend.PARTS
+        make_backend(torch.device("cuda"), "none", exact=True)
+    assert make_backend(torch.device("cpu"), exact=True).exact == PARTS
 
 
 def test_a_part_that_fails_its_trial_refuses_an_exact_device(monkeypatch: pytest.MonkeyPatch) -> None:

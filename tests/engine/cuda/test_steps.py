@@ -23,8 +23,8 @@ from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.cuda.staging import Download, Staging
 from decant.engine.cuda.step_draw import StepDraw
 from decant.engine.engine import Engine
-from decant.engine.model import model as model_module
-from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.loading import load
+from decant.engine.model.model import ModelConfig, ModelDevice
 from decant.engine.model.runner import StepLogits
 from decant.engine.model.sampler import Sampler
 from decant.engine.model.step_batch import flatten
@@ -124,9 +124,8 @@ def load_interpreted(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capture: Callable[[CudaRunner], None] = lambda runner: None
 ) -> ModelDevice:
     monkeypatch.setattr(cuda_backend, "TRIAL_SAMPLING", cuda_backend.TRIAL_SAMPLING[:2])
-    monkeypatch.setattr(model_module, "make_backend", lambda device, *_: InterpretedBackend(device))
     config = ModelConfig(str(folder), dtype="float32", device=DEVICE.type, context_length=64, kv_bytes=1 << 20)
-    device = load(config)
+    device = load(config, backend=InterpretedBackend(DEVICE))
     assert isinstance(device.runner, CudaRunner)
     capture(device.runner)
     return device

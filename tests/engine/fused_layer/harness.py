@@ -13,7 +13,8 @@ import decant.engine.cpu.fused_layer as fused_layer
 from decant.engine.cpu.gemm import _PANELS
 from decant.engine.cpu.kernels import KERNELS
 from decant.engine.cpu.model_patches import LookaheadLayer
-from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.loading import load
+from decant.engine.model.model import ModelConfig, ModelDevice
 from decant.engine.plan import Row
 from decant.engine.request import Request
 from tests.engine import tiny

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from decant.engine.backends import make_backend
 from decant.engine.engine import Engine
-from decant.engine.model.backend import make_backend
-from decant.engine.model.model import ModelConfig, ModelDevice, load
+from decant.engine.loading import load
+from decant.engine.model.model import ModelConfig, ModelDevice
 from decant.engine.model.sampler import Sampler
 from decant.engine.plan import Row
 from decant.engine.request import Request, SamplingParams, StopParams

@@ -1,0 +1,61 @@
+"""Choice of a device and of its backend. Only this module imports both ``cpu`` and ``cuda``, each when it is chosen."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from decant.engine.errors import InvalidConfig
+from decant.engine.model.backend import Backend, CudaKernels, TorchBackend
+from decant.engine.model.device_errors import naming_failures
+from decant.engine.model.model import ModelConfig
+
+MIN_CAPABILITY = (8, 0)
+"""Compute capability of the oldest GPUs that triton supports."""
+
+
+@naming_failures()
+def choose_backend(config: ModelConfig) -> Backend:
+    """The backend that ``config`` names. Raises InvalidConfig, DeviceFailed."""
+    return make_backend(choose_device(config.device), config.cuda_kernels, config.exact)
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto``: CUDA when there is one. Raises InvalidConfig."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        raise InvalidConfig("device", "auto, cpu, cuda or cuda:N", name) from None
+    count = torch.cuda.device_count() if device.type == "cuda" else int(device.type == "cpu")
+    if (device.index or 0) >= count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") if device.type == "cuda" else None
+        limit = "a device of this machine" + (f" within CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "")
+        raise InvalidConfig("device", limit, name)
+    return device
+
+
+def make_backend(device: torch.device, cuda_kernels: CudaKernels = "none", exact: bool = False) -> Backend:
+    """Raises InvalidConfig. ``exact``: only a backend whose rows have the same bits in any batch, as any CPU's."""
+    if cuda_kernels == "triton":
+        if device.type != "cuda":
+            raise InvalidConfig("cuda_kernels", f"none on the device {device}", cuda_kernels)
+        if find_spec("triton") is None:
+            raise InvalidConfig("cuda_kernels", "none without the package triton (extra cuda)", cuda_kernels)
+        if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
+            have, need = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))
+            limit = f"none on a GPU of compute capability {have}: triton needs {need}"
+            raise InvalidConfig("cuda_kernels", limit, cuda_kernels)
+        from decant.engine.cuda.backend import CudaBackend
+
+        return CudaBackend(device, exact=exact)
+    if device.type == "cpu":
+        from decant.engine.cpu.backend import make_cpu_backend
+
+        return make_cpu_backend()
+    if exact:
+        raise InvalidConfig("exact", "off on a CUDA device without cuda_kernels triton", exact)
+    return TorchBackend(device)
