@@ -90,7 +90,7 @@ def extensions() -> list[Extension]:
     """Optional: without a compiler for the instructions, workers log it and run without kernels."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return []
-    # torch's libgomp has the system library's name: the package imports torch first, so the kernels use torch's.
+    # torch's libgomp has the system library's name: loader.py imports torch first, so the kernels use torch's.
     return [
         Extension(
             f"decant.engine.cpu.kernels.{name}",

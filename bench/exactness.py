@@ -27,7 +27,7 @@ from bench.options import add_json, deliver, positive
 from decant.bench import model_shapes as shapes
 from decant.engine.checkpoint import checkpoint
 from decant.engine.loading import load
-from decant.engine.model.attention import AttentionCall, attending
+from decant.engine.model.attention.interface import AttentionCall, attending
 from decant.engine.model.model import ModelConfig, ModelDevice
 from decant.engine.model.probe import learn_attention
 from decant.engine.plan import Row

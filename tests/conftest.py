@@ -39,7 +39,7 @@ def pytest_configure() -> None:
     """Run no test if the kernels are not of the build that DECANT_KERNELS names."""
     if BUILD == "auto":
         return
-    from decant.engine.cpu import kernels as native  # imports torch
+    from decant.engine.cpu.kernels import loader as native  # imports torch
 
     try:
         cpu_build.check(BUILD, native.kind())

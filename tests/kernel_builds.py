@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-from decant.engine.cpu import kernels as native
+from decant.engine.cpu.kernels import loader as native
 
 BUILDS = {"avx512": ("AVX512", "_kernels_avx512"), "avx2": ("AVX2", "_kernels"), "none": ("DEFAULT", "torch")}
-"""torch's CPU capability, and the last word of ``decant.engine.cpu.kernels.kind``; best first."""
+"""torch's CPU capability, and the last word of ``decant.engine.cpu.kernels.loader.kind``; best first."""
 
 
 def is_taken(build: str) -> bool:

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-import torch  # noqa: F401  first, as decant.engine.cpu.kernels does
+import torch  # noqa: F401  first, as decant.engine.cpu.kernels.loader does
 
 for path in sorted(Path(os.environ["DECANT_SANITIZED"], "decant/engine/cpu/kernels").glob("*.so")):
     name = f"decant.engine.cpu.kernels.{path.name.partition('.')[0]}"

@@ -26,7 +26,7 @@ from decant.engine.cpu.linear import PackedLinear
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidConfig
 from decant.engine.loading import load
-from decant.engine.model.attention import NAME
+from decant.engine.model.attention.interface import NAME
 from decant.engine.model.model import ModelConfig, ModelDevice
 from decant.engine.plan import Device, StepPlan, StepResult
 from decant.engine.request import Request, StopParams

@@ -111,7 +111,7 @@ def top(
     Reads the admin ports of the deployment on this machine, or the given ones. Rates and latency are of the last 60 s,
     as far as `decant top` has read; with --once of one interval. Ctrl-C ends it.
     """
-    from decant.command import top as showing
+    from decant.command.top import command as showing
 
     with one_line_errors():
         showing.run(showing.TopOptions(tuple(addresses or ()), once, interval, as_json))
@@ -166,10 +166,11 @@ def up(  # noqa: PLR0913 - a command's options are its parameters
     Workers share the cores and the memory. Each process gets the variables DECANT_* of its settings. Ctrl-C drains the
     deployment, a second one ends it at once; no process or file is left.
     """
-    from decant.command import up as starting
+    from decant.command.up import command as starting
+    from decant.command.up.plan import UpOptions
 
     with one_line_errors():
-        raise SystemExit(starting.run(starting.UpOptions(**ctx.params)))
+        raise SystemExit(starting.run(UpOptions(**ctx.params)))
 
 
 @app.command()

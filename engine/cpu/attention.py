@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from decant.engine.cpu.threads import num_threads
-from decant.engine.model.attention import AttentionCall
+from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.step_batch import FlatBatch, Ints, cut_before

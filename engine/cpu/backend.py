@@ -11,14 +11,14 @@ import torch
 
 from decant.engine.cpu import fused_layer
 from decant.engine.cpu.attention import NativeAttention
-from decant.engine.cpu.kernels import KERNELS, kind
+from decant.engine.cpu.kernels.loader import KERNELS, kind
 from decant.engine.cpu.kv_store import HostKvStore
 from decant.engine.cpu.optimize import optimize
 from decant.engine.cpu.sampler import SCORES_AT_ONCE, NativeSampler
 from decant.engine.cpu.threads import all_for_torch, one_for_torch
 from decant.engine.kv_layout import KvLayout
 from decant.engine.model import calibration
-from decant.engine.model.attention import AttentionBackend
+from decant.engine.model.attention.interface import AttentionBackend
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
 from decant.engine.model.backend import PARTS, TorchBackend

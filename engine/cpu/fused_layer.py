@@ -18,11 +18,11 @@ from torch import nn
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.cpu.fused_ops import PROBE_SCALES, TOLERANCE, GatedMlp, RmsNorm
 from decant.engine.cpu.gemm import PackedWeight
-from decant.engine.cpu.kernels import KERNELS
+from decant.engine.cpu.kernels.loader import KERNELS
 from decant.engine.cpu.linear import UNSUPPORTED_CALL, PackedLinear
 from decant.engine.cpu.threads import num_threads
 from decant.engine.kv_layout import KvLayout, LayerSpec
-from decant.engine.model.attention import AttentionBackend, AttentionCall, attending, current, next_layer
+from decant.engine.model.attention.interface import AttentionBackend, AttentionCall, attending, current, next_layer
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.step_batch import flatten

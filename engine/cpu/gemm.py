@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 
 from decant.engine.cpu.huge_pages import Arena
-from decant.engine.cpu.kernels import AMX, KERNELS
+from decant.engine.cpu.kernels.loader import AMX, KERNELS
 from decant.engine.cpu.threads import all_for_torch, num_threads
 
 Product = Callable[[torch.Tensor], torch.Tensor]

@@ -25,8 +25,8 @@ from decant.engine.cpu import fused_layer
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.cpu.fused_layer import Angles, Forward, FusedLayer
 from decant.engine.cpu.fused_ops import TOLERANCE, Rotation, has_same_bits
-from decant.engine.cpu.kernels import KERNELS
-from decant.engine.model.attention import AttentionBackend, AttentionCall, current, next_layer
+from decant.engine.cpu.kernels.loader import KERNELS
+from decant.engine.model.attention.interface import AttentionBackend, AttentionCall, current, next_layer
 
 LOOKAHEAD_BYTES = 32 << 20
 

@@ -13,7 +13,7 @@ from decant.engine.cuda import attention_kernels as kernels
 from decant.engine.cuda import layer_kernels
 from decant.engine.cuda.graph_sizes import GraphSize
 from decant.engine.cuda.staging import Staging
-from decant.engine.model.attention import AttentionCall
+from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.step_batch import FlatBatch, Ints

@@ -27,7 +27,7 @@ from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
 from decant.engine.model import backend as model_backend
-from decant.engine.model.attention import AttentionBackend, AttentionCall
+from decant.engine.model.attention.interface import AttentionBackend, AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
 from decant.engine.model.backend import RunnerLimits, TorchBackend

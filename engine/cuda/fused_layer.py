@@ -19,7 +19,7 @@ from torch import nn
 from decant.engine.cuda import layer_kernels as kernels
 from decant.engine.cuda.attention import TritonAttention, power_of_two
 from decant.engine.kv_layout import KvLayout, LayerSpec
-from decant.engine.model.attention import AttentionBackend, AttentionCall, attending, current, next_layer
+from decant.engine.model.attention.interface import AttentionBackend, AttentionCall, attending, current, next_layer
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.step_batch import flatten

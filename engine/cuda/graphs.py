@@ -11,7 +11,7 @@ import torch
 
 from decant.engine.cuda.attention import StaticAttention, num_items
 from decant.engine.cuda.graph_sizes import GraphLimits, GraphSize, capture_all, choose_size, graph_sizes, pad
-from decant.engine.model.attention import AttentionBackend
+from decant.engine.model.attention.interface import AttentionBackend
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.step_batch import FlatBatch, flatten

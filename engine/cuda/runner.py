@@ -18,7 +18,7 @@ from decant.engine.cuda.graphs import Capture, DecodeGraphs
 from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.cuda.staging import Staging
 from decant.engine.cuda.step_draw import StepDraw
-from decant.engine.model.attention import AttentionBackend, attending, calls_made
+from decant.engine.model.attention.interface import AttentionBackend, attending, calls_made
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.backend import Backend
 from decant.engine.model.kv_store import KvStore

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from decant.engine.kv_layout import KvLayout
-from decant.engine.model.attention import AttentionBackend
+from decant.engine.model.attention.interface import AttentionBackend
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
 from decant.engine.model.kv_memory import HOST_BYTES, bytes_left

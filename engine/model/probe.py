@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from decant.engine.checkpoint.checkpoint import refusing
 from decant.engine.errors import ModelRefused
 from decant.engine.kv_layout import KvLayout, LayerSpec
-from decant.engine.model.attention import NAME, attending, calls_made
+from decant.engine.model.attention.interface import NAME, attending, calls_made
 from decant.engine.model.attention.masks import AttentionWindow, Recorder, mask_markers
 from decant.engine.model.backend import PARTS, Backend
 from decant.engine.model.float32 import Float32

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from decant.engine.model.attention import attending, calls_made
+from decant.engine.model.attention.interface import attending, calls_made
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.sampler import Sampler, token_logprobs

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from decant.engine.cpu import kernels as native
+from decant.engine.cpu.kernels import loader as native
 from tests.kernel_builds import BUILDS, OTHERS, why_not
 
 ROOT = Path(__file__).parents[2]

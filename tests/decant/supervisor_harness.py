@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from decant.command.errors import one_line_errors
-from decant.command.up import supervise
+from decant.command.up.command import supervise
 from decant.command.up.output import Output
 from decant.command.up.peers import OF_PEERS, OF_SERVERS
 from decant.command.up.plan import Plan, Spec

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-import decant.command.up as starting
 from decant.command.errors import CommandFailed
-from decant.command.up import UpOptions, check, listeners, resources
+from decant.command.up import command as starting
+from decant.command.up import listeners, resources
+from decant.command.up.command import check
+from decant.command.up.plan import UpOptions
 from decant.models import path
 from decant.state.private_redis import PrivateRedis
 from tests.runtime.certificates import Certificates
@@ -282,7 +284,8 @@ def test_nothing_is_started_for_what_is_refused(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 def test_no_torch_is_loaded_for_the_checks() -> None:
     program = (
-        "import sys; from decant.command.up import UpOptions, check; check(UpOptions(port=0, kv_memory='32M')); "
+        "import sys; from decant.command.up.command import UpOptions, check; "
+        "check(UpOptions(port=0, kv_memory='32M')); "
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from decant.command import top
 from decant.command.app import app
 from decant.command.deployment import processes
 from decant.command.deployment.processes import LOST, Process
+from decant.command.top import command as top
 from decant.command.top.figures import RouterFigures, Snapshot, WorkerFigures, model_figures
 from decant.command.top.pages import Reader, Target
 from decant.command.top.samples import WINDOW_S, Distribution, History, Sample, Window

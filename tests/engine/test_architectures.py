@@ -15,8 +15,8 @@ from decant.engine.cpu import linear as linears
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidConfig, ModelRefused
 from decant.engine.kv_layout import Kind
-from decant.engine.model.attention import NAME
 from decant.engine.model.attention import masks as views
+from decant.engine.model.attention.interface import NAME
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.scheduler import Limits
 from tests.engine import tiny

@@ -10,7 +10,7 @@ import torch
 from decant.engine.backends import make_backend
 from decant.engine.checkpoint import checkpoint
 from decant.engine.cpu.backend import CpuBackend, NativeBackend, make_cpu_backend
-from decant.engine.cpu.kernels import KERNELS
+from decant.engine.cpu.kernels.loader import KERNELS
 from decant.engine.engine import Engine
 from decant.engine.loading import load
 from decant.engine.model.backend import PARTS, Backend, TorchBackend

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from decant import models
 from decant.bench import model_shapes as shapes
-from decant.engine.cpu.kernels import KERNELS
+from decant.engine.cpu.kernels.loader import KERNELS
 from decant.engine.cpu.linear import PackedLinear
 from decant.engine.engine import Engine
 from decant.engine.loading import load

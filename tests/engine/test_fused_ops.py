@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
 
 from decant.engine.cpu import fused_ops
 from decant.engine.cpu.fused_ops import GatedMlp, RmsNorm, Rotation
-from decant.engine.cpu.kernels import KERNELS
+from decant.engine.cpu.kernels.loader import KERNELS
 from decant.engine.cpu.linear import pack
 from decant.engine.cpu.model_patches import ROTATION, patch_rotation
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from decant.engine.cpu import gemm as products
-from decant.engine.cpu import kernels as native
 from decant.engine.cpu.gemm import PANEL, OneDnn, PackedWeight
+from decant.engine.cpu.kernels import loader as native
 
 pytestmark = pytest.mark.skipif(products._PANELS is None, reason="no kernels for this CPU")
 

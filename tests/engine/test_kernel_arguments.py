@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decant.engine.backends import make_backend
-from decant.engine.cpu import kernels as native
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.cpu.backend import flatten
 from decant.engine.cpu.fused_ops import RmsNorm
 from decant.engine.cpu.gemm import PackedWeight
-from decant.engine.cpu.kernels import KERNELS
+from decant.engine.cpu.kernels import loader as native
+from decant.engine.cpu.kernels.loader import KERNELS
 from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
-from decant.engine.model.attention import AttentionCall
+from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
 from decant.engine.model.kv_store import KvStore
@@ -271,7 +271,7 @@ from array import array
 import torch
 torch.set_num_threads(2)
 from decant.engine.cpu.sampler import NativeSampler
-from decant.engine.model.attention import AttentionCall
+from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.step_batch import flatten

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from decant.engine.cpu.attention import NativeAttention
-from decant.engine.cpu.kernels import KERNELS
+from decant.engine.cpu.kernels.loader import KERNELS
 from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
-from decant.engine.model.attention import AttentionBackend, AttentionCall
+from decant.engine.model.attention.interface import AttentionBackend, AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
 from decant.engine.model.kv_store import KvStore

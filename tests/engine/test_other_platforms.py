@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from decant.engine.cpu import gemm, kernels
+from decant.engine.cpu import gemm
 from decant.engine.cpu.gemm import OneDnn, SingleRows
+from decant.engine.cpu.kernels import loader as kernels
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +21,8 @@ SCRIPT = """
 import torch
 torch.backends.mkldnn.is_available = lambda: False
 from decant import models
-from decant.engine.cpu import gemm, kernels
+from decant.engine.cpu import gemm
+from decant.engine.cpu.kernels import loader as kernels
 from decant.engine.engine import Engine
 from decant.engine.loading import load
 from decant.engine.model.model import ModelConfig

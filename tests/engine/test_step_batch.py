@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decant.engine.backends import make_backend
-from decant.engine.cpu.kernels import KERNELS
+from decant.engine.cpu.kernels.loader import KERNELS
 from decant.engine.model import step_batch
 from decant.engine.model.step_batch import spans
 from decant.engine.plan import Row

@@ -15,7 +15,7 @@ SCRIPT = """
 import sys
 from decant.worker.startup import cpu_build
 cpu_build.choose(sys.argv[1])
-from decant.engine.cpu import kernels as native
+from decant.engine.cpu.kernels import loader as native
 cpu_build.check(sys.argv[1], native.kind())
 print(native.kind())
 """

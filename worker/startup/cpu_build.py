@@ -19,7 +19,7 @@ _ENVIRONMENT = {
 """Read by torch and oneDNN when they are imported."""
 
 _MODULES = {"avx512": "_kernels_avx512", "avx2": "_kernels", "none": "torch"}
-"""The last word of ``decant.engine.cpu.kernels.kind()``."""
+"""The last word of ``decant.engine.cpu.kernels.loader.kind()``."""
 
 
 def choose(build: Build, cpu_info: Path = Path("/proc/cpuinfo")) -> None:
@@ -35,6 +35,6 @@ def _has_avx2(cpu_info: Path) -> bool:
 
 
 def check(build: Build, kind: str) -> None:
-    """``kind``: from ``decant.engine.cpu.kernels.kind``. Raises InvalidConfig."""
+    """``kind``: from ``decant.engine.cpu.kernels.loader.kind``. Raises InvalidConfig."""
     if build != "auto" and kind.split()[-1] != _MODULES[build]:
         raise InvalidConfig("kernels", f"a build that this CPU and installation can run, not {kind}", build)

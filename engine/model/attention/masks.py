@@ -12,7 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from decant.engine.errors import ModelRefused
 from decant.engine.kv_layout import Kind, LayerSpec, Window
-from decant.engine.model.attention import NAME, AttentionCall
+from decant.engine.model.attention.interface import NAME, AttentionCall
 
 MaskFunction = Callable[..., torch.Tensor]
 """(batch, head, query position, key position) -> visible."""

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from decant.engine.cuda import attention
 from decant.engine.cuda.attention import TritonAttention
 from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
-from decant.engine.model.attention import AttentionCall
+from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.step_batch import flatten

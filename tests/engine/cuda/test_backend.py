@@ -24,7 +24,7 @@ from decant.engine.engine import Engine
 from decant.engine.errors import DeviceFailed, InvalidConfig
 from decant.engine.kv_layout import KvLayout, LayerSpec
 from decant.engine.loading import load
-from decant.engine.model.attention import AttentionCall
+from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.backend import TorchBackend
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.model import ModelConfig

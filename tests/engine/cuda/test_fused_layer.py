@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from decant.engine.cuda import fused_layer
 from decant.engine.cuda.fused_layer import FusedLayer, Norm, fuse
-from decant.engine.model.attention import NAME, AttentionCall
+from decant.engine.model.attention.interface import NAME, AttentionCall
 from tests.engine import tiny
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")

@@ -12,7 +12,7 @@ from decant.engine.cuda import layer_kernels
 from decant.engine.cuda.attention import TritonAttention
 from decant.engine.cuda.fused_layer import Norm, gated
 from decant.engine.kv_layout import KvLayout, LayerSpec
-from decant.engine.model.attention import AttentionCall
+from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.step_batch import flatten

@@ -11,7 +11,7 @@ import torch
 
 import decant.engine.cpu.fused_layer as fused_layer
 from decant.engine.cpu.gemm import _PANELS
-from decant.engine.cpu.kernels import KERNELS
+from decant.engine.cpu.kernels.loader import KERNELS
 from decant.engine.cpu.model_patches import LookaheadLayer
 from decant.engine.loading import load
 from decant.engine.model.model import ModelConfig, ModelDevice

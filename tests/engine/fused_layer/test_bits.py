@@ -10,7 +10,7 @@ import torch
 
 from decant.engine.cpu.backend import CpuBackend
 from decant.engine.cpu.fused_layer import unfuse
-from decant.engine.model.attention import attending
+from decant.engine.model.attention.interface import attending
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.runner import ModelRunner
 from tests.engine import tiny

@@ -14,10 +14,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 import decant.engine.cpu.fused_layer as fused_layer
 from decant.engine.cpu.fused_layer import FusedLayer, _Trial
-from decant.engine.cpu.kernels import KERNELS
+from decant.engine.cpu.kernels.loader import KERNELS
 from decant.engine.cpu.optimize import optimize
 from decant.engine.loading import load
-from decant.engine.model.attention import NAME
+from decant.engine.model.attention.interface import NAME
 from decant.engine.model.model import ModelConfig
 from tests.engine import tiny
 from tests.engine.fused_layer.harness import WIDE, calls_of, device_of, fused, needs_kernels

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from decant.engine.cpu.kernels import KERNELS
+from decant.engine.cpu.kernels.loader import KERNELS
 from decant.engine.cpu.sampler import SCORES_AT_ONCE
 from decant.engine.model.model import ModelDevice
 from decant.engine.model.sampler import Sampler

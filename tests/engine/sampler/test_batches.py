@@ -6,7 +6,7 @@ from array import array
 import pytest
 import torch
 
-from decant.engine.cpu.kernels import KERNELS
+from decant.engine.cpu.kernels.loader import KERNELS
 from decant.engine.cpu.sampler import SCORES_AT_ONCE
 from decant.engine.model.sampler import PIECE
 from decant.engine.plan import Row

@@ -1,0 +1,67 @@
+"""Starts Redis unless --redis-url names one, workers with cores and memory of their own, routers when those are ready,
+and a keeper that removes the temporary files even if this process is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+
+from decant.command.errors import CommandFailed
+from decant.command.up import checks
+from decant.command.up.output import Output
+from decant.command.up.plan import Plan, UpOptions, make_plan
+from decant.command.up.supervisor import StartFailed, Supervisor
+from decant.runtime.serving.shutdown import race
+from decant.runtime.settings import InvalidSettings
+from decant.runtime.telemetry import logs
+from decant.runtime.telemetry.logs import LogSettings
+from decant.state.errors import PrivateRedisFailed
+from decant.state.private_redis import PrivateRedis
+
+
+def run(options: UpOptions) -> int:
+    """Return the exit status, 0 after an orderly end. Raises CommandFailed if the start fails."""
+    if options.log_format not in ("auto", "json", "console"):
+        raise CommandFailed(f"--log-format: auto, json or console, got {options.log_format}", status=2)
+    console = options.log_format == "console" or (options.log_format == "auto" and sys.stdout.isatty())
+    check(options)
+    return supervise(lambda url: make_plan(options, url), options.redis_url, Output(sys.stdout, console=console))
+
+
+def check(options: UpOptions) -> None:
+    """Raises CommandFailed."""
+    checks.check_model(options)
+    try:
+        plan = make_plan(options, options.redis_url or "redis://")
+    except InvalidSettings as error:
+        raise CommandFailed(str(error), status=2) from None
+    checks.check_peers(plan)
+    checks.check_memory(options, plan)
+    checks.check_ports(plan, options.host)
+    if options.redis_url is not None:
+        checks.check_redis(options.redis_url)
+
+
+def supervise(plan_for: Callable[[str], Plan], redis_url: str | None, output: Output) -> int:
+    """`redis_url`: None for a private one. Raises CommandFailed."""
+    logs.start("up", LogSettings(log_format="json"), stream=output.stream("up"))
+    try:
+        return asyncio.run(_supervise(plan_for, redis_url, output))
+    except PrivateRedisFailed as error:
+        raise CommandFailed(f"Redis: {error}") from None
+    except StartFailed as error:
+        raise CommandFailed(str(error), status=error.status) from None
+
+
+async def _supervise(plan_for: Callable[[str], Plan], redis_url: str | None, output: Output) -> int:
+    if redis_url is not None:
+        return await Supervisor(plan_for(redis_url), output).run()
+    async with PrivateRedis() as redis:
+        return await race(Supervisor(plan_for(redis.url), output).run(), _ended(redis))
+
+
+async def _ended(redis: PrivateRedis) -> int:
+    await asyncio.to_thread(redis.wait)
+    raise PrivateRedisFailed("it ended, and all else with it")

@@ -1,0 +1,42 @@
+"""Imports the build of the kernels that this CPU runs."""
+
+from __future__ import annotations
+
+import platform
+from importlib import import_module
+from types import ModuleType
+
+import torch  # first: its libgomp is then the one that the kernels use
+
+AMX = bool(torch.cpu.get_capabilities().get("amx_bf16"))
+"""Whether the CPU multiplies tiles of bfloat16, which is left to oneDNN (``engine/cpu/gemm.py``)."""
+
+
+def load() -> ModuleType | None:
+    """The best module for this CPU; None without AVX2, or if the package was built without a C++ compiler."""
+    for name in fitting():
+        try:
+            return import_module(f"decant.engine.cpu.kernels.{name}")
+        except ImportError:  # not built
+            continue
+    return None
+
+
+def fitting() -> list[str]:
+    """Modules that this CPU can run, the best first."""
+    has = torch.cpu.get_capabilities()
+    match torch.backends.cpu.get_cpu_capability():
+        case "AVX512" if all(has.get(f"avx512_{part}") for part in ("bf16", "vbmi", "vbmi2")):
+            return ["_kernels_avx512", "_kernels"]
+        case "AVX512" | "AVX2":
+            return ["_kernels"]
+    return []
+
+
+KERNELS = load()
+
+
+def kind() -> str:
+    """Architecture, capability of the CPU, and kernel module: what can change bits or speed."""
+    own = KERNELS.__name__.rpartition(".")[2] if KERNELS else "torch"
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}{' AMX' * AMX} {own}"
