@@ -48,7 +48,7 @@ class Connection:
     """Runs once. ``outgoing`` is open from the welcome to the break."""
 
     def __init__(self, call: Any, outgoing: Outgoing, owner: ConnectionOwner, timings: WorkerTimings) -> None:
-        self.silence = Silence()
+        self.silence = Silence(timings.heartbeat_s)
         self.steps = Steps(timings)
         self._call = call
         self._outgoing = outgoing

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from math import ceil
 
 HEARTBEAT_SECONDS = 0.25
-"""Between heartbeats, in both directions; length of a tick."""
+"""Between heartbeats, in both directions; default length of a tick."""
 SUSPECT_SECONDS = 1.0
 """A peer silent for so long gets no new work."""
 SILENT_SECONDS = 3.0
@@ -18,14 +18,15 @@ SILENT_SECONDS = 3.0
 
 
 class Silence:
-    """The owner calls ``tick`` every HEARTBEAT_SECONDS."""
+    """Time since a peer's last message. The owner calls ``tick`` every ``tick_seconds``, and ``reset`` on a message."""
 
-    def __init__(self) -> None:
+    def __init__(self, tick_seconds: float = HEARTBEAT_SECONDS) -> None:
         self._ticks = 0
+        self._tick_seconds = tick_seconds
 
     @property
     def seconds(self) -> float:
-        return self._ticks * HEARTBEAT_SECONDS
+        return self._ticks * self._tick_seconds
 
     @property
     def is_suspect(self) -> bool:

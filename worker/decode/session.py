@@ -56,7 +56,7 @@ class RouterSession:
         self._error: ServiceError | None = None
         self._free_slots: list[int] = []
         self._slots = 0
-        self._silence = Silence()
+        self._silence = Silence(self._limits.heartbeat_s)
         self._suspect = False
 
     def send(self, message: wire.WorkerMessage) -> None:
