@@ -75,12 +75,12 @@ def simulate(
         for policy, choose in policies(routers, seed):
             simulation = Simulation(choose, workers, blocks)
             simulation.run(load)
-            waited = sorted(1000 * seconds for seconds in simulation.waited)
+            wait_times = sorted(1000 * seconds for seconds in simulation.wait_times)
             figures.setdefault(name, {})[policy] = {
-                "cached_share": simulation.cached / simulation.read,
-                "mean_ttft_ms": fmean(waited),
-                "median_ttft_ms": waited[len(waited) // 2],
-                "p99_ttft_ms": waited[len(waited) * 99 // 100],
+                "cached_share": simulation.cached_tokens / simulation.prompt_tokens,
+                "mean_ttft_ms": fmean(wait_times),
+                "median_ttft_ms": wait_times[len(wait_times) // 2],
+                "p99_ttft_ms": wait_times[len(wait_times) * 99 // 100],
             }
     return figures
 

@@ -23,13 +23,13 @@ from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.router.placement.policy import WorkerSnapshot
 from decant.router.placement.worker_load import LoadReservation, WorkerLoad
+from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS
 from decant.state.ids import Incarnation
 from decant.worker.prefix_cache_feed import PrefixCacheFeed
 
 BLOCK_TOKENS = 16
 TOKENS_PER_SECOND = 20_000.0
 PROMPT_SECONDS = 0.005
-BEAT_SECONDS = 0.25
 
 Choose = Callable[[Sequence[WorkerSnapshot], int], Incarnation]
 """``int``: the prompt's tokens."""
@@ -45,9 +45,9 @@ class Prompt:
 class Worker:
     def __init__(self, blocks: int) -> None:
         self.pool = BlockPool(blocks, BLOCK_TOKENS)
-        self.news = PrefixCacheFeed()
+        self.cache_feed = PrefixCacheFeed()
         self.queue = deque[Prompt]()
-        self.reading: tuple[Prompt, BlockTable, int] | None = None
+        self.running: tuple[Prompt, BlockTable, int] | None = None
         self._load = wire.Load()
 
     def begin(self) -> float:
@@ -55,28 +55,28 @@ class Worker:
         prompt = self.queue.popleft()
         prefix = self._cached(prompt)
         tokens, cached = prompt.arrival.tokens, prefix.num_blocks * BLOCK_TOKENS
-        holding = self.pool.allocate("prompt", self.pool.blocks_for(tokens), prefix.groups)
-        self.reading = prompt, holding, cached
+        block_table = self.pool.allocate("prompt", self.pool.blocks_for(tokens), prefix.groups)
+        self.running = prompt, block_table, cached
         return PROMPT_SECONDS + (tokens - cached) / TOKENS_PER_SECOND
 
     def end(self) -> tuple[Prompt, int]:
         """The prompt and its number of cached tokens."""
-        assert self.reading is not None
-        (prompt, holding, cached), self.reading = self.reading, None
-        self.pool.publish(0, holding.blocks[0][: len(prompt.digests)], prompt.digests)
-        holding.release()
+        assert self.running is not None
+        (prompt, block_table, cached), self.running = self.running, None
+        self.pool.publish(0, block_table.blocks[0][: len(prompt.digests)], prompt.digests)
+        block_table.release()
         prompt.sent.release()
         return prompt, cached
 
-    def look(self) -> None:
-        self.news.note(self.pool.index.changed())
-        self.news.collect()
-        here = [*self.queue, *([self.reading[0]] if self.reading else [])]
-        queued = sum(prompt.arrival.tokens - self._cached(prompt).num_blocks * BLOCK_TOKENS for prompt in here)
+    def sample(self) -> None:
+        self.cache_feed.note(self.pool.index.changed())
+        self.cache_feed.collect()
+        prompts = [*self.queue, *([self.running[0]] if self.running else [])]
+        queued = sum(prompt.arrival.tokens - self._cached(prompt).num_blocks * BLOCK_TOKENS for prompt in prompts)
         self._load = wire.Load(
             free_blocks=self.pool.free,
             cached_blocks=self.pool.cached,
-            running=0 if self.reading is None else 1,
+            running=0 if self.running is None else 1,
             waiting=len(self.queue),
             queued_tokens=queued,
             takes_prompts=True,
@@ -87,30 +87,30 @@ class Worker:
         return self.pool.index.longest_prefix(prompt.digests[: (prompt.arrival.tokens - 1) // BLOCK_TOKENS])
 
     def heartbeat(self, router: int) -> wire.Heartbeat:
-        return wire.Heartbeat(load=self._load, cache=self.news.take(router))
+        return wire.Heartbeat(load=self._load, cache=self.cache_feed.take(router))
 
 
 class Simulation:
     def __init__(self, choose: Sequence[Choose], workers: int, blocks: int) -> None:
-        self.waited: list[float] = []  # seconds from arrival to first token
-        self.read = self.cached = 0  # tokens
+        self.wait_times: list[float] = []  # seconds from arrival to first token
+        self.prompt_tokens = self.cached_tokens = 0
         self._choose = choose
         self._workers = [Worker(blocks) for _ in range(workers)]
-        self._views = [[_view(number, blocks) for number in range(workers)] for _ in choose]
+        self._loads = [[_worker_load(number, blocks) for number in range(workers)] for _ in choose]
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         for router, worker in itertools.product(range(len(choose)), self._workers):
-            worker.news.begin(router)
+            worker.cache_feed.begin(router)
 
     def run(self, load: Sequence[Arrival]) -> None:
         routers = itertools.cycle(range(len(self._choose)))
         for arrival in load:
             self._at(arrival.at, partial(self._arrive, next(routers), arrival))
         for number in range(len(self._workers)):
-            phase = BEAT_SECONDS * number / len(self._workers)
-            self._at(phase, partial(self._look, number, len(load)))
-            self._at(phase + BEAT_SECONDS / 2, partial(self._beat, number, len(load)))
+            phase = HEARTBEAT_SECONDS * number / len(self._workers)
+            self._at(phase, partial(self._sample, number, len(load)))
+            self._at(phase + HEARTBEAT_SECONDS / 2, partial(self._send_heartbeat, number, len(load)))
         while self._events:
             self._now, _, happens = heapq.heappop(self._events)
             happens()
@@ -119,39 +119,39 @@ class Simulation:
         heapq.heappush(self._events, (time, next(self._order), happens))
 
     def _arrive(self, router: int, arrival: Arrival) -> None:
-        views = self._views[router]
-        incarnation = self._choose[router]([view.snapshot(arrival.prefix) for view in views], arrival.tokens)
-        number = next(number for number, view in enumerate(views) if view.incarnation == incarnation)
-        sent = views[number].reserve(arrival.prefix, arrival.tokens, computed=True)
+        loads = self._loads[router]
+        incarnation = self._choose[router]([load.snapshot(arrival.prefix) for load in loads], arrival.tokens)
+        number = next(number for number, load in enumerate(loads) if load.incarnation == incarnation)
+        sent = loads[number].reserve(arrival.prefix, arrival.tokens, computed=True)
         digests = [name.to_bytes(8, "little") for name in arrival.prefix.hashes(BLOCK_TOKENS)]
         self._workers[number].queue.append(Prompt(arrival, digests, sent))
-        self._go_on(number)
+        self._start_next(number)
 
-    def _go_on(self, number: int) -> None:
+    def _start_next(self, number: int) -> None:
         worker = self._workers[number]
-        if worker.queue and worker.reading is None:
+        if worker.queue and worker.running is None:
             self._at(self._now + worker.begin(), partial(self._end, number))
 
     def _end(self, number: int) -> None:
         prompt, cached = self._workers[number].end()
-        self.waited.append(self._now - prompt.arrival.at)
-        self.read += prompt.arrival.tokens
-        self.cached += cached
-        self._go_on(number)
+        self.wait_times.append(self._now - prompt.arrival.at)
+        self.prompt_tokens += prompt.arrival.tokens
+        self.cached_tokens += cached
+        self._start_next(number)
 
-    def _look(self, number: int, prompts: int) -> None:
-        self._workers[number].look()
-        if len(self.waited) < prompts:
-            self._at(self._now + BEAT_SECONDS, partial(self._look, number, prompts))
+    def _sample(self, number: int, prompts: int) -> None:
+        self._workers[number].sample()
+        if len(self.wait_times) < prompts:
+            self._at(self._now + HEARTBEAT_SECONDS, partial(self._sample, number, prompts))
 
-    def _beat(self, number: int, prompts: int) -> None:
-        for router, views in enumerate(self._views):
-            views[number].apply_heartbeat(self._workers[number].heartbeat(router))
-        if len(self.waited) < prompts:
-            self._at(self._now + BEAT_SECONDS, partial(self._beat, number, prompts))
+    def _send_heartbeat(self, number: int, prompts: int) -> None:
+        for router, loads in enumerate(self._loads):
+            loads[number].apply_heartbeat(self._workers[number].heartbeat(router))
+        if len(self.wait_times) < prompts:
+            self._at(self._now + HEARTBEAT_SECONDS, partial(self._send_heartbeat, number, prompts))
 
 
-def _view(number: int, blocks: int) -> WorkerLoad:
+def _worker_load(number: int, blocks: int) -> WorkerLoad:
     peer = wire.Peer(id=f"worker-{number}", incarnation=1)
     capacity = Capacity(total_blocks=blocks, block_tokens=BLOCK_TOKENS)
     return WorkerLoad(WorkerRegistration(peer=peer, role=wire.ROLE_PREFILL, capacity=capacity))
