@@ -22,7 +22,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from decant.runtime.error_details import Reason
-from decant.runtime.errors import Unavailable
+from decant.runtime.errors import RETRY_ELSEWHERE_SECONDS, Unavailable
 from decant.runtime.serving.admin import AdminServer
 from decant.runtime.serving.health import HealthService, Readiness, State
 from decant.runtime.serving.interceptor import ErrorInterceptor
@@ -37,7 +37,6 @@ CLEANUP_SECONDS = 5.0
 """For cancelled calls to clean up."""
 FLUSH_SECONDS = 1.0
 """For gRPC to send the last statuses. Reflection may stay open."""
-RETRY_ELSEWHERE_SECONDS = 0.1
 
 _HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _log = logs.get(__name__)

@@ -12,7 +12,7 @@ from decant.protos import worker_pb2_grpc as services
 from decant.runtime.connections.heartbeat import loop_timeout
 from decant.runtime.connections.peer import same_incarnation
 from decant.runtime.error_details import Reason
-from decant.runtime.errors import Aborted, FailedPrecondition, InvalidArgument, Unavailable
+from decant.runtime.errors import RETRY_ELSEWHERE_SECONDS, Aborted, FailedPrecondition, InvalidArgument, Unavailable
 from decant.runtime.protocol import is_compatible
 from decant.runtime.telemetry import logs
 from decant.worker.decode.run_manager import DecodeRunManager
@@ -22,7 +22,6 @@ from decant.worker.wire_codec import other_request
 
 HELLO_SECONDS = 5.0
 """For the hello after a call begins."""
-RETRY_SECONDS = 0.1
 
 _Context = grpc.aio.ServicerContext[wire.RouterMessage, wire.WorkerMessage]
 _log = logs.get(__name__)
@@ -211,4 +210,4 @@ async def _hello(requests: AsyncIterator[wire.RouterMessage]) -> wire.Hello | No
 
 
 def _leaving() -> Unavailable:
-    return Unavailable(Reason.DRAINING, "this worker is draining", retry_after=RETRY_SECONDS)
+    return Unavailable(Reason.DRAINING, "this worker is draining", retry_after=RETRY_ELSEWHERE_SECONDS)

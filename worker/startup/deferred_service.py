@@ -13,11 +13,9 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
 from decant.runtime.error_details import Reason
-from decant.runtime.errors import Unavailable
+from decant.runtime.errors import RETRY_AFTER_SECONDS, Unavailable
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-
-RETRY_S = 1.0
 
 Add = Callable[[Any], None]
 
@@ -48,7 +46,7 @@ class DeferredService(grpc.GenericRpcHandler):
 
 
 async def _refuse(*_: object) -> NoReturn:
-    raise Unavailable(Reason.NO_WORKER, "this worker is starting", retry_after=RETRY_S)
+    raise Unavailable(Reason.NO_WORKER, "this worker is starting", retry_after=RETRY_AFTER_SECONDS)
 
 
 def _refusing(method: MethodDescriptor) -> Handler:
