@@ -44,6 +44,7 @@ TOKEN_BUDGET = 512
 MIN_TOKEN_BUDGET, MAX_TOKEN_BUDGET = 64, 2048
 
 STEPS_PER_PRIORITY = 256
+"""Steps of waiting that a level of priority is worth. ``runtime.priority`` has the same rule in seconds."""
 
 
 def priority_key(step: int, arrival: int, priority: int) -> tuple[float, int]:

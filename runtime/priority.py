@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SECONDS_PER_PRIORITY = 2.5
-"""The engine's 256 steps at 10 ms."""
+"""About as long as the engine's STEPS_PER_PRIORITY steps of 10 ms; requests outside an engine have no step to count."""
 
 
 def queue_key(arrived_at: float, priority: int) -> float:

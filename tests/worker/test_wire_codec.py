@@ -6,8 +6,10 @@ from google.protobuf.message import Message
 from decant.engine.errors import InvalidRequest
 from decant.engine.plan import TokenLogprobs
 from decant.engine.request import FinishReason, SamplingParams, StopParams
+from decant.engine.scheduler import STEPS_PER_PRIORITY
 from decant.protos import worker_pb2 as wire
 from decant.runtime.packed import pack, unpack
+from decant.runtime.priority import SECONDS_PER_PRIORITY
 from decant.worker.wire_codec import RequestRejected, end_reason, logprobs_to_wire, queue_key, to_request
 
 
@@ -146,3 +148,8 @@ def test_priority_and_age_go_first() -> None:
     assert queue_key(wire.EngineRequest(), 101.0) > plain
     assert queue_key(wire.EngineRequest(priority=1), 100.0) < plain
     assert queue_key(wire.EngineRequest(age_ms=5000), 101.0) < plain
+
+
+def test_a_level_of_priority_is_worth_as_much_before_an_engine_as_in_one() -> None:
+    """Queues count seconds and an engine counts steps, of about 10 ms."""
+    assert pytest.approx(0.010 * STEPS_PER_PRIORITY, rel=0.05) == SECONDS_PER_PRIORITY
