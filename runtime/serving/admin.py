@@ -4,6 +4,8 @@ GET /alive      200, or 503 after a failure
 GET /ready      200 while READY, else 503
 GET /metrics    Prometheus' text format
 GET /NAME       a page of the Registry, in JSON
+
+prometheus_client's own server would answer from a thread, also while the event loop hangs.
 """
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+"""Charts as inline SVG: a report is one file that loads nothing, and `decant bench` needs no plotting package."""
+
 from __future__ import annotations
 
 import math

@@ -3,7 +3,8 @@
     sample    sample    sample    sample          oldest dropped when another is at least as old as the window
     |------------------ Window ----------|        counters: difference / seconds; histograms: difference of buckets
 
-Quantiles are interpolated within a bucket. Means are exact.
+Quantiles are interpolated within a bucket. Means are exact. A Prometheus server computes the same with PromQL, but
+`decant top` needs none, and prometheus_client only parses.
 """
 
 from __future__ import annotations
