@@ -17,21 +17,24 @@ _REGISTRIES = ("auto_mappings.py", "configuration_auto.py")
 
 
 def check(name: str, config: Mapping[str, Any]) -> None:
-    """Raises ModelRefused."""
+    """Raises ModelRefused for a model type that transformers does not know."""
     kind, registries = config.get("model_type"), _registries()
     if registries and not (isinstance(kind, str) and kind and f'"{kind}"' in registries):
         raise refusal(name, config)
 
 
 def refusal(name: str, config: Mapping[str, Any]) -> ModelRefused:
-    needs = "it wants code of its own to be run" if "auto_map" in config else "transformers has no code for it"
     kind = config.get("model_type")
-    return ModelRefused(f"{kind or 'an unnamed model type'} ({name})", f"{needs}; no remote code is run here")
+    if "auto_map" in config:
+        reason = "its configuration requires remote code (auto_map), which is never run"
+    else:
+        reason = "transformers has no code for it; no remote code is run here"
+    return ModelRefused(f"{kind or 'an unnamed model type'} ({name})", reason)
 
 
 @cache
 def _registries() -> str:
-    """Empty if transformers has other files."""
+    """Text of the files in which transformers registers configurations; empty if its version has no such files."""
     package = importlib.util.find_spec("transformers")
     if package is None or package.origin is None:
         return ""

@@ -90,7 +90,7 @@ class OneDnn:
 
 
 class SingleRows:
-    """On the calling thread."""
+    """Multiplies row by row on the calling thread, so a row's bits do not depend on the batch."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = weight.detach().float().contiguous()

@@ -53,7 +53,7 @@ class Capture:
         return replay
 
     def used_bytes(self) -> int:
-        """Of the device, by all processes."""
+        """Bytes of the device's memory that all processes use."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 

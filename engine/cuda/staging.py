@@ -14,7 +14,9 @@ _ALIGN = 16
 
 
 class Download:
-    """As of the kernels launched before."""
+    """Copies tensors to host memory, as the kernels launched before leave them; kernels launched later may overwrite
+    the tensors.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._event: torch.cuda.Event | None = None

@@ -37,7 +37,7 @@ class Wait:
 
 
 class WaitPredictor:
-    """``now``: monotonic, in seconds."""
+    """Waiting requests of one model, and the line through the waits that have ended. ``now``: monotonic, in seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now

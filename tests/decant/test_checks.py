@@ -114,7 +114,7 @@ def name_an_unknown_model_type(model: Path) -> str:
 
 def ask_for_code_of_its_own(model: Path) -> str:
     change_config(model, model_type="own", auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
-    return "it wants code of its own to be run"
+    return "its configuration requires remote code (auto_map), which is never run"
 
 
 def widen_the_configuration(model: Path) -> str:

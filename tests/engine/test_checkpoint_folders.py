@@ -71,7 +71,7 @@ def test_code_in_a_folder_is_never_run(kind, copy):
     if kind == "llama":
         assert serve(copy).probe_result.exact
     else:
-        with pytest.raises(ModelRefused, match=r"a_kind_of_its_own.*it wants code of its own"):
+        with pytest.raises(ModelRefused, match=r"a_kind_of_its_own.*requires remote code \(auto_map\)"):
             serve(copy)
     assert not mark.exists()
 

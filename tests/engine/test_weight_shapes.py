@@ -114,7 +114,7 @@ def test_every_model_type_of_transformers_is_known_and_no_other() -> None:
     for unknown in ("llamma", "", None, 3, ["llama"]):
         with pytest.raises(ModelRefused, match="transformers has no code for it"):
             model_types.check("folder", {"model_type": unknown})
-    with pytest.raises(ModelRefused, match="it wants code of its own"):
+    with pytest.raises(ModelRefused, match=r"requires remote code \(auto_map\)"):
         model_types.check("folder", {"model_type": "own", "auto_map": {}})
 
 

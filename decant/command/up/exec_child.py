@@ -27,7 +27,7 @@ def main(parent: int, cores: str, command: list[str]) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Also after exec."""
+    """Have this process killed when `parent` ends, also after it has replaced itself by exec. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "prctl"):
         watch(parent)
