@@ -39,7 +39,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from bench import machine
-from bench.deployment.frames import tokens_per_second
+from bench.deployment.frames import WARM_SECONDS, tokens_per_second
 from bench.deployment.load import Job
 from bench.deployment.processes import Deployment, Speed, deployment
 from bench.options import add_json, deliver
@@ -52,6 +52,7 @@ STREAMS = 32
 FRAMES = (64, 256)
 IDLE = ("router", "prefill", "decode", "redis")
 SETTLE_SECONDS = 2.0
+"""Before the idle deployment is measured."""
 FLUSH_SECONDS = RouterSettings.model_fields["flush_ms"].default / 1000
 
 
@@ -135,12 +136,14 @@ async def load(job: Job, scene: Deployment) -> Window:
 class Bench:
     """``figures`` has the keys of GOALS."""
 
-    def __init__(self, scene: Deployment, speed: Speed, seconds: float) -> None:
+    def __init__(self, scene: Deployment, speed: Speed, seconds: float, settle_s: float, warm_s: float) -> None:
         self.figures: dict[str, float] = {}
         self.details: dict[str, Any] = {}
         self._scene = scene
         self._speed = speed
         self._seconds = seconds
+        self._settle_s = settle_s
+        self._warm_s = warm_s
 
     async def saturate(self) -> None:
         await load(Job("warm", self._scene.address, "closed", min(1.0, self._seconds), clients=4), self._scene)
@@ -194,10 +197,10 @@ class Bench:
 
     async def session(self) -> None:
         for count in FRAMES:
-            self.figures[f"session_{count}_tokens_per_s"] = await tokens_per_second(count, self._seconds)
+            self.figures[f"session_{count}_tokens_per_s"] = await tokens_per_second(count, self._seconds, self._warm_s)
 
     async def idle(self) -> None:
-        await asyncio.sleep(SETTLE_SECONDS)
+        await asyncio.sleep(self._settle_s)
         before, began = self._scene.cpu(), time.monotonic()
         await asyncio.sleep(self._seconds)
         spent, seconds = self._scene.cpu(), time.monotonic() - began
@@ -214,7 +217,9 @@ PARTS = {
 }
 
 
-async def measure(seconds: float, console: Console) -> dict[str, Any]:
+async def measure(
+    seconds: float, console: Console, *, settle_s: float = SETTLE_SECONDS, warm_s: float = WARM_SECONDS
+) -> dict[str, Any]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     speed = Speed()
     async with AsyncExitStack() as stack:
@@ -222,7 +227,7 @@ async def measure(seconds: float, console: Console) -> dict[str, Any]:
         progress = stack.enter_context(Progress(*columns, console=console, transient=True))
         task = progress.add_task("a deployment begins")
         scene = await stack.enter_async_context(deployment(speed, folder))
-        bench = Bench(scene, speed, seconds)
+        bench = Bench(scene, speed, seconds, settle_s, warm_s)
         for name, part in PARTS.items():
             progress.update(task, description=name)
             await part(bench)

@@ -64,8 +64,10 @@ class ChildFailed(RuntimeError):
         super().__init__(f"{module} {ended} and gave no result:\n{errors[-2000:]}")
 
 
-def run(module: str, job: Job, on_progress: OnProgress, python: Path | None = None) -> dict[str, Any]:
-    """Raises ChildFailed."""
+def run(
+    module: str, job: Job, on_progress: OnProgress, python: Path | None = None, silence_s: float = SILENCE_S
+) -> dict[str, Any]:
+    """Raises ChildFailed, also if the child writes nothing for ``silence_s``."""
     env = {**os.environ, **QUIET, "OMP_NUM_THREADS": str(job.threads)}
     with tempfile.TemporaryDirectory(prefix="decant-bench-") as folder, tempfile.TemporaryFile("w+") as errors:
         if python is not None:
@@ -83,7 +85,7 @@ def run(module: str, job: Job, on_progress: OnProgress, python: Path | None = No
             text=True,
         )
         try:
-            result = _converse(process, job, on_progress)
+            result = _converse(process, job, on_progress, silence_s)
             if result is None:
                 with suppress(subprocess.TimeoutExpired):  # after its last line the child ends shortly
                     process.wait(10)
@@ -96,14 +98,16 @@ def run(module: str, job: Job, on_progress: OnProgress, python: Path | None = No
         return result
 
 
-def _converse(process: subprocess.Popen[str], job: Job, on_progress: OnProgress) -> dict[str, Any] | None:
+def _converse(
+    process: subprocess.Popen[str], job: Job, on_progress: OnProgress, silence_s: float
+) -> dict[str, Any] | None:
     assert process.stdin is not None
     try:
         process.stdin.write(json.dumps(asdict(job)))
         process.stdin.close()
     except BrokenPipeError:
         return None
-    for line in _lines(process):
+    for line in _lines(process, silence_s):
         message: Mapping[str, Any] = json.loads(line)
         if "result" in message:
             return dict(message["result"])
@@ -111,11 +115,11 @@ def _converse(process: subprocess.Popen[str], job: Job, on_progress: OnProgress)
     return None
 
 
-def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
+def _lines(process: subprocess.Popen[str], silence_s: float) -> Iterator[str]:
     assert process.stdout is not None
     line = "\n"
     while line:
-        watchdog = threading.Timer(SILENCE_S, process.kill)
+        watchdog = threading.Timer(silence_s, process.kill)
         watchdog.daemon = True
         watchdog.start()
         try:

@@ -97,7 +97,7 @@ class _Listener:
     def on_superseded(self, superseded: wire.Superseded) -> None: ...
 
 
-async def tokens_per_second(sequences: int, seconds: float) -> float:
+async def tokens_per_second(sequences: int, seconds: float, warm_s: float = WARM_SECONDS) -> float:
     pipe = asyncio.subprocess.PIPE
     command = [sys.executable, "-m", "bench.deployment.frames", str(sequences)]
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
@@ -113,7 +113,7 @@ async def tokens_per_second(sequences: int, seconds: float) -> float:
     try:
         async with asyncio.timeout(BEGIN_SECONDS):
             await asyncio.gather(*[stream.wait_beyond(0) for stream in streams])
-        await asyncio.sleep(WARM_SECONDS)
+        await asyncio.sleep(warm_s)
         before, began = _written(streams), time.monotonic()
         await asyncio.sleep(seconds)
         return (_written(streams) - before) / (time.monotonic() - began)

@@ -25,39 +25,42 @@ SETTLED_NS = 2_000_000_000
 """Least age of a file whose digest is cached, so that a later write has another timestamp."""
 
 CACHED_FROM = 64 << 20
+"""Bytes of the smallest file whose digest is cached."""
 
 _CHUNK = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Valid at the time of ``stamps``."""
+    """Identity of a model's weights: a digest of each file, with the file's stamp from before it was read; or only the
+    commit of a hub name.
+    """
 
     values: tuple[str, ...]
     stamps: Mapping[Path, Stamp]
 
     def check_unchanged(self, name: str) -> None:
-        """Raises ModelRefused."""
+        """Raises ModelRefused if a file has another stamp now."""
         for file, stamp in self.stamps.items():
             if _stamp(file) != stamp:
                 raise ModelRefused(name, f"{file.name} changed while it was loaded")
 
 
-def digest_files(files: Sequence[Path]) -> Digests:
+def digest_files(files: Sequence[Path], *, cached_from: int = CACHED_FROM, settled_ns: int = SETTLED_NS) -> Digests:
     """Releases the GIL while it reads. Raises OSError."""
     stamps = {file: _stamp(file) for file in files}
-    values = tuple(f"{file.name}:{_digest(file, stamp)}" for file, stamp in stamps.items())
+    values = tuple(f"{file.name}:{_digest(file, stamp, cached_from, settled_ns)}" for file, stamp in stamps.items())
     return Digests(values, stamps)
 
 
-def _digest(file: Path, stamp: Stamp) -> str:
-    if stamp[0] < CACHED_FROM:
+def _digest(file: Path, stamp: Stamp, cached_from: int, settled_ns: int) -> str:
+    if stamp[0] < cached_from:
         return read_digest(file)
     for path in _cache_paths(file):
         if (cached := _load(path, stamp)) is not None:
             return cached
     digest = read_digest(file)
-    if time.time_ns() - max(stamp[1:3]) > SETTLED_NS:
+    if time.time_ns() - max(stamp[1:3]) > settled_ns:
         _write(file, stamp, digest)
     return digest
 

@@ -129,7 +129,7 @@ def parent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
 
 
 @contextmanager
-def exporting(service: str) -> Iterator[None]:
+def exporting(service: str, flush_s: float = FLUSH_SECONDS) -> Iterator[None]:
     """Export this process's spans over OTLP, if the environment names an endpoint.
 
     Everything else is also read from OpenTelemetry's variables. Raises CannotExport.
@@ -161,7 +161,7 @@ def exporting(service: str) -> Iterator[None]:
     finally:
         last = threading.Thread(target=provider.shutdown, daemon=True)  # a lost collector must not delay the end
         last.start()
-        last.join(FLUSH_SECONDS)
+        last.join(flush_s)
 
 
 @contextmanager

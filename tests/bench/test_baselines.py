@@ -59,11 +59,10 @@ def test_the_reason_is_a_line(scripts: None, name: str, reason: str) -> None:
     assert caught.value.reason == reason
 
 
-def test_a_silent_one_is_ended(scripts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_one_is_ended(scripts: None, tmp_path: Path) -> None:
     (tmp_path / "baseline_hangs.py").write_text("import signal\n\ndef measure(job, on_progress):\n    signal.pause()\n")
-    monkeypatch.setattr(child, "SILENCE_S", 0.5)
     with pytest.raises(ChildFailed) as caught:
-        child.run("baseline_hangs", JOB, lambda _: None)
+        child.run("baseline_hangs", JOB, lambda _: None, silence_s=0.5)
     assert caught.value.reason == "ended by SIGKILL"
 
 

@@ -147,9 +147,8 @@ async def test_a_load_generator_with_errors_has_no_result() -> None:
 
 
 @pytest.mark.slow
-async def test_a_session_takes_in_what_a_scripted_worker_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "WARM_SECONDS", 0.05)
-    assert await frames.tokens_per_second(3, 0.3) > 0
+async def test_a_session_takes_in_what_a_scripted_worker_sends() -> None:
+    assert await frames.tokens_per_second(3, 0.3, warm_s=0.05) > 0
     assert not [
         child for child in psutil.Process().children(recursive=True) if "bench.deployment.frames" in child.cmdline()
     ]
@@ -169,9 +168,7 @@ async def test_the_whole_bench_on_a_tiny_scale(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(router, "CLIENTS", (2, 4))
     monkeypatch.setattr(router, "STREAMS", 3)
     monkeypatch.setattr(router, "FRAMES", (64, 256))
-    monkeypatch.setattr(router, "SETTLE_SECONDS", 0.1)
-    monkeypatch.setattr(frames, "WARM_SECONDS", 0.05)
-    result = await router.measure(0.4, Console(stderr=True))
+    result = await router.measure(0.4, Console(stderr=True), settle_s=0.1, warm_s=0.05)
     figures = json.loads(json.dumps(result))["figures"]
     assert set(figures) == {goal.key for goal in GOALS}
     assert set(result["met"]) == {goal.key for goal in GOALS if goal.value is not None}

@@ -4,20 +4,23 @@ import os
 import resource
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from decant.engine.checkpoint import weight_hash
-from decant.engine.checkpoint.weight_hash import digest_files
 from decant.engine.errors import ModelRefused
 from decant.engine.loading import load
 from decant.engine.model import model, probe
 
+digest_files = partial(weight_hash.digest_files, cached_from=0, settled_ns=-1)
+"""Small and new files count as large and settled."""
+
 
 @pytest.fixture(autouse=True)
 def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Names of the files that were read, in order; small and new files count as large and settled."""
+    """Names of the files that were read, in order."""
     read, names = weight_hash.read_digest, []
 
     def noted(file: Path) -> str:
@@ -25,8 +28,6 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         return read(file)
 
     monkeypatch.setattr(weight_hash, "read_digest", noted)
-    monkeypatch.setattr(weight_hash, "CACHED_FROM", 0)
-    monkeypatch.setattr(weight_hash, "SETTLED_NS", -1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return names
 
@@ -112,11 +113,10 @@ def test_a_kept_digest_that_is_broken_or_of_another_file_is_read_again(content, 
     assert len(reads) == 2
 
 
-def test_the_digest_of_a_just_written_file_is_not_cached(weights, reads, monkeypatch):
+def test_the_digest_of_a_just_written_file_is_not_cached(weights, reads):
     """A second write in the same tick of the clock would leave the same times."""
-    monkeypatch.setattr(weight_hash, "SETTLED_NS", 3600 * 10**9)
-    digest_files([weights, weights])
-    digest_files([weights])
+    digest_files([weights, weights], settled_ns=3600 * 10**9)
+    digest_files([weights], settled_ns=3600 * 10**9)
     assert len(reads) == 2
 
 

@@ -95,8 +95,7 @@ def test_the_spans_of_a_server_reach_a_collector_before_it_ends(
 
 def test_a_collector_that_is_lost_does_not_keep_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-    monkeypatch.setattr(tracing, "FLUSH_SECONDS", 0.1)
-    with tracing.exporting("s"):
+    with tracing.exporting("s", flush_s=0.1):
         tracing.span("request").end()
         began = time.monotonic()
     assert time.monotonic() - began < 8, "OpenTelemetry would try for 10 s"
