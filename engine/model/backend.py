@@ -1,4 +1,4 @@
-"""How a model is computed on one kind of device. Nothing else asks for the device."""
+"""How a model is computed on one kind of device. Only backends and ``engine.backends`` ask for the device."""
 
 from __future__ import annotations
 
