@@ -158,12 +158,12 @@ def items_of(workload: str, folder: Path, seed: int) -> list[Item]:
     """Raises InvalidWorkload."""
     config = json.loads((folder / "config.json").read_text())
     config = config.get("text_config", config)
-    vocab_size, window = config.get("vocab_size"), config.get("max_position_embeddings")
+    vocab_size, context_length = config.get("vocab_size"), config.get("max_position_embeddings")
     if not Path(workload).is_file() and workload in GENERATORS:
         items = GENERATORS[workload](vocab_size, seed)
     else:
         items = workloads.read(Path(workload))
-    workloads.check(items, vocab_size, window)
+    workloads.check(items, vocab_size, context_length)
     return items
 
 

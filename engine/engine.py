@@ -45,10 +45,10 @@ class Engine:
         self.pool = BlockPool(device.num_blocks, device.block_size, device.windows)
         length = limits.context_length
         if length > device.context_length:
-            raise InvalidConfig("window", f"at most the model's {device.context_length}", length)
+            raise InvalidConfig("context_length", f"at most the model's {device.context_length}", length)
         capacity = longest_sequence(device.windows, device.num_blocks, device.block_size, length)
         if length > capacity:
-            raise InvalidConfig("window", f"at most the {capacity} tokens that the KV memory holds", length)
+            raise InvalidConfig("context_length", f"at most the {capacity} tokens that the KV memory holds", length)
         if not 0 <= device.lookahead < device.block_size:
             raise InvalidConfig("lookahead", f"less than a block of {device.block_size} tokens", device.lookahead)
         self.device = device
@@ -106,8 +106,8 @@ class Engine:
             sequence.block_table = pool.allocate(child, count, shared, spare=scheduler.spare)
             sequence.computed = source.computed
             if partial:
-                for ours, theirs in zip(sequence.block_table.blocks, table.blocks, strict=True):
-                    self.device.write(ours[full_blocks], self.device.read(theirs[full_blocks]))
+                for target_blocks, source_blocks in zip(sequence.block_table.blocks, table.blocks, strict=True):
+                    self.device.write(target_blocks[full_blocks], self.device.read(source_blocks[full_blocks]))
         self.sequences[child] = sequence
         scheduler.add(sequence)
 

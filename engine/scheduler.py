@@ -69,7 +69,7 @@ class Limits:
     def __post_init__(self) -> None:
         check_whole("token_budget", self.token_budget, least=1)
         check_whole("max_running", self.max_running, least=1)
-        check_whole("window", self.context_length, least=1)
+        check_whole("context_length", self.context_length, least=1)
         if not self.step_seconds > 0:
             raise InvalidConfig("step_seconds", "above 0", self.step_seconds)
         if self.max_running > self.token_budget:

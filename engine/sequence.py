@@ -108,7 +108,9 @@ class Sequence:
         """The first ``full_blocks`` blocks are shared."""
         self.tokens = list(source.tokens)
         self.prompt_logprobs_sent = source.prompt_logprobs_sent
-        self.block_checksums = {at: sum for at, sum in source.block_checksums.items() if at.block < full_blocks}
+        self.block_checksums = {
+            at: checksum for at, checksum in source.block_checksums.items() if at.block < full_blocks
+        }
         self._chain = list(source._chain)
 
     def hashes(self, blocks: range, block_size: int) -> list[BlockHash]:

@@ -35,9 +35,9 @@ def block_checksum(checksum: Checksum, address: BlockAddress, data: bytes | memo
     return checksum(struct.pack("<QQQ", *address, checksum(data)))
 
 
-def transfer_checksum(checksum: Checksum, computed: int, output: Sequence[int], sums: Sequence[int]) -> int:
-    """``sums``: of all blocks sent, in order of their addresses."""
-    words = (computed, len(output), *output, *sums)
+def transfer_checksum(checksum: Checksum, computed: int, output: Sequence[int], checksums: Sequence[int]) -> int:
+    """``checksums``: of all blocks sent, in order of their addresses."""
+    words = (computed, len(output), *output, *checksums)
     return checksum(struct.pack(f"<{len(words)}Q", *words))
 
 
@@ -125,8 +125,8 @@ class KvExport:
         """Lease the remaining blocks, the last perhaps partial, and commit."""
         self.offer_filled(sequence, self._lease.pool.blocks_for(sequence.computed), checksum)
         output = tuple(sequence.tokens[sequence.request.prompt_len :])
-        sums = [run.checksum for run in sorted(self.runs, key=lambda run: run.address)]
-        total = transfer_checksum(checksum, sequence.computed, output, sums)
+        checksums = [run.checksum for run in sorted(self.runs, key=lambda run: run.address)]
+        total = transfer_checksum(checksum, sequence.computed, output, checksums)
         self.commit = TransferCommit(sequence.computed, output, total)
         return self.commit
 
@@ -173,7 +173,7 @@ class IncomingSequence:
         with self._copying:
             table = self._block_table()
             if group >= len(table.blocks) or not self.cached_blocks <= index < len(table.blocks[group]):
-                raise TransferRejected(f"{self.id}: there is no room for {address}")
+                raise TransferRejected(f"{self.id}: no block is allocated for {address}")
             if self._checksums.get(address, total) != total:
                 raise TransferRejected(f"{self.id}: {address} came again with other bytes")
             if index >= table.freed[group]:  # a later token sees it
@@ -203,8 +203,8 @@ class IncomingSequence:
         if missing or any(address.block >= stop for address in self._checksums):
             here = len(self._checksums)
             raise TransferRejected(f"{self.id}: committed with {', '.join(missing) or 'none'} missing, {here} here")
-        sums = [self._checksums[address] for address in sorted(self._checksums)]
-        if transfer_checksum(self._checksum, commit.computed, commit.output, sums) != commit.checksum:
+        checksums = [self._checksums[address] for address in sorted(self._checksums)]
+        if transfer_checksum(self._checksum, commit.computed, commit.output, checksums) != commit.checksum:
             raise TransferRejected(f"{self.id}: the commit does not match its checksum")
         self.sequence.tokens.extend(commit.output[len(known) :])
         self.sequence.computed = commit.computed

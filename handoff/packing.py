@@ -67,11 +67,11 @@ class LocatedBlock:
     checksum: int
 
 
-def message_sum(run: wire.Run, shape: TransferLayout, message: wire.KvChunk, size: int) -> int:
+def message_checksum(run: wire.Run, shape: TransferLayout, message: wire.KvChunk, size: int) -> int:
     """Over run, group, position, size and the checksums of the blocks that end in this message."""
     place = _PLACE.pack(shape.layout, run.attempt, message.group, message.first_position, message.offset, size)
-    sums = message.block_checksums
-    return checksum(run.request.encode() + place + struct.pack(f"<{len(sums)}Q", *sums))
+    checksums = message.block_checksums
+    return checksum(run.request.encode() + place + struct.pack(f"<{len(checksums)}Q", *checksums))
 
 
 def pack(run: wire.Run, shape: TransferLayout, blocks: Sequence[FilledBlock | LocatedBlock]) -> Iterator[bytes]:
@@ -90,8 +90,8 @@ def _pieces(run: wire.Run, shape: TransferLayout, block: FilledBlock | LocatedBl
     data = block.data if isinstance(block, LocatedBlock) else memoryview(block.data)
     for offset in range(0, shape.block_bytes, shape.message_bytes):
         piece = data[offset : offset + shape.message_bytes]
-        sums = [block.checksum] if offset + len(piece) == shape.block_bytes else []
-        head = _head(shape, block.address, sums)
+        checksums = [block.checksum] if offset + len(piece) == shape.block_bytes else []
+        head = _head(shape, block.address, checksums)
         head.offset = offset
         yield _message(run, shape, head, [piece])
 
@@ -104,7 +104,7 @@ def _head(shape: TransferLayout, first: BlockAddress, checksums: Sequence[int]) 
 def _message(
     run: wire.Run, shape: TransferLayout, head: wire.KvChunk, parts: Sequence[bytes | memoryview | range]
 ) -> bytes:
-    head.checksum = message_sum(run, shape, head, sum(len(part) for part in parts))
+    head.checksum = message_checksum(run, shape, head, sum(len(part) for part in parts))
     head.block_offsets.extend(part.start for part in parts if isinstance(part, range))
     return encode(wire.FetchResponse(kv_chunk=head), [part for part in parts if not isinstance(part, range)])
 
@@ -131,19 +131,19 @@ class Unpacker:
     def unpack(self, message: wire.KvChunk, data: memoryview) -> list[FilledBlock]:
         """The blocks that it completes, valid until the next message. Raises HandoffFailed (CORRUPT)."""
         index, rest = divmod(message.first_position, self._shape.block_size)
-        if message_sum(self._run, self._shape, message, len(data)) != message.checksum:
-            raise _corrupt(f"the message at position {message.first_position} does not agree with its sum")
+        if message_checksum(self._run, self._shape, message, len(data)) != message.checksum:
+            raise _corrupt(f"the message at position {message.first_position} does not match its checksum")
         if rest or not 0 < len(data) <= self._shape.message_bytes:
             raise _corrupt(f"a message of {len(data)} bytes at position {message.first_position}")
         self.received += len(data)
         if self._whole:
             return self._assemble(BlockAddress(message.group, index), message, data)
-        size, sums = self._shape.block_bytes, message.block_checksums
-        if message.offset or len(data) != len(sums) * size:
-            raise _corrupt(f"{len(data)} bytes are not {len(sums)} blocks of {size}")
+        size, checksums = self._shape.block_bytes, message.block_checksums
+        if message.offset or len(data) != len(checksums) * size:
+            raise _corrupt(f"{len(data)} bytes are not {len(checksums)} blocks of {size}")
         return [
             FilledBlock(BlockAddress(message.group, index + at), data[at * size : (at + 1) * size], total)
-            for at, total in enumerate(sums)
+            for at, total in enumerate(checksums)
         ]
 
     def _assemble(self, address: BlockAddress, message: wire.KvChunk, data: memoryview) -> list[FilledBlock]:
@@ -151,7 +151,7 @@ class Unpacker:
         if message.offset != self._filled or end > len(self._whole):
             raise _corrupt(f"a piece at {message.offset} of {address} came after {self._filled} bytes")
         if len(message.block_checksums) != (end == len(self._whole)):
-            raise _corrupt(f"{address} has {end} bytes and {len(message.block_checksums)} sums")
+            raise _corrupt(f"{address} has {end} bytes and {len(message.block_checksums)} checksums")
         self._whole[self._filled : end] = data
         self._filled = end % len(self._whole)
         return [FilledBlock(address, memoryview(self._whole), total) for total in message.block_checksums]

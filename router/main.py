@@ -97,9 +97,9 @@ async def _serve(settings: RouterSettings, models: Models, callers: Authenticato
             process.readiness,
             process.registry,
             warm_up=process.start,
-            drain=partial(process.dispatcher.drain, DRAIN_SHARE * settings.drain_seconds),
+            drain=partial(process.requests.drain, DRAIN_SHARE * settings.drain_seconds),
         )
-        return ended and not process.dispatcher.num_left_behind
+        return ended and not process.requests.num_left_behind
 
 
 def _reached_at(host: str) -> str:
@@ -138,12 +138,12 @@ class RouterProcess:
             ended_s=Ttls().ended_s,
             timings=timings,
         )
-        self.dispatcher = RequestRegistry(router)
+        self.requests = RequestRegistry(router)
         self._metrics = metrics
         self.registry.before_scrape(self._set_gauges)
         self.registry.pages["/requests"] = self._requests_page
         info = self._server_info(settings)
-        service = InferenceService(models, self.dispatcher, info, metrics, callers, timings.unread_s)
+        service = InferenceService(models, self.requests, info, metrics, callers, timings.unread_s)
         self.service = service.service()
         self._settings = settings
         self._timings = timings
@@ -158,18 +158,18 @@ class RouterProcess:
         facts = RouterRegistration(peer=self.peer, address=address, version=VERSION)
         replaced = partial(self.readiness.failed, "another process has this router's id")
         self._registrar = registrar = RouterRegistrar(
-            self._store, facts, self.journal_writer.resync_all, replaced, self.dispatcher.load
+            self._store, facts, self.journal_writer.resync_all, replaced, self.requests.load
         )
         incarnation, timings = Incarnation.of(self.peer), self._timings
         takeover = OrphanRecovery(
-            self._store, self.dispatcher, incarnation, self.pool.is_connected, Ttls(), timings.takeover
+            self._store, self.requests, incarnation, self.pool.is_connected, Ttls(), timings.takeover
         )
         entries = OpenEntries(self._store, incarnation, timings.sweep_every_s)
         await self._run("sessions", self.pool.membership.run, self.pool.membership.close)
         await self._run("registration", partial(registrar.run, Ttls().renew_every_s), registrar.close)
-        await self._run("writing", self.journal_writer.run, self.journal_writer.close)
-        await self._run("bookings", self.quota_leases.run, self.quota_leases.close)
-        self._ends.push_async_callback(self.dispatcher.close)
+        await self._run("journal writer", self.journal_writer.run, self.journal_writer.close)
+        await self._run("quota leases", self.quota_leases.run, self.quota_leases.close)
+        self._ends.push_async_callback(self.requests.close)
         await self._run("takeover", takeover.run)
         await self._run("open entries", entries.run)
         try:
@@ -208,7 +208,7 @@ class RouterProcess:
     def _set_gauges(self) -> None:
         metrics, pool = self._metrics, self.pool
         now = asyncio.get_running_loop().time()
-        set_queue_metrics(metrics.queues, self.dispatcher.executions.open.values(), pool, now)
+        set_queue_metrics(metrics.queues, self.requests.executions.open.values(), pool, now)
         for model in pool.costs:
             for role in (wire.ROLE_PREFILL, wire.ROLE_DECODE):
                 workers = [worker for worker in pool.of(model) if worker.facts.role == role]
@@ -220,7 +220,7 @@ class RouterProcess:
         metrics.store_unwritten.set(self.journal_writer.num_unwritten)
 
     def _requests_page(self) -> bytes:
-        return requests_page(self.dispatcher.executions.open.values(), asyncio.get_running_loop().time())
+        return requests_page(self.requests.executions.open.values(), asyncio.get_running_loop().time())
 
     def _server_info(self, settings: RouterSettings) -> ServerInfoSource:
         return ServerInfoSource(
@@ -232,5 +232,5 @@ class RouterProcess:
                 result_ttl_ms=round(Ttls().ended_s * 1000),
             ),
             store_available=lambda: not self.journal_writer.is_unavailable,
-            draining=lambda: self.dispatcher.is_draining,
+            draining=lambda: self.requests.is_draining,
         )

@@ -208,13 +208,13 @@ class QueueFull(ServiceError):
     """`limit` requests wait, or the reason is the text `limit`."""
 
     def __init__(self, limit: int | str, *, retry_after: float) -> None:
-        words = limit if isinstance(limit, str) else f"at most {limit} requests wait"
-        fault = _fault(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.QUEUE_FULL, f"queue: {words}")
+        detail = limit if isinstance(limit, str) else f"at most {limit} requests wait"
+        fault = _fault(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.QUEUE_FULL, f"queue: {detail}")
         super().__init__(replace(fault, retry_after=_seconds(retry_after)))
 
 
 class Unavailable(ServiceError):
-    """`reason` is NO_WORKER, DRAINING, OWNER_CHANGED, WORKERS_LOST or STATE_STORE_AWAY."""
+    """`reason` is NO_WORKER, DRAINING, OWNER_CHANGED, WORKERS_LOST or STATE_STORE_UNAVAILABLE."""
 
     def __init__(self, reason: Reason, message: str, *, retry_after: float) -> None:
         fault = _fault(grpc.StatusCode.UNAVAILABLE, reason, message)

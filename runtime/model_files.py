@@ -33,7 +33,7 @@ class ModelFiles:
 
     id                hub name, or the folder's name
     revision          hub commit, or a hash of a folder's small files
-    window            context length in tokens
+    context_length            context length in tokens
     vocab_size        rows of the embedding; may exceed the tokenizer's
     default_sampling  as transformers' ``generate``: greedy unless do_sample is set
     tokenizer         64-bit hash of tokenizer and limits, which routers and workers compare
@@ -42,7 +42,7 @@ class ModelFiles:
     id: str
     folder: Path
     revision: str
-    window: int | None
+    context_length: int | None
     vocab_size: int | None
     eos_token_ids: tuple[int, ...]
     default_sampling: Mapping[str, float]
@@ -73,12 +73,12 @@ def _read(id: str, model: str, folder: Path, commit: str | None) -> ModelFiles:
     text: Mapping[str, Any] = config.get("text_config") or config
     generation = _json(model, folder / "generation_config.json") or {}
     try:
-        window, vocab_size = _context_length(text), _count(text, "vocab_size")
+        context_length, vocab_size = _context_length(text), _count(text, "vocab_size")
         eos = _ids(generation.get("eos_token_id", text.get("eos_token_id", config.get("eos_token_id"))))
         sampling = _default_sampling(generation)
     except ValueError as error:
         raise ModelUnreadable(model, str(error)) from None
-    digest = hashlib.blake2b(json.dumps([window, vocab_size, sorted(eos)]).encode(), digest_size=8)
+    digest = hashlib.blake2b(json.dumps([context_length, vocab_size, sorted(eos)]).encode(), digest_size=8)
     for name in _HASHED:
         file = folder / name
         content = file.read_bytes() if file.is_file() else b""
@@ -87,7 +87,7 @@ def _read(id: str, model: str, folder: Path, commit: str | None) -> ModelFiles:
         id=id,
         folder=folder,
         revision=commit or digest.hexdigest(),
-        window=window,
+        context_length=context_length,
         vocab_size=vocab_size,
         eos_token_ids=eos,
         default_sampling=sampling,

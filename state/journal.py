@@ -57,9 +57,9 @@ class Part:
 
 
 class Journal:
-    def __init__(self, client: Client, era: StoreInstance) -> None:
+    def __init__(self, client: Client, instance: StoreInstance) -> None:
         self._client = client
-        self._era = era
+        self._instance = instance
 
     async def read(self, key: RequestKey, first: int, most: int) -> Part:
         """At most `most` entries. Raises UnknownRequest, StoreRefilling."""
@@ -68,5 +68,5 @@ class Journal:
         names = [keys.request(key), keys.journal(key)]
         reply = await self._client.run(scripts.JOURNAL_READ.call(names, first, most))
         if reply[0] == b"unknown":
-            raise await self._era.unknown(key)
+            raise await self._instance.unknown(key)
         return Part(unpack(reply[2]), reply[1])

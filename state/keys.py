@@ -23,7 +23,7 @@ decant:{quota/tenant}:in_flight       zset    request id -> end of its lease, in
 decant:{quota/tenant}:charged         hash    request id -> tokens charged for it                as in_flight
 decant:{quota/tenant}:full_at         string  when the tenant's minute is full again, in         until then
                                               microseconds
-decant:{era}                          hash    id: random, 16 hexadecimal digits; began: in ms    until Redis is emptied
+decant:{store_instance}               hash    id: random, 16 hexadecimal digits; began: in ms    until Redis is emptied
 
 All times are by the clock of Redis. The keys of one script share a hash tag, so that they are on one node of a cluster.
 """
@@ -38,7 +38,7 @@ from decant.state.ids import Incarnation, RequestKey
 
 Kind = Literal["workers", "routers"]
 
-ERA = "decant:{era}"
+STORE_INSTANCE = "decant:{store_instance}"
 OWNERS = "decant:{routers}:owners"
 
 

@@ -50,14 +50,14 @@ class Requests:
         reads: Client,
         routers: Routers,
         open_requests: OpenRequests,
-        era: StoreInstance,
+        instance: StoreInstance,
         ttls: Ttls,
     ) -> None:
         self._client = client
         self._reads = reads
         self._routers = routers
         self._open = open_requests
-        self._era = era
+        self._instance = instance
         self._open_ms = round(ttls.open_s * 1000)
         self._ended_ms = round(ttls.ended_s * 1000)
 
@@ -111,7 +111,7 @@ class Requests:
         """From journal entry `first` on. Raises UnknownRequest, StoreRefilling."""
         reply = await self._reads.run(scripts.REQUEST_READ.call(_names(key), first))
         if reply[0] == b"unknown":
-            raise await self._era.unknown(key)
+            raise await self._instance.unknown(key)
         return parse(key, reply[1])
 
     async def exists(self, key: RequestKey) -> bool:
@@ -133,7 +133,7 @@ class Requests:
             return await self._keep_entry_if_owned(found, router)
         await self._open.remove(router, [key])
         if reply[0] == b"unknown":
-            raise await self._era.unknown(key)
+            raise await self._instance.unknown(key)
         raise _superseded(key, reply)
 
     async def cancel(self, key: RequestKey, router: Incarnation) -> StoredRequest:
@@ -143,7 +143,7 @@ class Requests:
         """
         reply = await self._client.run(self._adopting(key, router, "", self._ended_ms))
         if reply[0] == b"unknown":
-            raise await self._era.unknown(key)
+            raise await self._instance.unknown(key)
         found = parse(key, reply[1])
         await self._leave_open_set(found, reply[2])
         return found
@@ -172,7 +172,7 @@ class Requests:
         epoch, owner = await self._client.execute("HMGET", keys.request(key), "epoch", "owner")
         if epoch is None:
             await self._open.remove(router, [key])
-            raise await self._era.unknown(key)
+            raise await self._instance.unknown(key)
         incarnation = Incarnation.parse(owner.decode())
         if incarnation != router and await self._routers.alive(incarnation):
             await self._open.remove(router, [key])

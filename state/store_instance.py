@@ -16,7 +16,7 @@ from decant.state.keys import Ttls
 
 
 @dataclass(frozen=True)
-class EraNow:
+class InstanceNow:
     id: str  # random
     age_s: float
     refill_left_s: float  # 0: owners have written their requests again; an unknown one does not exist
@@ -27,11 +27,11 @@ class StoreInstance:
         self._client = client
         self._refill_s = ttls.refill_s
 
-    async def current(self) -> EraNow:
+    async def current(self) -> InstanceNow:
         """Creates it if there is none."""
-        id_, age_ms = await self._client.run(scripts.ERA.call([keys.ERA], secrets.token_hex(8)))
+        id_, age_ms = await self._client.run(scripts.STORE_INSTANCE.call([keys.STORE_INSTANCE], secrets.token_hex(8)))
         age_s = max(0, age_ms) / 1000
-        return EraNow(id_.decode(), age_s, max(0.0, self._refill_s - age_s))
+        return InstanceNow(id_.decode(), age_s, max(0.0, self._refill_s - age_s))
 
     async def unknown(self, key: RequestKey) -> UnknownRequest | StoreRefilling:
         left_s = (await self.current()).refill_left_s

@@ -111,7 +111,7 @@ class EngineHost:
         self.peer, self.role, self.model = identity.peer, identity.role, identity.model
         self.address = identity.address
         self.layout, self.equal_bits = layout_number(device.layout), device.equal_bits
-        self.window = engine.limits.context_length
+        self.context_length = engine.limits.context_length
         self.max_running = engine.limits.max_running
         self.block_size, self.total_blocks = device.block_size, device.num_blocks
         self.windows = device.windows

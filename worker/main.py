@@ -206,7 +206,7 @@ class Worker:
                 total_blocks=host.total_blocks,
                 block_tokens=host.block_size,
                 group_blocks=host.group_blocks,
-                max_context_length=host.window,
+                max_context_length=host.context_length,
                 max_running=host.max_running,
             ),
             equal_bits=host.equal_bits,
@@ -274,11 +274,11 @@ async def _warm_up_engine(host: EngineHost) -> None:
     handler = _WarmUpHandler()
 
     def begin(engine: Engine) -> None:
-        prompt = (0,) * max(1, min(engine.scheduler.longest_chunk, host.window - 1))
+        prompt = (0,) * max(1, min(engine.scheduler.longest_chunk, host.context_length - 1))
         engine.add(Request("warm-up", prompt, stop=StopParams(2, ignore_eos=True), use_prefix_cache=False))
 
     host.connect(handler)
-    _log.info("first steps")
+    _log.info("warm-up")
     await host.loop.call(begin)
     if detail := await handler.ended:
         raise ModelRefused(host.model, f"its first step failed: {detail}")

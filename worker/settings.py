@@ -36,7 +36,7 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
         default="auto", description="dtype of weights and KV cache"
     )
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
-    window: int | None = Field(
+    context_length: int | None = Field(
         default=None, ge=2, description="longest sequence in tokens; unset: what the model and its KV memory allow"
     )
     kv_bytes: int | None = Field(

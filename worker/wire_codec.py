@@ -49,43 +49,43 @@ def other_request() -> wire.Failure:
     return wire.Failure(cause=wire.CAUSE_ID_REUSED, detail="another request with this id is running here")
 
 
-def to_request(sequence_id: str, work: wire.EngineRequest, *, model: str, park_after: bool = False) -> Request:
+def to_request(sequence_id: str, message: wire.EngineRequest, *, model: str, park_after: bool = False) -> Request:
     """``park_after``: park the sequence after its next token. Raises RequestRejected."""
-    _check_supported(work, model)
-    written = _unpacked("outputs.tokens", work.outputs[0].tokens)
-    prompt = _unpacked("prompt", work.prompt)
+    _check_supported(message, model)
+    prior_tokens = _unpacked("outputs.tokens", message.outputs[0].tokens)
+    prompt = _unpacked("prompt", message.prompt)
     try:
         return Request(
             sequence_id,
-            (*prompt, *written),
+            (*prompt, *prior_tokens),
             prompt_tokens=len(prompt),
-            sampling=_sampling(work),
-            stop=_stop(work.stopping),
-            priority=work.priority,
-            salt=work.salt,
-            use_prefix_cache=not work.bypass_prefix_cache,
-            logprobs=work.logprobs if work.HasField("logprobs") else None,
-            prompt_logprobs=work.prompt_logprobs if work.HasField("prompt_logprobs") else None,
-            park_after=len(written) + 1 if park_after else None,
+            sampling=_sampling(message),
+            stop=_stop(message.stopping),
+            priority=message.priority,
+            salt=message.salt,
+            use_prefix_cache=not message.bypass_prefix_cache,
+            logprobs=message.logprobs if message.HasField("logprobs") else None,
+            prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+            park_after=len(prior_tokens) + 1 if park_after else None,
         )
     except InvalidRequest as error:
         raise RequestRejected.of(error) from None
 
 
-def _check_supported(work: wire.EngineRequest, model: str) -> None:
-    if work.model != model:
+def _check_supported(message: wire.EngineRequest, model: str) -> None:
+    if message.model != model:
         raise RequestRejected.because(
-            "model", f"{model}, which this worker serves", work.model, wire.CAUSE_UNKNOWN_MODEL
+            "model", f"{model}, which this worker serves", message.model, wire.CAUSE_UNKNOWN_MODEL
         )
-    if len(work.outputs) != 1:
-        raise RequestRejected.because("outputs", "exactly one", len(work.outputs), wire.CAUSE_UNSUPPORTED)
+    if len(message.outputs) != 1:
+        raise RequestRejected.because("outputs", "exactly one", len(message.outputs), wire.CAUSE_UNSUPPORTED)
     for field in ("adapter", "guide"):
-        if getattr(work, field) != getattr(wire.EngineRequest(), field):
+        if getattr(message, field) != getattr(wire.EngineRequest(), field):
             raise RequestRejected.because(field, NOT_SUPPORTED, "a value", wire.CAUSE_UNSUPPORTED)
 
 
-def _sampling(work: wire.EngineRequest) -> SamplingParams:
-    sampling = work.sampling
+def _sampling(message: wire.EngineRequest) -> SamplingParams:
+    sampling = message.sampling
     return SamplingParams(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -96,7 +96,7 @@ def _sampling(work: wire.EngineRequest) -> SamplingParams:
         frequency_penalty=sampling.frequency_penalty,
         logit_bias=dict(sampling.logit_bias),
         seed=sampling.seed,
-        output_index=work.outputs[0].output,
+        output_index=message.outputs[0].output,
     )
 
 
@@ -111,16 +111,16 @@ def _stop(stopping: wire.Stopping) -> StopParams:
 
 def end_reason(reason: FinishReason, stopping: wire.Stopping) -> wire.OutputEnd.Reason:
     """FAILED has none, because the run fails instead."""
-    if reason is FinishReason.LENGTH and stopping.cut_to_window:
+    if reason is FinishReason.LENGTH and stopping.capped_by_context_length:
         return wire.OutputEnd.REASON_CONTEXT_LENGTH
     return _ENDS[reason]
 
 
-def queue_key(work: wire.EngineRequest, now: float) -> float:
+def queue_key(message: wire.EngineRequest, now: float) -> float:
     """Smallest first. ``now``: of the reception, in seconds. Priority counts as waiting time, and so does the time of
     earlier attempts.
     """
-    return priority.queue_key(now - work.age_ms / 1000, work.priority)
+    return priority.queue_key(now - message.age_ms / 1000, message.priority)
 
 
 def logprobs_to_wire(entry: int, logprobs: TokenLogprobs) -> wire.TokenLogprobs:

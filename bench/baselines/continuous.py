@@ -20,10 +20,10 @@ SILENCE_S = 600.0
 class Server:
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        self._told: dict[str, int] = {}
+        self._num_reported: dict[str, int] = {}
 
     def add(self, item: Item) -> None:
-        self._told[item.id] = 0
+        self._num_reported[item.id] = 0
         options = {"max_new_tokens": item.output_len, "streaming": True, "eos_token_id": -1}
         self._manager.add_request(item.prompt_token_ids, item.id, **options)
 
@@ -32,9 +32,9 @@ class Server:
         if result is None or result.error:
             raise RuntimeError(f"the server stopped: {result and result.error}")
         written = len(result.generated_tokens)
-        for _ in range(self._told[result.request_id], written):
+        for _ in range(self._num_reported[result.request_id], written):
             yield result.request_id
-        self._told[result.request_id] = written
+        self._num_reported[result.request_id] = written
 
 
 def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:

@@ -20,10 +20,10 @@ class Server:
     def __init__(self, engine: Any, sampling: Any) -> None:
         self._engine = engine
         self._sampling = sampling
-        self._told: dict[str, int] = {}
+        self._num_reported: dict[str, int] = {}
 
     def add(self, item: Item) -> None:
-        self._told[item.id] = 0
+        self._num_reported[item.id] = 0
         exactly = {"max_tokens": item.output_len, "min_tokens": item.output_len, "ignore_eos": True}
         options = self._sampling(temperature=0.0, detokenize=False, **exactly)
         self._engine.add_request(item.id, {"prompt_token_ids": item.prompt_token_ids}, options)
@@ -31,9 +31,9 @@ class Server:
     def step(self) -> Iterator[str]:
         for output in self._engine.step():
             written = len(output.outputs[0].token_ids)
-            for _ in range(self._told[output.request_id], written):
+            for _ in range(self._num_reported[output.request_id], written):
                 yield output.request_id
-            self._told[output.request_id] = written
+            self._num_reported[output.request_id] = written
 
 
 def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:

@@ -20,14 +20,14 @@ PROMPT = (100, 700)
 OUTPUT = 100
 """Mean; one found running is halfway through an output of twice that."""
 
-WINDOW = 4096
+CONTEXT_LENGTH = 4096
 ROUNDS = 2000
 
 
 def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
     block_size = ModelConfig(job.model).block_size
-    device = NullDevice(RUNNING * WINDOW // block_size, block_size)
-    engine = Engine(device, Limits(RUNNING * PROMPT[1], RUNNING, WINDOW))
+    device = NullDevice(RUNNING * CONTEXT_LENGTH // block_size, block_size)
+    engine = Engine(device, Limits(RUNNING * PROMPT[1], RUNNING, CONTEXT_LENGTH))
     rng, added = Random(0), 0
     held = lost = context = sequences = 0
     for round_ in range(ROUNDS):
@@ -51,5 +51,5 @@ def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
 
 def _request(rng: Random, number: int) -> Request:
     prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(*PROMPT))]
-    written = min(WINDOW - len(prompt), 1 + int(rng.expovariate(1 / OUTPUT)))
+    written = min(CONTEXT_LENGTH - len(prompt), 1 + int(rng.expovariate(1 / OUTPUT)))
     return Request(f"s{number}", tuple(prompt), stop=StopParams(max_tokens=written, ignore_eos=True))

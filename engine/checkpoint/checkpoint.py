@@ -101,11 +101,11 @@ class Checkpoint:
         most = getattr(text, "max_position_embeddings", None)
         if most is None:
             if context_length is None:
-                raise ModelRefused(self.name, "it names no max_position_embeddings; give a window")
+                raise ModelRefused(self.name, "it names no max_position_embeddings; give a context length")
             return context_length
         positions = rope.max_positions(text, most)
         if context_length is not None and context_length > positions:
-            raise InvalidConfig("window", f"at most the checkpoint's {positions} positions", context_length)
+            raise InvalidConfig("context_length", f"at most the checkpoint's {positions} positions", context_length)
         return context_length or rope.default_length(text, most)
 
     def read(self, dtype: torch.dtype, device: torch.device, *, place_each: bool = False) -> PreTrainedModel:

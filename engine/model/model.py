@@ -68,7 +68,7 @@ class ModelConfig:
         if self.block_size not in (1, 2, 4, 8, 16, 32, 64, TILE):
             raise InvalidConfig("block_size", f"a power of two of at most {TILE}", self.block_size)
         if self.context_length is not None:
-            check_whole("window", self.context_length, least=1)
+            check_whole("context_length", self.context_length, least=1)
         if self.kv_bytes is not None:
             check_whole("kv_bytes", self.kv_bytes, least=1)
 

@@ -201,7 +201,7 @@ def check_attention(
     for ours, theirs in zip(together, reference.logits, strict=False):
         worst = max(worst, difference := _difference(ours, theirs))
         if not difference < TOLERANCE[torch.float32]:
-            where = " at the end of the window" if ours is together[-1] else ""
+            where = " at the end of the context" if ours is together[-1] else ""
             reason = f"its logits{where} differ from transformers' own by {difference:.2g} of their spread"
             raise ModelRefused(name, reason)
     if reference.failed is not None:

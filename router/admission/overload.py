@@ -14,8 +14,8 @@ def check_wait(settings: RouterSettings, waiting: int, predicted_s: float, deadl
         raise QueueFull(settings.queue_limit, retry_after=max(predicted_s, RETRY_AFTER_SECONDS))
     left = deadline.remaining()
     if left is not None and predicted_s > WAIT_SHARE * left:
-        words = f"a wait of {predicted_s:.1f} s is predicted, too long for a deadline in {left:.1f} s"
-        raise QueueFull(words, retry_after=predicted_s)
+        detail = f"a wait of {predicted_s:.1f} s is predicted, too long for a deadline in {left:.1f} s"
+        raise QueueFull(detail, retry_after=predicted_s)
     if predicted_s > settings.max_queue_seconds:
-        words = f"a wait of {predicted_s:.1f} s is predicted, at most {settings.max_queue_seconds:g} s are allowed"
-        raise QueueFull(words, retry_after=predicted_s)
+        detail = f"a wait of {predicted_s:.1f} s is predicted, at most {settings.max_queue_seconds:g} s are allowed"
+        raise QueueFull(detail, retry_after=predicted_s)

@@ -23,8 +23,8 @@ from decant.router.limits import (
     MAX_LOGPROBS,
     MAX_OUTPUTS,
     MAX_PRIORITY,
-    MAX_STOP_TEXT_BYTES,
-    MAX_STOP_TEXTS,
+    MAX_STOP_STRING_BYTES,
+    MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     at_most,
     check_id,
@@ -211,11 +211,11 @@ def _output_options(request: pb.GenerateRequest) -> OutputOptions:
 
 
 def _stop_strings(texts: Sequence[str]) -> StopStrings | None:
-    at_most("stopping.stop", len(texts), MAX_STOP_TEXTS, "texts")
+    at_most("stopping.stop", len(texts), MAX_STOP_STRINGS, "texts")
     for place, text in enumerate(texts):
         if not text:
             raise InvalidArgument(f"stopping.stop[{place}]", "at least 1 character", 0)
-        at_most(f"stopping.stop[{place}]", len(text.encode()), MAX_STOP_TEXT_BYTES, "bytes")
+        at_most(f"stopping.stop[{place}]", len(text.encode()), MAX_STOP_STRING_BYTES, "bytes")
     return StopStrings(texts) if texts else None
 
 
@@ -248,20 +248,20 @@ def _check_bias(bias: Mapping[int, float], model: ServedModel) -> None:
         within(f"sampling.logit_bias[{id}]", value, -100.0, 100.0)
 
 
-def _stopping(params: pb.StoppingParams, model: ServedModel, room: int) -> wire.Stopping:
-    """``room``: output tokens that fit the context."""
+def _stopping(params: pb.StoppingParams, model: ServedModel, max_output_tokens: int) -> wire.Stopping:
+    """``max_output_tokens``: output tokens that fit the context."""
     if params.HasField("max_tokens") and params.max_tokens < 1:
         raise InvalidArgument("stopping.max_tokens", "from 1", params.max_tokens)
-    is_cut = not params.HasField("max_tokens") or params.max_tokens > room
-    max_tokens = room if is_cut else params.max_tokens
+    is_cut = not params.HasField("max_tokens") or params.max_tokens > max_output_tokens
+    max_tokens = max_output_tokens if is_cut else params.max_tokens
     if params.min_tokens > max_tokens:
-        limit = f"at most {max_tokens}, {'what the window leaves' if is_cut else 'as max_tokens'}"
+        limit = f"at most {max_tokens}, {'what the context length leaves' if is_cut else 'as max_tokens'}"
         raise InvalidArgument("stopping.min_tokens", limit, params.min_tokens)
     at_most("stopping.stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
     check_vocabulary("stopping.stop_token_ids", params.stop_token_ids, model)
     return wire.Stopping(
         max_tokens=max_tokens,
-        cut_to_window=is_cut,
+        capped_by_context_length=is_cut,
         min_tokens=params.min_tokens,
         stop_token_ids=sorted(set(params.stop_token_ids)),
         ignore_eos=params.ignore_eos,

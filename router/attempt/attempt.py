@@ -89,7 +89,7 @@ class Attempt:
         cancel = wire.Cancel(run=self._run, reason=reason)
         writer = self._context.writer
         if writer.stopped is not None:
-            cancel.reason = wire.Cancel.REASON_STOP_TEXT
+            cancel.reason = wire.Cancel.REASON_STOP_STRING
             cancel.end_position = writer.position
         self._legs.close(cancel)
 

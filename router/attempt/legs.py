@@ -14,7 +14,7 @@ from decant.router.request.finish import finish_from_tokens
 from decant.router.request.token_stream import Finish
 from decant.router.workers.waiting_line import Waiter
 
-LOOK_SECONDS = 1.0
+PLACEMENT_RETRY_SECONDS = 1.0
 """Between looks of a waiting request at whether a worker that it may go to still answers."""
 
 _T = TypeVar("_T")
@@ -29,7 +29,7 @@ class Legs:
         self._writer = context.writer
         self._known_finish = finish_from_tokens(context.stream)
         self._legs: list[Leg] = []
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @property
     def finish(self) -> Finish | None:
@@ -41,16 +41,16 @@ class Legs:
         self._legs.append(leg)
 
     def wake(self) -> None:
-        self._news.set()
+        self._changed.set()
 
     def on_stop_string(self) -> None:
-        self._news.set()
+        self._changed.set()
 
     async def until(self, milestone: Callable[[], bool], *legs: Leg) -> None:
         """Raises Complete, what is fatal for the attempt, and the failure of one of ``legs``: those that matter now."""
         while not milestone():
             self.check(*legs)
-            await self._next_news()
+            await self._wait_for_change()
 
     async def until_search_ends(self, search: Search[_T], *legs: Leg) -> _T:
         """Raises the search's failure when patience ends, and as ``until``."""
@@ -74,7 +74,7 @@ class Legs:
             if search.line.is_turn_of(waiter):
                 if (choice := search.choose()) is not None:
                     return choice
-                search.line.stays(waiter)
+                search.line.not_placed(waiter)
             self.check(*legs)
             if search.is_answered():
                 unanswered = None
@@ -84,12 +84,12 @@ class Legs:
             if patience_ends <= loop.time():
                 raise search.failure()
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(min(patience_ends, loop.time() + LOOK_SECONDS)):
-                    await self._next_news()
+                async with asyncio.timeout_at(min(patience_ends, loop.time() + PLACEMENT_RETRY_SECONDS)):
+                    await self._wait_for_change()
 
-    async def _next_news(self) -> None:
-        await self._news.wait()
-        self._news.clear()
+    async def _wait_for_change(self) -> None:
+        await self._changed.wait()
+        self._changed.clear()
 
     def check(self, *legs: Leg) -> None:
         self.check_fatal()
@@ -103,7 +103,7 @@ class Legs:
         """Raises what is fatal for the attempt."""
         while not is_over():
             self.check_fatal()
-            await self._next_news()
+            await self._wait_for_change()
 
     def check_fatal(self) -> None:
         for leg in self._legs:

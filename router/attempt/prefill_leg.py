@@ -35,7 +35,7 @@ class PrefillLeg(Leg):
         self._has_first_tokens = False
         self._position = context.writer.position  # of the first output token
         self._reservation = worker.load.reserve(context.prefix, self._position, computed=True)
-        worker.session.guests.add(self)
+        worker.session.dependents.add(self)
         self._call = PrefillCall(worker.prefill, request, self)
 
     @property
@@ -56,7 +56,7 @@ class PrefillLeg(Leg):
 
     def _release(self) -> None:
         self._reservation.release()
-        self.worker.session.guests.discard(self)
+        self.worker.session.dependents.discard(self)
 
     def _leave(self, cancel: wire.Cancel | None) -> None:
         if self.ticket is not None:

@@ -249,8 +249,8 @@ class Execution:
     def _accept_unrecorded(self, why: str) -> None:
         """Raises Unavailable unless the settings allow requests without the store."""
         if not self._router.settings.serve_without_redis:
-            words = f"the state store is unavailable: {why}"
-            raise Unavailable(Reason.STATE_STORE_AWAY, words, retry_after=RETRY_AFTER_SECONDS)
+            detail = f"the state store is unavailable: {why}"
+            raise Unavailable(Reason.STATE_STORE_UNAVAILABLE, detail, retry_after=RETRY_AFTER_SECONDS)
         self.stream.resumable = False
 
     # Attempts

@@ -114,8 +114,8 @@ class RequestRegistry:
             return
         model = stored.record.model
         if self._router.pool.max_context_length(model) is None:
-            words = f"this router reaches no worker that serves {model}"
-            raise Unavailable(Reason.NO_WORKER, words, retry_after=RETRY_AFTER_SECONDS)
+            detail = f"this router reaches no worker that serves {model}"
+            raise Unavailable(Reason.NO_WORKER, detail, retry_after=RETRY_AFTER_SECONDS)
         self._check_not_draining()
         await self._adoptions.adopt(
             stored, self._router.requests.adopt_orphan, lambda new: self.on_disconnect(new.stream)
@@ -197,8 +197,8 @@ class RequestRegistry:
         self._check_not_draining()
         self._check_predicted_wait(model, request.engine_request.priority, request.deadline)
         if next(self._router.pool.of(model), None) is None:
-            words = f"no worker serves {model} now"
-            raise Unavailable(Reason.NO_WORKER, words, retry_after=RETRY_AFTER_SECONDS)
+            detail = f"no worker serves {model} now"
+            raise Unavailable(Reason.NO_WORKER, detail, retry_after=RETRY_AFTER_SECONDS)
 
     def _check_not_draining(self) -> None:
         if self.is_draining:

@@ -18,16 +18,16 @@ SLOW_START_SEQUENCES = 16
 
 class CorrectedCounter:
     def __init__(self) -> None:
-        self.ours = 0
+        self.own = 0
         self._reported = 0
         self._since = 0
 
     @property
     def now(self) -> int:
-        return max(self.ours, self._reported + self._since)
+        return max(self.own, self._reported + self._since)
 
     def add(self, amount: int) -> None:
-        self.ours += amount
+        self.own += amount
         self._since += amount
 
     def set_reported(self, amount: int) -> None:

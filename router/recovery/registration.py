@@ -28,7 +28,7 @@ class RouterRegistrar:
     ) -> None:
         self._store = store
         self._facts = facts
-        self._on_new_era = on_store_emptied
+        self._on_store_emptied = on_store_emptied
         self._on_replaced = on_replaced
         self._load = load
         self._registration: Registration[RouterRegistration] | None = None
@@ -68,5 +68,5 @@ class RouterRegistrar:
         instance = (await self._store.instance.current()).id
         if self._instance is not None and instance != self._instance:
             _log.warning("the state store was emptied: all requests here are written again")
-            self._on_new_era()
+            self._on_store_emptied()
         self._instance = instance

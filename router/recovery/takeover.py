@@ -83,8 +83,8 @@ class OrphanRecovery:
         if failures:
             pause = self._pauses.setdefault(dead, _Pause(self._ttls.renew_every_s, self._timings.max_pause_s))
             pause.grow(asyncio.get_running_loop().time())
-            words = "requests can't be taken over"
-            _log.warning(words, requests=len(failures), router=dead.id, error=str(failures[-1]))
+            message = "requests can't be taken over"
+            _log.warning(message, requests=len(failures), router=dead.id, error=str(failures[-1]))
         if not left:
             with suppress(OwnerAlive):
                 await self._store.open.take(dead, self._router)  # forgets a router that has no entries

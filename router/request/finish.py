@@ -35,7 +35,7 @@ def finish_from_worker(end: wire.OutputEnd, stopping: wire.Stopping, tokens: Seq
 
 
 def _full(stopping: wire.Stopping) -> Finish:
-    return Finish(pb.FINISH_REASON_CONTEXT_LENGTH if stopping.cut_to_window else pb.FINISH_REASON_LENGTH)
+    return Finish(pb.FINISH_REASON_CONTEXT_LENGTH if stopping.capped_by_context_length else pb.FINISH_REASON_LENGTH)
 
 
 def _stopped(stopping: wire.Stopping, tokens: Sequence[int]) -> Finish:

@@ -57,13 +57,13 @@ def store_error(error: StateError, key: RequestKey) -> ServiceError:
         case UnknownRequest():
             return NotFound("request", key.id)
         case StoreRefilling():
-            words = f"request {key.id} is unknown so far: the state store was emptied, and is being filled"
-            return Unavailable(Reason.STATE_STORE_AWAY, words, retry_after=error.retry_after_s)
+            detail = f"request {key.id} is unknown so far: the state store was emptied, and is being filled"
+            return Unavailable(Reason.STATE_STORE_UNAVAILABLE, detail, retry_after=error.retry_after_s)
         case UnreadableRequest():
             return Internal()
         case _:
             return Unavailable(
-                Reason.STATE_STORE_AWAY, "the state store is unavailable", retry_after=RETRY_AFTER_SECONDS
+                Reason.STATE_STORE_UNAVAILABLE, "the state store is unavailable", retry_after=RETRY_AFTER_SECONDS
             )
 
 

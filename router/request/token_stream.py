@@ -21,14 +21,14 @@ class Finish:
     reason: pb.FinishReason
     eos_token_id: int | None = None
     stop_token_id: int | None = None
-    stop_text: str | None = None
+    stop_string: str | None = None
 
     def finished(self) -> pb.Finished:
         return pb.Finished(
             finish_reason=self.reason,
             eos_token_id=self.eos_token_id,
             stop_token_id=self.stop_token_id,
-            stop_text=self.stop_text,
+            stop_string=self.stop_string,
         )
 
 

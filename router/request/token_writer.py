@@ -88,7 +88,7 @@ class TokenWriter:
             return
         self._text.add((token,))
         if self._text.stop is not None:
-            self.stopped = Finish(pb.FINISH_REASON_STOP, stop_text=self._text.stop)
+            self.stopped = Finish(pb.FINISH_REASON_STOP, stop_string=self._text.stop)
             self._text = None
             if self._listener is not None:
                 self._listener.on_stop_string()

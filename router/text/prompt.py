@@ -100,7 +100,7 @@ async def checked_ids(field: str, ids: Sequence[int], model: ServedModel, deadli
 def check_fits(field: str, tokens: int, context_length: int, *, at_least: bool = False) -> None:
     """Raises InvalidArgument without a position for an output token. ``at_least``: ``tokens`` is a lower bound."""
     if tokens >= context_length:
-        limit = f"at most {context_length - 1} tokens, so that one more fits the window of {context_length}"
+        limit = f"at most {context_length - 1} tokens, so that one more fits the context length of {context_length}"
         value = f"at least {tokens}" if at_least else tokens
         raise InvalidArgument(field, limit, value, reason=Reason.PROMPT_TOO_LONG)
 

@@ -156,7 +156,7 @@ def served(files: ModelFiles, texts: TextWork | None = None) -> ServedModel:
         return ServedModel(
             id=files.id,
             revision=files.revision,
-            max_context_length=files.window,
+            max_context_length=files.context_length,
             vocab_size=files.vocab_size or tokenizer.get_vocab_size(),
             eos_token_ids=frozenset(files.eos_token_ids),
             default_sampling=sampling,

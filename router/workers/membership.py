@@ -68,7 +68,7 @@ class WorkerMembership:
         """Until the directory was read and each session was opened, or could not be."""
         await self._is_listed.wait()
         for worker in list(self):
-            await worker.session.tried.wait()
+            await worker.session.attempted.wait()
 
     async def close(self) -> None:
         """Also has workers forget ended runs, which they would keep for a lease."""
@@ -145,7 +145,7 @@ class WorkerMembership:
                 self._over.add(worker.incarnation)
             del self._workers[worker.incarnation], self._tasks[worker.incarnation]
             worker.load.close()
-            _log.info("worker gone", worker=worker.incarnation.id)
+            _log.info("worker removed", worker=worker.incarnation.id)
             self._observer.on_members_changed(worker.facts.model)
             await worker.channel.close()
         if reopens and worker.incarnation not in self._workers:

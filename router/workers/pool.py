@@ -146,16 +146,16 @@ class WorkerPool:
 
     def _may_take(self, worker: WorkerHandle, kind: Kind) -> bool:
         load, decodes = worker.load, worker.load.role != wire.ROLE_PREFILL
-        if kind.place is WaitsFor.CACHE:
+        if kind.waits_for is WaitsFor.CACHE:
             fits = kind.layout == load.layout and kind.sender != worker.incarnation
             return fits and (decodes or not self._any_usable(worker, decodes=True))
         if not load.takes_prompts:
             return False
-        if kind.place is WaitsFor.FROM_TOKENS:
+        if kind.waits_for is WaitsFor.FROM_TOKENS:
             return decodes or not self._any_usable(worker, decodes=True)
         if not decodes or not self._any_usable(worker, decodes=False):
             return True
-        return kind.place is WaitsFor.SHORT_PREFILL and load.work.now < self.handoff_min_tokens(worker.facts.model)
+        return kind.waits_for is WaitsFor.SHORT_PREFILL and load.work.now < self.handoff_min_tokens(worker.facts.model)
 
     def _any_usable(self, beside: WorkerHandle, *, decodes: bool) -> bool:
         return any(

@@ -42,9 +42,9 @@ class WorkerSession:
         self.worker = worker
         self.over = False
         """Never opened again: another incarnation, another protocol, or the router's end."""
-        self.tried = asyncio.Event()
+        self.attempted = asyncio.Event()
         """Set once the session was opened, or could not be."""
-        self.guests: set[SessionDependent] = set()
+        self.dependents: set[SessionDependent] = set()
         self.unclaimed: set[bytes] = set()
         """The worker's tickets that no decode worker has yet."""
         self.renewed: set[bytes] = set()
@@ -70,7 +70,7 @@ class WorkerSession:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.runs.table or self.guests)
+        return bool(self.runs.table or self.dependents)
 
     @property
     def is_suspect(self) -> bool:
@@ -116,7 +116,7 @@ class WorkerSession:
                     await asyncio.sleep(backoff)
                     backoff = min(2 * backoff, timings.max_backoff_s)
         finally:
-            self.tried.set()
+            self.attempted.set()
             self._give_up()
 
     async def _run_connection(self) -> bool:
@@ -135,7 +135,7 @@ class WorkerSession:
             was_open = self.is_open
             self._connection = None
             connection.close()
-            self.tried.set()
+            self.attempted.set()
             self.runs.table.clear_slots()
             if self.is_busy:
                 self._start_reconnect_grace()
@@ -161,7 +161,7 @@ class WorkerSession:
     def _give_up(self, detail: str = "the session broke and did not come back") -> None:
         self._end_reconnect_grace()
         self.runs.fail_all(detail)
-        for dependent in list(self.guests):
+        for dependent in list(self.dependents):
             dependent.on_session_lost()
 
     # Called by its connection
@@ -171,9 +171,9 @@ class WorkerSession:
 
     def on_welcome(self, hello: wire.Hello, welcome: wire.Welcome) -> None:
         self._end_reconnect_grace()
-        self.tried.set()
+        self.attempted.set()
         self.runs.on_welcome(welcome, {key_of(owned.run) for owned in hello.owned})
-        _log.info("session open", worker=self.worker.id, held=len(welcome.runs), orphans=len(welcome.orphans))
+        _log.info("session opened", worker=self.worker.id, runs=len(welcome.runs), orphans=len(welcome.orphans))
         self._observer.opened(self)
 
     def on_message(self, message: wire.WorkerMessage) -> None:

@@ -17,8 +17,8 @@ class StreamBroken(Exception):
     ``is_of_dead_process``: its port refuses connections, or another process starts there.
     """
 
-    def __init__(self, words: str, reason: Reason = Reason.UNSPECIFIED, *, is_of_dead_process: bool = False) -> None:
-        super().__init__(words)
+    def __init__(self, detail: str, reason: Reason = Reason.UNSPECIFIED, *, is_of_dead_process: bool = False) -> None:
+        super().__init__(detail)
         self.reason = reason
         self.is_of_dead_process = is_of_dead_process
 

@@ -25,13 +25,13 @@ class WaitsFor(Enum):
 class Kind(NamedTuple):
     """``layout``, ``sender``: of a KV cache."""
 
-    place: WaitsFor
+    waits_for: WaitsFor
     layout: int = 0
     sender: Incarnation | None = None
 
 
 class Waiter:
-    """After ``wake``, call ``WaitingLine.placed`` or ``WaitingLine.stays``."""
+    """After ``wake``, call ``WaitingLine.placed`` or ``WaitingLine.not_placed``."""
 
     def __init__(self, order: float, kind: Kind, wake: Callable[[], None]) -> None:
         self.order = order
@@ -90,7 +90,7 @@ class WaitingLine:
             self._awake = None
             self._next()
 
-    def stays(self, waiter: Waiter) -> None:
+    def not_placed(self, waiter: Waiter) -> None:
         if waiter is self._awake:
             self._awake = None
             self._open.discard(waiter.kind)

@@ -1,7 +1,7 @@
 -- Acquires a lease for a request in flight and charges its tokens, both or neither; renews an existing lease.
 -- The token bucket is one number: the time when it is full again. Each token moves that by 60 s / rate.
 -- KEYS in flight, charged, full_at   ARGV request, tokens, lease_ms, maximum in flight or '', tokens per minute or ''
--- Returns {'booked', 1 if the lease is new}, {'in_flight', number now} or {'tokens', tokens in use, ms to wait}.
+-- Returns {'acquired', 1 if the lease is new}, {'in_flight', number now} or {'tokens', tokens in use, ms to wait}.
 
 local MINUTE = 60000000
 local request, tokens, lease = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -34,4 +34,4 @@ if not redis.call('ZSCORE', KEYS[1], request) then
 end
 redis.call('ZADD', KEYS[1], integer(now_in_ms + lease), request)
 keep(lease, KEYS[1], KEYS[2])
-return {'booked', new}
+return {'acquired', new}

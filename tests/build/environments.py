@@ -59,22 +59,22 @@ def image_sources() -> list[str]:
     return [name for line in copies for name in line.split()]
 
 
-def site_packages(home: Path) -> Path:
-    paths = sysconfig.get_paths("venv", vars={"base": str(home), "platbase": str(home)})
+def site_packages(environment: Path) -> Path:
+    paths = sysconfig.get_paths("venv", vars={"base": str(environment), "platbase": str(environment)})
     return Path(paths["purelib"])
 
 
-def make_environment(home: Path) -> Path:
-    venv.create(home, with_pip=False, symlinks=True)
-    return home / "bin" / "python"
+def make_environment(environment: Path) -> Path:
+    venv.create(environment, with_pip=False, symlinks=True)
+    return environment / "bin" / "python"
 
 
-def borrow_packages(home: Path) -> None:
+def borrow_packages(environment: Path) -> None:
     """Make this environment's packages importable there, except editable installs.
 
     Python does not process .pth files in the folder of a path entry; an editable install is one.
     """
-    (site_packages(home) / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (site_packages(environment) / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
 
 def link_distribution(name: str, packages: Path) -> None:

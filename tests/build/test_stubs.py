@@ -46,8 +46,8 @@ def test_an_install_has_the_stubs(python: Path, tree: Path, tmp_path: Path, edit
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (found,) = where_stubs_are(python, elsewhere)
-    home = tree if editable else python.parents[1]
-    assert found.is_relative_to(home)
+    environment = tree if editable else python.parents[1]
+    assert found.is_relative_to(environment)
     assert (found / "inference_pb2.pyi").exists()
     assert (found / "py.typed").exists()
     assert (found / "inference.proto").exists()

@@ -51,15 +51,15 @@ def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def home(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the wheel and the client's dependencies, including transitive ones."""
-    home = tmp_path_factory.mktemp("client") / "environment"
-    python = make_environment(home)
+    environment = tmp_path_factory.mktemp("client") / "environment"
+    python = make_environment(environment)
     for name in (*DEPENDENCIES, "typing-extensions"):
-        link_distribution(name, site_packages(home))
+        link_distribution(name, site_packages(environment))
     done = install(python, wheel)
     assert done.returncode == 0, done.stdout
-    return home
+    return environment
 
 
 def members(wheel: Path) -> dict[str, int]:
@@ -68,16 +68,18 @@ def members(wheel: Path) -> dict[str, int]:
         return {info.filename: info.CRC for info in archive.infolist() if not info.filename.endswith("/RECORD")}
 
 
-def test_the_wheel_installs_one_top_level_name(home: Path) -> None:
+def test_the_wheel_installs_one_top_level_name(environment: Path) -> None:
     dist_info = f"decant_llm-{version('decant-llm')}.dist-info"
-    top_level = {path.name for path in site_packages(home).iterdir() if not path.is_symlink() and path.name != "google"}
+    top_level = {
+        path.name for path in site_packages(environment).iterdir() if not path.is_symlink() and path.name != "google"
+    }
     assert top_level == {"decant", dist_info}
-    assert {path.name for path in (home / "bin").iterdir()} >= {"decant"}
-    assert not {path.name for path in home.iterdir()} - {"bin", "lib", "lib64", "include", "pyvenv.cfg"}
+    assert {path.name for path in (environment / "bin").iterdir()} >= {"decant"}
+    assert not {path.name for path in environment.iterdir()} - {"bin", "lib", "lib64", "include", "pyvenv.cfg"}
 
 
-def test_the_client_needs_grpcio_and_protobuf_only(home: Path, tmp_path: Path) -> None:
-    loaded = set(json.loads(succeed(home / "bin" / "python", "-c", CLIENT_PROGRAM, cwd=tmp_path)))
+def test_the_client_needs_grpcio_and_protobuf_only(environment: Path, tmp_path: Path) -> None:
+    loaded = set(json.loads(succeed(environment / "bin" / "python", "-c", CLIENT_PROGRAM, cwd=tmp_path)))
     assert "decant" in loaded
     others = {name for name in loaded - sys.stdlib_module_names if not name.startswith("_")}
     assert others <= {"decant", "grpc", "google", "typing_extensions", "cygrpc", "cython_runtime"}
@@ -85,31 +87,31 @@ def test_the_client_needs_grpcio_and_protobuf_only(home: Path, tmp_path: Path) -
     assert {line.partition("<")[0].partition(">")[0].strip() for line in plain} == set(DEPENDENCIES)
 
 
-def test_folders_of_the_repository_are_no_import_names(home: Path, tmp_path: Path) -> None:
+def test_folders_of_the_repository_are_no_import_names(environment: Path, tmp_path: Path) -> None:
     find = "import importlib.util, sys; print([name for name in sys.argv[1:] if importlib.util.find_spec(name)])"
-    assert succeed(home / "bin" / "python", "-c", find, *FOLDERS, cwd=tmp_path).strip() == "[]"
+    assert succeed(environment / "bin" / "python", "-c", find, *FOLDERS, cwd=tmp_path).strip() == "[]"
 
 
-def test_every_package_of_the_repository_is_found_under_decant(home: Path) -> None:
-    packages = site_packages(home) / "decant"
+def test_every_package_of_the_repository_is_found_under_decant(environment: Path) -> None:
+    packages = site_packages(environment) / "decant"
     assert not any(path.is_symlink() for path in packages.rglob("*"))
     for name in (*SERVERS, "models", "client", "command"):
         assert (packages / name / "__init__.py").exists()
     assert (packages / "py.typed").exists()
 
 
-def test_packages_of_a_user_with_the_same_names_keep_working(home: Path, tmp_path: Path) -> None:
+def test_packages_of_a_user_with_the_same_names_keep_working(environment: Path, tmp_path: Path) -> None:
     for name in FOLDERS:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("OWNER = 'user'\n")
     imports = "\n".join(f"import {name}; assert {name}.OWNER == 'user', {name}" for name in FOLDERS)
     program = f"{imports}\n{CLIENT_PROGRAM}\nimport decant.engine.scheduler, decant.runtime.errors\n{imports}\n"
     (tmp_path / "program.py").write_text(program)
-    succeed(home / "bin" / "python", "program.py", cwd=tmp_path)
+    succeed(environment / "bin" / "python", "program.py", cwd=tmp_path)
 
 
-def test_the_command_names_the_extra_that_it_needs(home: Path, tmp_path: Path) -> None:
-    done = run(home / "bin" / "decant", "--help", cwd=tmp_path)
+def test_the_command_names_the_extra_that_it_needs(environment: Path, tmp_path: Path) -> None:
+    done = run(environment / "bin" / "decant", "--help", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout.strip() == "decant: typer is not installed; pip install 'decant-llm[router]' brings it"
 

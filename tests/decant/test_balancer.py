@@ -214,7 +214,7 @@ def test_a_refusal_backs_off_for_its_own_call_only() -> None:
         decant.QueueFull(4, retry_after=20),
         unavailable(20),
         decant.Unavailable(Reason.WORKERS_LOST, "lost", retry_after=20),
-        decant.Unavailable(Reason.STATE_STORE_AWAY, "away", retry_after=20),
+        decant.Unavailable(Reason.STATE_STORE_UNAVAILABLE, "away", retry_after=20),
     ):
         selector = make_selector(2, Clock())
         refused = RetryState(selector)

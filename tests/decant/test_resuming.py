@@ -26,7 +26,7 @@ KINDS: list[decant.ServiceError | grpc.StatusCode] = [
     grpc.StatusCode.UNKNOWN,
     DRAINING,
     decant.Aborted(Reason.OWNER_CHANGED, "taken over", resume=ResumePoint(0, 3)),
-    decant.Unavailable(Reason.STATE_STORE_AWAY, "away", retry_after=0.001),
+    decant.Unavailable(Reason.STATE_STORE_UNAVAILABLE, "away", retry_after=0.001),
 ]
 LONG_BACKOFF = Backoff(first_s=1000.0, longest_s=1000.0)
 MESSAGES = 6

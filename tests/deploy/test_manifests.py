@@ -47,7 +47,7 @@ OURS = {name: DEPLOYMENTS[f"decant-{name}"] for name in PROCESSES}
 
 each_object = pytest.mark.parametrize("one", OBJECTS, ids=lambda one: f"{one['kind']}/{one['metadata']['name']}")
 each_pod = pytest.mark.parametrize("name", DEPLOYMENTS)
-each_of_ours = pytest.mark.parametrize("name", PROCESSES)
+each_process = pytest.mark.parametrize("name", PROCESSES)
 
 
 def pod(deployment: Object) -> Object:
@@ -111,12 +111,12 @@ def test_the_plain_renderer_and_kubectl_agree() -> None:
     assert by_name(by_kubectl(BASE)) == by_name(plainly(BASE))
 
 
-@each_of_ours
+@each_process
 def test_every_variable_and_flag_is_a_setting_that_the_process_accepts(name: str) -> None:
     settings(name)
 
 
-@each_of_ours
+@each_process
 def test_the_container_runs_a_command_that_there_is(name: str) -> None:
     commands = {
         command.name or getattr(command.callback, "__name__", "").replace("_", "-")
@@ -128,7 +128,7 @@ def test_the_container_runs_a_command_that_there_is(name: str) -> None:
     assert "command" not in one, "the image's entrypoint is `decant`"
 
 
-@each_of_ours
+@each_process
 def test_ports_are_those_that_are_served_and_probed(name: str) -> None:
     one, given = container(OURS[name]), settings(name)
     ports = {port["name"]: port["containerPort"] for port in one["ports"]}
@@ -149,7 +149,7 @@ def mounted_secrets(name: str) -> dict[str, str]:
     return {mount["mountPath"]: secrets[mount["name"]] for mount in mounts if mount["name"] in secrets}
 
 
-@each_of_ours
+@each_process
 def test_processes_authenticate_each_other_with_the_issued_certificate(name: str) -> None:
     given, certificate = settings(name), of_kind("Certificate")["decant-peers"]["spec"]
     assert given.tls == ("none" if name == "router" else "mutual"), "routers have --credentials for their clients"
@@ -188,7 +188,7 @@ def test_an_overlay_leaves_cert_manager_out_as_documented(tmp_path: Path) -> Non
     assert not kinds & FIELDS.keys()
 
 
-@each_of_ours
+@each_process
 def test_the_grace_period_covers_deregistration_drain_and_shutdown(name: str) -> None:
     before = container(OURS[name])["lifecycle"]["preStop"]["sleep"]["seconds"]
     grace = pod(OURS[name])["terminationGracePeriodSeconds"]
@@ -228,7 +228,7 @@ def test_routers_are_reached_as_http2_and_each_by_its_address() -> None:
         assert services[name]["spec"]["ports"][0]["appProtocol"] == "kubernetes.io/h2c"
 
 
-@each_of_ours
+@each_process
 def test_a_disruption_budget_covers_the_pods(name: str) -> None:
     spec = of_kind("PodDisruptionBudget")[f"decant-{name}"]["spec"]
     assert spec["selector"]["matchLabels"].items() <= labels(OURS[name]).items()

@@ -21,7 +21,7 @@ from decant.state.owned import StoredRequest
 from decant.state.store import Store
 from tests.e2e.proxy import FETCH, PREFILL, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
 from tests.router.harness import Core, core, make_request
-from tests.worker.harness import MODEL, Place, alone, registered, tokens, worker
+from tests.worker.harness import MODEL, WorkerScene, alone, registered, tokens, worker
 
 LEASE_MS = 300
 STEP_S = 0.001
@@ -71,7 +71,7 @@ class Cutting:
 
     one: Core
     other: Core
-    places: dict[str, Place]
+    places: dict[str, WorkerScene]
     proxies: dict[str, Proxy]
     _numbers: Iterator[int] = field(default_factory=count)
 
@@ -106,7 +106,7 @@ class Cutting:
     async def quiet(self) -> None:
         """Wait until no request is active: later messages belong to the next."""
         await self.places[RECEIVER].until(
-            lambda seen: not (seen.owners or seen.fetches or seen.orphans or seen.unretired)
+            lambda seen: not (seen.owners or seen.fetches or seen.orphans or seen.unforgotten)
         )
         await self.places[SENDER].until(lambda seen: not seen.fetches)
 
@@ -116,7 +116,7 @@ class Cutting:
         for place in self.places.values():
             seen = await place.emptied()
             assert seen.free_blocks + seen.cached_blocks == seen.total_blocks
-            await place.until(lambda seen: not (seen.orphans or seen.unretired))
+            await place.until(lambda seen: not (seen.orphans or seen.unforgotten))
 
 
 def _request(number: int) -> ValidRequest:
@@ -145,9 +145,9 @@ async def cutting(store: Store, timings: RouterTimings = RouterTimings()) -> Asy
         places, proxies = {}, {}
         for name, role in roles.items():
             between = proxies[name] = await stack.enter_async_context(serving())
-            terms: dict[str, Any] = {"budget": 8, "lease_ms": LEASE_MS, "step_s": STEP_S}
+            limits: dict[str, Any] = {"budget": 8, "lease_ms": LEASE_MS, "step_s": STEP_S}
             places[name] = place = await stack.enter_async_context(
-                worker(name, role=role, advertise=between.address, **terms)
+                worker(name, role=role, advertise=between.address, **limits)
             )
             between.target = place.address
         known = [registered(place, equal_bits=False) for place in places.values()]

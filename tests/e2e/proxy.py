@@ -26,7 +26,7 @@ Direction = Literal["to worker", "to caller"]
 TO_WORKER: Direction = "to worker"
 TO_CALLER: Direction = "to caller"
 
-_HAS_BEATS: dict[tuple[str, Direction], Any] = {
+_HAS_HEARTBEATS: dict[tuple[str, Direction], Any] = {
     (SESSION, TO_WORKER): wire.RouterMessage,
     (SESSION, TO_CALLER): wire.WorkerMessage,
     (FETCH, TO_WORKER): wire.FetchRequest,
@@ -60,15 +60,15 @@ class Cut:
         """Call once per message."""
         if self.happened or (method, direction) != (self.method, self.direction):
             return False
-        if (self.after is not None and not self.after.happened) or _is_beat(method, direction, message):
+        if (self.after is not None and not self.after.happened) or _is_heartbeat(method, direction, message):
             return False
         self.happened = self.number == 0
         self.number -= 1
         return self.happened
 
 
-def _is_beat(method: str, direction: Direction, message: bytes) -> bool:
-    kind = _HAS_BEATS.get((method, direction))
+def _is_heartbeat(method: str, direction: Direction, message: bytes) -> bool:
+    kind = _HAS_HEARTBEATS.get((method, direction))
     return kind is not None and kind.FromString(message).HasField("heartbeat")
 
 

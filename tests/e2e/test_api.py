@@ -15,7 +15,7 @@ async def plain(stub: InferenceServiceStub) -> Answer:
 
 
 @pytest.mark.parametrize("include", [False, True])
-async def test_a_stop_text_ends_an_output_within_its_tokens(stub: InferenceServiceStub, include: bool) -> None:
+async def test_a_stop_string_ends_an_output_within_its_tokens(stub: InferenceServiceStub, include: bool) -> None:
     whole = await plain(stub)
     middle = len(whole.text) // 2
     stop = whole.text[middle : middle + 5]
@@ -25,7 +25,7 @@ async def test_a_stop_text_ends_an_output_within_its_tokens(stub: InferenceServi
     answer = await ask(stub, request)
     start = whole.text.index(stop)
     assert answer.text == whole.text[: start + len(stop) if include else start]
-    assert answer.finished == pb.Finished(finish_reason=pb.FINISH_REASON_STOP, stop_text=stop)
+    assert answer.finished == pb.Finished(finish_reason=pb.FINISH_REASON_STOP, stop_string=stop)
     assert answer.ids == whole.ids[: len(answer.ids)]
     assert answer.usage.completion_tokens == len(answer.ids) < len(whole.ids)
     request.stopping.min_tokens = 40

@@ -163,7 +163,7 @@ async def test_a_disconnect_ends_a_request_and_frees_its_blocks(scene: Scene, in
 
 
 @contextmanager
-def standing_still(running: Deployment) -> Iterator[None]:
+def suspended(running: Deployment) -> Iterator[None]:
     for worker in running.workers:
         os.kill(worker.process.pid, signal.SIGSTOP)
     try:
@@ -182,7 +182,7 @@ async def test_the_deadline_ends_a_request_and_frees_its_blocks(scene: Scene, in
 
     scene.begin = hurried  # type: ignore[method-assign]
     call, others = await instant(scene)
-    with standing_still(scene.running), pytest.raises(grpc.aio.AioRpcError) as ended:
+    with suspended(scene.running), pytest.raises(grpc.aio.AioRpcError) as ended:
         async for _ in call:
             pass
     assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -147,13 +147,13 @@ async def test_invalid_requests_are_refused_by_reason(scene: Scene) -> None:
     assert (about.resource_type, about.resource_name) == ("model", "nobody")
 
 
-@reason("STATE_STORE_AWAY")
+@reason("STATE_STORE_UNAVAILABLE")
 @reason("REQUEST_NOT_FOUND")
 async def test_an_unknown_id_is_not_found(scene: Scene) -> None:
     """A new store may have lost it: the error says when to retry."""
     asking = pb.GetGenerationRequest(request_id="nobody")
     unsure = await error_of(scene.stub.GetGeneration(asking))
-    assert (unsure.code, unsure.reason) == (Code.UNAVAILABLE, "STATE_STORE_AWAY")
+    assert (unsure.code, unsure.reason) == (Code.UNAVAILABLE, "STATE_STORE_UNAVAILABLE")
     assert 0 < unsure.retry_ms <= 10_000
     await asyncio.sleep(unsure.retry_ms / 1000)
     for call in (

@@ -56,11 +56,11 @@ Doing = Callable[[Core, ValidRequest], Coroutine[Any, Any, object]]
 
 
 async def cancel(core: Core, request: ValidRequest) -> object:
-    return await core.dispatcher.cancel(request.key)
+    return await core.requests.cancel(request.key)
 
 
 async def resume(core: Core, request: ValidRequest) -> object:
-    return await ended(await core.dispatcher.resume(request.key))
+    return await ended(await core.requests.resume(request.key))
 
 
 async def resume_once_known(core: Core, request: ValidRequest) -> object:
@@ -76,7 +76,7 @@ async def resume_once_known(core: Core, request: ValidRequest) -> object:
 
 
 async def attach(core: Core, request: ValidRequest) -> object:
-    return await ended(await core.dispatcher.begin(request))
+    return await ended(await core.requests.begin(request))
 
 
 async def done_at(

@@ -241,7 +241,7 @@ async def _stop_tokens(stub: Stub) -> None:
 
 
 @field("StoppingParams.stop", "StoppingParams.include_stop_in_output")
-async def _stop_texts(stub: Stub) -> None:
+async def _stop_strings(stub: Stub) -> None:
     whole = await plain(stub)
     stop = whole.text[len(whole.text) // 2 :][:4]
     start = whole.text.index(stop)
@@ -249,7 +249,7 @@ async def _stop_texts(stub: Stub) -> None:
         stopping = pb.StoppingParams(stop=[stop], include_stop_in_output=include)
         answer = await ask(stub, request(stopping=stopping))
         assert answer.text == whole.text[: start + len(stop) * include]
-        assert answer.finished == pb.Finished(finish_reason=pb.FINISH_REASON_STOP, stop_text=stop)
+        assert answer.finished == pb.Finished(finish_reason=pb.FINISH_REASON_STOP, stop_string=stop)
 
 
 @field("StoppingParams.ignore_eos")

@@ -116,9 +116,9 @@ def _sampling(field: str, value: float) -> pb.GenerateRequest:
 
 
 ABSURD: dict[str, tuple[pb.GenerateRequest, str]] = {
-    "stop texts": (pb.GenerateRequest(stopping=pb.StoppingParams(stop=["x"] * 100_000)), "stopping.stop"),
-    "a stop text": (pb.GenerateRequest(stopping=pb.StoppingParams(stop=["x" * 1_000_000])), "stopping.stop[0]"),
-    "an empty stop text": (pb.GenerateRequest(stopping=pb.StoppingParams(stop=[""])), "stopping.stop[0]"),
+    "stop strings": (pb.GenerateRequest(stopping=pb.StoppingParams(stop=["x"] * 100_000)), "stopping.stop"),
+    "a stop string": (pb.GenerateRequest(stopping=pb.StoppingParams(stop=["x" * 1_000_000])), "stopping.stop[0]"),
+    "an empty stop string": (pb.GenerateRequest(stopping=pb.StoppingParams(stop=[""])), "stopping.stop[0]"),
     "stop tokens": (
         pb.GenerateRequest(stopping=pb.StoppingParams(stop_token_ids=range(100_000))),
         "stopping.stop_token_ids",

@@ -22,7 +22,7 @@ from tests.router.harness import PATIENCE, Core, core, ended, tokens_of, written
 from tests.router.test_migration import asked
 from tests.state.conftest import bare, server
 from tests.state.factories import make_store
-from tests.worker.harness import Place, alone, registered, worker
+from tests.worker.harness import WorkerScene, alone, registered, worker
 from tests.worker.waiting import eventually
 
 __all__ = ["bare", "server"]
@@ -83,7 +83,7 @@ async def member(store: Store, id: str) -> AsyncIterator[Core]:
             store, RouterRegistration(peer=peer), scene.router.journal_writer.resync_all, lambda: None
         )
         takeover = OrphanRecovery(
-            store, scene.dispatcher, Incarnation.of(peer), scene.router.pool.is_connected, LIFETIMES
+            store, scene.requests, Incarnation.of(peer), scene.router.pool.is_connected, LIFETIMES
         )
         renewing = BackgroundTask("renewing", partial(membership.run, LIFETIMES.renew_every_s))
         try:
@@ -93,7 +93,7 @@ async def member(store: Store, id: str) -> AsyncIterator[Core]:
             await membership.close()
 
 
-async def stepping(place: Place) -> None:
+async def stepping(place: WorkerScene) -> None:
     """Steps the worker less often than any stream needs: none ends during the fault."""
     for _ in range(WANTED - 10):
         place.device.let(1)
@@ -123,7 +123,7 @@ async def test_streams_go_on_when_their_router_loses_redis_for_longer_than_a_reg
         begun = []
         for number, scene in enumerate(routers * STREAMS):
             request = asked(number, wanted=WANTED)
-            begun.append((await scene.dispatcher.begin(request), alone(request.engine_request)))
+            begun.append((await scene.requests.begin(request), alone(request.engine_request)))
         for stream, _ in begun:
             await written(stream, 2)
         incarnations = [Incarnation.of(scene.router.peer) for scene in routers]

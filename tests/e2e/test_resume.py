@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 TOKENS = 900
 SHORT = 150
 LONG = 5000
-"""Tokens of an answer that is interrupted: beyond the small model's window, seven seconds."""
+"""Tokens of an answer that is interrupted: beyond the small model's context length, seven seconds."""
 PROMPT = [0, *(5 + n * 31 % 4000 for n in range(60))]
 
 
@@ -140,7 +140,7 @@ async def test_both_parts_of_a_cut_stream_are_the_complete_output(
         assert parts == (whole.text, whole.ids)
         assert [one for message in begun + again for one in message.delta.logprobs] == whole.logprobs
         for stub in (two.one, two.other):
-            assert (await told_to_its_end(stub, asking, whole)).last_seq == SHORT
+            assert (await ended_generation(stub, asking, whole)).last_seq == SHORT
             part = await rest(stub.ResumeStream(resumed(asking, cut), timeout=PATIENCE_S))
             ids = [id for message in part for id in message.delta.token_ids]
             assert ids == whole.ids[cut:]
@@ -148,7 +148,7 @@ async def test_both_parts_of_a_cut_stream_are_the_complete_output(
             assert [one for message in part for one in message.delta.logprobs] == whole.logprobs[cut:]
 
 
-async def told_to_its_end(stub: InferenceServiceStub, asking: pb.GenerateRequest, whole: Answer) -> pb.Generation:
+async def ended_generation(stub: InferenceServiceStub, asking: pb.GenerateRequest, whole: Answer) -> pb.Generation:
     """GetGeneration once the end is stored, which may follow the last message."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
@@ -286,7 +286,9 @@ async def test_streams_outlive_a_redis_that_comes_back_empty(tmp_path: Path) -> 
             begun = await read(call, 5)
             redis.stop()
             error = await failed(other.ResumeStream(resumed(asking, 5), timeout=PATIENCE_S))
-            assert (type(error), error.reason) == (Unavailable, Reason.STATE_STORE_AWAY), "no adoption without Redis"
+            assert (type(error), error.reason) == (Unavailable, Reason.STATE_STORE_UNAVAILABLE), (
+                "no adoption without Redis"
+            )
             await asyncio.to_thread(running.routers[0].until, "the state store is unavailable: requests continue")
             meanwhile = await ask(one, asked(PROMPT, max_tokens=10))
             assert (meanwhile.ids, meanwhile.started.resumable) == (whole.ids[:10], False)
@@ -309,5 +311,5 @@ async def taken_over(stub: InferenceServiceStub, asking: pb.ResumeStreamRequest)
                 return await rest(stub.ResumeStream(asking, timeout=PATIENCE_S))
             except grpc.aio.AioRpcError as error:
                 refusal = from_call(error)
-                assert (type(refusal), refusal.reason) == (Unavailable, Reason.STATE_STORE_AWAY)
+                assert (type(refusal), refusal.reason) == (Unavailable, Reason.STATE_STORE_UNAVAILABLE)
                 await asyncio.sleep(0.05)

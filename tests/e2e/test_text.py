@@ -18,7 +18,7 @@ PROMPTS = (
     "#",
     'raise ValueError("',
 )
-WINDOW = 2048
+CONTEXT_LENGTH = 2048
 
 
 def ids_of(text: str) -> list[int]:
@@ -47,17 +47,17 @@ async def test_greedy_text_equals_transformers_generate(stub: InferenceServiceSt
     assert answer.receipt.handoff_bytes > 0 or answer.usage.cached_prompt_tokens
 
 
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 33, 500, 1025, WINDOW - 2, WINDOW - 1])
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 33, 500, 1025, CONTEXT_LENGTH - 2, CONTEXT_LENGTH - 1])
 async def test_prompts_of_every_length_are_served(stub: InferenceServiceStub, length: int) -> None:
     source = ids_of("\n\n".join(PROMPTS) * 200)
     start = length % 97  # another prefix for each, so that no cached one shortens the way
     ids = [0, *source[start : start + length - 1]]
     assert len(ids) == length
     answer = await ask(stub, asked(ids, max_tokens=20))
-    expected = generated(ids, min(20, WINDOW - length))
+    expected = generated(ids, min(20, CONTEXT_LENGTH - length))
     assert answer.ids == expected
     ended = expected[-1] == 1
-    cut = WINDOW - length < 20
+    cut = CONTEXT_LENGTH - length < 20
     reason = pb.FINISH_REASON_STOP if ended else pb.FINISH_REASON_CONTEXT_LENGTH if cut else pb.FINISH_REASON_LENGTH
     assert answer.finished.finish_reason == reason
     counted(answer, length, len(expected))

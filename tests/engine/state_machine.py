@@ -97,7 +97,7 @@ class World:
         self.log = OutputLog()
         self.contents = [properties.Contents(), properties.Contents()]
         self.requests: dict[str, Request] = {}
-        self.home: dict[str, int] = {}
+        self.engine_of: dict[str, int] = {}
         self.moves: dict[str, Move] = {}
         self.cancelled: set[str] = set()
         self.joined = 0
@@ -117,7 +117,7 @@ class World:
         request = replace(request, id=f"s{len(self.requests)}")
         self.engines[where].add(request)
         self.requests[request.id] = request
-        self.home[request.id] = where
+        self.engine_of[request.id] = where
 
     def step(self, where: int) -> None:
         engine = self.engines[where]
@@ -133,14 +133,14 @@ class World:
     def cancel(self, n: int) -> None:
         id = _pick(self._alive(), n)
         if id:
-            assert self.engines[self.home[id]].cancel(id)
-            assert not self.engines[self.home[id]].cancel(id), "it was cancelled twice"
+            assert self.engines[self.engine_of[id]].cancel(id)
+            assert not self.engines[self.engine_of[id]].cancel(id), "it was cancelled twice"
             self.cancelled.add(id)
 
     def park(self, n: int) -> None:
         id = _pick([s.id for engine in self.engines for s in engine.scheduler.running], n)
         if id:
-            engine = self.engines[self.home[id]]
+            engine = self.engines[self.engine_of[id]]
             try:
                 engine.park(id)
             except UnknownSequence:
@@ -165,7 +165,7 @@ class World:
         if not id:
             return
         child, source = f"s{len(self.requests)}", self.log[id]
-        engine = self.engines[self.home[id]]
+        engine = self.engines[self.engine_of[id]]
         try:
             engine.fork(id, child, self.requests[id].sampling.output_index)
         except OutOfBlocks:
@@ -176,7 +176,7 @@ class World:
         finally:
             self._publish(engine)
         self.requests[child] = replace(self.requests[id], id=child)
-        self.home[child] = self.home[id]
+        self.engine_of[child] = self.engine_of[id]
         self.log[child].tokens = [token._replace(id=child) for token in source.tokens]
         self.log[child].prompt_logprobs = list(source.prompt_logprobs)
         self.forked |= {id, child}
@@ -186,7 +186,7 @@ class World:
         id = _pick([id for id in self._alive() if id not in self.moves], n)
         if not id:
             return
-        sender = self.home[id]
+        sender = self.engine_of[id]
         try:
             arrival = self.engines[1 - sender].transfers.reserve(replace(self.requests[id], park_after=None))
         except OutOfBlocks:
@@ -233,7 +233,7 @@ class World:
         self.engines[1 - move.sender].transfers.join(move.arrival, move.commit)
         self._publish(self.engines[1 - move.sender])
         self.engines[move.sender].transfers.release(id)
-        self.home[id] = 1 - move.sender
+        self.engine_of[id] = 1 - move.sender
         self.joined += 1
         del self.moves[id]
 

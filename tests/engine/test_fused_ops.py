@@ -81,8 +81,8 @@ def test_a_gated_layer_is_what_transformers_computes(width: int, inner: int, dty
     x = rows(50, width, dtype) * 3
     expected, ours = theirs(x), fused(theirs, dtype)
     assert isinstance(ours, GatedMlp)
-    room = 2**-6 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(ours(x), expected, rtol=room, atol=room * float(expected.abs().max()))
+    tolerance = 2**-6 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(ours(x), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
 @torch.inference_mode()

@@ -38,8 +38,8 @@ def test_the_product_is_right_up_to_rounding(shape: tuple[int, int], dtype: torc
     product, weight, add = made(shape, dtype, bias)
     rows = torch.randn(37, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
     exact = rows.double() @ weight.double().T + add.double()
-    room = 2e-5 if dtype == torch.float32 else 2**-8
-    assert torch.allclose(product(rows).double(), exact, rtol=room, atol=room)
+    tolerance = 2e-5 if dtype == torch.float32 else 2**-8
+    assert torch.allclose(product(rows).double(), exact, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

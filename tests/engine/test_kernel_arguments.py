@@ -64,8 +64,8 @@ def tensors(draw: st.DrawFn, *shape: int, dtypes: list[torch.dtype] = ODD) -> to
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    room = 1e-4 if found.dtype == torch.float32 else 2**-5
-    return torch.allclose(found.double(), expected.double(), rtol=room, atol=room)
+    tolerance = 1e-4 if found.dtype == torch.float32 else 2**-5
+    return torch.allclose(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
 @every_build

@@ -111,10 +111,10 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_equals_plain_products_and_writes_the_same_cache(shape: Shape, dtype: torch.dtype) -> None:
     plain, native = Scene(shape, dtype), Scene(shape, dtype)
-    room = 2e-6 if dtype == torch.float32 else 2**-7
+    tolerance = 2e-6 if dtype == torch.float32 else 2**-7
     for pieces in ([(0, 0, 70), (1, 0, 1)], [(0, 70, 71), (1, 1, 200)], [(0, 71, LENGTH), (1, 200, 201)]):
         expected, found = plain.step(PagedAttention, *pieces), native.step(NativeAttention, *pieces)
-        assert torch.allclose(found.float(), expected.float(), rtol=room, atol=room)
+        assert torch.allclose(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
     assert torch.equal(native.store.blocks, plain.store.blocks)
 
 

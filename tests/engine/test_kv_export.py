@@ -46,12 +46,12 @@ def test_an_export_is_finalized_when_only_its_last_block_is_unsent(windows: tupl
     nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("sealed", [False, True])
-def test_a_withdrawn_export_changes_nothing(sealed: bool) -> None:
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_withdrawn_export_changes_nothing(committed: bool) -> None:
     engine = make_engine(budget=8)
     log = run(engine, LIVE, steps=5)
     export = engine.transfers.export("live")
-    if sealed:
+    if committed:
         assert engine.transfers.finalize_running("live", len(export.runs)) is not None
     engine.transfers.withdraw("live")
     engine.transfers.withdraw("live")

@@ -25,9 +25,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
     [
         ("dtype", "int8", "bfloat16"),
         ("dtype", "float16", "no fast float16"),
-        ("window", tiny.CONTEXT_LENGTH + 1, f"at most the checkpoint's {tiny.CONTEXT_LENGTH}"),
-        ("window", 0, "at least 1"),
-        ("window", 12.5, "a whole number"),
+        ("context_length", tiny.CONTEXT_LENGTH + 1, f"at most the checkpoint's {tiny.CONTEXT_LENGTH}"),
+        ("context_length", 0, "at least 1"),
+        ("context_length", 12.5, "a whole number"),
         ("kv_bytes", 100, "at least one block of 8192 bytes"),
         ("kv_bytes", 0, "at least 1"),
         ("kv_bytes", -1, "at least 1"),
@@ -103,7 +103,7 @@ def test_a_context_length_beyond_the_kv_memory_is_refused(llama):
     device = serve(llama, dtype="float32", kv_bytes=4 * 8192)
     with pytest.raises(InvalidConfig) as refused:
         Engine(device)
-    assert (refused.value.field, refused.value.value) == ("window", tiny.CONTEXT_LENGTH)
+    assert (refused.value.field, refused.value.value) == ("context_length", tiny.CONTEXT_LENGTH)
     with pytest.raises(InvalidConfig, match="64 tokens"):
         Engine(device, Limits(context_length=device.context_length))
     Engine(device, Limits(context_length=64))

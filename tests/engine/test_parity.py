@@ -90,7 +90,9 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subjec
                 )
             )
             model = tiny.reference(folder)
-            rope.freeze(model, device.context_length)  # the served window decides the scaling, for short prompts too
+            rope.freeze(
+                model, device.context_length
+            )  # the served context length decides the scaling, for short prompts too
             written = {id: tiny.generate(model, tokens, COUNT) for id, tokens in PROMPTS.items()}
             made[name] = Subject(name, folder, model, device, written)
         return made[name]

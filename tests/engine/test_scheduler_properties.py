@@ -46,7 +46,7 @@ REQUESTS = st.builds(
 )
 
 
-class Lives(RuleBasedStateMachine):
+class EngineMachine(RuleBasedStateMachine):
     @initialize(budget=st.sampled_from([1, 3, 6, 16]), running=st.sampled_from([1, 2, 4]), costs=st.sampled_from(COSTS))
     def begin(self, budget: int, running: int, costs: StepCostModel) -> None:
         self.machine = World(budget, running, costs)
@@ -109,12 +109,12 @@ class Lives(RuleBasedStateMachine):
 
 @pytest.mark.slow
 def test_nothing_leaks_and_all_end_as_if_alone_after_any_actions() -> None:
-    run_state_machine_as_test(Lives, settings=QUICK)
+    run_state_machine_as_test(EngineMachine, settings=QUICK)
 
 
 @pytest.mark.slow
 def test_nothing_leaks_and_all_end_as_if_alone_in_long_runs() -> None:
-    run_state_machine_as_test(Lives, settings=DEEP)
+    run_state_machine_as_test(EngineMachine, settings=DEEP)
 
 
 def test_random_scripts_reach_every_corner() -> None:

@@ -95,7 +95,7 @@ class Worker:
         await self.loop.call(lambda engine: engine.add(replace(request, park_after=1)))
         return issued
 
-    async def room(self, request: Request) -> IncomingSequence:
+    async def reserve(self, request: Request) -> IncomingSequence:
         return await self.loop.call(
             lambda engine: engine.transfers.reserve(request), undo=lambda _, arrival: arrival.abort()
         )

@@ -23,7 +23,7 @@ Transport = Callable[[Worker], AbstractAsyncContextManager[KvSource]]
 
 async def hand_over(sender: Worker, receiver: Worker, request: Request, tamper: Tamper | None = None) -> Wire:
     ticket = await sender.offer(request)
-    arrival = await receiver.room(request)
+    arrival = await receiver.reserve(request)
     source = Wire(sender.sender, tamper) if tamper else Wire(sender.sender)
     await receiver.receiver.receive(source, ticket, arrival)
     return source

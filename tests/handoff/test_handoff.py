@@ -27,7 +27,7 @@ async def test_a_handoff_generates_the_text_of_one_engine(transport: Transport, 
     request = ask(length=length)
     async with Worker("p") as sender, Worker("d") as receiver, transport(sender) as source:
         ticket = await sender.offer(request)
-        taken = await receiver.receiver.receive(source, ticket, await receiver.room(request))
+        taken = await receiver.receiver.receive(source, ticket, await receiver.reserve(request))
         text = await receiver.finished("r")
         assert sender.tokens["r"] + text == await alone(request)
         assert list(taken.output) == sender.tokens["r"]
@@ -44,14 +44,14 @@ async def test_blocks_travel_while_the_prompt_is_still_being_computed(transport:
         return 0.0 if began else 0.05
 
     async with Worker("p", cost=waits) as sender, Worker("d") as receiver, transport(sender) as source:
-        room = await receiver.room(request)
+        arrival = await receiver.reserve(request)
 
-        def wrote(address: BlockAddress, *rest: Any, write: Any = room.write) -> None:
+        def wrote(address: BlockAddress, *rest: Any, write: Any = arrival.write) -> None:
             began.setdefault(address, sender.engine.load().parked)
             write(address, *rest)
 
-        room.write = wrote  # type: ignore[method-assign, assignment]
-        await receiver.receiver.receive(source, await sender.offer(request), room)
+        arrival.write = wrote  # type: ignore[method-assign, assignment]
+        await receiver.receiver.receive(source, await sender.offer(request), arrival)
         await receiver.finished("r")
     assert began[0, 0] == 0, "the first block waited for the last"
 
@@ -70,8 +70,8 @@ async def test_a_fetch_lasts_longer_than_a_lease_while_its_runs_are_acknowledged
         Worker("d") as receiver,
         transport(sender) as source,
     ):
-        ticket, room = await sender.offer(request), await receiver.room(request)
-        fetching = asyncio.create_task(receiver.receiver.receive(source, ticket, room))
+        ticket, arrival = await sender.offer(request), await receiver.reserve(request)
+        fetching = asyncio.create_task(receiver.receiver.receive(source, ticket, arrival))
         [lease] = sender.sender.leases.all()
         for _ in range(7):  # of eight steps
             before = lease.timer.when()
@@ -97,7 +97,7 @@ async def test_a_joined_sequence_does_not_wait_for_its_sender() -> None:
     async with Worker("p") as sender, Worker("d") as receiver:
         source = Deaf(sender.sender)
         async with asyncio.timeout(20):
-            await receiver.receiver.receive(source, await sender.offer(request), await receiver.room(request))
+            await receiver.receiver.receive(source, await sender.offer(request), await receiver.reserve(request))
             assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
         assert await sender.held()
         closing = asyncio.create_task(receiver.receiver.close())
@@ -150,7 +150,7 @@ async def test_messages_of_an_unknown_kind_are_ignored_by_both_ends_of_a_fetch()
 
     async with Worker("p") as sender, Worker("d") as receiver:
         request = ask()
-        ticket, arrival = await sender.offer(request), await receiver.room(request)
+        ticket, arrival = await sender.offer(request), await receiver.reserve(request)
         await receiver.receiver.receive(Newer(sender.sender), ticket, arrival)
         assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
 
@@ -171,7 +171,7 @@ async def test_channels_to_senders_are_closed_when_they_are_idle_and_never_in_a_
         await server.start()
         for n in range(2):
             request = ask(f"r{n}")
-            ticket, arrival = await sender.offer(request), await receiver.room(request)
+            ticket, arrival = await sender.offer(request), await receiver.reserve(request)
             with transport.channels.borrow(address):  # another call
                 await receiver.receiver.receive(source, ticket, arrival)
                 await receiver.finished(f"r{n}")
@@ -196,7 +196,7 @@ async def test_a_sequence_that_ends_at_the_sender_leaves_nothing_to_fetch() -> N
 
 async def test_a_ticket_opens_once_and_only_for_what_it_names() -> None:
     async with Worker("p") as sender, Worker("d") as receiver:
-        ticket, arrival = await sender.offer(ask()), await receiver.room(ask())
+        ticket, arrival = await sender.offer(ask()), await receiver.reserve(ask())
         good = receiver.receiver._open(ticket, arrival)
         wrong: dict[wire.Cause, dict[str, Any]] = {
             wire.CAUSE_LEASE_OVER: {"ticket": b"0123456789abcdef"},
@@ -209,13 +209,13 @@ async def test_a_ticket_opens_once_and_only_for_what_it_names() -> None:
             opening = wire.Open()
             opening.CopyFrom(good)
             opening.MergeFrom(wire.Open(**change))
-            assert await first_word(sender, opening) == cause
+            assert await first_message(sender, opening) == cause
         await receiver.receiver.receive(Wire(sender.sender), ticket, arrival)
-        assert await first_word(sender, good) == wire.CAUSE_LEASE_OVER
+        assert await first_message(sender, good) == wire.CAUSE_LEASE_OVER
         await receiver.finished("r")
 
 
-async def first_word(sender: Worker, opening: wire.Open) -> wire.Cause:
+async def first_message(sender: Worker, opening: wire.Open) -> wire.Cause:
     async def says() -> AsyncIterator[wire.FetchRequest]:
         yield wire.FetchRequest(open=opening)
 

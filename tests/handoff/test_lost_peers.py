@@ -32,14 +32,14 @@ async def test_a_broken_fetch_is_reported_and_costs_one_lease(transport: Transpo
     request = ask(length=64)
     async with Worker("p", cost=lambda _: 0.05) as sender, Worker("d") as receiver:
         async with transport(sender) as source:
-            ticket, room = await sender.offer(request), await receiver.room(request)
+            ticket, arrival = await sender.offer(request), await receiver.reserve(request)
 
-            def wrote(*block: Any, write: Any = room.write) -> None:
+            def wrote(*block: Any, write: Any = arrival.write) -> None:
                 write(*block)
                 task.cancel()
 
-            room.write = wrote  # type: ignore[method-assign, assignment]
-            task = asyncio.create_task(receiver.receiver.receive(source, ticket, room))
+            arrival.write = wrote  # type: ignore[method-assign, assignment]
+            task = asyncio.create_task(receiver.receiver.receive(source, ticket, arrival))
             await asyncio.wait([task], timeout=PATIENCE)
         assert task.cancelled()
         await sender.emptied()
@@ -49,9 +49,9 @@ async def test_a_broken_fetch_is_reported_and_costs_one_lease(transport: Transpo
 async def test_an_unreachable_sender_is_lost() -> None:
     transport = GrpcTransport(connect)
     async with Worker("p", lease_ms=300) as sender, Worker("d") as receiver:
-        ticket, room = await sender.offer(ask()), await receiver.room(ask())
+        ticket, arrival = await sender.offer(ask()), await receiver.reserve(ask())
         with pytest.raises(HandoffFailed) as failed:
-            await receiver.receiver.receive(transport.source("127.0.0.1:1"), ticket, room)
+            await receiver.receiver.receive(transport.source("127.0.0.1:1"), ticket, arrival)
         assert failed.value.cause == wire.CAUSE_PEER_LOST
         await receiver.emptied()
         await sender.emptied()
@@ -68,7 +68,7 @@ async def test_a_silent_sender_is_lost_within_seconds() -> None:
                 yield received
 
     async with Worker("p") as sender, Worker("d") as receiver:
-        ticket, arrival = await sender.offer(ask()), await receiver.room(ask())
+        ticket, arrival = await sender.offer(ask()), await receiver.reserve(ask())
         with pytest.raises(HandoffFailed) as failed:
             await asyncio.wait_for(receiver.receiver.receive(Silent(sender.sender), ticket, arrival), PATIENCE)
         assert (failed.value.cause, failed.value.detail) == (wire.CAUSE_PEER_LOST, "sender p was silent for 3 s")
@@ -97,7 +97,7 @@ async def test_the_blocks_of_a_receiver_that_dies_are_free_long_before_the_lease
     timing = SenderTiming(silent_s=0.3)
     async with Worker("p", lease_ms=600_000, timing=timing) as sender, Worker("d") as receiver:
         request = ask()
-        ticket, arrival = await sender.offer(request), await receiver.room(request)
+        ticket, arrival = await sender.offer(request), await receiver.reserve(request)
 
         async def dies() -> AsyncIterator[wire.FetchRequest]:
             yield wire.FetchRequest(open=receiver.receiver._open(ticket, arrival))
@@ -122,7 +122,7 @@ async def test_the_blocks_of_a_receiver_that_dies_after_the_commit_are_free_long
     timing = SenderTiming(committed_s=0.1)
     async with Worker("p", lease_ms=600_000, timing=timing) as sender, Worker("d") as receiver:
         request = ask()
-        ticket, arrival = await sender.offer(request), await receiver.room(request)
+        ticket, arrival = await sender.offer(request), await receiver.reserve(request)
 
         async def opens() -> AsyncIterator[wire.FetchRequest]:
             yield wire.FetchRequest(open=receiver.receiver._open(ticket, arrival))
@@ -143,7 +143,7 @@ async def test_a_message_of_a_receiver_that_cannot_be_decoded_ends_its_fetch_and
 
     async with Worker("p", lease_ms=600_000, cost=waits) as sender, Worker("d") as receiver:
         request = ask()
-        ticket, arrival = await sender.offer(request), await receiver.room(request)
+        ticket, arrival = await sender.offer(request), await receiver.reserve(request)
         errors: list[ServiceError] = []
         server = grpc.aio.server(interceptors=[ErrorInterceptor(errors.append)])
         KvSourceService(sender.sender).add_to(server)
@@ -180,7 +180,7 @@ async def test_a_stall_of_the_receivers_own_loop_is_not_silence_of_the_sender() 
 async def test_nothing_is_read_once_the_lease_is_over(message_bytes: int) -> None:
     """Blocks of 32 bytes, two in a message and one in two."""
     async with Worker("p", message_bytes=message_bytes) as sender, Worker("d", message_bytes=message_bytes) as receiver:
-        ticket, arrival = await sender.offer(ask(length=60)), await receiver.room(ask(length=60))
+        ticket, arrival = await sender.offer(ask(length=60)), await receiver.reserve(ask(length=60))
 
         async def opens() -> AsyncIterator[wire.FetchRequest]:
             yield wire.FetchRequest(open=receiver.receiver._open(ticket, arrival))

@@ -39,7 +39,7 @@ async def test_blocks_of_each_group_are_read_and_none_is_sent(message_bytes: int
     async with workers[0] as sender, workers[1] as receiver:
         agent = agent_of(sender)
         source = reads(sender, agent, note).source("p")
-        result = await receiver.receiver.receive(source, await sender.offer(request), await receiver.room(request))
+        result = await receiver.receiver.receive(source, await sender.offer(request), await receiver.reserve(request))
         assert sender.tokens["r"] + await receiver.finished("r") == await alone(request, GROUPS)
         await sender.emptied()
         await receiver.emptied()
@@ -57,7 +57,7 @@ async def test_where_one_end_has_no_agent_blocks_come_in_messages(offers: bool) 
         if not offers:
             sender.sender.memory = None
         source = transport._messages.source("p") if offers else transport.source("p")
-        await receiver.receiver.receive(source, await sender.offer(request), await receiver.room(request))
+        await receiver.receiver.receive(source, await sender.offer(request), await receiver.reserve(request))
         assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
     assert not any(reader.count for reader in agent.readers)
 
@@ -76,13 +76,13 @@ async def test_bytes_that_changed_before_they_were_read_are_refused() -> None:
         transport = reads(sender, agent_of(sender), overwrite)
         with pytest.raises(HandoffFailed) as failed:
             await receiver.receiver.receive(
-                transport.source("p"), await sender.offer(request), await receiver.room(request)
+                transport.source("p"), await sender.offer(request), await receiver.reserve(request)
             )
         assert failed.value.cause == wire.CAUSE_CORRUPT
         await sender.emptied()
         await receiver.emptied()
         again = ask("again", seed=1)
-        await receiver.receiver.receive(transport.source("p"), await sender.offer(again), await receiver.room(again))
+        await receiver.receiver.receive(transport.source("p"), await sender.offer(again), await receiver.reserve(again))
         assert sender.tokens["again"] + await receiver.finished("again") == await alone(again)
 
 
@@ -95,7 +95,7 @@ async def test_a_second_memory_in_one_fetch_is_corrupt() -> None:
         agent = agent_of(sender)
         source = reads(sender, agent, twice).source("p")
         with pytest.raises(HandoffFailed) as failed:
-            await receiver.receiver.receive(source, await sender.offer(request), await receiver.room(request))
+            await receiver.receiver.receive(source, await sender.offer(request), await receiver.reserve(request))
         assert failed.value.cause == wire.CAUSE_CORRUPT
         assert not any(reader.count for reader in agent.readers)
         await eventually(lambda: all(reader.closed for reader in agent.readers))
@@ -111,7 +111,7 @@ async def test_without_a_buffer_blocks_come_in_messages() -> None:
     async with Worker("p") as sender, Worker("d") as receiver:
         sender.sender.memory = agent_of(sender).memory
         source = reads(sender, Full(sender.engine.device.block_memory)).source("p")
-        await receiver.receiver.receive(source, await sender.offer(ask()), await receiver.room(ask()))
+        await receiver.receiver.receive(source, await sender.offer(ask()), await receiver.reserve(ask()))
         assert sender.tokens["r"] + await receiver.finished("r") == await alone(ask())
 
 
@@ -135,7 +135,7 @@ async def test_nothing_outside_of_the_senders_blocks_is_read(fault: str, message
         agent = agent_of(sender)
         source = reads(sender, agent, change).source("p")
         with pytest.raises(HandoffFailed) as failed:
-            await receiver.receiver.receive(source, await sender.offer(request), await receiver.room(request))
+            await receiver.receiver.receive(source, await sender.offer(request), await receiver.reserve(request))
         assert failed.value.cause == wire.CAUSE_CORRUPT
         assert not any(reader.count for reader in agent.readers)
         await sender.emptied()
@@ -159,11 +159,11 @@ async def test_after_a_failed_read_blocks_come_in_messages(fails: str) -> None:
     async with Worker("p") as sender, Worker("d") as receiver:
         transport = reads(sender, Broken(sender.engine.device.block_memory))
         sender.sender.memory = LocalAgent(sender.engine.device.block_memory).memory
-        ticket, arrival = await sender.offer(ask("first")), await receiver.room(ask("first"))
+        ticket, arrival = await sender.offer(ask("first")), await receiver.reserve(ask("first"))
         with pytest.raises(HandoffFailed) as failed:
             await receiver.receiver.receive(transport.source("p"), ticket, arrival)
         assert failed.value.cause == wire.CAUSE_PEER_LOST
-        ticket, arrival = await sender.offer(ask()), await receiver.room(ask())
+        ticket, arrival = await sender.offer(ask()), await receiver.reserve(ask())
         await receiver.receiver.receive(transport.source("p"), ticket, arrival)
         assert sender.tokens["r"] + await receiver.finished("r") == await alone(ask())
         await sender.emptied()
@@ -174,7 +174,7 @@ async def test_a_fetch_cancelled_in_a_read_frees_both_ends() -> None:
     request = ask()
     async with Worker("p") as sender, Worker("d") as receiver:
         agent = agent_of(sender)
-        ticket, arrival = await sender.offer(request), await receiver.room(request)
+        ticket, arrival = await sender.offer(request), await receiver.reserve(request)
         opened = agent.reader
 
         def blocked() -> LocalReader:
@@ -201,7 +201,7 @@ async def test_the_commit_waits_for_no_heartbeat(length: int) -> None:
     async with workers[0] as sender, workers[1] as receiver:
         heartless = KvReceiver(receiver.loop, receiver.shape, receiver.peer, wire.Heartbeat, heartbeat_s=3600)
         source = reads(sender, agent_of(sender)).source("p")
-        await heartless.receive(source, await sender.offer(request), await receiver.room(request))
+        await heartless.receive(source, await sender.offer(request), await receiver.reserve(request))
         assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
         await heartless.close()
 
@@ -212,7 +212,7 @@ async def test_the_commit_waits_until_every_chunk_was_read() -> None:
     request = ask(length=count * 2)
     async with Worker("p", message_bytes=20) as sender, Worker("d") as receiver:
         agent_of(sender)
-        ticket, arrival = await sender.offer(request), await receiver.room(request)
+        ticket, arrival = await sender.offer(request), await receiver.reserve(request)
         sent = asyncio.Event()
         last = asyncio.Event()
 
@@ -243,7 +243,7 @@ async def test_a_receiver_that_stops_reading_loses_the_blocks_with_its_lease_and
     """It is alive: its heartbeats come."""
     async with Worker("p", lease_ms=300) as sender, Worker("d") as receiver:
         agent_of(sender)
-        ticket, arrival = await sender.offer(ask()), await receiver.room(ask())
+        ticket, arrival = await sender.offer(ask()), await receiver.reserve(ask())
 
         async def requests() -> AsyncIterator[wire.FetchRequest]:
             opening = receiver.receiver._open(ticket, arrival)

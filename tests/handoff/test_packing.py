@@ -17,7 +17,7 @@ from decant.handoff.packing import (
     TransferLayout,
     Unpacker,
     checksum,
-    message_sum,
+    message_checksum,
     pack,
 )
 from decant.protos import worker_pb2 as wire
@@ -179,7 +179,7 @@ def test_bytes_are_bound_to_their_place_and_their_run(size: int, fault: str) -> 
             run.request = "tenant/s"
         case "size":
             data = data[:-1]
-        case "splice":  # other bytes with a sum that is theirs, in this run's message
+        case "splice":  # other bytes with a checksum that matches them, in this run's message
             other = received(shape, blocks_of(shape, 0, 2, b"other"))
             messages[1:], data = other[1:], other[0].data
             del head.block_checksums[:]
@@ -193,7 +193,7 @@ def test_bytes_are_bound_to_their_place_and_their_run(size: int, fault: str) -> 
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-@pytest.mark.parametrize("fault", ["first_position", "group", "offset", "checksum", "size", "sums"])
+@pytest.mark.parametrize("fault", ["first_position", "group", "offset", "checksum", "size", "checksums"])
 def test_a_wrong_position_is_refused_before_any_byte_is_read(size: int, fault: str) -> None:
     shape = TransferLayout(16, size, layout=7)
     first = received(shape, blocks_of(shape, 0, 2))[0]
@@ -201,11 +201,11 @@ def test_a_wrong_position_is_refused_before_any_byte_is_read(size: int, fault: s
     match fault:
         case "size":
             data = data[:-1]
-        case "sums":
+        case "checksums":
             head.block_checksums.append(0)
         case _:
             setattr(head, fault, getattr(head, fault) + 16)
-    with pytest.raises(HandoffFailed, match="agree with its sum"):
+    with pytest.raises(HandoffFailed, match="does not match its checksum"):
         Unpacker(RUN, shape).unpack(head, data)
 
 
@@ -219,13 +219,13 @@ def test_pieces_of_a_large_block_must_come_in_order_and_whole() -> None:
     assert taken(shape, messages[:2]) == {}
 
 
-@pytest.mark.parametrize(("size", "sums"), [(MESSAGE_BYTES, []), (5, []), (4, [1]), (5, [1, 2])])
-def test_a_block_ends_with_its_message_and_one_checksum(size: int, sums: list[int]) -> None:
+@pytest.mark.parametrize(("size", "checksums"), [(MESSAGE_BYTES, []), (5, []), (4, [1]), (5, [1, 2])])
+def test_a_block_ends_with_its_message_and_one_checksum(size: int, checksums: list[int]) -> None:
     """The third piece of a LARGE block has five bytes and one checksum."""
     shape = TransferLayout(16, LARGE, layout=7)
     pieces = received(shape, blocks_of(shape, 0, 1))
-    head = wire.KvChunk(offset=2 * MESSAGE_BYTES, block_checksums=sums)
-    head.checksum = message_sum(RUN, shape, head, size)
+    head = wire.KvChunk(offset=2 * MESSAGE_BYTES, block_checksums=checksums)
+    head.checksum = message_checksum(RUN, shape, head, size)
     with pytest.raises(HandoffFailed):
         Unpacker(RUN, shape).unpack(head, pieces[0].data[:size])
     unpacker = Unpacker(RUN, shape)

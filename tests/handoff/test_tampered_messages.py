@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from decant.handoff.errors import HandoffFailed
-from decant.handoff.packing import MESSAGE_BYTES, TransferLayout, message_sum
+from decant.handoff.packing import MESSAGE_BYTES, TransferLayout, message_checksum
 from decant.protos import worker_pb2 as wire
 from tests.handoff.factories import LAYOUT, Tamper, Worker, alone, ask
 from tests.handoff.harness import hand_over
@@ -54,7 +54,7 @@ def early_commit(message: wire.FetchResponse) -> list[wire.FetchResponse]:
     return [message] if message.HasField("heartbeat") else [wire.FetchResponse(commit=wire.TransferCommit(computed=4))]
 
 
-def forge_sum(message: wire.FetchResponse) -> list[wire.FetchResponse]:
+def forge_checksum(message: wire.FetchResponse) -> list[wire.FetchResponse]:
     if message.kv_chunk.block_checksums:
         message.kv_chunk.block_checksums[0] ^= 1
     return [message]
@@ -64,7 +64,7 @@ def another_run(message: wire.FetchResponse) -> list[wire.FetchResponse]:
     if message.HasField("kv_chunk"):
         stale = wire.Run(request="r", epoch=1, attempt=0)
         shape = TransferLayout(4, 32, LAYOUT)
-        message.kv_chunk.checksum = message_sum(stale, shape, message.kv_chunk, len(message.kv_chunk.data))
+        message.kv_chunk.checksum = message_checksum(stale, shape, message.kv_chunk, len(message.kv_chunk.data))
     return [message]
 
 
@@ -88,7 +88,7 @@ TAMPERS = [
     drop_chunks,
     move,
     regroup,
-    forge_sum,
+    forge_checksum,
     another_run,
     double,
     swap,

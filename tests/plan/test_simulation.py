@@ -114,7 +114,7 @@ def test_every_request_runs_once_and_leaves_nothing_behind(room: Room, routers: 
     computed = sum(worker.busy_seconds for worker in simulation.prefill_workers)
     assert computed == pytest.approx(sum(request.prompt_tokens for request in simulation.requests) / 1e3)
     for router in simulation.routers:
-        assert all(load.work.ours == load.sequences.ours == 0 for load in router.loads)
+        assert all(load.work.own == load.sequences.own == 0 for load in router.loads)
 
 
 def test_sequences_share_the_steps_and_more_than_fit_wait() -> None:

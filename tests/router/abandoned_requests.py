@@ -58,7 +58,7 @@ async def watching(
     incarnation, ttls = Incarnation.of(scene.router.peer), Ttls(refill_s=refill_s, registration_s=registration_s)
     store.instance = StoreInstance(store._client, ttls)
     registration = await store.routers.register(router_facts(incarnation))
-    takeover = OrphanRecovery(store, scene.dispatcher, incarnation, is_connected, ttls, timings)
+    takeover = OrphanRecovery(store, scene.requests, incarnation, is_connected, ttls, timings)
     try:
         async with BackgroundTask("takeover", takeover.run):
             yield

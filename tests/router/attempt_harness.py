@@ -41,7 +41,7 @@ class Case:
     schedule: bytes
     max_tokens: int = 4
     stops_at: int | None = None  # the end-of-sequence token is output token number so many
-    stop_text_at: int | None = None  # a stop text is complete with that one
+    stop_string_at: int | None = None  # a stop string is complete with that one
     has_prompt_logprobs: bool = False
     faults: int = 2
     full_rounds: int = 0  # heartbeats for which decode workers have no free blocks, once nothing goes wrong any more
@@ -107,7 +107,7 @@ class Connector:
         return 0
 
 
-class StopText:
+class StopString:
     """Complete with token number `at`."""
 
     def __init__(self, at: int) -> None:
@@ -147,8 +147,8 @@ class Trial:
         request = make_request(
             prompt=PROMPT, max_tokens=self.case.max_tokens, shown=shown, eos_token_ids=frozenset({EOS})
         )
-        at = self.case.stop_text_at
-        return request if at is None else replace(request, new_output_text=lambda: StopText(at))  # type: ignore[arg-type,return-value]
+        at = self.case.stop_string_at
+        return request if at is None else replace(request, new_output_text=lambda: StopString(at))  # type: ignore[arg-type,return-value]
 
     async def connect(self) -> None:
         self.watching.start()
@@ -249,8 +249,8 @@ class Trial:
         assert end is not None
         assert self.listener.ends == self.listener.persisted == 1
         expected = self.world.answer
-        if self.case.stop_text_at is not None:
-            expected = expected[: self.case.stop_text_at + 1]
+        if self.case.stop_string_at is not None:
+            expected = expected[: self.case.stop_string_at + 1]
         if isinstance(end, Finish):
             assert self.stream.tokens == expected
         if not self.faults_done and not self.case.is_cancelled:
@@ -268,4 +268,4 @@ class Trial:
                 assert not worker.renewed, "a ticket is renewed though its request has ended"
             known = self.pool.worker(Incarnation.of(worker.facts.peer))
             assert not known.session.is_busy
-            assert known.load.work.ours == known.load.sequences.ours == 0
+            assert known.load.work.own == known.load.sequences.own == 0

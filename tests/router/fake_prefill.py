@@ -17,7 +17,7 @@ from tests.router.fake_state import Cache, WorkerState
 class FakePrefill(WorkerState, services.PrefillServicer):
     async def Prefill(self, request: wire.PrefillRequest, context: Any) -> AsyncIterator[wire.PrefillEvent]:  # noqa: N802
         self.prefills.append(request)
-        self.news.set()
+        self.changed.set()
         script, run = self.script, request.run
         assert same_incarnation(request.worker, self.facts.peer)
         if script.refuse:
@@ -35,7 +35,7 @@ class FakePrefill(WorkerState, services.PrefillServicer):
                 yield event
         finally:
             self.prefilling -= 1
-            self.news.set()
+            self.changed.set()
 
     async def _prefilled(self, request: wire.PrefillRequest, context: Any) -> AsyncIterator[wire.PrefillEvent]:
         script, run, work = self.script, request.run, request.engine_request
@@ -58,19 +58,19 @@ class FakePrefill(WorkerState, services.PrefillServicer):
             await self.go.wait()
         token, end = self.next_token(work, len(written), base)
         if script.tells_late:
-            cache.sealed.set_result([*written, token])
+            cache.committed.set_result([*written, token])
             await self.go.wait()
         before, after = prompt_logprobs(run, work)
         for part in before:
             yield wire.PrefillEvent(prompt_logprobs=part)
         if script.prefill_fails_after_ticket:
             script.prefill_fails_after_ticket -= 1
-            cache.sealed.cancel()
+            cache.committed.cancel()
             yield wire.PrefillEvent(failed=failed(run, wire.CAUSE_ENGINE))
             return
         if script.prefill_breaks_after_ticket:
             script.prefill_breaks_after_ticket -= 1
-            cache.sealed.cancel()
+            cache.committed.cancel()
             await context.abort(grpc.StatusCode.INTERNAL, "broke")
         for part in after:
             yield wire.PrefillEvent(prompt_logprobs=part)
@@ -78,12 +78,12 @@ class FakePrefill(WorkerState, services.PrefillServicer):
         first_tokens = wire.FirstTokens(tokens=[first], cached_tokens=3, queued_us=1000, prefill_us=2_000_000)
         if request.handoff and end is None:
             yield wire.PrefillEvent(first=first_tokens)
-            if not cache.sealed.done():
-                cache.sealed.set_result([*written, token])
+            if not cache.committed.done():
+                cache.committed.set_result([*written, token])
             await cache.released.wait()
         else:
             cache.nothing_left = True
-            cache.sealed.cancel()
+            cache.committed.cancel()
             if script.first_is_late:
                 await asyncio.sleep(0.1)
             yield wire.PrefillEvent(first=first_tokens)

@@ -45,7 +45,7 @@ class Script:
     first_pause: bool = False
     """Prefill waits for `go` before its first token."""
     tells_late: bool = False
-    """Prefill seals its KV cache; it sends its events at `go`."""
+    """Prefill commits its KV cache; it sends its events at `go`."""
     no_room: bool = False
     """Runs wait for `go` before they are scheduled."""
     first_is_late: bool = False

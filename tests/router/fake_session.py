@@ -39,7 +39,7 @@ class FakeSession(WorkerState, services.DecodeServicer):
             if (run := self.runs.get(key(owned.run))) is not None:
                 run.out = out
                 self._resend(run, owned.resume[0].position)
-        self.news.set()
+        self.changed.set()
         listening = self.spawn(self._listen(requests, out))
         beating = self.spawn(self._beat(out))
         try:
@@ -98,17 +98,17 @@ class FakeSession(WorkerState, services.DecodeServicer):
                         self._resend(run, message.resend.resume.position)
                 case "heartbeat":
                     self.renewed.extend(message.heartbeat.renew)
-            self.news.set()
+            self.changed.set()
         if not self.script.stays:
             out.put_nowait(None)
 
     def _begin(self, start: wire.Start) -> None:
         self.starts.append(start)
         if (held := self.runs.get(key(start.run))) is not None:
-            self._say(wire.WorkerMessage(run_status=held.held))
+            self._send(wire.WorkerMessage(run_status=held.held))
             return
         if self.script.refuse:
-            self._say(wire.WorkerMessage(refused=self.refusal(start.run)))
+            self._send(wire.WorkerMessage(refused=self.refusal(start.run)))
             return
         self._slots += 1
         run = self.runs[key(start.run)] = FakeRun(start, self._slots)
@@ -118,9 +118,9 @@ class FakeSession(WorkerState, services.DecodeServicer):
     def _adopt(self, adopt: wire.Adopt) -> None:
         self.adopts.append(adopt)
         if (run := self._claimed(adopt.run)) is None:
-            self._say(wire.WorkerMessage(failed=failed(adopt.run, wire.CAUSE_UNKNOWN_RUN)))
+            self._send(wire.WorkerMessage(failed=failed(adopt.run, wire.CAUSE_UNKNOWN_RUN)))
             return
-        self._say(wire.WorkerMessage(run_status=run.held))
+        self._send(wire.WorkerMessage(run_status=run.held))
         self._resend(run, adopt.resume[0].position)
 
     def _claimed(self, named: wire.Run) -> FakeRun | None:
@@ -138,7 +138,7 @@ class FakeSession(WorkerState, services.DecodeServicer):
         self.cancels.append(cancel)
         run = self._claimed(cancel.run)
         if run is not None and run.end is not None:
-            self._say(wire.WorkerMessage(ended=wire.Ended(run=run.run, end=run.end)), run)
+            self._send(wire.WorkerMessage(ended=wire.Ended(run=run.run, end=run.end)), run)
         elif run is not None:
             if run.task is not None:
                 run.task.cancel()
@@ -149,7 +149,7 @@ class FakeSession(WorkerState, services.DecodeServicer):
         if run.start.HasField("ticket"):
             self.fleet.caches[run.start.ticket.id].released.set()
 
-    def _say(self, message: wire.WorkerMessage, run: FakeRun | None = None) -> None:
+    def _send(self, message: wire.WorkerMessage, run: FakeRun | None = None) -> None:
         """To the run's session if it is open, else to the one that sent a message last."""
         out = self._out if run is None or run.out not in self._outs else run.out
         if out is not None:
@@ -161,19 +161,19 @@ class FakeSession(WorkerState, services.DecodeServicer):
         if script.no_room:
             await self.go.wait()
         if run.start.HasField("ticket"):
-            sealed = await self._fetch(run)
-            if sealed is None:
+            committed = await self._fetch(run)
+            if committed is None:
                 return
         else:
             run.phase = wire.RunStatus.PHASE_RUNNING
-            self._say(wire.WorkerMessage(scheduled=wire.Scheduled(run=run.run, cached_tokens=5)), run)
+            self._send(wire.WorkerMessage(scheduled=wire.Scheduled(run=run.run, cached_tokens=5)), run)
             decode_started = wire.DecodeStarted(
                 run=run.run, from_tokens=wire.DecodeStarted.FromTokens(prefill_us=3_000_000)
             )
             self._join(run, decode_started)
             for parts in prompt_logprobs(run.run, run.engine_request):
                 for part in parts:
-                    self._say(wire.WorkerMessage(prompt_logprobs=part), run)
+                    self._send(wire.WorkerMessage(prompt_logprobs=part), run)
         while run.end is None:
             k = len(run.tokens)
             if script.pause_at == k:
@@ -181,7 +181,7 @@ class FakeSession(WorkerState, services.DecodeServicer):
             if k in script.fails_at:
                 script.fails_at.remove(k)
                 del self.runs[key(run.run)]
-                self._say(wire.WorkerMessage(failed=failed(run.run, wire.CAUSE_ENGINE)), run)
+                self._send(wire.WorkerMessage(failed=failed(run.run, wire.CAUSE_ENGINE)), run)
                 return
             token, end = self.next_token(run.engine_request, k, base)
             run.tokens.append(token)
@@ -192,35 +192,35 @@ class FakeSession(WorkerState, services.DecodeServicer):
             if end is not None and script.fails_at_end:
                 script.fails_at_end -= 1
                 del self.runs[key(run.run)]
-                self._say(wire.WorkerMessage(failed=failed(run.run, wire.CAUSE_ENGINE)))
+                self._send(wire.WorkerMessage(failed=failed(run.run, wire.CAUSE_ENGINE)))
                 return
             if end is not None:
                 self._finish(run, end.reason)
             await asyncio.sleep(0)
 
     async def _fetch(self, run: FakeRun) -> list[int] | None:
-        """The sealed tokens; None after a failure, which is sent."""
+        """The committed tokens; None after a failure, which is sent."""
         cache = self.fleet.caches[run.start.ticket.id]
         run.phase = wire.RunStatus.PHASE_ARRIVING
-        self._say(wire.WorkerMessage(scheduled=wire.Scheduled(run=run.run)), run)
+        self._send(wire.WorkerMessage(scheduled=wire.Scheduled(run=run.run)), run)
         try:
-            sealed = await asyncio.shield(cache.sealed)
+            committed = await asyncio.shield(cache.committed)
         except asyncio.CancelledError:
-            if not cache.sealed.cancelled():
+            if not cache.committed.cancelled():
                 raise
             del self.runs[key(run.run)]
             cause = wire.CAUSE_CANCELLED if cache.nothing_left else wire.CAUSE_PEER_LOST
-            self._say(wire.WorkerMessage(failed=failed(run.run, cause, cache.sender.facts.peer)), run)
+            self._send(wire.WorkerMessage(failed=failed(run.run, cause, cache.sender.facts.peer)), run)
             return None
         if self.script.handoff_fails:
             del self.runs[key(run.run)]
             cause = self.script.handoff_fails.pop(0)
             cache.released.set()
-            self._say(wire.WorkerMessage(failed=failed(run.run, cause, cache.sender.facts.peer)), run)
+            self._send(wire.WorkerMessage(failed=failed(run.run, cause, cache.sender.facts.peer)), run)
             return None
         cache.released.set()
         run.phase = wire.RunStatus.PHASE_RUNNING
-        run.tokens = list(sealed)
+        run.tokens = list(committed)
         moved = wire.DecodeStarted.Handoff(handoff_us=4_000_000, bytes=1234, decode_wait_us=5_000_000)
         self._join(run, wire.DecodeStarted(run=run.run, handoff=moved))
         self._frame(run, run.base, run.tokens)
@@ -228,7 +228,7 @@ class FakeSession(WorkerState, services.DecodeServicer):
 
     def _join(self, run: FakeRun, decode_started: wire.DecodeStarted) -> None:
         decode_started.slots.add(slot=run.slot, output=0, position=run.base)
-        self._say(wire.WorkerMessage(decode_started=decode_started), run)
+        self._send(wire.WorkerMessage(decode_started=decode_started), run)
 
     def _frame(self, run: FakeRun, position: int, tokens: list[int]) -> None:
         if self.script.drop_frames:
@@ -242,7 +242,7 @@ class FakeSession(WorkerState, services.DecodeServicer):
             positions=pack(list(range(position, position + count))),
             tokens=pack(tokens),
         )
-        self._say(wire.WorkerMessage(frame=frame), run)
+        self._send(wire.WorkerMessage(frame=frame), run)
 
     def _resend(self, run: FakeRun, position: int) -> None:
         tokens = run.tokens[max(0, position - run.base) :]
@@ -252,4 +252,4 @@ class FakeSession(WorkerState, services.DecodeServicer):
     def _finish(self, run: FakeRun, reason: wire.OutputEnd.Reason) -> None:
         run.phase = wire.RunStatus.PHASE_ENDED
         run.end = wire.OutputEnd(output=0, reason=reason, end_position=run.base + len(run.tokens))
-        self._say(wire.WorkerMessage(ended=wire.Ended(run=run.run, end=run.end)), run)
+        self._send(wire.WorkerMessage(ended=wire.Ended(run=run.run, end=run.end)), run)

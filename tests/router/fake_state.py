@@ -42,7 +42,7 @@ def key(run: wire.Run) -> tuple[str, int, int]:
 @dataclass
 class Cache:
     sender: WorkerState
-    sealed: asyncio.Future[list[int]]
+    committed: asyncio.Future[list[int]]
     """Its tokens; cancelled if the prefill fails or nothing is left to decode."""
     nothing_left: bool = False
     released: asyncio.Event = field(default_factory=asyncio.Event)
@@ -82,7 +82,7 @@ class WorkerState:
         self.hellos: list[wire.Hello] = []
         self.resends = 0
         self.prefilling = 0
-        self.news = asyncio.Event()
+        self.changed = asyncio.Event()
         """Set at every message received; tests clear it."""
         self.credentials: grpc.ServerCredentials | None = None
         """Used from the next start on; None: plaintext."""

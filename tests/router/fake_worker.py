@@ -37,7 +37,7 @@ class FakeWorker(FakePrefill, FakeSession):
             task.cancel()
         for cache in self.fleet.caches.values():
             if cache.sender is self:
-                cache.sealed.cancel()
+                cache.committed.cancel()
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(None)

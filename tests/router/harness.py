@@ -68,8 +68,8 @@ def make_request(
         stopping=wire.Stopping(max_tokens=max_tokens, stop_token_ids=more.pop("stop_token_ids", ())),
         sampling=wire.Sampling(seed=4),
     )
-    if more.pop("cut_to_window", False):
-        work.stopping.cut_to_window = True
+    if more.pop("capped_by_context_length", False):
+        work.stopping.capped_by_context_length = True
     shown: pb.ResponseOptions = more.pop("shown", pb.ResponseOptions())
     output_options = OutputOptions()
     if shown.HasField("logprobs"):
@@ -113,15 +113,15 @@ async def revived(found: StoredRequest) -> ValidRequest:
 @dataclass
 class Core:
     router: RouterServices
-    dispatcher: RequestRegistry
+    requests: RequestRegistry
     flushing: BackgroundTask
 
     async def answer(self, request: ValidRequest) -> TokenStream:
-        return await ended(await self.dispatcher.begin(request))
+        return await ended(await self.requests.begin(request))
 
     def owned(self, id: str) -> OwnedRequest:
         """The router's view of an active request."""
-        return self.dispatcher.executions.open[RequestKey("default", id)].owned
+        return self.requests.executions.open[RequestKey("default", id)].owned
 
     @property
     def store_is_done(self) -> bool:
@@ -146,7 +146,7 @@ async def begin_paused(
     """The decode worker pauses after so many tokens. Returns once these arrived, and are stored if `is_stored`."""
     worker.script.pause_at = tokens
     request = request or make_request()
-    stream = await scene.dispatcher.begin(request)
+    stream = await scene.requests.begin(request)
     await written(stream, tokens)
     if is_stored:
         await until(lambda: scene.owned(request.key.id).synced_entries == tokens)
@@ -192,9 +192,9 @@ async def core(
     router = RouterServices(
         peer, checked, admission, pool, store.requests, journal_writer, quota_leases, restore, metrics, 3600.0, timings
     )
-    dispatcher = RequestRegistry(router)
+    requests = RequestRegistry(router)
     async with AsyncExitStack() as stack:
-        flushing = BackgroundTask("flusher", journal_writer.run)
+        flushing = BackgroundTask("journal writer", journal_writer.run)
         for close, task in (
             (journal_writer.close, flushing),
             (pool.membership.close, BackgroundTask("pool", pool.membership.run)),
@@ -202,12 +202,12 @@ async def core(
         ):
             stack.push_async_callback(close)
             await stack.enter_async_context(task)
-        stack.push_async_callback(dispatcher.close)
+        stack.push_async_callback(requests.close)
         async with asyncio.timeout(PATIENCE):
             await pool.membership.settled()
-        yield Core(router, dispatcher, flushing)
+        yield Core(router, requests, flushing)
         async with asyncio.timeout(PATIENCE):
-            await dispatcher.drain()
+            await requests.drain()
         assert admission.active == 0
         assert not quota_leases._held
         assert not pool.tickets
@@ -215,7 +215,7 @@ async def core(
         for worker in list(pool.membership):
             assert not worker.session.is_busy
             assert not worker.session.runs.table.by_slot
-            assert worker.load.work.ours == worker.load.sequences.ours == 0
+            assert worker.load.work.own == worker.load.sequences.own == 0
     del registrations
 
 
@@ -231,7 +231,7 @@ def ended_run() -> Finish:
 async def stored(store: Store, scene: Core, id: str = "r") -> StoredRequest:
     """As stored once the router is idle."""
     async with asyncio.timeout(PATIENCE):
-        await scene.dispatcher.drain()
+        await scene.requests.drain()
     return await store.requests.read(RequestKey("default", id))
 
 
@@ -239,7 +239,7 @@ def states(found: StoredRequest) -> list[int]:
     return [each.state for each in found.record.transitions]
 
 
-def life_of(worker: FakeWorker) -> Incarnation:
+def incarnation_of(worker: FakeWorker) -> Incarnation:
     return Incarnation.of(worker.facts.peer)
 
 

@@ -72,8 +72,8 @@ class Connection:
 
 @dataclass(eq=False)
 class Export:
-    """The KV cache that a ticket offers. `tokens` are sealed: its source decodes no more. Closed when the target owns
-    or abandoned the sequence, or when there will be no seal; `cause` says why.
+    """The KV cache that a ticket offers. `tokens` are committed: its source decodes no more. Closed when the target
+    owns or abandoned the sequence, or when there will be no commit; `cause` says why.
     """
 
     ticket: wire.Ticket
@@ -221,7 +221,7 @@ class ScriptedRun:
         self.tokens = list(unpack(self.start.engine_request.outputs[0].tokens))
 
     @property
-    def is_sealed(self) -> bool:
+    def is_committed(self) -> bool:
         return self.export is not None and self.export.tokens is not None
 
     @property
@@ -239,19 +239,19 @@ class ScriptedRun:
                 yield self.join
         elif self.phase == RunStatus.PHASE_RUNNING and not self.is_joined:
             yield self.join
-        elif self.phase == RunStatus.PHASE_RUNNING and not self.is_sealed:
+        elif self.phase == RunStatus.PHASE_RUNNING and not self.is_committed:
             yield self.decode
             if self.export is not None and self.export.is_fetching and not self.export.is_closed:
-                yield self.seal
+                yield self.commit
 
     def faults(self) -> Iterator[Step]:
         if self.phase == RunStatus.PHASE_WAITING:
             yield partial(self.refuse, wire.CAUSE_BUSY)
-        if self.phase != RunStatus.PHASE_ENDED and not self.is_sealed:
+        if self.phase != RunStatus.PHASE_ENDED and not self.is_committed:
             yield partial(self.fail, wire.CAUSE_ENGINE)
         if self.phase == RunStatus.PHASE_ARRIVING and self.source is not None:
             yield partial(self.fail, wire.CAUSE_CORRUPT, self.source.ticket.sender)
-        if self.phase == RunStatus.PHASE_RUNNING and self.is_joined and not self.is_sealed:
+        if self.phase == RunStatus.PHASE_RUNNING and self.is_joined and not self.is_committed:
             yield partial(self.decode, is_lost=True)
         if self.phase != RunStatus.PHASE_ENDED:
             yield self.supersede
@@ -294,7 +294,7 @@ class ScriptedRun:
         if end is not None:
             self.finish(end.reason)
 
-    def seal(self) -> None:
+    def commit(self) -> None:
         assert self.export is not None
         self.export.tokens = list(self.tokens)
 
@@ -326,7 +326,7 @@ class ScriptedRun:
     def release(self, cause: wire.Cause) -> None:
         if self.source is not None:
             self.source.fail(wire.CAUSE_PEER_LOST)
-        if self.export is not None and not self.is_sealed:
+        if self.export is not None and not self.is_committed:
             self.export.fail(cause)
 
     def send(self, **message: Any) -> None:

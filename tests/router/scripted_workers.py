@@ -251,13 +251,13 @@ class _Handler:
             return
         if migrate.withdrawn:
             run.is_to_migrate = False
-            if run.is_sealed:
+            if run.is_committed:
                 run.fail(wire.CAUSE_RECLAIMED)
             elif run.export is not None:
                 run.export.fail(wire.CAUSE_PEER_LOST)
         elif run.phase == RunStatus.PHASE_WAITING:
             run.refuse(wire.CAUSE_DRAINING)
-        elif run.is_joined and not run.is_sealed:
+        elif run.is_joined and not run.is_committed:
             run.offer()
         else:
             run.is_to_migrate = True
@@ -265,7 +265,7 @@ class _Handler:
     def _on_forget(self, forget: wire.ForgetRuns) -> None:
         for named in forget.runs:
             run = self._worker.runs.get(key_of(named))
-            if run is not None and (run.end is not None or run.is_sealed):
+            if run is not None and (run.end is not None or run.is_committed):
                 self._worker.forget(run)
             elif run is not None:
                 run.finish(wire.OutputEnd.REASON_CANCELLED)

@@ -41,24 +41,24 @@ UNREAD_S = RouterTimings().unread_s
 @dataclass
 class Scene:
     stub: Any
-    dispatcher: ScriptedRegistry
+    requests: ScriptedRegistry
     server: Server
     registry: Registry
 
     async def stream(self) -> TokenStream:
         async with asyncio.timeout(PATIENCE):
-            return await self.dispatcher.streams.get()
+            return await self.requests.streams.get()
 
     async def lost(self) -> TokenStream:
         async with asyncio.timeout(PATIENCE):
-            return await self.dispatcher.lost.get()
+            return await self.requests.lost.get()
 
     def count(self, name: str) -> float | None:
         return self.registry.collectors.get_sample_value(f"decant_{name}", {"model": "tiny-python"})
 
 
 def made(
-    dispatcher: ScriptedRegistry,
+    requests: ScriptedRegistry,
     registry: Registry,
     served: Models | None = None,
     callers: Authenticator | None = None,
@@ -68,22 +68,22 @@ def made(
     reported = limits(max_queued_requests=8, resume_grace_ms=0, result_ttl_ms=0)
     about = ServerInfoSource(HERE, "1.2.3", reported, lambda: True, lambda: False)
     authenticator = callers or NoAuthentication(served)
-    return InferenceService(served, cast(Any, dispatcher), about, RequestMetrics(registry), authenticator, unread_s)
+    return InferenceService(served, cast(Any, requests), about, RequestMetrics(registry), authenticator, unread_s)
 
 
 @asynccontextmanager
 async def scene(
     served: Models | None = None, callers: Authenticator | None = None, unread_s: float = UNREAD_S
 ) -> AsyncIterator[Scene]:
-    dispatcher, registry = ScriptedRegistry(), Registry(process=False)
+    requests, registry = ScriptedRegistry(), Registry(process=False)
     served = served or Models([tiny()])
-    service = made(dispatcher, registry, served, callers, unread_s).service()
+    service = made(requests, registry, served, callers, unread_s).service()
     server = Server([service], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
     await server.start()
     running = asyncio.create_task(server.run())
     channel = open_channel(server.address, PeerTls())
     try:
-        yield Scene(inference_pb2_grpc.InferenceServiceStub(channel), dispatcher, server, registry)
+        yield Scene(inference_pb2_grpc.InferenceServiceStub(channel), requests, server, registry)
     finally:
         await channel.close()
         server.shutdown.request("the test ends")

@@ -46,7 +46,7 @@ async def test_another_router_takes_over_where_it_runs(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as one:
         first = await begin_paused(one, workers[1], 3, is_stored=True)
         async with core(store, workers) as two:
-            second = await two.dispatcher.resume(KEY)
+            second = await two.requests.resume(KEY)
             assert isinstance((await ended(first)).end, Aborted)
             workers[1].go.set()
             assert tokens_of(await ended(second)) == answer(PROMPT, 5)
@@ -63,12 +63,12 @@ async def test_a_request_without_a_worker_continues_from_its_stored_tokens(store
         await begin_paused(one, workers[1], 3, is_stored=True)
         async with core(store, workers) as two:
             lose_runs(workers[1])
-            second = await two.dispatcher.resume(KEY)
+            second = await two.requests.resume(KEY)
             pass_on(workers[1], 4)
             await written(second, 4)
             workers[1].go.set()
             assert tokens_of(await ended(second)) == answer(PROMPT, 5)
-            await one.dispatcher.close()
+            await one.requests.close()
             await until(lambda: one.store_is_done and two.store_is_done)
             found = await store.requests.read(KEY)
             assert (found.epoch, found.attempt, found.state) == (2, 2, Generation.STATE_SUCCEEDED)
@@ -78,10 +78,10 @@ async def test_another_router_cancels_it_where_it_runs(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as one:
         first = await begin_paused(one, workers[1], 3, is_stored=True)
         async with core(store, workers) as two:
-            assert isinstance(await two.dispatcher.cancel(KEY), Cancelled)
+            assert isinstance(await two.requests.cancel(KEY), Cancelled)
             await until(lambda: workers[1].cancels)
             assert (workers[1].cancels[0].run.epoch, workers[1].cancels[0].run.attempt) == (2, 1)
-            assert isinstance(await two.dispatcher.cancel(KEY), Cancelled)
+            assert isinstance(await two.requests.cancel(KEY), Cancelled)
             await until(lambda: two.store_is_done)
             assert (await store.requests.read(KEY)).state == Generation.STATE_CANCELLED
             workers[1].go.set()
@@ -106,7 +106,7 @@ async def test_without_redis_the_epoch_decides_whether_a_client_may_resume(
         with monkeypatch.context() as patch:
             patch.setattr(store.requests, "read", raising(StoreUnavailable("away")))
             (run,) = workers[1].runs.values()
-            workers[1]._say(wire.WorkerMessage(superseded=wire.Superseded(run=run.run, epoch=epoch)), run)
+            workers[1]._send(wire.WorkerMessage(superseded=wire.Superseded(run=run.run, epoch=epoch)), run)
             error = (await ended(stream)).end
             assert isinstance(error, Aborted)
             assert error.reason is reason
@@ -123,7 +123,7 @@ async def test_a_stream_ends_with_a_reason_to_resume_unless_a_newer_stream_took_
         await store.requests.adopt(KEY, Incarnation("other", 1), None if resumed_by_client else 1)
         if notified_by == "worker":
             (run,) = workers[1].runs.values()
-            workers[1]._say(wire.WorkerMessage(superseded=wire.Superseded(run=run.run, epoch=2)), run)
+            workers[1]._send(wire.WorkerMessage(superseded=wire.Superseded(run=run.run, epoch=2)), run)
         else:
             pass_on(workers[1], until=4)
         error = (await ended(stream)).end
@@ -138,7 +138,7 @@ async def test_a_stream_ends_with_a_reason_to_resume_unless_a_newer_stream_took_
 async def test_a_takeover_before_the_first_token_is_answered_as_unavailable(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[0].script.prefill_pause = True
-        stream = await scene.dispatcher.begin(make_request())
+        stream = await scene.requests.begin(make_request())
         await store.requests.adopt(KEY, Incarnation("other", 1), 1)
         scene.owned("r").transition(Generation.STATE_PREFILLING, datetime.now(UTC))
         error = (await ended(stream)).end
@@ -151,7 +151,7 @@ async def test_a_former_owner_cancels_a_request_at_its_new_owner(store: Store) -
     async with fleet(P, D) as workers, core(store, workers, flush_ms=10_000) as scene:
         await begin_paused(scene, workers[1], 3)
         await store.requests.adopt(KEY, Incarnation("other", 1))
-        assert isinstance(await scene.dispatcher.cancel(KEY), Cancelled)
+        assert isinstance(await scene.requests.cancel(KEY), Cancelled)
         found = await store.requests.read(KEY)
         assert (found.epoch, found.state) == (3, Generation.STATE_CANCELLED), "the owner learns it too"
 
@@ -175,13 +175,13 @@ async def test_logprobs_go_along_to_another_router(store: Store, holder_is_there
     async with fleet(P, D) as workers, core(store, workers) as one:
         first = await begin_paused(one, workers[1], 3, request=make_request(shown=SHOWN), is_stored=True)
         await stored_prompt_logprobs(one.owned("r"))
-        seen = (await one.dispatcher.get(KEY)).stream
+        seen = (await one.requests.get(KEY)).stream
         assert has_prompt_logprobs(seen)
         async with core(store, workers) as two:
             if not holder_is_there:
                 lose_runs(workers[1])
-            assert has_prompt_logprobs((await two.dispatcher.get(KEY)).stream)
-            second = await two.dispatcher.resume(KEY)
+            assert has_prompt_logprobs((await two.requests.get(KEY)).stream)
+            second = await two.requests.resume(KEY)
             assert second.tokens[:3] == first.tokens, "no token is waited for that is written"
             assert has_prompt_logprobs(second)
             if not holder_is_there:
@@ -190,21 +190,21 @@ async def test_logprobs_go_along_to_another_router(store: Store, holder_is_there
             workers[1].go.set()
             assert tokens_of(await ended(second)) == answer(PROMPT, 5)
             assert has_prompt_logprobs(second)
-            await one.dispatcher.close()
+            await one.requests.close()
             await until(lambda: one.store_is_done and two.store_is_done)
-        again = await one.dispatcher.resume(KEY)
+        again = await one.requests.resume(KEY)
         assert again.recorded is not None
         assert len(again.tokens) == 5
         assert has_prompt_logprobs(again)
 
 
-async def test_a_prompt_whose_logprobs_were_lost_with_their_router_is_read_again(store: Store) -> None:
+async def test_a_prompt_whose_logprobs_were_lost_with_their_router_is_computed_again(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as one:
         await begin_paused(one, workers[1], 3, request=make_request(shown=SHOWN), is_stored=True)
         await stored_prompt_logprobs(one.owned("r"))
         await store._client.execute("HDEL", keys.request(KEY), "prompt_logprobs")
         async with core(store, workers) as two:
-            second = await two.dispatcher.resume(KEY)
+            second = await two.requests.resume(KEY)
             pass_on(workers[1], 4)
             await written(second, 4)
             workers[1].go.set()

@@ -72,7 +72,7 @@ def cases(names: str) -> st.SearchStrategy[Case]:
         schedule=st.binary(min_size=STEPS, max_size=STEPS) | st.binary(max_size=STEPS),
         max_tokens=st.integers(1, 6),
         stops_at=st.none() | st.integers(0, 4),
-        stop_text_at=st.none() | st.integers(0, 3),
+        stop_string_at=st.none() | st.integers(0, 3),
         has_prompt_logprobs=st.booleans(),
         faults=st.integers(0, 3),
         full_rounds=st.sampled_from([0, 0, 24]),
@@ -120,7 +120,7 @@ def test_an_adopted_request_survives_any_schedule(
 
 async def follow_adopted(case: Case, phase: wire.RunStatus.Phase | None, written: int, drains: int | None) -> None:
     """`phase` of the run at its worker, None if unknown there; `written` tokens are stored."""
-    trial = Trial(replace(case, stop_text_at=None), DECODE)
+    trial = Trial(replace(case, stop_string_at=None), DECODE)
     await trial.connect()
     world = trial.world
     written = min(written, len(world.answer) - 1)

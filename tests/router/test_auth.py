@@ -150,7 +150,7 @@ async def test_every_method_is_authenticated(callers: Authenticator, method: Any
             call = getattr(s.stub, method.name)(request, metadata=metadata)
             error = await refused(call.read() if method.server_streaming else call)
             assert isinstance(error, Unauthenticated)
-        assert s.dispatcher.streams.empty()
+        assert s.requests.streams.empty()
 
 
 async def test_tenants_see_only_the_models_they_may_use(callers: Authenticator) -> None:
@@ -202,7 +202,7 @@ async def test_no_log_line_has_a_secret(callers: Authenticator) -> None:
     async with scene(MODELS, callers) as s:
         with capture_logs() as lines:
             await refused(s.stub.Generate(asked(), metadata=bearer("not so secret")))
-            s.dispatcher.plan = lambda stream: write(stream, 5, end=AT_LENGTH)
+            s.requests.plan = lambda stream: write(stream, 5, end=AT_LENGTH)
             await s.stub.Generate(asked(), metadata=bearer(SECRET))
         assert [line["tenant"] for line in lines if line["event"] == "request ended"] == ["acme"]
         assert "secret" not in str(lines)

@@ -22,7 +22,7 @@ from decant.runtime.errors import InvalidArgument
 from decant.runtime.model_files import ModelUnreadable, find
 from tests.router.chat_templates import BARE, LIKE
 from tests.router.factories import unpacked, valid
-from tests.router.tokenizers_made import byte_level, folder
+from tests.router.tokenizer_factories import byte_level, folder
 
 HELLO = [pb.Message(role="user", content="hello")]
 

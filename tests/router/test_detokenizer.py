@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders
 
 from decant import models as trained
 from decant.router.text.detokenizer import Detokenizer, TokenTable, UnsupportedDecoder, make_token_table
-from tests.router.tokenizers_made import MADE
+from tests.router.tokenizer_factories import MADE
 
 KINDS = ["tiny-python", *MADE]
 

@@ -46,7 +46,7 @@ async def test_a_stream_arrives_as_it_is_written():
         assert last.usage.completion_tokens == 3
         assert await call.read() is grpc.aio.EOF
         assert await call.code() is grpc.StatusCode.OK
-        assert s.dispatcher.lost.empty()
+        assert s.requests.lost.empty()
 
 
 async def test_nothing_is_sent_before_the_first_token():
@@ -66,12 +66,12 @@ async def test_nothing_is_sent_before_the_first_token():
 
 async def test_the_whole_answer_is_one_response():
     async with scene() as s:
-        s.dispatcher.plan = writes(5, 6, 1)
+        s.requests.plan = writes(5, 6, 1)
         response = await s.stub.Generate(asked(response=pb.ResponseOptions(token_ids=True)))
         assert list(response.outputs[0].token_ids) == [5, 6, 1]
         assert response.usage.completion_tokens == 3
         assert response.request_id
-        assert s.dispatcher.lost.empty()
+        assert s.requests.lost.empty()
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
@@ -85,13 +85,13 @@ async def test_errors_arrive_as_they_are(method):
         assert isinstance(await refused(call(prompt="")), InvalidArgument)
         assert isinstance(await refused(call(model="none")), NotFound)
         assert isinstance(await refused(call(lora_name="x")), Unimplemented)
-        s.dispatcher.refusal = QueueFull(3, retry_after=1.5)
+        s.requests.refusal = QueueFull(3, retry_after=1.5)
         full = await refused(call())
         assert (full.reason, full.retry_after) == (Reason.QUEUE_FULL, 1.5)
-        s.dispatcher.refusal = None
-        s.dispatcher.plan = writes(5, end=Cancelled())
+        s.requests.refusal = None
+        s.requests.plan = writes(5, end=Cancelled())
         assert (await refused(call())).reason is Reason.CANCELLED
-        assert s.dispatcher.lost.empty()
+        assert s.requests.lost.empty()
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
@@ -124,12 +124,12 @@ async def test_a_write_that_fails_is_the_first_that_is_seen_of_a_client_that_lef
         async def write(self, message: Any) -> None:
             raise error
 
-    dispatcher = ScriptedRegistry()
-    dispatcher.plan = lambda stream: write(stream, 5)
-    service = made(dispatcher, Registry(process=False))
+    requests = ScriptedRegistry()
+    requests.plan = lambda stream: write(stream, 5)
+    service = made(requests, Registry(process=False))
     with pytest.raises(ClientDisconnected):
         await service.GenerateStream(asked(), Context())
-    assert dispatcher.lost.get_nowait() is dispatcher.streams.get_nowait()
+    assert requests.lost.get_nowait() is requests.streams.get_nowait()
 
 
 async def test_a_client_that_leaves_while_it_is_being_written_to_has_lost_its_stream():
@@ -161,7 +161,7 @@ async def test_a_call_that_ends_after_its_deadline_is_no_lost_stream(monkeypatch
         call.cancel()
         async with asyncio.timeout(PATIENCE):
             await s.server._interceptor.idle()
-        assert s.dispatcher.lost.empty()
+        assert s.requests.lost.empty()
 
 
 async def test_the_calls_deadline_is_the_requests_own():
@@ -171,21 +171,21 @@ async def test_the_calls_deadline_is_the_requests_own():
         assert left is not None
         assert 0 < left < 33
         call.cancel()
-        s.dispatcher.plan = writes(1)
+        s.requests.plan = writes(1)
         await s.stub.Generate(asked())
         assert (await s.stream()).request.deadline.remaining() is None
 
 
 async def test_a_request_that_ends_by_its_deadline_gets_deadline_exceeded():
     async with scene() as s:
-        s.dispatcher.plan = writes(5, end=DeadlineExceeded())
+        s.requests.plan = writes(5, end=DeadlineExceeded())
         error = await refused(s.stub.Generate(asked()))
         assert error.reason is Reason.DEADLINE_EXCEEDED
 
 
 async def test_requests_are_counted_by_model():
     async with scene() as s:
-        s.dispatcher.plan = writes(5, 6, 1)
+        s.requests.plan = writes(5, 6, 1)
         await s.stub.Generate(asked())
         await all_of(s.stub.GenerateStream(asked()))
         assert s.count("generation_tokens_total") == 6

@@ -79,7 +79,7 @@ async def test_without_redis_requests_go_on_and_are_written_when_it_is_back(own:
         own.stop()
         pass_on(workers[1], until=3)  # what came before may be written
         await until(lambda: scene.router.journal_writer.is_unavailable)
-        meanwhile = await scene.dispatcher.begin(make_request("meanwhile"))
+        meanwhile = await scene.requests.begin(make_request("meanwhile"))
         assert begun.resumable
         assert not meanwhile.resumable
         workers[1].go.set()
@@ -99,8 +99,8 @@ async def test_a_router_may_refuse_what_it_could_not_record(own: PrivateRedis) -
     async with store, fleet(P, D) as workers, core(store, workers, serve_without_redis=False) as scene:
         own.stop()
         with pytest.raises(Unavailable) as refused:
-            await scene.dispatcher.begin(make_request())
-        assert refused.value.reason is Reason.STATE_STORE_AWAY
+            await scene.requests.begin(make_request())
+        assert refused.value.reason is Reason.STATE_STORE_UNAVAILABLE
         own.start()
 
 

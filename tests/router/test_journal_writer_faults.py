@@ -150,7 +150,7 @@ async def test_pauses_grow_while_redis_is_away_and_differ_between_routers(store:
         assert len(set(pauses)) > 40
 
 
-async def test_a_redis_that_refuses_a_request_for_days_does_not_end_the_flusher(store: Store) -> None:
+async def test_a_redis_that_refuses_a_request_for_days_does_not_end_the_journal_writer(store: Store) -> None:
     journal_writer = JournalWriter(store.requests, flush_ms=50)
     held = Held(make_owned(RequestKey("t", "refused")))
     journal_writer.begin(held)

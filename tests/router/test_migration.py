@@ -25,7 +25,7 @@ from decant.state.store import Store
 from decant.worker.decode.session import SessionLimits
 from tests.e2e.proxy import FETCH, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
 from tests.router.harness import Core, core, ended, jump, make_request, until, written
-from tests.worker.harness import MODEL, Place, alone, registered, tokens, worker
+from tests.worker.harness import MODEL, WorkerScene, alone, registered, tokens, worker
 
 PROMPT = 21
 WANTED = 60
@@ -39,7 +39,7 @@ SHORT_LEASE_MS = 500
 @dataclass
 class Scene:
     core: Core
-    places: dict[str, Place]
+    places: dict[str, WorkerScene]
     proxies: dict[str, Proxy]
     _servers: dict[str, AsyncExitStack]
 
@@ -58,7 +58,7 @@ class Scene:
 
     async def begin(self, number: int, **more: Any) -> tuple[TokenStream, list[int]]:
         request = asked(number, **more)
-        return await self.core.dispatcher.begin(request), alone(request.engine_request)
+        return await self.core.requests.begin(request), alone(request.engine_request)
 
     def at(self, stream: TokenStream) -> str:
         return stream.path.decode_worker
@@ -68,7 +68,7 @@ class Scene:
             if place.host.loop.healthy:
                 seen = await place.emptied()
                 assert seen.free_blocks + seen.cached_blocks == seen.total_blocks
-                await place.until(lambda seen: not (seen.orphans or seen.unretired))
+                await place.until(lambda seen: not (seen.orphans or seen.unforgotten))
 
 
 def asked(number: int, length: int = PROMPT, wanted: int = WANTED, **more: Any) -> ValidRequest:
@@ -87,11 +87,11 @@ TIMINGS = RouterTimings(workers=WorkerTimings(forget_batch=1))
 
 
 @asynccontextmanager
-async def moving(store: Store, decode: str = "de", prefill: str = "", **terms: Any) -> AsyncIterator[Scene]:
+async def moving(store: Store, decode: str = "de", prefill: str = "", **overrides: Any) -> AsyncIterator[Scene]:
     async with AsyncExitStack() as stack:
         roles = dict.fromkeys(prefill, wire.ROLE_PREFILL) | dict.fromkeys(decode, wire.ROLE_DECODE)
         limits = SessionLimits(heartbeat_s=0.01)  # a drain becomes known at many instants of a short answer
-        given: dict[str, Any] = {"blocks": 128, "budget": 8, "lease_ms": LEASE_MS, "step_s": STEP_S, **terms}
+        given: dict[str, Any] = {"blocks": 128, "budget": 8, "lease_ms": LEASE_MS, "step_s": STEP_S, **overrides}
         places, proxies, servers = {}, {}, {}
         for name, role in roles.items():
             servers[name] = await stack.enter_async_context(AsyncExitStack())
@@ -189,7 +189,7 @@ async def test_a_cancel_at_any_instant_of_a_drain_leaves_nothing(store: Store) -
             await written(stream, 3)
             scene.drain(scene.at(stream))
             await asyncio.sleep(steps * 0.004)
-            await scene.core.dispatcher.cancel(stream.request.key)
+            await scene.core.requests.cancel(stream.request.key)
             assert isinstance(stream.end, Cancelled)
             assert stream.tokens == expected[: len(stream.tokens)]
 
@@ -247,7 +247,7 @@ def _reserve(engine: Engine, number: int) -> IncomingSequence:
     return engine.transfers.reserve(Request(f"crowd-{number}", (1, 2, 3)))
 
 
-def _let_go(place: Place, crowd: list[IncomingSequence]) -> None:
+def _let_go(place: WorkerScene, crowd: list[IncomingSequence]) -> None:
     def let_go(_: Engine) -> None:
         for arrival in crowd:
             arrival.abort()

@@ -19,7 +19,7 @@ async def test_a_short_prompt_is_computed_locally_and_its_receipt_shows_it(store
         assert tokens_of(stream) == answer(list(SHORT), 5)
         assert (stream.path.prefill_worker, stream.path.decode_worker) == ("", "d")
         assert stream.path.handoff_s is None
-        await scene.dispatcher.drain()
+        await scene.requests.drain()
         found = await store.requests.read(RequestKey("default", "r"))
         assert Generation.STATE_PREFILLING not in [each.state for each in found.record.transitions]
 
@@ -43,7 +43,7 @@ async def test_without_measurements_all_are_handed_over_and_each_answer_is_one(s
     async with fleet(P, D) as workers, core(store, workers, handoff_min_tokens=None) as scene:
         costs = scene.router.pool.costs["m"]
         workers[1].script.pause_at = 1
-        stream = await scene.dispatcher.begin(make_request("first", SHORT))
+        stream = await scene.requests.begin(make_request("first", SHORT))
         await until(lambda: stream.path.prefill_s)  # it comes over another connection than the end
         workers[1].go.set()
         assert (await ended(stream)).path.prefill_worker == "p"

@@ -91,7 +91,7 @@ async def test_a_restarted_request_keeps_its_entry_when_the_removal_is_repeated(
         assert not isinstance((await scene.answer(asked())).end, Finish)
         await until(lambda: scene.router.journal_writer.is_unavailable)
         workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(asked())
+        stream = await scene.requests.begin(asked())
         await entries_written(stream, 2)
         losing.clear()
         await until(lambda: not scene.router.journal_writer._ended and not scene.owned("r").needs_write)

@@ -27,8 +27,8 @@ async def test_a_dead_routers_request_continues_at_one_router(store: Store) -> N
         workers[1].script.pause_at = 3
         async with watching(store, one), watching(store, two):
             await until(lambda: workers[1].starts)
-            owner = one if KEY in one.dispatcher.executions.open else two
-            stream = await owner.dispatcher.resume(KEY)
+            owner = one if KEY in one.requests.executions.open else two
+            stream = await owner.requests.resume(KEY)
             workers[1].go.set()
             assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
             assert len(workers[1].starts) == 1
@@ -43,8 +43,8 @@ async def test_a_taken_over_request_without_a_reader_ends_after_its_grace(store:
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=100) as scene:
         workers[1].script.pause_at = 3
         async with watching(store, scene):
-            await until(lambda: scene.dispatcher.executions.running)
-            await until(lambda: not scene.dispatcher.executions.running and scene.store_is_done)
+            await until(lambda: scene.requests.executions.running)
+            await until(lambda: not scene.requests.executions.running and scene.store_is_done)
         assert (await store.requests.read(KEY)).state == Generation.STATE_CANCELLED
 
 
@@ -69,10 +69,10 @@ async def test_a_living_routers_requests_are_its_own(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as one, core(store, workers) as two:
         workers[1].script.pause_at = 2
         async with watching(store, one):
-            stream = await one.dispatcher.begin(make_request())
+            stream = await one.requests.begin(make_request())
             await written(stream, 2)
             await until(lambda: one.owned("r").synced_entries == 2)
             with pytest.raises(OwnerAlive):
-                await two.dispatcher.take_over(KEY)
+                await two.requests.take_over(KEY)
         workers[1].go.set()
         assert tokens_of(await ended(stream)) == answer(PROMPT, 5)

@@ -221,9 +221,9 @@ def test_the_chosen_worker_always_has_capacity(
     present: list[WorkerSnapshot], from_tokens: bool, session: str, handoff_min: int
 ) -> None:
     chosen = choose_first_worker(present, PlacementRequest(10, from_tokens, session, handoff_min))
-    by_life = {worker.incarnation: worker for worker in present}
+    by_incarnation = {worker.incarnation: worker for worker in present}
     if chosen is not None:
-        worker = by_life[chosen.incarnation]
+        worker = by_incarnation[chosen.incarnation]
         assert worker.has_capacity
         assert worker.takes_prompts
         if chosen.prefill:

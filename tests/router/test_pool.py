@@ -80,7 +80,7 @@ async def test_a_draining_worker_keeps_what_it_has_and_gets_no_more(store: Store
     async with fleet(D, D2) as workers, core(store, workers) as scene:
         for worker in workers:
             worker.script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
+        stream = await scene.requests.begin(make_request())
         await written(stream, 2)
         draining, other = sorted(workers, key=lambda worker: not worker.starts)
         draining.load.draining = True
@@ -119,18 +119,18 @@ async def test_the_context_length_is_the_shortest_of_usable_workers(store: Store
     async with fleet(D, D2) as workers:
         workers[0].facts.capacity.max_context_length = 100
         async with core(store, workers) as scene:
-            assert scene.dispatcher.max_context_length("m") == 100
-            assert scene.dispatcher.max_context_length("another") is None
+            assert scene.requests.max_context_length("m") == 100
+            assert scene.requests.max_context_length("another") is None
             await store.workers.remove(Incarnation.of(workers[0].facts.peer))
             await workers[0].stop()
-            await until(lambda: scene.dispatcher.max_context_length("m") == 2048)
+            await until(lambda: scene.requests.max_context_length("m") == 2048)
 
 
 async def test_many_at_once_are_spread(store: Store) -> None:
     async with fleet(D, D2) as workers, core(store, workers) as scene:
         for worker in workers:
             worker.script.pause_at = 1
-        streams = [await scene.dispatcher.begin(make_request(str(n))) for n in range(10)]
+        streams = [await scene.requests.begin(make_request(str(n))) for n in range(10)]
         for stream in streams:
             await written(stream, 1)
         assert all(len(worker.starts) > 2 for worker in workers), "all at once, and still spread"
@@ -173,7 +173,7 @@ async def test_a_ticket_is_renewed_with_and_without_a_decode_worker(store: Store
         prefill, decode = workers
         prefill.script.first_pause = True
         decode.script.refuse = [wire.CAUSE_BUSY] * 10_000
-        stream = await scene.dispatcher.begin(make_request())
+        stream = await scene.requests.begin(make_request())
         await until(lambda: len(prefill.renewed) > 2)
         decode.script.refuse.clear()
         decode.script.no_room = True

@@ -46,7 +46,7 @@ async def test_a_prompt_of_tokens_is_shown_as_text_like_the_output_is():
         assert made.output_options.echo.endswith(shown[-5:])
 
 
-async def test_a_stop_text_in_the_prompt_stops_nothing():
+async def test_a_stop_string_in_the_prompt_stops_nothing():
     tokens = await tiny().encode("return x", special=False)
     made = await valid(stopping=pb.StoppingParams(stop=["f(x)", ":r"]), **options(echo=True))
     writer = TokenWriter(TokenStream(made))
@@ -118,7 +118,7 @@ async def test_workers_of_either_kind_bring_them(store: Store, pools: Any) -> No
 async def test_an_answer_that_is_written_waits_for_those_that_are_on_their_way(store: Store) -> None:
     async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as scene:
         prefill.script.tells_late = True
-        stream = await scene.dispatcher.begin(asked())
+        stream = await scene.requests.begin(asked())
         await until(lambda: decode.retired)
         assert stream.tokens
         assert stream.end is None

@@ -50,15 +50,15 @@ async def test_requests_beyond_the_share_are_refused_until_one_ends(
 ) -> None:
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as scene:
         workers[1].script.pause_at = 2
-        first = await scene.dispatcher.begin(make_request())
+        first = await scene.requests.begin(make_request())
         with pytest.raises(QuotaExceeded) as refusal:
-            await scene.dispatcher.begin(make_request("another"))
+            await scene.requests.begin(make_request("another"))
         error = refusal.value
         assert (error.field, error.limit, error.value) == ("in_flight", "at most 1", "2")
         assert error.fault.subject == "default"
         assert (error.retry_after or 0) > 0
-        assert await scene.dispatcher.begin(make_request()) is first, "it is the same request"
-        others = await scene.dispatcher.begin(make_request("r", key=RequestKey("other", "r")))
+        assert await scene.requests.begin(make_request()) is first, "it is the same request"
+        others = await scene.requests.begin(make_request("r", key=RequestKey("other", "r")))
         workers[1].go.set()
         for stream in (first, others):
             assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
@@ -71,12 +71,12 @@ async def test_the_minute_is_charged_for_what_was_used(store: Store, at_work: Ca
     async with fleet(P, D) as workers, core(store, workers, quotas=minute) as scene:
         await begin_paused(scene, workers[1], 2, request=make_request(max_tokens=80))
         with pytest.raises(QuotaExceeded) as refusal:
-            await scene.dispatcher.begin(make_request("next", max_tokens=80))
+            await scene.requests.begin(make_request("next", max_tokens=80))
         assert refusal.value.field == "tokens_per_minute"
-        await scene.dispatcher.cancel(KEY)
+        await scene.requests.cancel(KEY)
         await until(lambda: not at_work())
-        following = await scene.dispatcher.begin(make_request("next", max_tokens=80))
-        await scene.dispatcher.cancel(following.request.key)
+        following = await scene.requests.begin(make_request("next", max_tokens=80))
+        await scene.requests.cancel(following.request.key)
 
 
 async def test_a_tenant_without_limits_costs_no_command(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,18 +93,18 @@ async def test_a_call_that_needs_no_worker_is_one_of_the_share_while_it_runs(
     store: Store, at_work: Callable[[], set[str]]
 ) -> None:
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as scene:
-        async with scene.dispatcher.hold_quota("default"):
+        async with scene.requests.hold_quota("default"):
             assert len(at_work()) == 1
             with pytest.raises(QuotaExceeded):
-                await scene.dispatcher.begin(make_request())
+                await scene.requests.begin(make_request())
             with pytest.raises(QuotaExceeded):
-                async with scene.dispatcher.hold_quota("default"):
+                async with scene.requests.hold_quota("default"):
                     pytest.fail("it is beyond the share")
-            async with scene.dispatcher.hold_quota("other"):
+            async with scene.requests.hold_quota("other"):
                 pass
         assert not at_work(), "the tenant's next call finds its place free"
         with pytest.raises(ZeroDivisionError):
-            async with scene.dispatcher.hold_quota("default"):
+            async with scene.requests.hold_quota("default"):
                 raise ZeroDivisionError
         assert not at_work()
         assert tokens_of(await scene.answer(make_request())) == answer(PROMPT, 5)
@@ -115,11 +115,11 @@ async def by_itself(scene: Core, workers: list[FakeWorker]) -> None:
 
 
 async def by_cancel(scene: Core, workers: list[FakeWorker]) -> None:
-    assert isinstance(await scene.dispatcher.cancel(KEY), Cancelled)
+    assert isinstance(await scene.requests.cancel(KEY), Cancelled)
 
 
 async def by_its_client(scene: Core, workers: list[FakeWorker]) -> None:
-    scene.dispatcher.on_disconnect(await scene.dispatcher.resume(KEY))
+    scene.requests.on_disconnect(await scene.requests.resume(KEY))
 
 
 async def by_its_workers(scene: Core, workers: list[FakeWorker]) -> None:
@@ -142,7 +142,7 @@ async def test_a_deadline_frees_its_share(
 ) -> None:
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as scene:
         workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request(seconds=8.0))
+        stream = await scene.requests.begin(make_request(seconds=8.0))
         assert at_work() == {"r"}
         jump(monkeypatch, 8.0)
         assert isinstance((await ended(stream)).end, DeadlineExceeded)
@@ -159,15 +159,15 @@ async def test_a_request_refused_before_it_runs_takes_no_share(store: Store, at_
         await until(lambda: scene.store_is_done)
         other = replace(make_request("done"), payload=pb.GenerateRequest(request_id="done", prompt="other"))
         with pytest.raises(AlreadyExists):
-            await scene.dispatcher.begin(other)
-        assert (await scene.dispatcher.begin(make_request("done"))).tokens == done.tokens, "replayed"
+            await scene.requests.begin(other)
+        assert (await scene.requests.begin(make_request("done"))).tokens == done.tokens, "replayed"
         workers[1].script.pause_at = 2
-        await scene.dispatcher.begin(make_request())
-        waiting = asyncio.ensure_future(scene.dispatcher.begin(make_request("waits")))
+        await scene.requests.begin(make_request())
+        waiting = asyncio.ensure_future(scene.requests.begin(make_request("waits")))
         await until(lambda: scene.router.admission.waiting == 1)
         assert at_work() == {"r", "waits"}, "a waiting request counts too"
         with pytest.raises(QueueFull):
-            await scene.dispatcher.begin(make_request("one too many"))
+            await scene.requests.begin(make_request("one too many"))
         waiting.cancel()
         await until(lambda: at_work() == {"r"})
         workers[1].go.set()
@@ -177,18 +177,18 @@ async def test_a_request_refused_before_it_runs_takes_no_share(store: Store, at_
 async def test_a_request_cancelled_while_it_is_booked_takes_no_share(
     store: Store, at_work: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    acquire, booked = Quotas.acquire, asyncio.Event()
+    acquire, acquired = Quotas.acquire, asyncio.Event()
 
     async def slow(*arguments: Any) -> bool:
         await acquire(*arguments)
-        booked.set()
+        acquired.set()
         await asyncio.Event().wait()
         raise AssertionError
 
     monkeypatch.setattr(Quotas, "acquire", slow)
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as scene:
-        call = asyncio.ensure_future(scene.dispatcher.begin(make_request()))
-        await booked.wait()
+        call = asyncio.ensure_future(scene.requests.begin(make_request()))
+        await acquired.wait()
         assert at_work() == {"r"}
         call.cancel()
         await until(lambda: not at_work())
@@ -198,11 +198,11 @@ async def test_a_request_counts_once_wherever_it_goes(store: Store, at_work: Cal
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as one:
         first = await begin_paused(one, workers[1], 2, is_stored=True)
         async with core(store, workers, id="two", quotas=ONE) as two:
-            second = await two.dispatcher.begin(make_request())
+            second = await two.requests.begin(make_request())
             assert at_work() == {"r"}
             await ended(first)
             with pytest.raises(QuotaExceeded):
-                await one.dispatcher.begin(make_request("another"))
+                await one.requests.begin(make_request("another"))
             assert at_work() == {"r"}, "its former owner released nothing"
             workers[1].go.set()
             assert tokens_of(await ended(second)) == answer(PROMPT, 5)
@@ -213,7 +213,7 @@ async def test_a_cancel_at_another_router_frees_its_share(store: Store, at_work:
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as one:
         first = await begin_paused(one, workers[1], 2)
         async with core(store, workers, id="two", quotas=ONE) as two:
-            assert isinstance(await two.dispatcher.cancel(KEY), Cancelled)
+            assert isinstance(await two.requests.cancel(KEY), Cancelled)
             await until(lambda: not at_work())
         await ended(first)
 
@@ -224,11 +224,11 @@ async def test_requests_left_by_a_drain_still_count_for_the_quota(
     async with fleet(P, D) as workers:
         async with core(store, workers, quotas=ONE) as one:
             first = await begin_paused(one, workers[1], 2)
-            await one.dispatcher.drain(0)
+            await one.requests.drain(0)
             assert (await ended(first)).end is not None
         assert at_work() == {"r"}
         async with core(store, workers, id="two", quotas=ONE, resume_grace_ms=60_000) as two:
-            await two.dispatcher.take_over(KEY)
+            await two.requests.take_over(KEY)
             assert at_work() == {"r"}
             workers[1].go.set()
             await until(lambda: not at_work())
@@ -242,13 +242,13 @@ async def test_without_redis_no_quota_applies_and_all_requests_count_afterwards(
 
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE, flush_ms=10_000) as scene:
         workers[1].script.pause_at = 2
-        await scene.dispatcher.begin(make_request())
+        await scene.requests.begin(make_request())
         with monkeypatch.context() as patch:
             patch.setattr(Quotas, "acquire", away)
-            await scene.dispatcher.begin(make_request("second"))
+            await scene.requests.begin(make_request("second"))
         with monkeypatch.context() as patch:
             patch.setattr(scene.router.journal_writer, "is_unavailable", True)
-            third = await scene.dispatcher.begin(make_request("third"))
+            third = await scene.requests.begin(make_request("third"))
         assert not third.resumable
         await until(lambda: at_work() == {"r", "second", "third"})
         workers[1].go.set()
@@ -261,12 +261,12 @@ async def test_a_router_that_wants_redis_takes_nothing_without_it(
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE, serve_without_redis=False) as scene:
         scene.router.journal_writer.is_unavailable = True
         with pytest.raises(Unavailable) as refusal:
-            await scene.dispatcher.begin(make_request())
-        assert refusal.value.reason is Reason.STATE_STORE_AWAY
+            await scene.requests.begin(make_request())
+        assert refusal.value.reason is Reason.STATE_STORE_UNAVAILABLE
         assert not at_work()
 
 
-async def test_bookings_are_renewed_and_restored_in_an_emptied_redis(
+async def test_quota_leases_are_renewed_and_restored_in_an_emptied_redis(
     server: PrivateRedis, bare: sync_redis.Redis, at_work: Callable[[], set[str]]
 ) -> None:
     async with (

@@ -54,7 +54,7 @@ class Deployment:
     async def is_clean(self, name: str) -> bool:
         found = await self.audit(name)
         assert not found.violations
-        left = (found.owned_blocks, found.leased_blocks, found.unretired, found.orphans, len(found.owners))
+        left = (found.owned_blocks, found.leased_blocks, found.unforgotten, found.orphans, len(found.owners))
         return left == (0, 0, 0, 0, 0)
 
     async def until_clean(self, *names: str) -> None:

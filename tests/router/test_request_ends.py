@@ -45,13 +45,13 @@ from tests.router.harness import (
 PROMPT = [1, 2, 3]
 
 
-PHASES = ["waiting for room", "prefilling", "waiting for a receiver", "handing off", "decoding"]
+PHASES = ["waiting for blocks", "prefilling", "waiting for a receiver", "handing off", "decoding"]
 
 
 def hold(workers: list[FakeWorker], phase: str) -> None:
     prefill, decode = workers
     match phase:
-        case "waiting for room":
+        case "waiting for blocks":
             prefill.script.refuse = [wire.CAUSE_BUSY] * 10_000
         case "prefilling":
             prefill.script.prefill_pause = True
@@ -66,7 +66,7 @@ def hold(workers: list[FakeWorker], phase: str) -> None:
 async def is_in(stream: TokenStream, workers: list[FakeWorker], phase: str) -> None:
     prefill, decode = workers
     match phase:
-        case "waiting for room" | "prefilling":
+        case "waiting for blocks" | "prefilling":
             await until(lambda: prefill.prefills)
         case "waiting for a receiver":
             await until(lambda: decode.starts)
@@ -80,10 +80,10 @@ async def is_in(stream: TokenStream, workers: list[FakeWorker], phase: str) -> N
 async def test_a_cancel_ends_it_at_once_in_every_state(store: Store, phase: str) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         hold(workers, phase)
-        stream = await scene.dispatcher.begin(make_request())
+        stream = await scene.requests.begin(make_request())
         await is_in(stream, workers, phase)
         for _ in range(2):  # the second time it has ended, and that is hardly written
-            assert isinstance(await scene.dispatcher.cancel(stream.request.key), Cancelled)
+            assert isinstance(await scene.requests.cancel(stream.request.key), Cancelled)
         assert isinstance(stream.end, Cancelled)
         await nothing_is_left_at(workers)
         if phase in ("handing off", "decoding"):
@@ -101,7 +101,7 @@ async def test_the_deadline_ends_a_request_in_every_state(
 ) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         hold(workers, phase)
-        stream = await scene.dispatcher.begin(make_request(seconds=8.0))
+        stream = await scene.requests.begin(make_request(seconds=8.0))
         await is_in(stream, workers, phase)
         jump(monkeypatch, 8.0)
         assert isinstance((await ended(stream)).end, DeadlineExceeded)
@@ -117,20 +117,20 @@ async def test_the_deadline_ends_a_request_in_every_state(
 async def test_a_lost_stream_has_a_grace_unless_its_id_was_generated(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=50) as scene:
         stream = await begin_paused(scene, workers[1], 2)
-        scene.dispatcher.on_disconnect(stream)
-        scene.dispatcher.on_disconnect(stream)
+        scene.requests.on_disconnect(stream)
+        scene.requests.on_disconnect(stream)
         assert stream.end is None
         assert isinstance((await ended(stream)).end, Cancelled)
-        nameless = await scene.dispatcher.begin(make_request("made-up", id_generated=True))
-        scene.dispatcher.on_disconnect(nameless)
+        nameless = await scene.requests.begin(make_request("made-up", id_generated=True))
+        scene.requests.on_disconnect(nameless)
         assert isinstance(nameless.end, Cancelled)
-        scene.dispatcher.on_disconnect(nameless)
+        scene.requests.on_disconnect(nameless)
 
 
 async def test_a_lost_stream_whose_answer_ends_within_the_grace_stays_a_success(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         stream = await begin_paused(scene, workers[1], 2)
-        scene.dispatcher.on_disconnect(stream)
+        scene.requests.on_disconnect(stream)
         workers[1].go.set()
         assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
 
@@ -138,21 +138,21 @@ async def test_a_lost_stream_whose_answer_ends_within_the_grace_stays_a_success(
 async def test_a_cancel_reaches_those_that_wait_for_admission(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, max_active=1, queue_limit=2) as scene:
         workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request("one"))
+        stream = await scene.requests.begin(make_request("one"))
         await written(stream, 1)
-        waiting = [asyncio.ensure_future(scene.dispatcher.begin(make_request(id))) for id in ("two", "three")]
+        waiting = [asyncio.ensure_future(scene.requests.begin(make_request(id))) for id in ("two", "three")]
         await until(lambda: scene.router.admission.waiting == 2)
         with pytest.raises(QueueFull):
-            await scene.dispatcher.begin(make_request("four"))
-        assert isinstance(await scene.dispatcher.cancel(RequestKey("default", "two")), Cancelled)
+            await scene.requests.begin(make_request("four"))
+        assert isinstance(await scene.requests.cancel(RequestKey("default", "two")), Cancelled)
         with pytest.raises(Cancelled):
             await waiting[0]
         waiting[1].cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting[1]
-        assert scene.dispatcher.executions.waiting == 0
-        assert scene.dispatcher.executions.running == 1
-        assert scene.dispatcher.load() == wire.Load(running=1)
+        assert scene.requests.executions.waiting == 0
+        assert scene.requests.executions.running == 1
+        assert scene.requests.load() == wire.Load(running=1)
         workers[1].go.set()
         await ended(stream)
 
@@ -160,9 +160,9 @@ async def test_a_cancel_reaches_those_that_wait_for_admission(store: Store) -> N
 async def test_a_deadline_reaches_those_that_wait_for_admission(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, max_active=1) as scene:
         workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request("one"))
+        stream = await scene.requests.begin(make_request("one"))
         with pytest.raises(DeadlineExceeded):
-            await scene.dispatcher.begin(make_request("two", seconds=0.05))
+            await scene.requests.begin(make_request("two", seconds=0.05))
         workers[1].go.set()
         await ended(stream)
 
@@ -170,7 +170,7 @@ async def test_a_deadline_reaches_those_that_wait_for_admission(store: Store) ->
 async def test_a_superseded_request_ends_and_writes_nothing_more(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         stream = await begin_paused(scene, workers[1], 2)
-        workers[1]._say(wire.WorkerMessage(superseded=wire.Superseded(run=workers[1].starts[0].run, epoch=2)))
+        workers[1]._send(wire.WorkerMessage(superseded=wire.Superseded(run=workers[1].starts[0].run, epoch=2)))
         error = error_of(await ended(stream))
         assert isinstance(error, Aborted)
         assert (error.reason, error.resume) == (Reason.OWNER_CHANGED, ResumePoint(0, 2)), "no client's stream did it"
@@ -180,11 +180,11 @@ async def test_a_superseded_request_ends_and_writes_nothing_more(store: Store) -
 async def test_a_router_that_drains_finishes_what_it_has_and_takes_no_more(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
-        draining = asyncio.ensure_future(scene.dispatcher.drain())
-        await until(lambda: scene.dispatcher.is_draining)
+        stream = await scene.requests.begin(make_request())
+        draining = asyncio.ensure_future(scene.requests.drain())
+        await until(lambda: scene.requests.is_draining)
         with pytest.raises(Unavailable) as refused:
-            await scene.dispatcher.begin(make_request("late"))
+            await scene.requests.begin(make_request("late"))
         assert refused.value.reason is Reason.DRAINING
         assert not draining.done()
         workers[1].go.set()
@@ -195,7 +195,7 @@ async def test_a_router_that_drains_finishes_what_it_has_and_takes_no_more(store
 async def test_a_router_that_ends_ends_every_stream(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         stream = await begin_paused(scene, workers[1], 2)
-        await scene.dispatcher.close()
+        await scene.requests.close()
         assert isinstance(stream.end, Aborted)
         assert stream.end.resume == ResumePoint(0, 2)
         await nothing_is_left_at(workers)
@@ -204,12 +204,12 @@ async def test_a_router_that_ends_ends_every_stream(store: Store) -> None:
 async def test_a_drain_that_runs_out_leaves_requests_to_other_routers(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, max_active=1) as scene:
         workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
-        waiting = asyncio.ensure_future(scene.dispatcher.begin(make_request("waiting")))
+        stream = await scene.requests.begin(make_request())
+        waiting = asyncio.ensure_future(scene.requests.begin(make_request("waiting")))
         await written(stream, 2)
         await until(lambda: scene.router.admission.waiting == 1)
-        await scene.dispatcher.drain(0.05)
-        assert scene.dispatcher.num_left_behind == 2
+        await scene.requests.drain(0.05)
+        assert scene.requests.num_left_behind == 2
         assert isinstance(stream.end, Aborted)
         assert (stream.end.reason, stream.end.resume) == (Reason.DRAINING, ResumePoint(0, 2))
         with pytest.raises(Unavailable):
@@ -220,7 +220,7 @@ async def test_a_drain_that_runs_out_leaves_requests_to_other_routers(store: Sto
         assert [entry.token for entry in found.entries] == stream.tokens
         workers[1].go.set()
         async with core(store, workers) as other:
-            assert tokens_of(await ended(await other.dispatcher.resume(stream.request.key))) == answer(PROMPT, 5)
+            assert tokens_of(await ended(await other.requests.resume(stream.request.key))) == answer(PROMPT, 5)
 
 
 async def test_a_bug_ends_the_stream_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,12 +240,12 @@ async def test_a_cancel_leaves_no_unretrieved_exception(store: Store) -> None:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=0, max_active=1) as scene:
         stream = await begin_paused(scene, workers[1], 2, request=make_request("runs", max_tokens=50))
-        waiting = asyncio.create_task(scene.dispatcher.begin(make_request("waits")))
-        await until(lambda: len(scene.dispatcher.executions.open) == 2)
+        waiting = asyncio.create_task(scene.requests.begin(make_request("waits")))
+        await until(lambda: len(scene.requests.executions.open) == 2)
         waiting.cancel()
         with suppress(asyncio.CancelledError):
             await waiting
-        await scene.dispatcher.cancel(RequestKey("default", "runs"))
+        await scene.requests.cancel(RequestKey("default", "runs"))
         del stream, waiting
     gc.collect()
     assert not unseen

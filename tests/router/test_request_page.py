@@ -80,7 +80,7 @@ async def streamed(scene: Scene, address: str, recorder: CallRecorder) -> str:
     await until(lambda: any(lease.opened for lease in prefill.sender.leases.all()))
     decode.loop.post(lambda _: gate.wait(PATIENCE))
     device.go_on()
-    await until(lambda: any(each.stream.tokens for each in scene.core.dispatcher.executions.open.values()))
+    await until(lambda: any(each.stream.tokens for each in scene.core.requests.executions.open.values()))
     gate.set()
     return await answer
 

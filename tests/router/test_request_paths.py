@@ -37,7 +37,7 @@ PROMPT = [1, 2, 3]
 async def test_a_split_request_fills_its_receipt_from_both_workers(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 1
-        stream = await scene.dispatcher.begin(make_request())
+        stream = await scene.requests.begin(make_request())
         await until(lambda: stream.path.prefill_s)  # it comes over another connection than the end
         workers[1].go.set()
         assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
@@ -71,7 +71,7 @@ async def test_a_first_token_that_ends_the_output_leaves_nothing_at_the_decode_w
         workers[0].script.stops_at = 0
         workers[0].script.first_is_late = late
         workers[0].script.first_pause = True
-        stream = await scene.dispatcher.begin(make_request())
+        stream = await scene.requests.begin(make_request())
         await until(lambda: workers[1].starts)
         workers[0].go.set()
         assert (await ended(stream)).end == Finish(pb.FINISH_REASON_STOP, eos_token_id=EOS)
@@ -109,7 +109,7 @@ async def test_the_finish_reason_is_the_workers(store: Store) -> None:
         stream = await scene.answer(make_request("stop", max_tokens=9, stop_token_ids=[EOS]))
         assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_token_id=EOS)
         workers[1].script.stops_at = None
-        stream = await scene.answer(make_request("cut", cut_to_window=True))
+        stream = await scene.answer(make_request("cut", capped_by_context_length=True))
         assert stream.end == Finish(pb.FINISH_REASON_CONTEXT_LENGTH)
 
 

@@ -48,7 +48,7 @@ async def test_a_request_that_failed_before_its_first_token_may_be_retried_under
         old = await failed_at_once(scene, workers[0])
         if from_store:
             await until(lambda: scene.store_is_done)
-        for stream in ((await scene.dispatcher.get(KEY)).stream, await scene.dispatcher.resume(KEY)):
+        for stream in ((await scene.requests.get(KEY)).stream, await scene.requests.resume(KEY)):
             assert isinstance(stream.end, Unavailable), "it has failed until a client requests it again"
         new = await scene.answer(make_request())
         assert new is not old
@@ -67,7 +67,7 @@ async def test_another_payload_does_not_get_the_id_of_one_that_failed(store: Sto
         other = replace(make_request(), payload=pb.GenerateRequest(request_id="r", prompt="other"))
         for _ in range(2):
             with pytest.raises(AlreadyExists):
-                await scene.dispatcher.begin(other)
+                await scene.requests.begin(other)
             await until(lambda: scene.store_is_done)
 
 
@@ -76,7 +76,7 @@ async def test_of_two_concurrent_retries_one_starts_and_the_other_attaches(store
         for id in "abcde":
             await failed_at_once(one, workers[0], id)
             await until(lambda: one.store_is_done)
-            streams = await asyncio.gather(*(scene.dispatcher.begin(make_request(id)) for scene in (one, two)))
+            streams = await asyncio.gather(*(scene.requests.begin(make_request(id)) for scene in (one, two)))
             for stream in streams:
                 end = (await ended(stream)).end
                 if isinstance(end, Aborted):
@@ -91,7 +91,7 @@ async def test_of_two_concurrent_retries_one_starts_and_the_other_attaches(store
 
 
 @pytest.mark.slow
-async def test_while_the_store_is_away_the_newer_one_of_two_is_written_last(
+async def test_while_the_store_is_unavailable_the_newer_one_of_two_is_written_last(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(P, D) as workers, core(store, workers, attempts=1) as scene:
@@ -111,7 +111,7 @@ async def test_a_look_from_another_router_takes_nothing_over(store: Store) -> No
     async with fleet(P, D) as workers, core(store, workers) as one:
         first = await begin_paused(one, workers[1], 3, is_stored=True)
         async with core(store, workers) as two:
-            seen = await two.dispatcher.get(KEY)
+            seen = await two.requests.get(KEY)
             assert (seen.stream.tokens, seen.stream.end) == (first.tokens, None)
             assert (seen.state, seen.expires_in_s) == (Generation.STATE_DECODING, None)
         await until(lambda: len(workers[1]._outs) == 1)

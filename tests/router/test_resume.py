@@ -35,8 +35,8 @@ KEY = RequestKey("default", "r")
 async def test_an_equal_request_attaches_to_the_one_that_runs(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         stream = await begin_paused(scene, workers[1], 2)
-        assert await scene.dispatcher.begin(make_request()) is stream
-        assert await scene.dispatcher.resume(KEY) is stream
+        assert await scene.requests.begin(make_request()) is stream
+        assert await scene.requests.resume(KEY) is stream
         workers[1].go.set()
         assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
         assert len(workers[0].prefills) == 1
@@ -45,8 +45,8 @@ async def test_an_equal_request_attaches_to_the_one_that_runs(store: Store) -> N
 async def test_an_equal_request_waits_for_admission_with_the_first(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, max_active=1) as scene:
         workers[1].script.pause_at = 2
-        before = await scene.dispatcher.begin(make_request("before"))
-        both = [asyncio.ensure_future(scene.dispatcher.begin(make_request())) for _ in range(2)]
+        before = await scene.requests.begin(make_request("before"))
+        both = [asyncio.ensure_future(scene.requests.begin(make_request())) for _ in range(2)]
         await until(lambda: scene.router.admission.waiting == 1)
         both[0].cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -59,15 +59,15 @@ async def test_an_equal_request_waits_for_admission_with_the_first(store: Store)
 async def test_an_id_is_good_for_one_payload(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
+        stream = await scene.requests.begin(make_request())
         other = replace(make_request(), payload=pb.GenerateRequest(request_id="r", prompt="other"))
         with pytest.raises(AlreadyExists):
-            await scene.dispatcher.begin(other)
+            await scene.requests.begin(other)
         workers[1].go.set()
         await ended(stream)
         await until(lambda: scene.store_is_done)
         with pytest.raises(AlreadyExists):
-            await scene.dispatcher.begin(other)
+            await scene.requests.begin(other)
         assert scene.router.admission.active == 0
 
 
@@ -77,7 +77,7 @@ async def test_a_finished_request_is_replayed(store: Store, from_store: bool) ->
         first = await scene.answer(make_request())
         if from_store:
             await until(lambda: scene.store_is_done)
-        for again in (await scene.dispatcher.begin(make_request()), await scene.dispatcher.resume(KEY)):
+        for again in (await scene.requests.begin(make_request()), await scene.requests.resume(KEY)):
             assert (again is first) is not from_store
             assert (again.tokens, again.end) == (first.tokens, ended_run())
         assert len(workers[0].prefills) == 1
@@ -95,7 +95,7 @@ async def test_a_failed_request_is_replayed_with_its_error(store: Store, monkeyp
         jump(monkeypatch, 8.0)
         assert isinstance((await ended(stream)).end, DeadlineExceeded)
         await until(lambda: scene.store_is_done)
-        again = await scene.dispatcher.resume(KEY)
+        again = await scene.requests.resume(KEY)
         assert isinstance(again.end, DeadlineExceeded)
         assert again.tokens == stream.tokens
 
@@ -103,12 +103,12 @@ async def test_a_failed_request_is_replayed_with_its_error(store: Store, monkeyp
 async def test_a_stream_that_is_resumed_within_its_grace_is_not_cancelled(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=50) as scene:
         workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
-        other = await scene.dispatcher.begin(make_request("other"))
+        stream = await scene.requests.begin(make_request())
+        other = await scene.requests.begin(make_request("other"))
         await written(stream, 2)
-        scene.dispatcher.on_disconnect(stream)
-        scene.dispatcher.on_disconnect(other)
-        assert await scene.dispatcher.resume(KEY) is stream
+        scene.requests.on_disconnect(stream)
+        scene.requests.on_disconnect(other)
+        assert await scene.requests.resume(KEY) is stream
         assert isinstance((await ended(other)).end, Cancelled), "its grace is over, and so would be the first's"
         workers[1].go.set()
         assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
@@ -117,7 +117,7 @@ async def test_a_stream_that_is_resumed_within_its_grace_is_not_cancelled(store:
 async def test_a_detached_request_continues_without_a_reader(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=0) as scene:
         stream = await begin_paused(scene, workers[1], 2, request=make_request(detach_ms=60_000))
-        scene.dispatcher.on_disconnect(stream)
+        scene.requests.on_disconnect(stream)
         assert stream.end is None
         workers[1].go.set()
         assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
@@ -126,7 +126,7 @@ async def test_a_detached_request_continues_without_a_reader(store: Store) -> No
 async def test_a_detached_request_is_cancelled_when_its_time_is_over(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         stream = await begin_paused(scene, workers[1], 2, request=make_request(detach_ms=50))
-        scene.dispatcher.on_disconnect(stream)
+        scene.requests.on_disconnect(stream)
         assert isinstance((await ended(stream)).end, Cancelled)
 
 
@@ -134,32 +134,32 @@ async def test_a_detached_request_is_cancelled_when_its_time_is_over(store: Stor
 async def test_a_cancel_may_be_repeated_at_any_time(store: Store, from_store: bool) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
+        stream = await scene.requests.begin(make_request())
         await written(stream, 1)
-        assert isinstance(await scene.dispatcher.cancel(KEY), Cancelled)
+        assert isinstance(await scene.requests.cancel(KEY), Cancelled)
         if from_store:
             await until(lambda: scene.store_is_done)
-        assert isinstance(await scene.dispatcher.cancel(KEY), Cancelled)
+        assert isinstance(await scene.requests.cancel(KEY), Cancelled)
         workers[1].go.set()
         done = await scene.answer(make_request("done"))
         if from_store:
             await until(lambda: scene.store_is_done)
-        assert await scene.dispatcher.cancel(done.request.key) == ended_run()
+        assert await scene.requests.cancel(done.request.key) == ended_run()
 
 
 async def test_get_returns_a_request_from_memory_and_from_the_store(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         stream = await begin_paused(scene, workers[1], 2)
         await until(lambda: scene.owned("r").state == Generation.STATE_DECODING)
-        here = await scene.dispatcher.get(KEY)
+        here = await scene.requests.get(KEY)
         assert (here.stream, here.state, here.expires_in_s) == (stream, Generation.STATE_DECODING, None)
         workers[1].go.set()
         await ended(stream)
-        just_now = await scene.dispatcher.get(KEY)
+        just_now = await scene.requests.get(KEY)
         assert just_now.state == Generation.STATE_SUCCEEDED
         assert just_now.expires_in_s is not None
         await until(lambda: scene.store_is_done)
-        stored = await scene.dispatcher.get(KEY)
+        stored = await scene.requests.get(KEY)
         assert stored.state == Generation.STATE_SUCCEEDED
         assert stored.stream.tokens == stream.tokens
         assert stored.expires_in_s is not None
@@ -170,6 +170,6 @@ async def test_get_returns_a_request_from_memory_and_from_the_store(store: Store
 async def test_an_unknown_request_is_not_found(server: PrivateRedis, bare: object) -> None:
     workers: list[FakeWorker] = []
     async with make_store(server.url, refill_s=0.0) as store, core(store, workers) as scene:
-        for ask in (scene.dispatcher.resume, scene.dispatcher.get, scene.dispatcher.cancel):
+        for ask in (scene.requests.resume, scene.requests.get, scene.requests.cancel):
             with pytest.raises(NotFound):
                 await ask(KEY)

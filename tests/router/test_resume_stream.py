@@ -54,7 +54,7 @@ async def test_the_newest_stream_of_a_request_owns_it():
         rest = await all_of(third)
         assert [message.seq for message in rest if message.HasField("delta")][-1] == 3
         assert rest[-1].usage.completion_tokens == 3
-        assert s.dispatcher.lost.empty(), "a stream that another took over is not lost"
+        assert s.requests.lost.empty(), "a stream that another took over is not lost"
 
 
 async def test_a_stream_whose_client_takes_nothing_is_superseded_too():
@@ -139,12 +139,12 @@ async def test_the_last_of_several_readers_loses_the_stream():
         await second.read()
         second.cancel()
         assert await s.lost() is stream
-        assert s.dispatcher.lost.empty()
+        assert s.requests.lost.empty()
 
 
 async def test_resumed_streams_join_to_the_same_text():
     async with scene() as s:
-        s.dispatcher.plan = writes(70, 71, 72, 1)
+        s.requests.plan = writes(70, 71, 72, 1)
         whole = await all_of(s.stub.GenerateStream(asked(request_id="r")))
         text = "".join(message.delta.text for message in whole)
         for after_seq in range(5):
@@ -159,7 +159,7 @@ async def test_resumed_streams_join_to_the_same_text():
 
 async def test_a_seq_that_was_never_sent_is_out_of_range():
     async with scene() as s:
-        s.dispatcher.plan = writes(5, 6, 1)
+        s.requests.plan = writes(5, 6, 1)
         await all_of(s.stub.GenerateStream(asked(request_id="r")))
         error = await refused(all_of(resumed(s, after_seq=4)))
         assert isinstance(error, OutOfRange)
@@ -202,7 +202,7 @@ async def test_a_generation_has_the_output_so_far():
 
 async def test_a_failed_generation_has_its_error_and_output():
     async with scene() as s:
-        s.dispatcher.plan = writes(70, 71, end=DeadlineExceeded())
+        s.requests.plan = writes(70, 71, end=DeadlineExceeded())
         await refused(all_of(s.stub.GenerateStream(asked(request_id="r"))))
         generation = await s.stub.GetGeneration(pb.GetGenerationRequest(request_id="r"))
         assert generation.error.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
@@ -225,7 +225,7 @@ async def test_a_cancel_may_be_repeated():
 
 async def test_a_finished_request_is_not_cancelled_by_a_resume():
     async with scene() as s:
-        s.dispatcher.plan = writes(5, 1)
+        s.requests.plan = writes(5, 1)
         await all_of(s.stub.GenerateStream(asked(request_id="r")))
         assert await cancelled(s) == CANCEL.STATUS_ALREADY_FINISHED
 

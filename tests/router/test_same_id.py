@@ -39,7 +39,7 @@ def pair(scene: Cutting, *, same_payload: bool = False) -> tuple[ValidRequest, l
 
 
 @pytest.mark.parametrize("where", [SENDER, RECEIVER])
-async def test_another_payload_under_a_live_id_is_refused_while_the_store_is_away(
+async def test_another_payload_under_a_live_id_is_refused_while_the_store_is_unavailable(
     store: Store, scene: Cutting, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     first, expected, other = pair(scene)
@@ -47,9 +47,9 @@ async def test_another_payload_under_a_live_id_is_refused_while_the_store_is_awa
     with monkeypatch.context() as patch:
         away(patch, store)
         place.device.hold()
-        stream = await scene.one.dispatcher.begin(first)
+        stream = await scene.one.requests.begin(first)
         await until(lambda: list(place.prefill.runs()) if where == SENDER else list(place.decode.runs()))
-        refused = await ended(await scene.other.dispatcher.begin(other))
+        refused = await ended(await scene.other.requests.begin(other))
         assert isinstance(refused.end, AlreadyExists)
         assert not refused.tokens
         place.device.go_on()
@@ -60,7 +60,7 @@ async def test_another_payload_under_a_live_id_is_refused_while_the_store_is_awa
     assert (found.payload, found.state) == (first.payload, Generation.STATE_SUCCEEDED)
 
 
-async def test_the_same_payload_is_answered_once_while_the_store_is_away(
+async def test_the_same_payload_is_answered_once_while_the_store_is_unavailable(
     store: Store, scene: Cutting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, expected, again = pair(scene, same_payload=True)
@@ -68,9 +68,9 @@ async def test_the_same_payload_is_answered_once_while_the_store_is_away(
     with monkeypatch.context() as patch:
         away(patch, store)
         place.device.hold()
-        await scene.one.dispatcher.begin(first)
+        await scene.one.requests.begin(first)
         await until(lambda: list(place.decode.runs()))
-        stream = await scene.other.dispatcher.begin(again)
+        stream = await scene.other.requests.begin(again)
         place.device.go_on()
         assert tokens_of(await ended(stream)) == expected
         await scene.quiet()
@@ -89,7 +89,7 @@ async def test_of_two_payloads_the_unstored_one_ends_when_the_store_is_back(
     with monkeypatch.context() as patch:
         away(patch, store)
         place.device.hold()
-        late = await scene.other.dispatcher.begin(other)
+        late = await scene.other.requests.begin(other)
         await until(lambda: late.tokens)
     assert isinstance((await ended(late)).end, AlreadyExists)
     place.device.go_on()

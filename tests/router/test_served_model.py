@@ -16,7 +16,7 @@ from decant.router.text.served_model import MAX_INLINE_LENGTH, Models, load, ser
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import NotFound
 from decant.runtime.model_files import ModelUnreadable, find
-from tests.router.tokenizers_made import MADE, SPECIAL, TEXT, byte_fallback, byte_level, folder
+from tests.router.tokenizer_factories import MADE, SPECIAL, TEXT, byte_fallback, byte_level, folder
 
 TINY = str(trained.path())
 TEXTS = st.one_of(

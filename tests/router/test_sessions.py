@@ -76,7 +76,7 @@ async def session(
         task = asyncio.create_task(opened.run(lambda: True))
         try:
             async with asyncio.timeout(PATIENCE):
-                await opened.tried.wait()
+                await opened.attempted.wait()
             yield opened, watcher
         finally:
             task.cancel()
@@ -102,8 +102,8 @@ async def test_messages_of_an_unknown_kind_are_ignored_and_logged_once() -> None
             run = make_run()
             opened.start(run.following)
             await until(lambda: len(run.stream.tokens) == 2)
-            worker._say(unknown)
-            worker._say(unknown)
+            worker._send(unknown)
+            worker._send(unknown)
             worker.go.set()
             await until(lambda: wire.Ended in run.kinds)
             assert run.stream.tokens == answer(PROMPT, 5)
@@ -116,7 +116,7 @@ async def test_runs_that_ended_are_retired_together() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         runs = [make_run(attempt=n) for n in range(20)]
         counts: list[int] = []
-        forget = worker.news
+        forget = worker.changed
         for run in runs:
             opened.start(run.following)
         while len(worker.retired) < 20:
@@ -152,13 +152,15 @@ async def test_a_start_that_never_arrived_is_sent_again_and_one_that_did_has_fai
         await until(lambda: len(known.stream.tokens) == 2)
         worker.break_session()
         await until(lambda: not opened.is_open)
-        unheard = make_run(attempt=2)
-        opened.start(unheard.following)
+        unanswered = make_run(attempt=2)
+        opened.start(unanswered.following)
         worker.runs.clear()  # it has forgotten what it had
-        await until(lambda: len(unheard.stream.tokens) == 2)
+        await until(lambda: len(unanswered.stream.tokens) == 2)
         await until(lambda: known.events and isinstance(known.events[-1], wire.Failed))
         assert known.events[-1].failure.cause == wire.CAUSE_UNKNOWN_RUN
-        opened.runs.abandon(unheard.following, wire.Cancel(run=unheard.following.run, reason=wire.Cancel.REASON_CLIENT))
+        opened.runs.abandon(
+            unanswered.following, wire.Cancel(run=unanswered.following.run, reason=wire.Cancel.REASON_CLIENT)
+        )
 
 
 async def test_a_start_before_the_welcome_is_sent_after_it() -> None:
@@ -184,7 +186,7 @@ async def test_a_cancel_while_no_session_is_open_reaches_the_worker_with_the_nex
         worker.script.refuse_sessions = not is_greeted
         worker.break_session()
         await until(lambda: len(worker.hellos) == 2 if is_greeted else not opened.is_open)
-        cancel = wire.Cancel(run=run.following.run, reason=wire.Cancel.REASON_STOP_TEXT, end_position=4)
+        cancel = wire.Cancel(run=run.following.run, reason=wire.Cancel.REASON_STOP_STRING, end_position=4)
         opened.runs.abandon(run.following, cancel)
         worker.script.refuse_sessions = False
         worker.go.set()
@@ -353,7 +355,7 @@ async def test_a_malformed_frame_breaks_the_session_and_its_runs() -> None:
         run = make_run()
         opened.start(run.following)
         await until(lambda: len(run.stream.tokens) == 1)
-        worker._say(wire.WorkerMessage(frame=wire.Frame(slots=b"\0\0\0\0", positions=b"", tokens=b"")))
+        worker._send(wire.WorkerMessage(frame=wire.Frame(slots=b"\0\0\0\0", positions=b"", tokens=b"")))
         await until(lambda: wire.Failed in run.kinds)
         await until(lambda: opened.is_open)
 

@@ -33,7 +33,7 @@ STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=4
 
 
 def plain_end(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """The first place after which a stop text is complete, and the longest there."""
+    """The first place after which a stop string is complete, and the longest there."""
     for end in range(len(text) + 1):
         if here := [stop for stop in stops if text[:end].endswith(stop)]:
             return end, max(here, key=len)
@@ -91,7 +91,7 @@ class Plain:
         self.stops = stops
 
     def certain(self, tokens: list[int]) -> str:
-        """Ignores stop texts."""
+        """Ignores stop strings."""
         stopping, wanted = self.request.engine_request.stopping, self.request.output_options
         detokenizer = tiny().token_table.detokenizer(skip_special_tokens=wanted.skip_special_tokens)
         kept = tokens[-1] not in {EOS, *stopping.stop_token_ids}
@@ -104,7 +104,7 @@ class Plain:
         return len(tokens) == stopping.max_tokens or tokens[-1] in {EOS, *stopping.stop_token_ids}
 
     def texts(self, tokens: list[int]) -> tuple[list[str], str | None]:
-        """Text shown after each token up to the last that counts, and the stop text."""
+        """Text shown after each token up to the last that counts, and the stop string."""
         shown: list[str] = []
         seen = 0
         for count in range(1, len(tokens) + 1):
@@ -160,7 +160,7 @@ async def test_output_text_equals_a_search_in_the_whole_text_however_tokens_are_
     for place, token in enumerate(tokens):
         assert writer.write(request.prompt_tokens + place, token) is None
     assert stream.tokens == tokens[: len(shown)]
-    assert writer.stopped == (None if stop is None else Finish(pb.FINISH_REASON_STOP, stop_text=stop))
+    assert writer.stopped == (None if stop is None else Finish(pb.FINISH_REASON_STOP, stop_string=stop))
     text, done = new_output_text(tiny(), request.output_options, request.engine_request.stopping), 0
     decode_started = ""
     while done < len(stream.tokens):
@@ -193,7 +193,7 @@ async def test_a_stream_stops_at_the_same_place_however_it_is_divided_and_resume
         return
     assert first.text == whole
     assert first.messages[-1].seq == first.messages[-1].usage.completion_tokens == len(shown)
-    assert (first.messages[-1].finished.stop_text or None) == stop
+    assert (first.messages[-1].finished.stop_string or None) == stop
     after = data.draw(st.integers(0, len(shown)))
     later = Reader(stream, after_seq=after)
     await later.read()
@@ -216,7 +216,7 @@ async def test_a_character_that_the_end_completes_can_complete_a_stop_string():
     writer = TokenWriter(stream)
     for place, token in enumerate(smile):
         writer.write(request.prompt_tokens + place, token)
-    assert writer.stopped == Finish(pb.FINISH_REASON_STOP, stop_text="😀")
+    assert writer.stopped == Finish(pb.FINISH_REASON_STOP, stop_string="😀")
     stream.end = writer.stopped
     reader = Reader(stream)
     await reader.read()
@@ -248,7 +248,7 @@ async def test_tokens_after_a_stop_are_dropped_and_not_requested_again():
     base = writer.position
     for place, token in enumerate(tokens):
         assert writer.write(base + place, token) is None
-    assert recorder.stops == [Finish(pb.FINISH_REASON_STOP, stop_text="return")]
+    assert recorder.stops == [Finish(pb.FINISH_REASON_STOP, stop_string="return")]
     written = list(writer.stream.tokens)
     assert writer.write(base + len(tokens) + 5, 7) is None  # no gap: nothing is wanted any more
     assert writer.write(base, tokens[0] + 1) is WriteError.CONFLICT
@@ -299,13 +299,13 @@ async def test_a_stop_string_cancels_the_run_at_its_worker(store: Store, count: 
         for worker in workers:
             worker.script.pause_at = count  # they would go on
         stream = await scene.answer(stops_after(count, max_tokens=9))
-        assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_text="stop")
+        assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_string="stop")
         assert stream.tokens == answer([1, 2, 3], count)
         decoder = workers[-1]
         await until(lambda: decoder.cancels or (count == 1 and not decoder.starts))
         for worker in workers:
             for cancel in worker.cancels:
-                assert (cancel.reason, cancel.end_position) == (wire.Cancel.REASON_STOP_TEXT, 3 + count)
+                assert (cancel.reason, cancel.end_position) == (wire.Cancel.REASON_STOP_STRING, 3 + count)
             worker.go.set()
 
 
@@ -313,7 +313,7 @@ async def test_a_stop_string_cancels_the_run_at_its_worker(store: Store, count: 
 async def test_a_stop_at_the_very_last_token_is_a_stop(store: Store, count: int) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         stream = await scene.answer(stops_after(count, max_tokens=count))
-        assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_text="stop")
+        assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_string="stop")
         assert stream.tokens == answer([1, 2, 3], count)
 
 
@@ -321,13 +321,13 @@ async def test_a_stop_survives_a_lost_worker(store: Store) -> None:
     async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as scene:
         decode.script.fails_at = [2]
         stream = await scene.answer(stops_after(4, max_tokens=9))
-        assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_text="stop")
+        assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_string="stop")
         assert stream.tokens == answer([1, 2, 3], 4)
         assert stream.path.attempts == 2
 
 
 async def test_frames_after_a_stop_are_ignored(store: Store) -> None:
     async with fleet(D) as (decode,), core(store, [decode]) as scene:
-        stream = await ended(await scene.dispatcher.begin(stops_after(2, max_tokens=200)))
+        stream = await ended(await scene.requests.begin(stops_after(2, max_tokens=200)))
         await until(lambda: decode.cancels)
         assert stream.tokens == answer([1, 2, 3], 2)

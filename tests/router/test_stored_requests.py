@@ -63,11 +63,11 @@ async def test_a_request_that_cannot_be_read_is_set_aside_and_others_are_taken_o
             await until(lambda: bare.scard(keys.open_set(DEAD)) == 0)
             await until(lambda: bare.hget(keys.request(fine), "state") == b"5")
         with pytest.raises(Internal):
-            await scene.dispatcher.resume(KEY)
+            await scene.requests.resume(KEY)
         with pytest.raises(Internal):
-            await scene.dispatcher.get(KEY)
+            await scene.requests.get(KEY)
         with pytest.raises(Internal):
-            await scene.dispatcher.cancel(KEY)
+            await scene.requests.cancel(KEY)
 
 
 async def test_unreadable_names_in_open_sets_are_skipped(store: Store, bare: sync_redis.Redis) -> None:
@@ -76,14 +76,16 @@ async def test_unreadable_names_in_open_sets_are_skipped(store: Store, bare: syn
     bare.sadd(keys.open_set(DEAD), b"\xff")
     async with fleet(P, D) as workers, core(store, workers) as scene, watching(store, scene):
         await until(lambda: workers[1].starts)
-        await ended(await scene.dispatcher.resume(KEY))
+        await ended(await scene.requests.resume(KEY))
         await until(lambda: not bare.exists(keys.open_set(DEAD)))
 
 
-async def test_an_owner_that_cannot_be_read_does_not_end_the_flusher(store: Store, bare: sync_redis.Redis) -> None:
+async def test_an_owner_that_cannot_be_read_does_not_end_the_journal_writer(
+    store: Store, bare: sync_redis.Redis
+) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request("r", max_tokens=5))
+        stream = await scene.requests.begin(make_request("r", max_tokens=5))
         await until(lambda: scene.owned("r").synced_entries == 2)
         bare.hset(HASH, "owner", b"\xff")
         workers[1].go.set()
@@ -102,9 +104,9 @@ async def test_stored_tokens_outside_the_vocabulary_are_never_continued(store: S
 
     async with fleet(P, D) as workers, core(store, workers, restore=restore) as scene:
         with pytest.raises(UnreadableRequest):
-            await scene.dispatcher.take_over(KEY)
+            await scene.requests.take_over(KEY)
         with pytest.raises(Internal):
-            await scene.dispatcher.resume(KEY)
+            await scene.requests.resume(KEY)
         assert (await store.requests.read(KEY)).owner == DEAD, "it is not adopted"
 
 
@@ -139,11 +141,11 @@ async def test_any_stored_data_is_taken_over_or_refused_with_a_reason(
             await left_behind(store, *answer(PROMPT, 2))
             for _ in range(source.choice([1, 1, 2])):
                 spoil(bare, source)
-            for ask in (scene.dispatcher.take_over, scene.dispatcher.get, scene.dispatcher.resume):
+            for ask in (scene.requests.take_over, scene.requests.get, scene.requests.resume):
                 with suppress(StateError, ServiceError):
                     await ask(KEY)
             with suppress(StateError, ServiceError):
-                await scene.dispatcher.cancel(KEY)
+                await scene.requests.cancel(KEY)
             await until(lambda: scene.store_is_done)
             bare.delete(HASH, JOURNAL, keys.logprobs(KEY))
         stream = await scene.answer(make_request("another"))

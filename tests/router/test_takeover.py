@@ -62,7 +62,7 @@ async def test_a_router_that_a_worker_has_a_session_with_keeps_its_requests(
         assert (found.epoch, found.owner) == (1, GONE)
         connected.clear()
         await until(lambda: workers[1].starts)
-        await ended(await scene.dispatcher.resume(KEY))
+        await ended(await scene.requests.resume(KEY))
 
 
 async def test_a_worker_names_the_routers_that_it_has_sessions_with(store: Store) -> None:
@@ -115,7 +115,7 @@ async def test_a_router_that_reaches_no_worker_leaves_requests_to_others(store: 
     await left_behind(store, *answer(PROMPT, 2))
     async with core(store, []) as scene:
         with pytest.raises(Unavailable):
-            await scene.dispatcher.take_over(KEY)
+            await scene.requests.take_over(KEY)
     found = await store.requests.read(KEY)
     assert (found.epoch, found.owner) == (1, GONE)
 
@@ -136,7 +136,7 @@ async def test_a_router_that_registers_again_during_its_takeover_keeps_its_entri
         await registration.remove()
         workers[1].script.pause_at = 3
         await until(lambda: workers[1].starts)
-        stream = await scene.dispatcher.resume(KEY)
+        stream = await scene.requests.resume(KEY)
         workers[1].go.set()
         await ended(stream)
 
@@ -147,13 +147,13 @@ async def test_requests_that_no_router_can_run_are_tried_with_backoff(
     await left_behind(store, *answer(PROMPT, 2))
     async with core(store, []) as scene:
         looks, tries = looks_of(store, monkeypatch), list[float]()
-        take_over = scene.dispatcher.take_over
+        take_over = scene.requests.take_over
 
         async def tried(key: RequestKey) -> None:
             tries.append(asyncio.get_running_loop().time())
             await take_over(key)
 
-        monkeypatch.setattr(scene.dispatcher, "take_over", tried)
+        monkeypatch.setattr(scene.requests, "take_over", tried)
         async with watching(store, scene, registration_s=0.2):
             await until(lambda: len(tries) >= 4 and len(looks) > len(tries) + 1)
         gaps = [after - before for before, after in pairwise(tries)]
@@ -187,13 +187,13 @@ async def test_a_takeover_leaves_a_stream_alone_that_a_client_resumed_meanwhile(
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=1) as scene:
         workers[1].script.pause_at = 3
         gate = Gate(monkeypatch, store, "adopt_orphan")
-        taking = asyncio.create_task(scene.dispatcher.take_over(KEY))
+        taking = asyncio.create_task(scene.requests.take_over(KEY))
         await gate.arrived.wait()
-        stream = await scene.dispatcher.resume(KEY)
+        stream = await scene.requests.resume(KEY)
         with ReaderLease(stream):
             gate.opened.set()
             await taking
-            execution = scene.dispatcher.executions.open[KEY]
+            execution = scene.requests.executions.open[KEY]
             assert (execution.stream, execution.disconnect_timer) == (stream, None)
             workers[1].go.set()
             assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
@@ -203,10 +203,10 @@ async def test_a_client_that_resumes_a_request_just_taken_over_keeps_it(store: S
     await left_behind(store, *answer(PROMPT, 2))
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=60_000) as scene:
         workers[1].script.pause_at = 3
-        await scene.dispatcher.take_over(KEY)
-        assert scene.dispatcher.executions.open[KEY].disconnect_timer is not None
-        stream = await scene.dispatcher.resume(KEY)
-        assert scene.dispatcher.executions.open[KEY].disconnect_timer is None
+        await scene.requests.take_over(KEY)
+        assert scene.requests.executions.open[KEY].disconnect_timer is not None
+        stream = await scene.requests.resume(KEY)
+        assert scene.requests.executions.open[KEY].disconnect_timer is None
         workers[1].go.set()
         assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
 
@@ -219,14 +219,14 @@ async def test_a_client_that_leaves_during_an_adoption_leaves_no_request_without
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=50) as scene:
         workers[1].script.pause_at = 3
         gate = Gate(monkeypatch, store, "adopt" if call == "resume" else "cancel")
-        calling = asyncio.create_task(getattr(scene.dispatcher, call)(KEY))
+        calling = asyncio.create_task(getattr(scene.requests, call)(KEY))
         await gate.arrived.wait()
         calling.cancel()
         with suppress(asyncio.CancelledError):
             await calling
-        assert scene.dispatcher.knows(KEY)
+        assert scene.requests.knows(KEY)
         gate.opened.set()
-        await until(lambda: not scene.dispatcher.knows(KEY))
+        await until(lambda: not scene.requests.knows(KEY))
         found = await store.requests.read(KEY)
         assert found.state == Generation.STATE_CANCELLED
         assert found.record.finished, "its owner writes its end"
@@ -242,11 +242,11 @@ async def test_an_adoption_whose_reply_is_lost_is_completed(store: Store, monkey
             gate.answers = False
             gate.opened.set()
             with pytest.raises(Unavailable):
-                await scene.dispatcher.resume(KEY)
+                await scene.requests.resume(KEY)
         assert (await store.requests.read(KEY)).owner == Incarnation.of(scene.router.peer)
         async with watching(store, scene, timings=TakeoverTimings(reclaim_every_s=0.02)):
-            await until(lambda: scene.dispatcher.executions.running)
-            stream = await scene.dispatcher.resume(KEY)
+            await until(lambda: scene.requests.executions.running)
+            stream = await scene.requests.resume(KEY)
             workers[1].go.set()
             assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
 
@@ -265,7 +265,7 @@ async def test_an_acceptance_whose_answer_is_lost_does_not_stay_open(
             gate.answers = False
             gate.opened.set()
             with pytest.raises(Unavailable):
-                await scene.dispatcher.begin(make_request())
+                await scene.requests.begin(make_request())
         async with watching(store, scene, timings=TakeoverTimings(reclaim_every_s=0.02)):
             await eventually(partial(has_state, store, Generation.STATE_CANCELLED))
         workers[1].go.set()
@@ -278,15 +278,15 @@ async def test_a_drain_waits_for_an_adoption_and_leaves_the_request_to_others(
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
         gate = Gate(monkeypatch, store, "adopt")
-        calling = asyncio.create_task(scene.dispatcher.resume(KEY))
+        calling = asyncio.create_task(scene.requests.resume(KEY))
         await gate.arrived.wait()
-        draining = asyncio.create_task(scene.dispatcher.drain())
-        await until(lambda: scene.dispatcher.is_draining)
+        draining = asyncio.create_task(scene.requests.drain())
+        await until(lambda: scene.requests.is_draining)
         assert not draining.done()
         gate.opened.set()
         stream = await calling
         await written(stream, 2)
-        await scene.dispatcher.close()
+        await scene.requests.close()
         await draining
         assert isinstance(stream.end, Exception)
         assert await store.open.of(Incarnation.of(scene.router.peer)) == {KEY}, "routers that are left find it there"

@@ -11,7 +11,7 @@ from tokenizers import models as kinds
 
 from decant import models as trained
 from decant.router.text.token_bounds import TextBound, text_bound
-from tests.router.tokenizers_made import MADE, SPECIAL, TEXT, byte_fallback, byte_level
+from tests.router.tokenizer_factories import MADE, SPECIAL, TEXT, byte_fallback, byte_level
 
 
 def with_tokens(*added: AddedToken, normalizer: Any = None) -> Tokenizer:

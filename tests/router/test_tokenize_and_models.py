@@ -42,7 +42,7 @@ async def test_text_beyond_the_context_is_refused_before_it_is_tokenized(monkeyp
 
     chat = model(id="chat", chat=ChatTemplate("{{ messages[0].content }}", {}))
     async with scene(Models([tiny(), chat])) as s:
-        s.dispatcher.context_length = 64
+        s.requests.context_length = 64
         monkeypatch.setattr(ServedModel, "encode", never)
         monkeypatch.setattr(ServedModel, "decode", never)
         text = "def f(x):\n" * 1000
@@ -67,7 +67,7 @@ async def test_tokenize_and_detokenize_count_as_calls_of_the_tenant():
     async with scene() as s:
         await s.stub.Tokenize(pb.TokenizeRequest(text="x"))
         await s.stub.Detokenize(pb.DetokenizeRequest(token_ids=[5]))
-        assert s.dispatcher.booked_for == ["default", "default"]
+        assert s.requests.booked_for == ["default", "default"]
 
 
 async def test_a_conversation_is_tokenized_as_its_model_writes_it():
@@ -115,7 +115,7 @@ async def test_list_models_and_get_model_describe_the_served_models():
         assert (listed[0].max_context_length, listed[0].max_output_tokens) == (2048, 2047)
         assert (listed[0].vocab_size, list(listed[0].eos_token_ids)) == (4096, [1])
         assert (listed[1].max_context_length, listed[1].max_output_tokens) == (0, 0)
-        s.dispatcher.context_length = 512
+        s.requests.context_length = 512
         assert (await s.stub.GetModel(pb.GetModelRequest(model="open"))).max_context_length == 512
         assert (await s.stub.GetModel(pb.GetModelRequest(model="tiny-python"))).max_context_length == 512
         assert isinstance(await refused(s.stub.GetModel(pb.GetModelRequest(model="no"))), NotFound)

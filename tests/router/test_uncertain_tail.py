@@ -35,7 +35,7 @@ async def test_an_equal_tail_is_resumed(store: Store) -> None:
     await left_behind(store, *answer(PROMPT, 2), layout=LAYOUT)
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
-        stream = await scene.dispatcher.resume(KEY)
+        stream = await scene.requests.resume(KEY)
         waiting = asyncio.create_task(begun_behind(stream, 4))
         await until(lambda: len(stream.tokens) == 3)
         assert not waiting.done(), "the reader has token 4 already, and waits for the next"
@@ -50,7 +50,7 @@ async def test_the_tail_of_a_new_request_is_what_all_workers_generate(store: Sto
     async with fleet(P, D) as workers:
         workers[0].facts.equal_bits = alike
         async with core(store, workers) as scene:
-            stream = await scene.dispatcher.resume(KEY)
+            stream = await scene.requests.resume(KEY)
             if alike:
                 await begun_behind(stream, 4)
             else:
@@ -65,7 +65,7 @@ async def test_a_tail_that_may_come_out_otherwise_is_refused_with_what_is_certai
     await left_behind(store, *answer(PROMPT, 2), layout=layout)
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
-        stream = await scene.dispatcher.resume(KEY)
+        stream = await scene.requests.resume(KEY)
         await refused_behind(stream, 4, certain=2)
         await written(stream, 3)
         await refused_behind(stream, 3, certain=2)
@@ -86,7 +86,7 @@ async def test_one_worker_that_promises_nothing_is_enough_to_refuse(store: Store
     async with fleet(P, D) as workers:
         workers[1].facts.equal_bits = False
         async with core(store, workers) as scene:
-            stream = await scene.dispatcher.resume(KEY)
+            stream = await scene.requests.resume(KEY)
             await refused_behind(stream, 4, certain=2)
             await ended(stream)
 
@@ -98,7 +98,7 @@ async def test_an_uncertain_tail_stays_uncertain_in_the_store_until_it_is_genera
     await left_behind(store, *answer(PROMPT, 2), layout=0)
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 4
-        stream = await scene.dispatcher.resume(KEY)
+        stream = await scene.requests.resume(KEY)
         await written(stream, 4)
         if is_read:
             await begun_behind(stream, 0)
@@ -106,7 +106,7 @@ async def test_an_uncertain_tail_stays_uncertain_in_the_store_until_it_is_genera
         workers[1].go.set()
         await ended(stream)
         await until(lambda: scene.store_is_done)
-        again = await scene.dispatcher.resume(KEY)
+        again = await scene.requests.resume(KEY)
         assert again.recorded is not None
         if is_read:
             await begun_behind(again, 4)
@@ -119,10 +119,10 @@ async def test_an_uncertain_tail_stays_uncertain_for_the_next_router(store: Stor
     await left_behind(store, *answer(PROMPT, 2), layout=0)
     async with fleet(P, D) as workers, core(store, workers) as one, core(store, workers) as two:
         workers[1].script.pause_at = 4
-        stream = await one.dispatcher.resume(KEY)
+        stream = await one.requests.resume(KEY)
         await written(stream, 4)
         await until(lambda: one.owned("r").synced_entries == 4)
-        stream = await two.dispatcher.resume(KEY)
+        stream = await two.requests.resume(KEY)
         await refused_behind(stream, 3, certain=2)
         workers[1].go.set()
         await ended(stream)
@@ -144,10 +144,10 @@ async def test_a_reader_that_waits_for_a_tail_gets_the_requests_end(store: Store
     await left_behind(store, *answer(PROMPT, 2), layout=LAYOUT)
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 3
-        stream = await scene.dispatcher.resume(KEY)
+        stream = await scene.requests.resume(KEY)
         waiting = asyncio.create_task(begun_behind(stream, 4))
         await until(lambda: len(stream.tokens) == 3)
-        await scene.dispatcher.cancel(KEY)
+        await scene.requests.cancel(KEY)
         with pytest.raises(Cancelled):
             await waiting
 

@@ -14,8 +14,8 @@ from decant.router.limits import (
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
     MAX_REQUEST_BYTES,
-    MAX_STOP_TEXT_BYTES,
-    MAX_STOP_TEXTS,
+    MAX_STOP_STRING_BYTES,
+    MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     limits,
 )
@@ -67,9 +67,9 @@ def stopping(**fields: Any) -> dict[str, Any]:
         (stopping(min_tokens=2048), "stopping.min_tokens"),
         (stopping(stop_token_ids=[4096]), "stopping.stop_token_ids"),
         (stopping(stop_token_ids=range(MAX_STOP_TOKEN_IDS + 1)), "stopping.stop_token_ids"),
-        (stopping(stop=["x"] * (MAX_STOP_TEXTS + 1)), "stopping.stop"),
+        (stopping(stop=["x"] * (MAX_STOP_STRINGS + 1)), "stopping.stop"),
         (stopping(stop=["x", ""]), "stopping.stop[1]"),
-        (stopping(stop=["é" * (MAX_STOP_TEXT_BYTES // 2) + "x"]), "stopping.stop[0]"),
+        (stopping(stop=["é" * (MAX_STOP_STRING_BYTES // 2) + "x"]), "stopping.stop[0]"),
         ({"response": pb.ResponseOptions(logprobs=MAX_LOGPROBS + 1)}, "response.logprobs"),
         ({"priority": 1001}, "priority"),
         ({"priority": -1001}, "priority"),
@@ -100,7 +100,7 @@ async def test_values_out_of_range_are_refused_by_field_limit_and_value(fields, 
         sampling(temperature=100, top_p=1e-6, min_p=1, top_k=2**31 - 1, repetition_penalty=10),
         sampling(frequency_penalty=-2, presence_penalty=2, logit_bias={4095: -100, 0: 100}, seed=2**64 - 1),
         stopping(max_tokens=3, min_tokens=3, stop_token_ids=[4095]),
-        stopping(stop=["x" * MAX_STOP_TEXT_BYTES] * MAX_STOP_TEXTS),
+        stopping(stop=["x" * MAX_STOP_STRING_BYTES] * MAX_STOP_STRINGS),
         {"priority": -1000, "request_id": "é" * 64, "response": pb.ResponseOptions(logprobs=MAX_LOGPROBS)},
     ],
 )
@@ -116,7 +116,7 @@ async def test_an_unknown_model_is_not_found():
     )
 
 
-# ------------------------------------------------------------------------------------- prompt and window
+# ------------------------------------------------------------------------------------- prompt and context length
 
 
 @pytest.mark.parametrize("fields", [{"prompt": ""}, {"token_ids": pb.TokenIds()}])
@@ -182,8 +182,8 @@ async def test_prompt_and_output_always_fit_the_context(prompt, limit, max_token
     assert made.prompt_tokens == prompt
     assert 1 <= stop.max_tokens <= limit - prompt
     assert stop.min_tokens == min_tokens <= stop.max_tokens
-    assert stop.cut_to_window == (max_tokens is None or prompt + max_tokens > limit)
-    assert stop.max_tokens == (limit - prompt if stop.cut_to_window else max_tokens)
+    assert stop.capped_by_context_length == (max_tokens is None or prompt + max_tokens > limit)
+    assert stop.max_tokens == (limit - prompt if stop.capped_by_context_length else max_tokens)
 
 
 async def test_a_prompt_has_its_special_tokens_and_tokens_are_taken_as_they_are():
@@ -262,5 +262,5 @@ def test_reported_limits_are_those_that_are_enforced():
     assert (values.max_queued_requests, values.resume_grace_ms, values.result_ttl_ms) == (5, 6, 7)
     assert values.max_logprobs == MAX_LOGPROBS
     assert values.max_outputs == 1
-    assert (values.max_stop_texts, values.max_stop_text_bytes) == (MAX_STOP_TEXTS, MAX_STOP_TEXT_BYTES)
+    assert (values.max_stop_strings, values.max_stop_string_bytes) == (MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES)
     assert values.max_detach_ttl_ms == MAX_DETACH_TTL_MS

@@ -110,18 +110,18 @@ async def test_a_request_whose_wait_exceeds_its_time_is_refused_with_the_wait(
     async with fleet(P, D) as workers, core(store, workers, max_queue_seconds=30) as scene:
         predicting(scene, 20.0, monkeypatch)
         with pytest.raises(QueueFull) as refused:
-            await scene.dispatcher.begin(make_request(seconds=10))
+            await scene.requests.begin(make_request(seconds=10))
         assert refused.value.retry_after == 20.0
         assert "20.0 s" in str(refused.value)
         assert not workers[0].prefills
-        await ended(await scene.dispatcher.begin(make_request(seconds=60)))
+        await ended(await scene.requests.begin(make_request(seconds=60)))
         workers[1].script.pause_at = 2
-        running = await scene.dispatcher.begin(make_request("without a deadline"))
+        running = await scene.requests.begin(make_request("without a deadline"))
         predicting(scene, 31.0, monkeypatch)
         with pytest.raises(QueueFull, match="at most 30 s") as refused:
-            await scene.dispatcher.begin(make_request("another"))
+            await scene.requests.begin(make_request("another"))
         assert refused.value.retry_after == 31.0
-        again = await scene.dispatcher.begin(make_request("without a deadline"))
+        again = await scene.requests.begin(make_request("without a deadline"))
         assert again is running, "one that was accepted is answered, whatever is predicted now"
         workers[1].go.set()
         await ended(running)
@@ -132,10 +132,10 @@ async def test_requests_that_wait_for_a_place_count_against_the_limit(store: Sto
         workers[0].load.takes_prompts = False
         (view,) = [worker.load for worker in scene.router.pool.of(MODEL) if worker.load.role == wire.ROLE_PREFILL]
         await until(lambda: not view.takes_prompts)
-        waiting = [await scene.dispatcher.begin(make_request(f"r{place}")) for place in range(2)]
+        waiting = [await scene.requests.begin(make_request(f"r{place}")) for place in range(2)]
         await until(lambda: len(scene.router.pool.waiting_lines[MODEL]) == 2)
         with pytest.raises(QueueFull, match="2 requests"):
-            await scene.dispatcher.begin(make_request("another"))
+            await scene.requests.begin(make_request("another"))
         workers[0].load.takes_prompts = True
         for stream in waiting:
             await ended(stream)
@@ -149,7 +149,7 @@ async def test_every_call_of_a_burst_ends_with_tokens_or_with_a_named_error(stor
         served = Models([model(id=MODEL)])
         about = ServerInfoSource(Incarnation("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
         service = InferenceService(
-            served, scene.dispatcher, about, RequestMetrics(Registry(process=False)), NoAuthentication(served)
+            served, scene.requests, about, RequestMetrics(Registry(process=False)), NoAuthentication(served)
         )
         settings = ServerSettings(port=0, drain_seconds=1.0)
         server = Server([service.service()], settings, Readiness(), Registry(process=False))
@@ -186,14 +186,14 @@ async def outcome(stub: Any, place: int) -> str:
 async def test_a_known_request_is_not_refused_before_it_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.pause_at = 1
-        stream = await scene.dispatcher.begin(make_request())
+        stream = await scene.requests.begin(make_request())
         predicting(scene, 1e6, monkeypatch)
-        await scene.dispatcher.check_wait(stream.request.key, MODEL, 0, Deadline())
+        await scene.requests.check_wait(stream.request.key, MODEL, 0, Deadline())
         with pytest.raises(QueueFull):
-            await scene.dispatcher.check_wait(RequestKey("default", "new"), MODEL, 0, Deadline())
+            await scene.requests.check_wait(RequestKey("default", "new"), MODEL, 0, Deadline())
         with monkeypatch.context() as patch:
             patch.setattr(scene.router.journal_writer, "is_unavailable", True)
-            await scene.dispatcher.check_wait(stream.request.key, MODEL, 0, Deadline())
+            await scene.requests.check_wait(stream.request.key, MODEL, 0, Deadline())
         workers[1].go.set()
         await ended(stream)
 
@@ -205,17 +205,17 @@ async def test_a_request_that_another_router_accepted_is_not_refused_for_its_wai
     async with fleet(P, D) as workers, core(store, workers, id="one") as one, core(store, workers, id="two") as two:
         if not is_ended:
             workers[1].script.pause_at = 2
-        stream = await one.dispatcher.begin(make_request())
+        stream = await one.requests.begin(make_request())
         if is_ended:
             await ended(stream)
             await until(lambda: one.store_is_done)
         predicting(two, 1e6, monkeypatch)
         key = stream.request.key
-        await two.dispatcher.check_wait(key, MODEL, 0, Deadline())
-        again = await two.dispatcher.begin(make_request())
+        await two.requests.check_wait(key, MODEL, 0, Deadline())
+        again = await two.requests.begin(make_request())
         workers[1].go.set()
         assert isinstance((await ended(again)).end, Finish)
         with pytest.raises(AlreadyExists):
-            await two.dispatcher.begin(make_request(max_tokens=6))
+            await two.requests.begin(make_request(max_tokens=6))
         with pytest.raises(QueueFull):
-            await two.dispatcher.begin(make_request("new"))
+            await two.requests.begin(make_request("new"))

@@ -50,7 +50,7 @@ class Scene:
                 self.placed.append(waiter.name)  # type: ignore[attr-defined]
                 self.line.placed(waiter)
             else:
-                self.line.stays(waiter)
+                self.line.not_placed(waiter)
 
 
 @given(st.integers(0, 12), st.integers(0, 12), st.randoms(use_true_random=False))
@@ -101,7 +101,7 @@ def test_a_request_that_leaves_the_queue_changes_no_order() -> None:
     scene.line.open([PREFILL])
     scene.line.placed(leaving)
     assert scene.line.is_turn_of(first)
-    scene.line.stays(leaving)
+    scene.line.not_placed(leaving)
     assert scene.line.is_turn_of(first)
 
 
@@ -115,7 +115,7 @@ async def waiting(scene: Core, workers: list[FakeWorker], count: int) -> Waiting
     await until(lambda: not any(view.takes_prompts for view in views))
     line = scene.router.pool.waiting_lines["m"]
     for place in range(count):
-        await scene.dispatcher.begin(make_request(f"r{place}"))
+        await scene.requests.begin(make_request(f"r{place}"))
     await until(lambda: len(line) == count)
     return line
 
@@ -155,7 +155,7 @@ async def test_a_refusal_ends_the_turns_and_the_refused_is_first_again(store: St
         workers[0].script.refuse = [wire.CAUSE_BUSY]
         workers[0].load.takes_prompts = True
         await until(lambda: not line)
-        streams = [await scene.dispatcher.begin(make_request(f"r{place}")) for place in range(5)]
+        streams = [await scene.requests.begin(make_request(f"r{place}")) for place in range(5)]
         for stream in streams:
             assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
         assert line.wake_ups - before <= 2 * 5 + 2
@@ -166,7 +166,7 @@ async def test_the_urgent_are_placed_first_whenever_they_came(store: Store) -> N
         line = await waiting(scene, workers[:1], 3)
         urgent = make_request("urgent")
         urgent.engine_request.priority = 1000
-        await scene.dispatcher.begin(urgent)
+        await scene.requests.begin(urgent)
         await until(lambda: len(line) == 4)
         workers[0].load.takes_prompts = True
         await until(lambda: len(workers[0].prefills) == 4)
@@ -179,7 +179,7 @@ async def test_a_draining_worker_that_no_other_can_relieve_costs_no_placement(
 ) -> None:
     async with fleet(D) as workers, core(store, workers) as scene:
         workers[0].script.pause_at = 2
-        streams = [await scene.dispatcher.begin(make_request(f"r{place}")) for place in range(5)]
+        streams = [await scene.requests.begin(make_request(f"r{place}")) for place in range(5)]
         for stream in streams:
             await written(stream, 2)
         placements = 0
@@ -204,8 +204,8 @@ async def test_a_request_cancelled_at_its_turn_blocks_no_other(store: Store) -> 
     async with fleet(P, D) as workers, core(store, workers) as scene:
         line = await waiting(scene, workers[:1], 4)
         line.open(line.kinds)
-        await asyncio.gather(*(scene.dispatcher.cancel(make_request(f"r{place}").key) for place in (0, 2)))
+        await asyncio.gather(*(scene.requests.cancel(make_request(f"r{place}").key) for place in (0, 2)))
         workers[0].load.takes_prompts = True
         await until(lambda: not line)
         for place in (1, 3):
-            assert tokens_of(await ended(await scene.dispatcher.begin(make_request(f"r{place}")))) == answer(PROMPT, 5)
+            assert tokens_of(await ended(await scene.requests.begin(make_request(f"r{place}")))) == answer(PROMPT, 5)

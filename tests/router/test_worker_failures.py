@@ -31,8 +31,8 @@ from tests.router.harness import (
     core,
     ended,
     error_of,
+    incarnation_of,
     jump,
-    life_of,
     make_request,
     pass_on,
     states,
@@ -74,7 +74,7 @@ async def test_a_failed_handoff_continues_from_tokens_without_gap_or_repeat(stor
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[1].script.handoff_fails = [cause]
         workers[1].script.no_room = True
-        stream = await scene.dispatcher.begin(make_request())
+        stream = await scene.requests.begin(make_request())
         await written(stream, 1)  # from the prefill worker, before the failure comes over the other connection
         workers[1].go.set()
         await ended(stream)
@@ -189,20 +189,20 @@ async def test_a_decode_worker_that_dies_is_replaced_by_the_other(store: Store) 
     async with fleet(P, D, D2) as workers, core(store, workers) as scene:
         for worker in workers[1:]:
             worker.script.pause_at = 3
-        stream = await scene.dispatcher.begin(make_request(max_tokens=8))
+        stream = await scene.requests.begin(make_request(max_tokens=8))
         await written(stream, 3)
         dead, other = sorted(workers[1:], key=lambda worker: not worker.starts)
         await dead.stop()
         other.go.set()
         assert tokens_of(await ended(stream)) == answer(PROMPT, 8)
         assert other.starts[0].run.attempt == 2
-        await store.workers.remove(life_of(dead))
+        await store.workers.remove(incarnation_of(dead))
 
 
 async def test_a_prefill_worker_that_dies_before_its_first_token_is_replaced(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as scene:
         workers[0].script.first_pause = True
-        stream = await scene.dispatcher.begin(make_request())
+        stream = await scene.requests.begin(make_request())
         await until(lambda: workers[1].starts)
         await workers[0].stop()
         assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
@@ -253,7 +253,7 @@ async def test_a_stuck_worker_gets_no_new_work_and_loses_what_it_has(store: Stor
     async with fleet(D, D2) as workers, core(store, workers) as scene:
         for worker in workers:
             worker.script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
+        stream = await scene.requests.begin(make_request())
         await written(stream, 2)
         stuck, other = sorted(workers, key=lambda worker: not worker.starts)
         stuck.script.stuck_ms = 60_000
@@ -270,7 +270,7 @@ async def test_a_silent_worker_loses_what_it_has(store: Store) -> None:
     async with fleet(D, D2) as workers, core(store, workers) as scene:
         for worker in workers:
             worker.script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request())
+        stream = await scene.requests.begin(make_request())
         await written(stream, 2)
         silent, other = sorted(workers, key=lambda worker: not worker.starts)
         silent.script.silent = True
@@ -282,7 +282,7 @@ async def test_a_silent_worker_loses_what_it_has(store: Store) -> None:
 async def test_without_any_worker_a_request_is_refused_at_once(store: Store) -> None:
     async with core(store, []) as scene:
         with pytest.raises(Unavailable) as refused:
-            await scene.dispatcher.begin(make_request())
+            await scene.requests.begin(make_request())
         assert refused.value.reason is Reason.NO_WORKER
         assert refused.value.retry_after is not None
 
@@ -291,7 +291,7 @@ async def test_when_the_last_worker_goes_for_good_the_request_is_not_left_hangin
     timings = RouterTimings(workers=WorkerTimings(no_worker_patience_s=0.5))
     async with fleet(D) as workers, core(store, workers, timings=timings) as scene:
         stream = await begin_paused(scene, workers[0], 2)
-        await store.workers.remove(life_of(workers[0]))
+        await store.workers.remove(incarnation_of(workers[0]))
         await workers[0].stop()
         error = error_of(await ended(stream))
         assert isinstance(error, Aborted)
@@ -315,11 +315,11 @@ async def test_a_prompt_that_no_worker_is_left_to_fetch_is_computed_again_where_
     async with fleet(P, D) as workers, core(store, workers, timings=timings) as scene:
         decode = workers[1]
         decode.script.refuse = [wire.CAUSE_BUSY] * 1000
-        stream = await scene.dispatcher.begin(make_request())
+        stream = await scene.requests.begin(make_request())
         await until(lambda: len(decode.starts) > 1)
         match loss:
             case "removed":
-                await store.workers.remove(life_of(decode))
+                await store.workers.remove(incarnation_of(decode))
                 await decode.stop()
             case "draining":
                 decode.load.draining = True
@@ -342,10 +342,10 @@ async def test_patience_with_lost_workers_begins_when_the_last_is_lost(
         full, other = workers
         full.load.takes_prompts = False
         await until(lambda: not next(iter(scene.router.pool.membership)).load.takes_prompts)
-        stream = await scene.dispatcher.begin(make_request())
+        stream = await scene.requests.begin(make_request())
         await until(lambda: scene.router.pool.waiting)
         jump(monkeypatch, 25)  # longer than that patience, shorter than with full workers
-        await store.workers.remove(life_of(full))
+        await store.workers.remove(incarnation_of(full))
         await full.stop()
         await until(lambda: not list(scene.router.pool.membership))
         await store.workers.register(other.facts)

@@ -63,17 +63,17 @@ def test_a_count_is_never_less_than_what_is_ours(story: list[tuple[str, int]]) -
         elif kind == "tell":
             count.set_reported(amount)
             assert count.now == max(amount, sum(ours))
-        assert count.ours == sum(ours) <= count.now
+        assert count.own == sum(ours) <= count.now
 
 
-def test_nothing_of_ours_is_left_when_all_is_over() -> None:
+def test_load_that_this_router_added_is_removed_when_its_requests_end() -> None:
     known = view()
     sent: list[LoadReservation] = [known.reserve(ANY, n, computed=n % 2 == 0) for n in range(1, 20)]
     for each in sent[::2]:
         each.mark_prefilled()
     for each in sent:
         each.release()
-    assert (known.work.ours, known.sequences.ours) == (0, 0)
+    assert (known.work.own, known.sequences.own) == (0, 0)
 
 
 steps = st.tuples(

@@ -296,13 +296,13 @@ async def test_the_router_survives_any_message_of_a_worker(store: Store, seed: i
     async with fleet(D, D2) as workers, core(store, workers, resume_grace_ms=0) as scene:
         for worker in workers:
             worker.script.pause_at = 2
-        stream = await scene.dispatcher.begin(make_request(max_tokens=50, shown=SHOWN))
+        stream = await scene.requests.begin(make_request(max_tokens=50, shown=SHOWN))
         await written(stream, 2)
         for number, message in enumerate(messages(seed, [*_runs(workers), *RUNS], 60)):
             if stream.end is not None:
                 stream = await _again(scene, number)
             for worker in workers:
-                worker._say(message)
+                worker._send(message)
             await asyncio.sleep(0.005)
         for worker in workers:
             worker.script.pause_at = None
@@ -319,7 +319,7 @@ def _runs(workers: list[FakeWorker]) -> list[wire.Run]:
 async def _again(scene: Core, number: int) -> TokenStream:
     while True:
         with suppress(ServiceError):
-            return await scene.dispatcher.begin(make_request(f"r{number}", max_tokens=50, shown=SHOWN))
+            return await scene.requests.begin(make_request(f"r{number}", max_tokens=50, shown=SHOWN))
         await asyncio.sleep(0.05)
 
 

@@ -38,7 +38,7 @@ ERRORS: list[ServiceError] = [
     Unavailable(Reason.NO_WORKER, "no worker is ready for model m", retry_after=2),
     Unavailable(Reason.DRAINING, "this router is draining", retry_after=0),
     Unavailable(Reason.WORKERS_LOST, "lost 3 workers before the first token", retry_after=1),
-    Unavailable(Reason.STATE_STORE_AWAY, "the state store is away", retry_after=0.0014),
+    Unavailable(Reason.STATE_STORE_UNAVAILABLE, "the state store is unavailable", retry_after=0.0014),
     DeadlineExceeded(),
     Cancelled(),
     Aborted(Reason.WORKERS_LOST, "lost 3 workers", resume=ResumePoint(0, 41)),

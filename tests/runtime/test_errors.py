@@ -51,7 +51,7 @@ def test_only_server_faults_count_as_server_errors() -> None:
         (Reason.INTERNAL, grpc.StatusCode.INTERNAL),
         (Reason.WORKERS_LOST, grpc.StatusCode.UNAVAILABLE),
         (Reason.WORKERS_LOST, grpc.StatusCode.ABORTED),
-        (Reason.STATE_STORE_AWAY, grpc.StatusCode.UNAVAILABLE),
+        (Reason.STATE_STORE_UNAVAILABLE, grpc.StatusCode.UNAVAILABLE),
         (Reason.TAIL_UNCERTAIN, grpc.StatusCode.ABORTED),
     }
 

@@ -23,13 +23,13 @@ def made(folder: Path, **files: Any) -> str:
 
 def test_the_tiny_model_has_its_documented_sizes():
     found = find(str(trained.path()))
-    assert (found.id, found.window, found.vocab_size, found.eos_token_ids) == ("tiny-python", 2048, 4096, (1,))
+    assert (found.id, found.context_length, found.vocab_size, found.eos_token_ids) == ("tiny-python", 2048, 4096, (1,))
     assert found.default_sampling["temperature"] == 0
     assert found.folder == trained.path().resolve()
 
 
 @pytest.mark.parametrize(
-    ("scaling", "window"),
+    ("scaling", "context_length"),
     [
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}, 128),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 128),
@@ -40,8 +40,10 @@ def test_the_tiny_model_has_its_documented_sizes():
     ],
     ids=str,
 )
-def test_the_context_length_includes_rope_scaling(scaling, window, tmp_path):
-    assert find(made(tmp_path / "m", config={"max_position_embeddings": 32, **scaling})).window == window
+def test_the_context_length_includes_rope_scaling(scaling, context_length, tmp_path):
+    assert (
+        find(made(tmp_path / "m", config={"max_position_embeddings": 32, **scaling})).context_length == context_length
+    )
 
 
 def test_a_served_name_changes_nothing_else(tmp_path):
@@ -136,9 +138,9 @@ def test_stop_tokens_come_from_the_most_specific_file(tmp_path, config, generati
 def test_limits_of_a_model_of_several_parts_are_those_of_its_text(tmp_path):
     config = {"vocab_size": 1, "text_config": {"vocab_size": 9, "max_position_embeddings": 8}}
     found = find(made(tmp_path / "m", config=config))
-    assert (found.vocab_size, found.window) == (9, 8)
+    assert (found.vocab_size, found.context_length) == (9, 8)
     unnamed = find(made(tmp_path / "n"))
-    assert (unnamed.vocab_size, unnamed.window) == (None, None)
+    assert (unnamed.vocab_size, unnamed.context_length) == (None, None)
 
 
 def sampling(tmp_path: Path, **generation: Any) -> dict[str, float]:

@@ -83,7 +83,7 @@ async def walk(store: Store) -> list[Step]:
 
     request.append(written(1, 2))
     return [
-        Step("era", store.instance.current, 1),
+        Step("store instance", store.instance.current, 1),
         Step("register", lambda: store.workers.register(worker_facts(Incarnation("w", 3))), 1),
         Step("renew", lambda: worker.renew(Load(running=1)), 1),
         Step("renew router", me.renew, 1),

@@ -106,7 +106,7 @@ def pass_time(bare: Any, seconds: float) -> None:
         if bare.type(key) == b"zset":
             for member in bare.zrange(key, 0, -1):
                 bare.zincrby(key, -ms, member)
-        elif key == keys.ERA.encode():
+        elif key == keys.STORE_INSTANCE.encode():
             bare.hincrby(key, "began", -ms)
         elif key.endswith(b":full_at"):
             bare.decrby(key, ms * 1000)

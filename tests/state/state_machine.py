@@ -121,7 +121,7 @@ class Writers:
 
     async def move(self) -> None:
         owner, state = self.pick(), self.random.choice(STATES)
-        if state in ENDED and self.random.random() < 0.7:  # keeps lives long
+        if state in ENDED and self.random.random() < 0.7:  # keeps requests open for long
             return
         try:
             if state is None:

@@ -29,7 +29,7 @@ from tests.state import (
     test_requests,
 )
 from tests.state import test_open_requests as test_open
-from tests.state import test_store_instance_and_quota as test_era_and_quota
+from tests.state import test_store_instance_and_quota as test_instance_and_quota
 
 pytestmark = pytest.mark.slow
 
@@ -54,10 +54,10 @@ class Fault:
 
 
 ANEW = test_requests.test_a_request_that_failed_without_a_token_is_replaced_by_an_equal_one
-CANCELLING = test_request_owners.test_an_owner_superseded_by_a_cancel_is_told_at_once
+CANCELLING = test_request_owners.test_an_owner_superseded_by_a_cancel_is_notified_at_once
 REUSED = partial(test_request_owners.test_an_id_belongs_to_the_payload_that_was_stored_first, epoch=2)
 STREAM = test_request_owners.test_a_superseded_owner_learns_whether_a_clients_stream_took_the_request
-UNHEARD = test_requests.test_a_request_after_an_unrecorded_failure_has_the_greater_epoch
+UNRECORDED = test_requests.test_a_request_after_an_unrecorded_failure_has_the_greater_epoch
 MENDED = test_requests.test_logprobs_that_lost_their_end_are_repaired
 
 FAULTS = [
@@ -78,7 +78,7 @@ FAULTS = [
     Fault(scripts.REQUEST_WRITE, "if size > 0 then", "if false then"),
     Fault(scripts.REQUEST_WRITE, "and ARGV[12] ~= ''", ""),
     Fault(scripts.REQUEST_ACCEPT, "(epoch or 0) + 1", "1", ANEW),
-    Fault(scripts.REQUEST_ACCEPT, ", tonumber(ARGV[6])", "", UNHEARD),
+    Fault(scripts.REQUEST_ACCEPT, ", tonumber(ARGV[6])", "", UNRECORDED),
     Fault(scripts.REQUEST_ACCEPT, "redis.call('DEL', KEYS[1])", "", ANEW),
     Fault(scripts.REQUEST_ACCEPT, "state ~= FAILED or", ""),
     Fault(scripts.REQUEST_ACCEPT, "or redis.call('EXISTS', KEYS[2]) == 1", ""),
@@ -173,32 +173,40 @@ FAULTS = [
         test_request_owners.test_an_orphan_is_adopted_only_when_its_owner_is_gone,
     ),
     Fault(
-        scripts.ERA,
+        scripts.STORE_INSTANCE,
         "'HSETNX'",
         "'HSET'",
-        test_era_and_quota.test_a_store_instance_is_created_once_and_ends_with_the_data,
+        test_instance_and_quota.test_a_store_instance_is_created_once_and_ends_with_the_data,
     ),
     Fault(
-        scripts.QUOTA_ACQUIRE, "running >= most", "false", test_era_and_quota.test_no_more_than_the_limit_is_in_flight
+        scripts.QUOTA_ACQUIRE,
+        "running >= most",
+        "false",
+        test_instance_and_quota.test_no_more_than_the_limit_is_in_flight,
     ),
-    Fault(scripts.QUOTA_ACQUIRE, "'-inf', now_in_ms", "'-inf', 0", test_era_and_quota.test_a_dead_routers_bookings_end),
+    Fault(
+        scripts.QUOTA_ACQUIRE,
+        "'-inf', now_in_ms",
+        "'-inf', 0",
+        test_instance_and_quota.test_the_quota_leases_of_a_dead_router_expire,
+    ),
     Fault(
         scripts.QUOTA_ACQUIRE,
         "if not redis.call('ZSCORE'",
         "if true or redis.call('ZSCORE'",
-        test_era_and_quota.test_tokens_are_charged_once_and_settled_by_what_was_used,
+        test_instance_and_quota.test_tokens_are_charged_once_and_settled_by_what_was_used,
     ),
     Fault(
         scripts.QUOTA_ACQUIRE,
         "used > 0 and",
         "",
-        test_era_and_quota.test_a_request_larger_than_the_minute_waits_for_a_full_one_and_is_taken,
+        test_instance_and_quota.test_a_request_larger_than_the_minute_waits_for_a_full_one_and_is_taken,
     ),
     Fault(
         scripts.QUOTA_RELEASE,
         "return 0",
         "",
-        test_era_and_quota.test_tokens_are_charged_once_and_settled_by_what_was_used,
+        test_instance_and_quota.test_tokens_are_charged_once_and_settled_by_what_was_used,
     ),
 ]
 

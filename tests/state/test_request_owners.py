@@ -79,7 +79,7 @@ async def test_a_superseded_owner_learns_whether_a_clients_stream_took_the_reque
             assert (error.epoch, error.stream_epoch) == (epoch, stream_epoch)
 
 
-async def test_an_owner_superseded_by_a_cancel_is_told_at_once(store: Store) -> None:
+async def test_an_owner_superseded_by_a_cancel_is_notified_at_once(store: Store) -> None:
     old = make_request(tokens=[1, 2])
     await store.requests.accept(old)
     old.transition(DECODING, NOW)

@@ -287,7 +287,7 @@ async def test_every_key_but_the_store_instance_has_a_lifetime(store: Store, bar
     await store.routers.register(router_facts(router()))
     await store.instance.current()
     lasting = {key for key in bare.keys("*") if bare.pttl(key) < 0}
-    assert lasting == {keys.ERA.encode()}
+    assert lasting == {keys.STORE_INSTANCE.encode()}
 
 
 async def test_nothing_that_owners_hold_is_lost_with_the_data(store: Store, bare: sync_redis.Redis) -> None:

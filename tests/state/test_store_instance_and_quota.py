@@ -22,7 +22,7 @@ def key(number: int, tenant: str = "t") -> RequestKey:
 
 async def test_a_store_instance_is_created_once_and_ends_with_the_data(store: Store, bare: sync_redis.Redis) -> None:
     found = await asyncio.gather(*(store.instance.current() for _ in range(8)))
-    assert len({era.id for era in found}) == 1
+    assert len({instance.id for instance in found}) == 1
     assert found[0].refill_left_s > 0
     bare.flushall()
     assert (await store.instance.current()).id != found[0].id
@@ -52,7 +52,7 @@ async def test_no_more_than_the_limit_is_in_flight(store: Store) -> None:
 async def test_a_release_frees_its_place_once(store: Store) -> None:
     limits = TenantLimits(in_flight=1)
     assert await store.quotas.acquire(key(1), 1, limits)
-    assert not await store.quotas.acquire(key(1), 1, limits), "it was booked before"
+    assert not await store.quotas.acquire(key(1), 1, limits), "it was acquired before"
     await store.quotas.release(key(1), 1, limits)
     await store.quotas.acquire(key(2), 1, limits)
     await store.quotas.release(key(1), 1, limits)
@@ -60,7 +60,7 @@ async def test_a_release_frees_its_place_once(store: Store) -> None:
         await store.quotas.acquire(key(3), 1, limits)
 
 
-async def test_a_dead_routers_bookings_end(server: PrivateRedis, bare: sync_redis.Redis) -> None:
+async def test_the_quota_leases_of_a_dead_router_expire(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     limits = TenantLimits(in_flight=2, tokens_per_minute=1000)
     async with make_store(server.url, quota_lease_s=60) as store:
         await store.quotas.acquire(key(1), 10, limits)
@@ -94,7 +94,7 @@ async def test_tokens_are_charged_once_and_settled_by_what_was_used(store: Store
     assert (caught.value.quota, caught.value.limit) == ("tokens_per_minute", 1000)
     assert 1000 < caught.value.value <= 1100
     assert 0 < caught.value.retry_after_s <= 6.1, "100 tokens come back in 6 s"
-    assert await store.quotas.in_flight("t") == 1, "nothing of a refused request is booked"
+    assert await store.quotas.in_flight("t") == 1, "nothing of a refused request is counted"
     for _ in range(3):
         await store.quotas.release(key(1), 300, limits)
     pass_time(bare, 6)

@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.worker.harness import Place, worker
+from tests.worker.harness import WorkerScene, worker
 
 
 @pytest.fixture
-async def place() -> AsyncIterator[Place]:
+async def place() -> AsyncIterator[WorkerScene]:
     async with worker() as place:
         yield place

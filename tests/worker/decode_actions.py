@@ -60,7 +60,7 @@ class RouterActions:
             return
         cancel = wire.Cancel(run=run.ref, reason=[wire.Cancel.REASON_CLIENT, wire.Cancel.REASON_DEADLINE][value % 2])
         if value % 5 == 0 and run.tokens and run.stop_position is None:
-            cancel.reason = wire.Cancel.REASON_STOP_TEXT
+            cancel.reason = wire.Cancel.REASON_STOP_STRING
             cancel.end_position = run.stop_position = min(run.tokens) + value % len(run.tokens)
         self.trial.router_of(run).send(cancel=cancel)
 

@@ -88,7 +88,7 @@ class Node:
         budget: int = 16,
         session_limits: SessionLimits | None = None,
         windows: Windows = (FULL,),
-        **terms: int,
+        **limits: int,
     ) -> None:
         self._session_limits = session_limits
         self.device = Device(blocks * len(windows), windows=windows)
@@ -103,7 +103,7 @@ class Node:
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor(self._record)])
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         identity = Identity(self.peer, wire.ROLE_DECODE, "m", self.address)
-        self.host = EngineHost(self.engine, identity, self._transport, WorkerLimits(**{"lease_ms": 10_000, **terms}))
+        self.host = EngineHost(self.engine, identity, self._transport, WorkerLimits(**{"lease_ms": 10_000, **limits}))
 
     async def __aenter__(self) -> Self:
         self.decode = DecodeService(self.host, self._session_limits)

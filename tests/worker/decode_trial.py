@@ -58,7 +58,7 @@ class DecodeTrial(Trial):
         for router in self.routers.values():
             await router.leave()
         await asyncio.sleep(2 * LEASE_S)
-        await self._until_ended(lambda: not (self.node.decode.orphans or self.node.decode.unretired))
+        await self._until_ended(lambda: not (self.node.decode.orphans or self.node.decode.unforgotten))
         await self.assert_empty(self.target, rounds=12)
         await self.close()
 

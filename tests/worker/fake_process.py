@@ -42,7 +42,9 @@ def load(settings: WorkerSettings) -> Device:
         logs.get(__name__).info("loading greedily")
         sum(range(4_000_000))
     blocks = (settings.kv_bytes or 1 << 20) // (settings.block_size * 8)
-    return Device(num_blocks=blocks, block_size=settings.block_size, vocab_size=4096, context_length=settings.window)
+    return Device(
+        num_blocks=blocks, block_size=settings.block_size, vocab_size=4096, context_length=settings.context_length
+    )
 
 
 if __name__ == "__main__":

@@ -73,14 +73,14 @@ class Device(FakeDevice):
         self.steps.release(1)
 
 
-class Place(HostHandler):
+class WorkerScene(HostHandler):
     def __init__(
         self,
         engine: Engine,
         server: grpc.aio.Server,
         port: int,
         identity: Identity,
-        terms: WorkerLimits,
+        limits: WorkerLimits,
         session_limits: SessionLimits | None = None,
     ) -> None:
         """Without an address in ``identity`` it advertises its own port."""
@@ -91,7 +91,7 @@ class Place(HostHandler):
         self.channel = open_channel(self.address, PeerTls())
         self.transport = GrpcTransport(lambda address: open_channel(address, PeerTls()))
         identity = replace(identity, address=identity.address or self.address)
-        self.host = EngineHost(engine, identity, self.transport, terms)
+        self.host = EngineHost(engine, identity, self.transport, limits)
         self.prefill = PrefillService(self.host)
         self.decode = DecodeService(self.host, session_limits)
         self.auditor = AuditService(self.host, self.prefill, self.decode)
@@ -202,12 +202,12 @@ class Registered:
     facts: WorkerRegistration
 
 
-def registered(place: Place, *, equal_bits: bool = True) -> Any:
+def registered(place: WorkerScene, *, equal_bits: bool = True) -> Any:
     host = place.host
     capacity = Capacity(
         total_blocks=host.total_blocks,
         block_tokens=host.block_size,
-        max_context_length=host.window,
+        max_context_length=host.context_length,
         max_running=host.max_running,
     )
     return Registered(
@@ -243,7 +243,7 @@ async def worker(
     advertise: str = "",
     step_s: float = 0.0,
     session_limits: SessionLimits | None = None,
-) -> AsyncIterator[Place]:
+) -> AsyncIterator[WorkerScene]:
     """At its end it may hold only leases that expire."""
     stops = frozenset(() if eos is None else (eos,))
     device = Device(num_blocks=blocks, eos_token_ids=stops, cost=lambda _: step_s)
@@ -253,7 +253,7 @@ async def worker(
     port = server.add_insecure_port("127.0.0.1:0")
     peer = wire.Peer(id=name, incarnation=hash(name) & 0xFFFF or 1, protocol=PROTOCOL)
     identity = Identity(peer, role, MODEL, advertise)
-    place = Place(engine, server, port, identity, WorkerLimits(lease_ms, max_waiting), session_limits)
+    place = WorkerScene(engine, server, port, identity, WorkerLimits(lease_ms, max_waiting), session_limits)
     async with place.host:
         await server.start()
         try:

@@ -18,7 +18,7 @@ from tests.worker.waiting import advance, eventually
 
 LONG = 600_000
 """Longer than any test: only a message can free blocks."""
-STATES = ["waiting for room", "arriving", "waiting its turn", "in its prompt", "running", "running after a handoff"]
+STATES = ["waiting for blocks", "arriving", "waiting its turn", "in its prompt", "running", "running after a handoff"]
 
 
 @dataclass
@@ -31,9 +31,9 @@ class Scene:
 
 
 @asynccontextmanager
-async def standing(state: str, lease_ms: int = LONG, **more: Any) -> AsyncIterator[Scene]:
+async def run_in_state(state: str, lease_ms: int = LONG, **more: Any) -> AsyncIterator[Scene]:
     run, work = make_run(), make_work(40, 80, **more)
-    blocks, running = (40, 8) if state == "waiting for room" else (128, 1 if state == "waiting its turn" else 8)
+    blocks, running = (40, 8) if state == "waiting for blocks" else (128, 1 if state == "waiting its turn" else 8)
     decode = Node("d", blocks=blocks, running=running, lease_ms=lease_ms)
     async with Node("p", lease_ms=LONG) as sender, decode as node, Router(node) as router:
         scene = Scene(sender, node, router, run, work)
@@ -97,7 +97,7 @@ REACH = dict(
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_a_cancel_ends_a_run_in_every_state_and_frees_all(state: str) -> None:
-    async with standing(state) as scene:
+    async with run_in_state(state) as scene:
         await scene.router.cancel(scene.run)
         ended = await scene.router.until_message(scene.run, "ended")
         assert ended.end.reason == wire.OutputEnd.REASON_CANCELLED
@@ -110,7 +110,7 @@ async def test_a_cancel_ends_a_run_in_every_state_and_frees_all(state: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_retiring_a_run_that_has_not_ended_cancels_it_and_its_owner_is_sent_the_end(state: str) -> None:
-    async with standing(state) as scene, Router(scene.node, "another") as another:
+    async with run_in_state(state) as scene, Router(scene.node, "another") as another:
         await another.forget(scene.run)
         ended = await scene.router.until_message(scene.run, "ended")
         assert ended.end.reason == wire.OutputEnd.REASON_CANCELLED
@@ -123,7 +123,7 @@ async def test_retiring_a_run_that_has_not_ended_cancels_it_and_its_owner_is_sen
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_time_that_is_over_ends_a_run_in_every_state(state: str) -> None:
-    async with standing(state, remaining_ms=LONG // 2) as scene:
+    async with run_in_state(state, remaining_ms=LONG // 2) as scene:
         advance(LONG / 2 / 1000)
         ended = await scene.router.until_message(scene.run, "ended")
         assert ended.end.reason == wire.OutputEnd.REASON_DEADLINE
@@ -133,7 +133,7 @@ async def test_time_that_is_over_ends_a_run_in_every_state(state: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_runs_of_a_broken_session_are_kept_for_one_lease_in_every_state(state: str) -> None:
-    async with standing(state, lease_ms=300) as scene:
+    async with run_in_state(state, lease_ms=300) as scene:
         await scene.router.leave()
         await eventually(lambda: not list(scene.node.decode.runs()))
         assert scene.node.decode.orphans == 0
@@ -143,7 +143,7 @@ async def test_runs_of_a_broken_session_are_kept_for_one_lease_in_every_state(st
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_a_router_that_comes_back_has_its_run_in_every_state(state: str) -> None:
-    async with standing(state) as scene:
+    async with run_in_state(state) as scene:
         run, router = scene.run, scene.router
         await router.leave()
         assert scene.node.decode.orphans >= 1
@@ -194,7 +194,7 @@ async def test_tokens_behind_a_stop_string_are_not_kept() -> None:
         node.device.seconds = 0.01
         await router.start(run, work)
         await router.until_tokens(run, 8)
-        await router.cancel(run, wire.Cancel.REASON_STOP_TEXT, end_position=15)
+        await router.cancel(run, wire.Cancel.REASON_STOP_STRING, end_position=15)
         assert (await router.until_message(run, "ended")).end.end_position == 15
         router.record_of(run).tokens.clear()
         await router.send(resend=wire.Resend(run=run, resume=wire.ResumePosition(output=0, position=10)))
@@ -214,7 +214,7 @@ async def test_tokens_behind_a_stop_string_are_not_cached_as_output(ends_by_itse
         if ends_by_itself:
             await router.until_message(run, "ended")
         node.device.seconds = 0.05
-        await router.cancel(run, wire.Cancel.REASON_STOP_TEXT, end_position=10 + 9)
+        await router.cancel(run, wire.Cancel.REASON_STOP_STRING, end_position=10 + 9)
         ends = 2 if ends_by_itself else 1  # a cancel is answered, also of what has ended
         await router.until(lambda: router.record_of(run).kinds.count("ended") == ends)
         tokens = [*unpack(work.prompt), *alone(work)]
@@ -237,7 +237,7 @@ async def test_a_cancel_of_another_output_ends_nothing() -> None:
         assert (await router.until_message(run, "ended")).end.reason == wire.OutputEnd.REASON_LENGTH
 
 
-# -- room -------------------------------------------------------------------------------------------------------
+# -- blocks -------------------------------------------------------------------------------------------------------
 
 
 async def test_blocks_go_by_priority_then_age_and_no_run_overtakes() -> None:
@@ -278,7 +278,7 @@ async def test_blocks_that_become_free_while_nothing_decodes_are_noticed() -> No
 
 
 async def test_tickets_that_wait_are_renewed_until_they_are_opened() -> None:
-    async with standing("waiting for room") as scene:
+    async with run_in_state("waiting for blocks") as scene:
         lease = scene.sender.host.sender.leases.all()[0]
         heartbeats = scene.router.heartbeats
         await scene.router.until(lambda: any(lease.ticket.id in heartbeat.renew for heartbeat in heartbeats))

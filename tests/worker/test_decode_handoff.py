@@ -83,7 +83,7 @@ class Tampered:
         return source
 
 
-async def test_bytes_that_do_not_agree_with_their_sum_are_never_decoded() -> None:
+async def test_bytes_that_do_not_match_their_checksum_are_never_decoded() -> None:
     run, work = make_run(), make_work(30, 8)
 
     def flip(received: Received) -> Received:

@@ -22,7 +22,7 @@ async def test_a_run_from_tokens_generates_the_text_of_one_engine() -> None:
         assert record.last["decode_started"].WhichOneof("path") == "from_tokens"
         assert record.last["decode_started"].slots[0].position == 30
         await node.audit()
-        assert node.decode.unretired == 1
+        assert node.decode.unforgotten == 1
         await router.forget(run)
 
 
@@ -132,7 +132,7 @@ async def test_a_cached_prefix_is_reported_and_not_computed_again() -> None:
 
 async def test_max_tokens_that_was_cut_to_the_window_ends_with_it() -> None:
     run, work = make_run(), make_work(9, 5)
-    work.stopping.cut_to_window = True
+    work.stopping.capped_by_context_length = True
     async with routed() as (_, router):
         await router.start(run, work)
         [record] = await router.until_ended(run)

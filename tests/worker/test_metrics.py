@@ -12,7 +12,7 @@ from decant.protos import worker_pb2 as wire
 from decant.runtime.telemetry.metrics import Registry
 from decant.worker.report.metrics import WorkerMetrics
 from decant.worker.wire_codec import to_request
-from tests.worker.harness import MODEL, Place, make_work, worker
+from tests.worker.harness import MODEL, WorkerScene, make_work, worker
 
 
 def values(registry: Registry) -> dict[str, float]:
@@ -20,7 +20,7 @@ def values(registry: Registry) -> dict[str, float]:
     return {name.removeprefix("decant_"): float(value) for name, value in lines}
 
 
-async def take(place: Place, receiver: Place, name: str) -> None:
+async def take(place: WorkerScene, receiver: WorkerScene, name: str) -> None:
     work = make_work(30, 4)
     call = place.ask(work, request=f"t/{name}")
     ticket = await call.expect("ticket")

@@ -17,10 +17,10 @@ RUN = make_run()
 
 
 @asynccontextmanager
-async def pair(**terms: Any) -> AsyncIterator[tuple[Router, Router]]:
+async def pair(**limits: Any) -> AsyncIterator[tuple[Router, Router]]:
     async with (
-        Node("d", **terms) as sender,
-        Node("e", **terms) as receiver,
+        Node("d", **limits) as sender,
+        Node("e", **limits) as receiver,
         Router(sender) as old,
         Router(receiver) as new,
     ):
@@ -150,7 +150,7 @@ async def test_after_the_commit_the_loss_of_the_target_fails_the_run() -> None:
         await new.node.audit()
 
 
-@pytest.mark.parametrize("engine", ["has no room", "is being asked for room"])
+@pytest.mark.parametrize("engine", ["has no free blocks", "is being asked for blocks"])
 async def test_a_run_that_has_not_begun_is_refused_and_keeps_its_ticket(engine: str) -> None:
     async with Node("p") as prefill, pair(running=1) as (old, new):
         first, waits = make_run("t/first"), make_run("t/waits")
@@ -159,11 +159,11 @@ async def test_a_run_that_has_not_begun_is_refused_and_keeps_its_ticket(engine: 
         await old.until_tokens(first, 1)
         work = make_work(30, 8, seed=3)
         ticket = await prefill.offer(waits, work)
-        if engine == "is being asked for room":
+        if engine == "is being asked for blocks":
             old.node.device.seconds = 10.0  # it answers with its next step
         await old.start(waits, work, ticket)
         await eventually(lambda: len(list(old.node.decode.runs())) == 2)
-        if engine == "has no room":
+        if engine == "has no free blocks":
             await eventually(lambda: old.node.host.waiting_arrivals == 1)
         await old.send(migrate=wire.Migrate(run=waits, output=0))
         assert (await old.until_message(waits, "refused")).failure.cause == wire.CAUSE_DRAINING

@@ -7,10 +7,10 @@ import pytest
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.protos import worker_pb2 as wire
 from decant.worker.wire_codec import to_request
-from tests.worker.harness import MODEL, Place, alone, make_work, ticket_of, worker
+from tests.worker.harness import MODEL, WorkerScene, alone, make_work, ticket_of, worker
 
 
-async def test_ticket_first_token_and_cache_come_in_this_order(place: Place) -> None:
+async def test_ticket_first_token_and_cache_come_in_this_order(place: WorkerScene) -> None:
     work = make_work(30)
     async with worker("d") as receiver:
         call = place.ask(work)
@@ -28,7 +28,7 @@ async def test_ticket_first_token_and_cache_come_in_this_order(place: Place) -> 
     await place.emptied()
 
 
-async def test_the_ticket_comes_with_the_first_chunk_not_with_the_last(place: Place) -> None:
+async def test_the_ticket_comes_with_the_first_chunk_not_with_the_last(place: WorkerScene) -> None:
     place.device.hold()
     call = place.ask(make_work(50))  # four steps of 16 tokens
     place.device.let(1)
@@ -40,7 +40,7 @@ async def test_the_ticket_comes_with_the_first_chunk_not_with_the_last(place: Pl
     await call.break_off()
 
 
-async def test_a_first_token_doesnt_wait_for_a_ticket_of_the_same_step(place: Place) -> None:
+async def test_a_first_token_doesnt_wait_for_a_ticket_of_the_same_step(place: WorkerScene) -> None:
     work = make_work(15, 5)
     async with worker("d") as receiver:
         call = place.ask(work)
@@ -52,7 +52,7 @@ async def test_a_first_token_doesnt_wait_for_a_ticket_of_the_same_step(place: Pl
     await place.emptied()
 
 
-async def test_cached_tokens_are_reported(place: Place) -> None:
+async def test_cached_tokens_are_reported(place: WorkerScene) -> None:
     for expected in (0, 28):
         call = place.ask(make_work(30, 1), handoff=False)
         first = await call.expect("first")
@@ -60,7 +60,7 @@ async def test_cached_tokens_are_reported(place: Place) -> None:
         assert first.cached_tokens == expected
 
 
-async def test_prefill_continues_the_output_of_earlier_attempts(place: Place) -> None:
+async def test_prefill_continues_the_output_of_earlier_attempts(place: WorkerScene) -> None:
     whole = alone(make_work(20, 10))
     work = make_work(20, 10, written=whole[:4])
     async with worker("d") as receiver:
@@ -74,7 +74,7 @@ async def test_prefill_continues_the_output_of_earlier_attempts(place: Place) ->
         assert await receiver.written("moved") == whole[5:]
 
 
-async def test_logprobs_of_prompt_and_first_token(place: Place) -> None:
+async def test_logprobs_of_prompt_and_first_token(place: WorkerScene) -> None:
     work = make_work(40, 1)
     work.logprobs, work.prompt_logprobs = 2, 1
     call, chunks, position = place.ask(work, handoff=False), 0, 1
@@ -94,7 +94,7 @@ async def test_logprobs_of_prompt_and_first_token(place: Place) -> None:
 
 
 @pytest.mark.parametrize("wanted", [1, 10])
-async def test_one_token_without_a_ticket_keeps_no_blocks(place: Place, wanted: int) -> None:
+async def test_one_token_without_a_ticket_keeps_no_blocks(place: WorkerScene, wanted: int) -> None:
     work = make_work(30, wanted)
     call = place.ask(work, handoff=False)
     first = await call.expect("first")
@@ -108,9 +108,11 @@ async def test_one_token_without_a_ticket_keeps_no_blocks(place: Place, wanted: 
 @pytest.mark.parametrize(
     ("cut", "reason"), [(False, wire.OutputEnd.REASON_LENGTH), (True, wire.OutputEnd.REASON_CONTEXT_LENGTH)]
 )
-async def test_a_first_token_that_is_the_last_is_marked(place: Place, cut: bool, reason: wire.OutputEnd.Reason) -> None:
+async def test_a_first_token_that_is_the_last_is_marked(
+    place: WorkerScene, cut: bool, reason: wire.OutputEnd.Reason
+) -> None:
     work = make_work(30, 1)
-    work.stopping.cut_to_window = cut
+    work.stopping.capped_by_context_length = cut
     call = place.ask(work, handoff=False)
     end = (await call.expect("first")).tokens[0].finished
     assert (end.reason, end.end_position, end.output) == (reason, 31, 0)

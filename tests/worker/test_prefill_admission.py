@@ -6,10 +6,10 @@ from decant.protos import worker_pb2 as wire
 from decant.runtime.packed import pack
 from decant.runtime.protocol import PROTOCOL
 from decant.worker.wire_codec import to_request
-from tests.worker.harness import BLOCK, MODEL, ROUTER, Place, alone, make_work, ticket_of, tokens, worker
+from tests.worker.harness import BLOCK, MODEL, ROUTER, WorkerScene, alone, make_work, ticket_of, tokens, worker
 
 
-async def test_a_request_for_another_worker_is_refused(place: Place) -> None:
+async def test_a_request_for_another_worker_is_refused(place: WorkerScene) -> None:
     other = wire.Peer(id=place.host.peer.id, incarnation=place.host.peer.incarnation + 1, protocol=PROTOCOL)
     old = wire.Peer(id="router", incarnation=7, protocol=9)
     for router, meant, cause in (
@@ -24,7 +24,7 @@ async def test_a_request_for_another_worker_is_refused(place: Place) -> None:
     await call.expect("first")  # what was not for this worker left no epoch behind
 
 
-async def test_an_unservable_request_is_refused_with_its_cause(place: Place) -> None:
+async def test_an_unservable_request_is_refused_with_its_cause(place: WorkerScene) -> None:
     unknown = make_work()
     unknown.model = "other"
     foreign = make_work()
@@ -45,7 +45,7 @@ async def test_an_unservable_request_is_refused_with_its_cause(place: Place) -> 
     await place.emptied()
 
 
-async def test_a_draining_worker_refuses_new_requests_and_finishes_its_own(place: Place) -> None:
+async def test_a_draining_worker_refuses_new_requests_and_finishes_its_own(place: WorkerScene) -> None:
     place.device.hold()
     call = place.ask(make_work(60, 1), handoff=False)
     await place.runs(1)

@@ -7,11 +7,11 @@ import pytest
 from decant.handoff.errors import HandoffFailed
 from decant.protos import worker_pb2 as wire
 from decant.worker.wire_codec import to_request
-from tests.worker.harness import MODEL, Place, alone, make_work, ticket_of, worker
+from tests.worker.harness import MODEL, WorkerScene, alone, make_work, ticket_of, worker
 from tests.worker.waiting import advance
 
 
-async def test_a_call_that_breaks_before_its_turn_ends_the_run(place: Place) -> None:
+async def test_a_call_that_breaks_before_its_turn_ends_the_run(place: WorkerScene) -> None:
     place.device.hold()
     busy = place.ask(make_work(100, 1, seed=1), handoff=False, request="t/busy")
     call = place.ask(make_work(100, seed=2))
@@ -26,7 +26,7 @@ async def test_a_call_that_breaks_before_its_turn_ends_the_run(place: Place) -> 
 
 
 @pytest.mark.parametrize("moment", ["ticket", "first"])
-async def test_a_call_that_breaks_with_no_fetch_ends_the_work(place: Place, moment: str) -> None:
+async def test_a_call_that_breaks_with_no_fetch_ends_the_work(place: WorkerScene, moment: str) -> None:
     call = place.ask(make_work(60))
     await ticket_of(call)
     if moment == "first":
@@ -37,7 +37,7 @@ async def test_a_call_that_breaks_with_no_fetch_ends_the_work(place: Place, mome
 
 
 @pytest.mark.parametrize("moment", ["filling", "committed"])
-async def test_a_call_that_breaks_during_a_fetch_leaves_it_alone(place: Place, moment: str) -> None:
+async def test_a_call_that_breaks_during_a_fetch_leaves_it_alone(place: WorkerScene, moment: str) -> None:
     work = make_work(60)
     async with worker("d") as receiver:
         if moment == "filling":
@@ -58,7 +58,7 @@ async def test_a_call_that_breaks_during_a_fetch_leaves_it_alone(place: Place, m
     assert not list(place.prefill.runs())
 
 
-async def test_a_ticket_that_is_not_renewed_expires(place: Place) -> None:
+async def test_a_ticket_that_is_not_renewed_expires(place: WorkerScene) -> None:
     call = place.ask(make_work(30))
     await ticket_of(call)
     await call.expect("first")
@@ -84,7 +84,7 @@ async def test_a_ticket_that_is_renewed_does_not_expire() -> None:
         await place.emptied()
 
 
-async def test_a_receiver_that_releases_before_the_first_token_ends_the_run(place: Place) -> None:
+async def test_a_receiver_that_releases_before_the_first_token_ends_the_run(place: WorkerScene) -> None:
     place.device.hold()
     call = place.ask(make_work(60))
     place.device.let(1)
@@ -99,7 +99,7 @@ async def test_a_receiver_that_releases_before_the_first_token_ends_the_run(plac
 
 
 @pytest.mark.parametrize("moment", ["waiting", "computing", "parked"])
-async def test_a_deadline_is_enforced(place: Place, moment: str) -> None:
+async def test_a_deadline_is_enforced(place: WorkerScene, moment: str) -> None:
     work = make_work(60)
     work.remaining_ms = 10_000
     if moment != "parked":
@@ -122,7 +122,7 @@ async def test_a_deadline_is_enforced(place: Place, moment: str) -> None:
     await place.emptied()
 
 
-async def test_a_deadline_ends_a_fetch_with_its_cause(place: Place) -> None:
+async def test_a_deadline_ends_a_fetch_with_its_cause(place: WorkerScene) -> None:
     work = make_work(60)
     place.device.hold()
     place.device.let(1)
@@ -142,7 +142,7 @@ async def test_a_deadline_ends_a_fetch_with_its_cause(place: Place) -> None:
     await place.emptied()
 
 
-async def test_a_new_owner_ends_the_call_of_the_old_one(place: Place) -> None:
+async def test_a_new_owner_ends_the_call_of_the_old_one(place: WorkerScene) -> None:
     old = place.ask(make_work(30), epoch=1)
     await ticket_of(old)
     await old.expect("first")
@@ -158,7 +158,7 @@ async def test_a_new_owner_ends_the_call_of_the_old_one(place: Place) -> None:
     await place.emptied()
 
 
-async def test_a_crash_of_the_engine_fails_its_prompts(place: Place) -> None:
+async def test_a_crash_of_the_engine_fails_its_prompts(place: WorkerScene) -> None:
     place.device.hold()
     call = place.ask(make_work(60))
     waiting = place.ask(make_work(60, seed=1), request="t/b")

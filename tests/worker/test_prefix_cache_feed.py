@@ -20,13 +20,13 @@ def digest(number: int) -> bytes:
 
 
 class Listener:
-    def __init__(self, news: PrefixCacheFeed) -> None:
+    def __init__(self, feed: PrefixCacheFeed) -> None:
         self.known: set[bytes] = set()
-        self._news = news
-        news.begin(self)
+        self._feed = feed
+        feed.begin(self)
 
     def take(self) -> bool:
-        update = self._news.take(self)
+        update = self._feed.take(self)
         if update is not None:
             listen(self.known, update)
         return update is not None
@@ -55,7 +55,7 @@ steps = st.lists(
 
 @given(steps)
 def test_every_session_gets_exactly_the_cached_blocks(story: Sequence[tuple[str, int]]) -> None:
-    pool, news = BlockPool(6, 4), PrefixCacheFeed()
+    pool, feed = BlockPool(6, 4), PrefixCacheFeed()
     holdings: list[BlockTable] = []
     listeners: list[Listener] = []
     for what, number in story:
@@ -67,43 +67,43 @@ def test_every_session_gets_exactly_the_cached_blocks(story: Sequence[tuple[str,
         elif what == "evict":
             pool.drop_cache()
         elif what == "look":
-            news.note(pool.index.changed())
-            news.collect()
+            feed.note(pool.index.changed())
+            feed.collect()
         elif what == "begin":
-            listeners.append(Listener(news))
+            listeners.append(Listener(feed))
         elif what == "take" and listeners:
             listeners[number % len(listeners)].take()
         assert len(pool.index._changed) <= 2 * pool.num_blocks
-    news.note(pool.index.changed())
-    news.collect()
+    feed.note(pool.index.changed())
+    feed.collect()
     cached = {digest[:8] for _, digest in pool.index.published.values()}
-    for listener in [*listeners, Listener(news)]:
+    for listener in [*listeners, Listener(feed)]:
         listener.take()
         assert listener.known == cached
         assert not listener.take(), "nothing is published twice"
 
 
 def test_many_changes_take_several_heartbeats_and_a_prefix_precedes_its_continuations() -> None:
-    news, digests = PrefixCacheFeed(blocks_per_heartbeat=3), [digest(number) for number in range(8)]
-    news.note(digests)
-    news.collect()
-    news.begin("s")
+    feed, digests = PrefixCacheFeed(blocks_per_heartbeat=3), [digest(number) for number in range(8)]
+    feed.note(digests)
+    feed.collect()
+    feed.begin("s")
     published = []
-    while (part := news.take("s")) is not None:
+    while (part := feed.take("s")) is not None:
         assert len(part.published) <= 3 * 8
         published += split(part.published)
     assert published == [each[:8] for each in digests]
 
 
 def test_nothing_is_kept_for_a_session_that_ended() -> None:
-    news = PrefixCacheFeed()
-    news.begin("s")
-    news.end("s")
-    news.end("s")
-    news.note([digest(1)])
-    news.collect()
-    assert news.take("s") is None
-    assert not news._unsent
+    feed = PrefixCacheFeed()
+    feed.begin("s")
+    feed.end("s")
+    feed.end("s")
+    feed.note([digest(1)])
+    feed.collect()
+    assert feed.take("s") is None
+    assert not feed._unsent
 
 
 def known_to(router: Router) -> set[bytes]:

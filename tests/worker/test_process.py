@@ -188,7 +188,7 @@ def test_a_worker_stopped_during_loading_ends_without_finishing_it(run: Run, slo
     if slow == "SLOW_LOAD":
         worker.until("loading slowly")
     else:
-        worker.until("first steps")
+        worker.until("warm-up")
     assert worker.terminate() == (0, "")
     assert worker.lines[-1]["event"] == "ended"
 
@@ -309,7 +309,10 @@ def test_metrics_are_served_on_the_admin_port(run: Run) -> None:
     ("arguments", "words"),
     [
         (("--max-running", "600", "--token-budget", "500"), "--max-running: at most the token budget 500, got 600"),
-        (("--kv-bytes", "65536", "--window", "9000"), "--window: at most the 8192 tokens that the KV memory holds"),
+        (
+            ("--kv-bytes", "65536", "--context-length", "9000"),
+            "--context-length: at most the 8192 tokens that the KV memory holds",
+        ),
         (
             ("--host", "0.0.0.0", "--allow-unauthenticated-peers"),
             "--advertise: needed where host is every address",
@@ -357,7 +360,7 @@ async def test_a_worker_serves_the_tiny_model(run: Run, redis: PrivateRedis, mod
         assert facts.role == role
         (event,) = prefill(channel, seen.worker, handoff=False)
         assert event.first.tokens[0].HasField("finished")
-    loaded, measured = worker.until("loaded"), worker.until("measured")
+    loaded, measured = worker.until("loaded"), worker.until("step costs measured")
     assert loaded["layers"] == json.loads((models.path() / "config.json").read_text())["num_hidden_layers"]
     assert loaded["layers_in_one_call"] in (0, loaded["layers"]), "none where kernels or linear layers are not ours"
     assert any(measured[cost] > 0 for cost in ("step_ms", "token_ms", "pair_us"))

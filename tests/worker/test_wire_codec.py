@@ -64,7 +64,7 @@ def test_unset_is_not_zero() -> None:
     assert (request.logprobs, request.prompt_logprobs, request.use_prefix_cache) == (None, None, True)
 
 
-def test_the_giving_end_parks_after_the_first_token_written_here() -> None:
+def test_a_sender_parks_after_its_first_token() -> None:
     assert to_request("r", whole_work(), model="m", park_after=True).park_after == 3
 
 
@@ -137,10 +137,13 @@ def test_logprobs_go_over_in_order() -> None:
     assert not logprobs_to_wire(0, TokenLogprobs(9, -0.5, 1)).top_ids
 
 
-def test_max_tokens_that_the_window_cut_end_with_the_window() -> None:
+def test_max_tokens_capped_by_the_context_length_end_with_context_length() -> None:
     assert end_reason(FinishReason.LENGTH, wire.Stopping()) == wire.OutputEnd.REASON_LENGTH
-    assert end_reason(FinishReason.LENGTH, wire.Stopping(cut_to_window=True)) == wire.OutputEnd.REASON_CONTEXT_LENGTH
-    assert end_reason(FinishReason.STOP, wire.Stopping(cut_to_window=True)) == wire.OutputEnd.REASON_STOP
+    assert (
+        end_reason(FinishReason.LENGTH, wire.Stopping(capped_by_context_length=True))
+        == wire.OutputEnd.REASON_CONTEXT_LENGTH
+    )
+    assert end_reason(FinishReason.STOP, wire.Stopping(capped_by_context_length=True)) == wire.OutputEnd.REASON_STOP
 
 
 def test_priority_and_age_go_first() -> None:

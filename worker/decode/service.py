@@ -81,7 +81,7 @@ class DecodeService(services.DecodeServicer):
         return len(self.run_manager.runs.cancel_tombstones)
 
     @property
-    def unretired(self) -> int:
+    def unforgotten(self) -> int:
         return sum(run.end is not None for run in self.run_manager.runs)
 
     async def drain(self) -> None:
@@ -145,7 +145,7 @@ class DecodeService(services.DecodeServicer):
             session.send(refusal)
         for run, resume in known:
             manager.ownership.catch_up(run, resume)
-        _log.info("session opened", router=session.router.id, run=len(known), orphans=len(welcome.orphans))
+        _log.info("session opened", router=session.router.id, runs=len(known), orphans=len(welcome.orphans))
 
     # -- messages -----------------------------------------------------------------------------------------------
 

@@ -31,8 +31,8 @@ class StartValidator:
         name = f"decode/{ref.request}/{ref.attempt}/{number}"  # never reused: a late event belongs to no other run
         request = to_request(name, work, model=self._host.model)
         tokens = max(len(request.token_ids), request.prompt_len + (request.stop.max_tokens or 0))
-        if tokens > self._host.window:
-            detail = f"{tokens} tokens in all; the maximum context length is {self._host.window}"
+        if tokens > self._host.context_length:
+            detail = f"{tokens} tokens in all; the maximum context length is {self._host.context_length}"
             raise _refused(wire.CAUSE_NEVER_FITS, detail)
         # Copies: a submessage keeps its whole message alive, prompt included.
         run = DecodeRun(wire.Run(), request, wire.Stopping(), (queue_key(work, now), number), now)

@@ -114,7 +114,7 @@ class PrefillService(services.PrefillServicer, HostHandler):
         if run is None:
             return
         if lease.failure is not None:
-            _log.warning("lease over", request_id=lease.ticket.run.request, opened=lease.opened)
+            _log.warning("lease ended without a release", request_id=lease.ticket.run.request, opened=lease.opened)
             run.stop(PrefillFailed(lease.failure))
         elif run.is_parked:
             run.is_released = True

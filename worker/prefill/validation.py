@@ -24,8 +24,8 @@ class CallValidator:
         self._check_now(call)
         name = f"prefill-{next(self._numbers)}:{call.run.request}"  # never reused: a late event belongs to no other run
         request = to_request(name, work, model=host.model, park_after=call.handoff or _needs_park(work))
-        if len(request.token_ids) > host.window:
-            detail = f"{len(request.token_ids)} tokens; the maximum context length is {host.window}"
+        if len(request.token_ids) > host.context_length:
+            detail = f"{len(request.token_ids)} tokens; the maximum context length is {host.context_length}"
             raise _rejected(wire.CAUSE_NEVER_FITS, detail)
         if self._queue.not_begun + host.waiting_arrivals >= host.max_waiting:
             raise _rejected(wire.CAUSE_BUSY, f"{host.max_waiting} runs wait already")

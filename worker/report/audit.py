@@ -38,7 +38,7 @@ class Decodes(HasRuns, Protocol):
     @property
     def cancel_marks(self) -> int: ...
     @property
-    def unretired(self) -> int: ...
+    def unforgotten(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class AuditService(services.AuditServicer):
             fetches=self._decode.fetches_taking + sum(lease.opened for lease in after.leases),
             orphans=self._decode.orphans,
             cancel_marks=self._decode.cancel_marks,
-            unretired=self._decode.unretired,
+            unforgotten=self._decode.unforgotten,
         )
         for name, (run, output, phase, _) in {**before.runs, **after.runs}.items():
             blocks = len(pool.blocks(name))

@@ -65,7 +65,7 @@ def load_model(settings: WorkerSettings) -> Device:
         revision=settings.model_revision,
         dtype=settings.dtype,
         device=settings.device,
-        context_length=settings.window,
+        context_length=settings.context_length,
         kv_bytes=settings.kv_bytes,
         block_size=settings.block_size,
         cuda_kernels=settings.cuda_kernels,
@@ -123,12 +123,12 @@ def limits_of(settings: WorkerSettings, device: Device) -> Limits:
     """Default context length: what model and KV memory allow. Default token budget: what fits a step's time, at least a
     token per sequence of a batch.
     """
-    window = settings.window or longest_sequence(
+    context_length = settings.context_length or longest_sequence(
         device.windows, device.num_blocks, device.block_size, device.context_length
     )
     seconds = settings.step_ms / 1000
     budget = settings.token_budget or max(settings.max_running, choose_token_budget(device.costs, seconds))
-    return Limits(budget, settings.max_running, window, seconds)
+    return Limits(budget, settings.max_running, context_length, seconds)
 
 
 def own_cores(quota: Path = _CPU_QUOTA) -> int:
@@ -143,7 +143,7 @@ def own_cores(quota: Path = _CPU_QUOTA) -> int:
 
 def _log_measured(costs: StepCostModel, **chosen: int) -> None:
     _log.info(
-        "measured",
+        "step costs measured",
         **chosen,
         step_ms=round(costs.fixed * 1e3, 2),
         token_ms=round(costs.token * 1e3, 3),

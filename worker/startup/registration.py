@@ -80,7 +80,7 @@ class Registrar:
             except (StoreUnavailable, StoreFault) as error:
                 self._log_availability(error)
             except IncarnationReplaced as replaced:
-                _log.error("replaced", reason=str(replaced))
+                _log.error("another incarnation of this worker registered", reason=str(replaced))
                 self._registration = None
                 self._on_replaced(replaced)
                 return

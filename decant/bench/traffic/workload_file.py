@@ -32,7 +32,7 @@ def write(items: Iterable[Item], path: Path) -> None:
     path.write_text("".join(json.dumps(item._asdict(), separators=(",", ":")) + "\n" for item in items))
 
 
-def read(path: Path, vocab_size: int | None = None, window: int | None = None) -> list[Item]:
+def read(path: Path, vocab_size: int | None = None, context_length: int | None = None) -> list[Item]:
     """Blank lines are skipped. Raises InvalidWorkload, OSError, UnicodeDecodeError."""
     items: list[Item] = []
     seen: set[str] = set()
@@ -41,25 +41,27 @@ def read(path: Path, vocab_size: int | None = None, window: int | None = None) -
             if line.strip():
                 item = _parse(number, line)
                 _require(item.id not in seen, number, "id", "different on every line", item.id)
-                _check(number, item, vocab_size, window)
+                _check(number, item, vocab_size, context_length)
                 items.append(item)
                 seen.add(item.id)
     _require(bool(items), 1, "file", "at least one request", "none")
     return items
 
 
-def check(items: Iterable[Item], vocab_size: int | None, window: int | None) -> None:
+def check(items: Iterable[Item], vocab_size: int | None, context_length: int | None) -> None:
     """Raises InvalidWorkload."""
     for number, item in enumerate(items, start=1):
-        _check(number, item, vocab_size, window)
+        _check(number, item, vocab_size, context_length)
 
 
-def _check(number: int, item: Item, vocab_size: int | None, window: int | None) -> None:
+def _check(number: int, item: Item, vocab_size: int | None, context_length: int | None) -> None:
     length, worst = len(item.prompt_token_ids) + item.output_len, max(item.prompt_token_ids)
     if vocab_size is not None:
         _require(worst < vocab_size, number, "prompt_token_ids", f"token ids below {vocab_size}", worst)
-    if window is not None:
-        _require(length <= window, number, "output_len", f"at most {window} tokens with the prompt", length)
+    if context_length is not None:
+        _require(
+            length <= context_length, number, "output_len", f"at most {context_length} tokens with the prompt", length
+        )
 
 
 def _parse(number: int, line: str) -> Item:

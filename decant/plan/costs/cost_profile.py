@@ -1,6 +1,6 @@
 """A measured profile: what work costs one worker on one machine, in seconds, as JSON.
 
-The engine alone, from `--calibrate measure`; a worker logs the same costs as `measured`:
+The engine alone, from `--calibrate measure`; a worker logs the same costs as `step costs measured`:
 
 {"model": "Qwen2.5-0.5B", "dtype": "bfloat16", "threads": 1,
  "costs": {"fixed": 0.0004, "token": 0.0012, "logits": 0.002, "pair": 1.1e-07}}

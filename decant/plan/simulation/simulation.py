@@ -136,9 +136,9 @@ class Simulation:
         heapq.heappush(self._events, (time, next(self._order), happens))
 
     def _beat(self, number: int, worker: PrefillWorker | DecodeWorker) -> None:
-        beat = worker.heartbeat()
+        heartbeat = worker.heartbeat()
         for router in self.routers:
-            router.loads[number].apply_heartbeat(beat)
+            router.loads[number].apply_heartbeat(heartbeat)
         self._at(self._now + HEARTBEAT_SECONDS, partial(self._beat, number, worker))
 
     def _arrive(self, request: SimulatedRequest) -> None:

@@ -118,8 +118,8 @@ def test_invalid_limits_are_refused() -> None:
         ("token_budget", lambda: Limits(token_budget=math.nan)),  # type: ignore[arg-type]
         ("step_seconds", lambda: Limits(step_seconds=math.nan)),
         ("max_running", lambda: Limits(token_budget=4, max_running=5)),
-        ("window", lambda: Engine(make_device(64), Limits(context_length=CONTEXT_LENGTH + 1))),
-        ("window", lambda: Engine(make_device(8), Limits(context_length=33))),
+        ("context_length", lambda: Engine(make_device(64), Limits(context_length=CONTEXT_LENGTH + 1))),
+        ("context_length", lambda: Engine(make_device(8), Limits(context_length=33))),
     ):
         with pytest.raises(InvalidConfig) as refused:
             make_bad()

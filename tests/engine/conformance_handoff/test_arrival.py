@@ -29,7 +29,7 @@ def test_only_missing_blocks_of_the_table_are_written(make: MakeDevice) -> None:
     data = payload.runs[3][1]
     for index in (0, 1, 6):
         address = BlockAddress(0, index)
-        with pytest.raises(TransferRejected, match=f"no room for block {index}"):
+        with pytest.raises(TransferRejected, match=f"no block is allocated for block {index}"):
             arrival.write(address, data, block_checksum(default_checksum, address, data))
     arrival.abort()
     nothing_is_held(receiver)

@@ -1,6 +1,6 @@
 -- Identity of the data in Redis: a new one after Redis was emptied.
--- KEYS era   ARGV id for a new era
--- Returns {id of the era, ms since it began}.
+-- KEYS store instance   ARGV id for a new instance
+-- Returns {id of the instance, ms since it began}.
 
 local now = now_ms()
 if redis.call('HSETNX', KEYS[1], 'id', ARGV[1]) == 1 then
