@@ -18,6 +18,13 @@ from decant.runtime.serving import shutdown
 from decant.runtime.serving.server import freeze_gc
 
 
+def next_step(now: float, step_s: float) -> float:
+    """A multiple of ``step_s``. At ``now``, or a quarter of a step later, it would be one that has just begun: a timer
+    may fire a little early, and a multiple is rounded.
+    """
+    return (int(now / step_s + 0.25) + 1) * step_s
+
+
 class Bare(services.InferenceServiceServicer):
     def __init__(self, first_s: float, step_s: float) -> None:
         self._first_s = first_s
@@ -38,7 +45,7 @@ class Bare(services.InferenceServiceServicer):
         if self._next is None:
             loop = asyncio.get_running_loop()
             self._next = loop.create_future()
-            loop.call_at((loop.time() // self._step_s + 1) * self._step_s, self._tick)
+            loop.call_at(next_step(loop.time(), self._step_s), self._tick)
         await asyncio.shield(self._next)
 
     def _tick(self) -> None:

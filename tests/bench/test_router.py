@@ -12,6 +12,8 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from bench import router
@@ -24,6 +26,11 @@ from decant.protos import inference_pb2_grpc as services
 from tests.ports import reserved_port
 
 PATIENCE = 120.0
+
+
+@given(st.floats(0, 1e7), st.sampled_from([0.001, 0.01, 0.025, 0.3]))
+def test_the_next_step_is_never_the_present_one(now: float, step_s: float) -> None:
+    assert 0.2 * step_s < bare.next_step(now, step_s) - now < 1.3 * step_s
 
 
 @asynccontextmanager
@@ -166,8 +173,7 @@ def test_a_goal_has_a_direction(at_least: bool, figure: float, met: bool) -> Non
 async def test_the_whole_bench_on_a_tiny_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     before = psutil.Process().children(recursive=True)  # other tests fork their processes from a persistent one
     monkeypatch.setattr(router, "CLIENTS", (2, 4))
-    monkeypatch.setattr(router, "STREAMS", 3)
-    monkeypatch.setattr(router, "FRAMES", (64, 256))
+    monkeypatch.setattr(router, "STREAMS", 8)  # their writes outnumber those of registrations
     result = await router.measure(0.4, Console(stderr=True), settle_s=0.1, warm_s=0.05)
     figures = json.loads(json.dumps(result))["figures"]
     assert set(figures) == {goal.key for goal in GOALS}
