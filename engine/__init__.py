@@ -1,7 +1,6 @@
-"""Inference engine: requests go in by ``loop.EngineLoop``, tokens come out as ``output.StepOutput`` per step.
+"""Inference engine: requests enter by ``loop.EngineLoop``; each step's tokens leave as ``output.StepOutput``.
 
-``engine.Engine`` owns sequences and blocks and drives a ``plan.Device``: ``loading.load`` makes one that runs a model,
-``fake.FakeDevice`` one of plain bytes. The modules of this folder import no network, and no torch except in
-``loading`` and ``backends`` (choice of a backend). ``model`` runs transformers models, ``cpu`` and ``cuda`` have the
-kernels and backends for those devices, ``checkpoint`` reads model folders.
+``engine.Engine`` owns sequences and blocks and drives a ``plan.Device``, made by ``loading.load``. These modules import
+no network, and no torch but for ``loading`` and ``backends``. ``model`` runs transformers models, ``cpu`` and ``cuda``
+have their backends and kernels, ``checkpoint`` reads model folders; ``fake.FakeDevice`` computes plain bytes.
 """
