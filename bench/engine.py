@@ -25,7 +25,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from bench import machine, medians, workloads
 from bench.comparison import contenders, plot, report, table
 from bench.comparison import subprocess_runner as child
-from bench.comparison.contenders import BASELINES, OURS, Unavailable, title_of
+from bench.comparison.contenders import BASELINES, DECANT, Unavailable, title_of
 from bench.comparison.subprocess_runner import Job, OnProgress
 from bench.options import positive
 from bench.workloads import GENERATORS, InvalidWorkload, Item
@@ -80,36 +80,38 @@ class Bench:
         for index in range(self._args.runs):
             limits = self._limits()
             with self._progress() as progress:
-                for who in (OURS, *self._args.baselines):
-                    if who not in self.unavailable:
-                        task = progress.add_task(_title(who, name, index, self._args.runs), total=1.0)
-                        found = self._run(who, job, progress, task)
-                        runs.setdefault(who, []).extend(run | limits if who == OURS else run for run in found)
+                for contender in (DECANT, *self._args.baselines):
+                    if contender not in self.unavailable:
+                        task = progress.add_task(_title(contender, name, index, self._args.runs), total=1.0)
+                        found = self._run(contender, job, progress, task)
+                        runs.setdefault(contender, []).extend(
+                            run | limits if contender == DECANT else run for run in found
+                        )
                         for run in found:
-                            line = f"{_title(who, name, index, self._args.runs)}: {report.brief(run)}"
+                            line = f"{_title(contender, name, index, self._args.runs)}: {report.brief(run)}"
                             self._console.print(line, markup=False)
-        figures = {who: medians.run_of_median(of) for who, of in runs.items() if of}
+        figures = {contender: medians.run_of_median(of) for contender, of in runs.items() if of}
         last = max(item.arrival_s for item in items)
-        least = table.allowed(table.rates_of(figures[OURS]), figures[OURS], last) if self._args.limits else None
+        least = table.allowed(table.rates_of(figures[DECANT]), figures[DECANT], last) if self._args.limits else None
         return {"num_prompts": len(items), "contenders": figures, "allowed": least} | _ratio(figures)
 
     def _limits(self) -> dict[str, Any]:
         return {"limits": self._part("bench.machine", "reads and products alone")} if self._args.limits else {}
 
-    def _run(self, who: str, job: Job, progress: Progress, task: TaskID) -> Sequence[dict[str, Any]]:
+    def _run(self, contender: str, job: Job, progress: Progress, task: TaskID) -> Sequence[dict[str, Any]]:
         """None for an unavailable baseline."""
         description = progress.tasks[task].description
-        if who != OURS:
+        if contender != DECANT:
             job = replace(job, dtype=self._args.baseline_dtype)
 
         def say(line: str) -> None:
             progress.update(task, description=f"{description}: {line[:80]}")
 
         try:
-            found = [contenders.run(contenders.CONTENDERS[who], job, _into(progress, task, description), say)]
+            found = [contenders.run(contenders.CONTENDERS[contender], job, _into(progress, task, description), say)]
         except Unavailable as reason:
-            self.unavailable[who] = str(reason)
-            self._console.print(f"{title_of(who)} is left out: {reason}", style="yellow", markup=False)
+            self.unavailable[contender] = str(reason)
+            self._console.print(f"{title_of(contender)} is left out: {reason}", style="yellow", markup=False)
             found = []
         progress.update(task, description=description, completed=1.0)
         return found
@@ -130,14 +132,14 @@ def _into(progress: Progress, task: TaskID, description: str) -> OnProgress:
     return lambda share: progress.update(task, completed=share, description=description)
 
 
-def _title(who: str, workload: str, index: int, runs: int) -> str:
-    return f"{Path(workload).name}: {title_of(who)}, run {index + 1} of {runs}"
+def _title(contender: str, workload: str, index: int, runs: int) -> str:
+    return f"{Path(workload).name}: {title_of(contender)}, run {index + 1} of {runs}"
 
 
 def _ratio(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     if "static" not in figures:
         return {}
-    ours, theirs = figures[OURS], figures["static"]
+    ours, theirs = figures[DECANT], figures["static"]
     keys = ("output_throughput", "request_throughput", "median_ttft_ms", "median_tpot_ms", "median_e2el_ms")
     return {"ratio": {key: ours[key] / theirs[key] if theirs[key] else None for key in keys}}
 

@@ -23,7 +23,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from bench.medians import in_turn
-from bench.options import add_json, deliver, positive
+from bench.options import add_json, positive, write_result
 from decant.bench import model_shapes as shapes
 from decant.engine.checkpoint import checkpoint
 from decant.engine.loading import load
@@ -136,7 +136,7 @@ def show(report: dict[str, Any]) -> None:
     for name, case in report["cases"].items():
         changed = case["rows_changed_by_the_batch"]
         figures = (f"{case['plain_ms']:.1f}", f"{case['exact_ms']:.1f}", f"{case['ratio']:.2f}")
-        table.add_row(name, *figures, *(f"{changed[who]} of {case['rows']}" for who in ("plain", "exact")))
+        table.add_row(name, *figures, *(f"{changed[contender]} of {case['rows']}" for contender in ("plain", "exact")))
     Console().print(table)
 
 
@@ -151,7 +151,7 @@ def main() -> None:
     add_json(parser)
     args = parser.parse_args()
     report = run(args.shape, args.dtype, args.runs)
-    deliver(report, args.json, lambda: show(report))
+    write_result(report, args.json, lambda: show(report))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import track
 
 from bench.kv_endpoints import End, Span, Steps, seconds
-from bench.options import add_json, deliver, positive
+from bench.options import add_json, positive, write_result
 from decant.bench.model_shapes import checkpoint
 from decant.engine.errors import InvalidConfig
 from decant.handoff.packing import MESSAGE_BYTES
@@ -170,7 +170,7 @@ class Stepper(Protocol):
     async def rest(self) -> Steps: ...
 
 
-class GiverSteps:
+class SenderSteps:
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
 
@@ -220,7 +220,7 @@ async def _measure(
                 span = await move()
                 taken[name].append(span.ended - span.began)
         figures: dict[str, Any] = {f"{name}_s": took[1:] for name, took in taken.items()}
-        steppers: dict[str, Stepper] = {"sender": GiverSteps(pair), "receiver": pair.end}
+        steppers: dict[str, Stepper] = {"sender": SenderSteps(pair), "receiver": pair.end}
         at_once = track(steppers.items(), "stepping, all at once", console=console, transient=True)
         figures["all_at_once"] = {
             name: await decodes_beside(stepper, moves, length.seconds) for name, stepper in at_once
@@ -248,11 +248,11 @@ async def decodes_beside(stepper: Stepper, moves: dict[str, Move], least: float)
     step_ms, move_s = {}, {}
     for name, move in {"alone": nothing, **moves}.items():
         await stepper.busy()  # restarted each time: a step takes longer with more context
-        until, company = time.monotonic() + least, list[Span]()
+        until, spans = time.monotonic() + least, list[Span]()
         while time.monotonic() < until:
-            company.append(await move())
-        step_ms[name] = 1e3 * statistics.median(seconds((await stepper.rest()).decodes, company))
-        move_s[name] = statistics.median(span.ended - span.began for span in company)
+            spans.append(await move())
+        step_ms[name] = 1e3 * statistics.median(seconds((await stepper.rest()).decodes, spans))
+        move_s[name] = statistics.median(span.ended - span.began for span in spans)
     return {"step_ms": step_ms, "move_s": {name: move_s[name] for name in moves}}
 
 
@@ -331,7 +331,9 @@ def main() -> int:
     parser.add_argument("--model", default="qwen2.5-0.5b", help="a folder, or a shape")
     parser.add_argument("--mib", type=positive, default=128, help="size of the cache")
     parser.add_argument("--runs", type=positive, default=15)
-    parser.add_argument("--seconds", type=float, default=1.5, help="how long decodes are watched in each company")
+    parser.add_argument(
+        "--seconds", type=float, default=1.5, help="how long decode steps are timed beside each transfer"
+    )
     parser.add_argument("--prompts", type=positive, default=5, help="so many are fetched as they are computed")
     add_json(parser)
     parser.add_argument("--give", metavar="TLS_FOLDER", type=Path, help=argparse.SUPPRESS)
@@ -348,7 +350,7 @@ def main() -> int:
     except (FileNotFoundError, InvalidConfig) as error:
         print(error, file=sys.stderr)
         return 1
-    deliver(result, args.json, lambda: show(result, Console()))
+    write_result(result, args.json, lambda: show(result, Console()))
     return 0
 
 

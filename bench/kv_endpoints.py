@@ -49,7 +49,7 @@ class Steps(NamedTuple):
     decodes: list[Span]
 
 
-class Watched(Prompted):
+class TimedDevice(Prompted):
     def __init__(self, device: ModelDevice) -> None:
         super().__init__(device)
         self.computes_prompts = False
@@ -79,7 +79,7 @@ class End:
             most = device.context_length // device.block_size * device.block_bytes / (1 << 20)
             raise InvalidConfig("mib", f"less than the {most:.1f} of this model's longest sequence", mib)
         device.store.blocks.fill_(1)  # untouched memory costs nothing to read
-        self.device = Watched(device)
+        self.device = TimedDevice(device)
         limits = Limits(CHUNK_TOKENS, max_running=2 * DECODES, context_length=device.context_length)
         self.engine = Engine(self.device, limits, checksum=checksum)
         self.peer = wire.Peer(id=name, incarnation=1, protocol=PROTOCOL)
@@ -132,9 +132,9 @@ class End:
         return steps
 
 
-def seconds(steps: list[Span], company: list[Span]) -> list[float]:
+def seconds(steps: list[Span], spans: list[Span]) -> list[float]:
     """Those that overlap a span by at least half: those inside alone would favour short ones."""
-    return [step.ended - step.began for step in steps if any(_is_beside(step, span) for span in company)]
+    return [step.ended - step.began for step in steps if any(_is_beside(step, span) for span in spans)]
 
 
 def _is_beside(step: Span, span: Span) -> bool:

@@ -18,7 +18,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="OUT", help="file for the figures; - for standard output, and nothing else")
 
 
-def deliver(result: Any, out: str | None, show: Callable[[], None]) -> None:
+def write_result(result: Any, out: str | None, show: Callable[[], None]) -> None:
     """`out` is the value of `--json`: a file, "-" for JSON instead of what `show` prints, or None."""
     text = json.dumps(result, indent=1)
     if out == "-":

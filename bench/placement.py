@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.conversations import arrivals
-from bench.options import add_json, deliver, positive
+from bench.options import add_json, positive, write_result
 from bench.simulation import Choose, Simulation
 from decant.protos import worker_pb2 as wire
 from decant.router.placement.policy import PlacementRequest, WorkerSnapshot, choose_first_worker
@@ -110,7 +110,7 @@ def main() -> int:
     args = parser.parse_args()
     asked = {name: value for name, value in vars(args).items() if name != "json"}
     result = {**asked, "loads": simulate(**asked)}
-    deliver(result, args.json, lambda: show(result, Console(stderr=True)))
+    write_result(result, args.json, lambda: show(result, Console(stderr=True)))
     return 0
 
 

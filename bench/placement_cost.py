@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import machine
-from bench.options import add_json, deliver, positive
+from bench.options import add_json, positive, write_result
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.router.placement.policy import PlacementRequest, choose_decode_worker, choose_first_worker
@@ -145,7 +145,7 @@ def main() -> None:
     args = parser.parse_args()
     figures = asyncio.run(measure(args.workers, args.rounds))
     result = {"cpu_ms": figures, "goal_ms": GOAL_MS, "goal_workers": GOAL_WORKERS, "machine": machine.facts()}
-    deliver(result, args.json, lambda: show(figures, Console()))
+    write_result(result, args.json, lambda: show(figures, Console()))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from bench import machine
-from bench.options import add_json, deliver, positive
+from bench.options import add_json, positive, write_result
 from decant.bench.reports.console import make_table
 from decant.plan.inputs import Inputs, PlanOptions, parse
 from decant.plan.simulation.outcome import outcome
@@ -85,7 +85,7 @@ def main() -> None:
         print(f"{workers} workers: {rows[-1]['cpu_seconds']:.1f} s of CPU", file=sys.stderr, flush=True)
     options = {"shape": LLAMA_3_8B, "device": "h100", "prefix_tokens": PREFIX_TOKENS, "prefixes": PREFIXES}
     result = {"machine": machine.facts(), "options": {**options, "share": SHARE}, "rows": rows}
-    deliver(result, args.json, lambda: show(rows, Console()))
+    write_result(result, args.json, lambda: show(rows, Console()))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from bench import machine
 from bench.deployment.frames import WARM_SECONDS, tokens_per_second
 from bench.deployment.load import Job
 from bench.deployment.processes import Deployment, Speed, deployment
-from bench.options import add_json, deliver
+from bench.options import add_json, write_result
 from decant.router.settings import RouterSettings
 
 CLIENTS = (8, 16, 32, 64, 128, 256)
@@ -92,7 +92,7 @@ class Window:
     cpu: Mapping[str, float]  # seconds, per process
     scripts: int
     scripts_seconds: float  # between their counts
-    seen: Sequence[Mapping[str, Any]]  # bench.deployment.load.Seen of each request
+    seen: Sequence[Mapping[str, Any]]  # bench.deployment.load.RequestTimes of each request
     in_window: int | None
 
     @property
@@ -104,7 +104,7 @@ class LoadFailed(RuntimeError):
     pass
 
 
-async def load(job: Job, scene: Deployment) -> Window:
+async def load(job: Job, target: Deployment) -> Window:
     """Raises LoadFailed."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
@@ -118,7 +118,7 @@ async def load(job: Job, scene: Deployment) -> Window:
         while result is None and (line := await process.stdout.readline()):
             message = json.loads(line)
             if "window" in message:
-                samples.append((time.monotonic(), scene.cpu(), await scene.scripts()))
+                samples.append((time.monotonic(), target.cpu(), await target.scripts()))
                 process.stdin.write(b"\n")
             result = message.get("result")
     finally:
@@ -136,22 +136,26 @@ async def load(job: Job, scene: Deployment) -> Window:
 class Bench:
     """``figures`` has the keys of GOALS."""
 
-    def __init__(self, scene: Deployment, speed: Speed, seconds: float, settle_s: float, warm_s: float) -> None:
+    def __init__(self, target: Deployment, speed: Speed, seconds: float, settle_s: float, warm_s: float) -> None:
         self.figures: dict[str, float] = {}
         self.details: dict[str, Any] = {}
-        self._scene = scene
+        self._deployment = target
         self._speed = speed
         self._seconds = seconds
         self._settle_s = settle_s
         self._warm_s = warm_s
 
     async def saturate(self) -> None:
-        await load(Job("warm", self._scene.address, "closed", min(1.0, self._seconds), clients=4), self._scene)
+        await load(
+            Job("warm", self._deployment.address, "closed", min(1.0, self._seconds), clients=4), self._deployment
+        )
         rates: dict[int, float] = {}
         best = 0.0
         for clients in CLIENTS:
-            job = Job(f"closed{clients}", self._scene.address, "closed", self._seconds, clients=clients, seed=clients)
-            window = await load(job, self._scene)
+            job = Job(
+                f"closed{clients}", self._deployment.address, "closed", self._seconds, clients=clients, seed=clients
+            )
+            window = await load(job, self._deployment)
             rate = rates[clients] = window.answered / window.seconds
             if rate > best:
                 self.figures["scripts_per_request"] = window.scripts / window.answered
@@ -164,12 +168,12 @@ class Bench:
 
     async def half(self) -> None:
         rate = self.figures["requests_per_s"] / 2
-        job = Job("open", self._scene.address, "open", 2 * self._seconds, rate=rate, seed=7)
-        window = await load(job, self._scene)
-        own = self._scene.engine_ms()
+        job = Job("open", self._deployment.address, "open", 2 * self._seconds, rate=rate, seed=7)
+        window = await load(job, self._deployment)
+        own = self._deployment.engine_ms()
         added = [1000 * (one["first"] - one["sent"]) - own[one["id"]] for one in window.seen]
         self._quantiles("added_ttft", added)
-        bare = await load(replace(job, name="bare", address=self._scene.bare), self._scene)
+        bare = await load(replace(job, name="bare", address=self._deployment.bare), self._deployment)
         self._quantiles("bare_ttft", [1000 * (one["first"] - one["sent"]) - self._speed.first_ms for one in bare.seen])
         self.details["open"] = {
             "rate": rate,
@@ -183,9 +187,11 @@ class Bench:
 
     async def stream(self) -> None:
         tokens = round(1000 * (2 * self._seconds + 5) / self._speed.step_ms)
-        job = Job("streams", self._scene.address, "streams", self._seconds, STREAMS, output_tokens=min(tokens, 1900))
-        window = await load(job, self._scene)
-        bare = await load(replace(job, name="bare", address=self._scene.bare), self._scene)
+        job = Job(
+            "streams", self._deployment.address, "streams", self._seconds, STREAMS, output_tokens=min(tokens, 1900)
+        )
+        window = await load(job, self._deployment)
+        bare = await load(replace(job, name="bare", address=self._deployment.bare), self._deployment)
         assert window.in_window
         assert bare.in_window
         self.figures["cpu_us_per_message"] = 1e6 * window.cpu["router"] / window.in_window
@@ -201,9 +207,9 @@ class Bench:
 
     async def idle(self) -> None:
         await asyncio.sleep(self._settle_s)
-        before, began = self._scene.cpu(), time.monotonic()
+        before, began = self._deployment.cpu(), time.monotonic()
         await asyncio.sleep(self._seconds)
-        spent, seconds = self._scene.cpu(), time.monotonic() - began
+        spent, seconds = self._deployment.cpu(), time.monotonic() - began
         for name in IDLE:
             self.figures[f"idle_{name}_percent"] = 100 * (spent[name] - before[name]) / seconds
 
@@ -226,8 +232,8 @@ async def measure(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="decant-bench-")))
         progress = stack.enter_context(Progress(*columns, console=console, transient=True))
         task = progress.add_task("a deployment begins")
-        scene = await stack.enter_async_context(deployment(speed, folder))
-        bench = Bench(scene, speed, seconds, settle_s, warm_s)
+        target = await stack.enter_async_context(deployment(speed, folder))
+        bench = Bench(target, speed, seconds, settle_s, warm_s)
         for name, part in PARTS.items():
             progress.update(task, description=name)
             await part(bench)
@@ -259,7 +265,7 @@ def main() -> None:
     args = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     result = asyncio.run(measure(args.seconds, Console(stderr=True)))
-    deliver(result, args.json, lambda: show(result, Console()))
+    write_result(result, args.json, lambda: show(result, Console()))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from bench import machine
 from bench.medians import in_turn
-from bench.options import add_json, deliver, positive
+from bench.options import add_json, positive, write_result
 from decant.engine.backends import make_backend
 from decant.engine.cpu.sampler import SCORES_AT_ONCE
 from decant.engine.model.sampler import Sampler
@@ -102,7 +102,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     result = measure(args.rows, args.vocabulary, args.runs, args.written)
-    deliver(result, args.json, lambda: show(result))
+    write_result(result, args.json, lambda: show(result))
 
 
 if __name__ == "__main__":

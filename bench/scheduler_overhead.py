@@ -27,7 +27,7 @@ from rich.table import Table
 
 from bench import machine
 from bench.comparison.metrics import distribution
-from bench.options import add_json, deliver, positive
+from bench.options import add_json, positive, write_result
 from decant.engine.backends import make_backend
 from decant.engine.costs import StepCostModel
 from decant.engine.engine import Engine
@@ -50,7 +50,7 @@ ROUND = 100
 class NullDevice:
     block_bytes = 0
     lookahead = 0
-    overlaps = False
+    overlaps_steps = False
     vocab_size = VOCABULARY
     eos_token_ids: frozenset[int] = frozenset()
     layout = "null"
@@ -103,7 +103,7 @@ class LaidOutDevice(NullDevice):
 DEVICES: dict[str, Callable[[int], Device]] = {"null": NullDevice, "laid out": LaidOutDevice}
 
 
-class Scene:
+class RunningBatch:
     """Contexts of about ``context`` tokens."""
 
     def __init__(self, device: Callable[[int], Device], running: int, context: int, churn: bool) -> None:
@@ -115,7 +115,7 @@ class Scene:
         self.engine = Engine(device(blocks), Limits(4 * context + running, running, 2 * context + 2 * ROUND))
         for _ in range(running):
             self.add()
-        while self.engine.scheduler.waiting or any(s.remaining > 1 for s in self.engine.scheduler.running):
+        while self.engine.scheduler.waiting or any(s.num_remaining > 1 for s in self.engine.scheduler.running):
             self.engine.step()
 
     def add(self) -> None:
@@ -142,11 +142,11 @@ def measure(name: str, running: int, context: int, steps: int, *, churn: bool) -
     """Milliseconds by the clock and by this thread's CPU."""
     seconds: list[tuple[float, float]] = []
     while len(seconds) < steps:
-        scene = Scene(DEVICES[name], running, context, churn)
+        batch = RunningBatch(DEVICES[name], running, context, churn)
         for _ in range(context if churn else 1):  # until the ends are spread evenly
-            scene.step()
+            batch.step()
         gc.collect()
-        seconds += [scene.step() for _ in range(steps if churn else min(ROUND, steps - len(seconds)))]
+        seconds += [batch.step() for _ in range(steps if churn else min(ROUND, steps - len(seconds)))]
     return distribution("step", [took for took, _ in seconds]) | distribution("cpu", [worked for _, worked in seconds])
 
 
@@ -178,21 +178,21 @@ class Parts:
 
 def parts(running: int, context: int, steps: int) -> dict[str, float]:
     """Median CPU milliseconds per step."""
-    scene = Scene(LaidOutDevice, running, context, churn=False)
-    device = scene.engine.device
+    batch = RunningBatch(LaidOutDevice, running, context, churn=False)
+    device = batch.engine.device
     assert isinstance(device, LaidOutDevice)
     with Parts(device.backend, "flatten", "make_attention", "top_tokens") as timed:
         for _ in range(min(ROUND, steps)):
-            scene.step()
+            batch.step()
     return {name: distribution("x", seconds)["median_x_ms"] for name, seconds in timed.seconds.items()}
 
 
 def profile(running: int, context: int, steps: int) -> None:
-    scene = Scene(LaidOutDevice, running, context, churn=False)
+    batch = RunningBatch(LaidOutDevice, running, context, churn=False)
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(min(ROUND, steps)):
-        scene.step()
+        batch.step()
     profiler.disable()
     pstats.Stats(profiler, stream=sys.stderr).strip_dirs().sort_stats("tottime").print_stats(25)
 
@@ -200,10 +200,10 @@ def profile(running: int, context: int, steps: int) -> None:
 def bench(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"machine": machine.facts(), "running": args.running, "context": args.context}
     result |= {"steps": args.steps, "threads": args.threads, "goal_ms": GOAL_MS, "scenes": {}}
-    for scene in ("decode", "churn"):
+    for workload in ("decode", "churn"):
         for name in DEVICES:
-            figures = measure(name, args.running, args.context, args.steps, churn=scene == "churn")
-            result["scenes"][f"{scene}, {name}"] = figures
+            figures = measure(name, args.running, args.context, args.steps, churn=workload == "churn")
+            result["scenes"][f"{workload}, {name}"] = figures
     result["parts_median_ms"] = parts(args.running, args.context, args.steps)
     return result
 
@@ -237,7 +237,7 @@ def main() -> int:
         profile(args.running, args.context, args.steps)
         return 0
     result = bench(args)
-    deliver(result, args.json, lambda: show(result, Console(stderr=True)))
+    write_result(result, args.json, lambda: show(result, Console(stderr=True)))
     return 0
 
 

@@ -74,8 +74,8 @@ class Worker:
         prompts = [*self.queue, *([self.running[0]] if self.running else [])]
         queued = sum(prompt.arrival.tokens - self._cached(prompt).num_blocks * BLOCK_TOKENS for prompt in prompts)
         self._load = wire.Load(
-            free_blocks=self.pool.free,
-            cached_blocks=self.pool.cached,
+            free_blocks=self.pool.free_blocks,
+            cached_blocks=self.pool.cached_blocks,
             running=0 if self.running is None else 1,
             waiting=len(self.queue),
             queued_tokens=queued,

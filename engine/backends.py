@@ -9,14 +9,14 @@ import torch
 
 from decant.engine.errors import InvalidConfig
 from decant.engine.model.backend import Backend, CudaKernels, TorchBackend
-from decant.engine.model.device_errors import naming_failures
+from decant.engine.model.device_errors import translate_device_errors
 from decant.engine.model.model import ModelConfig
 
 MIN_CAPABILITY = (8, 0)
 """Compute capability of the oldest GPUs that triton supports."""
 
 
-@naming_failures()
+@translate_device_errors()
 def choose_backend(config: ModelConfig) -> Backend:
     """The backend that ``config`` names. Raises InvalidConfig, DeviceFailed."""
     return make_backend(choose_device(config.device), config.cuda_kernels, config.exact)

@@ -28,34 +28,37 @@ from decant.engine.prefix_index import GroupBlocks, PrefixIndex
 class BlockTable:
     """Blocks of one owner by group, in token order; the owner must ``release`` it.
 
-    The first ``freed[group]`` entries of ``blocks[group]`` are ``null``. A wider window never has fewer entries.
+    The first ``num_freed[group]`` entries of ``blocks[group]`` are null blocks. A wider window never has
+    fewer entries.
     """
 
-    __slots__ = ("blocks", "freed", "live", "owner", "pool")
+    __slots__ = ("blocks", "is_live", "num_freed", "owner", "pool")
 
     def __init__(self, pool: BlockPool, owner: str, prefix: Sequence[GroupBlocks]) -> None:
         self.pool = pool
         self.owner = owner
-        self.freed = [group.freed for group in prefix]
-        self.blocks = tuple(array("i", [pool.null]) * group.freed + array("i", group.blocks) for group in prefix)
-        self.live = True
+        self.num_freed = [group.num_freed for group in prefix]
+        self.blocks = tuple(
+            array("i", [pool.null_block]) * group.num_freed + array("i", group.blocks) for group in prefix
+        )
+        self.is_live = True
 
     @property
     def num_blocks(self) -> int:
         return len(self.blocks[-1])
 
     @property
-    def shortest(self) -> list[array[int]]:
+    def shortest_rows(self) -> list[array[int]]:
         return [blocks for blocks in self.blocks if len(blocks) == len(self.blocks[-1])]
 
     @property
-    def held(self) -> list[int]:
-        return [block for blocks, freed in zip(self.blocks, self.freed, strict=True) for block in blocks[freed:]]
+    def held_blocks(self) -> list[int]:
+        return [block for blocks, freed in zip(self.blocks, self.num_freed, strict=True) for block in blocks[freed:]]
 
     def grow(self, count: int) -> None:
         """Until each group has ``count`` entries, all or none. Raises OutOfBlocks."""
         missing = [max(0, count - len(blocks)) for blocks in self.blocks]
-        fresh = self.pool.take(sum(missing))
+        fresh = self.pool.allocate_blocks(sum(missing))
         for blocks, more in zip(self.blocks, missing, strict=True):
             blocks.extend(fresh[:more])
             del fresh[:more]
@@ -66,57 +69,57 @@ class BlockTable:
         return min((more + sum(lengths[:count])) // count for count in range(1, len(lengths) + 1))
 
     def share(self, group: int, block: int) -> None:
-        self.pool.acquire(block)
+        self.pool.add_reference(block)
         self.blocks[group].append(block)
 
     def free_unseen(self, position: int) -> None:
         """Free the blocks that no query from ``position`` on sees."""
-        for group in self.pool.windowed:
-            blocks, freed = self.blocks[group], self.freed[group]
+        for group in self.pool.windowed_groups:
+            blocks, freed = self.blocks[group], self.num_freed[group]
             first = min(self.pool.first_block(group, position), len(blocks))
             if first > freed:
-                self.pool.drop(blocks[freed:first])
-                blocks[freed:first] = array("i", [self.pool.null]) * (first - freed)
-                self.freed[group] = first
+                self.pool.release_blocks(blocks[freed:first])
+                blocks[freed:first] = array("i", [self.pool.null_block]) * (first - freed)
+                self.num_freed[group] = first
 
     def release(self) -> None:
         """Return all blocks to the pool. Idempotent."""
-        if self.live:
-            self.live = False
-            self.pool.give_back(self)
+        if self.is_live:
+            self.is_live = False
+            self.pool.release_table(self)
             for blocks in self.blocks:
                 del blocks[:]
 
 
 class BlockPool:
-    """``windows``: of each group, widest first; ``windowed``: the groups that free blocks.
+    """``windows``: of each group, widest first; ``windowed_groups``: the groups that free blocks.
 
-    ``null``: id of a freed table entry; ``KvStore`` has zeros there.
+    ``null_block``: id of a freed table entry; ``KvStore`` has zeros there.
     """
 
     def __init__(self, num_blocks: int, block_size: int, windows: Sequence[Window] = (FULL,)) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.windows = windows
-        self.windowed = [group for group, window in enumerate(windows) if window != FULL]
+        self.windowed_groups = [group for group, window in enumerate(windows) if window != FULL]
         self.index = PrefixIndex(block_size, windows)
-        self.null = num_blocks
+        self.null_block = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self._refs = [0] * num_blocks
+        self._ref_counts = [0] * num_blocks
         self._tables: dict[int, BlockTable] = {}  # by id(table)
 
     @property
-    def available(self) -> int:
+    def available_blocks(self) -> int:
         """Free and cached blocks."""
         return len(self._free) + len(self._cached)
 
     @property
-    def free(self) -> int:
+    def free_blocks(self) -> int:
         return len(self._free)
 
     @property
-    def cached(self) -> int:
+    def cached_blocks(self) -> int:
         return len(self._cached)
 
     def blocks_for(self, tokens: int) -> int:
@@ -129,10 +132,12 @@ class BlockPool:
     def first_block(self, group: int, position: int) -> int:
         return self.windows[group].first_block(position, self.block_size)
 
-    def allocate(self, owner: str, count: int, prefix: Sequence[GroupBlocks] = (), spare: int = 0) -> BlockTable:
+    def allocate(
+        self, owner: str, count: int, prefix: Sequence[GroupBlocks] = (), reserved_blocks: int = 0
+    ) -> BlockTable:
         """A table of ``count`` entries per group: the held or cached ``prefix``, then fresh blocks, all or none.
 
-        A group with a window gets only what it needs at once. ``spare`` blocks stay available. Raises OutOfBlocks.
+        A group with a window gets only what it needs at once. ``reserved_blocks`` stay available. Raises OutOfBlocks.
         """
         prefix = prefix or [GroupBlocks()] * len(self.windows)
         cached = [block for group in prefix for block in group.blocks]
@@ -140,54 +145,54 @@ class BlockPool:
         for window, (freed, blocks) in zip(self.windows, prefix, strict=True):
             count = min(count, freed + window.blocks_at_once(count - freed, self.block_size))
             fresh.append(max(0, count - freed - len(blocks)))
-        needed = sum(fresh) + sum(1 for block in cached if self._refs[block] == 0) + spare
-        if needed > self.available:
-            raise OutOfBlocks(needed, self.available)
+        needed = sum(fresh) + sum(1 for block in cached if self._ref_counts[block] == 0) + reserved_blocks
+        if needed > self.available_blocks:
+            raise OutOfBlocks(needed, self.available_blocks)
         for block in cached:
-            self.acquire(block)
+            self.add_reference(block)
         table = BlockTable(self, owner, prefix)
         for blocks, more in zip(table.blocks, fresh, strict=True):
-            blocks.extend(self.take(more))
+            blocks.extend(self.allocate_blocks(more))
         self._tables[id(table)] = table
         return table
 
     def publish(self, group: int, blocks: Sequence[int], digests: Iterable[BlockHash]) -> None:
         """Make held, filled blocks findable. The first block of a digest keeps it."""
         for block in blocks:
-            if self._refs[block] == 0:
+            if self._ref_counts[block] == 0:
                 raise AssertionError(f"block {block} is published without a reference")
         self.index.publish(group, blocks, digests)
 
     def grow(self, rows: Sequence[array[int]]) -> None:
         """Append one fresh block to each row, all or none. Raises OutOfBlocks."""
-        for blocks, block in zip(rows, self.take(len(rows)), strict=True):
+        for blocks, block in zip(rows, self.allocate_blocks(len(rows)), strict=True):
             blocks.append(block)
 
-    def take(self, count: int) -> list[int]:
+    def allocate_blocks(self, count: int) -> list[int]:
         """Raises OutOfBlocks."""
-        if count > self.available:
-            raise OutOfBlocks(count, self.available)
+        if count > self.available_blocks:
+            raise OutOfBlocks(count, self.available_blocks)
         taken = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - len(taken) :]
         if len(taken) < count:
             taken += self._evict(count - len(taken))
         for block in taken:
-            self._refs[block] = 1
+            self._ref_counts[block] = 1
         return taken
 
-    def acquire(self, block: int) -> None:
+    def add_reference(self, block: int) -> None:
         """The block must be held or cached."""
-        if self._refs[block] == 0:
+        if self._ref_counts[block] == 0:
             del self._cached[block]
-        self._refs[block] += 1
+        self._ref_counts[block] += 1
 
-    def give_back(self, table: BlockTable) -> None:
+    def release_table(self, table: BlockTable) -> None:
         del self._tables[id(table)]
-        self.drop(table.held)
+        self.release_blocks(table.held_blocks)
 
-    def drop(self, blocks: Sequence[int]) -> None:
+    def release_blocks(self, blocks: Sequence[int]) -> None:
         """The last first: a prefix is evicted after what follows it."""
-        refs, published = self._refs, self.index.published
+        refs, published = self._ref_counts, self.index.published
         for block in reversed(blocks):
             refs[block] -= 1
             if refs[block] == 0:
@@ -196,7 +201,7 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def forget(self, digests: Iterable[BlockHash]) -> None:
+    def evict(self, digests: Iterable[BlockHash]) -> None:
         """Evict cached blocks of these hashes in all groups; held ones stay published."""
         for block in [block for digest in digests for block in self.index.find(digest)]:
             if block in self._cached:
@@ -225,22 +230,22 @@ class BlockPool:
     def held_by(self) -> dict[str, list[int]]:
         owners: dict[str, list[int]] = {}
         for table in self._tables.values():
-            owners.setdefault(table.owner, []).extend(table.held)
+            owners.setdefault(table.owner, []).extend(table.held_blocks)
         return owners
 
     def check_integrity(self, live_owners: Iterable[str]) -> None:
         """Raises AssertionError."""
         counted = [0] * self.num_blocks
         for table in self._tables.values():
-            _require(table.live, f"{table.owner} was released and is still listed")
-            held = table.held
+            _require(table.is_live, f"{table.owner} was released and is still listed")
+            held = table.held_blocks
             _require(len(set(held)) == len(held), f"{table.owner} lists a block twice")
-            for blocks, freed in zip(table.blocks, table.freed, strict=True):
-                _require(set(blocks[:freed]) <= {self.null}, f"{table.owner} lists a block as freed")
-            _require(self.null not in held, f"{table.owner} does not list a freed block as freed")
+            for blocks, freed in zip(table.blocks, table.num_freed, strict=True):
+                _require(set(blocks[:freed]) <= {self.null_block}, f"{table.owner} lists a block as freed")
+            _require(self.null_block not in held, f"{table.owner} does not list a freed block as freed")
             for block in held:
                 counted[block] += 1
-        _require(counted == self._refs, "reference counts differ from the live block tables")
+        _require(counted == self._ref_counts, "reference counts differ from the live block tables")
         dead = set(self.held_by()) - set(live_owners)
         _require(not dead, f"blocks are held for {sorted(dead)}, which are not alive")
         free, cached = set(self._free), set(self._cached)
@@ -254,6 +259,6 @@ class BlockPool:
         self.index.check_integrity()
 
 
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise AssertionError(otherwise)
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)

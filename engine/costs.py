@@ -51,8 +51,8 @@ class StepCostModel:
     def seconds(self, work: StepWork) -> float:
         return self.fixed + self.token * work.tokens + self.logits * work.logits + self.pair * work.pairs
 
-    def max_tokens_within(self, seconds: float, context: int, most: int, *, all_logits: bool = False) -> int:
-        """Most tokens, 0 to ``most``, of one chunk that adds at most ``seconds``."""
+    def max_tokens_within(self, seconds: float, context: int, max_tokens: int, *, all_logits: bool = False) -> int:
+        """Most tokens, 0 to ``max_tokens``, of one chunk that adds at most ``seconds``."""
         left = seconds - (0.0 if all_logits else self.logits)
         if left <= 0:
             return 0
@@ -60,27 +60,27 @@ class StepCostModel:
         half = self.pair / 2
         slope = self.token + (self.logits if all_logits else 0.0) + self.pair * context + half
         divisor = slope + math.sqrt(slope * slope + 4 * half * left)
-        return most if 2 * left >= most * divisor else int(2 * left / divisor)
+        return max_tokens if 2 * left >= max_tokens * divisor else int(2 * left / divisor)
 
 
 class StepTimePredictor:
     """A cost model that corrects itself.
 
-        predicted = factor x (own x decodes + what prompts add)
+        predicted = factor x (decode_factor x decodes + what prompts add)
 
-    A step with prompts corrects ``factor``, one without corrects ``own``, by at most 8 %.
+    A step with prompts corrects ``factor``, one without corrects ``decode_factor``, by at most 8 %.
     """
 
     def __init__(self, costs: StepCostModel) -> None:
         self.costs = costs
-        self.factor = self.own = 1.0
+        self.factor = self.decode_factor = 1.0
 
     def seconds(self, decodes: StepWork, prompts: StepWork = NO_WORK) -> float:
         base = self.costs.seconds(decodes)
-        return self.factor * (self.own * base + self.costs.seconds(decodes.plus(prompts)) - base)
+        return self.factor * (self.decode_factor * base + self.costs.seconds(decodes.plus(prompts)) - base)
 
-    def max_tokens_within(self, seconds: float, context: int, most: int, *, all_logits: bool = False) -> int:
-        return self.costs.max_tokens_within(seconds / self.factor, context, most, all_logits=all_logits)
+    def max_tokens_within(self, seconds: float, context: int, max_tokens: int, *, all_logits: bool = False) -> int:
+        return self.costs.max_tokens_within(seconds / self.factor, context, max_tokens, all_logits=all_logits)
 
     def note(self, decodes: StepWork, prompts: StepWork, seconds: float) -> None:
         predicted = self.seconds(decodes, prompts)
@@ -90,4 +90,4 @@ class StepTimePredictor:
         if prompts.tokens:
             self.factor *= ratio
         else:
-            self.own *= ratio
+            self.decode_factor *= ratio

@@ -1,6 +1,6 @@
 """The engine's step: schedule, run, commit, publish. Not thread-safe; ``loop`` provides the thread.
 
-Commands that need to know the step in flight (``step_queue``) commit it first (``settle``).
+Commands that need to know the step in flight (``step_queue``) commit it first (``commit_in_flight``).
 
 add ──> waiting ──> running ──> ended           cancel: allowed in any state
            ^           │  │
@@ -55,8 +55,9 @@ class Engine:
         self.limits = limits
         self.predictor = StepTimePredictor(device.costs)
         self.scheduler = Scheduler(self.pool, limits, self.predictor, device.lookahead)
-        self.launched = StepQueue(device, clock)
-        self.settled: StepOutput | None = None  # of a step that a command committed; the next ``step`` returns it
+        self.step_queue = StepQueue(device, clock)
+        # Of a step that a command committed; the next ``step`` returns it.
+        self.committed_output: StepOutput | None = None
         self.transfers = KvTransfers(self, checksum)
         self.sequences: dict[str, EngineSequence] = {}
         self.parked: dict[str, EngineSequence] = {}
@@ -85,13 +86,13 @@ class Engine:
         Full blocks are shared, a partial last one is copied; without blocks it waits. It emits only what follows.
         Raises UnknownSequence, InvalidRequest, OutOfBlocks; then nothing is kept.
         """
-        self.settle()
+        self.commit_in_flight()
         source, scheduler, pool = self.sequences.get(id), self.scheduler, self.pool
         if source is None:
             raise UnknownSequence(f"{id} is not alive here")
         sampling = replace(source.request.sampling, output_index=output_index)
         sequence = self.new_sequence(replace(source.request, id=child, sampling=sampling))
-        full_blocks, partial = divmod(source.computed, pool.block_size)
+        full_blocks, partial = divmod(source.num_computed, pool.block_size)
         sequence.continue_from(source, full_blocks)
         length = len(sequence.tokens)
         sequence.next_check_length = sequence.request.next_check_length(length, self.limits.context_length)
@@ -101,10 +102,10 @@ class Engine:
                 raise OutOfBlocks(pool.blocks_at_once(count - full_blocks), 0)
             shared = [
                 GroupBlocks(freed, blocks[freed:full_blocks])
-                for freed, blocks in zip(table.freed, table.blocks, strict=True)
+                for freed, blocks in zip(table.num_freed, table.blocks, strict=True)
             ]
-            sequence.block_table = pool.allocate(child, count, shared, spare=scheduler.spare)
-            sequence.computed = source.computed
+            sequence.block_table = pool.allocate(child, count, shared, reserved_blocks=scheduler.reserved_blocks)
+            sequence.num_computed = source.num_computed
             if partial:
                 for target_blocks, source_blocks in zip(sequence.block_table.blocks, table.blocks, strict=True):
                     self.device.write(target_blocks[full_blocks], self.device.read(source_blocks[full_blocks]))
@@ -124,18 +125,18 @@ class Engine:
         if sequence is not None:
             self._end(sequence, FinishReason.CANCELLED)
             if keep is not None:
-                self.forget(sequence.tokens, sequence.request.salt, keep)
+                self.evict_cached(sequence.tokens, sequence.request.salt, keep)
         return sequence is not None or arrival is not None
 
-    def forget(self, tokens: Sequence[int], salt: bytes, keep: int) -> None:
+    def evict_cached(self, tokens: Sequence[int], salt: bytes, keep: int) -> None:
         """Evict cached blocks behind the first ``keep`` tokens; held ones stay published."""
         size = self.pool.block_size
         hashes = hash_blocks(root_hash(salt), tokens, size)[keep // size :]
-        self.launched.after_ends(partial(self.pool.forget, hashes))
+        self.step_queue.call_after_releases(partial(self.pool.evict, hashes))
 
     def park(self, id: str) -> None:
         """The sequence keeps its blocks. Raises UnknownSequence if it is not running."""
-        self.settle()
+        self.commit_in_flight()
         sequence = self.sequences.get(id)
         if sequence is None or id in self.parked or sequence.block_table is None:
             raise UnknownSequence(f"{id} is not running here")
@@ -144,7 +145,7 @@ class Engine:
 
     def resume(self, id: str) -> None:
         """Raises UnknownSequence."""
-        self.settle()  # it may preempt another
+        self.commit_in_flight()  # it may preempt another
         sequence = self.parked.pop(id, None)
         if sequence is None:
             raise UnknownSequence(f"{id} is not parked here")
@@ -154,44 +155,44 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        queued = self.scheduler.running or self.scheduler.waiting or self.launched
-        return bool(queued or self._ended or self.settled is not None)
+        queued = self.scheduler.running or self.scheduler.waiting or self.step_queue
+        return bool(queued or self._ended or self.committed_output is not None)
 
     def step(self) -> StepOutput:
-        """After ``settle``: publish what that committed, without waiting."""
+        """After ``commit_in_flight``: publish what that committed, without waiting."""
         if self._failure is not None:
             raise self._failure
-        output, self.settled = self.settled, None
+        output, self.committed_output = self.committed_output, None
         if output is None:
             output = self._run_step(ahead=True)
         else:
-            self.launched.launch(self.scheduler, len(self.transfers.arrivals))
-        output.available = self.pool.available
+            self.step_queue.launch(self.scheduler, len(self.transfers.arrivals))
+        output.available_blocks = self.pool.available_blocks
         output.ended, self._ended = self._ended, []
         return output
 
-    def settle(self) -> None:
+    def commit_in_flight(self) -> None:
         """Commit the step in flight: then only commands change sequences until the next step.
 
         If that fails, so does every later step: its rows may be half committed.
         """
         if self._failure is not None:
             raise self._failure
-        if self.launched:
+        if self.step_queue:
             try:
-                self.settled = self._run_step(ahead=False)
+                self.committed_output = self._run_step(ahead=False)
             except Exception as error:
                 self._failure = error
                 raise
 
     def _run_step(self, *, ahead: bool) -> StepOutput:
         output, reserved_slots = StepOutput(self.steps, [], [], [], [], []), len(self.transfers.arrivals)
-        step = self.launched.launch(self.scheduler, reserved_slots)
+        step = self.step_queue.launch(self.scheduler, reserved_slots)
         self.planned_tokens = output.num_tokens = step.plan.num_tokens if step else 0
         if step:
             if ahead:
-                self.launched.launch_ahead(self.scheduler, reserved_slots)
-            self._commit(step, self.launched.finish(), output)
+                self.step_queue.launch_ahead(self.scheduler, reserved_slots)
+            self._commit(step, self.step_queue.finish(), output)
             self.steps += 1
         return output
 
@@ -205,18 +206,19 @@ class Engine:
             sequence = sequences[index]
             self._end(sequence, FinishReason.FAILED, detail=why)
             self.pool.unpublish(sequence.hashes(range(len(sequence.tokens) // size), size))
-            self.forget(sequence.tokens, sequence.request.salt, 0)  # what is published when its blocks are released
+            # What is published when its blocks are released.
+            self.evict_cached(sequence.tokens, sequence.request.salt, 0)
         for index, entries in result.prompt_logprobs.items():
             _emit_prompt_logprobs(sequences[index], plan.rows[index].start + 1, entries, output)
         count, known = len(sequences), result.logprobs
         logprobs = [known.get(index) for index in range(count)] if known else [None] * count
         emit, make = output.tokens.append, tuple.__new__
         for sequence, row, token, logprob in zip(sequences, plan.rows, result.sampled, logprobs, strict=True):
-            request, start, end, timeline = sequence.request, sequence.computed, row.end, sequence.timeline
+            request, start, end, timeline = sequence.request, sequence.num_computed, row.end, sequence.timeline
             if timeline.scheduled is None:
                 timeline.scheduled = started
-                output.begun.append(SequenceStarted(request.id, start, len(sequence.tokens), timeline))
-            sequence.computed = end
+                output.started.append(SequenceStarted(request.id, start, len(sequence.tokens), timeline))
+            sequence.num_computed = end
             if end % size < end - start and timeline.finished is None:
                 self._on_blocks_filled(sequence, start // size, end // size, output)
             if token is None:
@@ -236,15 +238,15 @@ class Engine:
     ) -> None:
         """Commit a row's tokens up to the one that ends or parks its sequence.
 
-        Slots behind ``computed`` may hold KV of rejected tokens; they are never published, and are overwritten.
+        Slots behind ``num_computed`` may hold KV of rejected tokens; they are never published, and are overwritten.
         """
         size = self.pool.block_size
         for token, logprobs in further:
             if sequence.id not in self.sequences or sequence.id in self.parked:
                 return
-            sequence.computed += 1
-            if sequence.computed % size == 0:
-                filled = sequence.computed // size
+            sequence.num_computed += 1
+            if sequence.num_computed % size == 0:
+                filled = sequence.num_computed // size
                 self._on_blocks_filled(sequence, filled - 1, filled, output)
             output.tokens.append(Token(sequence.id, sequence.num_output, token, logprobs))
             sequence.tokens.append(token)
@@ -256,8 +258,8 @@ class Engine:
 
     def _finish_or_park(self, sequence: EngineSequence) -> bool:
         """True: parked."""
-        request, length, most = sequence.request, len(sequence.tokens), sequence.request.stop.max_tokens
-        if most is not None and length - request.prompt_len >= most:
+        request, length, max_tokens = sequence.request, len(sequence.tokens), sequence.request.stop.max_tokens
+        if max_tokens is not None and length - request.prompt_len >= max_tokens:
             self._end(sequence, FinishReason.LENGTH)
         elif length >= self.limits.context_length:
             self._end(sequence, FinishReason.CONTEXT_LENGTH)
@@ -279,7 +281,7 @@ class Engine:
         del self.sequences[sequence.id]
         if self.parked.pop(sequence.id, None) is None:
             self.scheduler.remove(sequence)
-        self.launched.when_unused(sequence, partial(self.scheduler.release, sequence))
+        self.step_queue.call_when_unused(sequence, partial(self.scheduler.release, sequence))
         self.transfers.on_sequence_end(sequence.id)
         sequence.timeline.finished = self._clock()
         self._ended.append(SequenceFinished(sequence.id, reason, sequence.timeline, stop_token, detail))
@@ -290,7 +292,7 @@ class Engine:
             self.scheduler.publish(sequence, range(first, min(stop, prompt_blocks)))
         self.transfers.on_blocks_filled(sequence, first, stop, output)
         if sequence.block_table:
-            sequence.block_table.free_unseen(sequence.computed)
+            sequence.block_table.free_unseen(sequence.num_computed)
 
     # -- inspect ------------------------------------------------------------------------------------------------
 

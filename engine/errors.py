@@ -34,10 +34,10 @@ class InvalidConfig(_OutOfLimit):
     pass
 
 
-def check_whole(field: str, value: object, least: int) -> None:
-    """Raises InvalidConfig unless ``value`` is an int of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InvalidConfig(field, f"a whole number, at least {least}", value)
+def check_int(field: str, value: object, minimum: int) -> None:
+    """Raises InvalidConfig unless ``value`` is an int of at least ``minimum``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise InvalidConfig(field, f"a whole number, at least {minimum}", value)
 
 
 class ModelRefused(EngineError):

@@ -63,7 +63,7 @@ class KvTransfers:
         lease, last = pool.allocate(lease_owner(id), 0), len(sequence.tokens) - 1
         first = [max(cached_blocks, pool.first_block(group, last)) for group in range(len(pool.windows))]
         self.exports[id] = export = KvExport(sequence, first, lease, self._engine.device)
-        export.offer_filled(sequence, sequence.computed // size, self._checksum)
+        export.offer_filled(sequence, sequence.num_computed // size, self._checksum)
         return export
 
     def finalize(self, id: str) -> TransferCommit:
@@ -75,8 +75,8 @@ class KvTransfers:
         if export is None or export.ended or sequence is None:
             raise UnknownSequence(f"{id} is not parked here with an open export")
         tokens = len(sequence.request.token_ids)
-        if sequence.computed < tokens:
-            raise InvalidRequest("computed", f"at least the {tokens} tokens of the request", sequence.computed)
+        if sequence.num_computed < tokens:
+            raise InvalidRequest("computed", f"at least the {tokens} tokens of the request", sequence.num_computed)
         return export.finalize(sequence, self._checksum)
 
     def finalize_running(self, id: str, sent: int) -> TransferCommit | None:
@@ -85,14 +85,14 @@ class KvTransfers:
         ``sent``: number of blocks that were sent. None: it runs on, as more are unsent or it has generated no token
         here. Raises UnknownSequence.
         """
-        self._engine.settle()
+        self._engine.commit_in_flight()
         sequence, export = self._engine.sequences.get(id), self.exports.get(id)
         if sequence is None or export is None:
             raise UnknownSequence(f"{id} is not alive here with an open export")
-        is_decoding = sequence.block_table is not None and sequence.remaining == 1
-        filled = sequence.computed // self._engine.pool.block_size
+        is_decoding = sequence.block_table is not None and sequence.num_remaining == 1
+        filled = sequence.num_computed // self._engine.pool.block_size
         unsent = sum(filled - index for index in export.next_index) + len(export.runs) - sent
-        if not is_decoding or unsent > 0 or sequence.computed < len(sequence.request.token_ids):
+        if not is_decoding or unsent > 0 or sequence.num_computed < len(sequence.request.token_ids):
             return None
         self._engine.park(id)
         return self.finalize(id)
@@ -154,14 +154,14 @@ class KvTransfers:
         is_full = len(scheduler.running) + len(self.arrivals) >= limits.max_running
         if is_full or any(waiting.timeline.scheduled is not None for waiting in scheduler.waiting):
             raise OutOfBlocks(pool.blocks_at_once(count), 0)
-        sequence.block_table = pool.allocate(sequence.id, count, pinned, spare=scheduler.spare)
+        sequence.block_table = pool.allocate(sequence.id, count, pinned, reserved_blocks=scheduler.reserved_blocks)
         arrival = IncomingSequence(sequence, prefix.num_blocks, engine.device, self._checksum, self.arrivals.pop)
         self.arrivals[request.id] = arrival
         return arrival
 
     def join(self, arrival: IncomingSequence, commit: TransferCommit) -> None:
         """Raises TransferRejected unless all blocks are verified."""
-        self._engine.settle()  # it may preempt a sequence
+        self._engine.commit_in_flight()  # it may preempt a sequence
         sequence = arrival.accept(commit)
         self._engine.sequences[arrival.id] = sequence
         self._engine.scheduler.add(sequence)

@@ -39,7 +39,7 @@ class FakeDevice:
     """``cost`` returns the seconds that a step sleeps. With ``lookahead``, every third draft is wrong."""
 
     lookahead = 0
-    overlaps = False
+    overlaps_steps = False
     windows: tuple[Window, ...] = (FULL,)
 
     def __init__(
@@ -179,10 +179,10 @@ def draw(distribution: list[Candidate], row: Row, eos: frozenset[int]) -> int:
             weights.pop(token, None)
     if not weights:
         return 0  # every token is forbidden
-    if sampling.penalised:
+    if sampling.has_penalties:
         _penalise(weights, row)
     ordered = sorted(weights.items(), key=lambda item: -item[1])
-    if sampling.greedy:
+    if sampling.is_greedy:
         return ordered[0][0]
     kept = _keep([(token, weight / sampling.temperature) for token, weight in ordered], row)
     target = counter_uniform(sampling.seed, sampling.output_index, position) * sum(share for _, share in kept)

@@ -19,9 +19,9 @@ def load(engine: Engine) -> Load:
         arriving=len(transfers.arrivals),
         exports=len(transfers.exports),
         queued_tokens=scheduler.queued_tokens(),
-        free_blocks=pool.free,
-        cached_blocks=pool.cached,
-        held_blocks=pool.num_blocks - pool.available,
+        free_blocks=pool.free_blocks,
+        cached_blocks=pool.cached_blocks,
+        held_blocks=pool.num_blocks - pool.available_blocks,
         total_blocks=pool.num_blocks,
         preemptions=scheduler.preemptions,
         steps=engine.steps,
@@ -34,25 +34,27 @@ def blocks_of(engine: Engine, ids: Iterable[str]) -> int:
     for id in ids:
         sequence, export = engine.sequences.get(id), engine.transfers.exports.get(id)
         if sequence is not None and sequence.block_table:
-            held.update(sequence.block_table.held)
+            held.update(sequence.block_table.held_blocks)
         if export is not None:
-            held.update(export.held)
+            held.update(export.held_blocks)
     return len(held)
 
 
 def check_integrity(engine: Engine) -> None:
     """Raises AssertionError unless blocks, owners and sequences agree."""
     leases = (lease_owner(id) for id in engine.transfers.exports)
-    engine.pool.check_integrity({*engine.sequences, *engine.transfers.arrivals, *leases, *engine.launched.ended})
+    engine.pool.check_integrity({*engine.sequences, *engine.transfers.arrivals, *leases, *engine.step_queue.ended_ids})
     scheduled = [s.id for s in (*engine.scheduler.running, *engine.scheduler.waiting)]
     if sorted([*scheduled, *engine.parked]) != sorted(engine.sequences):
         raise AssertionError("a live sequence is in no state, or in two")
     for sequence in engine.sequences.values():
         table, pool = sequence.block_table, engine.pool
         capacity = table.num_blocks * pool.block_size if table else 0
-        if table and any(freed > pool.first_block(group, sequence.computed) for group, freed in enumerate(table.freed)):
+        if table and any(
+            freed > pool.first_block(group, sequence.num_computed) for group, freed in enumerate(table.num_freed)
+        ):
             raise AssertionError(f"{sequence.id} has freed blocks that its next token sees")
         if table and table.num_blocks != min(map(len, table.blocks)):
             raise AssertionError(f"{sequence.id} has more blocks of the narrowest window than of another")
-        if sequence.computed > capacity:
-            raise AssertionError(f"{sequence.id} has {sequence.computed} computed tokens in {capacity} slots")
+        if sequence.num_computed > capacity:
+            raise AssertionError(f"{sequence.id} has {sequence.num_computed} computed tokens in {capacity} slots")

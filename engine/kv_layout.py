@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-MOST_GROUPS = 8
+MAX_GROUPS = 8
 """Unless there are more kinds of windows. Each costs time for every sequence of a step."""
 
 
@@ -54,9 +54,9 @@ class Window:
 
     def blocks_at_once(self, count: int, block_size: int) -> int:
         """How many of ``count`` blocks a sequence needs at once."""
-        return count if self.kind is Kind.FULL else min(count, self.most_blocks(block_size))
+        return count if self.kind is Kind.FULL else min(count, self.max_blocks(block_size))
 
-    def most_blocks(self, block_size: int) -> int:
+    def max_blocks(self, block_size: int) -> int:
         """Not for FULL: the blocks of a window, and the next one."""
         return -(-self.size // block_size) + 2
 
@@ -64,14 +64,14 @@ class Window:
 FULL = Window()
 
 
-def longest_sequence(windows: Sequence[Window], num_blocks: int, block_size: int, most: int) -> int:
-    """In tokens, at most ``most``."""
+def longest_sequence(windows: Sequence[Window], num_blocks: int, block_size: int, max_length: int) -> int:
+    """In tokens, at most ``max_length``."""
 
     def needed(count: int) -> int:
         return sum(window.blocks_at_once(count, block_size) for window in windows)
 
-    counts = range(-(-most // block_size) + 1)
-    return min(most, (bisect_right(counts, num_blocks, key=needed) - 1) * block_size)
+    counts = range(-(-max_length // block_size) + 1)
+    return min(max_length, (bisect_right(counts, num_blocks, key=needed) - 1) * block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def _group(specs: Sequence[LayerSpec]) -> tuple[CacheGroup, ...]:
     fewest: tuple[int, ...] = ()
     for size in sorted(set(_sizes(specs, list(kinds.values()))), reverse=True):
         divided = [_divide(specs, layers, size) for _, layers in ordered]
-        if sum(map(len, divided)) > max(MOST_GROUPS, len(kinds)):
+        if sum(map(len, divided)) > max(MAX_GROUPS, len(kinds)):
             break  # so do all smaller sizes
         unused = tuple(
             len(parts) * size - _slot_elements(specs, layers)

@@ -9,14 +9,14 @@ from decant.engine.backends import choose_backend
 from decant.engine.checkpoint import checkpoint
 from decant.engine.kv_layout import KvLayout
 from decant.engine.model.backend import Backend
-from decant.engine.model.device_errors import naming_failures
+from decant.engine.model.device_errors import translate_device_errors
 from decant.engine.model.model import ModelConfig, ModelDevice, ReadModel, make_device
 
 HASHED, READ = 5, 20
 """Percent of a load, after hashing and after reading the weight files."""
 
 
-@naming_failures()
+@translate_device_errors()
 def load(
     config: ModelConfig, progress: Callable[[int], None] = lambda percent: None, backend: Backend | None = None
 ) -> ModelDevice:
@@ -28,7 +28,7 @@ def load(
     context_length = source.choose_context_length(config.context_length)
     weights = source.weights()
     progress(HASHED)
-    model = source.read(dtype, backend.device, place_each=backend.places_weights)
+    model = source.read(dtype, backend.device, load_to_device=backend.loads_to_device)
     progress(READ)
 
     def fingerprint(layout: KvLayout) -> str:

@@ -54,12 +54,12 @@ class StepDurations:
 
 @dataclass(slots=True)
 class _Call:
-    """``is_late``: answered after the step that follows."""
+    """``is_answered_after_step``: answered after the step that follows."""
 
     command: Command
     undo: Callable[[Engine, Any], object] | None
     future: asyncio.Future[Any]
-    is_late: bool = False
+    is_answered_after_step: bool = False
     value: Any = None
     error: BaseException | None = None
 
@@ -112,7 +112,7 @@ class EngineLoop:
         self._thread.start()
 
     @property
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         return self._thread.is_alive() and self._stopped is None
 
     @property
@@ -150,7 +150,7 @@ class EngineLoop:
         future = self._event_loop.create_future()
         future.add_done_callback(lambda done: (done.exception(), then()))
         try:
-            self._enqueue(_Call(command, None, future, is_late=True))
+            self._enqueue(_Call(command, None, future, is_answered_after_step=True))
         except EngineStopped as stopped:
             future.set_exception(stopped)
 
@@ -175,10 +175,10 @@ class EngineLoop:
         stopped, batch = EngineStopped("the engine was stopped"), list[_Call]()
         try:
             while self._wait():
-                batch = self._take()
+                batch = self._take_batch()
                 for call in batch:
                     call.run(self._engine)
-                if self._engine.settled is not None:  # what a command committed is older than its answer
+                if self._engine.committed_output is not None:  # what a command committed is older than its answer
                     self._deliver([], self._engine.step())
                 if self._engine.has_work:
                     batch = self._answer(batch)
@@ -204,14 +204,14 @@ class EngineLoop:
             )
             return not self._stopping
 
-    def _take(self) -> list[_Call]:
+    def _take_batch(self) -> list[_Call]:
         with self._condition:
             batch, self._inbox = self._inbox, []
         return [call for call in batch if not call.future.cancelled()]
 
     def _answer(self, batch: list[_Call]) -> list[_Call]:
-        """Returns the late calls."""
-        awaited = [call for call in batch if not call.is_late]
+        """Returns the calls that are answered after the step."""
+        awaited = [call for call in batch if not call.is_answered_after_step]
         if awaited:
 
             def on_event_loop() -> None:
@@ -219,7 +219,7 @@ class EngineLoop:
                     call.answer(self)
 
             self._post(on_event_loop)
-        return [call for call in batch if call.is_late]
+        return [call for call in batch if call.is_answered_after_step]
 
     def _deliver(self, batch: list[_Call], output: StepOutput) -> None:
         def on_event_loop() -> None:

@@ -52,9 +52,9 @@ class BlockFilled(NamedTuple):
 
 @dataclass(slots=True)
 class StepOutput:
-    """Deliver in the order ``begun``, ``tokens``, ``ended``.
+    """Deliver in the order ``started``, ``tokens``, ``ended``.
 
-    ``parked``: ids that reached ``park_after``. ``available``: blocks that an allocation can get.
+    ``parked``: ids that reached ``park_after``. ``available_blocks``: blocks that an allocation can get.
     """
 
     step: int
@@ -64,8 +64,8 @@ class StepOutput:
     parked: list[str]
     ended: list[SequenceFinished]
     num_tokens: int = 0
-    begun: list[SequenceStarted] = field(default_factory=list)
-    available: int = 0
+    started: list[SequenceStarted] = field(default_factory=list)
+    available_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,7 @@ class Device(Runner, BlockBytes, Protocol):
         ...
 
     @property
-    def overlaps(self) -> bool:
+    def overlaps_steps(self) -> bool:
         """Whether ``submit`` takes the next step while one is computed."""
         ...
 

@@ -17,9 +17,9 @@ def apply_changes(digests: dict[BlockHash, None], changed: Iterable[BlockHash]) 
 
 
 class GroupBlocks(NamedTuple):
-    """``freed`` blocks that no later query sees, then ``blocks``."""
+    """``num_freed`` blocks that no later query sees, then ``blocks``."""
 
-    freed: int = 0
+    num_freed: int = 0
     blocks: Sequence[int] = ()
 
 

@@ -13,21 +13,21 @@ from decant.engine.errors import InvalidRequest
 MAX_LOGPROBS = 20
 
 _MAX_TEMPERATURE = 100.0
-_LEAST_TEMPERATURE = 1e-5
+_MIN_TEMPERATURE = 1e-5
 """Below it sampling is greedy: division by it would overflow."""
 
 
-def _within(name: str, value: float, low: float, high: float) -> None:
+def _check_range(name: str, value: float, low: float, high: float) -> None:
     if not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
         raise InvalidRequest(name, f"a number from {low:g} to {high:g}", value)
 
 
-def _above_zero(name: str, value: float, high: float) -> None:
+def _check_above_zero(name: str, value: float, high: float) -> None:
     if not isinstance(value, int | float) or not 0.0 < value <= high:
         raise InvalidRequest(name, f"above 0 and at most {high:g}", value)
 
 
-def _whole(name: str, value: int, low: int, high: int) -> None:
+def _check_int(name: str, value: int, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidRequest(name, f"a whole number from {low} to {high}", value)
 
@@ -61,26 +61,26 @@ class SamplingParams:
     output_index: int = 0
 
     def __post_init__(self) -> None:
-        _within("temperature", self.temperature, 0.0, _MAX_TEMPERATURE)
-        _whole("top_k", self.top_k, 0, 2**31 - 1)
-        _within("min_p", self.min_p, 0.0, 1.0)
-        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _whole("seed", self.seed, 0, 2**64 - 1)
-        _whole("output_index", self.output_index, 0, 2**32 - 1)
-        _above_zero("top_p", self.top_p, 1.0)
-        _above_zero("repetition_penalty", self.repetition_penalty, 10.0)
+        _check_range("temperature", self.temperature, 0.0, _MAX_TEMPERATURE)
+        _check_int("top_k", self.top_k, 0, 2**31 - 1)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_int("seed", self.seed, 0, 2**64 - 1)
+        _check_int("output_index", self.output_index, 0, 2**32 - 1)
+        _check_above_zero("top_p", self.top_p, 1.0)
+        _check_above_zero("repetition_penalty", self.repetition_penalty, 10.0)
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidRequest("logit_bias", "token ids with a number each", self.logit_bias)
         for token, bias in self.logit_bias.items():
-            _within(f"logit_bias[{token}]", bias, -100.0, 100.0)
+            _check_range(f"logit_bias[{token}]", bias, -100.0, 100.0)
 
     @property
-    def greedy(self) -> bool:
-        return self.temperature < _LEAST_TEMPERATURE
+    def is_greedy(self) -> bool:
+        return self.temperature < _MIN_TEMPERATURE
 
     @property
-    def penalised(self) -> bool:
+    def has_penalties(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
@@ -95,8 +95,8 @@ class StopParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if not isinstance(self.stop_token_ids, Set):
             raise InvalidRequest("stop_token_ids", "a set of token ids", self.stop_token_ids)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -129,20 +129,22 @@ class Request:
     prompt_logprobs: int | None = None
     park_after: int | None = None
     prompt_len: int = field(init=False, repr=False, compare=False)
-    plain: bool = field(init=False, repr=False, compare=False)
+    is_plain_greedy: bool = field(init=False, repr=False, compare=False)
     """Every token is the likeliest by the model's own logits."""
-    tokens_only: bool = field(init=False, repr=False, compare=False)
-    """``plain``, and without any log-probabilities."""
+    needs_tokens_only: bool = field(init=False, repr=False, compare=False)
+    """``is_plain_greedy``, and without any log-probabilities."""
 
     def __post_init__(self) -> None:
         self._check()
         # Derived once: every step reads them of every sequence.
         object.__setattr__(self, "prompt_len", self.prompt_tokens or len(self.token_ids))
         sampling, stop = self.sampling, self.stop
-        changes_logits = sampling.penalised or sampling.logit_bias
+        changes_logits = sampling.has_penalties or sampling.logit_bias
         may_forbid = stop.min_tokens and (stop.stop_token_ids or not stop.ignore_eos)
-        object.__setattr__(self, "plain", sampling.greedy and not changes_logits and not may_forbid)
-        object.__setattr__(self, "tokens_only", self.plain and self.logprobs is None and self.prompt_logprobs is None)
+        object.__setattr__(self, "is_plain_greedy", sampling.is_greedy and not changes_logits and not may_forbid)
+        object.__setattr__(
+            self, "needs_tokens_only", self.is_plain_greedy and self.logprobs is None and self.prompt_logprobs is None
+        )
 
     def next_check_length(self, length: int, context_length: int) -> int:
         """Above ``length``; there the sequence ends or parks."""
@@ -159,13 +161,13 @@ class Request:
         if not self.token_ids:
             raise InvalidRequest("token_ids", "at least 1 token", 0)
         if self.prompt_tokens is not None:
-            _whole("prompt_tokens", self.prompt_tokens, 1, len(self.token_ids))
-        _whole("priority", self.priority, -1000, 1000)
+            _check_int("prompt_tokens", self.prompt_tokens, 1, len(self.token_ids))
+        _check_int("priority", self.priority, -1000, 1000)
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
-                _whole(name, value, 0, MAX_LOGPROBS)
+                _check_int(name, value, 0, MAX_LOGPROBS)
         if self.park_after is not None:
-            _whole("park_after", self.park_after, 1, 2**31 - 1)
+            _check_int("park_after", self.park_after, 1, 2**31 - 1)
 
 
 def check_tokens(field: str, tokens: Collection[int], vocabulary: int) -> None:
@@ -179,7 +181,7 @@ def check_tokens(field: str, tokens: Collection[int], vocabulary: int) -> None:
         raise InvalidRequest(field, f"token ids from 0 to {vocabulary - 1}", worst)
 
 
-def check_some_left(stop: StopParams, eos: Set[int], vocabulary: int) -> None:
+def check_tokens_remain(stop: StopParams, eos: Set[int], vocabulary: int) -> None:
     """Raises InvalidRequest if no token may be drawn before ``min_tokens``."""
     forbidden = stop.ids(eos)
     if stop.min_tokens and len(forbidden) >= vocabulary:
@@ -194,7 +196,7 @@ def check_request(request: Request, vocabulary: int, eos: Set[int], context_leng
     check_tokens("token_ids", request.token_ids, vocabulary)
     check_tokens("stop_token_ids", request.stop.stop_token_ids, vocabulary)
     check_tokens("logit_bias", tuple(request.sampling.logit_bias), vocabulary)
-    check_some_left(request.stop, eos, vocabulary)
+    check_tokens_remain(request.stop, eos, vocabulary)
     generated = len(request.token_ids) - request.prompt_len
     if request.stop.max_tokens is not None and generated >= request.stop.max_tokens:
         raise InvalidRequest("max_tokens", f"more than the {generated} tokens already written", generated)

@@ -46,7 +46,7 @@ class TokenCounts:
 
 
 class SamplerState:
-    """Only for requests that are not plain. ``counts``: None without penalties."""
+    """Only for requests that are not plain greedy. ``counts``: None without penalties."""
 
     __slots__ = ("bias", "bias_tokens", "counts")
 
@@ -55,7 +55,7 @@ class SamplerState:
         self.bias_tokens = array("q", sampling.logit_bias)
         self.bias = array("f", sampling.logit_bias.values())
         self.counts: TokenCounts | None = None
-        if sampling.penalised:
+        if sampling.has_penalties:
             self.counts = TokenCounts(request.prompt_len, with_prompt=sampling.repetition_penalty != 1.0)
 
     @property

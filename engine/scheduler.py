@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from decant.engine.blocks import BlockPool, BlockTable
 from decant.engine.costs import NO_WORK, StepCostModel, StepTimePredictor, StepWork
-from decant.engine.errors import InvalidConfig, OutOfBlocks, check_whole
+from decant.engine.errors import InvalidConfig, OutOfBlocks, check_int
 from decant.engine.plan import Row, StepPlan
 from decant.engine.prefix_index import CachedPrefix
 from decant.engine.sequence import Sequence
@@ -36,7 +36,7 @@ PROMPT_LOGPROB_CHUNK = 128
 
 STRETCH_FACTOR = 4
 """A step may take this many times as long as without prompts, if that is more than ``step_seconds``."""
-PREFIX_LOOKAHEAD = 32
+QUEUED_PREFIX_LOOKUPS = 32
 
 TOKEN_BUDGET = 512
 """Without measured costs."""
@@ -67,9 +67,9 @@ class Limits:
     step_seconds: float = 0.25
 
     def __post_init__(self) -> None:
-        check_whole("token_budget", self.token_budget, least=1)
-        check_whole("max_running", self.max_running, least=1)
-        check_whole("context_length", self.context_length, least=1)
+        check_int("token_budget", self.token_budget, minimum=1)
+        check_int("max_running", self.max_running, minimum=1)
+        check_int("context_length", self.context_length, minimum=1)
         if not self.step_seconds > 0:
             raise InvalidConfig("step_seconds", "above 0", self.step_seconds)
         if self.max_running > self.token_budget:
@@ -129,7 +129,7 @@ class Scheduler:
 
         ``reserved_slots`` of ``max_running`` are kept for arrivals.
         """
-        while len((running := self._collect_running()).needs_block) > self.pool.available:
+        while len((running := self._collect_running()).needs_block) > self.pool.available_blocks:
             self._preempt(self.running[-1])
         return self._plan(running, reserved_slots)
 
@@ -140,7 +140,7 @@ class Scheduler:
         the step in flight ends or parks at a known length gets no row.
         """
         running = self._collect_running()
-        if len(running.needs_block) > self.pool.available:
+        if len(running.needs_block) > self.pool.available_blocks:
             return None
         if any((state := running.rows[index].state) and state.reads_tokens for index in running.inputs):
             return None
@@ -150,7 +150,7 @@ class Scheduler:
         self.pool.grow(running.needs_block)
         rows, chosen, prompts = running.rows, running.chosen, running.prompts
         budget = _Budget(self.limits, self.predictor, running.decodes, self.pool.block_size)
-        while budget.left and (sequence := prompts.popleft() if prompts else self._admit_next(reserved_slots)):
+        while budget.is_left and (sequence := prompts.popleft() if prompts else self._admit_next(reserved_slots)):
             rows.append(row := budget.spend(sequence, self._max_slots(sequence)))
             chosen.append(sequence)
             _table(sequence).grow(self.pool.blocks_for(row.end))
@@ -160,14 +160,14 @@ class Scheduler:
     def longest_chunk(self) -> int:
         """Tokens per step of a long prompt without other work."""
         limits, size = self.limits, self.pool.block_size
-        return _Budget(limits, self.predictor, NO_WORK, size).share(0, limits.token_budget)
+        return _Budget(limits, self.predictor, NO_WORK, size).chunk_length(0, limits.token_budget)
 
     def publish(self, sequence: Sequence, filled: range) -> None:
         if not sequence.request.use_prefix_cache or not sequence.block_table:
             return
         table, stop = sequence.block_table, filled.stop
         for group, blocks in enumerate(table.blocks):
-            first = max(filled.start, table.freed[group])
+            first = max(filled.start, table.num_freed[group])
             if first < stop:
                 self.pool.publish(group, blocks[first:stop], sequence.hashes(range(first, stop), self.pool.block_size))
 
@@ -175,7 +175,7 @@ class Scheduler:
         """Publishes blocks of the output first: no request has that prefix earlier."""
         if sequence.block_table:
             size = self.pool.block_size
-            self.publish(sequence, range(len(sequence.request.token_ids) // size, sequence.computed // size))
+            self.publish(sequence, range(len(sequence.request.token_ids) // size, sequence.num_computed // size))
             sequence.block_table.release()
             sequence.block_table = None
 
@@ -189,7 +189,7 @@ class Scheduler:
         pairs, size, inputs = 0, self.pool.block_size, dict[int, int]()
         make = tuple.__new__  # hundreds a step, and Row's own constructor is a Python call
         for sequence in self.running:
-            tokens, computed, block_table = sequence.tokens, sequence.computed, sequence.block_table
+            tokens, computed, block_table = sequence.tokens, sequence.num_computed, sequence.block_table
             assert block_table, "a running sequence has blocks"
             blocks, length, in_flight = block_table.blocks, len(tokens), sequence.in_flight
             if in_flight is not None:
@@ -200,7 +200,7 @@ class Scheduler:
                     inputs[len(rows)] = in_flight.row
             slots = len(blocks[-1]) * size
             if slots < length and (computed == length - 1 or slots <= computed):
-                needs_block += block_table.shortest
+                needs_block += block_table.shortest_rows
             if computed == length - 1:
                 rows.append(make(Row, (sequence.request, tokens, computed, length, blocks, True, sequence.state)))
                 chosen.append(sequence)
@@ -208,46 +208,46 @@ class Scheduler:
             else:
                 prompts.append(sequence)
         if self.lookahead:
-            needs_block += [blocks for sequence in chosen for blocks in self._short_of_lookahead(sequence)]
+            needs_block += [blocks for sequence in chosen for blocks in self._rows_short_of_lookahead(sequence)]
         return _RunningRows(*groups, StepWork(len(rows), len(rows), pairs), inputs)
 
-    def _short_of_lookahead(self, sequence: Sequence) -> list[array[int]]:
+    def _rows_short_of_lookahead(self, sequence: Sequence) -> list[array[int]]:
         table, length = _table(sequence), len(sequence.tokens)
         needed = min(length + self.lookahead, self.limits.context_length)
-        return table.shortest if length <= table.num_blocks * self.pool.block_size < needed else []
+        return table.shortest_rows if length <= table.num_blocks * self.pool.block_size < needed else []
 
     def _max_slots(self, sequence: Sequence) -> int:
-        more = max(0, self.pool.available - self.spare)
-        return _table(sequence).reachable(more) * self.pool.block_size - sequence.scheduled
+        more = max(0, self.pool.available_blocks - self.reserved_blocks)
+        return _table(sequence).reachable(more) * self.pool.block_size - sequence.num_scheduled
 
     @property
-    def spare(self) -> int:
+    def reserved_blocks(self) -> int:
         """Blocks kept for the next tokens of the running sequences, so that prompts preempt none."""
         return len(self.running) * len(self.pool.windows)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.remove(sequence)
         self.release(sequence)
-        sequence.computed = 0
+        sequence.num_computed = 0
         sequence.block_checksums.clear()  # blocks of the prefix cache may have other bits
         self.preemptions += 1
         sequence.timeline.preemptions += 1
         self.add(sequence)
 
     def _admit_next(self, reserved_slots: int) -> Sequence | None:
-        """In order: a sequence never overtakes one that waits for blocks. ``spare`` blocks stay available."""
+        """In order: a sequence never overtakes one that waits for blocks. ``reserved_blocks`` stay available."""
         if not self.waiting or len(self.running) + reserved_slots >= self.limits.max_running:
             return None
         sequence = self.waiting[0]
         prefix = self.cached_prefix(sequence)
         count = self.pool.blocks_for(len(sequence.tokens))
         try:
-            block_table = self.pool.allocate(sequence.id, count, prefix.groups, spare=self.spare)
+            block_table = self.pool.allocate(sequence.id, count, prefix.groups, reserved_blocks=self.reserved_blocks)
         except OutOfBlocks:
             return None
         self.remove(sequence)
         sequence.block_table = block_table
-        sequence.computed = prefix.num_blocks * self.pool.block_size
+        sequence.num_computed = prefix.num_blocks * self.pool.block_size
         self.add(sequence)
         return sequence
 
@@ -259,9 +259,9 @@ class Scheduler:
         return self.pool.index.longest_prefix(sequence.hashes(range((len(sequence.tokens) - 1) // size), size))
 
     def queued_tokens(self) -> int:
-        """Without the cached prefixes of the first ``PREFIX_LOOKAHEAD`` waiting."""
-        cached = sum(self.cached_prefix(sequence).num_blocks for sequence in self.waiting[:PREFIX_LOOKAHEAD])
-        return sum(one.remaining for one in (*self.running, *self.waiting)) - cached * self.pool.block_size
+        """Without the cached prefixes of the first ``QUEUED_PREFIX_LOOKUPS`` waiting."""
+        cached = sum(self.cached_prefix(sequence).num_blocks for sequence in self.waiting[:QUEUED_PREFIX_LOOKUPS])
+        return sum(one.num_remaining for one in (*self.running, *self.waiting)) - cached * self.pool.block_size
 
 
 class _Budget:
@@ -271,37 +271,37 @@ class _Budget:
         self._limits = limits
         self._predictor = predictor
         self._seconds = max(limits.step_seconds, STRETCH_FACTOR * predictor.seconds(decodes))
-        self._least = block_size  # for the first prompt, so that prompts progress at any cost
-        self._over = False
+        self._min_tokens = block_size  # for the first prompt, so that prompts progress at any cost
+        self._is_spent = False
 
     @property
     def tokens(self) -> int:
         return self.decodes.tokens + self.prompts.tokens
 
     @property
-    def left(self) -> bool:
-        return not self._over and self.tokens < self._limits.token_budget
+    def is_left(self) -> bool:
+        return not self._is_spent and self.tokens < self._limits.token_budget
 
     def spend(self, sequence: Sequence, slots: int) -> Row:
         """The next tokens that fit, at least one and at most ``slots``."""
-        request, start = sequence.request, sequence.scheduled
+        request, start = sequence.request, sequence.num_scheduled
         all_logits = request.prompt_logprobs is not None
         tokens = self._limits.token_budget - self.tokens
-        most = min(len(sequence.tokens) - start, tokens, PROMPT_LOGPROB_CHUNK if all_logits else tokens)
-        end = start + self.share(start, min(most, slots), all_logits=all_logits)
+        max_tokens = min(len(sequence.tokens) - start, tokens, PROMPT_LOGPROB_CHUNK if all_logits else tokens)
+        end = start + self.chunk_length(start, min(max_tokens, slots), all_logits=all_logits)
         sample = end == len(sequence.tokens)
         row = Row(request, sequence.tokens, start, end, _table(sequence).blocks, sample, sequence.state)
         self.prompts = self.prompts.plus(row.work)
-        self._over = end - start < most or not self._max_tokens(0, 1)
-        self._least = 1
+        self._is_spent = end - start < max_tokens or not self._max_tokens(0, 1)
+        self._min_tokens = 1
         return row
 
-    def share(self, context: int, most: int, *, all_logits: bool = False) -> int:
-        return min(most, max(self._max_tokens(context, most, all_logits=all_logits), self._least))
+    def chunk_length(self, context: int, max_tokens: int, *, all_logits: bool = False) -> int:
+        return min(max_tokens, max(self._max_tokens(context, max_tokens, all_logits=all_logits), self._min_tokens))
 
-    def _max_tokens(self, context: int, most: int, *, all_logits: bool = False) -> int:
+    def _max_tokens(self, context: int, max_tokens: int, *, all_logits: bool = False) -> int:
         seconds = self._seconds - self._predictor.seconds(self.decodes, self.prompts)
-        return self._predictor.max_tokens_within(seconds, context, most, all_logits=all_logits)
+        return self._predictor.max_tokens_within(seconds, context, max_tokens, all_logits=all_logits)
 
 
 def _table(sequence: Sequence) -> BlockTable:

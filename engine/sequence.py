@@ -47,12 +47,12 @@ class BlockAddress(NamedTuple):
 class Sequence:
     """The scheduler's unit.
 
-    computed              number of leading tokens whose KV is in the blocks
+    num_computed          number of leading tokens whose KV is in the blocks
     block_table           None while it waits
     next_check_length     length at which ``max_tokens``, the context length or ``park_after`` is reached
     prompt_logprobs_sent  prompt tokens whose log-probabilities were emitted; the first token has none
-    in_flight             row of a step that is not committed; ``computed`` and ``tokens`` do not count it. None: not in
-                          a step in flight, or the device overlaps no steps
+    in_flight             row of a step that is not committed; ``num_computed`` and ``tokens`` do not count it. None: no
+                          step in flight has one, or the device overlaps no steps
     block_checksums       made when a block is filled, if ``park_after`` is set
     """
 
@@ -60,9 +60,9 @@ class Sequence:
         "_chain",
         "block_checksums",
         "block_table",
-        "computed",
         "in_flight",
         "next_check_length",
+        "num_computed",
         "order",
         "prompt_logprobs_sent",
         "request",
@@ -75,12 +75,12 @@ class Sequence:
     def __init__(self, request: Request, order: tuple[float, int], added: float) -> None:
         self.request = request
         self.tokens = list(request.token_ids)
-        self.computed = 0
+        self.num_computed = 0
         self.in_flight: InFlight | None = None
         self.prompt_logprobs_sent = 1
         self.block_table: BlockTable | None = None
         self.order = order
-        self.state = None if request.plain else SamplerState(request)
+        self.state = None if request.is_plain_greedy else SamplerState(request)
         self.stops: Set[int] = frozenset()
         self.next_check_length = sys.maxsize
         self.block_checksums: dict[BlockAddress, int] = {}
@@ -96,13 +96,13 @@ class Sequence:
         return len(self.tokens) - self.request.prompt_len
 
     @property
-    def remaining(self) -> int:
-        return len(self.tokens) - self.computed
+    def num_remaining(self) -> int:
+        return len(self.tokens) - self.num_computed
 
     @property
-    def scheduled(self) -> int:
-        """``computed``, or what it will be after the step in flight."""
-        return self.computed if self.in_flight is None else self.in_flight.end
+    def num_scheduled(self) -> int:
+        """``num_computed``, or what it will be after the step in flight."""
+        return self.num_computed if self.in_flight is None else self.in_flight.end
 
     def continue_from(self, source: Sequence, full_blocks: int) -> None:
         """The first ``full_blocks`` blocks are shared."""

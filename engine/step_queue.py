@@ -44,7 +44,7 @@ class StepQueue:
     def __init__(self, device: Device, clock: Callable[[], float]) -> None:
         self._device = device
         self._clock = clock
-        self._overlaps = device.overlaps and not device.lookahead  # further tokens move the next step's positions
+        self._overlaps = device.overlaps_steps and not device.lookahead  # further tokens move the next step's positions
         self._steps: list[LaunchedStep] = []  # at most two, the older one first
 
     def __bool__(self) -> bool:
@@ -65,7 +65,7 @@ class StepQueue:
             return
         self._steps.append(LaunchedStep(plan, sequences, self._clock(), self._device.submit(plan)))
         if self._overlaps:
-            self._land(self._steps[:-1])
+            self._clear_in_flight(self._steps[:-1])
             for index, (sequence, row) in enumerate(zip(sequences, plan.rows, strict=True)):
                 sequence.in_flight = InFlight(index, row.end, row.sample)
 
@@ -74,25 +74,25 @@ class StepQueue:
         result = self._steps[0].wait()
         step = self._steps.pop(0)
         if not self._steps:
-            self._land([step])
+            self._clear_in_flight([step])
         for action in step.on_done:
             action()
         return result
 
     @staticmethod
-    def _land(steps: list[LaunchedStep]) -> None:
+    def _clear_in_flight(steps: list[LaunchedStep]) -> None:
         for step in steps:
             for sequence in step.sequences:
                 sequence.in_flight = None
 
-    def when_unused(self, sequence: Sequence, action: Callable[[], object]) -> None:
+    def call_when_unused(self, sequence: Sequence, action: Callable[[], object]) -> None:
         """Call ``action`` once no launched step uses the blocks of an ended sequence."""
         if sequence.in_flight is None:
             action()
         else:
             self._steps[-1].on_done.append(action)
 
-    def after_ends(self, action: Callable[[], object]) -> None:
+    def call_after_releases(self, action: Callable[[], object]) -> None:
         """Call ``action`` after all that wait for a step."""
         if self._steps and self._steps[-1].on_done:
             self._steps[-1].on_done.append(action)
@@ -100,7 +100,7 @@ class StepQueue:
             action()
 
     @property
-    def ended(self) -> set[str]:
+    def ended_ids(self) -> set[str]:
         """Ended sequences that still hold blocks."""
         return {
             sequence.id

@@ -72,8 +72,8 @@ class KvExport:
         self._store = store
 
     @property
-    def held(self) -> Sequence[int]:
-        return self._lease.held
+    def held_blocks(self) -> Sequence[int]:
+        return self._lease.held_blocks
 
     def read(self, address: BlockAddress) -> memoryview:
         """Bytes of a block of the sequence, valid until ``release``. Raises TransferRejected."""
@@ -86,7 +86,7 @@ class KvExport:
 
     def _leased(self, address: BlockAddress) -> int:
         block = self._blocks.get(address)
-        if block is None or not self._lease.live:
+        if block is None or not self._lease.is_live:
             raise TransferRejected(f"{self.id}: {address} is not leased")
         return block
 
@@ -104,7 +104,7 @@ class KvExport:
             return []
         return [
             self.offer(sequence, BlockAddress(group, index), checksum)
-            for group, freed in enumerate(sequence.block_table.freed)
+            for group, freed in enumerate(sequence.block_table.num_freed)
             for index in range(max(self.next_index[group], freed), stop)
         ]
 
@@ -123,11 +123,11 @@ class KvExport:
 
     def finalize(self, sequence: EngineSequence, checksum: Checksum) -> TransferCommit:
         """Lease the remaining blocks, the last perhaps partial, and commit."""
-        self.offer_filled(sequence, self._lease.pool.blocks_for(sequence.computed), checksum)
+        self.offer_filled(sequence, self._lease.pool.blocks_for(sequence.num_computed), checksum)
         output = tuple(sequence.tokens[sequence.request.prompt_len :])
         checksums = [run.checksum for run in sorted(self.runs, key=lambda run: run.address)]
-        total = transfer_checksum(checksum, sequence.computed, output, checksums)
-        self.commit = TransferCommit(sequence.computed, output, total)
+        total = transfer_checksum(checksum, sequence.num_computed, output, checksums)
+        self.commit = TransferCommit(sequence.num_computed, output, total)
         return self.commit
 
 
@@ -176,7 +176,7 @@ class IncomingSequence:
                 raise TransferRejected(f"{self.id}: no block is allocated for {address}")
             if self._checksums.get(address, total) != total:
                 raise TransferRejected(f"{self.id}: {address} came again with other bytes")
-            if index >= table.freed[group]:  # a later token sees it
+            if index >= table.num_freed[group]:  # a later token sees it
                 self._store.write(table.blocks[group][index], data)
             self._checksums[address] = total
 
@@ -207,7 +207,7 @@ class IncomingSequence:
         if transfer_checksum(self._checksum, commit.computed, commit.output, checksums) != commit.checksum:
             raise TransferRejected(f"{self.id}: the commit does not match its checksum")
         self.sequence.tokens.extend(commit.output[len(known) :])
-        self.sequence.computed = commit.computed
+        self.sequence.num_computed = commit.computed
         self.sequence.prompt_logprobs_sent = self.sequence.request.prompt_len  # the sender emitted them
         self._close(table, commit.computed)
         table.free_unseen(commit.computed)
@@ -228,7 +228,7 @@ class IncomingSequence:
         size: int = table.pool.block_size
         if self.sequence.request.use_prefix_cache:
             hashes = self.sequence.hashes(range(filled // size), size)
-            for group, (freed, blocks) in enumerate(zip(table.freed, table.blocks, strict=True)):
+            for group, (freed, blocks) in enumerate(zip(table.num_freed, table.blocks, strict=True)):
                 received = [index for of, index in sorted(self._checksums) if of == group]
                 full = [index for index in received if freed <= index < len(hashes)]
                 table.pool.publish(group, [blocks[index] for index in full], [hashes[index] for index in full])

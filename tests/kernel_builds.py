@@ -26,7 +26,7 @@ def why_not(build: str) -> str:
     """
     if build == "none":
         return ""
-    if BUILDS[build][1] not in native.fitting():
+    if BUILDS[build][1] not in native.supported_modules():
         return "this CPU cannot run it"
     if not any(find_spec(f"decant.engine.cpu.kernels.{module}") for _, module in BUILDS.values()):
         return "not built, no C++ compiler was here"

@@ -154,7 +154,7 @@ class EngineHost:
     @property
     def group_blocks(self) -> list[int]:
         """Most blocks of a sequence in each cache group; 0: as many as its tokens need."""
-        return [0 if window == FULL else window.most_blocks(self.block_size) for window in self.windows]
+        return [0 if window == FULL else window.max_blocks(self.block_size) for window in self.windows]
 
     # -- load ---------------------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class EngineHost:
         self.cache.collect()
 
     async def _sample_load_always(self) -> None:
-        while self.loop.healthy:
+        while self.loop.is_healthy:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             try:
                 await self.sample_load()

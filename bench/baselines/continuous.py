@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 
 from bench.comparison.metrics import summarise
-from bench.comparison.open_loop import WARM_UP, drive
+from bench.comparison.open_loop import WARM_UP, run_open_loop
 from bench.comparison.subprocess_runner import Job, OnProgress
 from bench.workloads import Item
 
@@ -52,8 +52,8 @@ def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
     with model.continuous_batching_context_manager(continuous_batching_config=batching) as manager:
         loaded = time.perf_counter() - began
         server = Server(manager)
-        drive(server, WARM_UP, lambda _: None)
-        served = drive(server, job.items, on_progress)
+        run_open_loop(server, WARM_UP, lambda _: None)
+        served = run_open_loop(server, job.items, on_progress)
     return {**summarise(served), "load_seconds": loaded}
 
 

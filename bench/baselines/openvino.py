@@ -15,7 +15,7 @@ import openvino as ov
 import openvino_genai as genai
 
 from bench.comparison.metrics import summarise
-from bench.comparison.open_loop import WARM_UP, drive
+from bench.comparison.open_loop import WARM_UP, run_open_loop
 from bench.comparison.subprocess_runner import Job, OnProgress
 from bench.workloads import Item
 from decant.bench.model_shapes import cache_folder
@@ -59,8 +59,8 @@ def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
     properties = {"INFERENCE_NUM_THREADS": job.threads, "INFERENCE_PRECISION_HINT": precision}
     server = Server(genai.ContinuousBatchingPipeline(exported, scheduling, "CPU", properties))
     loaded = time.perf_counter() - began
-    drive(server, WARM_UP, lambda _: None)
-    served = drive(server, job.items, on_progress)
+    run_open_loop(server, WARM_UP, lambda _: None)
+    served = run_open_loop(server, job.items, on_progress)
     return {**summarise(served), "load_seconds": loaded}
 
 
@@ -74,11 +74,11 @@ def _export(model: Path) -> Path:
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Write aside and rename when complete, like checkpoints.
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         # An empty configuration: without one, large models would be quantized.
-        main_export(str(model), aside, task="text-generation-with-past", ov_config=OVConfig())
-        os.rename(aside, folder)
+        main_export(str(model), unfinished, task="text-generation-with-past", ov_config=OVConfig())
+        os.rename(unfinished, folder)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     return folder

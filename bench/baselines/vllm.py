@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.comparison.metrics import summarise
-from bench.comparison.open_loop import WARM_UP, drive
+from bench.comparison.open_loop import WARM_UP, run_open_loop
 from bench.comparison.subprocess_runner import Job, OnProgress
 from bench.workloads import Item
 from decant.runtime.cores import usable_cores
@@ -62,8 +62,8 @@ def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
     )
     loaded = time.perf_counter() - began
     server = Server(engine, SamplingParams)
-    drive(server, WARM_UP, lambda _: None)
-    served = drive(server, job.items, on_progress)
+    run_open_loop(server, WARM_UP, lambda _: None)
+    served = run_open_loop(server, job.items, on_progress)
     return {**summarise(served), "load_seconds": loaded}
 
 

@@ -18,18 +18,18 @@ class Contender(NamedTuple):
     requirements: Path | None = None
 
 
-OURS = "decant"
+DECANT = "decant"
 _NEEDS = Path(environment.__file__).parent
 CONTENDERS: Mapping[str, Contender] = MappingProxyType(
     {
-        OURS: Contender("Decant", "bench.comparison.own_engine"),
+        DECANT: Contender("Decant", "bench.comparison.own_engine"),
         "static": Contender("transformers, static batches", "bench.baselines.static"),
         "continuous": Contender("transformers, continuous batching", "bench.baselines.continuous"),
         "vllm": Contender("vLLM", "bench.baselines.vllm", _NEEDS / "vllm.txt"),
         "openvino": Contender("OpenVINO GenAI", "bench.baselines.openvino", _NEEDS / "openvino.txt"),
     }
 )
-BASELINES = tuple(name for name in CONTENDERS if name != OURS)
+BASELINES = tuple(name for name in CONTENDERS if name != DECANT)
 
 
 def title_of(name: str) -> str:
@@ -42,7 +42,7 @@ class Unavailable(RuntimeError):
 
 def run(contender: Contender, job: Job, on_progress: OnProgress, say: Callable[[str], None]) -> dict[str, Any]:
     """Raises ChildFailed (engine), Unavailable (baseline)."""
-    if contender == CONTENDERS[OURS]:
+    if contender == CONTENDERS[DECANT]:
         return child.run(contender.module, job, on_progress)
     try:
         python = None if contender.requirements is None else environment.python(contender.requirements, say)

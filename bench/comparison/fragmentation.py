@@ -41,7 +41,7 @@ def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
             assert sequence.block_table is not None
             slots, used = (
                 sequence.block_table.num_blocks * block_size,
-                max(sequence.computed, sequence.request.prompt_len),
+                max(sequence.num_computed, sequence.request.prompt_len),
             )
             held, lost, context, sequences = held + slots, lost + slots - used, context + used, sequences + 1
         if round_ % 100 == 0:

@@ -24,7 +24,7 @@ class Server(Protocol):
         ...
 
 
-def drive(server: Server, items: Sequence[Item], on_progress: OnProgress) -> list[Served]:
+def run_open_loop(server: Server, items: Sequence[Item], on_progress: OnProgress) -> list[Served]:
     waiting = deque(sorted(items, key=lambda item: item.arrival_s))
     tokens: dict[str, list[float]] = {item.id: [] for item in items}
     left, total, began = Counter[str](), sum(item.output_len for item in items), time.perf_counter()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bench.comparison.metrics import distribution, summarise
-from bench.comparison.open_loop import WARM_UP, drive
+from bench.comparison.open_loop import WARM_UP, run_open_loop
 from bench.comparison.roofline import Step, Weights
 from bench.comparison.subprocess_runner import Job, OnProgress
 from bench.workloads import Item
@@ -116,11 +116,11 @@ def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
     meter = Meter(engine, device.model)
     loaded = time.perf_counter() - began
     server = Server(engine, meter)
-    drive(server, WARM_UP, lambda _: None)
+    run_open_loop(server, WARM_UP, lambda _: None)
     freeze_gc()  # as a worker does before it is ready
     meter.begin()
     cpu = time.process_time()
-    served = drive(server, job.items, on_progress)
+    served = run_open_loop(server, job.items, on_progress)
     cpu = time.process_time() - cpu
     held = weights(device.model)
     extra = {

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 from xml.sax.saxutils import escape
 
-from bench.comparison.contenders import CONTENDERS, OURS, title_of
+from bench.comparison.contenders import CONTENDERS, DECANT, title_of
 from bench.comparison.table import workloads_of
 
 WIDTH, MARGIN = 780, 24
 LABELS, FIGURES = 240, 60
 
-ORDER = (OURS, *reversed([name for name in CONTENDERS if name != OURS]))
+ORDER = (DECANT, *reversed([name for name in CONTENDERS if name != DECANT]))
 
 BARS = WIDTH - 2 * MARGIN - LABELS - FIGURES
 BAR, ROW, LINE = 20, 28, 20
-INK, OURS_COLOUR, OTHERS_COLOUR, LIMIT_COLOUR = "#212529", "#0b7285", "#adb5bd", "#c92a2a"
+INK, DECANT_COLOUR, BASELINE_COLOUR, LIMIT_COLOUR = "#212529", "#0b7285", "#adb5bd", "#c92a2a"
 
 
 class Drawing:
@@ -24,13 +24,13 @@ class Drawing:
         self.y = MARGIN
         self._shapes: list[str] = []
 
-    def text(self, x: float, y: float, text: str, size: int = 13, **look: str) -> None:
-        looks = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in {"fill": INK, **look}.items())
-        self._shapes.append(f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}"{looks}>{escape(text)}</text>')
+    def text(self, x: float, y: float, text: str, size: int = 13, **style: str) -> None:
+        attributes = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in {"fill": INK, **style}.items())
+        self._shapes.append(f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}"{attributes}>{escape(text)}</text>')
 
-    def line(self, text: str, size: int = 13, **look: str) -> None:
+    def line(self, text: str, size: int = 13, **style: str) -> None:
         self.y += LINE
-        self.text(MARGIN, self.y, text, size, **look)
+        self.text(MARGIN, self.y, text, size, **style)
 
     def bar(self, label: str, length: float, figure: str, colour: str) -> None:
         middle = self.y + BAR / 2 + 5
@@ -57,23 +57,23 @@ def svg(result: Mapping[str, Any]) -> str:
     drawing.line(f"{result['machine']['cpu']}, {result['threads']} threads, {result['date'][:10]}")
     for name, workload in workloads_of(result).items():
         _panel(drawing, name, workload)
-    for who, reason in result["unavailable"].items():
-        drawing.line(f"{title_of(who)} was left out: {reason[:80]}", 11)
+    for contender, reason in result["unavailable"].items():
+        drawing.line(f"{title_of(contender)} was left out: {reason[:80]}", 11)
     return drawing.svg()
 
 
 def _panel(drawing: Drawing, name: str, workload: Mapping[str, Any]) -> None:
     measured = workload["contenders"]
-    rates = {who: measured[who]["output_throughput"] for who in ORDER if who in measured}
+    rates = {contender: measured[contender]["output_throughput"] for contender in ORDER if contender in measured}
     limit = workload["allowed"] and workload["allowed"]["output_throughput"]
     scale = BARS / max(*rates.values(), limit or 0.0)
     drawing.y += LINE // 2
     drawing.line(name, 14, font_weight="bold")
     drawing.y += LINE // 2
     top = drawing.y
-    for who, rate in rates.items():
-        colour = OURS_COLOUR if who == OURS else OTHERS_COLOUR
-        drawing.bar(title_of(who), scale * rate, f"{rate:.1f}", colour)
+    for contender, rate in rates.items():
+        colour = DECANT_COLOUR if contender == DECANT else BASELINE_COLOUR
+        drawing.bar(title_of(contender), scale * rate, f"{rate:.1f}", colour)
     if limit:
         x = MARGIN + LABELS + scale * limit
         drawing.rule(x, top - 4)

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from bench.comparison.contenders import OURS, title_of
+from bench.comparison.contenders import DECANT, title_of
 from bench.comparison.table import limits_of, workloads_of
 
 BAR = 40
@@ -157,7 +157,7 @@ def _static_notes(name: str, workload: Mapping[str, Any]) -> list[str]:
     static = workload["contenders"].get("static")
     if static is None:
         return []
-    ours = workload["contenders"][OURS]["output_throughput"]
+    ours = workload["contenders"][DECANT]["output_throughput"]
     notes = [f"{name}: {ours / static['output_throughput']:.2f} times the tokens of static batches."]
     if static["measured_batches"] < static["batches"]:
         notes.append(

@@ -130,7 +130,7 @@ def decoding(device: ModelDevice, case: Case, written: int) -> Engine:
         raise InvalidConfig("kv_bytes", f"room for {needed} tokens", device.num_blocks * device.block_size)
     for index in range(case.sequences):
         engine.add(_request(f"s{index}", case.context, written + 1, device.vocab_size))
-    while any(sequence.remaining > 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
+    while any(sequence.num_remaining > 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()
     return engine
 
@@ -161,11 +161,11 @@ def _prompt(device: ModelDevice, job: Job) -> dict[str, Any]:
     meter = Meter(engine, device.model)
     meter.begin()
     engine.add(_request("prompt", PROMPT, 1, device.vocab_size))
-    _through(engine, meter.step)
+    _run_to_end(engine, meter.step)
     profile = Profile(device.model)
     parts: list[dict[str, float]] = []
     engine.add(_request("another", PROMPT, 1, device.vocab_size))
-    _through(engine, lambda: parts.append(profile.of(engine.step)))
+    _run_to_end(engine, lambda: parts.append(profile.of(engine.step)))
     profile.close()
     return {
         "tokens": PROMPT,
@@ -175,7 +175,7 @@ def _prompt(device: ModelDevice, job: Job) -> dict[str, Any]:
     }
 
 
-def _through(engine: Engine, step: Callable[[], object]) -> None:
+def _run_to_end(engine: Engine, step: Callable[[], object]) -> None:
     while engine.has_work:
         step()
 

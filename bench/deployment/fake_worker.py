@@ -36,7 +36,7 @@ def main(role: str, times: str, first_ms: float, step_ms: float, arguments: list
             num_blocks=1 << 14, block_size=settings.block_size, vocab_size=VOCABULARY, context_length=2048, cost=cost
         )
 
-    class Watched(PrefillService):
+    class TimedPrefillService(PrefillService):
         async def Prefill(self, request: wire.PrefillRequest, context: Any) -> AsyncIterator[wire.PrefillEvent]:  # noqa: N802
             async for event in super().Prefill(request, context):
                 if event.HasField("first"):
@@ -44,7 +44,7 @@ def main(role: str, times: str, first_ms: float, step_ms: float, arguments: list
                     file.write(json.dumps({"id": request.run.request, "engine_ms": took}) + "\n")
                 yield event
 
-    vars(process)["PrefillService"] = Watched
+    vars(process)["PrefillService"] = TimedPrefillService
     with open(times, "a", buffering=1, encoding="utf-8") as file:
         return process.main(KINDS[role], arguments, load)
 

@@ -49,7 +49,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class Seen:
+class RequestTimes:
     """Times are seconds of the machine's monotonic clock."""
 
     id: str
@@ -62,7 +62,7 @@ class Seen:
 
 class Clients:
     def __init__(self, job: Job, channel: grpc.aio.Channel, send: Callable[[dict[str, Any]], None]) -> None:
-        self.seen: list[Seen] = []
+        self.seen: list[RequestTimes] = []
         self.errors: list[str] = []
         self.in_window: int | None = None  # messages, of streams
         self._job = job
@@ -113,7 +113,7 @@ class Clients:
 
     async def _ask(self, began: asyncio.Event | None = None) -> None:
         request = self._request(len(self.seen))
-        seen = Seen(request.request_id, time.monotonic())
+        seen = RequestTimes(request.request_id, time.monotonic())
         self.seen.append(seen)
         try:
             async for message in self._stub.GenerateStream(request):
@@ -127,7 +127,7 @@ class Clients:
             if began is not None:
                 began.set()
 
-    def _on_delta(self, seen: Seen, delta: pb.Delta) -> None:
+    def _on_delta(self, seen: RequestTimes, delta: pb.Delta) -> None:
         seen.last = time.monotonic()
         seen.first = seen.first or seen.last
         seen.messages += 1

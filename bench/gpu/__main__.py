@@ -22,7 +22,7 @@ import transformers
 
 from bench.gpu.rows import Bench, Row, measure
 from bench.gpu.shapes import TINY, Sizes
-from bench.options import add_json, deliver
+from bench.options import add_json, write_result
 
 SECONDS = 400.0
 
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append(row)
         print(line(row), file=sys.stderr, flush=True)
     result = head | {"rows": [dataclasses.asdict(row) | {"verdict": row.verdict} for row in rows]}
-    deliver(result, args.json, lambda: None)
+    write_result(result, args.json, lambda: None)
     return 0
 
 

@@ -151,5 +151,5 @@ def beside(device: ModelDevice, num_blocks: int) -> ModelDevice:
     dtype = device.store.dtype
     store = device.backend.make_store(device.store.layout, num_blocks, dtype)
     limits = RunnerLimits(device.eos_token_ids, device.context_length)
-    runner = device.backend.make_runner(device.model, store, device.runner.views, limits)
+    runner = device.backend.make_runner(device.model, store, device.runner.layer_windows, limits)
     return replace(device, store=store, runner=runner)

@@ -57,7 +57,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @contextmanager
-def refusing(name: str, what: str) -> Iterator[None]:
+def refuse_model_on_error(name: str, what: str) -> Iterator[None]:
     """Turn ``FAILURES`` into ModelRefused, with ``what`` as the reason."""
     try:
         yield
@@ -108,16 +108,16 @@ class Checkpoint:
             raise InvalidConfig("context_length", f"at most the checkpoint's {positions} positions", context_length)
         return context_length or rope.default_length(text, most)
 
-    def read(self, dtype: torch.dtype, device: torch.device, *, place_each: bool = False) -> PreTrainedModel:
+    def read(self, dtype: torch.dtype, device: torch.device, *, load_to_device: bool = False) -> PreTrainedModel:
         """Load the weights into transformers' causal model; towers of other media are dropped. Raises ModelRefused.
 
-        With ``place_each``, accelerate and no such towers, transformers puts each tensor on the device as it is read
-        and converted. Else the device gets a model from the host's memory: from the mapped files, or from a copy in
-        another dtype.
+        With ``load_to_device``, accelerate and no such towers, transformers puts each tensor on the device as it is
+        read and converted. Else the device gets a model from the host's memory: from the mapped files, or from a copy
+        in another dtype.
         """
-        is_placed = place_each and is_accelerate_available() and not _other_media(self.config)
+        is_placed = load_to_device and is_accelerate_available() and not _other_media(self.config)
         placed: dict[str, Any] = {"device_map": {"": device}} if is_placed else {}
-        with refusing(self.name, "transformers can't load it"):
+        with refuse_model_on_error(self.name, "transformers can't load it"):
             model_class, source = self._source()
             loaded: Any = model_class.from_pretrained(
                 **source,
@@ -143,7 +143,7 @@ class Checkpoint:
             with suppress(OSError):
                 model.generation_config = GenerationConfig.from_pretrained(self._download())
         _drop_other_media(model)
-        with refusing(self.name, f"its weights can't be put on {device}"):
+        with refuse_model_on_error(self.name, f"its weights can't be put on {device}"):
             torch.nn.Module.to(model, device)
         model.eval()
         return model
@@ -169,7 +169,7 @@ class Checkpoint:
             return Digests((f"{self.path}@{self.revision}",), {})
         folder = Path(self.path)
         files = weight_files.weight_files(folder, weight_files.read_config(folder))
-        with refusing(self.name, "its weights can't be read"):
+        with refuse_model_on_error(self.name, "its weights can't be read"):
             return digest_files([folder / "config.json", *files])
 
     def eos_token_ids(self, model: PreTrainedModel) -> frozenset[int]:
@@ -189,19 +189,21 @@ def open(path: str, revision: str | None = None) -> Checkpoint:
     local = Path(path).exists()
     if local:
         weight_files.check(Path(path))
-    with refusing(path, "its configuration can't be read" if local else "no folder, and no hub name within reach"):
+    with refuse_model_on_error(
+        path, "its configuration can't be read" if local else "no folder, and no hub name within reach"
+    ):
         folder = Path(path) if local else _fetch_small(path, revision)
         revision = None if local else folder.name  # later reads use that commit
     if not local:
         weight_files.check_adapters(folder, path)
-    with refusing(path, "its configuration can't be read"):
+    with refuse_model_on_error(path, "its configuration can't be read"):
         raw, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
         kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise model_types.refusal(path, raw)
     if not local:
         weight_files.check_format(folder, raw)
-    with refusing(f"{kind} ({path})", "its configuration is not one of that type"):
+    with refuse_model_on_error(f"{kind} ({path})", "its configuration is not one of that type"):
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise ModelRefused(f"{kind} ({path})", "it is an encoder with a decoder; only decoders alone are served")

@@ -23,7 +23,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTERS = ("adapter_config.json", "adapter_model*")
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
 
-_MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 def check(folder: Path) -> None:
@@ -149,7 +149,7 @@ def _header(name: str, file: Path) -> Mapping[str, Mapping[str, Any]]:
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            content = json.loads(stream.read(min(length, _MOST_HEADER_BYTES)))
+            content = json.loads(stream.read(min(length, _MAX_HEADER_BYTES)))
         content.pop("__metadata__", None)
         needed = 8 + length + max((int(entry["data_offsets"][1]) for entry in content.values()), default=0)
         size = file.stat().st_size

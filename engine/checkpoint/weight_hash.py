@@ -21,10 +21,10 @@ from decant.engine.errors import ModelRefused
 
 Stamp = tuple[int, int, int, int]
 
-SETTLED_NS = 2_000_000_000
+MIN_CACHED_AGE_NS = 2_000_000_000
 """Least age of a file whose digest is cached, so that a later write has another timestamp."""
 
-CACHED_FROM = 64 << 20
+MIN_CACHED_BYTES = 64 << 20
 """Bytes of the smallest file whose digest is cached."""
 
 _CHUNK = 8 << 20
@@ -46,21 +46,25 @@ class Digests:
                 raise ModelRefused(name, f"{file.name} changed while it was loaded")
 
 
-def digest_files(files: Sequence[Path], *, cached_from: int = CACHED_FROM, settled_ns: int = SETTLED_NS) -> Digests:
+def digest_files(
+    files: Sequence[Path], *, min_cached_bytes: int = MIN_CACHED_BYTES, min_cached_age_ns: int = MIN_CACHED_AGE_NS
+) -> Digests:
     """Releases the GIL while it reads. Raises OSError."""
     stamps = {file: _stamp(file) for file in files}
-    values = tuple(f"{file.name}:{_digest(file, stamp, cached_from, settled_ns)}" for file, stamp in stamps.items())
+    values = tuple(
+        f"{file.name}:{_digest(file, stamp, min_cached_bytes, min_cached_age_ns)}" for file, stamp in stamps.items()
+    )
     return Digests(values, stamps)
 
 
-def _digest(file: Path, stamp: Stamp, cached_from: int, settled_ns: int) -> str:
-    if stamp[0] < cached_from:
+def _digest(file: Path, stamp: Stamp, min_cached_bytes: int, min_cached_age_ns: int) -> str:
+    if stamp[0] < min_cached_bytes:
         return read_digest(file)
     for path in _cache_paths(file):
         if (cached := _load(path, stamp)) is not None:
             return cached
     digest = read_digest(file)
-    if time.time_ns() - max(stamp[1:3]) > settled_ns:
+    if time.time_ns() - max(stamp[1:3]) > min_cached_age_ns:
         _write(file, stamp, digest)
     return digest
 

@@ -48,13 +48,13 @@ class NativeAttention:
         self,
         kernels: ModuleType,
         store: KvStore,
-        views: Sequence[AttentionWindow],
+        layer_windows: Sequence[AttentionWindow],
         flat: FlatBatch,
         keep: Ints | None = None,
     ) -> None:
         self._kernels = kernels
         self._store = store
-        self._views = views
+        self._layer_windows = layer_windows
         self._visible: dict[int, torch.Tensor] = {}  # one for all layers with the same window, by its id()
         self._flat = flat  # keeps the arrays that the step points into
         self._steps = [self._make_step(flat.row_table, group) for group in range(len(flat.table))]
@@ -119,10 +119,10 @@ class NativeAttention:
 
         Only the last layer's output is needed for selected tokens alone.
         """
-        is_last = layer == len(self._views) - 1
+        is_last = layer == len(self._layer_windows) - 1
         selected = ctypes.addressof(self._selected) if self._selected is not None and is_last else 0
         step = ctypes.addressof(self._steps[self._store.layout.group_of[layer]])
-        return self._store.layer_descriptors[layer], self._first_visible(self._views[layer]), selected, step
+        return self._store.layer_descriptors[layer], self._first_visible(self._layer_windows[layer]), selected, step
 
     def _first_visible(self, view: AttentionWindow) -> int:
         if (visible := self._visible.get(id(view))) is None:

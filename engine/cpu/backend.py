@@ -49,9 +49,9 @@ class CpuBackend(TorchBackend):
         return HostKvStore(layout, num_blocks, dtype, self.device)
 
     def make_attention(
-        self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
+        self, store: KvStore, layer_windows: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
     ) -> AttentionBackend:
-        return PagedAttention(store, views, flat, all_for_torch)
+        return PagedAttention(store, layer_windows, flat, all_for_torch)
 
     def around_step(self) -> AbstractContextManager[object]:
         return one_for_torch()
@@ -69,17 +69,17 @@ class NativeBackend(CpuBackend):
         self._kernels = kernels
         self.sampler = NativeSampler(kernels)
 
-    def flatten(self, rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
-        return flatten(self._kernels, rows, block_size, blank)
+    def flatten(self, rows: Sequence[Row], block_size: int, null_block: int) -> FlatBatch:
+        return flatten(self._kernels, rows, block_size, null_block)
 
     def make_attention(
-        self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
+        self, store: KvStore, layer_windows: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
     ) -> AttentionBackend:
-        return NativeAttention(self._kernels, store, views, flat, keep)
+        return NativeAttention(self._kernels, store, layer_windows, flat, keep)
 
 
-def flatten(kernels: ModuleType, rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
-    ordered, row_table, flattened, new_blocks, table, groups, width = kernels.flatten(rows, block_size, blank)
+def flatten(kernels: ModuleType, rows: Sequence[Row], block_size: int, null_block: int) -> FlatBatch:
+    ordered, row_table, flattened, new_blocks, table, groups, width = kernels.flatten(rows, block_size, null_block)
     return FlatBatch(
         ordered,
         np.frombuffer(row_table, np.int64).reshape(6, -1),

@@ -231,7 +231,9 @@ class _Trial:
         """The output, the blocks after it, and the attention call (None if ``forward`` is fused)."""
         assert KERNELS is not None
         store = KvStore(self._layout, 1, self._rows.dtype, self._rows.device)
-        native = NativeAttention(KERNELS, store, [AttentionWindow()], flatten(self._step, TRIAL_BLOCK, store.blank))
+        native = NativeAttention(
+            KERNELS, store, [AttentionWindow()], flatten(self._step, TRIAL_BLOCK, store.null_block)
+        )
         recording = _RecordingAttention(native, self._spec)
         kwargs = {"attention_mask": None, "position_ids": self._positions, "position_embeddings": self._angles}
         with attending(native if isinstance(forward, FusedLayer) else recording):

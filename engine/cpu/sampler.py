@@ -48,7 +48,7 @@ class NativeSampler(Sampler):
         draws, buffers = np.empty(len(rows), _DRAW), []
         for index, (row, of_row) in enumerate(zip(rows, scores, strict=True)):
             sampling, adjusted = row.request.sampling, _contiguous_rows(of_row)
-            if sampling.logit_bias or sampling.penalised or forbidden(row, eos):
+            if sampling.logit_bias or sampling.has_penalties or forbidden(row, eos):
                 adjusted = adjusted.to(torch.float32, copy=True)
                 adjust(row, adjusted, eos)
             buffers.append(adjusted)  # until the kernel has read it
@@ -56,7 +56,7 @@ class NativeSampler(Sampler):
                 adjusted.data_ptr(),
                 adjusted.dtype == torch.bfloat16,
                 *(sampling.top_k, sampling.top_p, sampling.min_p),
-                *((0.0, 0.0) if sampling.greedy else (sampling.temperature, random_number(row))),
+                *((0.0, 0.0) if sampling.is_greedy else (sampling.temperature, random_number(row))),
             )
         tokens = np.empty(len(rows), np.int64)
         self._kernels.draw(draws.ctypes.data, tokens.ctypes.data, len(rows), len(scores[0]), num_threads())

@@ -27,7 +27,7 @@ TILE = 32
 CHUNK_ROWS = 64
 """Of a sequence with several tokens."""
 
-LEAST_ROWS = 16
+MIN_ROWS = 16
 
 NO_STATE = -1
 
@@ -128,10 +128,10 @@ class TritonAttention:
     """
 
     def __init__(
-        self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, tile_rows: int = LEAST_ROWS
+        self, store: KvStore, layer_windows: Sequence[AttentionWindow], flat: FlatBatch, tile_rows: int = MIN_ROWS
     ) -> None:
         self._store = store
-        self._views = views
+        self._layer_windows = layer_windows
         self._flat = flat
         self._tile_rows = tile_rows
         self.staging = Staging(store.blocks.device)
@@ -185,7 +185,7 @@ class TritonAttention:
     def _attend(self, call: AttentionCall) -> torch.Tensor:
         """Expects keys and values in their blocks; the query's last dimension is contiguous."""
         spec, heads = self._store.layout.layers[call.layer], call.query.shape[1]
-        group, view = heads // spec.kv_heads, self._views[call.layer]
+        group, view = heads // spec.kv_heads, self._layer_windows[call.layer]
         if (view, group) not in self._lists:
             self._lists[view, group] = self._make_lists(view, group)
         out = call.query.new_empty(1, call.query.shape[2], heads, spec.value_dim)
@@ -221,7 +221,7 @@ class TritonAttention:
             "KV_HEADS": spec.kv_heads,
             "GROUP": call.query.shape[1] // spec.kv_heads,
             "VALUE_DIM": spec.value_dim,
-            "VALUE_PAD": power_of_two(spec.value_dim, LEAST_ROWS),
+            "VALUE_PAD": power_of_two(spec.value_dim, MIN_ROWS),
             "TILE_ROWS": part.tile_rows,
             "SINKS": call.sinks is not None,
         }
@@ -235,7 +235,7 @@ class TritonAttention:
             **shape,
             BLOCK=store.layout.block_size,
             KEY_DIM=spec.key_dim,
-            KEY_PAD=power_of_two(spec.key_dim, LEAST_ROWS),
+            KEY_PAD=power_of_two(spec.key_dim, MIN_ROWS),
             TILE=TILE,
             SPLIT=SPLIT,
             SOFTCAP=call.softcap is not None,
@@ -250,16 +250,16 @@ class StaticAttention(TritonAttention):
     def __init__(
         self,
         store: KvStore,
-        views: Sequence[AttentionWindow],
+        layer_windows: Sequence[AttentionWindow],
         flat: FlatBatch,
         size: GraphSize,
         width: int,
         tile_rows: int,
     ) -> None:
-        super().__init__(store, views, flat, tile_rows)
+        super().__init__(store, layer_windows, flat, tile_rows)
         self._size = size
         shape = len(store.layout.groups), size.rows, width
-        table = torch.full(shape, store.blank, dtype=torch.int32, device=self._table.device)
+        table = torch.full(shape, store.null_block, dtype=torch.int32, device=self._table.device)
         table[:, :, : self._table.shape[2]] = self._table
         self._table, self._tables = table, table.unbind()
 

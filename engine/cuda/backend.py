@@ -18,7 +18,7 @@ import triton
 from triton.errors import TritonError
 
 from decant.engine.cuda import fused_layer
-from decant.engine.cuda.attention import CHUNK_ROWS, LEAST_ROWS, TritonAttention
+from decant.engine.cuda.attention import CHUNK_ROWS, MIN_ROWS, TritonAttention
 from decant.engine.cuda.exact import make_exact
 from decant.engine.cuda.graph_sizes import GraphLimits
 from decant.engine.cuda.kv_store import CudaKvStore
@@ -31,7 +31,7 @@ from decant.engine.model.attention.interface import AttentionBackend, AttentionC
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
 from decant.engine.model.backend import RunnerLimits, TorchBackend
-from decant.engine.model.device_errors import naming_failures
+from decant.engine.model.device_errors import translate_device_errors
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.runner import ModelRunner
 from decant.engine.model.sampler import Sampler
@@ -79,7 +79,7 @@ class CudaBackend(TorchBackend):
         self._torch_attends: dict[torch.dtype, str] = {}  # why; the load's comparison is in float32 always
         self._dtype: torch.dtype | None = None  # as served, once it is known
         self.exact = model_backend.PARTS if exact else frozenset()
-        self.tile_rows = CHUNK_ROWS if exact else LEAST_ROWS
+        self.tile_rows = CHUNK_ROWS if exact else MIN_ROWS
 
     @property
     def kind(self) -> str:
@@ -124,12 +124,12 @@ class CudaBackend(TorchBackend):
         return CudaKvStore(layout, num_blocks, dtype, self.device)
 
     def make_runner(
-        self, model: torch.nn.Module, store: KvStore, views: Sequence[AttentionWindow], limits: RunnerLimits
+        self, model: torch.nn.Module, store: KvStore, layer_windows: Sequence[AttentionWindow], limits: RunnerLimits
     ) -> ModelRunner:
         """Without kernels for attention or sampling a step waits for the device, and there are no graphs."""
         if "attention" in self.fallbacks or not isinstance(self.sampler, TritonSampler):
-            return super().make_runner(model, store, views, limits)
-        runner = CudaRunner(model, store, views, limits.eos_token_ids, self, self.tile_rows)
+            return super().make_runner(model, store, layer_windows, limits)
+        runner = CudaRunner(model, store, layer_windows, limits.eos_token_ids, self, self.tile_rows)
         if self.device.type == "cuda":
             runner.capture(limits.context_length, GraphLimits())
         return runner
@@ -137,17 +137,17 @@ class CudaBackend(TorchBackend):
     graph_bytes = GraphLimits().bytes
 
     def make_attention(
-        self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
+        self, store: KvStore, layer_windows: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
     ) -> AttentionBackend:
         if store.dtype in self._torch_attends:
-            return PagedAttention(store, views, flat)
-        return TritonAttention(store, views, flat, self.tile_rows)
+            return PagedAttention(store, layer_windows, flat)
+        return TritonAttention(store, layer_windows, flat, self.tile_rows)
 
 
 def _tried(part: str, trial: Callable[[], str | None]) -> str | None:
     """Why a part is not computed by its kernels, if ``trial`` returns or raises it; logged. Raises DeviceFailed."""
     try:
-        with naming_failures():
+        with translate_device_errors():
             reason = trial()
     except TRIAL_FAILURES as error:
         reason = f"{type(error).__name__}: {error}"
@@ -159,8 +159,8 @@ def _tried(part: str, trial: Callable[[], str | None]) -> str | None:
 @torch.inference_mode()
 def try_attention(spec: LayerSpec, layout: KvLayout, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why the kernel can't be used, or None. Raises what its launch raises."""
-    ours, theirs = (_attend(make, spec, layout, dtype, device) for make in (TritonAttention, PagedAttention))
-    difference = float((ours - theirs).norm() / theirs.norm())
+    actual, expected = (_attend(make, spec, layout, dtype, device) for make in (TritonAttention, PagedAttention))
+    difference = float((actual - expected).norm() / expected.norm())
     if difference < TOLERANCE[dtype]:
         return None
     return f"heads of {spec.key_dim} and {spec.value_dim} differ from torch's by {difference:.2g}"
@@ -178,7 +178,7 @@ def _attend(
     for index, (start, end) in enumerate(TRIAL_SPANS):
         blocks = array("i", range(index * count, (index + 1) * count))
         rows.append(Row(Request(str(index), (0,) * end), [0] * end, start, end, (blocks,), True))
-    flat = flatten(rows, layout.block_size, store.blank)
+    flat = flatten(rows, layout.block_size, store.null_block)
     query, key, value = (
         torch.randn(1, heads, len(flat.tokens), width, generator=generator).to(device, dtype)
         for heads, width in (
@@ -204,5 +204,5 @@ def try_sampler(sampler: Sampler, device: torch.device) -> str | None:
         request = Request("trial", (0,), sampling=SamplingParams(seed=seed, **mix))
         rows.append(Row(request, [0], 0, 1, (array("i"),), True, SamplerState(request)))
     logits = torch.randn(len(rows), TRIAL_VOCABULARY, generator=torch.Generator().manual_seed(0)).to(device)
-    ours, theirs = (kind.sample(rows, logits, frozenset()) for kind in (sampler, Sampler()))
-    return None if ours == theirs else f"draws tokens {ours} instead of {theirs}"
+    actual, expected = (kind.sample(rows, logits, frozenset()) for kind in (sampler, Sampler()))
+    return None if actual == expected else f"draws tokens {actual} instead of {expected}"

@@ -90,5 +90,5 @@ def _exact_norm(module: nn.Module, dtype: torch.dtype) -> ExactNorm | None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(_TRIAL_ROWS, width, generator=generator).to(norm.weight.device, dtype)
     exact = ExactNorm(norm)
-    ours, theirs = exact(rows).double(), module(rows).double()
-    return exact if float((ours - theirs).norm()) <= TOLERANCE[dtype] * float(theirs.norm()) else None
+    actual, expected = exact(rows).double(), module(rows).double()
+    return exact if float((actual - expected).norm()) <= TOLERANCE[dtype] * float(expected.norm()) else None

@@ -202,7 +202,7 @@ class _Trial:
     def run(self, forward: Forward) -> tuple[torch.Tensor, torch.Tensor, AttentionCall | None]:
         """Output, blocks, attention call (None from a fused layer)."""
         store = KvStore(self._layout, 1, self.rows.dtype, self._device)
-        attention = TritonAttention(store, [AttentionWindow()], flatten(self._step, TRIAL_BLOCK, store.blank))
+        attention = TritonAttention(store, [AttentionWindow()], flatten(self._step, TRIAL_BLOCK, store.null_block))
         recording = _RecordingAttention(attention)
         kwargs = {"attention_mask": None, "position_ids": self._positions, "position_embeddings": self._angles}
         with attending(attention if isinstance(forward, FusedLayer) else recording):
@@ -223,8 +223,8 @@ def _try_layer(original_forward: Forward, parts: Parts, dtype: torch.dtype) -> F
     layer = FusedLayer(original_forward, parts, call)
     output, blocks, _ = trial.run(layer)
     pairs = ((output - trial.rows, expected - trial.rows), (blocks, expected_blocks))
-    for ours, theirs in pairs:
-        difference = (ours.double() - theirs.double()).norm(dim=-1)
-        if not bool((difference <= TOLERANCE[dtype] * theirs.double().norm(dim=-1)).all()):
+    for actual, expected in pairs:
+        difference = (actual.double() - expected.double()).norm(dim=-1)
+        if not bool((difference <= TOLERANCE[dtype] * expected.double().norm(dim=-1)).all()):
             return None
     return layer

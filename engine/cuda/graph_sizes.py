@@ -40,10 +40,10 @@ class GraphLimits(NamedTuple):
     bytes: int = 1 << 30
 
 
-def graph_sizes(most_rows: int) -> list[GraphSize]:
+def graph_sizes(max_rows: int) -> list[GraphSize]:
     """Small ones first, as launches are a larger share of their time."""
-    rows = [count for count in (1, 2, 4, 8) if count < most_rows]
-    rows += [*range(_STEP, most_rows, _STEP), most_rows]
+    rows = [count for count in (1, 2, 4, 8) if count < max_rows]
+    rows += [*range(_STEP, max_rows, _STEP), max_rows]
     return [GraphSize(count, count * each) for each in ITEMS_PER_ROW for count in rows]
 
 
@@ -71,7 +71,7 @@ def capture_all(
     return captured
 
 
-def pad(rows: Sequence[Row], count: int, blank: int, groups: int = 1) -> list[Row]:
+def pad(rows: Sequence[Row], count: int, null_block: int, groups: int = 1) -> list[Row]:
     """Add rows of ``groups`` cache groups up to ``count``; ``step_batch.flatten`` keeps them last."""
-    padding = Row(_PADDING, (0,), 0, 1, (array("i", [blank]),) * groups, False)
+    padding = Row(_PADDING, (0,), 0, 1, (array("i", [null_block]),) * groups, False)
     return [*rows, *[padding] * (count - len(rows))]

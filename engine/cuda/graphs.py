@@ -86,10 +86,10 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, store: KvStore, views: Sequence[AttentionWindow], width: int, compute: Compute, tile_rows: int
+        self, store: KvStore, layer_windows: Sequence[AttentionWindow], width: int, compute: Compute, tile_rows: int
     ) -> None:
         self._store = store
-        self._views = views
+        self._layer_windows = layer_windows
         self._width = width
         self._compute = compute
         self._tile_rows = tile_rows
@@ -111,8 +111,8 @@ class DecodeGraphs:
             return self._logits[: len(logits)].copy_(logits)
 
         def make(size: GraphSize) -> DecodeGraph:
-            flat = flatten(pad([], size.rows, store.blank, groups), block_size, store.blank)
-            attention = StaticAttention(store, self._views, flat, size, self._width, self._tile_rows)
+            flat = flatten(pad([], size.rows, store.null_block, groups), block_size, store.null_block)
+            attention = StaticAttention(store, self._layer_windows, flat, size, self._width, self._tile_rows)
             return DecodeGraph(flat, attention, compute, capture)
 
         try:
@@ -130,5 +130,5 @@ class DecodeGraphs:
         if size is None:
             return None
         store = self._store
-        padded = pad(rows, size.rows, store.blank, len(store.layout.groups))
-        return self.graphs[size], flatten(padded, store.layout.block_size, store.blank)
+        padded = pad(rows, size.rows, store.null_block, len(store.layout.groups))
+        return self.graphs[size], flatten(padded, store.layout.block_size, store.null_block)

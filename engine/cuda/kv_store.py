@@ -5,7 +5,7 @@
     import            [ blocks of an arrival ]
 
 The streams need not wait for each other: blocks that are read are of a step whose result is known, and those that are
-written are in no launched step (``StepQueue.when_unused``).
+written are in no launched step (``StepQueue.call_when_unused``).
 """
 
 from __future__ import annotations

@@ -28,18 +28,18 @@ from decant.engine.plan import StepPlan, StepResult
 
 
 class CudaRunner(ModelRunner):
-    overlaps = True
+    overlaps_steps = True
 
     def __init__(
         self,
         model: torch.nn.Module,
         store: KvStore,
-        views: Sequence[AttentionWindow],
+        layer_windows: Sequence[AttentionWindow],
         eos: frozenset[int],
         backend: Backend,
         tile_rows: int,
     ) -> None:
-        super().__init__(model, store, views, eos, backend)
+        super().__init__(model, store, layer_windows, eos, backend)
         assert isinstance(backend.sampler, TritonSampler)
         self._sampler = backend.sampler
         self._tile_rows = tile_rows
@@ -50,7 +50,7 @@ class CudaRunner(ModelRunner):
     def capture(self, context_length: int, limits: GraphLimits, capture: Capture | None = None) -> None:
         """Capture the graphs of decode batches of at most ``context_length`` tokens per row."""
         width = -(-context_length // self._store.layout.block_size)
-        self.graphs = DecodeGraphs(self._store, self._views, width, self._compute, self._tile_rows)
+        self.graphs = DecodeGraphs(self._store, self._layer_windows, width, self._compute, self._tile_rows)
         with torch.inference_mode(), self._backend.around_step():
             capture = capture or Capture(self._device)
             self.graphs.capture(capture, limits, capture.used_bytes)
@@ -72,7 +72,7 @@ class CudaRunner(ModelRunner):
         tokens, positions, keep = self._upload(batch, step, plan)
         if graphed is None:
             logits = self._compute(
-                tokens, positions, keep, TritonAttention(self._store, self._views, flat, self._tile_rows)
+                tokens, positions, keep, TritonAttention(self._store, self._layer_windows, flat, self._tile_rows)
             )
         else:  # padding rows are behind the others, and each row has one logit
             logits = graphed[0].run(batch, tokens, positions)[keep]
@@ -90,7 +90,7 @@ class CudaRunner(ModelRunner):
         tokens, positions, keep, new, target, source = self._staging.upload(
             batch.tokens, batch.positions, step.keep, batch.new_blocks, targets, sources
         )
-        self._store.blocks_and_blank.index_fill_(0, new, 0)
+        self._store.blocks_with_null.index_fill_(0, new, 0)
         if plan.inputs:
             tokens[target] = self._drawn[source]
         return [tokens, positions, keep]
@@ -106,6 +106,6 @@ class CudaRunner(ModelRunner):
         }
         with attending(attention):
             logits: torch.Tensor = self._model(**inputs).logits[0]
-            if calls_made() != len(self._views):
-                raise RuntimeError(f"attention was called {calls_made()} times for {len(self._views)} layers")
+            if calls_made() != len(self._layer_windows):
+                raise RuntimeError(f"attention was called {calls_made()} times for {len(self._layer_windows)} layers")
         return logits if len(logits) == len(keep) else logits[keep]  # a model without the option returns all rows

@@ -47,6 +47,6 @@ def _columns(rows: Sequence[Row]) -> list[np.ndarray]:
     entries = []
     for row in rows:
         sampling = row.request.sampling
-        drawing = (0.0, 0.0) if sampling.greedy else (sampling.temperature, random_number(row))
+        drawing = (0.0, 0.0) if sampling.is_greedy else (sampling.temperature, random_number(row))
         entries.append((drawing[0], sampling.top_k, sampling.top_p, sampling.min_p, drawing[1]))
     return [np.array(column, dtype) for column, (_, dtype) in zip(zip(*entries, strict=True), _PARAMS, strict=True)]

@@ -61,7 +61,7 @@ class StepDraw:
     ) -> None:
         step = self._step
         rows = [step.rows[at] for at in step.drawing.tolist()]
-        others = np.array([at for at, row in enumerate(rows) if not row.request.plain], np.int64)
+        others = np.array([at for at, row in enumerate(rows) if not row.request.is_plain_greedy], np.int64)
         last = (np.cumsum(step.kept) - 1)[step.drawing]
         places, last_of, others_of = self._staging.upload(step.order[step.drawing], last, others)
         tokens = likeliest[last_of]

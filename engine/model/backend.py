@@ -44,7 +44,7 @@ class Backend(Protocol):
         ...
 
     @property
-    def places_weights(self) -> bool:
+    def loads_to_device(self) -> bool:
         """Whether a load puts each weight on the device as it is read, instead of all of them at the end."""
         ...
 
@@ -70,17 +70,17 @@ class Backend(Protocol):
         ...
 
     def make_runner(
-        self, model: torch.nn.Module, store: KvStore, views: Sequence[AttentionWindow], limits: RunnerLimits
+        self, model: torch.nn.Module, store: KvStore, layer_windows: Sequence[AttentionWindow], limits: RunnerLimits
     ) -> ModelRunner:
         """The last call of a load."""
         ...
 
-    def flatten(self, rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch: ...
+    def flatten(self, rows: Sequence[Row], block_size: int, null_block: int) -> FlatBatch: ...
 
     def make_attention(
-        self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
+        self, store: KvStore, layer_windows: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
     ) -> AttentionBackend:
-        """``views[i]``: what layer i sees; ``keep``: flattened positions that need logits."""
+        """``layer_windows[i]``: what layer i sees; ``keep``: flattened positions that need logits."""
         ...
 
     def memory(self) -> DeviceMemory | None: ...
@@ -118,7 +118,7 @@ class TorchBackend:
         return self.device.type, self.kind
 
     @property
-    def places_weights(self) -> bool:
+    def loads_to_device(self) -> bool:
         return self.device.type != "cpu"
 
     def prepare(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -128,17 +128,17 @@ class TorchBackend:
         return KvStore(layout, num_blocks, dtype, self.device)
 
     def make_runner(
-        self, model: torch.nn.Module, store: KvStore, views: Sequence[AttentionWindow], limits: RunnerLimits
+        self, model: torch.nn.Module, store: KvStore, layer_windows: Sequence[AttentionWindow], limits: RunnerLimits
     ) -> ModelRunner:
-        return ModelRunner(model, store, views, limits.eos_token_ids, self)
+        return ModelRunner(model, store, layer_windows, limits.eos_token_ids, self)
 
-    def flatten(self, rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
-        return flatten(rows, block_size, blank)
+    def flatten(self, rows: Sequence[Row], block_size: int, null_block: int) -> FlatBatch:
+        return flatten(rows, block_size, null_block)
 
     def make_attention(
-        self, store: KvStore, views: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
+        self, store: KvStore, layer_windows: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
     ) -> AttentionBackend:
-        return PagedAttention(store, views, flat)
+        return PagedAttention(store, layer_windows, flat)
 
     def memory(self) -> DeviceMemory | None:
         return DeviceMemory(*torch.cuda.mem_get_info(self.device)) if self.device.type == "cuda" else None

@@ -9,7 +9,7 @@ from decant.engine.errors import DeviceFailed
 
 
 @contextmanager
-def naming_failures() -> Iterator[None]:
+def translate_device_errors() -> Iterator[None]:
     """Turn errors of exhausted memory and of a lost device into DeviceFailed."""
     try:
         yield

@@ -29,7 +29,7 @@ def bytes_left(memory: DeviceMemory, activations: int, graphs: int) -> int:
     return memory.free - activations - graphs - int(memory.total * MARGIN)
 
 
-MOST_TOKENS = 1 << 20
+MAX_MEASURED_TOKENS = 1 << 20
 """Of a step that is measured: its rows and inputs are built in the memory of the host."""
 
 
@@ -48,8 +48,10 @@ class StepSizes:
             ("max_running", sequences, self.sequences),
             ("token_budget", tokens, self.tokens),
         ):
-            if most > MOST_TOKENS:
-                raise InvalidConfig(field, f"at most {MOST_TOKENS} to measure the largest step without kv_bytes", value)
+            if most > MAX_MEASURED_TOKENS:
+                raise InvalidConfig(
+                    field, f"at most {MAX_MEASURED_TOKENS} to measure the largest step without kv_bytes", value
+                )
         return StepSizes(tokens, sequences)
 
 

@@ -22,9 +22,9 @@ class KvStore:
         except (MemoryError, torch.OutOfMemoryError):
             size = num_blocks * layout.block_bytes
             raise InvalidConfig("kv_bytes", f"what {device} can allocate beside the weights", size) from None
-        self.blocks_and_blank = self._memory
+        self.blocks_with_null = self._memory
         self.blocks = self._memory[:num_blocks]
-        self.blank = num_blocks  # a block of zeros: pads block tables, and is the pool's null block
+        self.null_block = num_blocks  # a block of zeros: pads block tables, and is the pool's null block
         layers = range(len(layout.layers))
         self._layers = [self._split(index) for index in layers]
         self._descriptors = np.array([self._descriptor(index) for index in layers], np.int64)

@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 from decant.engine.checkpoint import checkpoint
 from decant.engine.checkpoint.checkpoint import DTYPES
 from decant.engine.costs import StepCostModel
-from decant.engine.errors import InvalidConfig, check_whole
+from decant.engine.errors import InvalidConfig, check_int
 from decant.engine.kv_layout import KvLayout, Window
 from decant.engine.model import kv_memory, rope
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import TILE
 from decant.engine.model.backend import PARTS, Backend, CudaKernels, RunnerLimits
-from decant.engine.model.device_errors import naming_failures
+from decant.engine.model.device_errors import translate_device_errors
 from decant.engine.model.kv_memory import StepSizes
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.probe import (
@@ -64,13 +64,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise InvalidConfig("dtype", f"auto or one of {', '.join(DTYPES)}", self.dtype)
-        check_whole("block_size", self.block_size, least=1)
+        check_int("block_size", self.block_size, minimum=1)
         if self.block_size not in (1, 2, 4, 8, 16, 32, 64, TILE):
             raise InvalidConfig("block_size", f"a power of two of at most {TILE}", self.block_size)
         if self.context_length is not None:
-            check_whole("context_length", self.context_length, least=1)
+            check_int("context_length", self.context_length, minimum=1)
         if self.kv_bytes is not None:
-            check_whole("kv_bytes", self.kv_bytes, least=1)
+            check_int("kv_bytes", self.kv_bytes, minimum=1)
 
 
 @dataclass(slots=True)
@@ -91,8 +91,8 @@ class ModelDevice:
     lookahead: int = 0
 
     @property
-    def overlaps(self) -> bool:
-        return self.runner.overlaps
+    def overlaps_steps(self) -> bool:
+        return self.runner.overlaps_steps
 
     @property
     def num_blocks(self) -> int:
@@ -122,21 +122,21 @@ class ModelDevice:
 
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Raises DeviceFailed, as the result does."""
-        with naming_failures():
+        with translate_device_errors():
             result = self.runner.submit(plan)
         return partial(_await, result)
 
     def read(self, block: int) -> memoryview:
-        with naming_failures():
+        with translate_device_errors():
             return self.store.read(block)
 
     def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
-        with naming_failures():
+        with translate_device_errors():
             self.store.write(block, data)
 
 
 def _await(result: Callable[[], StepResult]) -> StepResult:
-    with naming_failures():
+    with translate_device_errors():
         return result()
 
 
@@ -156,39 +156,43 @@ class ReadModel:
     check_files: Callable[[], object] = lambda: None
 
 
-@naming_failures()
+@translate_device_errors()
 def make_device(
     read: ReadModel, config: ModelConfig, backend: Backend, progress: Callable[[int], None] = lambda percent: None
 ) -> ModelDevice:
     """Prepares the model in place. Raises ModelRefused, InvalidConfig, DeviceFailed."""
     model, name, context_length = read.model, read.name, read.context_length
     dtype = token_embeddings(model).weight.dtype
-    with checkpoint.refusing(name, "its rotary scaling can't be frozen"):
+    with checkpoint.refuse_model_on_error(name, "its rotary scaling can't be frozen"):
         rope.freeze(model, context_length)
     refuse_other_state(model, name, probe_sequences(model, context_length)[0].tokens)
     progress(40)
     reference = reference_logits(model, name, context_length)
     progress(60)
-    views, specs = learn_attention(model, name, context_length)
+    layer_windows, specs = learn_attention(model, name, context_length)
     progress(70)
     layout = KvLayout(specs, config.block_size, dtype.itemsize)
     if config.kv_bytes is not None and config.kv_bytes < layout.block_bytes:
         raise InvalidConfig("kv_bytes", f"at least one block of {layout.block_bytes} bytes", config.kv_bytes)
     subject = Subject(model, name, context_length, backend)
-    difference = check_attention(subject, layout, views, reference)
+    difference = check_attention(subject, layout, layer_windows, reference)
     progress(80)
-    with checkpoint.refusing(name, "laying its weights out failed"):
+    with checkpoint.refuse_model_on_error(name, "laying its weights out failed"):
         backend.prepare(model, dtype)
     read.check_files()  # all weights are copied from the mapped files now
     progress(90)
-    exact = probe(subject, layout, views, reference)
+    exact = probe(subject, layout, layer_windows, reference)
     progress(98)
-    kv_bytes = _free_kv_bytes(subject, layout, views, config.step_sizes) if config.kv_bytes is None else config.kv_bytes
+    kv_bytes = (
+        _free_kv_bytes(subject, layout, layer_windows, config.step_sizes)
+        if config.kv_bytes is None
+        else config.kv_bytes
+    )
     store = backend.make_store(layout, kv_bytes // layout.block_bytes, dtype)
     store.prefault()
     return ModelDevice(
         store=store,
-        runner=backend.make_runner(model, store, views, RunnerLimits(read.eos_token_ids, context_length)),
+        runner=backend.make_runner(model, store, layer_windows, RunnerLimits(read.eos_token_ids, context_length)),
         context_length=context_length,
         vocab_size=token_embeddings(model).num_embeddings,
         eos_token_ids=read.eos_token_ids,
@@ -200,7 +204,9 @@ def make_device(
     )
 
 
-def _free_kv_bytes(subject: Subject, layout: KvLayout, views: Sequence[AttentionWindow], most: StepSizes) -> int:
+def _free_kv_bytes(
+    subject: Subject, layout: KvLayout, layer_windows: Sequence[AttentionWindow], most: StepSizes
+) -> int:
     """What is left for blocks while the largest steps run, over blocks of their own. Raises InvalidConfig."""
     dtype = token_embeddings(subject.model).weight.dtype
 
@@ -210,7 +216,7 @@ def _free_kv_bytes(subject: Subject, layout: KvLayout, views: Sequence[Attention
         sizes = most.possible(subject.context_length, slots)
         blocks = kv_memory.blocks_of_largest_steps(sizes, subject.context_length, layout.block_size)
         store = subject.backend.make_store(layout, blocks, dtype)
-        runner = ModelRunner(subject.model, store, views, frozenset(), subject.backend)
+        runner = ModelRunner(subject.model, store, layer_windows, frozenset(), subject.backend)
         for plan in kv_memory.largest_steps(sizes, subject.context_length, layout.block_size, len(layout.groups)):
             runner.run(plan)
 

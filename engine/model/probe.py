@@ -22,7 +22,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from decant.engine.checkpoint.checkpoint import refusing
+from decant.engine.checkpoint.checkpoint import refuse_model_on_error
 from decant.engine.errors import ModelRefused
 from decant.engine.kv_layout import KvLayout, LayerSpec
 from decant.engine.model.attention.interface import NAME, attending, calls_made
@@ -84,18 +84,18 @@ class Reference:
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel, name: str, context_length: int) -> Reference:
     """Raises ModelRefused."""
-    with refusing(name, "transformers' own attention failed"):
+    with refuse_model_on_error(name, "transformers' own attention failed"):
         *early, last = probe_sequences(model, context_length)
-        exact, noise = _exact(model, early)
+        exact, noise = _float32_logits(model, early)
     try:
-        with refusing(name, f"transformers' own attention at position {last.start} failed"):
-            logits, last_noise = _exact(model, [last])
+        with refuse_model_on_error(name, f"transformers' own attention at position {last.start} failed"):
+            logits, last_noise = _float32_logits(model, [last])
             return Reference([*exact, *logits], max(noise, last_noise))
     except ModelRefused as refused:
         return Reference(exact, noise, refused)
 
 
-def _exact(model: PreTrainedModel, sequences: Sequence[ProbeSequence]) -> tuple[list[torch.Tensor], float]:
+def _float32_logits(model: PreTrainedModel, sequences: Sequence[ProbeSequence]) -> tuple[list[torch.Tensor], float]:
     """In float32, and how far at most the model's own dtype is from it."""
     with Float32():
         exact = _reference_batch(model, sequences)
@@ -138,7 +138,7 @@ class _EmptyLayer(DynamicLayer):
 
 
 @dataclass(frozen=True, slots=True)
-class _From(AttentionWindow):
+class _WindowFrom(AttentionWindow):
     start: int = 0
 
     def first(self, positions: torch.Tensor) -> torch.Tensor:
@@ -151,28 +151,30 @@ def learn_attention(
     model: PreTrainedModel, name: str, context_length: int
 ) -> tuple[tuple[AttentionWindow, ...], tuple[LayerSpec, ...]]:
     """Also returns what each layer sees and its KV shape. Raises ModelRefused."""
-    with refusing(name, "replacing its attention failed"):
+    with refuse_model_on_error(name, "replacing its attention failed"):
         model.set_attn_implementation(NAME)
         layers = model.config.get_text_config().num_hidden_layers
     with mask_markers() as markers:
         recorder = Recorder(name, markers, context_length)
-        with attending(recorder), refusing(name, "a pass with its attention replaced failed"):
+        with attending(recorder), refuse_model_on_error(name, "a pass with its attention replaced failed"):
             model(input_ids=_ids(model, probe_sequences(model, context_length)[0].tokens[:2]), use_cache=False)
             calls = calls_made()
     if calls != layers or not layers:
         reason = f"transformers' attention functions were called {calls} times for {layers} layers"
         raise ModelRefused(name, f"its attention can't be replaced: {reason}")
-    _check_window(model, name, recorder.views, context_length)
-    return tuple(recorder.views), tuple(recorder.specs)
+    _check_window(model, name, recorder.layer_windows, context_length)
+    return tuple(recorder.layer_windows), tuple(recorder.specs)
 
 
-def _check_window(model: PreTrainedModel, name: str, views: Sequence[AttentionWindow], context_length: int) -> None:
+def _check_window(
+    model: PreTrainedModel, name: str, layer_windows: Sequence[AttentionWindow], context_length: int
+) -> None:
     """Refuse a model that sees more of a prompt than transformers' own cache keeps."""
-    with refusing(name, "making transformers' own cache failed"):
+    with refuse_model_on_error(name, "making transformers' own cache failed"):
         layers = DynamicCache(config=model.config).layers
-    for index, (view, layer) in enumerate(zip(views, layers, strict=False)):
+    for index, (window, layer) in enumerate(zip(layer_windows, layers, strict=False)):
         kept = getattr(layer, "sliding_window", None) or context_length
-        seen = context_length - int(view.first(torch.tensor(context_length - 1)))
+        seen = context_length - int(window.first(torch.tensor(context_length - 1)))
         if seen > kept:
             raise ModelRefused(name, f"layer {index} sees {seen} tokens of a prompt, and {kept} from its cache")
 
@@ -190,18 +192,18 @@ class Subject:
 
 @torch.inference_mode()
 def check_attention(
-    subject: Subject, layout: KvLayout, views: Sequence[AttentionWindow], reference: Reference
+    subject: Subject, layout: KvLayout, layer_windows: Sequence[AttentionWindow], reference: Reference
 ) -> float:
     """Returns the largest difference relative to the logits' spread. Raises ModelRefused."""
-    wide = KvLayout(layout.layers, layout.block_size, torch.float32.itemsize)
+    float32_layout = KvLayout(layout.layers, layout.block_size, torch.float32.itemsize)
     name, rows = subject.name, subject.rows(layout)
-    with refusing(name, "a step of several sequences failed"), Float32():
-        together = _batched_logits(_runner(subject, wide, views, rows, torch.float32), rows)
+    with refuse_model_on_error(name, "a step of several sequences failed"), Float32():
+        batched = _batched_logits(_runner(subject, float32_layout, layer_windows, rows, torch.float32), rows)
     worst = 0.0
-    for ours, theirs in zip(together, reference.logits, strict=False):
-        worst = max(worst, difference := _difference(ours, theirs))
+    for actual, expected in zip(batched, reference.logits, strict=False):
+        worst = max(worst, difference := _difference(actual, expected))
         if not difference < TOLERANCE[torch.float32]:
-            where = " at the end of the context" if ours is together[-1] else ""
+            where = " at the end of the context" if actual is batched[-1] else ""
             reason = f"its logits{where} differ from transformers' own by {difference:.2g} of their spread"
             raise ModelRefused(name, reason)
     if reference.failed is not None:
@@ -210,22 +212,22 @@ def check_attention(
 
 
 @torch.inference_mode()
-def probe(subject: Subject, layout: KvLayout, views: Sequence[AttentionWindow], reference: Reference) -> bool:
+def probe(subject: Subject, layout: KvLayout, layer_windows: Sequence[AttentionWindow], reference: Reference) -> bool:
     """Returns whether bits are equal alone and in a batch, as served. Raises ModelRefused.
 
     Differences are medians over positions: a router near a tie changes a few positions, a wrongly packed weight all.
     """
     dtype = token_embeddings(subject.model).weight.dtype
     name, rows = subject.name, subject.rows(layout)
-    with refusing(name, "a step of several sequences failed"):
-        runner = _runner(subject, layout, views, rows, dtype)
-        together, apart = _batched_logits(runner, rows), _separate_logits(runner, rows)
-    pairs = [(one[-len(other) :], other) for others in apart for one, other in zip(together, others, strict=True)]
+    with refuse_model_on_error(name, "a step of several sequences failed"):
+        runner = _runner(subject, layout, layer_windows, rows, dtype)
+        batched, separate = _batched_logits(runner, rows), _separate_logits(runner, rows)
+    pairs = [(one[-len(other) :], other) for others in separate for one, other in zip(batched, others, strict=True)]
     exact = all(torch.equal(one, other) for one, other in pairs)
     mixed = max(_typical_difference(one, other) for one, other in pairs)
     if not mixed < TOLERANCE[dtype] or (subject.backend.exact >= PARTS and not exact):
         raise ModelRefused(name, f"a sequence's logits depend on its neighbours, by {mixed:.2g} of their spread")
-    rounded = max(map(_typical_difference, together, reference.logits))
+    rounded = max(map(_typical_difference, batched, reference.logits))
     if not rounded < max(TOLERANCE[dtype], NOISE_FACTOR * reference.noise):
         reason = (
             f"its logits in {str(dtype).removeprefix('torch.')} differ from float32 by {rounded:.2g} of their spread"
@@ -235,12 +237,16 @@ def probe(subject: Subject, layout: KvLayout, views: Sequence[AttentionWindow], 
 
 
 def _runner(
-    subject: Subject, layout: KvLayout, views: Sequence[AttentionWindow], rows: Sequence[Row], dtype: torch.dtype
+    subject: Subject,
+    layout: KvLayout,
+    layer_windows: Sequence[AttentionWindow],
+    rows: Sequence[Row],
+    dtype: torch.dtype,
 ) -> ModelRunner:
     count = 1 + max(block for row in rows for blocks in row.blocks for block in blocks)
     store = subject.backend.make_store(layout, count, dtype)
-    late = [_From(view.kind, view.size, rows[-1].start) for view in views]
-    return ModelRunner(subject.model, store, late, frozenset(), subject.backend)
+    windows_from_start = [_WindowFrom(window.kind, window.size, rows[-1].start) for window in layer_windows]
+    return ModelRunner(subject.model, store, windows_from_start, frozenset(), subject.backend)
 
 
 def _batched_logits(runner: ModelRunner, rows: Sequence[Row]) -> list[torch.Tensor]:
@@ -280,13 +286,13 @@ def _rows(sequences: Sequence[ProbeSequence], layout: KvLayout) -> list[Row]:
     return rows
 
 
-def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return float((ours - theirs).square().mean().sqrt() / theirs.std().clamp(min=1e-9))
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).square().mean().sqrt() / expected.std().clamp(min=1e-9))
 
 
-def _typical_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def _typical_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Of the median position."""
-    return float((ours - theirs).square().mean(-1).sqrt().median() / theirs.std().clamp(min=1e-9))
+    return float((actual - expected).square().mean(-1).sqrt().median() / expected.std().clamp(min=1e-9))
 
 
 def _ids(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:

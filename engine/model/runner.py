@@ -24,21 +24,21 @@ NOT_FINITE = "the model's logits are not finite"
 
 
 class ModelRunner:
-    """``views[i]`` is what layer i sees."""
+    """``layer_windows[i]`` is what layer i sees."""
 
-    overlaps = False
+    overlaps_steps = False
 
     def __init__(
         self,
         model: torch.nn.Module,
         store: KvStore,
-        views: Sequence[AttentionWindow],
+        layer_windows: Sequence[AttentionWindow],
         eos: frozenset[int],
         backend: Backend,
     ) -> None:
         self._model = model
         self._store = store
-        self._views = views
+        self._layer_windows = layer_windows
         self._eos = eos
         self._backend = backend
         self._device = store.blocks.device
@@ -52,14 +52,14 @@ class ModelRunner:
             return step.result(logits, self._eos)
 
     @property
-    def views(self) -> Sequence[AttentionWindow]:
-        return self._views
+    def layer_windows(self) -> Sequence[AttentionWindow]:
+        return self._layer_windows
 
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         return partial(self.run, plan)
 
     def flatten(self, rows: Sequence[Row]) -> FlatBatch:
-        return self._backend.flatten(rows, self._store.layout.block_size, self._store.blank)
+        return self._backend.flatten(rows, self._store.layout.block_size, self._store.null_block)
 
     def logits(self, rows: Sequence[Row], keep: Ints) -> torch.Tensor:
         """In ``FlatBatch`` order."""
@@ -76,10 +76,10 @@ class ModelRunner:
             "use_cache": False,
             "logits_to_keep": kept,
         }
-        with backend.around_step(), attending(backend.make_attention(self._store, self._views, flat, keep)):
+        with backend.around_step(), attending(backend.make_attention(self._store, self._layer_windows, flat, keep)):
             logits: torch.Tensor = self._model(**inputs).logits[0]
-            if calls_made() != len(self._views):
-                raise RuntimeError(f"attention was called {calls_made()} times for {len(self._views)} layers")
+            if calls_made() != len(self._layer_windows):
+                raise RuntimeError(f"attention was called {calls_made()} times for {len(self._layer_windows)} layers")
         if len(logits) != len(kept):  # a model without the option returns all rows
             logits = logits[kept]
         return logits
@@ -91,7 +91,7 @@ class StepLogits:
     keep [kept]  flattened positions: the last one of each sampled row, all of a row that needs prompt logprobs
     kept         how many of its last positions each row needs
     drawing      indexes of the rows that draw; ``prompt_rows``: of those that need prompt logprobs
-    special      indexes of the rows that need more than the likeliest token
+    beyond_greedy  indexes of the rows that need more than the likeliest token
     """
 
     def __init__(self, flat: FlatBatch, sampler: Sampler) -> None:
@@ -99,8 +99,8 @@ class StepLogits:
         self.rows = flat.rows
         self.order = flat.order
         self.drawing = np.flatnonzero(flat.sampled)
-        self.special = [index for index, row in enumerate(flat.rows) if not row.request.tokens_only]
-        self.prompt_rows = [index for index in self.special if needs_prompt_logprobs(flat.rows[index])]
+        self.beyond_greedy = [index for index, row in enumerate(flat.rows) if not row.request.needs_tokens_only]
+        self.prompt_rows = [index for index in self.beyond_greedy if needs_prompt_logprobs(flat.rows[index])]
         self.kept = flat.sampled
         if self.prompt_rows:
             self.kept = flat.sampled.copy()
@@ -139,11 +139,13 @@ class StepLogits:
         if len(drawing) < len(logits):
             last = torch.from_numpy((np.cumsum(self.kept) - 1)[drawing]).to(logits.device)
             logits, greedy = logits[last], greedy[last]
-        tokens: list[int] = self._sampler.sample(rows, logits, eos, greedy) if self.special else greedy.tolist()
+        tokens: list[int] = self._sampler.sample(rows, logits, eos, greedy) if self.beyond_greedy else greedy.tolist()
         indexes: list[int] = self.order[drawing].tolist()
         for index, token in zip(indexes, tokens, strict=True):
             sampled[index] = token
-        with_logprobs = [at for at, row in enumerate(rows) if row.request.logprobs is not None] if self.special else []
+        with_logprobs = (
+            [at for at, row in enumerate(rows) if row.request.logprobs is not None] if self.beyond_greedy else []
+        )
         if not with_logprobs:
             return sampled, {}
         counts = [rows[at].request.logprobs or 0 for at in with_logprobs]

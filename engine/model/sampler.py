@@ -41,7 +41,7 @@ class Sampler:
         self, rows: Sequence[Row], logits: torch.Tensor, eos: frozenset[int], greedy: torch.Tensor | None = None
     ) -> list[int]:
         """``logits`` [n, vocabulary] are not changed. ``greedy`` [n]: the tokens of ``top_tokens``, if known."""
-        others = [index for index, row in enumerate(rows) if not row.request.plain]
+        others = [index for index, row in enumerate(rows) if not row.request.is_plain_greedy]
         if others and len(others) == len(rows):
             return self._draw(rows, list(logits), eos)
         tokens: list[int] = (self.top_tokens(logits).tokens if greedy is None else greedy).tolist()
@@ -52,7 +52,7 @@ class Sampler:
         return tokens
 
     def _draw(self, rows: Sequence[Row], scores: list[torch.Tensor], eos: frozenset[int]) -> list[int]:
-        """Of rows that are not plain; ``scores[i]`` [vocabulary]."""
+        """Of rows that are not plain greedy; ``scores[i]`` [vocabulary]."""
         count = len(rows)
         if self._scores_at_once is not None:
             count = max(1, self._scores_at_once // len(scores[0]))
@@ -68,7 +68,7 @@ def _sample(rows: Sequence[Row], scores: torch.Tensor, eos: frozenset[int]) -> l
     for index, row in enumerate(rows):
         adjust(row, scores[index], eos)
     greedy = top_tokens(scores).tokens
-    drawn = [index for index, row in enumerate(rows) if not row.request.sampling.greedy]
+    drawn = [index for index, row in enumerate(rows) if not row.request.sampling.is_greedy]
     if drawn:
         greedy[drawn] = _draw([rows[index] for index in drawn], scores[drawn])
     return greedy.tolist()
@@ -100,7 +100,7 @@ def _pieces(values: torch.Tensor, filler: float) -> torch.Tensor:
 def adjust(row: Row, scores: torch.Tensor, eos: frozenset[int]) -> None:
     """Bias, minimum length and penalties in place; ``scores`` [vocabulary]."""
     state = row.state
-    assert state is not None, "a request that is not plain has a sampler state"
+    assert state is not None, "a request that is not plain greedy has a sampler state"
     if state.bias_tokens:
         scores[_tensor(state.bias_tokens, torch.int64, scores)] += _tensor(state.bias, torch.float32, scores)
     if excluded := forbidden(row, eos):

@@ -19,7 +19,7 @@ class FlatBatch:
     row_table [6, n]      index in the plan, start and end, first and last + 1 flattened position, whether to draw
     flattened [2 + G, T]  id, position, and the slot in each of G cache groups: block * block_size + slot in the block
     new_blocks [b]        blocks that get their first token but not all: they are cleared first
-    table [G, n, W]       block tables up to each row's end, padded with ``blank``
+    table [G, n, W]       block tables up to each row's end, padded with ``null_block``
     """
 
     rows: Sequence[Row]
@@ -71,7 +71,7 @@ def _part(table: Ints, index: int | slice) -> Ints:
     return part
 
 
-def flatten(rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
+def flatten(rows: Sequence[Row], block_size: int, null_block: int) -> FlatBatch:
     count = len(rows)
     starts = np.array([row.start for row in rows], np.int64)
     ends = np.array([row.end for row in rows], np.int64)
@@ -84,7 +84,7 @@ def flatten(rows: Sequence[Row], block_size: int, blank: int) -> FlatBatch:
     # A token that the device still draws is not in the list: 0 keeps its place.
     tokens = [token for row in rows for token in row.tokens[row.start : row.end] or (0,)]
     positions = np.repeat(ends - stops, lengths) + np.arange(len(tokens))
-    table = block_table(rows, -(-ends // block_size), blank)
+    table = block_table(rows, -(-ends // block_size), null_block)
     blocks = table[:, np.repeat(np.arange(count), lengths), positions // block_size]
     slots = blocks.astype(np.int64) * block_size + positions % block_size
     sampled = np.array([row.sample for row in rows], np.int64)
@@ -106,9 +106,9 @@ def cut_before(flat: FlatBatch, keep: Ints) -> tuple[Ints, Ints]:
     return row_table, spans(flat.stops, flat.stops - firsts)
 
 
-def block_table(rows: Sequence[Row], needed: Ints, blank: int) -> npt.NDArray[np.int32]:
-    """[G, n, W]: the first ``needed`` blocks of each row, then ``blank``."""
-    table = np.full((len(rows[0].blocks), len(rows), int(needed.max())), blank, np.int32)
+def block_table(rows: Sequence[Row], needed: Ints, null_block: int) -> npt.NDArray[np.int32]:
+    """[G, n, W]: the first ``needed`` blocks of each row, then ``null_block``."""
+    table = np.full((len(rows[0].blocks), len(rows), int(needed.max())), null_block, np.int32)
     for index, (row, count) in enumerate(zip(rows, needed.tolist(), strict=True)):
         for entries, blocks in zip(table, row.blocks, strict=True):
             entries[index, :count] = blocks[:count]

@@ -14,7 +14,7 @@ from bench.baselines import environment
 from bench.comparison import contenders, report
 from bench.comparison import subprocess_runner as child
 from bench.comparison.contenders import CONTENDERS, Contender
-from bench.comparison.open_loop import drive
+from bench.comparison.open_loop import run_open_loop
 from bench.comparison.subprocess_runner import ChildFailed, Job
 from bench.workloads import Item
 
@@ -53,13 +53,13 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"), [("raises", "[rank0]: no such thing as bfloat16 here"), ("dies", "ended by SIGILL")]
 )
-def test_the_reason_is_a_line(scripts: None, name: str, reason: str) -> None:
+def test_a_failed_child_gives_its_reason_in_one_line(scripts: None, name: str, reason: str) -> None:
     with pytest.raises(ChildFailed) as caught:
         child.run(f"baseline_{name}", JOB, lambda _: None)
     assert caught.value.reason == reason
 
 
-def test_a_silent_one_is_ended(scripts: None, tmp_path: Path) -> None:
+def test_a_silent_child_is_killed(scripts: None, tmp_path: Path) -> None:
     (tmp_path / "baseline_hangs.py").write_text("import signal\n\ndef measure(job, on_progress):\n    signal.pause()\n")
     with pytest.raises(ChildFailed) as caught:
         child.run("baseline_hangs", JOB, lambda _: None, silence_s=0.5)
@@ -73,7 +73,9 @@ def test_the_child_needs_no_installed_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_others_go_on(scripts: None, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contenders_run_after_another_one_failed(
+    scripts: None, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fakes = {name: Contender(name, f"baseline_{name}") for name in ("raises", "works", "dies")}
     monkeypatch.setattr(contenders, "CONTENDERS", {**CONTENDERS, **fakes})
     path = tmp_path / "w.jsonl"
@@ -83,7 +85,7 @@ def test_the_others_go_on(scripts: None, tiny: Path, tmp_path: Path, monkeypatch
     args.baselines = tuple(fakes)
     *_, result = engine.bench(args, Console(file=sys.stderr))
     assert set(result["contenders"]) == {"decant", "works"}
-    assert [len(result["contenders"][who]["runs"]) for who in ("decant", "works")] == [2, 2]
+    assert [len(result["contenders"][contender]["runs"]) for contender in ("decant", "works")] == [2, 2]
     assert set(result["unavailable"]) == {"raises", "dies"}
     console = Console(record=True, width=200, file=StringIO())
     report.show(result, console)
@@ -129,18 +131,18 @@ def test_an_open_loop_sends_each_at_its_time_and_counts_every_token(burst: int) 
     items = [Item("late", [1, 2], 2, 0.05), Item("first", [1], 5, 0.0)]
     shares: list[float] = []
     server = Scripted(burst)
-    late, first = drive(server, items, shares.append)
+    late, first = run_open_loop(server, items, shares.append)
     assert server.added == ["first", "late"]
     assert (late.id, len(late.tokens), first.id, len(first.tokens)) == ("late", 2, "first", 5)
     assert late.tokens[0] >= late.sent == 0.05
     assert shares[-1] == 1.0
 
 
-def test_a_token_too_many_is_no_result() -> None:
+def test_a_surplus_token_fails_the_measurement() -> None:
     class Generous(Scripted):
         def step(self) -> Iterable[str]:
             drawn: list[Any] = [*super().step(), "a"]
             return drawn
 
     with pytest.raises(RuntimeError, match="a: "):
-        drive(Generous(1), [Item("a", [1], 2, 0.0), Item("b", [1], 3, 0.0)], lambda _: None)
+        run_open_loop(Generous(1), [Item("a", [1], 2, 0.0), Item("b", [1], 3, 0.0)], lambda _: None)

@@ -13,7 +13,7 @@ def figures() -> Figures:
     return simulate(prompts=250, rate=40, workers=4)
 
 
-def test_more_is_found_and_first_tokens_come_sooner_where_prefixes_are_shared(figures: Figures) -> None:
+def test_prefix_aware_placement_raises_hits_and_lowers_ttft_where_prefixes_are_shared(figures: Figures) -> None:
     found = figures["conversations"]
     for other in ("round robin", "random"):
         assert found["placement"]["cached_share"] > 1.2 * found[other]["cached_share"]

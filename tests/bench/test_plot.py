@@ -7,7 +7,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def result(rates: dict[str, float], limit: float | None) -> dict[str, Any]:
-    contenders = {who: {"output_throughput": rate} for who, rate in rates.items()}
+    contenders = {contender: {"output_throughput": rate} for contender, rate in rates.items()}
     workload = {"contenders": contenders, "allowed": {"output_throughput": limit} if limit else None}
     facts = {"model_id": "a < b & c", "dtype": "bfloat16", "threads": 2, "date": "2026-01-02T03:04:05+00:00"}
     unavailable = {"vllm": "ERROR: <no> wheel & more"}

@@ -107,7 +107,7 @@ class Watched(load.Clients):
         self.received, self.ended = asyncio.Event(), asyncio.Event()
         Watched.latest = self
 
-    def _on_delta(self, seen: load.Seen, delta: pb.Delta) -> None:
+    def _on_delta(self, seen: load.RequestTimes, delta: pb.Delta) -> None:
         super()._on_delta(seen, delta)
         self.received.set()
 
@@ -138,7 +138,7 @@ async def test_only_tokens_within_the_window_are_counted(monkeypatch: pytest.Mon
             await done(Job("s", address, "streams", 0.5, clients=2, output_tokens=3))
 
 
-class NoScene:
+class NoDeployment:
     def cpu(self) -> dict[str, float]:
         return {}
 
@@ -150,7 +150,7 @@ async def test_a_load_generator_with_errors_has_no_result() -> None:
     with reserved_port() as port:
         job = Job("e", f"127.0.0.1:{port}", "closed", 0.1)
         with pytest.raises(LoadFailed, match="UNAVAILABLE"):
-            await router.load(job, NoScene())  # type: ignore[arg-type]
+            await router.load(job, NoDeployment())  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -1,39 +1,39 @@
 import pytest
 
-from bench.scheduler_overhead import DEVICES, LaidOutDevice, Parts, Scene, measure
+from bench.scheduler_overhead import DEVICES, LaidOutDevice, Parts, RunningBatch, measure
 
 
 @pytest.mark.parametrize("device", list(DEVICES))
-def test_every_sequence_of_the_decode_scene_writes_a_token_a_step(device: str) -> None:
-    scene = Scene(DEVICES[device], 8, 128, churn=False)
+def test_every_sequence_of_a_decode_batch_generates_a_token_per_step(device: str) -> None:
+    batch = RunningBatch(DEVICES[device], 8, 128, churn=False)
     for _ in range(5):
-        scene.step()
-    sequences = scene.engine.scheduler.running
+        batch.step()
+    sequences = batch.engine.scheduler.running
     assert len(sequences) == 8
-    assert all(sequence.remaining == 1 for sequence in sequences)
+    assert all(sequence.num_remaining == 1 for sequence in sequences)
     assert all(32 < len(sequence.tokens) < 160 for sequence in sequences)
-    scene.engine.check_integrity()
+    batch.engine.check_integrity()
 
 
 @pytest.mark.parametrize("device", list(DEVICES))
 def test_churn_keeps_as_many_running_while_sequences_end(device: str) -> None:
-    scene = Scene(DEVICES[device], 8, 128, churn=True)
-    first = {sequence.id for sequence in scene.engine.scheduler.running}
+    batch = RunningBatch(DEVICES[device], 8, 128, churn=True)
+    first = {sequence.id for sequence in batch.engine.scheduler.running}
     for _ in range(200):
-        scene.step()
-    sequences = scene.engine.scheduler.running
-    assert len(sequences) + len(scene.engine.scheduler.waiting) == 8
+        batch.step()
+    sequences = batch.engine.scheduler.running
+    assert len(sequences) + len(batch.engine.scheduler.waiting) == 8
     assert not first & {sequence.id for sequence in sequences}
-    scene.engine.check_integrity()
+    batch.engine.check_integrity()
 
 
 def test_parts_are_timed_and_put_back() -> None:
-    scene = Scene(DEVICES["laid out"], 4, 64, churn=False)
-    device = scene.engine.device
+    batch = RunningBatch(DEVICES["laid out"], 4, 64, churn=False)
+    device = batch.engine.device
     assert isinstance(device, LaidOutDevice)
     with Parts(device.backend, "make_attention") as parts:
-        scene.step()
-        scene.step()
+        batch.step()
+        batch.step()
     assert len(parts.seconds["make_attention"]) == 2
     assert "make_attention" not in vars(device.backend)
 

@@ -39,7 +39,7 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
     is_ready: bool = True
     """Of gRPC's health service when the server starts."""
     refusal: ServiceError | None = None
-    asked: list[pb.GenerateRequest] = field(default_factory=list)
+    requests: list[pb.GenerateRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     was_cancelled: threading.Event = field(default_factory=threading.Event)
     call_ended: threading.Event = field(default_factory=threading.Event)
@@ -61,7 +61,7 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     async def GenerateStream(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        self.asked.append(request)
+        self.requests.append(request)
         self.known.setdefault(request.request_id, request)
         async for message in self._stream(request, 0, context):
             yield message
@@ -91,7 +91,7 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
             self.call_ended.set()
 
     async def _rest(self, request: pb.GenerateRequest, after_seq: int, context: Any) -> AsyncIterator[Any]:
-        async for message in (self.answering or plainly)(request, context):
+        async for message in (self.answering or short_answer)(request, context):
             if message.HasField("started"):
                 message.seq = after_seq
             if message.seq > after_seq or not message.delta.num_tokens:
@@ -131,7 +131,7 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
         return pb.ServerInfo(version="1", router_id="r")
 
 
-class Doorkeeper(grpc.aio.ServerInterceptor):
+class TokenRecorder(grpc.aio.ServerInterceptor):
     def __init__(self, script: Script) -> None:
         self._script = script
 
@@ -175,7 +175,7 @@ def finished(request: pb.GenerateRequest, seq: int) -> pb.GenerateStreamResponse
     )
 
 
-async def plainly(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
+async def short_answer(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
     yield started(request)
     for seq, letter in enumerate("abc", 1):
         yield delta(request, seq, letter)
@@ -191,7 +191,7 @@ async def with_a_tail(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.G
     yield finished(request, 3)
 
 
-async def for_ever(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
+async def endless_answer(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
     """Sends two tokens and then waits without end."""
     yield started(request)
     yield delta(request, 1, "a")
@@ -206,7 +206,7 @@ async def never(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.Generat
 
 @asynccontextmanager
 async def _serving(script: Script, port: int) -> AsyncIterator[str]:
-    server, readiness = grpc.aio.server(interceptors=[Doorkeeper(script)]), Readiness()
+    server, readiness = grpc.aio.server(interceptors=[TokenRecorder(script)]), Readiness()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(script, server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthService(readiness, []), server)
     if script.is_ready:

@@ -48,7 +48,7 @@ async def test_messages_may_be_a_keyword_argument(address: str, script: Script) 
     async with AsyncClient(address) as awaiting:
         await awaiting.generate(messages=messages)
         assert [delta.text async for delta in awaiting.stream(messages=messages)] == ["a", "b", "c"]
-    assert [asked.messages.messages[0].content for asked in script.asked] == ["hi"] * 4
+    assert [asked.messages.messages[0].content for asked in script.requests] == ["hi"] * 4
 
 
 def test_calls_without_a_stream_return_their_results(client: Client) -> None:

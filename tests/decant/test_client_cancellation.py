@@ -14,7 +14,7 @@ import decant
 from decant import AsyncClient, Client
 from decant.client.routers import CancelSignal
 from decant.protos import inference_pb2 as pb
-from tests.decant.scripted import PATIENCE_S, Script, for_ever, never
+from tests.decant.scripted import PATIENCE_S, Script, endless_answer, never
 
 
 def break_out(client: Client) -> None:
@@ -48,7 +48,7 @@ def close(client: Client) -> None:
     ids=lambda f: f.__name__,
 )
 def test_an_abandoned_stream_cancels_its_request_and_ends_its_call(client: Client, script: Script, leave: Any) -> None:
-    script.answering = for_ever
+    script.answering = endless_answer
     leave(client)
     assert script.was_cancelled.wait(PATIENCE_S)
     assert script.call_ended.wait(PATIENCE_S)
@@ -56,25 +56,25 @@ def test_an_abandoned_stream_cancels_its_request_and_ends_its_call(client: Clien
 
 
 def test_each_request_has_a_generated_id_by_which_it_is_cancelled(client: Client, script: Script) -> None:
-    script.answering = for_ever
+    script.answering = endless_answer
     with client.stream("x") as stream:
         next(iter(stream))
     assert script.was_cancelled.wait(PATIENCE_S)
     assert script.cancelled == [stream.request_id]
     script.answering = None
     client.generate("x")
-    ids = {request.request_id for request in script.asked}
+    ids = {request.request_id for request in script.requests}
     assert len(ids) == 2
     assert all(uuid.UUID(id) for id in ids)
 
 
 def test_an_abandoned_detached_stream_is_not_cancelled(client: Client, script: Script) -> None:
-    script.answering = for_ever
+    script.answering = endless_answer
     with client.stream("x", on_disconnect="detach") as stream:
         next(iter(stream))
     assert script.call_ended.wait(PATIENCE_S)
     assert script.cancelled == []
-    assert script.asked[0].stream.on_disconnect == pb.StreamOptions.ON_DISCONNECT_DETACH
+    assert script.requests[0].stream.on_disconnect == pb.StreamOptions.ON_DISCONNECT_DETACH
 
 
 def test_a_stream_abandoned_before_its_first_message_ends_its_call(client: Client, script: Script) -> None:
@@ -82,7 +82,7 @@ def test_a_stream_abandoned_before_its_first_message_ends_its_call(client: Clien
     with client.stream("x"):
         pass
     client.server_info()
-    if script.asked:  # otherwise the stream closed before it arrived
+    if script.requests:  # otherwise the stream closed before it arrived
         assert script.call_ended.wait(PATIENCE_S)
 
 
@@ -131,7 +131,7 @@ async def time_out_around_generate(client: AsyncClient, script: Script) -> None:
     limit = asyncio.timeout(PATIENCE_S)
 
     async def expire_once_asked() -> None:
-        while not script.asked:  # noqa: ASYNC110
+        while not script.requests:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         limit.reschedule(asyncio.get_running_loop().time())
 
@@ -153,7 +153,7 @@ async def time_out_around_generate(client: AsyncClient, script: Script) -> None:
     ids=lambda f: f.__name__,
 )
 async def test_an_abandoned_async_call_cancels_its_request_and_ends(address: str, script: Script, leave: Any) -> None:
-    script.answering = for_ever
+    script.answering = endless_answer
     async with AsyncClient(address) as client:
         await leave(client, script)
         assert await asyncio.to_thread(script.was_cancelled.wait, PATIENCE_S)

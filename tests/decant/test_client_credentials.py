@@ -12,7 +12,7 @@ from decant import AsyncClient, Client
 from decant.protos import inference_pb2 as pb
 from tests.decant.scripted import Script
 from tests.runtime.certificates import Certificates
-from tests.runtime.harness import scene
+from tests.runtime.harness import harness
 
 
 def test_tls_needs_certificate_and_key_together() -> None:
@@ -25,7 +25,7 @@ def test_tls_needs_certificate_and_key_together() -> None:
 async def test_mutual_tls_connects_and_the_error_names_a_missing_certificate(tmp_path: Path) -> None:
     ours = Certificates(tmp_path)
     mutual: dict[str, Any] = {"tls_certificate": ours.certificate, "tls_key": ours.key, "tls_client_ca": ours.ca}
-    async with scene(**mutual) as served:
+    async with harness(**mutual) as served:
         address = served.server.address
         tls = decant.Tls(ca=ours.ca, certificate=ours.certificate, key=ours.key, name="worker.decant")
         async with AsyncClient(address, tls=tls) as client:
@@ -44,7 +44,7 @@ async def test_mutual_tls_connects_and_the_error_names_a_missing_certificate(tmp
 
 async def test_a_tls_mismatch_is_named_in_the_error(tmp_path: Path, address: str) -> None:
     ours = Certificates(tmp_path)
-    async with scene(tls_certificate=ours.certificate, tls_key=ours.key) as served:
+    async with harness(tls_certificate=ours.certificate, tls_key=ours.key) as served:
         for where, tls, advice in (
             (served.server.address, decant.Tls(ca=ours.ca, name="other"), "give it as Tls(name=...)"),
             (served.server.address, decant.Tls(), "does not chain to the roots of tls="),

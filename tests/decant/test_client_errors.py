@@ -8,7 +8,7 @@ import pytest
 import decant
 from decant import AsyncClient, Client
 from decant.runtime.error_details import Reason, ResumePoint
-from tests.decant.scripted import PATIENCE_S, Script, for_ever, never
+from tests.decant.scripted import PATIENCE_S, Script, endless_answer, never
 
 ERRORS = [
     decant.InvalidArgument("sampling.top_p", "above 0, to 1", 2.0),
@@ -57,7 +57,7 @@ def test_timeout_is_the_deadline_of_the_request(client: Client, script: Script) 
 
 
 async def test_a_deadline_during_a_stream_has_the_reason_deadline_exceeded(address: str, script: Script) -> None:
-    script.answering = for_ever
+    script.answering = endless_answer
     errors = []
     with Client(address) as client:
         for ask in (lambda: list(client.stream("x", timeout=0.5)), lambda: client.generate("x", timeout=0.5)):

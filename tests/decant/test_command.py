@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import decant
 from decant.command.app import app
 from decant.protos import inference_pb2 as pb
-from tests.decant.scripted import PATIENCE_S, Break, Script, for_ever, refuse
+from tests.decant.scripted import PATIENCE_S, Break, Script, endless_answer, refuse
 
 KEYS = {
     "request_id",
@@ -66,10 +66,10 @@ def test_options_are_sent_and_what_is_not_given_is_not(address: str, script: Scr
     run("generate", "x", "--address", address, "--temperature", "0", "--seed", "1", "--max-tokens", "5")
     run("generate", "x", "--address", address, "--stop", "a", "--stop", "b", "--stop-token-id", "7", "--logprobs", "0")
     run("generate", "x", "--address", address, "--chat", "--request-id", "r", "--no-ignore-eos")
-    assert all(request.request_id for request in script.asked)
-    for request in script.asked[:2]:
+    assert all(request.request_id for request in script.requests)
+    for request in script.requests[:2]:
         request.ClearField("request_id")
-    assert script.asked == [
+    assert script.requests == [
         pb.GenerateRequest(
             prompt="x",
             sampling=pb.SamplingParams(temperature=0, seed=1),
@@ -91,7 +91,7 @@ def test_options_are_sent_and_what_is_not_given_is_not(address: str, script: Scr
 @pytest.mark.parametrize("prompt", [["-"], []])
 def test_the_prompt_may_come_from_standard_input(address: str, script: Script, prompt: list[str]) -> None:
     run("generate", *prompt, "--address", address, input="def f():\n")
-    assert script.asked[0].prompt == "def f():\n"
+    assert script.requests[0].prompt == "def f():\n"
 
 
 def test_a_refusal_is_one_line_with_field_limit_and_value(address: str, script: Script) -> None:
@@ -117,7 +117,7 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
 
 def test_an_error_in_mid_answer_comes_after_what_was_written(address: str, script: Script) -> None:
     async def breaking(request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
-        async for message in for_ever(request, context):
+        async for message in endless_answer(request, context):
             yield message
             if message.seq == 2:
                 await refuse(context, decant.Internal())
@@ -160,7 +160,7 @@ def test_without_a_deployment_it_says_what_to_do(
 
 
 def test_ctrl_c_cancels_the_request_and_ends_with_130(address: str, script: Script) -> None:
-    script.answering = for_ever
+    script.answering = endless_answer
     command = [sys.executable, "-m", "decant.command", "generate", "x", "--address", address, "--request-id", "r"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:

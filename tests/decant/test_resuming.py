@@ -15,7 +15,7 @@ import decant
 from decant.client.balancer import Backoff
 from decant.client.retry import MORE_TRIES
 from decant.runtime.error_details import Reason, ResumePoint
-from tests.decant.scripted import PATIENCE_S, Break, Script, for_ever, serving, with_a_tail
+from tests.decant.scripted import PATIENCE_S, Break, Script, endless_answer, serving, with_a_tail
 from tests.decant.two_routers import LOST, AsyncClient, Client, Two, is_whole
 
 DRAINING = decant.Aborted(Reason.DRAINING, "draining", resume=ResumePoint(0, 3))
@@ -52,7 +52,7 @@ async def test_a_dns_name_is_one_address(two: Two) -> None:
     name = f"dns:///localhost:{port}"
     is_read = [await asyncio.to_thread(read, name), await read_async(name)]
     assert [stream.resumed_at for stream in is_read] == [[name], []]
-    assert two.routers[1].asked == []
+    assert two.routers[1].requests == []
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: getattr(kind, "name", None) or kind.label)
@@ -63,11 +63,11 @@ async def test_a_break_after_any_message_changes_nothing(some: Two, after: int, 
         stream = await (asyncio.to_thread(read, some.address) if blocking else read_async(some.address))
         assert some.routers[0].cancelled == []
         if after == MESSAGES:  # all messages arrived
-            assert (some.asked, some.resumed, stream.resumed_at) == (1, [], [])
+            assert (some.num_requests, some.resumed, stream.resumed_at) == (1, [], [])
         elif after < 2:  # none arrived except `started`
-            assert (some.asked, some.resumed) == (2, [])
+            assert (some.num_requests, some.resumed) == (2, [])
         else:
-            assert (some.asked, some.resumed) == (1, [min(after - 1, 3)])
+            assert (some.num_requests, some.resumed) == (1, [min(after - 1, 3)])
             assert len(stream.resumed_at) == 1
             assert stream.resumed_at[0] in some.address
 
@@ -99,7 +99,7 @@ def test_resume_seconds_0_raises_the_break_and_keeps_the_text(two: Two) -> None:
         with pytest.raises(decant.Unavailable):
             list(stream)
         assert (stream.text, stream.seq) == ("a", 1)
-    assert (two.asked, two.resumed) == (1, [])
+    assert (two.num_requests, two.resumed) == (1, [])
 
 
 async def test_a_stream_that_no_router_resumes_ends_after_resume_seconds(two: Two) -> None:
@@ -141,7 +141,7 @@ async def test_an_error_that_is_not_retryable_is_raised_after_one_call(two: Two,
             two.routers[0].breaks.append(Break(after, error))
             with pytest.raises(type(error)):
                 await client.generate("x")
-        assert (two.asked, two.resumed) == (3, [])
+        assert (two.num_requests, two.resumed) == (3, [])
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -152,11 +152,11 @@ async def test_a_request_that_every_router_refuses_is_tried_a_few_times(two: Two
     async with AsyncClient(address) as client:
         with pytest.raises(decant.Unavailable):
             await client.generate("x")
-        assert two.asked == count + MORE_TRIES
+        assert two.num_requests == count + MORE_TRIES
         with pytest.raises(decant.Unavailable):
             [delta async for delta in client.stream("x")]
-        assert two.asked == 2 * (count + MORE_TRIES)
-    ids = [request.request_id for script in two.routers for request in script.asked]
+        assert two.num_requests == 2 * (count + MORE_TRIES)
+    ids = [request.request_id for script in two.routers for request in script.requests]
     assert len(set(ids)) == 2
 
 
@@ -168,8 +168,8 @@ async def test_a_lost_response_is_requested_again_under_the_same_id(some: Two, k
     some.routers[0].breaks.append(Break(3, kind))
     with Client(some.address) as blocking:
         assert (await asyncio.to_thread(blocking.generate, "x")).text == "abc!"
-    assert some.asked == 4
-    assert len({request.request_id for script in some.routers for request in script.asked}) == 2
+    assert some.num_requests == 4
+    assert len({request.request_id for script in some.routers for request in script.requests}) == 2
 
 
 async def test_a_request_that_is_unknown_after_its_first_tokens_is_not_run_again(two: Two) -> None:
@@ -183,13 +183,13 @@ async def test_a_request_that_is_unknown_after_its_first_tokens_is_not_run_again
         with pytest.raises(decant.NotFound):
             [delta async for delta in reading]
         assert stream.text == "ab"
-    assert two.asked == 1
+    assert two.num_requests == 1
 
 
 @pytest.mark.parametrize("blocking", [True, False])
 async def test_a_stream_survives_the_end_of_its_server(blocking: bool) -> None:
     known: dict[str, Any] = {}
-    scripts = [Script(answering=for_ever, known=known), Script(answering=for_ever, known=known)]
+    scripts = [Script(answering=endless_answer, known=known), Script(answering=endless_answer, known=known)]
     with contextlib.ExitStack() as rest:
         ends = [rest.enter_context(contextlib.ExitStack()) for _ in scripts]
         addresses = [end.enter_context(serving(script)) for end, script in zip(ends, scripts, strict=True)]
@@ -215,7 +215,7 @@ async def test_a_stream_survives_the_end_of_its_server(blocking: bool) -> None:
 
 async def test_the_deadline_holds_while_resuming(two: Two) -> None:
     for script in two.routers:
-        script.answering = for_ever
+        script.answering = endless_answer
     two.routers[0].breaks.extend([Break(2, LOST)] * 3)
     began = time.monotonic()
     async with AsyncClient(two.address) as client:

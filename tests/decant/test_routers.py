@@ -34,7 +34,7 @@ async def test_a_router_that_is_not_ready_is_skipped(two: Two) -> None:
         async with AsyncClient(address) as client:
             with pytest.raises(decant.Unavailable):
                 await client.generate("x")
-    assert (two.asked, busy.asked) == (4, [])
+    assert (two.num_requests, busy.requests) == (4, [])
 
 
 async def test_another_server_at_a_dead_router_s_address_is_skipped(two: Two) -> None:
@@ -64,7 +64,7 @@ async def test_a_target_with_several_addresses(two: Two) -> None:
         assert [delta.text async for delta in stream] == ["a", "b", "c", "!"]
         assert len(stream.resumed_at) == 1
         ends = time.monotonic() + PATIENCE_S
-        while not all(script.asked for script in two.routers):  # until the second one is connected
+        while not all(script.requests for script in two.routers):  # until the second one is connected
             await client.generate("x")
             assert time.monotonic() < ends
 
@@ -78,14 +78,14 @@ def test_threads_share_a_client(two: Two) -> None:
                 is_whole(stream, list(stream))
 
         list(pool.map(read_one, range(40)))
-    assert two.asked == 40
+    assert two.num_requests == 40
 
 
 def test_requests_are_spread_over_the_routers(two: Two) -> None:
     with Client(two.address) as client:
         for _ in range(6):
             client.generate("x")
-    assert [len(script.asked) for script in two.routers] == [3, 3]
+    assert [len(script.requests) for script in two.routers] == [3, 3]
 
 
 def test_a_restarted_router_is_called_again(two: Two) -> None:
@@ -98,7 +98,7 @@ def test_a_restarted_router_is_called_again(two: Two) -> None:
             client.generate("x")
         with serving(gone, int(address.rpartition(":")[2])):
             ends = time.monotonic() + PATIENCE_S
-            while not gone.asked:
+            while not gone.requests:
                 client.generate("x")
                 assert time.monotonic() < ends
-    assert two.asked >= 4
+    assert two.num_requests >= 4

@@ -92,7 +92,7 @@ def test_status_is_shown_again_every_second_until_it_is_interrupted(
     assert [json.loads(line)["workers"][0]["state"] for line in done.stdout.splitlines()] == ["ready"] * 3
 
 
-def test_an_audit_that_adds_up(redis: str, worker: tuple[Worker, str]) -> None:
+def test_a_consistent_audit_succeeds(redis: str, worker: tuple[Worker, str]) -> None:
     register(redis, worker[1])
     done = run("audit", "--redis-url", redis)
     assert done.exit_code == 0
@@ -109,7 +109,7 @@ def test_an_audit_that_adds_up(redis: str, worker: tuple[Worker, str]) -> None:
         (wire.AuditResponse(total_blocks=1, free_blocks=1, violations=["block 3 has no owner"]), "block 3"),
     ],
 )
-def test_an_audit_that_does_not_add_up_ends_with_1(
+def test_an_inconsistent_audit_exits_with_1(
     redis: str, worker: tuple[Worker, str], answer: wire.AuditResponse, said: str
 ) -> None:
     worker[0].answer = answer
@@ -119,7 +119,7 @@ def test_an_audit_that_does_not_add_up_ends_with_1(
     assert said in done.stdout
 
 
-def test_a_worker_that_does_not_answer_is_no_worker_that_adds_up(redis: str, worker: tuple[Worker, str]) -> None:
+def test_a_worker_that_does_not_answer_fails_the_audit(redis: str, worker: tuple[Worker, str]) -> None:
     register(redis, worker[1])
     register(redis, "127.0.0.1:1", "decode-2")
     done = run("audit", "--redis-url", redis, "--json")

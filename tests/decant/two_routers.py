@@ -31,12 +31,12 @@ class Two:
         for script in self.routers:
             script.breaks, script.known, script.answering = shared, known, with_a_tail
             script.refusal = None
-            for log in (script.asked, script.resumed, script.cancelled):
+            for log in (script.requests, script.resumed, script.cancelled):
                 log.clear()
 
     @property
-    def asked(self) -> int:
-        return sum(len(script.asked) for script in self.routers)
+    def num_requests(self) -> int:
+        return sum(len(script.requests) for script in self.routers)
 
     @property
     def resumed(self) -> list[int]:

@@ -35,7 +35,7 @@ class Answer:
     receipt: pb.Receipt = field(default_factory=pb.Receipt)
 
 
-def asked(
+def generate_request(
     prompt: str | Sequence[int], *, sampling: pb.SamplingParams | None = None, max_tokens: int | None = None
 ) -> pb.GenerateRequest:
     request = pb.GenerateRequest()
@@ -100,7 +100,7 @@ def device(dtype: str) -> ModelDevice:
     return load(ModelConfig(str(models.path()), dtype=dtype, kv_bytes=64 << 20))
 
 
-def alone(
+def run_alone(
     dtype: str, ids: Sequence[int], sampling: SamplingParams, max_tokens: int, logprobs: int | None = None
 ) -> list[Token]:
     """The engine's output without batch, chunks or handoff."""

@@ -21,7 +21,7 @@ from decant.state.owned import StoredRequest
 from decant.state.store import Store
 from tests.e2e.proxy import FETCH, PREFILL, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
 from tests.router.harness import Core, core, make_request
-from tests.worker.harness import MODEL, WorkerScene, alone, registered, tokens, worker
+from tests.worker.harness import MODEL, WorkerHarness, registered, run_alone, tokens, worker
 
 LEASE_MS = 300
 STEP_S = 0.001
@@ -32,7 +32,7 @@ MOST = 100
 SENDER, RECEIVER = "p", "d"
 
 
-class Line(NamedTuple):
+class CallDirection(NamedTuple):
     """One direction of a method's calls at a worker."""
 
     worker: str
@@ -43,8 +43,8 @@ class Line(NamedTuple):
         return f"{self.method.rpartition('/')[2]} {self.direction} {self.worker}"
 
 
-LINES = tuple(
-    Line(worker, method, direction)
+CALL_DIRECTIONS = tuple(
+    CallDirection(worker, method, direction)
     for worker, method in (
         (RECEIVER, SESSION),
         (SENDER, SESSION),
@@ -56,67 +56,67 @@ LINES = tuple(
 )
 
 
-class Spot(NamedTuple):
-    """A message of a line. Of two spots the second is counted from the moment of the first."""
+class CutPoint(NamedTuple):
+    """A message of a direction. Of two points the second is counted from the moment of the first."""
 
-    line: Line
+    calls: CallDirection
     number: int
     arrives: bool = False
     instead: Callable[[], None] | None = None
 
 
 @dataclass
-class Cutting:
+class FaultInjection:
     """`one` and `other` share a store: each can take over the other's requests."""
 
     one: Core
     other: Core
-    places: dict[str, WorkerScene]
+    workers: dict[str, WorkerHarness]
     proxies: dict[str, Proxy]
     _numbers: Iterator[int] = field(default_factory=count)
 
     def request(self) -> tuple[ValidRequest, list[int]]:
         number = next(self._numbers)
-        return _request(number), alone(_work(number))
+        return _request(number), run_alone(_work(number))
 
-    def arm(self, *spots: Spot) -> list[Cut]:
-        """Replaces all earlier spots."""
+    def arm(self, *points: CutPoint) -> list[Cut]:
+        """Replaces all earlier points."""
         cuts: list[Cut] = []
         for proxy in self.proxies.values():
             proxy.cuts = ()
-        for spot in spots:
-            line, before = spot.line, cuts[-1] if cuts else None
-            cut = Cut(line.method, line.direction, spot.number, spot.arrives, before, spot.instead)
-            self.proxies[line.worker].cuts += (cut,)
+        for point in points:
+            calls, before = point.calls, cuts[-1] if cuts else None
+            cut = Cut(calls.method, calls.direction, point.number, point.arrives, before, point.instead)
+            self.proxies[calls.worker].cuts += (cut,)
             cuts.append(cut)
         return cuts
 
-    async def answered(self, *spots: Spot) -> list[Cut]:
-        """Send a request, cut calls at these spots, and check the output. Returns the cuts after the last message of
+    async def answered(self, *points: CutPoint) -> list[Cut]:
+        """Send a request, cut calls at these points, and check the output. Returns the cuts after the last message of
         the request except renewals of leases.
         """
         request, expected = self.request()
-        cuts = self.arm(*spots)
+        cuts = self.arm(*points)
         stream = await self.one.answer(request)
-        assert isinstance(stream.end, Finish), (spots, stream.end)
-        assert stream.tokens == expected, spots
+        assert isinstance(stream.end, Finish), (points, stream.end)
+        assert stream.tokens == expected, points
         await self.quiet()
         return cuts
 
     async def quiet(self) -> None:
         """Wait until no request is active: later messages belong to the next."""
-        await self.places[RECEIVER].until(
+        await self.workers[RECEIVER].until(
             lambda seen: not (seen.owners or seen.fetches or seen.orphans or seen.unforgotten)
         )
-        await self.places[SENDER].until(lambda seen: not seen.fetches)
+        await self.workers[SENDER].until(lambda seen: not seen.fetches)
 
     async def settle(self) -> None:
         """Wait until both workers hold nothing; check that every block is accounted for."""
         self.arm()
-        for place in self.places.values():
-            seen = await place.emptied()
+        for worker_harness in self.workers.values():
+            seen = await worker_harness.emptied()
             assert seen.free_blocks + seen.cached_blocks == seen.total_blocks
-            await place.until(lambda seen: not (seen.orphans or seen.unforgotten))
+            await worker_harness.until(lambda seen: not (seen.orphans or seen.unforgotten))
 
 
 def _request(number: int) -> ValidRequest:
@@ -139,20 +139,20 @@ async def _restore(found: StoredRequest) -> ValidRequest:
 
 
 @asynccontextmanager
-async def cutting(store: Store, timings: RouterTimings = RouterTimings()) -> AsyncIterator[Cutting]:
+async def fault_injection(store: Store, timings: RouterTimings = RouterTimings()) -> AsyncIterator[FaultInjection]:
     roles = {SENDER: wire.ROLE_PREFILL, RECEIVER: wire.ROLE_DECODE}
     async with AsyncExitStack() as stack:
-        places, proxies = {}, {}
+        workers, proxies = {}, {}
         for name, role in roles.items():
             between = proxies[name] = await stack.enter_async_context(serving())
             limits: dict[str, Any] = {"budget": 8, "lease_ms": LEASE_MS, "step_s": STEP_S}
-            places[name] = place = await stack.enter_async_context(
+            workers[name] = worker_harness = await stack.enter_async_context(
                 worker(name, role=role, advertise=between.address, **limits)
             )
-            between.target = place.address
-        known = [registered(place, equal_bits=False) for place in places.values()]
+            between.target = worker_harness.address
+        known = [registered(worker_harness, equal_bits=False) for worker_harness in workers.values()]
         one = await stack.enter_async_context(core(store, known, id="r", restore=_restore, timings=timings))
         other = await stack.enter_async_context(core(store, [], id="s", restore=_restore, timings=timings))
-        made = Cutting(one, other, places, proxies)
+        made = FaultInjection(one, other, workers, proxies)
         yield made
         await made.settle()

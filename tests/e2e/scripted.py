@@ -29,7 +29,7 @@ NO_LIMITS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_le
 
 
 @dataclass
-class Scene:
+class Harness:
     stub: InferenceServiceStub
     channel: grpc.aio.Channel
     workers: list[FakeWorker]
@@ -38,14 +38,14 @@ class Scene:
     admin_port: int | None = None
 
     def stream(self, count: int = 5, **fields: Any) -> Any:
-        return self.stub.GenerateStream(asked(count, **fields), timeout=PATIENCE)
+        return self.stub.GenerateStream(generate_request(count, **fields), timeout=PATIENCE)
 
     async def is_unharmed(self) -> None:
         async with grpc.aio.insecure_channel(self.address) as channel:
-            found = await InferenceServiceStub(channel).Generate(asked(5), timeout=PATIENCE)
+            found = await InferenceServiceStub(channel).Generate(generate_request(5), timeout=PATIENCE)
         assert list(found.outputs[0].token_ids) == answer(PROMPT, 5)
 
-    async def refused(self, call: Any) -> ServiceError:
+    async def error_of(self, call: Any) -> ServiceError:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         return from_call(caught.value)
@@ -58,7 +58,7 @@ class Scene:
         return int(line.split()[1]) * 1024
 
 
-def asked(count: int, **fields: Any) -> pb.GenerateRequest:
+def generate_request(count: int, **fields: Any) -> pb.GenerateRequest:
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=PROMPT),
         stopping=pb.StoppingParams(max_tokens=count, ignore_eos=True),
@@ -71,7 +71,7 @@ def asked(count: int, **fields: Any) -> pb.GenerateRequest:
 @asynccontextmanager
 async def scripted(
     server: PrivateRedis, store: Store, *settings: str, pools: Sequence[tuple[str, wire.Role]] = BOTH
-) -> AsyncIterator[Scene]:
+) -> AsyncIterator[Harness]:
     async with AsyncExitStack() as stack:
         workers = usable(await stack.enter_async_context(fleet(*pools)))
         running = await stack.enter_async_context(router(server, *settings))
@@ -81,7 +81,7 @@ async def scripted(
         await until(lambda: all(worker.hellos for worker in workers))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(running.address, NO_LIMITS))
         stub = InferenceServiceStub(channel)
-        yield Scene(stub, channel, workers, running.address, running.process, running.admin_port)
+        yield Harness(stub, channel, workers, running.address, running.process, running.admin_port)
 
 
 async def read(call: Any) -> list[int]:

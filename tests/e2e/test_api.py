@@ -2,7 +2,7 @@ import pytest
 
 from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
-from tests.e2e.client_checks import Answer, ask, asked
+from tests.e2e.client_checks import Answer, ask, generate_request
 from tests.e2e.deployment import PATIENCE_S
 
 pytestmark = pytest.mark.slow
@@ -11,7 +11,7 @@ PROMPT = "def add(a, b):\n"
 
 
 async def plain(stub: InferenceServiceStub) -> Answer:
-    return await ask(stub, asked(PROMPT, max_tokens=40))
+    return await ask(stub, generate_request(PROMPT, max_tokens=40))
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -19,7 +19,7 @@ async def test_a_stop_string_ends_an_output_within_its_tokens(stub: InferenceSer
     whole = await plain(stub)
     middle = len(whole.text) // 2
     stop = whole.text[middle : middle + 5]
-    request = asked(PROMPT, max_tokens=40)
+    request = generate_request(PROMPT, max_tokens=40)
     request.stopping.stop.extend(["never\x00", stop])
     request.stopping.include_stop_in_output = include
     answer = await ask(stub, request)
@@ -35,7 +35,7 @@ async def test_a_stop_string_ends_an_output_within_its_tokens(stub: InferenceSer
 
 async def test_the_prompt_is_shown_with_what_the_model_makes_of_it(stub: InferenceServiceStub) -> None:
     whole = await plain(stub)
-    request = asked(PROMPT, max_tokens=40)
+    request = generate_request(PROMPT, max_tokens=40)
     request.response.echo = True
     request.response.prompt_logprobs = 2
     answer = await ask(stub, request)
@@ -51,7 +51,7 @@ async def test_the_prompt_is_shown_with_what_the_model_makes_of_it(stub: Inferen
 
 
 async def test_deltas_are_as_large_as_was_asked_for(stub: InferenceServiceStub) -> None:
-    request = asked(PROMPT, max_tokens=40)
+    request = generate_request(PROMPT, max_tokens=40)
     request.stopping.ignore_eos = True
     request.stream.min_chunk_tokens = 15
     sizes = [

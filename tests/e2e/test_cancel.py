@@ -17,7 +17,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import from_call
-from tests.e2e.client_checks import ask, asked, open_stub
+from tests.e2e.client_checks import ask, generate_request, open_stub
 from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
 from tests.e2e.metrics_page import read_page
 from tests.e2e.proxy import Proxy, proxy
@@ -30,7 +30,7 @@ PREFILL, DECODE = 0, 1
 
 
 @dataclass
-class Scene:
+class Harness:
     running: Deployment
     between: Proxy
     stub: InferenceServiceStub
@@ -38,7 +38,7 @@ class Scene:
     """Ends a test's request ids, each of which is valid once."""
 
     def begin(self, request_id: str, prompt: int = 200, output: int = 1000, timeout: float = PATIENCE_S) -> Any:
-        request = asked([0] + [5 + (prompt * 31 + n) % 4000 for n in range(prompt - 1)], max_tokens=output)
+        request = generate_request([0] + [5 + (prompt * 31 + n) % 4000 for n in range(prompt - 1)], max_tokens=output)
         request.request_id = f"{request_id}-{self.mark}"
         request.stopping.ignore_eos = True
         return self.stub.GenerateStream(request, timeout=timeout)
@@ -69,12 +69,12 @@ def processes() -> Iterator[tuple[Deployment, Proxy]]:
 
 
 @pytest.fixture
-async def scene(processes: tuple[Deployment, Proxy]) -> AsyncIterator[Scene]:
+async def harness(processes: tuple[Deployment, Proxy]) -> AsyncIterator[Harness]:
     """At its end nothing is active, and a plain request is handed over."""
     running, between = processes
     channel, stub = open_stub(running.address)
     async with channel:
-        yield Scene(running, between, stub)
+        yield Harness(running, between, stub)
         between.tamper = None
         async with asyncio.timeout(PATIENCE_S):
             while not await is_handed_over(stub):  # a worker that stalled is avoided until its heartbeats resume
@@ -84,7 +84,7 @@ async def scene(processes: tuple[Deployment, Proxy]) -> AsyncIterator[Scene]:
 
 async def is_handed_over(stub: InferenceServiceStub) -> bool:
     """Whether a plain request, which must be answered, was handed over."""
-    request = asked("x = 1\n", max_tokens=4)
+    request = generate_request("x = 1\n", max_tokens=4)
     request.stopping.ignore_eos = True
     answer = await ask(stub, request)
     assert len(answer.ids) == 4
@@ -100,31 +100,31 @@ def without_runs(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
     return [message] if message.HasField("heartbeat") else []
 
 
-async def queued(scene: Scene) -> Any:
-    others = [scene.begin(f"before-{n}") for n in range(MOST_AT_WORK)]
+async def queued(harness: Harness) -> Any:
+    others = [harness.begin(f"before-{n}") for n in range(MOST_AT_WORK)]
     for other in others:
         await other.read()
-    call = scene.begin("it", output=500)
-    await scene.until_listed("it")  # if it runs already, the test is only weaker
+    call = harness.begin("it", output=500)
+    await harness.until_listed("it")  # if it runs already, the test is only weaker
     return call, others
 
 
-async def prefilling(scene: Scene) -> Any:
-    call = scene.begin("it", prompt=LONG, output=100)
-    await scene.until(PREFILL, holding(wire.RunStatus.PHASE_RUNNING))
+async def prefilling(harness: Harness) -> Any:
+    call = harness.begin("it", prompt=LONG, output=100)
+    await harness.until(PREFILL, holding(wire.RunStatus.PHASE_RUNNING))
     return call, []
 
 
-async def handing_over(scene: Scene) -> Any:
-    scene.between.tamper = without_runs
-    call = scene.begin("it", prompt=LONG, output=100)
-    await scene.until(DECODE, holding(wire.RunStatus.PHASE_ARRIVING))
+async def handing_over(harness: Harness) -> Any:
+    harness.between.tamper = without_runs
+    call = harness.begin("it", prompt=LONG, output=100)
+    await harness.until(DECODE, holding(wire.RunStatus.PHASE_ARRIVING))
     return call, []
 
 
-async def decoding(scene: Scene) -> Any:
-    call = scene.begin("it")
-    await scene.until(DECODE, holding(wire.RunStatus.PHASE_RUNNING))
+async def decoding(harness: Harness) -> Any:
+    call = harness.begin("it")
+    await harness.until(DECODE, holding(wire.RunStatus.PHASE_RUNNING))
     return call, []
 
 
@@ -136,29 +136,33 @@ def by_name(instant: Callable[..., object]) -> str:
 
 
 @pytest.mark.parametrize("instant", INSTANTS, ids=by_name)
-async def test_a_cancel_call_ends_a_request_and_frees_its_blocks(scene: Scene, instant: Callable[[Scene], Any]) -> None:
-    call, others = await instant(scene)
-    assert await scene.cancel("it") == pb.CancelGenerationResponse.STATUS_CANCELLED
+async def test_a_cancel_call_ends_a_request_and_frees_its_blocks(
+    harness: Harness, instant: Callable[[Harness], Any]
+) -> None:
+    call, others = await instant(harness)
+    assert await harness.cancel("it") == pb.CancelGenerationResponse.STATUS_CANCELLED
     with pytest.raises(grpc.aio.AioRpcError) as ended:
         async for _ in call:
             pass
     error = from_call(ended.value)
     assert (error.code, error.reason) == (grpc.StatusCode.CANCELLED, Reason.CANCELLED)
     if instant is not queued:  # one that was never admitted is not recorded
-        assert await scene.cancel("it") == pb.CancelGenerationResponse.STATUS_CANCELLED
+        assert await harness.cancel("it") == pb.CancelGenerationResponse.STATUS_CANCELLED
     for other in others:
         other.cancel()
 
 
 @pytest.mark.parametrize("instant", INSTANTS, ids=by_name)
-async def test_a_disconnect_ends_a_request_and_frees_its_blocks(scene: Scene, instant: Callable[[Scene], Any]) -> None:
-    call, others = await instant(scene)
+async def test_a_disconnect_ends_a_request_and_frees_its_blocks(
+    harness: Harness, instant: Callable[[Harness], Any]
+) -> None:
+    call, others = await instant(harness)
     for one in (call, *others):
         one.cancel()
     if instant is queued:
-        return  # the scene's end finds its place free
+        return  # the harness's end finds its place free
     async with asyncio.timeout(PATIENCE_S):
-        while await scene.cancel("it") != pb.CancelGenerationResponse.STATUS_CANCELLED:  # noqa: ASYNC110
+        while await harness.cancel("it") != pb.CancelGenerationResponse.STATUS_CANCELLED:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -174,15 +178,17 @@ def suspended(running: Deployment) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("instant", INSTANTS, ids=by_name)
-async def test_the_deadline_ends_a_request_and_frees_its_blocks(scene: Scene, instant: Callable[[Scene], Any]) -> None:
-    begin = scene.begin
+async def test_the_deadline_ends_a_request_and_frees_its_blocks(
+    harness: Harness, instant: Callable[[Harness], Any]
+) -> None:
+    begin = harness.begin
 
     def hurried(request_id: str, prompt: int = 200, output: int = 1800, timeout: float = PATIENCE_S) -> Any:
         return begin(request_id, prompt, output, timeout=2.5 if request_id == "it" else timeout)
 
-    scene.begin = hurried  # type: ignore[method-assign]
-    call, others = await instant(scene)
-    with suspended(scene.running), pytest.raises(grpc.aio.AioRpcError) as ended:
+    harness.begin = hurried  # type: ignore[method-assign]
+    call, others = await instant(harness)
+    with suspended(harness.running), pytest.raises(grpc.aio.AioRpcError) as ended:
         async for _ in call:
             pass
     assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -190,16 +196,16 @@ async def test_the_deadline_ends_a_request_and_frees_its_blocks(scene: Scene, in
         other.cancel()
 
 
-async def test_a_cancel_at_any_instant_and_of_any_kind_frees_all_blocks(scene: Scene) -> None:
+async def test_a_cancel_at_any_instant_and_of_any_kind_frees_all_blocks(harness: Harness) -> None:
     chance = random.Random(7)
 
     async def give_up(n: int) -> None:
-        call = scene.begin(f"any-{n}", prompt=chance.randrange(1, 400), output=chance.randrange(2, 300))
+        call = harness.begin(f"any-{n}", prompt=chance.randrange(1, 400), output=chance.randrange(2, 300))
         reading = asyncio.create_task(_drained(call))
         await asyncio.sleep(chance.random() * 0.4)
         if chance.random() < 0.5:
             with contextlib.suppress(grpc.aio.AioRpcError):  # not known yet: it may not even have arrived
-                await scene.cancel(f"any-{n}")
+                await harness.cancel(f"any-{n}")
         call.cancel()
         await reading
 

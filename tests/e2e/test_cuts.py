@@ -14,7 +14,7 @@ import pytest
 
 from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
-from tests.e2e.client_checks import Answer, ask, asked, open_stub
+from tests.e2e.client_checks import Answer, ask, generate_request, open_stub
 from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
 from tests.e2e.proxy import FETCH, PREFILL, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, proxy
 from tests.e2e.test_resume import decode_started, rest
@@ -28,7 +28,7 @@ LINES += [(FETCH, TO_WORKER), (FETCH, TO_CALLER), (RELEASE, TO_WORKER), (RELEASE
 
 
 @dataclass
-class Scene:
+class Harness:
     """One worker of each kind, each behind a proxy, and two routers."""
 
     running: Deployment
@@ -50,40 +50,40 @@ def processes() -> Iterator[tuple[Deployment, tuple[Proxy, Proxy]]]:
 
 
 @pytest.fixture
-async def scene(processes: tuple[Deployment, tuple[Proxy, Proxy]]) -> AsyncIterator[Scene]:
+async def harness(processes: tuple[Deployment, tuple[Proxy, Proxy]]) -> AsyncIterator[Harness]:
     running, proxies = processes
     first, one = open_stub(running.addresses[0])
     second, other = open_stub(running.addresses[1])
     async with first, second:
-        yield Scene(running, proxies, one, other)
+        yield Harness(running, proxies, one, other)
     for between in proxies:
         between.cuts = ()
     await asyncio.to_thread(running.settled)
 
 
 def request(number: int) -> pb.GenerateRequest:
-    made = asked([0, *(5 + (number * 97 + n * 31) % 4000 for n in range(70))], max_tokens=TOKENS)
+    made = generate_request([0, *(5 + (number * 97 + n * 31) % 4000 for n in range(70))], max_tokens=TOKENS)
     made.request_id = str(uuid.uuid4())
     made.stopping.ignore_eos = True
     return made
 
 
-async def undisturbed(scene: Scene, number: int) -> Answer:
+async def undisturbed(harness: Harness, number: int) -> Answer:
     """Its output, under another salt so that nothing is cached for the disturbed request."""
     plain = request(number)
     plain.cache.cache_salt = "undisturbed"
-    return await ask(scene.one, plain)
+    return await ask(harness.one, plain)
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line[0].rpartition('/')[2]} {line[1]}")
-async def test_a_call_that_breaks_at_any_message(scene: Scene, line: tuple[str, Direction]) -> None:
+async def test_a_call_that_breaks_at_any_message(harness: Harness, line: tuple[str, Direction]) -> None:
     base = 100 * (1 + LINES.index(line))
-    between = scene.between(line[0])
+    between = harness.between(line[0])
     for number in range(MOST):
-        expected = await undisturbed(scene, base + number)
+        expected = await undisturbed(harness, base + number)
         cut = Cut(*line, number, arrives=number % 2 == 1)
         between.cuts = (cut,)
-        answer = await ask(scene.one, request(base + number))
+        answer = await ask(harness.one, request(base + number))
         between.cuts = ()
         assert (answer.text, answer.ids) == (expected.text, expected.ids), (line, number)
         if not cut.happened:
@@ -91,12 +91,12 @@ async def test_a_call_that_breaks_at_any_message(scene: Scene, line: tuple[str, 
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "on the other router"])
-async def test_a_stream_that_is_left_at_any_message_goes_on(scene: Scene, elsewhere: bool) -> None:
-    whole = await undisturbed(scene, 1)
-    stub = scene.other if elsewhere else scene.one
+async def test_a_stream_that_is_left_at_any_message_goes_on(harness: Harness, elsewhere: bool) -> None:
+    whole = await undisturbed(harness, 1)
+    stub = harness.other if elsewhere else harness.one
     for messages in range(MOST):
         asking = request(1)
-        call = scene.one.GenerateStream(asking, timeout=PATIENCE_S)
+        call = harness.one.GenerateStream(asking, timeout=PATIENCE_S)
         begun = [message for message in [await call.read() for _ in range(messages)] if message is not grpc.aio.EOF]
         if messages:  # nothing before the first says that it arrived
             call.cancel()
@@ -113,17 +113,17 @@ async def test_a_stream_that_is_left_at_any_message_goes_on(scene: Scene, elsewh
 
 
 @pytest.mark.parametrize("way", ["attach", "cancel"])
-async def test_the_other_router_is_asked_at_any_message(scene: Scene, way: str) -> None:
-    whole = await undisturbed(scene, 2)
+async def test_the_other_router_is_asked_at_any_message(harness: Harness, way: str) -> None:
+    whole = await undisturbed(harness, 2)
     for messages in range(1, MOST):
         asking = request(2)
-        call = scene.one.GenerateStream(asking, timeout=PATIENCE_S)
+        call = harness.one.GenerateStream(asking, timeout=PATIENCE_S)
         begun = [await call.read() for _ in range(messages)]
         if way == "attach":
-            again = await ask(scene.other, asking)
+            again = await ask(harness.other, asking)
             assert (again.text, again.ids) == (whole.text, whole.ids)
         else:
-            cancelled = await scene.other.CancelGeneration(pb.CancelGenerationRequest(request_id=asking.request_id))
+            cancelled = await harness.other.CancelGeneration(pb.CancelGenerationRequest(request_id=asking.request_id))
             assert cancelled.status != pb.CancelGenerationResponse.STATUS_UNKNOWN_REQUEST
         await _over(call)
         if begun[-1] is grpc.aio.EOF:

@@ -21,7 +21,7 @@ from decant.state import keys
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
-from tests.e2e.scripted import PROMPT, Scene, asked, read, scripted
+from tests.e2e.scripted import PROMPT, Harness, generate_request, read, scripted
 from tests.router.fake_script import answer
 from tests.router.harness import PATIENCE, pass_on, until
 from tests.router.test_auth import OTHER, SECRET, bearer, digest
@@ -106,18 +106,18 @@ def _details(status: Status) -> dict[type[Message], Any]:
 
 
 @pytest.fixture
-async def scene(server: PrivateRedis, store: Store) -> AsyncIterator[Scene]:
+async def harness(server: PrivateRedis, store: Store) -> AsyncIterator[Harness]:
     async with scripted(server, store, "--max-active", "1", "--queue-limit", "1") as made:
         yield made
 
 
-def paused(scene: Scene, at: int) -> None:
-    scene.workers[1].script.pause_at = at
+def paused(harness: Harness, at: int) -> None:
+    harness.workers[1].script.pause_at = at
 
 
-def go_on(scene: Scene) -> None:
-    scene.workers[1].script.pause_at = None
-    scene.workers[1].go.set()
+def go_on(harness: Harness) -> None:
+    harness.workers[1].script.pause_at = None
+    harness.workers[1].go.set()
 
 
 @reason("INVALID_FIELD")
@@ -125,23 +125,23 @@ def go_on(scene: Scene) -> None:
 @reason("PROMPT_TOO_LONG")
 @reason("FIELD_NOT_SUPPORTED")
 @reason("MODEL_NOT_FOUND")
-async def test_invalid_requests_are_refused_by_reason(scene: Scene) -> None:
-    hot = await error_of(scene.stub.Generate(asked(5, sampling=pb.SamplingParams(temperature=101))))
+async def test_invalid_requests_are_refused_by_reason(harness: Harness) -> None:
+    hot = await error_of(harness.stub.Generate(generate_request(5, sampling=pb.SamplingParams(temperature=101))))
     assert (hot.code, hot.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
     assert hot.violation == ("sampling.temperature", "0 to 100", "101.0")
     for empty in (pb.GenerateRequest(prompt=""), pb.GenerateRequest(), pb.GenerateRequest(token_ids=pb.TokenIds())):
-        nothing = await error_of(scene.stub.GenerateStream(empty).read())
+        nothing = await error_of(harness.stub.GenerateStream(empty).read())
         assert (nothing.code, nothing.reason) == (Code.INVALID_ARGUMENT, "EMPTY_PROMPT")
         assert nothing.violation[0] in ("prompt", "token_ids.ids")
-    long = await error_of(scene.stub.Generate(asked(5, token_ids=pb.TokenIds(ids=[5] * 2048))))
+    long = await error_of(harness.stub.Generate(generate_request(5, token_ids=pb.TokenIds(ids=[5] * 2048))))
     assert (long.code, long.reason) == (Code.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
     field, limit, value = long.violation
     assert (field, value) == ("token_ids.ids", str(2048 + len(PROMPT)))
     assert "2048" in limit
-    adapter = await error_of(scene.stub.Generate(asked(5, lora_name="pirate")))
+    adapter = await error_of(harness.stub.Generate(generate_request(5, lora_name="pirate")))
     assert (adapter.code, adapter.reason) == (Code.UNIMPLEMENTED, "FIELD_NOT_SUPPORTED")
     assert (adapter.violation[0], adapter.violation[2]) == ("GenerateRequest.lora_name", "pirate")
-    unknown = await error_of(scene.stub.Generate(asked(5, model="nobody")))
+    unknown = await error_of(harness.stub.Generate(generate_request(5, model="nobody")))
     assert (unknown.code, unknown.reason) == (Code.NOT_FOUND, "MODEL_NOT_FOUND")
     about = unknown.details[ResourceInfo]
     assert (about.resource_type, about.resource_name) == ("model", "nobody")
@@ -149,115 +149,117 @@ async def test_invalid_requests_are_refused_by_reason(scene: Scene) -> None:
 
 @reason("STATE_STORE_UNAVAILABLE")
 @reason("REQUEST_NOT_FOUND")
-async def test_an_unknown_id_is_not_found(scene: Scene) -> None:
+async def test_an_unknown_id_is_not_found(harness: Harness) -> None:
     """A new store may have lost it: the error says when to retry."""
     asking = pb.GetGenerationRequest(request_id="nobody")
-    unsure = await error_of(scene.stub.GetGeneration(asking))
+    unsure = await error_of(harness.stub.GetGeneration(asking))
     assert (unsure.code, unsure.reason) == (Code.UNAVAILABLE, "STATE_STORE_UNAVAILABLE")
     assert 0 < unsure.retry_ms <= 10_000
     await asyncio.sleep(unsure.retry_ms / 1000)
     for call in (
-        scene.stub.GetGeneration(asking),
-        scene.stub.ResumeStream(pb.ResumeStreamRequest(request_id="nobody")).read(),
+        harness.stub.GetGeneration(asking),
+        harness.stub.ResumeStream(pb.ResumeStreamRequest(request_id="nobody")).read(),
     ):
         unknown = await error_of(call)
         assert (unknown.code, unknown.reason) == (Code.NOT_FOUND, "REQUEST_NOT_FOUND")
         about = unknown.details[ResourceInfo]
         assert (about.resource_type, about.resource_name) == ("request", "nobody")
-    cancelled = await scene.stub.CancelGeneration(pb.CancelGenerationRequest(request_id="nobody"))
+    cancelled = await harness.stub.CancelGeneration(pb.CancelGenerationRequest(request_id="nobody"))
     assert cancelled.status == pb.CancelGenerationResponse.STATUS_UNKNOWN_REQUEST
 
 
 @reason("REQUEST_ID_REUSED")
 @reason("SEQ_NOT_KEPT")
-async def test_an_id_of_another_payload_is_refused(scene: Scene) -> None:
-    await scene.stub.Generate(asked(5, request_id="mine"))
-    other = await error_of(scene.stub.Generate(asked(6, request_id="mine")))
+async def test_an_id_of_another_payload_is_refused(harness: Harness) -> None:
+    await harness.stub.Generate(generate_request(5, request_id="mine"))
+    other = await error_of(harness.stub.Generate(generate_request(6, request_id="mine")))
     assert (other.code, other.reason) == (Code.ALREADY_EXISTS, "REQUEST_ID_REUSED")
-    wait_beyond = await error_of(scene.stub.ResumeStream(pb.ResumeStreamRequest(request_id="mine", after_seq=6)).read())
+    wait_beyond = await error_of(
+        harness.stub.ResumeStream(pb.ResumeStreamRequest(request_id="mine", after_seq=6)).read()
+    )
     assert (wait_beyond.code, wait_beyond.reason) == (Code.OUT_OF_RANGE, "SEQ_NOT_KEPT")
     assert wait_beyond.details[pb.ResumePoint] == pb.ResumePoint(first_seq=0, last_seq=5)
-    again = scene.stub.ResumeStream(pb.ResumeStreamRequest(request_id="mine", after_seq=5))
+    again = harness.stub.ResumeStream(pb.ResumeStreamRequest(request_id="mine", after_seq=5))
     assert await read(again) == []
 
 
 @reason("QUEUE_FULL")
 @reason("SUPERSEDED")
 @reason("CANCELLED")
-async def test_overload_deadline_and_unavailable_have_their_reasons(scene: Scene) -> None:
-    paused(scene, 2)
-    first = scene.stream(5, request_id="one")
+async def test_overload_deadline_and_unavailable_have_their_reasons(harness: Harness) -> None:
+    paused(harness, 2)
+    first = harness.stream(5, request_id="one")
     await first.read()
-    others = [asyncio.ensure_future(read(scene.stream(5))) for _ in range(3)]
+    others = [asyncio.ensure_future(read(harness.stream(5))) for _ in range(3)]
     ended = iter(asyncio.as_completed(others))
     for _ in range(2):  # the third waits
         full = await error_of(next(ended))
         assert (full.code, full.reason) == (Code.RESOURCE_EXHAUSTED, "QUEUE_FULL")
         assert full.retry_ms > 0
-    newer = scene.stub.ResumeStream(pb.ResumeStreamRequest(request_id="one"))
+    newer = harness.stub.ResumeStream(pb.ResumeStreamRequest(request_id="one"))
     assert (await newer.read()).HasField("started")
     older = await error_of(read(first))
     assert (older.code, older.reason) == (Code.ABORTED, "SUPERSEDED")
     assert pb.ResumePoint not in older.details, "there is nothing to resume"
-    await scene.stub.CancelGeneration(pb.CancelGenerationRequest(request_id="one"))
+    await harness.stub.CancelGeneration(pb.CancelGenerationRequest(request_id="one"))
     gone = await error_of(read(newer))
     assert (gone.code, gone.reason) == (Code.CANCELLED, "CANCELLED")
-    go_on(scene)
+    go_on(harness)
     assert await next(ended) == answer(PROMPT, 5)
 
 
 @reason("OWNER_CHANGED")
-async def test_a_stream_whose_router_lost_the_request_says_where_to_resume(scene: Scene, store: Store) -> None:
-    paused(scene, 2)
-    stream = scene.stream(5, request_id="taken")
+async def test_a_stream_whose_router_lost_the_request_says_where_to_resume(harness: Harness, store: Store) -> None:
+    paused(harness, 2)
+    stream = harness.stream(5, request_id="taken")
     while (await stream.read()).seq < 2:
         pass
     key = RequestKey("default", "taken")
     await store.requests.adopt(key, Incarnation("other", 1), (await store.requests.read(key)).epoch)
-    pass_on(scene.workers[1], 3)
+    pass_on(harness.workers[1], 3)
     changed = await error_of(read(stream))
     assert (changed.code, changed.reason) == (Code.ABORTED, "OWNER_CHANGED")
     assert changed.details[pb.ResumePoint].last_seq >= 2
-    go_on(scene)
+    go_on(harness)
 
 
 @reason("NO_WORKER")
 async def test_a_model_without_workers_is_unavailable(server: PrivateRedis, store: Store) -> None:
-    async with scripted(server, store, pools=()) as scene:
-        nobody = await error_of(scene.stub.Generate(asked(5)))
+    async with scripted(server, store, pools=()) as harness:
+        nobody = await error_of(harness.stub.Generate(generate_request(5)))
     assert (nobody.code, nobody.reason) == (Code.UNAVAILABLE, "NO_WORKER")
     assert nobody.retry_ms > 0
 
 
 @reason("WORKERS_LOST")
-async def test_a_request_fails_when_all_workers_do(scene: Scene) -> None:
-    script = scene.workers[1].script
-    scene.workers[0].script.prefill_fails_before_ticket = 99
+async def test_a_request_fails_when_all_workers_do(harness: Harness) -> None:
+    script = harness.workers[1].script
+    harness.workers[0].script.prefill_fails_before_ticket = 99
     script.fails_at = [0] * 99
-    before = await error_of(scene.stub.GenerateStream(asked(5)).read())
+    before = await error_of(harness.stub.GenerateStream(generate_request(5)).read())
     assert (before.code, before.reason) == (Code.UNAVAILABLE, "WORKERS_LOST")
     assert before.retry_ms > 0
-    scene.workers[0].script.prefill_fails_before_ticket = 0
+    harness.workers[0].script.prefill_fails_before_ticket = 0
     script.fails_at = [2] * 99
-    call = scene.stream(5, request_id="lost")
+    call = harness.stream(5, request_id="lost")
     after = await error_of(read(call))
     assert (after.code, after.reason) == (Code.ABORTED, "WORKERS_LOST")
     assert after.details[pb.ResumePoint] == pb.ResumePoint(first_seq=0, last_seq=2)
-    stored = await scene.stub.GetGeneration(pb.GetGenerationRequest(request_id="lost"))
+    stored = await harness.stub.GetGeneration(pb.GetGenerationRequest(request_id="lost"))
     assert stored.state == pb.Generation.STATE_FAILED
     assert _details(stored.error)[ErrorInfo].reason == "WORKERS_LOST"
     assert list(stored.result.outputs[0].token_ids) == answer(PROMPT, 2)
 
 
 @reason("DEADLINE_EXCEEDED")
-async def test_a_deadline_that_passes_leaves_what_was_written(scene: Scene) -> None:
-    paused(scene, 3)
+async def test_a_deadline_that_passes_leaves_what_was_written(harness: Harness) -> None:
+    paused(harness, 3)
     with pytest.raises(grpc.aio.AioRpcError) as late:
-        await read(scene.stub.GenerateStream(asked(5, request_id="late"), timeout=1.0))
+        await read(harness.stub.GenerateStream(generate_request(5, request_id="late"), timeout=1.0))
     assert late.value.code() is Code.DEADLINE_EXCEEDED, "perhaps gRPC's own, which brings no details"
     async with asyncio.timeout(PATIENCE):
         while True:
-            stored = await scene.stub.GetGeneration(pb.GetGenerationRequest(request_id="late"))
+            stored = await harness.stub.GetGeneration(pb.GetGenerationRequest(request_id="late"))
             if stored.state == pb.Generation.STATE_FAILED:
                 break
             await asyncio.sleep(0.02)
@@ -265,24 +267,24 @@ async def test_a_deadline_that_passes_leaves_what_was_written(scene: Scene) -> N
     assert _details(stored.error)[ErrorInfo].reason == "DEADLINE_EXCEEDED"
     assert stored.result.outputs[0].finished.finish_reason == pb.FINISH_REASON_TIME_LIMIT
     assert list(stored.result.outputs[0].token_ids) == answer(PROMPT, 3)
-    again = await error_of(read(scene.stream(5, request_id="late")))
+    again = await error_of(read(harness.stream(5, request_id="late")))
     assert (again.code, again.reason) == (Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
-    go_on(scene)
+    go_on(harness)
 
 
 @reason("DRAINING")
-async def test_a_draining_router_refuses_with_its_reason(scene: Scene) -> None:
-    paused(scene, 2)
-    call = scene.stream(5)
+async def test_a_draining_router_refuses_with_its_reason(harness: Harness) -> None:
+    paused(harness, 2)
+    call = harness.stream(5)
     await call.read()
-    scene.process.send_signal(signal.SIGTERM)
+    harness.process.send_signal(signal.SIGTERM)
     async with asyncio.timeout(PATIENCE):
-        while not (await scene.stub.GetServerInfo(pb.GetServerInfoRequest())).draining:  # noqa: ASYNC110
+        while not (await harness.stub.GetServerInfo(pb.GetServerInfoRequest())).draining:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-    refused = await error_of(scene.stub.Generate(asked(5)))
+    refused = await error_of(harness.stub.Generate(generate_request(5)))
     assert (refused.code, refused.reason) == (Code.UNAVAILABLE, "DRAINING")
     assert refused.retry_ms > 0
-    go_on(scene)
+    go_on(harness)
     assert await read(call) == answer(PROMPT, 5)
 
 
@@ -308,18 +310,18 @@ async def test_unauthenticated_and_over_quota_calls_are_refused_by_reason(
     file.write_text(TENANTS)
     mine, others = bearer(SECRET), bearer(OTHER)
     settings = ("--credentials", str(file), "--models", f"m={MODEL},n={MODEL}", "--resume-grace-ms", "0")
-    async with scripted(server, store, *settings) as scene:
+    async with scripted(server, store, *settings) as harness:
         for metadata in (None, bearer("guessed")):
-            unknown = await error_of(scene.stub.Generate(asked(5), metadata=metadata))
+            unknown = await error_of(harness.stub.Generate(generate_request(5), metadata=metadata))
             assert (unknown.code, unknown.reason) == (Code.UNAUTHENTICATED, "NO_CREDENTIALS")
             assert list(unknown.details) == [ErrorInfo], "it isn't said why"
-        denied = await error_of(scene.stub.Generate(asked(5, model="n"), metadata=mine))
+        denied = await error_of(harness.stub.Generate(generate_request(5, model="n"), metadata=mine))
         assert (denied.code, denied.reason) == (Code.PERMISSION_DENIED, "NOT_ALLOWED")
 
-        paused(scene, 2)
-        first = scene.stub.GenerateStream(asked(5, request_id="r"), timeout=PATIENCE, metadata=mine)
+        paused(harness, 2)
+        first = harness.stub.GenerateStream(generate_request(5, request_id="r"), timeout=PATIENCE, metadata=mine)
         await first.read()
-        full = await error_of(scene.stub.Generate(asked(5), metadata=mine))
+        full = await error_of(harness.stub.Generate(generate_request(5), metadata=mine))
         assert (full.code, full.reason) == (Code.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED")
         (used,) = full.details[QuotaFailure].violations
         assert (used.subject, used.description) == ("acme", "in_flight: at most 1, got 2")
@@ -327,11 +329,11 @@ async def test_unauthenticated_and_over_quota_calls_are_refused_by_reason(
         assert full.retry_ms > 0
         first.cancel()
         await until(lambda: not bare.exists(keys.quota("acme")[0]))
-        go_on(scene)
-        assert await read(scene.stub.GenerateStream(asked(5), metadata=mine)) == answer(PROMPT, 5)
+        go_on(harness)
+        assert await read(harness.stub.GenerateStream(generate_request(5), metadata=mine)) == answer(PROMPT, 5)
 
-        await scene.stub.Generate(asked(5, request_id="r"), metadata=others)
-        spent = await error_of(scene.stub.Generate(asked(5), metadata=others))
+        await harness.stub.Generate(generate_request(5, request_id="r"), metadata=others)
+        spent = await error_of(harness.stub.Generate(generate_request(5), metadata=others))
         assert (spent.code, spent.reason) == (Code.RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED")
         assert spent.details[ErrorInfo].metadata["field"] == "tokens_per_minute"
         assert 0 < spent.retry_ms <= 60_000

@@ -10,9 +10,17 @@ from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, Cancelled, Unavailable
 from decant.state.store import Store
-from tests.e2e.fault_injection import LINES, MOST, RECEIVER, Cutting, Line, Spot, cutting
+from tests.e2e.fault_injection import (
+    CALL_DIRECTIONS,
+    MOST,
+    RECEIVER,
+    CallDirection,
+    CutPoint,
+    FaultInjection,
+    fault_injection,
+)
 from tests.e2e.proxy import SESSION, Cut
-from tests.router.harness import Core, ended
+from tests.router.harness import Core, until_ended
 from tests.state.conftest import bare, server, store
 
 pytestmark = pytest.mark.slow
@@ -20,32 +28,34 @@ pytestmark = pytest.mark.slow
 __all__ = ["bare", "server", "store"]
 
 
-SESSIONS = [line for line in LINES if line.method == SESSION and line.worker == RECEIVER]
+SESSIONS = [calls for calls in CALL_DIRECTIONS if calls.method == SESSION and calls.worker == RECEIVER]
 
 
 @pytest.fixture
-async def scene(store: Store) -> AsyncIterator[Cutting]:
+async def harness(store: Store) -> AsyncIterator[FaultInjection]:
     """Broken sessions reopen and ended runs retire at once."""
     timings = RouterTimings(workers=WorkerTimings(first_backoff_s=0.005, forget_batch=1))
-    async with cutting(store, timings) as made:
+    async with fault_injection(store, timings) as made:
         yield made
 
 
-@pytest.mark.parametrize("line", LINES, ids=str)
+@pytest.mark.parametrize("calls", CALL_DIRECTIONS, ids=str)
 @pytest.mark.parametrize("arrives", [False, True])
-async def test_a_stream_cut_after_any_message_is_completed(scene: Cutting, line: Line, arrives: bool) -> None:
+async def test_a_stream_cut_after_any_message_is_completed(
+    harness: FaultInjection, calls: CallDirection, arrives: bool
+) -> None:
     for number in range(MOST):
-        (cut,) = await scene.answered(Spot(line, number, arrives))
+        (cut,) = await harness.answered(CutPoint(calls, number, arrives))
         if not cut.happened:
             break
 
 
-@pytest.mark.parametrize("first", LINES, ids=str)
-async def test_a_stream_cut_after_any_two_messages_is_completed(scene: Cutting, first: Line) -> None:
+@pytest.mark.parametrize("first", CALL_DIRECTIONS, ids=str)
+async def test_a_stream_cut_after_any_two_messages_is_completed(harness: FaultInjection, first: CallDirection) -> None:
     for number in range(MOST):
-        for second in LINES:
+        for second in CALL_DIRECTIONS:
             for later in range(MOST):
-                before, cut = await scene.answered(Spot(first, number), Spot(second, later))
+                before, cut = await harness.answered(CutPoint(first, number), CutPoint(second, later))
                 if not cut.happened:
                     break
         if not before.happened:
@@ -60,11 +70,11 @@ async def cancel(core: Core, request: ValidRequest) -> object:
 
 
 async def resume(core: Core, request: ValidRequest) -> object:
-    return await ended(await core.requests.resume(request.key))
+    return await until_ended(await core.requests.resume(request.key))
 
 
 async def resume_once_known(core: Core, request: ValidRequest) -> object:
-    """Retries while the store doesn't know the request: a session that reopens may reach the spot first."""
+    """Retries while the store doesn't know the request: a session that reopens may reach the point first."""
     async with asyncio.timeout(30):
         while True:
             try:
@@ -76,32 +86,34 @@ async def resume_once_known(core: Core, request: ValidRequest) -> object:
 
 
 async def attach(core: Core, request: ValidRequest) -> object:
-    return await ended(await core.requests.begin(request))
+    return await until_ended(await core.requests.begin(request))
 
 
 async def done_at(
-    scene: Cutting, doing: Doing, core: Core, *spots: Spot
+    harness: FaultInjection, doing: Doing, core: Core, *points: CutPoint
 ) -> tuple[TokenStream, list[int], object, list[Cut]]:
-    """Starts `doing` at the first spot. Returns the stream, its expected tokens, the result of `doing` and the cuts."""
-    request, expected = scene.request()
+    """Start `doing` at the first point. Returns the stream, its expected tokens, the result of `doing`, the cuts."""
+    request, expected = harness.request()
     tasks: list[asyncio.Task[object]] = []
 
     def now() -> None:
         tasks.append(asyncio.create_task(doing(core, request)))
 
-    cuts = scene.arm(spots[0]._replace(instead=now), *spots[1:])
-    stream = await scene.one.answer(request)
-    await scene.quiet()
+    cuts = harness.arm(points[0]._replace(instead=now), *points[1:])
+    stream = await harness.one.answer(request)
+    await harness.quiet()
     found = await tasks[0] if tasks else None
     return stream, expected, found, cuts
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "on the other router"])
-@pytest.mark.parametrize("line", LINES, ids=str)
-async def test_a_cancel_at_any_message_ends_the_request(scene: Cutting, line: Line, elsewhere: bool) -> None:
+@pytest.mark.parametrize("calls", CALL_DIRECTIONS, ids=str)
+async def test_a_cancel_at_any_message_ends_the_request(
+    harness: FaultInjection, calls: CallDirection, elsewhere: bool
+) -> None:
     for number in range(MOST):
-        core = scene.other if elsewhere else scene.one
-        stream, expected, end, (cut,) = await done_at(scene, cancel, core, Spot(line, number))
+        core = harness.other if elsewhere else harness.one
+        stream, expected, end, (cut,) = await done_at(harness, cancel, core, CutPoint(calls, number))
         if not cut.happened:
             break
         assert isinstance(end, Cancelled | Finish)
@@ -113,34 +125,40 @@ async def test_a_cancel_at_any_message_ends_the_request(scene: Cutting, line: Li
 
 
 @pytest.mark.parametrize("doing", [resume, attach])
-@pytest.mark.parametrize("line", LINES, ids=str)
-async def test_the_other_router_takes_over_at_any_message(scene: Cutting, line: Line, doing: Doing) -> None:
+@pytest.mark.parametrize("calls", CALL_DIRECTIONS, ids=str)
+async def test_the_other_router_takes_over_at_any_message(
+    harness: FaultInjection, calls: CallDirection, doing: Doing
+) -> None:
     for number in range(MOST):
-        stream, expected, taken, (cut,) = await done_at(scene, doing, scene.other, Spot(line, number))
+        stream, expected, taken, (cut,) = await done_at(harness, doing, harness.other, CutPoint(calls, number))
         if not cut.happened:
             break
         check_taken(stream, taken, expected)
 
 
-async def test_the_other_router_is_asked_before_the_request_has_come(scene: Cutting) -> None:
+async def test_the_other_router_is_asked_before_the_request_has_come(harness: FaultInjection) -> None:
     for step in range(20):
-        request, expected = scene.request()
-        scene.arm()
-        asked = asyncio.create_task(resume_once_known(scene.other, request))
+        request, expected = harness.request()
+        harness.arm()
+        asked = asyncio.create_task(resume_once_known(harness.other, request))
         await asyncio.sleep(0.0005 * step)
-        stream = await scene.one.answer(request)
+        stream = await harness.one.answer(request)
         taken = await asked
-        await scene.quiet()
+        await harness.quiet()
         check_taken(stream, taken, expected)
 
 
-@pytest.mark.parametrize("first", LINES, ids=str)
-async def test_the_other_router_takes_over_and_then_a_session_breaks(scene: Cutting, first: Line) -> None:
+@pytest.mark.parametrize("first", CALL_DIRECTIONS, ids=str)
+async def test_the_other_router_takes_over_and_then_a_session_breaks(
+    harness: FaultInjection, first: CallDirection
+) -> None:
     for number in range(MOST):
         for second in SESSIONS:
             for later in range(MOST):
-                spots = Spot(first, number), Spot(second, later)
-                stream, expected, taken, (before, cut) = await done_at(scene, resume_once_known, scene.other, *spots)
+                points = CutPoint(first, number), CutPoint(second, later)
+                stream, expected, taken, (before, cut) = await done_at(
+                    harness, resume_once_known, harness.other, *points
+                )
                 if before.happened:
                     check_taken(stream, taken, expected)
                 if not cut.happened:

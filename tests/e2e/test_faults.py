@@ -6,7 +6,7 @@ import pytest
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
-from tests.e2e.client_checks import TOKENIZER, ask, asked, generated, open_stub
+from tests.e2e.client_checks import TOKENIZER, ask, generate_request, generated, open_stub
 from tests.e2e.deployment import SMALL_KV, Deployment, deployment
 from tests.e2e.proxy import Proxy, Tamper, proxy
 
@@ -16,7 +16,7 @@ PROMPT = "def total(values):\n    result = 0\n" * 12
 
 
 @pytest.fixture(scope="module")
-def scene() -> Iterator[tuple[Deployment, Proxy]]:
+def harness() -> Iterator[tuple[Deployment, Proxy]]:
     with ExitStack() as stack:
         between = stack.enter_context(proxy())
         small = (*SMALL_KV, "--lease-ms", "2000")
@@ -103,21 +103,21 @@ KINDS = [flipped, truncated, lost, swapped, of_another, resealed, cut]
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 async def test_corrupt_transfers_are_refused_and_the_output_is_right(
-    scene: tuple[Deployment, Proxy], kind: Callable[[], Tamper]
+    harness: tuple[Deployment, Proxy], kind: Callable[[], Tamper]
 ) -> None:
-    running, between = scene
+    running, between = harness
     prompt = f"# {kind.__name__}\n" + PROMPT
     ids = TOKENIZER.encode(prompt).ids
     channel, stub = open_stub(running.address)
     async with channel:
         between.tamper = None
         before = between.fetches
-        clean = await ask(stub, asked(prompt[:60], max_tokens=8))
+        clean = await ask(stub, generate_request(prompt[:60], max_tokens=8))
         assert clean.receipt.attempts == 1
         between.tamper = kind()
         if kind is of_another:
             await _spoil(stub, "# another\n" + prompt[:200])
-        answer = await ask(stub, asked(prompt, max_tokens=30))
+        answer = await ask(stub, generate_request(prompt, max_tokens=30))
         between.tamper = None
     assert between.fetches >= before + 2
     expected = generated(ids, 30)
@@ -127,12 +127,12 @@ async def test_corrupt_transfers_are_refused_and_the_output_is_right(
     await asyncio.to_thread(running.settled)
 
 
-async def test_a_silent_sender_is_lost_and_the_output_is_right(scene: tuple[Deployment, Proxy]) -> None:
-    running, between = scene
+async def test_a_silent_sender_is_lost_and_the_output_is_right(harness: tuple[Deployment, Proxy]) -> None:
+    running, between = harness
     channel, stub = open_stub(running.address)
     async with channel:
         between.is_mute = True
-        answer = await ask(stub, asked("# silent\n" + PROMPT, max_tokens=30))
+        answer = await ask(stub, generate_request("# silent\n" + PROMPT, max_tokens=30))
         between.is_mute = False
     assert answer.ids == generated(TOKENIZER.encode("# silent\n" + PROMPT).ids, 30)
     assert answer.receipt.attempts > 1
@@ -141,4 +141,4 @@ async def test_a_silent_sender_is_lost_and_the_output_is_right(scene: tuple[Depl
 
 async def _spoil(stub: InferenceServiceStub, prompt: str) -> None:
     """A fetch whose first run a later fetch receives; it is itself unchanged."""
-    await ask(stub, asked(prompt, max_tokens=4))
+    await ask(stub, generate_request(prompt, max_tokens=4))

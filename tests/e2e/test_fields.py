@@ -14,7 +14,7 @@ from decant.protos.inference_pb2_grpc import InferenceServiceStub
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS
 from decant.runtime.errors import Unimplemented, from_call
 from tests.e2e.checkpoints import small_with
-from tests.e2e.client_checks import TOKENIZER, Answer, alone, ask, asked, open_stub
+from tests.e2e.client_checks import TOKENIZER, Answer, ask, generate_request, open_stub, run_alone
 from tests.e2e.deployment import PATIENCE_S, Deployment, deployment
 from tests.e2e.metrics_page import until_metric
 
@@ -61,7 +61,7 @@ async def stub(running: Deployment) -> AsyncIterator[Stub]:
 
 
 def request(**parts: Any) -> pb.GenerateRequest:
-    made = asked(PROMPT, max_tokens=WRITTEN)
+    made = generate_request(PROMPT, max_tokens=WRITTEN)
     made.MergeFrom(pb.GenerateRequest(**parts))
     return made
 
@@ -127,9 +127,9 @@ async def _model(stub: Stub) -> None:
 async def _prompt(stub: Stub) -> None:
     answer = await plain(stub)
     assert answer.started.prompt_tokens == len(IDS)
-    same = await ask(stub, asked(IDS, max_tokens=WRITTEN))
+    same = await ask(stub, generate_request(IDS, max_tokens=WRITTEN))
     assert (same.ids, same.text) == (answer.ids, answer.text)
-    assert answer.ids == [token.token for token in alone("float32", IDS, SamplingParams(), WRITTEN)]
+    assert answer.ids == [token.token for token in run_alone("float32", IDS, SamplingParams(), WRITTEN)]
 
 
 @field("Message.role", "Message.content", "Messages.add_generation_prompt")
@@ -140,7 +140,7 @@ async def _messages(stub: Stub) -> None:
         chat = request(model=CHAT)
         chat.messages.CopyFrom(pb.Messages(messages=messages, add_generation_prompt=opens))
         ids = TOKENIZER.encode(text, add_special_tokens=False).ids
-        written = asked(ids, max_tokens=WRITTEN)
+        written = generate_request(ids, max_tokens=WRITTEN)
         written.model = CHAT
         answer, expected = await ask(stub, chat), await ask(stub, written)
         assert answer.started.prompt_tokens == len(ids)
@@ -197,7 +197,7 @@ def sampled(name: str, value: float) -> None:
         changed = settings(**{name: value})
         parameters = pb.SamplingParams(**changed)
         exact = {each.name: getattr(parameters, each.name) for each, _ in parameters.ListFields()}  # floats of 32 bits
-        expected = alone("float32", IDS, SamplingParams(**exact), WRITTEN)
+        expected = run_alone("float32", IDS, SamplingParams(**exact), WRITTEN)
         ids = await drawn(**changed)
         assert ids[: len(expected)] == [token.token for token in expected]
         assert ids != await drawn(**settings())
@@ -299,7 +299,7 @@ async def _special(stub: Stub) -> None:
 
 @field("CacheOptions.bypass_prefix_cache", "CacheOptions.cache_salt")
 async def _cache(stub: Stub) -> None:
-    long = asked([BEGIN, *(9 + n * 31 % 4000 for n in range(70))], max_tokens=2)
+    long = generate_request([BEGIN, *(9 + n * 31 % 4000 for n in range(70))], max_tokens=2)
 
     async def found(**options: Any) -> int:
         made = pb.GenerateRequest()

@@ -15,7 +15,7 @@ from decant.runtime.error_details import PUSHBACK_KEY, Reason
 from decant.runtime.errors import InvalidArgument, NotFound, QueueFull, ServiceError, Unavailable, from_call
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
-from tests.e2e.scripted import PROMPT, Scene, asked, read, scripted
+from tests.e2e.scripted import PROMPT, Harness, generate_request, read, scripted
 from tests.router.fake_script import answer
 from tests.router.harness import PATIENCE, until
 from tests.state.conftest import bare, server, store
@@ -26,48 +26,48 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-async def scene(server: PrivateRedis, store: Store) -> AsyncIterator[Scene]:
+async def harness(server: PrivateRedis, store: Store) -> AsyncIterator[Harness]:
     async with scripted(server, store) as made:
         yield made
 
 
-async def test_streams_that_are_not_read_hold_ids_and_can_be_read_later(scene: Scene) -> None:
+async def test_streams_that_are_not_read_hold_ids_and_can_be_read_later(harness: Harness) -> None:
     streams, tokens = 40, 700
-    await scene.is_unharmed()
-    before = scene.memory
-    calls = [scene.stream(tokens) for _ in range(streams)]
+    await harness.is_unharmed()
+    before = harness.memory
+    calls = [harness.stream(tokens) for _ in range(streams)]
     for call in calls:
         await call.read()  # it has begun
-    decode = scene.workers[1]
+    decode = harness.workers[1]
     await until(lambda: not any(run.end is None for run in decode.runs.values()) and len(decode.starts) > streams)
-    await scene.is_unharmed()
-    grown = scene.memory - before
+    await harness.is_unharmed()
+    grown = harness.memory - before
     assert grown < 12 << 20, f"{grown} bytes for {streams * tokens} tokens that no client read"
     for call in calls[::7]:
         assert await read(call) == answer(PROMPT, tokens)
     for call in calls:
         call.cancel()
-    await scene.is_unharmed()
+    await harness.is_unharmed()
 
 
-async def test_a_message_that_is_too_large_is_refused_by_name(scene: Scene) -> None:
-    other = scene.stream(500)
+async def test_a_message_that_is_too_large_is_refused_by_name(harness: Harness) -> None:
+    other = harness.stream(500)
     await other.read()
-    error = await scene.refused(scene.stub.Generate(asked(5, user="x" * (17 << 20)), timeout=PATIENCE))
+    error = await harness.error_of(harness.stub.Generate(generate_request(5, user="x" * (17 << 20)), timeout=PATIENCE))
     assert isinstance(error, InvalidArgument)
-    assert (error.field, error.value) == ("GenerateRequest", str(asked(5, user="x" * (17 << 20)).ByteSize()))
-    beyond = await scene.refused(scene.stub.Generate(asked(5, user="x" * (65 << 20)), timeout=PATIENCE))
+    assert (error.field, error.value) == ("GenerateRequest", str(generate_request(5, user="x" * (17 << 20)).ByteSize()))
+    beyond = await harness.error_of(harness.stub.Generate(generate_request(5, user="x" * (65 << 20)), timeout=PATIENCE))
     assert beyond.code is grpc.StatusCode.RESOURCE_EXHAUSTED, "the transport's own word: nothing of it was taken in"
     assert await read(other) == answer(PROMPT, 500), "the connection goes on"
 
 
 async def test_too_many_streams_get_a_retry_delay(server: PrivateRedis, store: Store) -> None:
-    async with scripted(server, store, "--max-active", "2", "--queue-limit", "3") as scene:
-        scene.workers[1].script.pause_at = 2
-        taken = [scene.stream(5) for _ in range(2)]
+    async with scripted(server, store, "--max-active", "2", "--queue-limit", "3") as harness:
+        harness.workers[1].script.pause_at = 2
+        taken = [harness.stream(5) for _ in range(2)]
         for call in taken:
             await call.read()
-        many = [asyncio.ensure_future(ended(scene.stream(5))) for _ in range(500)]
+        many = [asyncio.ensure_future(ended(harness.stream(5))) for _ in range(500)]
         first = iter(asyncio.as_completed(many))
         for _ in range(497):
             error, trailers = await next(first)
@@ -75,12 +75,12 @@ async def test_too_many_streams_get_a_retry_delay(server: PrivateRedis, store: S
             assert error.reason is Reason.QUEUE_FULL
             assert error.retry_after is not None
             assert int(trailers[PUSHBACK_KEY]) == round(error.retry_after * 1000)
-        scene.workers[1].script.pause_at = None
-        scene.workers[1].go.set()
+        harness.workers[1].script.pause_at = None
+        harness.workers[1].go.set()
         for call in taken:
             assert await read(call) == answer(PROMPT, 5)
         assert [await each for each in first] == [(None, {})] * 3
-        await scene.is_unharmed()
+        await harness.is_unharmed()
 
 
 async def ended(call: Any) -> tuple[ServiceError | None, dict[str, Any]]:
@@ -92,21 +92,21 @@ async def ended(call: Any) -> tuple[ServiceError | None, dict[str, Any]]:
 
 
 async def test_calls_that_are_opened_and_abandoned_leave_nothing(server: PrivateRedis, store: Store) -> None:
-    async with scripted(server, store, "--max-active", "4", "--resume-grace-ms", "0") as scene:
-        scene.workers[1].script.pause_at = 3
+    async with scripted(server, store, "--max-active", "4", "--resume-grace-ms", "0") as harness:
+        harness.workers[1].script.pause_at = 3
         for _ in range(10):
-            calls = [scene.stream(5) for _ in range(50)]
+            calls = [harness.stream(5) for _ in range(50)]
             await asyncio.sleep(0.01)
             for call in calls[::2]:
                 call.cancel()
             await asyncio.sleep(0)
             for call in calls[1::2]:
                 call.cancel()
-        scene.workers[1].script.pause_at = None
-        scene.workers[1].go.set()
-        await asyncio.gather(*(scene.is_unharmed() for _ in range(8)))
-        await until(lambda: not scene.workers[1].runs)
-        await until(lambda: not scene.workers[0].prefilling)
+        harness.workers[1].script.pause_at = None
+        harness.workers[1].go.set()
+        await asyncio.gather(*(harness.is_unharmed() for _ in range(8)))
+        await until(lambda: not harness.workers[1].runs)
+        await until(lambda: not harness.workers[0].prefilling)
 
 
 def _sampling(field: str, value: float) -> pb.GenerateRequest:
@@ -163,10 +163,10 @@ ABSURD: dict[str, tuple[pb.GenerateRequest, str]] = {
 }
 
 
-async def test_extreme_values_are_refused_by_field_limit_and_value(scene: Scene) -> None:
-    other = asyncio.ensure_future(read(scene.stream(2000)))
+async def test_extreme_values_are_refused_by_field_limit_and_value(harness: Harness) -> None:
+    other = asyncio.ensure_future(read(harness.stream(2000)))
     for name, (absurd, field) in ABSURD.items():
-        error = await scene.refused(scene.stub.Generate(merged(absurd), timeout=PATIENCE))
+        error = await harness.error_of(harness.stub.Generate(merged(absurd), timeout=PATIENCE))
         assert isinstance(error, InvalidArgument), (name, error)
         assert error.field == field, name
         assert error.limit
@@ -182,17 +182,17 @@ def merged(absurd: pb.GenerateRequest) -> pb.GenerateRequest:
     return request
 
 
-async def test_ids_of_any_size_are_refused_before_they_are_looked_up(scene: Scene) -> None:
+async def test_ids_of_any_size_are_refused_before_they_are_looked_up(harness: Harness) -> None:
     long = "x" * 5_000_000
     for call in (
-        scene.stub.GetGeneration(pb.GetGenerationRequest(request_id=long)),
-        scene.stub.CancelGeneration(pb.CancelGenerationRequest(request_id=long)),
-        scene.stub.ResumeStream(pb.ResumeStreamRequest(request_id=long)).read(),
+        harness.stub.GetGeneration(pb.GetGenerationRequest(request_id=long)),
+        harness.stub.CancelGeneration(pb.CancelGenerationRequest(request_id=long)),
+        harness.stub.ResumeStream(pb.ResumeStreamRequest(request_id=long)).read(),
     ):
-        error = await scene.refused(call)
+        error = await harness.error_of(call)
         assert isinstance(error, InvalidArgument)
         assert error.field == "request_id"
-    strange = await scene.refused(scene.stub.GetGeneration(pb.GetGenerationRequest(request_id="\0{}\r\n*/../🙂")))
+    strange = await harness.error_of(harness.stub.GetGeneration(pb.GetGenerationRequest(request_id="\0{}\r\n*/../🙂")))
     assert isinstance(strange, NotFound | Unavailable)  # not known, or not known yet: the store is new
 
 
@@ -201,29 +201,29 @@ NO_UTF8 = b"\x0a\x02\xff\xfe"  # field 1, a text of two bytes that are none
 CUT_OFF = b"\x0a\x7f"
 
 
-async def test_undecodable_bytes_are_refused_by_name(scene: Scene) -> None:
+async def test_undecodable_bytes_are_refused_by_name(harness: Harness) -> None:
     for method in METHODS:
         path = f"/decant.v1.InferenceService/{method}"
         streams = method in ("GenerateStream", "ResumeStream")
-        ask: Any = scene.channel.unary_stream(path) if streams else scene.channel.unary_unary(path)
+        ask: Any = harness.channel.unary_stream(path) if streams else harness.channel.unary_unary(path)
         for data in (CUT_OFF, NO_UTF8):
-            error = await scene.refused(ask(data).read() if streams else ask(data))
+            error = await harness.error_of(ask(data).read() if streams else ask(data))
             assert isinstance(error, InvalidArgument), (method, error)
             assert error.field == "request"
-    await scene.is_unharmed()
+    await harness.is_unharmed()
 
 
-async def test_connections_without_http2_stop_no_other_call(scene: Scene) -> None:
-    host, _, port = scene.address.rpartition(":")
+async def test_connections_without_http2_stop_no_other_call(harness: Harness) -> None:
+    host, _, port = harness.address.rpartition(":")
     open_ = []
     for index in range(200):
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write([b"", b"G", b"GET / HTTP/1.1\r\nhost: x\r\n", b"\0" * 500, PREFACE[:10]][index % 5])
         open_.append((reader, writer))
-    await asyncio.gather(*(scene.is_unharmed() for _ in range(3)))
+    await asyncio.gather(*(harness.is_unharmed() for _ in range(3)))
     for _, writer in open_:
         writer.close()
-    await scene.is_unharmed()
+    await harness.is_unharmed()
 
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -232,9 +232,9 @@ PING = struct.pack(">I", 8)[1:] + b"\x06\0\0\0\0\0" + b"12345678"
 GOAWAY = 7
 
 
-async def test_a_client_that_pings_too_often_loses_its_own_connection_only(scene: Scene) -> None:
-    other = asyncio.ensure_future(read(scene.stream(2000)))
-    host, _, port = scene.address.rpartition(":")
+async def test_a_client_that_pings_too_often_loses_its_own_connection_only(harness: Harness) -> None:
+    other = asyncio.ensure_future(read(harness.stream(2000)))
+    host, _, port = harness.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(PREFACE + SETTINGS + PING * 2000)
     kinds = set()

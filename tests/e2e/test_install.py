@@ -33,14 +33,23 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     subprocess.run(build, check=True, capture_output=True, timeout=2 * PATIENCE_S)
     (wheel,) = folder.glob("decant_llm-*.whl")
-    home = folder / "venv"
-    venv.create(home, with_pip=False, symlinks=True)
-    (packages,) = home.glob("lib/python*/site-packages")
+    environment = folder / "venv"
+    venv.create(environment, with_pip=False, symlinks=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
     # A plain path entry: the .pth files in there, this checkout's editable install among them, are not followed.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    install = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python"), "install", "-q", "--no-deps"]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(environment / "bin" / "python"),
+        "install",
+        "-q",
+        "--no-deps",
+    ]
     subprocess.run([*install, "--force-reinstall", str(wheel)], check=True, capture_output=True, timeout=PATIENCE_S)
-    return home
+    return environment
 
 
 def test_the_wheel_runs_a_deployment_and_asks_it(environment: Path, tmp_path: Path) -> None:

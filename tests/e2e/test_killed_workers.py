@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
-from tests.e2e.client_checks import asked, decode_started, open_stub
+from tests.e2e.client_checks import decode_started, generate_request, open_stub
 from tests.e2e.deployment import PATIENCE_S, Deployment, Worker, deployment
 from tests.trace_collector import Collector, collecting
 from tests.worker.waiting import eventually
@@ -27,7 +27,7 @@ async def owner_of_a_run(running: Deployment) -> Worker | None:
 
 async def tokens(stub: InferenceServiceStub, running: Deployment | None = None) -> list[int]:
     """With ``running``, kills its decode worker after some of them."""
-    request = asked(PROMPT, max_tokens=TOKENS)
+    request = generate_request(PROMPT, max_tokens=TOKENS)
     request.stopping.ignore_eos = True
     messages = []
     killed = None

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.client_checks import TOKENIZER, ask, asked, generated, open_stub
+from tests.e2e.client_checks import TOKENIZER, ask, generate_request, generated, open_stub
 from tests.e2e.deployment import Deployment, deployment
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ async def test_short_prompts_are_prefilled_by_the_decode_worker(measured: Deploy
     async with channel:
         for number in range(20):
             prompt = f"# {number}\n" + (LONG if number % 4 == 0 else "x = 1\n")
-            answer = await ask(stub, asked(prompt, max_tokens=8))
+            answer = await ask(stub, generate_request(prompt, max_tokens=8))
             assert answer.ids == generated(TOKENIZER.encode(prompt).ids, 8)
             assert answer.receipt.decode_worker.startswith("decode")
             assert bool(answer.receipt.handoff_bytes) <= bool(answer.receipt.prefill_worker)
@@ -41,18 +41,18 @@ async def test_a_fixed_threshold_is_kept() -> None:
     try:
         channel, stub = open_stub(running.address)
         async with channel:
-            short = await ask(stub, asked("x = 1\n", max_tokens=8))
+            short = await ask(stub, generate_request("x = 1\n", max_tokens=8))
             assert short.receipt.prefill_worker == ""
-            homes = set()
+            affinity_workers = set()
             for turn in range(3):
-                request = asked(f"# session\n{LONG}# {turn}\n", max_tokens=8)
+                request = generate_request(f"# session\n{LONG}# {turn}\n", max_tokens=8)
                 request.cache.session_id = "s"
                 request.cache.cache_salt = str(turn)  # nothing is shared: only the hint is left
                 answer = await ask(stub, request)
-                homes.add(answer.receipt.prefill_worker)
+                affinity_workers.add(answer.receipt.prefill_worker)
                 assert answer.usage.cached_prompt_tokens == 0
-            assert len(homes) == 1
-            assert homes != {""}
+            assert len(affinity_workers) == 1
+            assert affinity_workers != {""}
             again = await ask(stub, request)
             assert again.usage.cached_prompt_tokens > 100
             assert again.ids == answer.ids

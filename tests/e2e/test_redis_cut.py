@@ -18,11 +18,11 @@ from decant.state.ids import Incarnation
 from decant.state.keys import Ttls
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
-from tests.router.harness import PATIENCE, Core, core, ended, tokens_of, written
-from tests.router.test_migration import asked
+from tests.router.harness import PATIENCE, Core, core, tokens_of, until_ended, until_written
+from tests.router.test_migration import valid_request
 from tests.state.conftest import bare, server
 from tests.state.factories import make_store
-from tests.worker.harness import WorkerScene, alone, registered, worker
+from tests.worker.harness import WorkerHarness, registered, run_alone, worker
 from tests.worker.waiting import eventually
 
 __all__ = ["bare", "server"]
@@ -34,13 +34,13 @@ WANTED = 40
 
 
 @dataclass
-class Cable:
+class RedisProxy:
     socket: str
     is_cut: bool = False
     address: str = ""
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
 
-    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.is_cut:
             writer.transport.abort()
             return
@@ -66,9 +66,9 @@ class Cable:
 
 
 @asynccontextmanager
-async def cable(server: PrivateRedis) -> AsyncIterator[Cable]:
-    made = Cable(server.url.removeprefix("unix://"))
-    listening = await asyncio.start_server(made.carry, "127.0.0.1", 0)
+async def redis_proxy(server: PrivateRedis) -> AsyncIterator[RedisProxy]:
+    made = RedisProxy(server.url.removeprefix("unix://"))
+    listening = await asyncio.start_server(made.forward, "127.0.0.1", 0)
     made.address = f"redis://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
     async with listening:
         yield made
@@ -77,26 +77,26 @@ async def cable(server: PrivateRedis) -> AsyncIterator[Cable]:
 
 @asynccontextmanager
 async def member(store: Store, id: str) -> AsyncIterator[Core]:
-    async with core(store, [], id=id) as scene:
-        peer = scene.router.peer
+    async with core(store, [], id=id) as harness:
+        peer = harness.router.peer
         membership = RouterRegistrar(
-            store, RouterRegistration(peer=peer), scene.router.journal_writer.resync_all, lambda: None
+            store, RouterRegistration(peer=peer), harness.router.journal_writer.resync_all, lambda: None
         )
         takeover = OrphanRecovery(
-            store, scene.requests, Incarnation.of(peer), scene.router.pool.is_connected, LIFETIMES
+            store, harness.requests, Incarnation.of(peer), harness.router.pool.is_connected, LIFETIMES
         )
         renewing = BackgroundTask("renewing", partial(membership.run, LIFETIMES.renew_every_s))
         try:
             async with renewing, BackgroundTask("takeover", takeover.run):
-                yield scene
+                yield harness
         finally:
             await membership.close()
 
 
-async def stepping(place: WorkerScene) -> None:
+async def stepping(worker_harness: WorkerHarness) -> None:
     """Steps the worker less often than any stream needs: none ends during the fault."""
     for _ in range(WANTED - 10):
-        place.device.let(1)
+        worker_harness.device.let(1)
         await asyncio.sleep(0.2)
 
 
@@ -111,22 +111,22 @@ async def test_streams_go_on_when_their_router_loses_redis_for_longer_than_a_reg
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         direct = await enter(make_store(server.url, registration_s=600.0, refill_s=0.0))
-        place = await enter(worker("d", role=wire.ROLE_DECODE, blocks=256, budget=64))
-        await direct.workers.register(registered(place).facts)
-        line = await enter(cable(server))
+        worker_harness = await enter(worker("d", role=wire.ROLE_DECODE, blocks=256, budget=64))
+        await direct.workers.register(registered(worker_harness).facts)
+        line = await enter(redis_proxy(server))
         quick = partial(make_store, deadline_s=0.5, registration_s=LIFETIMES.registration_s, refill_s=0.0)
         routers = [
             await enter(member(await enter(quick(url)), id)) for id, url in (("a", server.url), ("b", line.address))
         ]
-        place.device.hold()
-        steps = asyncio.create_task(stepping(place))
+        worker_harness.device.hold()
+        steps = asyncio.create_task(stepping(worker_harness))
         begun = []
-        for number, scene in enumerate(routers * STREAMS):
-            request = asked(number, wanted=WANTED)
-            begun.append((await scene.requests.begin(request), alone(request.engine_request)))
+        for number, harness in enumerate(routers * STREAMS):
+            request = valid_request(number, wanted=WANTED)
+            begun.append((await harness.requests.begin(request), run_alone(request.engine_request)))
         for stream, _ in begun:
-            await written(stream, 2)
-        incarnations = [Incarnation.of(scene.router.peer) for scene in routers]
+            await until_written(stream, 2)
+        incarnations = [Incarnation.of(harness.router.peer) for harness in routers]
         async with asyncio.timeout(PATIENCE):
             line.cut()
             await eventually(partial(registered_are, direct, incarnations[1:], False))
@@ -135,7 +135,7 @@ async def test_streams_go_on_when_their_router_loses_redis_for_longer_than_a_reg
             await eventually(partial(registered_are, direct, incarnations, True))
             await asyncio.sleep(2 * LIFETIMES.registration_s)
         assert [stream.end for stream, _ in begun] == [None] * len(begun)
-        place.device.go_on()
+        worker_harness.device.go_on()
         for stream, expected in begun:
-            assert tokens_of(await ended(stream)) == expected
+            assert tokens_of(await until_ended(stream)) == expected
         steps.cancel()

@@ -20,7 +20,7 @@ from decant.state import keys
 from decant.state.ids import RequestKey
 from decant.state.private_redis import PrivateRedis
 from tests.e2e.checkpoints import small_with
-from tests.e2e.client_checks import Answer, ask, asked, open_stub
+from tests.e2e.client_checks import Answer, ask, generate_request, open_stub
 from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
 from tests.ports import reserved_port
 
@@ -56,7 +56,7 @@ async def two(processes: Deployment) -> AsyncIterator[Two]:
 
 
 def request(id: str | None = None) -> pb.GenerateRequest:
-    made = asked(PROMPT, max_tokens=TOKENS)
+    made = generate_request(PROMPT, max_tokens=TOKENS)
     made.request_id = id or str(uuid.uuid4())
     made.stopping.ignore_eos = True
     return made
@@ -290,7 +290,7 @@ async def test_streams_outlive_a_redis_that_comes_back_empty(tmp_path: Path) -> 
                 "no adoption without Redis"
             )
             await asyncio.to_thread(running.routers[0].until, "the state store is unavailable: requests continue")
-            meanwhile = await ask(one, asked(PROMPT, max_tokens=10))
+            meanwhile = await ask(one, generate_request(PROMPT, max_tokens=10))
             assert (meanwhile.ids, meanwhile.started.resumable) == (whole.ids[:10], False)
             begun += await read(call, begun[-1].seq + 1)
             redis.start()

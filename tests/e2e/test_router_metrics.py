@@ -14,7 +14,7 @@ from decant.state.store import Store
 from docs.generate.metrics import Recorder
 from tests.e2e.deployment import PATIENCE_S
 from tests.e2e.metrics_page import Totals, read_page, read_totals, until_metric
-from tests.e2e.scripted import PROMPT, Scene, asked, read, scripted
+from tests.e2e.scripted import PROMPT, Harness, generate_request, read, scripted
 from tests.router.test_auth import SECRET, bearer, digest
 from tests.state.conftest import bare, server, store
 
@@ -31,8 +31,8 @@ def defined_names() -> set[str]:
     return {metric.name for metric in recorder.defined}
 
 
-def start(scene: Scene, count: int = 5) -> asyncio.Future[list[int]]:
-    call = scene.stub.GenerateStream(asked(count), metadata=bearer(SECRET))
+def start(harness: Harness, count: int = 5) -> asyncio.Future[list[int]]:
+    call = harness.stub.GenerateStream(generate_request(count), metadata=bearer(SECRET))
     return asyncio.ensure_future(read(call))
 
 
@@ -42,20 +42,20 @@ async def until_refused(request: asyncio.Future[list[int]]) -> None:
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def answer_one(scene: Scene) -> Totals:
-    scene.workers[1].script.fails_at = [2]
-    assert len(await start(scene)) == 5
-    totals = await until_metric(scene.admin_port, "decant_requests_total", lambda count: count == 1)
+async def answer_one(harness: Harness) -> Totals:
+    harness.workers[1].script.fails_at = [2]
+    assert len(await start(harness)) == 5
+    totals = await until_metric(harness.admin_port, "decant_requests_total", lambda count: count == 1)
     assert totals["decant_failovers_total"] == 1
     assert totals["decant_generation_tokens_total"] == totals["decant_tenant_generation_tokens_total"] == 5
     assert totals["decant_prompt_tokens_total"] == totals["decant_tenant_prompt_tokens_total"] == len(PROMPT)
     return totals
 
 
-async def check_listed(scene: Scene) -> None:
+async def check_listed(harness: Harness) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while True:  # until the decode worker has paused
-            page = json.loads(await asyncio.to_thread(read_page, scene.admin_port, "/requests"))
+            page = json.loads(await asyncio.to_thread(read_page, harness.admin_port, "/requests"))
             running, waiting = page["requests"]
             if running["output_tokens"] == 2:
                 break
@@ -67,35 +67,35 @@ async def check_listed(scene: Scene) -> None:
     assert running.keys() == shown | {"prefill_worker", "decode_worker"}, "no text"
 
 
-async def fill_queue(scene: Scene) -> Totals:
-    decode = scene.workers[1]
+async def fill_queue(harness: Harness) -> Totals:
+    decode = harness.workers[1]
     decode.script.pause_at = 2
-    running = start(scene)
-    await until_metric(scene.admin_port, "decant_requests_running", lambda count: count == 1)
-    waiting = start(scene)
-    await until_metric(scene.admin_port, "decant_requests_waiting", lambda count: count == 1)
-    await until_refused(start(scene))
-    totals = await asyncio.to_thread(read_totals, scene.admin_port)
+    running = start(harness)
+    await until_metric(harness.admin_port, "decant_requests_running", lambda count: count == 1)
+    waiting = start(harness)
+    await until_metric(harness.admin_port, "decant_requests_waiting", lambda count: count == 1)
+    await until_refused(start(harness))
+    totals = await asyncio.to_thread(read_totals, harness.admin_port)
     assert totals["decant_waiting_prompt_tokens"] == len(PROMPT)
     assert totals["decant_waiting_prompt_seconds"] > 0
     assert totals["decant_oldest_waiting_request_seconds"] > 0
     assert totals["decant_requests_refused_total"] == totals["decant_tenant_requests_refused_total"] == 1
-    await check_listed(scene)
+    await check_listed(harness)
     decode.script.pause_at = None
     decode.go.set()
     await asyncio.gather(running, waiting)
     return totals
 
 
-async def lose_store(scene: Scene, redis: sync_redis.Redis) -> Totals:
-    await until_metric(scene.admin_port, "decant_state_store_unwritten_requests", lambda count: count == 0)
+async def lose_store(harness: Harness, redis: sync_redis.Redis) -> Totals:
+    await until_metric(harness.admin_port, "decant_state_store_unwritten_requests", lambda count: count == 0)
     redis.client_pause(60_000, all=False)
-    assert len(await start(scene)) == 5
-    await until_metric(scene.admin_port, "decant_state_store_available", lambda value: value == 0)
-    totals = await until_metric(scene.admin_port, "decant_state_store_unwritten_requests", lambda count: count == 1)
+    assert len(await start(harness)) == 5
+    await until_metric(harness.admin_port, "decant_state_store_available", lambda value: value == 0)
+    totals = await until_metric(harness.admin_port, "decant_state_store_unwritten_requests", lambda count: count == 1)
     redis.client_unpause()
-    await until_metric(scene.admin_port, "decant_state_store_available", lambda value: value == 1)
-    await until_metric(scene.admin_port, "decant_state_store_unwritten_requests", lambda count: count == 0)
+    await until_metric(harness.admin_port, "decant_state_store_available", lambda value: value == 1)
+    await until_metric(harness.admin_port, "decant_state_store_unwritten_requests", lambda count: count == 0)
     return totals
 
 
@@ -105,22 +105,22 @@ async def test_every_metric_of_a_router_changes(
 ) -> None:
     credentials = tmp_path / "tenants.toml"
     credentials.write_text(f'[tenants.acme]\ntokens = ["{digest(SECRET)}"]\n')
-    async with scripted(server, store, *ONE_AT_A_TIME, "--credentials", str(credentials)) as scene:
-        pages = [await until_metric(scene.admin_port, "decant_ready_workers", lambda count: count == 2)]
+    async with scripted(server, store, *ONE_AT_A_TIME, "--credentials", str(credentials)) as harness:
+        pages = [await until_metric(harness.admin_port, "decant_ready_workers", lambda count: count == 2)]
         assert {name for name in pages[0] if name.startswith("decant_")} == defined_names()
-        text = await asyncio.to_thread(read_page, scene.admin_port, "/metrics")
+        text = await asyncio.to_thread(read_page, harness.admin_port, "/metrics")
         assert 'decant_failovers_total{cause="peer_lost",model="m"} 0.0' in text, "an alert needs an increase from 0"
-        pages += [await answer_one(scene), await fill_queue(scene), await lose_store(scene, bare)]
-        await scene.workers[0].stop()
-        await until_metric(scene.admin_port, "decant_ready_workers", lambda count: count == 1)
+        pages += [await answer_one(harness), await fill_queue(harness), await lose_store(harness, bare)]
+        await harness.workers[0].stop()
+        await until_metric(harness.admin_port, "decant_ready_workers", lambda count: count == 1)
     still = {name for name in defined_names() if all(page[name] == 0 for page in pages)}
     assert still == ELSEWHERE.keys()
 
 
 async def test_prompts_that_no_worker_can_take_are_counted(server: PrivateRedis, store: Store) -> None:
-    async with scripted(server, store, "--admin-port", "0", pools=()) as scene:
-        assert (await asyncio.to_thread(read_totals, scene.admin_port))["decant_known_workers"] == 0
+    async with scripted(server, store, "--admin-port", "0", pools=()) as harness:
+        assert (await asyncio.to_thread(read_totals, harness.admin_port))["decant_known_workers"] == 0
         with pytest.raises(grpc.aio.AioRpcError):
-            await scene.stub.Generate(asked(5))
-        totals = await asyncio.to_thread(read_totals, scene.admin_port)
+            await harness.stub.Generate(generate_request(5))
+        totals = await asyncio.to_thread(read_totals, harness.admin_port)
         assert totals["decant_requests_refused_total"] == 1

@@ -6,7 +6,7 @@ import pytest
 from decant.engine.request import SamplingParams
 from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
-from tests.e2e.client_checks import TOKENIZER, Answer, alone, ask, asked, generated, open_stub
+from tests.e2e.client_checks import TOKENIZER, Answer, ask, generate_request, generated, open_stub, run_alone
 from tests.e2e.deployment import Deployment, deployment
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ def counted(answer: Answer, prompt: int, output: int) -> None:
 @pytest.mark.parametrize("prompt", PROMPTS)
 async def test_greedy_text_equals_transformers_generate(stub: InferenceServiceStub, prompt: str) -> None:
     ids = ids_of(prompt)
-    answer = await ask(stub, asked(prompt, max_tokens=48))
+    answer = await ask(stub, generate_request(prompt, max_tokens=48))
     expected = generated(ids, 48)
     assert answer.ids == expected
     assert answer.text == TOKENIZER.decode(expected)
@@ -53,7 +53,7 @@ async def test_prompts_of_every_length_are_served(stub: InferenceServiceStub, le
     start = length % 97  # another prefix for each, so that no cached one shortens the way
     ids = [0, *source[start : start + length - 1]]
     assert len(ids) == length
-    answer = await ask(stub, asked(ids, max_tokens=20))
+    answer = await ask(stub, generate_request(ids, max_tokens=20))
     expected = generated(ids, min(20, CONTEXT_LENGTH - length))
     assert answer.ids == expected
     ended = expected[-1] == 1
@@ -64,7 +64,7 @@ async def test_prompts_of_every_length_are_served(stub: InferenceServiceStub, le
 
 
 async def test_one_token_needs_no_decode_worker(stub: InferenceServiceStub) -> None:
-    answer = await ask(stub, asked(PROMPTS[0], max_tokens=1))
+    answer = await ask(stub, generate_request(PROMPTS[0], max_tokens=1))
     assert answer.ids == generated(ids_of(PROMPTS[0]), 1)
     assert answer.receipt.decode_worker == ""
     assert answer.receipt.handoff_bytes == 0
@@ -75,7 +75,7 @@ async def test_sixty_four_concurrent_requests_are_served(pair: Deployment, stub:
     prompts = [f"{PROMPTS[index % len(PROMPTS)]}# {index}\n" for index in range(64)]
     limits = [8 + index % 23 for index in range(64)]
     answers = await asyncio.gather(
-        *(ask(stub, asked(prompt, max_tokens=limit)) for prompt, limit in zip(prompts, limits, strict=True))
+        *(ask(stub, generate_request(prompt, max_tokens=limit)) for prompt, limit in zip(prompts, limits, strict=True))
     )
     for prompt, limit, answer in zip(prompts, limits, answers, strict=True):
         assert answer.ids == generated(ids_of(prompt), limit), prompt
@@ -93,7 +93,7 @@ async def test_every_size_of_the_pools_gives_the_same_text(prefill: int, decode:
         channel, stub = open_stub(running.address)
         async with channel:
             prompts = [f"{PROMPTS[index % len(PROMPTS)]}# {index}\n" for index in range(24)]
-            answers = await asyncio.gather(*(ask(stub, asked(prompt, max_tokens=12)) for prompt in prompts))
+            answers = await asyncio.gather(*(ask(stub, generate_request(prompt, max_tokens=12)) for prompt in prompts))
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.ids == generated(ids_of(prompt), 12), prompt
         assert len({answer.receipt.prefill_worker for answer in answers}) == prefill
@@ -130,13 +130,13 @@ async def test_bfloat16_text_equals_the_engine_s_own(half: Deployment, seeded: b
     async with channel:
         requests = []
         for prompt in PROMPTS:
-            request = asked(prompt, sampling=SEEDED if seeded else None, max_tokens=40)
+            request = generate_request(prompt, sampling=SEEDED if seeded else None, max_tokens=40)
             request.response.logprobs = 3
             requests.append(request)
         answers = await asyncio.gather(*(ask(stub, request) for request in requests))
     sampling = SEEDED_HERE if seeded else SamplingParams()
     for prompt, answer in zip(PROMPTS, answers, strict=True):
-        expected = alone("bfloat16", ids_of(prompt), sampling, 40, logprobs=3)
+        expected = run_alone("bfloat16", ids_of(prompt), sampling, 40, logprobs=3)
         assert answer.ids == [token.token for token in expected]
         for got, token in zip(answer.logprobs, expected, strict=True):
             assert token.logprobs is not None
@@ -153,13 +153,13 @@ async def test_multibyte_characters_are_never_split(stub: InferenceServiceStub) 
     ids = ids_of(text)
     for seed in range(6):
         sampling = pb.SamplingParams(temperature=1.6, seed=seed, logit_bias=dict.fromkeys(set(ids), 4.0))
-        answer = await ask(stub, asked(text, sampling=sampling, max_tokens=60))
+        answer = await ask(stub, generate_request(text, sampling=sampling, max_tokens=60))
         assert answer.text == TOKENIZER.decode(answer.ids)
         assert answer.deltas <= len(answer.ids) + 1
 
 
 async def test_a_unary_answer_equals_the_joined_stream(stub: InferenceServiceStub) -> None:
-    request = asked(PROMPTS[1], max_tokens=24)
+    request = generate_request(PROMPTS[1], max_tokens=24)
     request.response.logprobs = 2
     whole = await stub.Generate(request)
     answer = await ask(stub, request)

@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
 from decant.runtime.errors import InvalidArgument, NotFound, Unimplemented, from_call
-from tests.e2e.client_checks import asked
+from tests.e2e.client_checks import generate_request
 from tests.e2e.deployment import PATIENCE_S, Deployment
 
 pytestmark = pytest.mark.slow
@@ -68,7 +68,7 @@ async def test_refusals_name_field_limit_and_value(stub: InferenceServiceStub) -
     assert isinstance(hot, InvalidArgument)
     assert (hot.field, hot.value) == ("sampling.temperature", "101.0")
     assert "100" in hot.limit
-    long = await refusal(stub, asked([5] * 2049))
+    long = await refusal(stub, generate_request([5] * 2049))
     assert isinstance(long, InvalidArgument)
     assert "2048" in long.limit
     assert "2049" in long.value

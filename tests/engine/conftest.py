@@ -63,7 +63,7 @@ def make_real(tiny_llama: Path) -> MakeDevice:
     def make(num_blocks: int = 64, eos: Iterable[int] = ()) -> Device:
         store = loaded.backend.make_store(loaded.store.layout, num_blocks, loaded.store.blocks.dtype)
         ends = frozenset(eos)
-        runner = ModelRunner(loaded.model, store, loaded.runner._views, ends, loaded.backend)
+        runner = ModelRunner(loaded.model, store, loaded.runner._layer_windows, ends, loaded.backend)
         return dataclasses.replace(loaded, store=store, runner=runner, eos_token_ids=ends)
 
     return make

@@ -83,7 +83,7 @@ def make_request(
 class SequenceOutput:
     tokens: list[Token] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    begun: SequenceStarted | None = None
+    started: SequenceStarted | None = None
     ended: SequenceFinished | None = None
 
     @property
@@ -109,11 +109,11 @@ class OutputLog:
         return self.by_id.setdefault(id, SequenceOutput())
 
     def record(self, output: StepOutput) -> StepOutput:
-        for begun in output.begun:
-            result = self[begun.id]
-            assert not result.ended, f"{begun.id} started after its end"
-            assert 0 <= begun.cached < begun.tokens, begun
-            result.begun = begun
+        for started in output.started:
+            result = self[started.id]
+            assert not result.ended, f"{started.id} started after its end"
+            assert 0 <= started.cached < started.tokens, started
+            result.started = started
         for events in output.prompt_logprobs:
             result = self[events.id]
             assert events.position == 1 + len(result.prompt_logprobs), (
@@ -123,7 +123,7 @@ class OutputLog:
             result.prompt_logprobs.extend(events.entries)
         for token in output.tokens:
             result = self[token.id]
-            assert result.begun or token.position, f"{token.id} has a token before its start"
+            assert result.started or token.position, f"{token.id} has a token before its start"
             expected = result.tokens[-1].position + 1 if result.tokens else token.position
             assert token.position == expected, f"{token.id}: token {token.position} after {expected - 1}"
             assert not result.ended, f"{token.id} went on after its end"

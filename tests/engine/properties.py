@@ -50,7 +50,7 @@ def plan_is_in_order(engine: Engine, plan: StepPlan, ran: Collection[str]) -> No
     running = {sequence.id: sequence for sequence in engine.scheduler.running}
     rows = [running[row.request.id] for row in plan.rows]
     assert len({sequence.id for sequence in rows}) == len(rows), "a sequence has two rows"
-    places = [(sequence.id not in ran, sequence.id in ran and sequence.remaining > 1) for sequence in rows]
+    places = [(sequence.id not in ran, sequence.id in ran and sequence.num_remaining > 1) for sequence in rows]
     assert places == sorted(places), "decodes, begun prompts and new ones are mixed up"
     for (place, ahead), (other, behind) in pairwise(zip(places, rows, strict=True)):
         fine = place != other or ahead.order <= behind.order
@@ -92,7 +92,7 @@ def holders(engine: Engine) -> dict[int, list[tuple[EngineSequence, BlockAddress
     for sequence in (*live(engine).values(), *arriving):
         for group, blocks in enumerate(sequence.block_table.blocks if sequence.block_table else ()):
             for index, block in enumerate(blocks):
-                if block != engine.pool.null:
+                if block != engine.pool.null_block:
                     found[block].append((sequence, BlockAddress(group, index)))
     return found
 
@@ -116,7 +116,9 @@ def published_blocks_are_filled(engine: Engine) -> None:
         for sequence, at in found:
             arrival = engine.transfers.arrivals.get(sequence.id)
             if arrival is None:
-                assert (at.block + 1) * size <= sequence.computed, f"block {block} was published before it was filled"
+                assert (at.block + 1) * size <= sequence.num_computed, (
+                    f"block {block} was published before it was filled"
+                )
             else:
                 assert at.block < arrival.cached_blocks or at in arrival._checksums, (
                     f"block {block} was published before it came"
@@ -140,8 +142,8 @@ class Contents:
         for sequence in live(engine).values():
             for group, blocks in enumerate(sequence.block_table.blocks if sequence.block_table else ()):
                 slots = _slots(sequence, group, device.windows[group])
-                for index, block in enumerate(blocks[: engine.pool.blocks_for(sequence.computed)]):
-                    if block == engine.pool.null:
+                for index, block in enumerate(blocks[: engine.pool.blocks_for(sequence.num_computed)]):
+                    if block == engine.pool.null_block:
                         continue
                     expected = b"".join(slots[index * size : (index + 1) * size])
                     found = bytes(device.read(block)[: len(expected)])
@@ -158,7 +160,7 @@ class Contents:
 
 def _slots(sequence: EngineSequence, group: int, window: Window) -> list[bytes]:
     slots = [b""]
-    for position in range(sequence.computed):
+    for position in range(sequence.num_computed):
         before = slots[-1] if window.first_visible(position) < position else b""
         slots.append(slot_bytes(sequence.tokens[position], position, before, group))
     return slots[1:]
@@ -169,8 +171,8 @@ def no_unseen_block_is_held(engine: Engine) -> None:
     pool = engine.pool
     for sequence in live(engine).values():
         if sequence.block_table:
-            at_border = sequence.computed // pool.block_size * pool.block_size
-            for group, freed in enumerate(sequence.block_table.freed):
+            at_border = sequence.num_computed // pool.block_size * pool.block_size
+            for group, freed in enumerate(sequence.block_table.num_freed):
                 first = min(pool.first_block(group, at_border), len(sequence.block_table.blocks[group]))
                 assert freed >= first, f"{sequence.id} holds a block that no later token sees"
 

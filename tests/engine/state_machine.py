@@ -144,7 +144,7 @@ class World:
             try:
                 engine.park(id)
             except UnknownSequence:
-                assert engine.settled is not None, "it ran, and no step in flight ended it"
+                assert engine.committed_output is not None, "it ran, and no step in flight ended it"
             self._publish(engine)
 
     def resume(self, n: int) -> None:
@@ -156,7 +156,7 @@ class World:
 
     def _publish(self, engine: Engine) -> None:
         """Record what a command committed before it returned."""
-        if engine.settled is not None:
+        if engine.committed_output is not None:
             self.log.record(engine.step())
 
     def fork(self, n: int) -> None:
@@ -171,7 +171,7 @@ class World:
         except OutOfBlocks:
             return
         except UnknownSequence:
-            assert engine.settled is not None, "it lived, and no step in flight ended it"
+            assert engine.committed_output is not None, "it lived, and no step in flight ended it"
             return
         finally:
             self._publish(engine)

@@ -13,12 +13,12 @@ def arrival(blocks: int) -> Request:
 
 
 @pytest.mark.parametrize("running", [1, 2, 3])
-def test_a_block_is_left_for_each_sequence_that_runs(running: int) -> None:
+def test_an_arrival_leaves_a_block_for_each_running_sequence(running: int) -> None:
     engine = make_engine(24)
     for number in range(running):
         engine.add(make_request(f"r{number}", prompt(6, number + 1), 40))
     step_until(engine, lambda: len(engine.scheduler.running) == running)
-    most = engine.pool.available - running
+    most = engine.pool.available_blocks - running
     with pytest.raises(OutOfBlocks):
         engine.transfers.reserve(arrival(most + 1))
     engine.transfers.reserve(arrival(most)).abort()
@@ -27,12 +27,12 @@ def test_a_block_is_left_for_each_sequence_that_runs(running: int) -> None:
 
 @pytest.mark.parametrize("beyond", [0, 1])
 @pytest.mark.parametrize("running", [1, 2, 3])
-def test_nor_does_a_prompt_that_waits_take_the_last_blocks_of_those_that_run(running: int, beyond: int) -> None:
+def test_a_waiting_prompt_leaves_the_last_blocks_to_running_sequences(running: int, beyond: int) -> None:
     engine = make_engine(24)
     for number in range(running):
         engine.add(make_request(f"r{number}", prompt(6, number + 1), 40))
     step_until(engine, lambda: len(engine.scheduler.running) == running)
-    most = engine.pool.available - running
+    most = engine.pool.available_blocks - running
     engine.add(make_request("waits", prompt((most + beyond) * BLOCK, 9), 4))
     engine.step()
     assert engine.load().waiting == beyond
@@ -46,9 +46,9 @@ def test_preempted_sequences_come_before_arrivals() -> None:
     engine = make_engine(12, max_running=4)
     for number in range(3):
         engine.add(make_request(f"r{number}", prompt(8, number + 1), 30))
-    log = step_until(engine, lambda: preempted(engine) and engine.pool.available > len(engine.scheduler.running))
+    log = step_until(engine, lambda: preempted(engine) and engine.pool.available_blocks > len(engine.scheduler.running))
     with pytest.raises(OutOfBlocks):
         engine.transfers.reserve(arrival(1))
-    step_until(engine, lambda: not preempted(engine) and engine.pool.available > 4, log)
+    step_until(engine, lambda: not preempted(engine) and engine.pool.available_blocks > 4, log)
     engine.transfers.reserve(arrival(1)).abort()
     engine.check_integrity()

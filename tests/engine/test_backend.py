@@ -35,11 +35,11 @@ def test_each_backend_generates_what_the_loaded_device_generates(backend: Backen
     folder = tiny.save(tiny.config("llama"), tmp_path)
     device = load(ModelConfig(str(folder), dtype="float32", device="cpu", kv_bytes=1 << 20))
     model = checkpoint.open(str(folder)).read(torch.float32, CPU)
-    views, specs = learn_attention(model, "tiny", device.context_length)
+    layer_windows, specs = learn_attention(model, "tiny", device.context_length)
     assert specs == device.store.layout.layers
     backend.prepare(model, torch.float32)
     store = backend.make_store(device.store.layout, device.num_blocks, torch.float32)
-    runner = ModelRunner(model, store, views, frozenset(), backend)
+    runner = ModelRunner(model, store, layer_windows, frozenset(), backend)
     other = replace(device, model=model, store=store, runner=runner, backend=backend)
     requests = [tiny.greedy("long", list(range(5, 45)), 12), tiny.greedy("short", [7, 8, 9], 12)]
     limits = Limits(token_budget=16, max_running=4, context_length=128)

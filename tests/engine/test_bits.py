@@ -203,7 +203,7 @@ class Tap(ModelRunner):
 
 def engine_on(device: ModelDevice, blocks: int, limits: Limits) -> tuple[Engine, Tap]:
     store = device.backend.make_store(device.store.layout, blocks, device.store.dtype)
-    runner = ModelRunner(device.model, store, device.runner._views, frozenset(), device.backend)
+    runner = ModelRunner(device.model, store, device.runner._layer_windows, frozenset(), device.backend)
     own = dataclasses.replace(device, store=store, runner=runner, eos_token_ids=frozenset())
     own.runner = tap = Tap(own)
     return Engine(own, limits), tap

@@ -7,7 +7,7 @@ from decant.engine.sequence import Sequence
 from tests.engine.factories import BLOCK, OutputLog, make_engine, make_request, step_until
 
 
-def found(engine: Engine, tokens: list[int], salt: bytes = b"") -> int:
+def num_cached_tokens(engine: Engine, tokens: list[int], salt: bytes = b"") -> int:
     request = make_request("look", tokens, salt=salt)
     hashes = Sequence(request, (0.0, 0), 0.0).hashes(range(len(tokens) // BLOCK), BLOCK)
     return BLOCK * engine.pool.index.longest_prefix(hashes).num_blocks
@@ -21,7 +21,7 @@ def test_kept_tokens_are_cached_and_those_behind_are_not(keep: int) -> None:
     tokens = [*request.token_ids, *log["a"].text]
     assert engine.cancel("a", keep)
     log.record(engine.step())
-    assert found(engine, tokens) == keep // BLOCK * BLOCK
+    assert num_cached_tokens(engine, tokens) == keep // BLOCK * BLOCK
     engine.check_integrity()
 
 
@@ -31,7 +31,7 @@ def test_an_output_is_cached_once_its_sequence_ends_and_its_prompt_before(way: s
     engine.add(request)
     step_until(engine, lambda: len(log["a"].tokens) >= 5 * BLOCK - 1, log)
     tokens = [*request.token_ids, *log["a"].text]
-    assert found(engine, tokens) == 2 * BLOCK
+    assert num_cached_tokens(engine, tokens) == 2 * BLOCK
     (sequence,) = engine.scheduler.running
     if way == "ended":
         step_until(engine, lambda: log["a"].ended is not None, log)
@@ -39,7 +39,7 @@ def test_an_output_is_cached_once_its_sequence_ends_and_its_prompt_before(way: s
         engine.cancel("a")
     else:
         engine.scheduler._preempt(sequence)
-    assert found(engine, tokens) == 6 * BLOCK
+    assert num_cached_tokens(engine, tokens) == 6 * BLOCK
     engine.check_integrity()
     if way == "preempted":
         assert engine.step().num_tokens == BLOCK - 1, "only what no block holds is computed again"
@@ -51,13 +51,13 @@ def test_held_blocks_are_not_evicted() -> None:
     step_until(engine, lambda: len(log["a"].tokens) >= 20, log)
     tokens = [*request.token_ids, *log["a"].text]
     engine.add(make_request("b", tokens, 8))
-    step_until(engine, lambda: log["b"].begun is not None, log)
+    step_until(engine, lambda: log["b"].started is not None, log)
     engine.cancel("a", 8)
-    assert found(engine, tokens) >= len(tokens) // BLOCK * BLOCK
+    assert num_cached_tokens(engine, tokens) >= len(tokens) // BLOCK * BLOCK
     engine.cancel("b")
     log.record(engine.step())
-    engine.forget(tokens, b"", 8)
-    assert found(engine, tokens) == 8
+    engine.evict_cached(tokens, b"", 8)
+    assert num_cached_tokens(engine, tokens) == 8
     engine.check_integrity()
 
 
@@ -67,4 +67,4 @@ def test_without_keep_everything_stays_cached() -> None:
     step_until(engine, lambda: len(log["a"].tokens) >= 20, log)
     tokens = [*request.token_ids, *log["a"].text]
     engine.cancel("a")
-    assert found(engine, tokens) >= (len(tokens) - 1) // BLOCK * BLOCK
+    assert num_cached_tokens(engine, tokens) >= (len(tokens) - 1) // BLOCK * BLOCK

@@ -40,7 +40,7 @@ def test_unmeasured_steps_take_the_stated_costs(costs: StepCostModel) -> None:
         assert found.seconds(work) == pytest.approx(costs.seconds(work), rel=0.01)
 
 
-def test_noise_makes_a_measurement_a_little_wrong_not_absurd() -> None:
+def test_noise_changes_the_measured_costs_only_slightly() -> None:
     class Noisy(Timed):
         def run(self, plan: StepPlan) -> StepResult:
             self.slower = chance.choice([1.0, 1.02, 1.05, 1.1, 1.3, 3.0])
@@ -115,7 +115,7 @@ def test_a_token_budget_is_what_a_prefill_only_step_has_time_for(costs: StepCost
         assert costs.seconds(chunk(0, 2 * budget)) >= allowed * (1 - 1e-9)
 
 
-def test_nothing_is_chosen_where_nothing_is_known() -> None:
+def test_the_token_budget_has_its_default_without_measured_costs() -> None:
     assert choose_token_budget(StepCostModel(), 0.25) == TOKEN_BUDGET
 
 

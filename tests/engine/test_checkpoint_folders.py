@@ -299,6 +299,6 @@ def test_a_device_gets_weights_as_they_are_read_unless_some_are_dropped(
 
     monkeypatch.setattr(checkpoints, "_drop_other_media", watched)
     folder = tiny.save(tiny.config(name), tmp_path)
-    model = checkpoints.open(str(folder)).read(torch.float32, torch.device("meta"), place_each=True)
+    model = checkpoints.open(str(folder)).read(torch.float32, torch.device("meta"), load_to_device=True)
     assert devices == [{first}]
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}

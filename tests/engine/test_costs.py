@@ -16,7 +16,7 @@ COSTS = st.builds(
 ROUNDING = 1e-9
 
 
-def more(costs: StepCostModel, work: StepWork) -> float:
+def added_seconds(costs: StepCostModel, work: StepWork) -> float:
     return costs.seconds(work) - costs.fixed
 
 
@@ -28,9 +28,9 @@ def test_the_tokens_within_a_time_fit_and_one_more_does_not(
     fitting = costs.max_tokens_within(seconds, context, most, all_logits=all_logits)
     assert 0 <= fitting <= most
     if fitting:
-        assert more(costs, chunk(context, fitting, all_logits=all_logits)) <= seconds + ROUNDING
+        assert added_seconds(costs, chunk(context, fitting, all_logits=all_logits)) <= seconds + ROUNDING
     if fitting < most:
-        assert more(costs, chunk(context, fitting + 1, all_logits=all_logits)) >= seconds - ROUNDING
+        assert added_seconds(costs, chunk(context, fitting + 1, all_logits=all_logits)) >= seconds - ROUNDING
 
 
 @settings(deadline=None)
@@ -40,7 +40,7 @@ def test_fewer_tokens_fit_behind_a_longer_context(
 ) -> None:
     near, far = (costs.max_tokens_within(seconds, start, 4096) for start in (context, context + further))
     assert far <= near
-    assume(near > 1 and more(costs, chunk(context + further, near)) > seconds + ROUNDING)
+    assume(near > 1 and added_seconds(costs, chunk(context + further, near)) > seconds + ROUNDING)
     assert far < near
 
 
@@ -65,13 +65,13 @@ DECODES, PROMPT = StepWork(8, 8, 4_000), StepWork(248, 1, 36_000)
 SAID = StepCostModel(0.03, 0.001, 0.001, 1e-7)
 
 
-def taken(truth: StepCostModel, decodes: StepWork, prompts: StepWork) -> float:
+def step_seconds(truth: StepCostModel, decodes: StepWork, prompts: StepWork) -> float:
     return truth.seconds(decodes.plus(prompts))
 
 
 def teach(predictor: StepTimePredictor, truth: StepCostModel, times: int = 60) -> None:
     for _ in range(times):
-        predictor.note(DECODES, PROMPT, taken(truth, DECODES, PROMPT))
+        predictor.note(DECODES, PROMPT, step_seconds(truth, DECODES, PROMPT))
         predictor.note(DECODES, NO_WORK, truth.seconds(DECODES))
 
 
@@ -85,24 +85,24 @@ def slower(times: float) -> StepCostModel:
 def test_a_forecast_comes_to_what_steps_take_with_prompts_and_without(truth: StepCostModel) -> None:
     predictor = StepTimePredictor(SAID)
     teach(predictor, truth, 150)
-    assert predictor.seconds(DECODES, PROMPT) == pytest.approx(taken(truth, DECODES, PROMPT), rel=0.03)
+    assert predictor.seconds(DECODES, PROMPT) == pytest.approx(step_seconds(truth, DECODES, PROMPT), rel=0.03)
     assert predictor.seconds(DECODES) == pytest.approx(truth.seconds(DECODES), rel=0.03)
 
 
 def test_prefill_only_steps_are_enough_to_learn() -> None:
     truth, predictor = SAID, StepTimePredictor(StepCostModel(0.3, 0.001, 0.01, 1e-7))
     for _ in range(100):
-        predictor.note(DECODES, PROMPT, taken(truth, DECODES, PROMPT))
-    assert predictor.seconds(DECODES, PROMPT) == pytest.approx(taken(truth, DECODES, PROMPT), rel=0.03)
+        predictor.note(DECODES, PROMPT, step_seconds(truth, DECODES, PROMPT))
+    assert predictor.seconds(DECODES, PROMPT) == pytest.approx(step_seconds(truth, DECODES, PROMPT), rel=0.03)
 
 
-def test_a_machine_that_stood_still_is_forgotten_in_a_few_steps() -> None:
+def test_an_outlier_changes_the_predicted_step_time_for_a_few_steps_only() -> None:
     predictor = StepTimePredictor(SAID)
     usual = predictor.max_tokens_within(0.25, 1000, 4096)
     predictor.note(DECODES, PROMPT, 10.0)
     assert predictor.max_tokens_within(0.25, 1000, 4096) > 0.85 * usual
     for _ in range(5):
-        predictor.note(DECODES, PROMPT, taken(SAID, DECODES, PROMPT))
+        predictor.note(DECODES, PROMPT, step_seconds(SAID, DECODES, PROMPT))
     assert predictor.max_tokens_within(0.25, 1000, 4096) > 0.96 * usual
 
 
@@ -112,5 +112,5 @@ def test_estimates_converge_to_the_true_costs(noted: list[tuple[float, bool]]) -
     for seconds, run_alone in noted:
         predictor.note(DECODES, NO_WORK if run_alone else PROMPT, seconds)
     teach(predictor, SAID, len(noted) + 60)
-    assert predictor.seconds(DECODES, PROMPT) == pytest.approx(taken(SAID, DECODES, PROMPT), rel=0.05)
+    assert predictor.seconds(DECODES, PROMPT) == pytest.approx(step_seconds(SAID, DECODES, PROMPT), rel=0.05)
     assert predictor.seconds(DECODES) == pytest.approx(SAID.seconds(DECODES), rel=0.05)

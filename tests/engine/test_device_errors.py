@@ -11,7 +11,7 @@ from decant.engine.engine import Engine
 from decant.engine.errors import DeviceFailed, EngineStopped, InvalidConfig
 from decant.engine.fake import FakeDevice
 from decant.engine.loop import EngineLoop
-from decant.engine.model.device_errors import naming_failures
+from decant.engine.model.device_errors import translate_device_errors
 from decant.engine.plan import StepPlan, StepResult
 from tests.engine.factories import make_request
 
@@ -28,7 +28,7 @@ class Failing(FakeDevice):
         return self._fail
 
     def _fail(self) -> StepResult:
-        with naming_failures():
+        with translate_device_errors():
             raise self._error
 
 
@@ -44,7 +44,7 @@ class Failing(FakeDevice):
     ],
 )
 def test_a_failed_device_ends_the_engine_and_answers_its_callers(error: Exception, reason: str, late: bool) -> None:
-    async def scene() -> EngineStopped:
+    async def main() -> EngineStopped:
         crashed: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
         loop = EngineLoop(Engine(Failing(error, late=late)), lambda output: None, crashed.set_result)
         loop.start()
@@ -54,13 +54,13 @@ def test_a_failed_device_ends_the_engine_and_answers_its_callers(error: Exceptio
             await loop.call(lambda engine: engine.load())
         return stopped
 
-    stopped = asyncio.run(scene())
+    stopped = asyncio.run(main())
     assert isinstance(stopped.__cause__, DeviceFailed)
     assert reason in str(stopped)
 
 
 def test_an_error_of_the_program_keeps_its_name() -> None:
-    with pytest.raises(RuntimeError, match="shapes differ"), naming_failures():
+    with pytest.raises(RuntimeError, match="shapes differ"), translate_device_errors():
         raise RuntimeError("shapes differ")
 
 

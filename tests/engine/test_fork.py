@@ -84,7 +84,7 @@ def test_full_blocks_are_shared_and_a_partial_one_is_copied(make: MakeDevice) ->
     step_until(engine, lambda: len(log["source"].text) == 5, log)
     source = engine.sequences["source"]
     assert source.block_table is not None
-    assert source.computed == 14, "three full blocks and two slots of the fourth"
+    assert source.num_computed == 14, "three full blocks and two slots of the fourth"
     before = engine.load().held_blocks
     engine.fork("source", "child", 0)
     child = engine.sequences["child"].block_table
@@ -111,7 +111,7 @@ def test_a_sequence_is_forked_in_its_prompt_while_it_waits_and_when_it_is_parked
     engine.fork("source", "waiting", 0)
     assert {one.id for one in engine.scheduler.waiting} == {"source", "waiting"}
     log.record(engine.step())
-    assert engine.sequences["source"].computed == 4
+    assert engine.sequences["source"].num_computed == 4
     engine.fork("source", "in its prompt", 0)
     engine.check_integrity()
     run(engine, log=log)

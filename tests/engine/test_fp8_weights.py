@@ -25,7 +25,7 @@ LARGEST = 448.0
 Scale = Callable[[torch.Tensor], torch.Tensor]
 
 
-def whole(weight: torch.Tensor) -> torch.Tensor:
+def tensor_scale(weight: torch.Tensor) -> torch.Tensor:
     return weight.abs().amax() / LARGEST
 
 
@@ -76,7 +76,7 @@ def tokens(device: ModelDevice) -> list[int]:
     return tiny.run(Engine(device, Limits(context_length=64)), [tiny.greedy("r", [5, 6, 7, 8], 8)]).tokens["r"]
 
 
-@pytest.mark.parametrize(("scale_of", "suffix"), [(whole, "_scale"), (blocks, "_scale_inv")])
+@pytest.mark.parametrize(("scale_of", "suffix"), [(tensor_scale, "_scale"), (blocks, "_scale_inv")])
 def test_fp8_weights_generate_what_their_products_with_the_scales_generate(
     scale_of: Scale, suffix: str, tmp_path: Path
 ) -> None:
@@ -131,7 +131,7 @@ def test_another_device_gets_each_weight_as_it_is_converted(tmp_path: Path, monk
     config.num_hidden_layers = 4
     folder = tiny.save(config, tmp_path)
     quantize(folder, blocks, "_scale_inv")
-    model = checkpoints.open(str(folder)).read(torch.float32, torch.device("meta"), place_each=True)
+    model = checkpoints.open(str(folder)).read(torch.float32, torch.device("meta"), load_to_device=True)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert len(most) == 28
     assert max(most) <= 8, "transformers reads with 4 threads"

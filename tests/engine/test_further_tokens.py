@@ -108,7 +108,7 @@ def test_kv_of_rejected_tokens_is_not_counted_as_computed() -> None:
 
     def check(output: StepOutput) -> None:
         if sequence.num_output and not output.ended:
-            assert sequence.remaining == 1
+            assert sequence.num_remaining == 1
             assert len(sequence.timeline.tokens) == sequence.num_output
 
     checked(engine, check)
@@ -122,8 +122,8 @@ def test_tokens_behind_the_end_are_neither_emitted_nor_cached() -> None:
         assert (len(result.text), result.reason) == (most, FinishReason.LENGTH)
         longer = make_request("longer", (*request.token_ids, *result.text), 9)
         output = run(engine, longer)["longer"]
-        assert output.begun is not None
-        assert output.begun.cached == (request.prompt_len + most - 1) // BLOCK * BLOCK
+        assert output.started is not None
+        assert output.started.cached == (request.prompt_len + most - 1) // BLOCK * BLOCK
         same_output_as_alone(output, run_alone(longer, single_tokens))
 
 
@@ -174,4 +174,4 @@ def test_single_tokens_are_unchanged() -> None:
         engine.step()
         for sequence in engine.scheduler.running:
             assert sequence.block_table is not None
-            assert sequence.block_table.num_blocks == engine.pool.blocks_for(sequence.computed)
+            assert sequence.block_table.num_blocks == engine.pool.blocks_for(sequence.num_computed)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(products._PANELS is None, reason="no kernels for
 SHAPES = [(64, 1), (16, 7), (48, 2601), (1152, 896), (896, 4864)]
 
 
-def made(
+def make_product(
     shape: tuple[int, int], dtype: torch.dtype, bias: bool = True
 ) -> tuple[PackedWeight, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(sum(shape))
@@ -35,7 +35,7 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_product_is_right_up_to_rounding(shape: tuple[int, int], dtype: torch.dtype, bias: bool) -> None:
-    product, weight, add = made(shape, dtype, bias)
+    product, weight, add = make_product(shape, dtype, bias)
     rows = torch.randn(37, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
     exact = rows.double() @ weight.double().T + add.double()
     tolerance = 2e-5 if dtype == torch.float32 else 2**-8
@@ -47,7 +47,7 @@ def test_the_product_is_right_up_to_rounding(shape: tuple[int, int], dtype: torc
 def test_a_row_has_the_same_bits_among_others_and_with_any_number_of_threads(
     shape: tuple[int, int], dtype: torch.dtype, threads: None
 ) -> None:
-    product = made(shape, dtype)[0]
+    product = make_product(shape, dtype)[0]
     rows = torch.randn(301, shape[1], generator=torch.Generator().manual_seed(2)).to(dtype)
     torch.set_num_threads(1)
     whole = product(rows)
@@ -58,7 +58,7 @@ def test_a_row_has_the_same_bits_among_others_and_with_any_number_of_threads(
 
 
 def test_bfloat16_is_float32_rounded_to_the_nearest() -> None:
-    half, weight, add = made((64, 96), torch.bfloat16)
+    half, weight, add = make_product((64, 96), torch.bfloat16)
     assert products._PANELS is not None
     full = PackedWeight(products._PANELS, weight.float(), add.float())
     rows = torch.randn(50, 96, generator=torch.Generator().manual_seed(3)).bfloat16()
@@ -68,8 +68,8 @@ def test_bfloat16_is_float32_rounded_to_the_nearest() -> None:
     assert torch.equal(rounded.nan_to_num(), expected.nan_to_num())
 
 
-def test_rows_may_lie_apart() -> None:
-    product = made((32, 8), torch.float32)[0]
+def test_rows_may_be_strided() -> None:
+    product = make_product((32, 8), torch.float32)[0]
     wide = torch.randn(6, 16)
     assert torch.equal(product(wide[::2, 4:12]), product(wide[::2, 4:12].contiguous()))
 
@@ -98,10 +98,10 @@ def spread(shape: tuple[int, int], kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["trained", "constant", "large", "with zeros", "far apart"])
 @pytest.mark.parametrize("shape", [(48, 1300), (32, 32), (16, 97)])
-def test_no_number_of_a_weight_is_lost(shape: tuple[int, int], kind: str) -> None:
+def test_packing_keeps_every_number_of_a_weight(shape: tuple[int, int], kind: str) -> None:
     weight = spread(shape, kind)
     rows = torch.eye(shape[1]).bfloat16()
-    for name in native.fitting():
+    for name in native.supported_modules():
         product = PackedWeight(pytest.importorskip(f"decant.engine.cpu.kernels.{name}"), weight, None)
         for count in (1, 3, 6, 10, 11, 25, 64):
             answers = torch.cat([product(some) for some in rows.split(count)])
@@ -109,10 +109,10 @@ def test_no_number_of_a_weight_is_lost(shape: tuple[int, int], kind: str) -> Non
 
 
 def test_the_weight_is_held_once_in_its_own_dtype_or_in_less() -> None:
-    for name in native.fitting():
+    for name in native.supported_modules():
         module = pytest.importorskip(f"decant.engine.cpu.kernels.{name}")
         for dtype in (torch.bfloat16, torch.float32):
-            weight = made((1152, 896), dtype)[1]
+            weight = make_product((1152, 896), dtype)[1]
             held = PackedWeight(module, weight, None)._weight
             if name == "_kernels_avx512" and dtype == torch.bfloat16:
                 assert held.nbytes / weight.nbytes == pytest.approx(0.76, abs=0.02)
@@ -121,30 +121,30 @@ def test_the_weight_is_held_once_in_its_own_dtype_or_in_less() -> None:
             assert held.data_ptr() != weight.data_ptr()
 
 
-def test_a_weight_that_can_t_be_squeezed_takes_what_it_did() -> None:
+def test_a_weight_that_can_not_be_compressed_keeps_its_size() -> None:
     weight = spread((1152, 896), "far apart")
     assert products._PANELS is not None
     assert PackedWeight(products._PANELS, weight, None)._weight.nbytes == pytest.approx(weight.nbytes, rel=0.005)
 
 
-@pytest.mark.skipif(len(native.fitting()) < 2, reason="one build of the kernels for this CPU")
+@pytest.mark.skipif(len(native.supported_modules()) < 2, reason="one build of the kernels for this CPU")
 def test_builds_for_other_cpus_give_float32_the_same_bits() -> None:
     rows = torch.randn(29, 896, generator=torch.Generator().manual_seed(5))
-    weight = made((1152, 896), torch.float32)[1]
-    modules = [pytest.importorskip(f"decant.engine.cpu.kernels.{name}") for name in native.fitting()]
+    weight = make_product((1152, 896), torch.float32)[1]
+    modules = [pytest.importorskip(f"decant.engine.cpu.kernels.{name}") for name in native.supported_modules()]
     first, second = (PackedWeight(module, weight, None)(rows) for module in modules)
     assert torch.equal(first, second)
 
 
 def test_both_products_agree() -> None:
-    ours, weight, add = made((256, 512), torch.float32)
+    ours, weight, add = make_product((256, 512), torch.float32)
     rows = torch.randn(9, 512, generator=torch.Generator().manual_seed(4))
     assert torch.allclose(ours(rows), OneDnn(weight, add)(rows), atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_rows_have_no_answers(dtype: str) -> None:
-    ours, weight, add = made((256, 512), getattr(torch, dtype))
+def test_a_product_of_no_rows_is_empty(dtype: str) -> None:
+    ours, weight, add = make_product((256, 512), getattr(torch, dtype))
     none = torch.empty(1, 0, 512, dtype=getattr(torch, dtype))
     for product in (ours, OneDnn(weight, add)):
         answer = product(none)

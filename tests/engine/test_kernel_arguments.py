@@ -42,7 +42,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 ODD = [*DTYPES, torch.float16, torch.float64, torch.int32]
 SIZES = st.sampled_from([0, 1, 2, 7, 8, 15, 16, 17, 32, 48, 97])
 
-every_build = pytest.mark.parametrize("kernels", native.fitting())
+every_build = pytest.mark.parametrize("kernels", native.supported_modules())
 
 
 def build(name: str) -> ModuleType:
@@ -139,7 +139,7 @@ def test_attention_is_right_or_refused(kernels: str, data: st.DataObject) -> Non
     rows = draw(st.lists(any_row(), min_size=1, max_size=2))
     store = KvStore(KvLayout((LayerSpec(kv_heads, key_dim, value_dim),), BLOCK, dtype.itemsize), BLOCKS, dtype, CPU)
     try:
-        flat = flatten(build(kernels), rows, BLOCK, store.blank)
+        flat = flatten(build(kernels), rows, BLOCK, store.null_block)
     except REFUSED:
         return
     other = draw(st.booleans())

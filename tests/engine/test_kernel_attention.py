@@ -47,7 +47,7 @@ SHAPES = [
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-class Scene:
+class AttentionInputs:
     """LENGTH tokens with fixed random queries, keys and values, computed in pieces."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
@@ -71,7 +71,7 @@ class Scene:
             Row(Request(f"{name}", tuple(range(end))), list(range(end)), first, end, (self._blocks(name, end),), True)
             for name, first, end in pieces
         ]
-        flat = flatten(rows, BLOCK, self.store.blank)
+        flat = flatten(rows, BLOCK, self.store.null_block)
         at = torch.from_numpy(flat.positions)
         call = AttentionCall(
             layer=1,
@@ -86,13 +86,13 @@ class Scene:
         return self._attender(kind, flat).attend(call)[0]
 
     def _attender(self, kind: type, flat: FlatBatch) -> AttentionBackend:
-        views: Sequence[AttentionWindow] = [self.shape.view] * 2
+        layer_windows: Sequence[AttentionWindow] = [self.shape.view] * 2
         if kind is PagedAttention:
             # It reads whole blocks, so those that are begun are cleared before, as in every step.
             self.store.clear(flat.new_blocks)
-            return PagedAttention(self.store, views, flat)
+            return PagedAttention(self.store, layer_windows, flat)
         assert KERNELS is not None
-        return NativeAttention(KERNELS, self.store, views, flat)
+        return NativeAttention(KERNELS, self.store, layer_windows, flat)
 
     @staticmethod
     def _blocks(sequence: int, end: int) -> array[int]:
@@ -110,7 +110,7 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_equals_plain_products_and_writes_the_same_cache(shape: Shape, dtype: torch.dtype) -> None:
-    plain, native = Scene(shape, dtype), Scene(shape, dtype)
+    plain, native = AttentionInputs(shape, dtype), AttentionInputs(shape, dtype)
     tolerance = 2e-6 if dtype == torch.float32 else 2**-7
     for pieces in ([(0, 0, 70), (1, 0, 1)], [(0, 70, 71), (1, 1, 200)], [(0, 71, LENGTH), (1, 200, 201)]):
         expected, found = plain.step(PagedAttention, *pieces), native.step(NativeAttention, *pieces)
@@ -125,22 +125,22 @@ def test_a_row_has_the_same_bits_in_any_chunks_batch_and_threads(
     kind: type, shape: Shape, dtype: torch.dtype, threads: None
 ) -> None:
     torch.set_num_threads(1)
-    scene = Scene(shape, dtype)
-    whole = scene.step(kind, (0, 0, LENGTH))
+    inputs = AttentionInputs(shape, dtype)
+    whole = inputs.step(kind, (0, 0, LENGTH))
     for size in (1, 7, 48, 129):
         torch.set_num_threads(1 + size % 3)
-        scene.store.blocks.fill_(float("nan"))  # nothing leans on what lay there
+        inputs.store.blocks.fill_(float("nan"))  # nothing leans on what lay there
         for first in range(0, LENGTH, size):
             end = min(first + size, LENGTH)
-            both = scene.step(kind, (0, first, end), (1, 0, 5))
+            both = inputs.step(kind, (0, first, end), (1, 0, 5))
             assert torch.equal(both[: end - first], whole[first:end]), (size, first)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_reaches_exactly_the_rows_that_see_it(dtype: torch.dtype) -> None:
-    scene = Scene(SHAPES[0], dtype)
-    scene.key[0, 0, 10, 3] = float("nan")
-    out = scene.step(NativeAttention, (0, 0, LENGTH))
+    inputs = AttentionInputs(SHAPES[0], dtype)
+    inputs.key[0, 0, 10, 3] = float("nan")
+    out = inputs.step(NativeAttention, (0, 0, LENGTH))
     assert not out[:10].isnan().any()
     assert out[10:, :7].isnan().all()
     assert not out[:, 7:].isnan().any()

@@ -35,7 +35,7 @@ def test_the_largest_steps_fit_into_their_blocks(context_length: int) -> None:
     assert prompts.num_tokens == sum(row.end - row.start for row in prompts.rows) == 700
     assert prompts.rows[0].end == min(700, context_length)
     assert len(decodes.rows) == 90
-    assert not decodes.rows[0].request.plain, "a drawn token needs more memory than the likeliest one"
+    assert not decodes.rows[0].request.is_plain_greedy, "a drawn token needs more memory than the likeliest one"
     for row in (*prompts.rows, *decodes.rows):
         assert row.end <= context_length
         assert len(row.blocks) == 2

@@ -15,7 +15,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 @LINUX
-def test_the_file_of_a_loaded_checkpoint_is_let_go(tmp_path: Path) -> None:
+def test_a_load_releases_the_file_of_its_checkpoint(tmp_path: Path) -> None:
     folder = shapes.make("tiny", tmp_path / "tiny")
     device = load(ModelConfig(str(folder), device="cpu", context_length=64, kv_bytes=1 << 20))
     gc.collect()

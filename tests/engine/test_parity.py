@@ -136,7 +136,7 @@ def test_the_torch_backend_generates_the_tokens_of_generate(name, subjects, tall
     source, layout = checkpoint.open(str(subject.folder)), subject.device.store.layout
     model = source.read(torch.float32, torch.device("cpu"))
     rope.freeze(model, subject.device.context_length)
-    views, specs = learn_attention(model, source.name, subject.device.context_length)
+    layer_windows, specs = learn_attention(model, source.name, subject.device.context_length)
     assert specs == layout.layers
     store = backend.make_store(layout, subject.device.num_blocks, torch.float32)
     device = replace(
@@ -144,7 +144,7 @@ def test_the_torch_backend_generates_the_tokens_of_generate(name, subjects, tall
         model=model,
         store=store,
         backend=backend,
-        runner=ModelRunner(model, store, views, frozenset(), backend),
+        runner=ModelRunner(model, store, layer_windows, frozenset(), backend),
     )
     assert not any(type(module).__module__.startswith("decant.") for module in model.modules())
     for budget in (7, 4096):
@@ -225,8 +225,10 @@ def test_bf16_follows_generate_where_it_is_sure(name, subjects):
     assert sum(agreeing) > 0.95 * len(sure)
 
 
-def test_views_are_learnt_as_the_configurations_mean_them(subjects):
-    kinds = {name: [(view.kind, view.size) for view in subjects(name).device.runner._views] for name in tiny.SERVED}
+def test_layer_windows_are_those_of_the_configuration(subjects):
+    kinds = {
+        name: [(view.kind, view.size) for view in subjects(name).device.runner._layer_windows] for name in tiny.SERVED
+    }
     full, sliding = (Kind.FULL, 0), (Kind.SLIDING, 24)
     assert kinds["llama"] == [full, full]
     assert kinds["mistral"] == [sliding, sliding]

@@ -117,7 +117,7 @@ def test_nothing_leaks_and_all_end_as_if_alone_in_long_runs() -> None:
     run_state_machine_as_test(EngineMachine, settings=DEEP)
 
 
-def test_random_scripts_reach_every_corner() -> None:
+def test_random_scripts_reach_every_finish_reason_preemptions_and_handoffs() -> None:
     """The properties would hold of an empty world, too."""
     worlds = [play(seed) for seed in range(60)]
     reasons = {result.reason for machine in worlds for result in machine.log.by_id.values()}
@@ -150,7 +150,7 @@ def test_a_step_spends_its_budget_or_closes_every_gap(lengths: Sequence[int], bu
         for request in requests[:late]:
             engine.add(request)
         late = 0
-        gaps = sum(sequence.remaining for sequence in (*engine.scheduler.running, *engine.scheduler.waiting))
+        gaps = sum(sequence.num_remaining for sequence in (*engine.scheduler.running, *engine.scheduler.waiting))
         assert engine.step().num_tokens == min(budget, gaps)
     properties.nothing_is_held(engine)
 
@@ -269,7 +269,7 @@ def test_a_preempted_sequence_keeps_its_place_in_the_queue() -> None:
 def test_a_step_tells_how_many_blocks_an_allocation_could_get() -> None:
     engine = make_engine(8)
     engine.add(make_request("a", prompt(9), 8))
-    events = [engine.step().available for _ in range(8)]
+    events = [engine.step().available_blocks for _ in range(8)]
     assert events == [5, 5, 5, 5, 4, 4, 4, 8]
 
 
@@ -308,9 +308,9 @@ def test_a_pool_adds_up_after_any_allocation_share_and_release(seed: int, blocks
         table.release()
         table.release()  # safe
     pool.check_integrity(())
-    assert pool.available == blocks
-    assert pool.drop_cache() + pool.free >= blocks
-    assert pool.free == blocks
+    assert pool.available_blocks == blocks
+    assert pool.drop_cache() + pool.free_blocks >= blocks
+    assert pool.free_blocks == blocks
 
 
 def test_the_least_recently_used_prefix_is_evicted_from_its_end() -> None:
@@ -340,7 +340,9 @@ def test_sequences_with_a_common_prefix_share_its_blocks() -> None:
     for id in ("a", "b"):
         engine.add(make_request(id, 10, 20))
         engine.step()
-    one, other = (list(sequence.block_table.held) for sequence in engine.scheduler.running if sequence.block_table)
+    one, other = (
+        list(sequence.block_table.held_blocks) for sequence in engine.scheduler.running if sequence.block_table
+    )
     assert one[:2] == other[:2]
     assert not set(one[2:]) & set(other[2:])
     assert engine.load().held_blocks == len({*one, *other})

@@ -57,7 +57,7 @@ assert not {"torch", "transformers", "numpy"} & set(sys.modules)
 """
 
 
-def test_the_pure_half_runs_with_torch_blocked() -> None:
+def test_the_engine_runs_on_a_fake_device_without_torch() -> None:
     script = [sys.executable, "-c", WITHOUT_TORCH]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -14,8 +14,8 @@ from decant.engine.errors import ModelRefused
 from decant.engine.loading import load
 from decant.engine.model import model, probe
 
-digest_files = partial(weight_hash.digest_files, cached_from=0, settled_ns=-1)
-"""Small and new files count as large and settled."""
+digest_files = partial(weight_hash.digest_files, min_cached_bytes=0, min_cached_age_ns=-1)
+"""Small and new files are cached, too."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def weights(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("at", [0, 1, 9_999, 12_800, 25_599])
-def test_every_byte_counts(at, weights):
+def test_a_digest_depends_on_every_byte(at, weights):
     before = digest_files([weights]).values
     content = bytearray(weights.read_bytes())
     content[at] ^= 1
@@ -115,8 +115,8 @@ def test_a_kept_digest_that_is_broken_or_of_another_file_is_read_again(content, 
 
 def test_the_digest_of_a_just_written_file_is_not_cached(weights, reads):
     """A second write in the same tick of the clock would leave the same times."""
-    digest_files([weights, weights], settled_ns=3600 * 10**9)
-    digest_files([weights], settled_ns=3600 * 10**9)
+    digest_files([weights, weights], min_cached_age_ns=3600 * 10**9)
+    digest_files([weights], min_cached_age_ns=3600 * 10**9)
     assert len(reads) == 2
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from decant.engine.checkpoint import model_types, weight_files
-from decant.engine.checkpoint.checkpoint import Checkpoint, refusing
+from decant.engine.checkpoint.checkpoint import Checkpoint, refuse_model_on_error
 from decant.engine.checkpoint.weight_shapes import HEADS_DIVIDE_HIDDEN, LLAMA_SHAPED
 from decant.engine.errors import ModelRefused
 from tests.engine import tiny
@@ -28,13 +28,13 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def made(kind: str, folder: Path) -> Path:
+def save_checkpoint(kind: str, folder: Path) -> Path:
     changes = {"num_local_experts": 4} if kind == "mixtral" else tiny._MOE if kind.endswith("_moe") else {}
     return tiny.save(tiny.config(kind, **changes), folder)
 
 
 def read_by_transformers(folder: Path) -> None:
-    with refusing(str(folder), "its configuration is not one of that type"):
+    with refuse_model_on_error(str(folder), "its configuration is not one of that type"):
         config = AutoConfig.from_pretrained(folder)
     Checkpoint(str(folder), None, config).read(torch.float32, torch.device("cpu"))
 
@@ -42,7 +42,7 @@ def read_by_transformers(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(LLAMA_SHAPED))
 def test_a_configuration_of_other_sizes_is_refused_by_headers_and_by_transformers(kind: str, tmp_path: Path) -> None:
-    folder = made(kind, tmp_path)
+    folder = save_checkpoint(kind, tmp_path)
     saved = (folder / "config.json").read_text()
     weight_files.check(folder)
     read_by_transformers(folder)
@@ -56,7 +56,7 @@ def test_a_configuration_of_other_sizes_is_refused_by_headers_and_by_transformer
 
 @pytest.mark.parametrize("kind", sorted(HEADS_DIVIDE_HIDDEN))
 def test_without_a_width_of_heads_it_follows_from_the_hidden_size(kind: str, tmp_path: Path) -> None:
-    folder = made(kind, tmp_path)
+    folder = save_checkpoint(kind, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config.pop("head_dim", None)
     (folder / "config.json").write_text(json.dumps(config))

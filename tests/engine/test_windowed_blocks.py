@@ -48,7 +48,7 @@ def engine_of(windows: Windows, num_blocks: int = 64, budget: int = BLOCK) -> En
 def held_by_group(engine: Engine, id: str) -> list[int]:
     table = engine.sequences[id].block_table
     assert table is not None
-    return [len(blocks) - freed for blocks, freed in zip(table.blocks, table.freed, strict=True)]
+    return [len(blocks) - freed for blocks, freed in zip(table.blocks, table.num_freed, strict=True)]
 
 
 @pytest.mark.parametrize("windows", KINDS)
@@ -110,9 +110,9 @@ def test_a_prefix_hit_needs_what_later_tokens_see(windows: Windows) -> None:
         engine.pool._cached.move_to_end(block, last=False)
     engine.pool._free += engine.pool._evict(len(unseen))
     run(engine, replace(request, id="c"), log=first)
-    begun = first["c"].begun
-    assert begun is not None
-    assert begun.cached == 44
+    started = first["c"].started
+    assert started is not None
+    assert started.cached == 44
     assert first["c"].text == first["a"].text
 
 
@@ -151,7 +151,7 @@ def test_all_groups_get_their_blocks_or_none_does() -> None:
     with pytest.raises(OutOfBlocks):
         pool.allocate("a", 3)
     pool.check_integrity(())
-    assert pool.free == 7
+    assert pool.free_blocks == 7
     table = pool.allocate("a", 2)
     with pytest.raises(OutOfBlocks):
         table.grow(3)

@@ -100,15 +100,15 @@ class Worker:
             lambda engine: engine.transfers.reserve(request), undo=lambda _, arrival: arrival.abort()
         )
 
-    async def held(self) -> int:
+    async def num_held_blocks(self) -> int:
         return (await self.loop.call(lambda engine: engine.load())).held_blocks
 
     async def emptied(self) -> None:
         for _ in range(200):
-            if not await self.held():
+            if not await self.num_held_blocks():
                 return
             await asyncio.sleep(0.1)
-        raise AssertionError(f"{await self.held()} blocks are held: {self.engine.pool.held_by()}")
+        raise AssertionError(f"{await self.num_held_blocks()} blocks are held: {self.engine.pool.held_by()}")
 
 
 def ask(id: str = "r", length: int = 30, wanted: int = 10, seed: int = 0) -> Request:
@@ -145,7 +145,7 @@ class Wire:
         await self._sender.release(request)
 
 
-async def alone(request: Request, windows: tuple[Window, ...] = (FULL,)) -> list[int]:
+async def run_alone(request: Request, windows: tuple[Window, ...] = (FULL,)) -> list[int]:
     async with Worker("alone", blocks=64 * len(windows), windows=windows) as worker:
         await worker.loop.call(lambda engine: engine.add(request))
         return await worker.finished(request.id)

@@ -5,7 +5,7 @@ import pytest
 from decant.engine.kv_layout import FULL, Kind, Window
 from decant.handoff.packing import MESSAGE_BYTES
 from decant.protos import worker_pb2 as wire
-from tests.handoff.factories import BLOCK, Worker, alone, ask
+from tests.handoff.factories import BLOCK, Worker, ask, run_alone
 from tests.handoff.harness import hand_over
 
 GROUPS = (FULL, Window(Kind.SLIDING, 9), Window(Kind.CHUNKED, 6))
@@ -27,7 +27,7 @@ async def test_the_blocks_that_later_tokens_see_are_sent_of_each_group(length: i
     workers = [Worker(name, blocks=192, windows=GROUPS, message_bytes=message_bytes) for name in "pd"]
     async with workers[0] as sender, workers[1] as receiver:
         await hand_over(sender, receiver, request, note)
-        assert sender.tokens["r"] + await receiver.finished("r") == await alone(request, GROUPS)
+        assert sender.tokens["r"] + await receiver.finished("r") == await run_alone(request, GROUPS)
         await sender.emptied()
         await receiver.emptied()
     stop = -(-length // BLOCK)
@@ -49,5 +49,5 @@ async def test_blocks_that_the_receiver_has_cached_are_not_sent_of_any_group() -
         await receiver.loop.call(lambda engine: engine.add(ask("before", length=32, wanted=1)))
         await receiver.finished("before")
         await hand_over(sender, receiver, request, note)
-        assert sender.tokens["r"] + await receiver.finished("r") == await alone(request, GROUPS)
+        assert sender.tokens["r"] + await receiver.finished("r") == await run_alone(request, GROUPS)
     assert sum(received) == len(GROUPS) * sender.engine.device.block_bytes  # seven of eight blocks were there

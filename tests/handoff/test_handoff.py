@@ -16,7 +16,7 @@ from decant.handoff.errors import SequenceAlreadyFinished
 from decant.handoff.service import KvSourceService
 from decant.handoff.transport import GrpcTransport
 from decant.protos import worker_pb2 as wire
-from tests.handoff.factories import Wire, Worker, alone, ask
+from tests.handoff.factories import Wire, Worker, ask, run_alone
 from tests.handoff.harness import TRANSPORTS, Transport, connect, hand_over
 from tests.worker.waiting import PATIENCE, advance, eventually
 
@@ -29,7 +29,7 @@ async def test_a_handoff_generates_the_text_of_one_engine(transport: Transport, 
         ticket = await sender.offer(request)
         taken = await receiver.receiver.receive(source, ticket, await receiver.reserve(request))
         text = await receiver.finished("r")
-        assert sender.tokens["r"] + text == await alone(request)
+        assert sender.tokens["r"] + text == await run_alone(request)
         assert list(taken.output) == sender.tokens["r"]
         await sender.emptied()
         await receiver.emptied()
@@ -80,7 +80,7 @@ async def test_a_fetch_lasts_longer_than_a_lease_while_its_runs_are_acknowledged
             advance(400)
         steps.release()
         await fetching
-        assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
+        assert sender.tokens["r"] + await receiver.finished("r") == await run_alone(request)
         assert not sender.sender.expired
 
 
@@ -98,8 +98,8 @@ async def test_a_joined_sequence_does_not_wait_for_its_sender() -> None:
         source = Deaf(sender.sender)
         async with asyncio.timeout(20):
             await receiver.receiver.receive(source, await sender.offer(request), await receiver.reserve(request))
-            assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
-        assert await sender.held()
+            assert sender.tokens["r"] + await receiver.finished("r") == await run_alone(request)
+        assert await sender.num_held_blocks()
         closing = asyncio.create_task(receiver.receiver.close())
         assert not (await asyncio.wait([closing], timeout=0.05))[0]
         received.set()
@@ -120,7 +120,7 @@ async def test_blocks_that_the_receiver_has_cached_are_not_sent() -> None:
         await receiver.loop.call(lambda engine: engine.add(ask("before", length=32, wanted=1)))
         await receiver.finished("before")
         await hand_over(sender, receiver, request, count)
-        assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
+        assert sender.tokens["r"] + await receiver.finished("r") == await run_alone(request)
     assert sum(moved) == sender.engine.device.block_bytes  # seven of eight blocks were there
 
 
@@ -129,7 +129,7 @@ async def test_concurrent_requests_get_their_own_tokens() -> None:
     async with Worker("p", blocks=128) as sender, Worker("d", blocks=128) as receiver:
         await asyncio.gather(*(hand_over(sender, receiver, request) for request in requests))
         texts = [sender.tokens[r.id] + await receiver.finished(r.id) for r in requests]
-        assert texts == [await alone(request) for request in requests]
+        assert texts == [await run_alone(request) for request in requests]
         await sender.emptied()
         await receiver.emptied()
 
@@ -152,7 +152,7 @@ async def test_messages_of_an_unknown_kind_are_ignored_by_both_ends_of_a_fetch()
         request = ask()
         ticket, arrival = await sender.offer(request), await receiver.reserve(request)
         await receiver.receiver.receive(Newer(sender.sender), ticket, arrival)
-        assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
+        assert sender.tokens["r"] + await receiver.finished("r") == await run_alone(request)
 
 
 async def test_channels_to_senders_are_closed_when_they_are_idle_and_never_in_a_call() -> None:

@@ -83,7 +83,7 @@ async def test_an_unopened_ticket_ends_with_its_lease_unless_it_is_renewed() -> 
             advance(400)
             await asyncio.sleep(0.01)
             assert sender.sender.leases.renew(ticket.id)
-        assert await sender.held()
+        assert await sender.num_held_blocks()
         advance(600)
         await sender.emptied()
         assert sender.sender.expired == 1

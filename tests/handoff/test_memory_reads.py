@@ -14,7 +14,7 @@ from decant.handoff.memory_reads import NoBuffer
 from decant.handoff.packing import MESSAGE_BYTES
 from decant.handoff.receiver import KvReceiver
 from decant.protos import worker_pb2 as wire
-from tests.handoff.factories import Worker, alone, ask
+from tests.handoff.factories import Worker, ask, run_alone
 from tests.handoff.harness import LocalAgent, LocalReader, reads
 from tests.handoff.test_cache_groups import GROUPS
 from tests.worker.waiting import eventually
@@ -40,7 +40,7 @@ async def test_blocks_of_each_group_are_read_and_none_is_sent(message_bytes: int
         agent = agent_of(sender)
         source = reads(sender, agent, note).source("p")
         result = await receiver.receiver.receive(source, await sender.offer(request), await receiver.reserve(request))
-        assert sender.tokens["r"] + await receiver.finished("r") == await alone(request, GROUPS)
+        assert sender.tokens["r"] + await receiver.finished("r") == await run_alone(request, GROUPS)
         await sender.emptied()
         await receiver.emptied()
     assert not any(chunk.data for chunk in sent)
@@ -58,7 +58,7 @@ async def test_where_one_end_has_no_agent_blocks_come_in_messages(offers: bool) 
             sender.sender.memory = None
         source = transport._messages.source("p") if offers else transport.source("p")
         await receiver.receiver.receive(source, await sender.offer(request), await receiver.reserve(request))
-        assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
+        assert sender.tokens["r"] + await receiver.finished("r") == await run_alone(request)
     assert not any(reader.count for reader in agent.readers)
 
 
@@ -83,7 +83,7 @@ async def test_bytes_that_changed_before_they_were_read_are_refused() -> None:
         await receiver.emptied()
         again = ask("again", seed=1)
         await receiver.receiver.receive(transport.source("p"), await sender.offer(again), await receiver.reserve(again))
-        assert sender.tokens["again"] + await receiver.finished("again") == await alone(again)
+        assert sender.tokens["again"] + await receiver.finished("again") == await run_alone(again)
 
 
 async def test_a_second_memory_in_one_fetch_is_corrupt() -> None:
@@ -112,7 +112,7 @@ async def test_without_a_buffer_blocks_come_in_messages() -> None:
         sender.sender.memory = agent_of(sender).memory
         source = reads(sender, Full(sender.engine.device.block_memory)).source("p")
         await receiver.receiver.receive(source, await sender.offer(ask()), await receiver.reserve(ask()))
-        assert sender.tokens["r"] + await receiver.finished("r") == await alone(ask())
+        assert sender.tokens["r"] + await receiver.finished("r") == await run_alone(ask())
 
 
 @pytest.mark.parametrize("fault", ["beyond", "offset", "many"])
@@ -165,7 +165,7 @@ async def test_after_a_failed_read_blocks_come_in_messages(fails: str) -> None:
         assert failed.value.cause == wire.CAUSE_PEER_LOST
         ticket, arrival = await sender.offer(ask()), await receiver.reserve(ask())
         await receiver.receiver.receive(transport.source("p"), ticket, arrival)
-        assert sender.tokens["r"] + await receiver.finished("r") == await alone(ask())
+        assert sender.tokens["r"] + await receiver.finished("r") == await run_alone(ask())
         await sender.emptied()
         await receiver.emptied()
 
@@ -202,7 +202,7 @@ async def test_the_commit_waits_for_no_heartbeat(length: int) -> None:
         heartless = KvReceiver(receiver.loop, receiver.shape, receiver.peer, wire.Heartbeat, heartbeat_s=3600)
         source = reads(sender, agent_of(sender)).source("p")
         await heartless.receive(source, await sender.offer(request), await receiver.reserve(request))
-        assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
+        assert sender.tokens["r"] + await receiver.finished("r") == await run_alone(request)
         await heartless.close()
 
 

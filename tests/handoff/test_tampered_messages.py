@@ -5,7 +5,7 @@ import pytest
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.packing import MESSAGE_BYTES, TransferLayout, message_checksum
 from decant.protos import worker_pb2 as wire
-from tests.handoff.factories import LAYOUT, Tamper, Worker, alone, ask
+from tests.handoff.factories import LAYOUT, Tamper, Worker, ask, run_alone
 from tests.handoff.harness import hand_over
 
 
@@ -112,11 +112,11 @@ async def test_a_tampered_message_is_refused_and_everything_is_freed(tamper: Tam
         await receiver.emptied()
         assert "r" not in receiver.tokens
         await receiver.loop.call(lambda engine: engine.add(request))  # the next attempt, from tokens
-        assert await receiver.finished("r") == await alone(request)
+        assert await receiver.finished("r") == await run_alone(request)
 
 
 async def test_blocks_larger_than_a_message_arrive_whole() -> None:
     request = ask()
     async with Worker("p", message_bytes=20) as sender, Worker("d", message_bytes=20) as receiver:
         await hand_over(sender, receiver, request)
-        assert sender.tokens["r"] + await receiver.finished("r") == await alone(request)
+        assert sender.tokens["r"] + await receiver.finished("r") == await run_alone(request)

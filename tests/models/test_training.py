@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 MARKER = "held_out_marker"
 
 
-class PullThePlug(Exception):
+class SimulatedCrash(Exception):
     pass
 
 
@@ -38,15 +38,15 @@ def make_documents(count: int = 30, length: int = 200) -> list[np.ndarray]:
     return [random.integers(2, TRIAL.vocab_size, length).astype(np.int32) for _ in range(count)]
 
 
-def plug_pulled_after(stop: int):
+def crash_after(stop: int):
     def report(step: int, loss: float, seconds: float) -> None:
         if step == stop:
-            raise PullThePlug
+            raise SimulatedCrash
 
     return report
 
 
-def not_interrupted(step: int, loss: float, seconds: float) -> None:
+def no_crash(step: int, loss: float, seconds: float) -> None:
     assert math.isfinite(loss)
 
 
@@ -61,10 +61,10 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("stop", [1, 4, 7, 9, 11], ids=lambda stop: f"after step {stop}")
 def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, monkeypatch, stop):
     monkeypatch.setattr(loop, "CHECKPOINT_EVERY", 3)
-    whole = loop.train(TRIAL, make_documents(), tmp_path / "whole.pt", CPU, not_interrupted)
-    with pytest.raises(PullThePlug):
-        loop.train(TRIAL, make_documents(), tmp_path / "cut.pt", CPU, plug_pulled_after(stop))
-    resumed = loop.train(TRIAL, make_documents(), tmp_path / "cut.pt", CPU, not_interrupted)
+    whole = loop.train(TRIAL, make_documents(), tmp_path / "whole.pt", CPU, no_crash)
+    with pytest.raises(SimulatedCrash):
+        loop.train(TRIAL, make_documents(), tmp_path / "cut.pt", CPU, crash_after(stop))
+    resumed = loop.train(TRIAL, make_documents(), tmp_path / "cut.pt", CPU, no_crash)
     assert same(weights(whole), weights(resumed))
 
 
@@ -75,27 +75,27 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, mo
 
     def replace_only_once(old, new):
         if file.exists():
-            raise PullThePlug
+            raise SimulatedCrash
         replace(old, new)
 
     monkeypatch.setattr(os, "replace", replace_only_once)
-    with pytest.raises(PullThePlug):
-        loop.train(TRIAL, make_documents(), file, CPU, not_interrupted)
+    with pytest.raises(SimulatedCrash):
+        loop.train(TRIAL, make_documents(), file, CPU, no_crash)
     assert torch.load(file, weights_only=True)["step"] == 3
 
 
 def test_another_seed_gives_other_weights(tmp_path):
-    one = loop.train(TRIAL, make_documents(), tmp_path / "one.pt", CPU, not_interrupted)
+    one = loop.train(TRIAL, make_documents(), tmp_path / "one.pt", CPU, no_crash)
     other = dataclasses.replace(TRIAL, seed=1)
-    two = loop.train(other, make_documents(), tmp_path / "two.pt", CPU, not_interrupted)
+    two = loop.train(other, make_documents(), tmp_path / "two.pt", CPU, no_crash)
     assert not same(weights(one), weights(two))
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
-    loop.train(TRIAL, make_documents(), tmp_path / "run.pt", CPU, not_interrupted)
+    loop.train(TRIAL, make_documents(), tmp_path / "run.pt", CPU, no_crash)
     other = dataclasses.replace(TRIAL, muon_lr=0.5)
     with pytest.raises(loop.CheckpointMismatch, match="recipe"):
-        loop.train(other, make_documents(), tmp_path / "run.pt", CPU, not_interrupted)
+        loop.train(other, make_documents(), tmp_path / "run.pt", CPU, no_crash)
 
 
 def test_training_lowers_the_loss(tmp_path):

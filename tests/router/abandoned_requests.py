@@ -48,17 +48,17 @@ async def left_behind(store: Store, *tokens: int, layout: int | None = None, **a
 @asynccontextmanager
 async def watching(
     store: Store,
-    scene: Core,
+    harness: Core,
     refill_s: float = 0.0,
     registration_s: float = 0.2,
     is_connected: Callable[[Incarnation], bool] = lambda _: False,
     timings: TakeoverTimings = TIMINGS,
 ) -> AsyncIterator[None]:
     """The router is registered, and takes over requests of dead routers."""
-    incarnation, ttls = Incarnation.of(scene.router.peer), Ttls(refill_s=refill_s, registration_s=registration_s)
+    incarnation, ttls = Incarnation.of(harness.router.peer), Ttls(refill_s=refill_s, registration_s=registration_s)
     store.instance = StoreInstance(store._client, ttls)
     registration = await store.routers.register(router_facts(incarnation))
-    takeover = OrphanRecovery(store, scene.requests, incarnation, is_connected, ttls, timings)
+    takeover = OrphanRecovery(store, harness.requests, incarnation, is_connected, ttls, timings)
     try:
         async with BackgroundTask("takeover", takeover.run):
             yield

@@ -120,7 +120,7 @@ class StopString:
             self.stop = "stop"
 
 
-class Trial:
+class Scenario:
     def __init__(self, case: Case, roles: dict[str, wire.Role]) -> None:
         self.case = case
         self.world = World(roles, case.max_tokens, case.stops_at)

@@ -82,7 +82,7 @@ class ScriptedRegistry:
         self.known: dict[RequestKey, TokenStream] = {}
         self.context_length: int | None = None
         self.refusal: ServiceError | None = None
-        self.booked_for: list[str] = []
+        self.quota_tenants: list[str] = []
         """Tenants of calls that need no worker."""
         self.plan: Callable[[TokenStream], Any] = lambda stream: None
 
@@ -124,7 +124,7 @@ class ScriptedRegistry:
 
     @asynccontextmanager
     async def hold_quota(self, tenant: str) -> AsyncIterator[None]:
-        self.booked_for.append(tenant)
+        self.quota_tenants.append(tenant)
         yield
 
 

@@ -57,7 +57,7 @@ class FakePrefill(WorkerState, services.PrefillServicer):
         if script.first_pause:
             await self.go.wait()
         token, end = self.next_token(work, len(written), base)
-        if script.tells_late:
+        if script.reports_late:
             cache.committed.set_result([*written, token])
             await self.go.wait()
         before, after = prompt_logprobs(run, work)

@@ -44,9 +44,9 @@ class Script:
     """Prefill waits for `go` before its ticket."""
     first_pause: bool = False
     """Prefill waits for `go` before its first token."""
-    tells_late: bool = False
+    reports_late: bool = False
     """Prefill commits its KV cache; it sends its events at `go`."""
-    no_room: bool = False
+    has_no_free_blocks: bool = False
     """Runs wait for `go` before they are scheduled."""
     first_is_late: bool = False
     """A first token that ends its output comes after the receiver learned that nothing is left to decode."""

@@ -41,7 +41,7 @@ class FakeSession(WorkerState, services.DecodeServicer):
                 self._resend(run, owned.resume[0].position)
         self.changed.set()
         listening = self.spawn(self._listen(requests, out))
-        beating = self.spawn(self._beat(out))
+        heartbeats = self.spawn(self._send_heartbeats(out))
         try:
             while (message := await out.get()) is not None:
                 if not self.script.silent:
@@ -52,7 +52,7 @@ class FakeSession(WorkerState, services.DecodeServicer):
             if self._out is out:
                 self._out = next(iter(self._outs), None)
             listening.cancel()
-            beating.cancel()
+            heartbeats.cancel()
 
     def _welcome(self, hello: wire.Hello) -> wire.Welcome:
         named = {key(owned.run) for owned in hello.owned}
@@ -66,7 +66,7 @@ class FakeSession(WorkerState, services.DecodeServicer):
             orphans=[run.run for each, run in self.runs.items() if each not in named and len(self._outs) == 1],
         )
 
-    async def _beat(self, out: Queue) -> None:
+    async def _send_heartbeats(self, out: Queue) -> None:
         while True:
             heartbeat = wire.Heartbeat(step=1, load=self.load, cache=self.cache, routers=self._routers.values())
             self.cache = wire.PrefixCacheUpdate()
@@ -158,7 +158,7 @@ class FakeSession(WorkerState, services.DecodeServicer):
     async def _decode(self, run: FakeRun) -> None:
         script = self.script
         base = run.base
-        if script.no_room:
+        if script.has_no_free_blocks:
             await self.go.wait()
         if run.start.HasField("ticket"):
             committed = await self._fetch(run)

@@ -96,7 +96,7 @@ def make_request(
     return ValidRequest(**values | more)
 
 
-async def revived(found: StoredRequest) -> ValidRequest:
+async def restore_request(found: StoredRequest) -> ValidRequest:
     """The request that make_request makes, from the store."""
     payload, record = found.payload, found.record
     left = record.deadline.ToDatetime(UTC) - datetime.now(UTC) if record.HasField("deadline") else None
@@ -117,7 +117,7 @@ class Core:
     flushing: BackgroundTask
 
     async def answer(self, request: ValidRequest) -> TokenStream:
-        return await ended(await self.requests.begin(request))
+        return await until_ended(await self.requests.begin(request))
 
     def owned(self, id: str) -> OwnedRequest:
         """The router's view of an active request."""
@@ -128,28 +128,28 @@ class Core:
         return not self.router.journal_writer._running and not self.router.journal_writer._ended
 
 
-async def ended(stream: TokenStream) -> TokenStream:
+async def until_ended(stream: TokenStream) -> TokenStream:
     async with asyncio.timeout(PATIENCE):
         while stream.end is None:
             await stream.wait_beyond(len(stream.tokens))
     return stream
 
 
-async def written(stream: TokenStream, count: int) -> None:
+async def until_written(stream: TokenStream, count: int) -> None:
     async with asyncio.timeout(PATIENCE):
         await stream.wait_beyond(count - 1)
 
 
 async def begin_paused(
-    scene: Core, worker: FakeWorker, tokens: int, *, request: ValidRequest | None = None, is_stored: bool = False
+    harness: Core, worker: FakeWorker, tokens: int, *, request: ValidRequest | None = None, is_stored: bool = False
 ) -> TokenStream:
     """The decode worker pauses after so many tokens. Returns once these arrived, and are stored if `is_stored`."""
     worker.script.pause_at = tokens
     request = request or make_request()
-    stream = await scene.requests.begin(request)
-    await written(stream, tokens)
+    stream = await harness.requests.begin(request)
+    await until_written(stream, tokens)
     if is_stored:
-        await until(lambda: scene.owned(request.key.id).synced_entries == tokens)
+        await until(lambda: harness.owned(request.key.id).synced_entries == tokens)
     return stream
 
 
@@ -173,7 +173,7 @@ async def core(
     workers: Sequence[FakeWorker],
     *,
     id: str = "router",
-    restore: RestoreRequest = revived,
+    restore: RestoreRequest = restore_request,
     quotas: Mapping[str, TenantLimits] = MappingProxyType({}),
     timings: RouterTimings = RouterTimings(),
     **settings: Any,
@@ -228,10 +228,10 @@ def ended_run() -> Finish:
     return Finish(pb.FINISH_REASON_LENGTH)
 
 
-async def stored(store: Store, scene: Core, id: str = "r") -> StoredRequest:
+async def read_stored(store: Store, harness: Core, id: str = "r") -> StoredRequest:
     """As stored once the router is idle."""
     async with asyncio.timeout(PATIENCE):
-        await scene.requests.drain()
+        await harness.requests.drain()
     return await store.requests.read(RequestKey("default", id))
 
 

@@ -39,7 +39,7 @@ UNREAD_S = RouterTimings().unread_s
 
 
 @dataclass
-class Scene:
+class Harness:
     stub: Any
     requests: ScriptedRegistry
     server: Server
@@ -57,7 +57,7 @@ class Scene:
         return self.registry.collectors.get_sample_value(f"decant_{name}", {"model": "tiny-python"})
 
 
-def made(
+def make_service(
     requests: ScriptedRegistry,
     registry: Registry,
     served: Models | None = None,
@@ -72,18 +72,18 @@ def made(
 
 
 @asynccontextmanager
-async def scene(
+async def harness(
     served: Models | None = None, callers: Authenticator | None = None, unread_s: float = UNREAD_S
-) -> AsyncIterator[Scene]:
+) -> AsyncIterator[Harness]:
     requests, registry = ScriptedRegistry(), Registry(process=False)
     served = served or Models([tiny()])
-    service = made(requests, registry, served, callers, unread_s).service()
+    service = make_service(requests, registry, served, callers, unread_s).service()
     server = Server([service], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
     await server.start()
     running = asyncio.create_task(server.run())
     channel = open_channel(server.address, PeerTls())
     try:
-        yield Scene(inference_pb2_grpc.InferenceServiceStub(channel), requests, server, registry)
+        yield Harness(inference_pb2_grpc.InferenceServiceStub(channel), requests, server, registry)
     finally:
         await channel.close()
         server.shutdown.request("the test ends")
@@ -91,11 +91,11 @@ async def scene(
         await asyncio.wait([running])
 
 
-def asked(**fields: Any) -> pb.GenerateRequest:
+def generate_request(**fields: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(**{"prompt": "def f(x):", **fields})
 
 
-async def refused(call: Awaitable[Any]) -> ServiceError:
+async def error_of_call(call: Awaitable[Any]) -> ServiceError:
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call
     return from_call(error.value)

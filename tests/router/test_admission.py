@@ -35,7 +35,7 @@ async def test_admitted_requests_never_exceed_the_limit():
     assert (door.active, door.waiting) == (0, 0)
 
 
-async def test_leaving_twice_frees_one_place():
+async def test_leaving_twice_frees_one_slot():
     door, inside = await full(places=2)
     inside[0].leave()
     inside[0].leave()
@@ -131,7 +131,7 @@ async def test_a_slot_granted_to_a_cancelled_request_goes_to_the_next(leaves_fir
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_whatever_happens_places_are_neither_lost_nor_doubled(seed):
+async def test_slots_are_neither_lost_nor_duplicated_in_any_order_of_events(seed):
     dice = random.Random(seed)
     door, inside_now, most = Admission(3, 5), 0, 0
 

@@ -22,13 +22,13 @@ from tests.router.harness import (
     P,
     begin_paused,
     core,
-    ended,
     make_request,
     pass_on,
     raising,
     tokens_of,
     until,
-    written,
+    until_ended,
+    until_written,
 )
 
 PROMPT = [1, 2, 3]
@@ -47,9 +47,9 @@ async def test_another_router_takes_over_where_it_runs(store: Store) -> None:
         first = await begin_paused(one, workers[1], 3, is_stored=True)
         async with core(store, workers) as two:
             second = await two.requests.resume(KEY)
-            assert isinstance((await ended(first)).end, Aborted)
+            assert isinstance((await until_ended(first)).end, Aborted)
             workers[1].go.set()
-            assert tokens_of(await ended(second)) == answer(PROMPT, 5)
+            assert tokens_of(await until_ended(second)) == answer(PROMPT, 5)
             assert (len(workers[1].adopts), len(workers[1].starts)) == (1, 1), "nothing is begun again"
             assert two.router.metrics.adopted.labels("m")._value.get() == 1
             await until(lambda: two.store_is_done)
@@ -65,9 +65,9 @@ async def test_a_request_without_a_worker_continues_from_its_stored_tokens(store
             lose_runs(workers[1])
             second = await two.requests.resume(KEY)
             pass_on(workers[1], 4)
-            await written(second, 4)
+            await until_written(second, 4)
             workers[1].go.set()
-            assert tokens_of(await ended(second)) == answer(PROMPT, 5)
+            assert tokens_of(await until_ended(second)) == answer(PROMPT, 5)
             await one.requests.close()
             await until(lambda: one.store_is_done and two.store_is_done)
             found = await store.requests.read(KEY)
@@ -85,15 +85,15 @@ async def test_another_router_cancels_it_where_it_runs(store: Store) -> None:
             await until(lambda: two.store_is_done)
             assert (await store.requests.read(KEY)).state == Generation.STATE_CANCELLED
             workers[1].go.set()
-            assert isinstance((await ended(first)).end, Cancelled), "and not superseded: it has no other reader"
+            assert isinstance((await until_ended(first)).end, Cancelled), "and not superseded: it has no other reader"
 
 
 async def test_a_cancel_at_another_router_ends_the_stream_as_cancelled(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
-        stream = await begin_paused(scene, workers[1], 3, is_stored=True)
+    async with fleet(P, D) as workers, core(store, workers) as harness:
+        stream = await begin_paused(harness, workers[1], 3, is_stored=True)
         await store.requests.cancel(KEY, Incarnation("other", 1))
         pass_on(workers[1], 4)
-        assert isinstance((await ended(stream)).end, Cancelled)
+        assert isinstance((await until_ended(stream)).end, Cancelled)
 
 
 @pytest.mark.parametrize(("epoch", "reason"), [(2, Reason.OWNER_CHANGED), (1, Reason.SUPERSEDED)])
@@ -101,13 +101,13 @@ async def test_without_redis_the_epoch_decides_whether_a_client_may_resume(
     store: Store, monkeypatch: pytest.MonkeyPatch, epoch: int, reason: Reason
 ) -> None:
     """Only a client's stream begins an epoch that a worker already runs; a greater epoch is a takeover's."""
-    async with fleet(P, D) as workers, core(store, workers, flush_ms=10_000) as scene:
-        stream = await begin_paused(scene, workers[1], 3)
+    async with fleet(P, D) as workers, core(store, workers, flush_ms=10_000) as harness:
+        stream = await begin_paused(harness, workers[1], 3)
         with monkeypatch.context() as patch:
             patch.setattr(store.requests, "read", raising(StoreUnavailable("away")))
             (run,) = workers[1].runs.values()
             workers[1]._send(wire.WorkerMessage(superseded=wire.Superseded(run=run.run, epoch=epoch)), run)
-            error = (await ended(stream)).end
+            error = (await until_ended(stream)).end
             assert isinstance(error, Aborted)
             assert error.reason is reason
 
@@ -118,15 +118,15 @@ async def test_a_stream_ends_with_a_reason_to_resume_unless_a_newer_stream_took_
     store: Store, notified_by: str, resumed_by_client: bool
 ) -> None:
     flush_ms = 10 if notified_by == "store" else 10_000
-    async with fleet(P, D) as workers, core(store, workers, flush_ms=flush_ms) as scene:
-        stream = await begin_paused(scene, workers[1], 3)
+    async with fleet(P, D) as workers, core(store, workers, flush_ms=flush_ms) as harness:
+        stream = await begin_paused(harness, workers[1], 3)
         await store.requests.adopt(KEY, Incarnation("other", 1), None if resumed_by_client else 1)
         if notified_by == "worker":
             (run,) = workers[1].runs.values()
             workers[1]._send(wire.WorkerMessage(superseded=wire.Superseded(run=run.run, epoch=2)), run)
         else:
             pass_on(workers[1], until=4)
-        error = (await ended(stream)).end
+        error = (await until_ended(stream)).end
         assert isinstance(error, Aborted)
         if resumed_by_client:
             assert (error.reason, error.resume) == (Reason.SUPERSEDED, None)
@@ -136,22 +136,22 @@ async def test_a_stream_ends_with_a_reason_to_resume_unless_a_newer_stream_took_
 
 
 async def test_a_takeover_before_the_first_token_is_answered_as_unavailable(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
+    async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[0].script.prefill_pause = True
-        stream = await scene.requests.begin(make_request())
+        stream = await harness.requests.begin(make_request())
         await store.requests.adopt(KEY, Incarnation("other", 1), 1)
-        scene.owned("r").transition(Generation.STATE_PREFILLING, datetime.now(UTC))
-        error = (await ended(stream)).end
+        harness.owned("r").transition(Generation.STATE_PREFILLING, datetime.now(UTC))
+        error = (await until_ended(stream)).end
         assert isinstance(error, Unavailable)
         assert error.reason is Reason.OWNER_CHANGED
         workers[0].go.set()
 
 
 async def test_a_former_owner_cancels_a_request_at_its_new_owner(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers, flush_ms=10_000) as scene:
-        await begin_paused(scene, workers[1], 3)
+    async with fleet(P, D) as workers, core(store, workers, flush_ms=10_000) as harness:
+        await begin_paused(harness, workers[1], 3)
         await store.requests.adopt(KEY, Incarnation("other", 1))
-        assert isinstance(await scene.requests.cancel(KEY), Cancelled)
+        assert isinstance(await harness.requests.cancel(KEY), Cancelled)
         found = await store.requests.read(KEY)
         assert (found.epoch, found.state) == (3, Generation.STATE_CANCELLED), "the owner learns it too"
 
@@ -186,9 +186,9 @@ async def test_logprobs_go_along_to_another_router(store: Store, holder_is_there
             assert has_prompt_logprobs(second)
             if not holder_is_there:
                 pass_on(workers[1], 4)
-                await written(second, 4)
+                await until_written(second, 4)
             workers[1].go.set()
-            assert tokens_of(await ended(second)) == answer(PROMPT, 5)
+            assert tokens_of(await until_ended(second)) == answer(PROMPT, 5)
             assert has_prompt_logprobs(second)
             await one.requests.close()
             await until(lambda: one.store_is_done and two.store_is_done)
@@ -206,7 +206,7 @@ async def test_a_prompt_whose_logprobs_were_lost_with_their_router_is_computed_a
         async with core(store, workers) as two:
             second = await two.requests.resume(KEY)
             pass_on(workers[1], 4)
-            await written(second, 4)
+            await until_written(second, 4)
             workers[1].go.set()
-            assert tokens_of(await ended(second)) == answer(PROMPT, 5)
+            assert tokens_of(await until_ended(second)) == answer(PROMPT, 5)
             assert has_prompt_logprobs(second)

@@ -20,7 +20,7 @@ from decant.runtime.errors import Cancelled, ServiceError
 from decant.state.ids import Incarnation
 from decant.state.journal import Entry
 from decant.state.owned import StoredRequest
-from tests.router.attempt_harness import Case, Trial
+from tests.router.attempt_harness import Case, Scenario
 from tests.router.fake_script import LAYOUT, MODEL
 from tests.router.scripted_runs import PROMPT, ScriptedRun
 from tests.router.virtual_time import run, settle
@@ -31,35 +31,35 @@ UNSHRUNK = (Phase.reuse, Phase.generate)
 """One byte less changes the meaning of all that follow: shrinking takes minutes and gains little."""
 
 
-async def follow(case: Case, roles: dict[str, wire.Role], *, drains: int | None = None) -> Trial:
-    trial = Trial(case, roles)
-    await trial.connect()
-    trial.begin()
-    await play(trial, drains)
-    return trial
+async def follow(case: Case, roles: dict[str, wire.Role], *, drains: int | None = None) -> Scenario:
+    scenario = Scenario(case, roles)
+    await scenario.connect()
+    scenario.begin()
+    await play(scenario, drains)
+    return scenario
 
 
-async def play(trial: Trial, drains: int | None = None) -> None:
+async def play(scenario: Scenario, drains: int | None = None) -> None:
     """Runs the schedule, then finishes; workers begin to drain at step `drains`."""
     await settle()
-    trial.check()
-    for number, choice in enumerate(trial.case.schedule):
+    scenario.check()
+    for number, choice in enumerate(scenario.case.schedule):
         if number == drains:
-            begin_drain(trial)
-        await trial.act(number, choice)
-    if drains is not None and drains >= len(trial.case.schedule):
-        begin_drain(trial)
-    if trial.case.is_cancelled:
-        trial.execution.end(Cancelled(), wire.Cancel.REASON_CLIENT)
-    await trial.finish()
-    trial.check_end()
-    await trial.watching.close()
-    await trial.pool.membership.close()
+            begin_drain(scenario)
+        await scenario.act(number, choice)
+    if drains is not None and drains >= len(scenario.case.schedule):
+        begin_drain(scenario)
+    if scenario.case.is_cancelled:
+        scenario.execution.end(Cancelled(), wire.Cancel.REASON_CLIENT)
+    await scenario.finish()
+    scenario.check_end()
+    await scenario.watching.close()
+    await scenario.pool.membership.close()
 
 
-def begin_drain(trial: Trial) -> None:
-    busy = [worker for worker in trial.decode_workers if worker.runs]
-    (busy or trial.decode_workers)[0].is_draining = True
+def begin_drain(scenario: Scenario) -> None:
+    busy = [worker for worker in scenario.decode_workers if worker.runs]
+    (busy or scenario.decode_workers)[0].is_draining = True
 
 
 SPLIT = {"p": wire.ROLE_PREFILL, "q": wire.ROLE_PREFILL, "d": wire.ROLE_DECODE, "e": wire.ROLE_DECODE}
@@ -120,22 +120,22 @@ def test_an_adopted_request_survives_any_schedule(
 
 async def follow_adopted(case: Case, phase: wire.RunStatus.Phase | None, written: int, drains: int | None) -> None:
     """`phase` of the run at its worker, None if unknown there; `written` tokens are stored."""
-    trial = Trial(replace(case, stop_string_at=None), DECODE)
-    await trial.connect()
-    world = trial.world
+    scenario = Scenario(replace(case, stop_string_at=None), DECODE)
+    await scenario.connect()
+    world = scenario.world
     written = min(written, len(world.answer) - 1)
-    before = place_run(trial, phase, written)
+    before = place_run(scenario, phase, written)
     record = RequestRecord(model=MODEL, prompt_tokens=len(PROMPT))
     holder = world.workers["d"].facts.peer
     record.attempts.add(attempt=1, decode_worker=holder, layout=LAYOUT)
     entries = [Entry(0, token) for token in world.answer[:written]]
-    request = trial.request()
+    request = scenario.request()
     stored = StoredRequest(
         key=request.key,
         epoch=2,
         attempt=1,
         state=Generation.STATE_DECODING,
-        owner=Incarnation.of(trial.router.peer),
+        owner=Incarnation.of(scenario.router.peer),
         stream_epoch=0,
         record=record,
         payload=request.payload,
@@ -143,17 +143,17 @@ async def follow_adopted(case: Case, phase: wire.RunStatus.Phase | None, written
         length=written,
         expires_in_s=60.0,
     )
-    trial.begin(stored)
+    scenario.begin(stored)
     if before is None or case.has_prompt_logprobs:
-        trial.faults_done = 1  # another attempt may be needed: the run is lost, or brings what it brought before
-    await play(trial, drains)
-    assert isinstance(trial.stream.end, Finish | ServiceError)
+        scenario.faults_done = 1  # another attempt may be needed: the run is lost, or brings what it brought before
+    await play(scenario, drains)
+    assert isinstance(scenario.stream.end, Finish | ServiceError)
 
 
-def place_run(trial: Trial, phase: wire.RunStatus.Phase | None, written: int) -> ScriptedRun | None:
+def place_run(scenario: Scenario, phase: wire.RunStatus.Phase | None, written: int) -> ScriptedRun | None:
     if phase is None:
         return None
-    request, world = trial.request(), trial.world
+    request, world = scenario.request(), scenario.world
     before = wire.Run(request=str(request.key), epoch=1, attempt=1)
     found = world.workers["d"].begin(wire.Start(run=before, engine_request=request.engine_request))
     found.is_attached = False
@@ -167,5 +167,5 @@ def place_run(trial: Trial, phase: wire.RunStatus.Phase | None, written: int) ->
 
 @pytest.mark.parametrize("roles", [SPLIT, DECODE], ids=["split", "one worker"])
 def test_without_faults_one_attempt_is_enough(roles: dict[str, wire.Role]) -> None:
-    trial = run(follow(Case(b""), roles))
-    assert trial.stream.tokens == trial.world.answer
+    scenario = run(follow(Case(b""), roles))
+    assert scenario.stream.tokens == scenario.world.answer

@@ -15,7 +15,7 @@ from decant.runtime.errors import NotFound, PermissionDenied, Unauthenticated
 from decant.runtime.settings import InvalidSettings
 from decant.state.quota import TenantLimits
 from tests.router.factories import AT_LENGTH, model, tiny, write
-from tests.router.service_harness import all_of, asked, refused, scene
+from tests.router.service_harness import all_of, error_of_call, generate_request, harness
 
 SECRET = "correct horse"
 OTHER = "battery staple"
@@ -144,17 +144,17 @@ def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", list(METHODS.values()), ids=list(METHODS))
 async def test_every_method_is_authenticated(callers: Authenticator, method: Any) -> None:
-    async with scene(MODELS, callers) as s:
+    async with harness(MODELS, callers) as s:
         request = getattr(pb, method.input_type.name)()
         for metadata in (None, bearer("wrong")):
             call = getattr(s.stub, method.name)(request, metadata=metadata)
-            error = await refused(call.read() if method.server_streaming else call)
+            error = await error_of_call(call.read() if method.server_streaming else call)
             assert isinstance(error, Unauthenticated)
         assert s.requests.streams.empty()
 
 
 async def test_tenants_see_only_the_models_they_may_use(callers: Authenticator) -> None:
-    async with scene(MODELS, callers) as s:
+    async with harness(MODELS, callers) as s:
         mine, others = bearer(SECRET), bearer(OTHER)
         listed = await s.stub.ListModels(pb.ListModelsRequest(), metadata=mine)
         assert [found.id for found in listed.models] == ["second"]
@@ -163,32 +163,33 @@ async def test_tenants_see_only_the_models_they_may_use(callers: Authenticator) 
         assert (await s.stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=mine)).default_model == "second"
         assert (await s.stub.GetModel(pb.GetModelRequest(), metadata=mine)).id == "second"
         for call in (
-            s.stub.Generate(asked(model="tiny-python"), metadata=mine),
-            s.stub.GenerateStream(asked(model="tiny-python"), metadata=mine).read(),
+            s.stub.Generate(generate_request(model="tiny-python"), metadata=mine),
+            s.stub.GenerateStream(generate_request(model="tiny-python"), metadata=mine).read(),
             s.stub.Tokenize(pb.TokenizeRequest(model="tiny-python", text="x"), metadata=mine),
             s.stub.Detokenize(pb.DetokenizeRequest(model="tiny-python", token_ids=[5]), metadata=mine),
             s.stub.GetModel(pb.GetModelRequest(model="tiny-python"), metadata=mine),
         ):
-            assert isinstance(await refused(call), PermissionDenied)
+            assert isinstance(await error_of_call(call), PermissionDenied)
         assert (await s.stub.GetModel(pb.GetModelRequest(model="tiny-python"), metadata=others)).id == "tiny-python"
 
 
 async def test_tenants_see_their_own_requests_alone(callers: Authenticator) -> None:
-    async with scene(MODELS, callers) as s:
+    async with harness(MODELS, callers) as s:
         mine, others = bearer(SECRET), bearer(OTHER)
         named = {"request_id": "same", "cache": pb.CacheOptions(session_id="one")}
-        call = s.stub.GenerateStream(asked(**named), metadata=mine)
+        call = s.stub.GenerateStream(generate_request(**named), metadata=mine)
         stream = await s.stream()
         assert isinstance(
-            await refused(s.stub.GetGeneration(pb.GetGenerationRequest(request_id="same"), metadata=others)), NotFound
+            await error_of_call(s.stub.GetGeneration(pb.GetGenerationRequest(request_id="same"), metadata=others)),
+            NotFound,
         )
         assert isinstance(
-            await refused(s.stub.ResumeStream(pb.ResumeStreamRequest(request_id="same"), metadata=others).read()),
+            await error_of_call(s.stub.ResumeStream(pb.ResumeStreamRequest(request_id="same"), metadata=others).read()),
             NotFound,
         )
         cancel = pb.CancelGenerationRequest(request_id="same")
         assert (await s.stub.CancelGeneration(cancel, metadata=others)).status == CANCEL.STATUS_UNKNOWN_REQUEST
-        theirs = s.stub.GenerateStream(asked(**named, model="second"), metadata=others)
+        theirs = s.stub.GenerateStream(generate_request(**named, model="second"), metadata=others)
         another = await s.stream()
         assert another.request.engine_request.model == stream.request.engine_request.model
         assert another.request.engine_request.salt != stream.request.engine_request.salt, "their blocks are not shared"
@@ -199,11 +200,11 @@ async def test_tenants_see_their_own_requests_alone(callers: Authenticator) -> N
 
 
 async def test_no_log_line_has_a_secret(callers: Authenticator) -> None:
-    async with scene(MODELS, callers) as s:
+    async with harness(MODELS, callers) as s:
         with capture_logs() as lines:
-            await refused(s.stub.Generate(asked(), metadata=bearer("not so secret")))
+            await error_of_call(s.stub.Generate(generate_request(), metadata=bearer("not so secret")))
             s.requests.plan = lambda stream: write(stream, 5, end=AT_LENGTH)
-            await s.stub.Generate(asked(), metadata=bearer(SECRET))
+            await s.stub.Generate(generate_request(), metadata=bearer(SECRET))
         assert [line["tenant"] for line in lines if line["event"] == "request ended"] == ["acme"]
         assert "secret" not in str(lines)
         assert SECRET not in str(lines)
@@ -213,6 +214,6 @@ async def test_no_log_line_has_a_secret(callers: Authenticator) -> None:
 async def test_reflection_and_health_need_nothing(callers: Authenticator) -> None:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    async with scene(MODELS, callers) as s, grpc.aio.insecure_channel(s.server.address) as channel:
+    async with harness(MODELS, callers) as s, grpc.aio.insecure_channel(s.server.address) as channel:
         found = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert found.status in (health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING)

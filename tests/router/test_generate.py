@@ -24,17 +24,17 @@ from tests.router.factories import AT_LENGTH, STOPPED, ScriptedRegistry, write
 from tests.router.service_harness import (
     PATIENCE,
     all_of,
-    asked,
-    made,
-    refused,
-    scene,
+    error_of_call,
+    generate_request,
+    harness,
+    make_service,
     writes,
 )
 
 
 async def test_a_stream_arrives_as_it_is_written():
-    async with scene() as s:
-        call = s.stub.GenerateStream(asked(request_id="r"))
+    async with harness() as s:
+        call = s.stub.GenerateStream(generate_request(request_id="r"))
         stream = await s.stream()
         write(stream, 5)
         assert (await call.read()).HasField("started")
@@ -51,8 +51,8 @@ async def test_a_stream_arrives_as_it_is_written():
 
 async def test_nothing_is_sent_before_the_first_token():
     """Metadata commits the call: a client's gRPC could not retry elsewhere."""
-    async with scene() as s:
-        call = s.stub.GenerateStream(asked())
+    async with harness() as s:
+        call = s.stub.GenerateStream(generate_request())
         stream = await s.stream()
         metadata = asyncio.ensure_future(call.initial_metadata())
         done, _ = await asyncio.wait([metadata], timeout=0.3)
@@ -65,9 +65,9 @@ async def test_nothing_is_sent_before_the_first_token():
 
 
 async def test_the_whole_answer_is_one_response():
-    async with scene() as s:
+    async with harness() as s:
         s.requests.plan = writes(5, 6, 1)
-        response = await s.stub.Generate(asked(response=pb.ResponseOptions(token_ids=True)))
+        response = await s.stub.Generate(generate_request(response=pb.ResponseOptions(token_ids=True)))
         assert list(response.outputs[0].token_ids) == [5, 6, 1]
         assert response.usage.completion_tokens == 3
         assert response.request_id
@@ -76,29 +76,29 @@ async def test_the_whole_answer_is_one_response():
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
 async def test_errors_arrive_as_they_are(method):
-    async with scene() as s:
+    async with harness() as s:
 
         def call(**fields: Any) -> Awaitable[Any]:
-            made = getattr(s.stub, method)(asked(**fields))
+            made = getattr(s.stub, method)(generate_request(**fields))
             return made if method == "Generate" else all_of(made)
 
-        assert isinstance(await refused(call(prompt="")), InvalidArgument)
-        assert isinstance(await refused(call(model="none")), NotFound)
-        assert isinstance(await refused(call(lora_name="x")), Unimplemented)
+        assert isinstance(await error_of_call(call(prompt="")), InvalidArgument)
+        assert isinstance(await error_of_call(call(model="none")), NotFound)
+        assert isinstance(await error_of_call(call(lora_name="x")), Unimplemented)
         s.requests.refusal = QueueFull(3, retry_after=1.5)
-        full = await refused(call())
+        full = await error_of_call(call())
         assert (full.reason, full.retry_after) == (Reason.QUEUE_FULL, 1.5)
         s.requests.refusal = None
         s.requests.plan = writes(5, end=Cancelled())
-        assert (await refused(call())).reason is Reason.CANCELLED
+        assert (await error_of_call(call())).reason is Reason.CANCELLED
         assert s.requests.lost.empty()
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
 @pytest.mark.parametrize("tokens", [0, 2])
 async def test_a_client_that_leaves_has_lost_its_stream(method, tokens):
-    async with scene() as s:
-        call = getattr(s.stub, method)(asked())
+    async with harness() as s:
+        call = getattr(s.stub, method)(generate_request())
         reading = asyncio.ensure_future(call if method == "Generate" else all_of(call))
         stream = await s.stream()
         write(stream, *[5] * tokens)
@@ -126,15 +126,15 @@ async def test_a_write_that_fails_is_the_first_that_is_seen_of_a_client_that_lef
 
     requests = ScriptedRegistry()
     requests.plan = lambda stream: write(stream, 5)
-    service = made(requests, Registry(process=False))
+    service = make_service(requests, Registry(process=False))
     with pytest.raises(ClientDisconnected):
-        await service.GenerateStream(asked(), Context())
+        await service.GenerateStream(generate_request(), Context())
     assert requests.lost.get_nowait() is requests.streams.get_nowait()
 
 
 async def test_a_client_that_leaves_while_it_is_being_written_to_has_lost_its_stream():
-    async with scene() as s:
-        call = s.stub.GenerateStream(asked())
+    async with harness() as s:
+        call = s.stub.GenerateStream(generate_request())
         stream = await s.stream()
 
         async def keep_writing() -> None:
@@ -154,8 +154,8 @@ async def test_a_client_that_leaves_while_it_is_being_written_to_has_lost_its_st
 
 
 async def test_a_call_that_ends_after_its_deadline_is_no_lost_stream(monkeypatch):
-    async with scene() as s:
-        call = s.stub.GenerateStream(asked(), timeout=PATIENCE)
+    async with harness() as s:
+        call = s.stub.GenerateStream(generate_request(), timeout=PATIENCE)
         stream = await s.stream()
         monkeypatch.setattr(type(stream.request.deadline), "is_over", True)
         call.cancel()
@@ -165,29 +165,29 @@ async def test_a_call_that_ends_after_its_deadline_is_no_lost_stream(monkeypatch
 
 
 async def test_the_calls_deadline_is_the_requests_own():
-    async with scene() as s:
-        call = s.stub.GenerateStream(asked(), timeout=30)
+    async with harness() as s:
+        call = s.stub.GenerateStream(generate_request(), timeout=30)
         left = (await s.stream()).request.deadline.remaining()
         assert left is not None
         assert 0 < left < 33
         call.cancel()
         s.requests.plan = writes(1)
-        await s.stub.Generate(asked())
+        await s.stub.Generate(generate_request())
         assert (await s.stream()).request.deadline.remaining() is None
 
 
 async def test_a_request_that_ends_by_its_deadline_gets_deadline_exceeded():
-    async with scene() as s:
+    async with harness() as s:
         s.requests.plan = writes(5, end=DeadlineExceeded())
-        error = await refused(s.stub.Generate(asked()))
+        error = await error_of_call(s.stub.Generate(generate_request()))
         assert error.reason is Reason.DEADLINE_EXCEEDED
 
 
 async def test_requests_are_counted_by_model():
-    async with scene() as s:
+    async with harness() as s:
         s.requests.plan = writes(5, 6, 1)
-        await s.stub.Generate(asked())
-        await all_of(s.stub.GenerateStream(asked()))
+        await s.stub.Generate(generate_request())
+        await all_of(s.stub.GenerateStream(generate_request()))
         assert s.count("generation_tokens_total") == 6
         assert s.count("e2e_request_latency_seconds_count") == 2
         assert s.count("time_to_first_token_seconds_count") == 2

@@ -23,7 +23,7 @@ from decant.state.requests import BATCH_BYTES, BATCH_WRITES, Displaced
 from decant.state.scripts import Command
 from decant.state.store import Store
 from tests.router.fake_worker import fleet
-from tests.router.harness import PATIENCE, begin_paused, core, ended, make_request, until
+from tests.router.harness import PATIENCE, begin_paused, core, make_request, until, until_ended
 from tests.state.factories import NOW, SUCCEEDED, router
 from tests.state.factories import make_request as make_owned
 from tests.state.factories import written as entries
@@ -196,20 +196,20 @@ async def test_a_key_of_another_type_does_not_mark_the_store_as_away(
     store: Store, bare: sync_redis.Redis, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("decant.router.execution.journal_writer.MAX_FAULTS", 1000)
-    async with fleet(P, D) as workers, core(store, workers) as scene:
-        stream = await begin_paused(scene, workers[1], 3, request=make_request("a", max_tokens=50))
-        await until(lambda: scene.owned("a").synced_entries == 3)
+    async with fleet(P, D) as workers, core(store, workers) as harness:
+        stream = await begin_paused(harness, workers[1], 3, request=make_request("a", max_tokens=50))
+        await until(lambda: harness.owned("a").synced_entries == 3)
         poison(bare, RequestKey("default", "a"))
         workers[1].script.pause_at = None
         workers[1].go.set()
-        assert isinstance((await ended(stream)).end, Finish)
-        await until(lambda: scene.router.journal_writer._faults)
-        other = await scene.answer(make_request("b"))
+        assert isinstance((await until_ended(stream)).end, Finish)
+        await until(lambda: harness.router.journal_writer._faults)
+        other = await harness.answer(make_request("b"))
         assert other.resumable
         await until(lambda: bare.hget(keys.request(RequestKey("default", "b")), "state") == b"5")
-        assert not scene.router.journal_writer.is_unavailable
+        assert not harness.router.journal_writer.is_unavailable
         bare.delete(keys.journal(RequestKey("default", "a")))
-        await until(lambda: scene.store_is_done)
+        await until(lambda: harness.store_is_done)
         assert (await store.requests.read(RequestKey("default", "a"))).length == 50, "it is tried again"
 
 

@@ -24,8 +24,8 @@ from decant.runtime.packed import pack
 from decant.state.store import Store
 from decant.worker.decode.session import SessionLimits
 from tests.e2e.proxy import FETCH, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
-from tests.router.harness import Core, core, ended, jump, make_request, until, written
-from tests.worker.harness import MODEL, WorkerScene, alone, registered, tokens, worker
+from tests.router.harness import Core, core, jump, make_request, until, until_ended, until_written
+from tests.worker.harness import MODEL, WorkerHarness, registered, run_alone, tokens, worker
 
 PROMPT = 21
 WANTED = 60
@@ -37,9 +37,9 @@ SHORT_LEASE_MS = 500
 
 
 @dataclass
-class Scene:
+class Harness:
     core: Core
-    places: dict[str, WorkerScene]
+    workers: dict[str, WorkerHarness]
     proxies: dict[str, Proxy]
     _servers: dict[str, AsyncExitStack]
 
@@ -48,30 +48,30 @@ class Scene:
 
     def drain(self, name: str) -> None:
         """As at SIGTERM: it takes nothing new, and its next heartbeat says so."""
-        self.places[name].host.draining = True
+        self.workers[name].host.draining = True
 
     def runs(self, name: str) -> int:
-        return len(list(self.places[name].decode.runs()))
+        return len(list(self.workers[name].decode.runs()))
 
     async def emptied(self, name: str) -> None:
         await until(lambda: not self.runs(name))
 
     async def begin(self, number: int, **more: Any) -> tuple[TokenStream, list[int]]:
-        request = asked(number, **more)
-        return await self.core.requests.begin(request), alone(request.engine_request)
+        request = valid_request(number, **more)
+        return await self.core.requests.begin(request), run_alone(request.engine_request)
 
     def at(self, stream: TokenStream) -> str:
         return stream.path.decode_worker
 
     async def settled(self) -> None:
-        for place in self.places.values():
-            if place.host.loop.healthy:
-                seen = await place.emptied()
+        for worker_harness in self.workers.values():
+            if worker_harness.host.loop.is_healthy:
+                seen = await worker_harness.emptied()
                 assert seen.free_blocks + seen.cached_blocks == seen.total_blocks
-                await place.until(lambda seen: not (seen.orphans or seen.unforgotten))
+                await worker_harness.until(lambda seen: not (seen.orphans or seen.unforgotten))
 
 
-def asked(number: int, length: int = PROMPT, wanted: int = WANTED, **more: Any) -> ValidRequest:
+def valid_request(number: int, length: int = PROMPT, wanted: int = WANTED, **more: Any) -> ValidRequest:
     work = wire.EngineRequest(
         model=MODEL,
         prompt=pack(tokens(length, number)),
@@ -87,44 +87,44 @@ TIMINGS = RouterTimings(workers=WorkerTimings(forget_batch=1))
 
 
 @asynccontextmanager
-async def moving(store: Store, decode: str = "de", prefill: str = "", **overrides: Any) -> AsyncIterator[Scene]:
+async def moving(store: Store, decode: str = "de", prefill: str = "", **overrides: Any) -> AsyncIterator[Harness]:
     async with AsyncExitStack() as stack:
         roles = dict.fromkeys(prefill, wire.ROLE_PREFILL) | dict.fromkeys(decode, wire.ROLE_DECODE)
         limits = SessionLimits(heartbeat_s=0.01)  # a drain becomes known at many instants of a short answer
         given: dict[str, Any] = {"blocks": 128, "budget": 8, "lease_ms": LEASE_MS, "step_s": STEP_S, **overrides}
-        places, proxies, servers = {}, {}, {}
+        workers, proxies, servers = {}, {}, {}
         for name, role in roles.items():
             servers[name] = await stack.enter_async_context(AsyncExitStack())
             between = proxies[name] = await servers[name].enter_async_context(serving())
             there = worker(name, role=role, advertise=between.address, session_limits=limits, **given)
-            places[name] = await stack.enter_async_context(there)
-            between.target = places[name].address
+            workers[name] = await stack.enter_async_context(there)
+            between.target = workers[name].address
         made = await stack.enter_async_context(
-            core(store, [registered(place) for place in places.values()], timings=TIMINGS)
+            core(store, [registered(worker_harness) for worker_harness in workers.values()], timings=TIMINGS)
         )
-        scene = Scene(made, places, proxies, servers)
-        yield scene
-        await scene.settled()
+        harness = Harness(made, workers, proxies, servers)
+        yield harness
+        await harness.settled()
 
 
 async def checked(stream: TokenStream, expected: list[int], attempts: int = 1) -> None:
-    await ended(stream)
+    await until_ended(stream)
     assert isinstance(stream.end, Finish), stream.end
     assert stream.tokens == expected
     assert stream.path.attempts == attempts
 
 
 async def test_a_drained_worker_is_empty_while_its_outputs_continue_elsewhere(store: Store) -> None:
-    async with moving(store) as scene:
-        begun = [await scene.begin(number, wanted=200) for number in range(4)]
+    async with moving(store) as harness:
+        begun = [await harness.begin(number, wanted=200) for number in range(4)]
         for stream, _ in begun:
-            await written(stream, 3)
-        leaving = next(name for name in "de" if scene.runs(name))
+            await until_written(stream, 3)
+        leaving = next(name for name in "de" if harness.runs(name))
         other = "ed"["de".index(leaving)]
-        scene.drain(leaving)
-        await scene.emptied(leaving)
+        harness.drain(leaving)
+        await harness.emptied(leaving)
         assert all(stream.end is None for stream, _ in begun)
-        assert {scene.at(stream) for stream, _ in begun} == {other}
+        assert {harness.at(stream) for stream, _ in begun} == {other}
         for stream, expected in begun:
             await checked(stream, expected)
             assert len(stream.tokens) == 200
@@ -136,73 +136,73 @@ async def test_the_text_is_the_same_at_any_instant_of_a_drain(store: Store, pref
     rng = random.Random(5)
     moved = 0
     for at in range(0, WANTED, 12):
-        async with moving(store, prefill=prefill) as scene:
-            begun = [await scene.begin(4 * at + number, length=rng.randint(1, 90)) for number in range(4)]
-            await written(begun[0][0], at) if at else None
+        async with moving(store, prefill=prefill) as harness:
+            begun = [await harness.begin(4 * at + number, length=rng.randint(1, 90)) for number in range(4)]
+            await until_written(begun[0][0], at) if at else None
             leaving = rng.choice("de")
-            there = [stream for stream, _ in begun if scene.at(stream) == leaving]
-            scene.drain(leaving)
+            there = [stream for stream, _ in begun if harness.at(stream) == leaving]
+            harness.drain(leaving)
             for stream, expected in begun:
                 await checked(stream, expected)
-            moved += sum(scene.at(stream) != leaving for stream in there)
+            moved += sum(harness.at(stream) != leaving for stream in there)
     assert moved
 
 
 async def test_without_a_target_a_run_ends_on_the_draining_worker(store: Store) -> None:
-    async with moving(store, decode="d") as scene:
-        stream, expected = await scene.begin(1)
-        await written(stream, 3)
-        scene.drain("d")
+    async with moving(store, decode="d") as harness:
+        stream, expected = await harness.begin(1)
+        await until_written(stream, 3)
+        harness.drain("d")
         await checked(stream, expected)
-        assert scene.at(stream) == "d"
+        assert harness.at(stream) == "d"
 
 
 async def test_a_run_migrates_twice_when_two_workers_drain_in_turn(store: Store) -> None:
-    async with moving(store, decode="def") as scene:
-        stream, expected = await scene.begin(1, wanted=200)
-        await written(stream, 3)
-        first = scene.at(stream)
-        scene.drain(first)
-        await until(lambda: scene.at(stream) != first)
-        second = scene.at(stream)
-        scene.drain(second)
-        await scene.emptied(second)
+    async with moving(store, decode="def") as harness:
+        stream, expected = await harness.begin(1, wanted=200)
+        await until_written(stream, 3)
+        first = harness.at(stream)
+        harness.drain(first)
+        await until(lambda: harness.at(stream) != first)
+        second = harness.at(stream)
+        harness.drain(second)
+        await harness.emptied(second)
         (last,) = set("def") - {first, second}
         assert stream.end is None
         await checked(stream, expected)
-        assert scene.at(stream) == last
+        assert harness.at(stream) == last
 
 
 async def test_a_run_does_not_migrate_between_two_draining_workers(store: Store) -> None:
-    async with moving(store) as scene:
-        stream, expected = await scene.begin(1)
-        await written(stream, 3)
+    async with moving(store) as harness:
+        stream, expected = await harness.begin(1)
+        await until_written(stream, 3)
         for name in "de":
-            scene.drain(name)
+            harness.drain(name)
         await checked(stream, expected)
 
 
 async def test_a_cancel_at_any_instant_of_a_drain_leaves_nothing(store: Store) -> None:
     for steps in range(12):
-        async with moving(store) as scene:
-            stream, expected = await scene.begin(steps, wanted=200)
-            await written(stream, 3)
-            scene.drain(scene.at(stream))
+        async with moving(store) as harness:
+            stream, expected = await harness.begin(steps, wanted=200)
+            await until_written(stream, 3)
+            harness.drain(harness.at(stream))
             await asyncio.sleep(steps * 0.004)
-            await scene.core.requests.cancel(stream.request.key)
+            await harness.core.requests.cancel(stream.request.key)
             assert isinstance(stream.end, Cancelled)
             assert stream.tokens == expected[: len(stream.tokens)]
 
 
 async def test_a_deadline_in_a_drain_ends_it_everywhere(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for steps in range(6):
-        async with moving(store) as scene:
-            stream, expected = await scene.begin(steps, wanted=400, seconds=2.5)
-            await until(partial(scene.at, stream))
-            scene.drain(scene.at(stream))
+        async with moving(store) as harness:
+            stream, expected = await harness.begin(steps, wanted=400, seconds=2.5)
+            await until(partial(harness.at, stream))
+            harness.drain(harness.at(stream))
             await asyncio.sleep(steps * 0.02)
             jump(monkeypatch, 2.5)
-            await ended(stream)
+            await until_ended(stream)
             assert isinstance(stream.end, DeadlineExceeded)
             assert stream.tokens == expected[: len(stream.tokens)]
 
@@ -210,81 +210,81 @@ async def test_a_deadline_in_a_drain_ends_it_everywhere(store: Store, monkeypatc
 @pytest.mark.slow
 async def test_losing_the_source_of_a_migration_costs_at_most_one_attempt(store: Store) -> None:
     for steps in range(8):
-        async with moving(store, decode="def", lease_ms=SHORT_LEASE_MS) as scene:
-            stream, expected = await scene.begin(steps, wanted=120)
-            await written(stream, 3)
-            first = scene.at(stream)
-            scene.drain(first)
+        async with moving(store, decode="def", lease_ms=SHORT_LEASE_MS) as harness:
+            stream, expected = await harness.begin(steps, wanted=120)
+            await until_written(stream, 3)
+            first = harness.at(stream)
+            harness.drain(first)
             await asyncio.sleep(steps * 0.006)
-            await scene.lose(first)
-            await ended(stream)
+            await harness.lose(first)
+            await until_ended(stream)
             assert isinstance(stream.end, Finish), stream.end
             assert stream.tokens == expected
             assert stream.path.attempts <= 2
-            assert scene.at(stream) != first
+            assert harness.at(stream) != first
 
 
 @pytest.mark.slow
 async def test_losing_the_target_of_a_migration_costs_at_most_one_attempt(store: Store) -> None:
     for steps in range(8):
-        async with moving(store, decode="def", lease_ms=SHORT_LEASE_MS) as scene:
-            stream, expected = await scene.begin(steps, wanted=300)
-            await written(stream, 3)
-            first = scene.at(stream)
+        async with moving(store, decode="def", lease_ms=SHORT_LEASE_MS) as harness:
+            stream, expected = await harness.begin(steps, wanted=300)
+            await until_written(stream, 3)
+            first = harness.at(stream)
             others = sorted({*"def"} - {first})
-            scene.drain(first)
+            harness.drain(first)
             await asyncio.sleep(steps * 0.006)
-            target = next((name for name in others if scene.runs(name)), others[0])
-            await scene.lose(target)
-            await ended(stream)
+            target = next((name for name in others if harness.runs(name)), others[0])
+            await harness.lose(target)
+            await until_ended(stream)
             assert isinstance(stream.end, Finish), stream.end
             assert stream.tokens == expected
             assert stream.path.attempts <= 2
-            assert scene.at(stream) not in (first, target)
+            assert harness.at(stream) not in (first, target)
 
 
 def _reserve(engine: Engine, number: int) -> IncomingSequence:
     return engine.transfers.reserve(Request(f"crowd-{number}", (1, 2, 3)))
 
 
-def _let_go(place: WorkerScene, crowd: list[IncomingSequence]) -> None:
+def _let_go(worker_harness: WorkerHarness, crowd: list[IncomingSequence]) -> None:
     def let_go(_: Engine) -> None:
         for arrival in crowd:
             arrival.abort()
 
-    place.host.loop.post(let_go)
+    worker_harness.host.loop.post(let_go)
 
 
 async def test_losing_the_target_before_the_commit_costs_no_attempt(store: Store) -> None:
-    async with moving(store) as scene:
-        stream, expected = await scene.begin(1, wanted=200)
-        await written(stream, 3)
-        first = scene.at(stream)
+    async with moving(store) as harness:
+        stream, expected = await harness.begin(1, wanted=200)
+        await until_written(stream, 3)
+        first = harness.at(stream)
         (other,) = {*"de"} - {first}
-        place = scene.places[other]
-        crowd = [await place.host.loop.call(partial(_reserve, number=number)) for number in range(8)]
-        scene.drain(first)
-        await until(lambda: scene.runs(other))
-        await scene.lose(other)
+        worker_harness = harness.workers[other]
+        crowd = [await worker_harness.host.loop.call(partial(_reserve, number=number)) for number in range(8)]
+        harness.drain(first)
+        await until(lambda: harness.runs(other))
+        await harness.lose(other)
         await checked(stream, expected)
-        assert scene.at(stream) == first
-        _let_go(place, crowd)
+        assert harness.at(stream) == first
+        _let_go(worker_harness, crowd)
 
 
 @pytest.mark.slow
 async def test_a_ticket_is_renewed_while_its_receiver_waits_for_free_blocks(store: Store) -> None:
     """The receiver is full for three leases; nothing is done twice."""
-    async with moving(store, decode="d", prefill="p", lease_ms=1000) as scene:
-        place, prefill = scene.places["d"], scene.places["p"]
-        crowd = [await place.host.loop.call(partial(_reserve, number=number)) for number in range(8)]
-        stream, expected = await scene.begin(1)
-        await until(lambda: scene.runs("d"))
+    async with moving(store, decode="d", prefill="p", lease_ms=1000) as harness:
+        worker_harness, prefill = harness.workers["d"], harness.workers["p"]
+        crowd = [await worker_harness.host.loop.call(partial(_reserve, number=number)) for number in range(8)]
+        stream, expected = await harness.begin(1)
+        await until(lambda: harness.runs("d"))
         (lease,) = prefill.host.sender.leases.all()
         end = asyncio.get_running_loop().time() + 3 * prefill.host.lease_s
         await until(lambda: asyncio.get_running_loop().time() > end)
         assert prefill.host.sender.leases.all() == [lease]
-        _let_go(place, crowd)
-        place.host.loop.post(lambda engine: engine.add(Request("nudge", (1,), stop=StopParams(1))))
+        _let_go(worker_harness, crowd)
+        worker_harness.host.loop.post(lambda engine: engine.add(Request("nudge", (1,), stop=StopParams(1))))
         await checked(stream, expected)
         assert stream.path.prefill_worker == "p"
 
@@ -301,15 +301,15 @@ LINES = [
 async def test_the_text_is_the_same_whatever_breaks_in_a_drain(store: Store, line: tuple[str, str, Direction]) -> None:
     who, method, direction = line
     for number in range(12):
-        async with moving(store) as scene:
-            stream, expected = await scene.begin(number)
-            await written(stream, 3)
-            names = {"source": scene.at(stream)}
+        async with moving(store) as harness:
+            stream, expected = await harness.begin(number)
+            await until_written(stream, 3)
+            names = {"source": harness.at(stream)}
             (names["target"],) = {"d", "e"} - {names["source"]}
             cut = Cut(method, direction, number, arrives=number % 2 == 1)
-            scene.proxies[names[who]].cuts = (cut,)
-            scene.drain(names["source"])
-            await ended(stream)
+            harness.proxies[names[who]].cuts = (cut,)
+            harness.drain(names["source"])
+            await until_ended(stream)
             assert isinstance(stream.end, Finish), stream.end
             assert stream.tokens == expected
             if not cut.happened:

@@ -19,9 +19,9 @@ from decant.state.owned import OwnedRequest, StoredRequest
 from decant.state.scripts import Command
 from decant.state.store import Store
 from tests.router.fake_worker import fleet
-from tests.router.harness import core, ended, until
-from tests.router.harness import make_request as asked
-from tests.router.harness import written as entries_written
+from tests.router.harness import core, until, until_ended
+from tests.router.harness import make_request as valid_request
+from tests.router.harness import until_written as entries_written
 from tests.state.factories import CANCELLED, FAILED, KEY, NOW, SUCCEEDED, make_request, router, written
 
 Patch = pytest.MonkeyPatch
@@ -86,18 +86,18 @@ async def test_a_restarted_request_keeps_its_entry_when_the_removal_is_repeated(
     losing = [True]
     lose_removals(monkeypatch, losing)
     pools = (("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE))
-    async with fleet(*pools) as workers, core(store, workers, attempts=1) as scene:
+    async with fleet(*pools) as workers, core(store, workers, attempts=1) as harness:
         workers[0].script.prefill_fails_before_ticket = 1
-        assert not isinstance((await scene.answer(asked())).end, Finish)
-        await until(lambda: scene.router.journal_writer.is_unavailable)
+        assert not isinstance((await harness.answer(valid_request())).end, Finish)
+        await until(lambda: harness.router.journal_writer.is_unavailable)
         workers[1].script.pause_at = 2
-        stream = await scene.requests.begin(asked())
+        stream = await harness.requests.begin(valid_request())
         await entries_written(stream, 2)
         losing.clear()
-        await until(lambda: not scene.router.journal_writer._ended and not scene.owned("r").needs_write)
-        assert await store.open.of(Incarnation.of(scene.router.peer)) == {RequestKey("default", "r")}
+        await until(lambda: not harness.router.journal_writer._ended and not harness.owned("r").needs_write)
+        assert await store.open.of(Incarnation.of(harness.router.peer)) == {RequestKey("default", "r")}
         workers[1].go.set()
-        assert isinstance((await ended(stream)).end, Finish)
+        assert isinstance((await until_ended(stream)).end, Finish)
 
 
 async def test_a_late_write_of_a_failed_request_leaves_the_entry_of_its_restart(store: Store) -> None:

@@ -13,11 +13,11 @@ from tests.router.harness import (
     D,
     P,
     core,
-    ended,
     make_request,
     tokens_of,
     until,
-    written,
+    until_ended,
+    until_written,
 )
 
 
@@ -30,7 +30,7 @@ async def test_a_dead_routers_request_continues_at_one_router(store: Store) -> N
             owner = one if KEY in one.requests.executions.open else two
             stream = await owner.requests.resume(KEY)
             workers[1].go.set()
-            assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+            assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
             assert len(workers[1].starts) == 1
             await until(lambda: one.store_is_done and two.store_is_done)
         found = await store.requests.read(KEY)
@@ -40,11 +40,11 @@ async def test_a_dead_routers_request_continues_at_one_router(store: Store) -> N
 
 async def test_a_taken_over_request_without_a_reader_ends_after_its_grace(store: Store) -> None:
     await left_behind(store, *answer(PROMPT, 2))
-    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=100) as scene:
+    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=100) as harness:
         workers[1].script.pause_at = 3
-        async with watching(store, scene):
-            await until(lambda: scene.requests.executions.running)
-            await until(lambda: not scene.requests.executions.running and scene.store_is_done)
+        async with watching(store, harness):
+            await until(lambda: harness.requests.executions.running)
+            await until(lambda: not harness.requests.executions.running and harness.store_is_done)
         assert (await store.requests.read(KEY)).state == Generation.STATE_CANCELLED
 
 
@@ -52,17 +52,17 @@ async def test_no_router_counts_as_dead_before_live_routers_had_time_to_register
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Routers write their requests to an emptied Redis before they register again."""
-    orphaned, looks = store.open.orphaned, []
+    orphaned, lookups = store.open.orphaned, []
 
-    async def looked() -> set[Incarnation]:
-        looks.append((await store.instance.current()).refill_left_s)
+    async def look_up() -> set[Incarnation]:
+        lookups.append((await store.instance.current()).refill_left_s)
         return await orphaned()
 
-    monkeypatch.setattr(store.open, "orphaned", looked)
+    monkeypatch.setattr(store.open, "orphaned", look_up)
     workers: list[FakeWorker] = []
-    async with core(store, workers) as scene, watching(store, scene, refill_s=1.0):
-        await until(lambda: looks)
-    assert looks[0] == 0
+    async with core(store, workers) as harness, watching(store, harness, refill_s=1.0):
+        await until(lambda: lookups)
+    assert lookups[0] == 0
 
 
 async def test_a_living_routers_requests_are_its_own(store: Store) -> None:
@@ -70,9 +70,9 @@ async def test_a_living_routers_requests_are_its_own(store: Store) -> None:
         workers[1].script.pause_at = 2
         async with watching(store, one):
             stream = await one.requests.begin(make_request())
-            await written(stream, 2)
+            await until_written(stream, 2)
             await until(lambda: one.owned("r").synced_entries == 2)
             with pytest.raises(OwnerAlive):
                 await two.requests.take_over(KEY)
         workers[1].go.set()
-        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+        assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)

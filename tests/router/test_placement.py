@@ -52,7 +52,7 @@ def test_a_kv_cache_goes_to_the_least_loaded_worker_then_to_the_one_with_most_ca
     )
 
 
-def test_room_is_needed_for_what_is_not_cached() -> None:
+def test_a_worker_needs_free_blocks_for_uncached_tokens() -> None:
     tight, other = snapshot("tight", free_blocks=2, cached_tokens=64), snapshot("other", sequences=1)
     assert choose_decode_worker([tight, other], PlacementRequest(90), 1, Incarnation("p", 1)) == tight.incarnation
     assert (
@@ -99,7 +99,7 @@ def test_a_cache_goes_where_it_fits_then_where_the_fewest_sequences_run() -> Non
     ("group_blocks", "tokens", "blocks"),
     [((0,), 31, 2), ((0,), 32, 3), ((5,), 4000, 5), ((0, 5, 5), 31, 6), ((0, 5, 5), 1600, 111)],
 )
-def test_a_worker_has_room_for_the_blocks_that_a_sequence_has_in_each_cache_group(
+def test_a_worker_needs_free_blocks_for_each_cache_group_of_a_sequence(
     group_blocks: tuple[int, ...], tokens: int, blocks: int
 ) -> None:
     """With a window, at most `group_blocks` of the group."""
@@ -127,7 +127,7 @@ def test_a_worker_that_failed_is_chosen_last() -> None:
     assert place(failed) == Placement(failed.incarnation, prefill=False)
 
 
-def test_a_short_prompt_is_read_where_it_is_decoded() -> None:
+def test_a_short_prompt_is_prefilled_by_its_decode_worker() -> None:
     prefill, decode = snapshot("p", P), snapshot("d")
     short = PlacementRequest(99, handoff_min_tokens=100)
     assert choose_first_worker([prefill, decode], short) == Placement(decode.incarnation, prefill=False)
@@ -145,13 +145,13 @@ def test_a_short_prompt_is_read_where_it_is_decoded() -> None:
     )
 
 
-def test_a_long_prompt_is_read_where_it_is_decoded_when_most_of_it_is_there() -> None:
+def test_a_long_prompt_is_prefilled_by_its_decode_worker_when_most_of_it_is_cached_there() -> None:
     holder, calm, prefill = snapshot("holder", sequences=9, cached_tokens=960), snapshot("calm"), snapshot("p", P)
     need = PlacementRequest(1000, handoff_min_tokens=100)
     assert choose_first_worker([calm, holder, prefill], need) == Placement(holder.incarnation, prefill=False)
 
 
-def home_of(session: str, *names: str, role: wire.Role = P) -> str:
+def affinity_worker_of(session: str, *names: str, role: wire.Role = P) -> str:
     present = [snapshot(name, role) for name in names]
     found = choose_first_worker([*present, snapshot("d")], PlacementRequest(100, session=session))
     assert found is not None
@@ -161,27 +161,35 @@ def home_of(session: str, *names: str, role: wire.Role = P) -> str:
 SESSIONS = [f"session {n}" for n in range(200)]
 
 
-def test_requests_of_a_session_have_one_home_in_whatever_order_workers_are_seen() -> None:
-    homes = {session: home_of(session, "a", "b", "c", "e") for session in SESSIONS}
-    assert homes == {session: home_of(session, "e", "c", "b", "a") for session in SESSIONS}
-    assert all(20 < list(homes.values()).count(name) < 80 for name in "abce")
+def test_requests_of_a_session_have_one_affinity_worker_in_any_order_of_workers() -> None:
+    affinity_workers = {session: affinity_worker_of(session, "a", "b", "c", "e") for session in SESSIONS}
+    assert affinity_workers == {session: affinity_worker_of(session, "e", "c", "b", "a") for session in SESSIONS}
+    assert all(20 < list(affinity_workers.values()).count(name) < 80 for name in "abce")
 
 
 def test_a_removed_worker_changes_only_its_own_sessions() -> None:
-    homes = {session: home_of(session, "a", "b", "c", "e") for session in SESSIONS}
-    left = {session: home_of(session, "a", "b", "c") for session in SESSIONS}
-    assert all(left[session] == home for session, home in homes.items() if home != "e")
+    affinity_workers = {session: affinity_worker_of(session, "a", "b", "c", "e") for session in SESSIONS}
+    left = {session: affinity_worker_of(session, "a", "b", "c") for session in SESSIONS}
+    assert all(
+        left[session] == affinity_worker
+        for session, affinity_worker in affinity_workers.items()
+        if affinity_worker != "e"
+    )
 
 
-def test_a_home_is_a_hint_that_what_is_known_and_a_long_queue_outweigh() -> None:
-    home, other = snapshot("a", P), snapshot("b", P)
-    session = next(session for session in SESSIONS if home_of(session, "a", "b") == "a")
+def test_a_cached_prefix_and_a_long_queue_outweigh_the_affinity_worker() -> None:
+    affinity_worker, other = snapshot("a", P), snapshot("b", P)
+    session = next(session for session in SESSIONS if affinity_worker_of(session, "a", "b") == "a")
     need = PlacementRequest(100, session=session)
-    assert choose_first_worker([home, other, snapshot("d")], need) == Placement(home.incarnation, prefill=True)
-    busy = replace(home, queued_tokens=100)
+    assert choose_first_worker([affinity_worker, other, snapshot("d")], need) == Placement(
+        affinity_worker.incarnation, prefill=True
+    )
+    busy = replace(affinity_worker, queued_tokens=100)
     assert choose_first_worker([busy, other, snapshot("d")], need) == Placement(other.incarnation, prefill=True)
     holder = replace(other, cached_tokens=16)
-    assert choose_first_worker([home, holder, snapshot("d")], need) == Placement(other.incarnation, prefill=True)
+    assert choose_first_worker([affinity_worker, holder, snapshot("d")], need) == Placement(
+        other.incarnation, prefill=True
+    )
 
 
 def test_a_full_affinity_worker_gets_no_more_requests() -> None:

@@ -11,7 +11,17 @@ from decant.state.store import Store
 from tests.router.fake_script import answer
 from tests.router.fake_state import Fleet
 from tests.router.fake_worker import FakeWorker, fleet
-from tests.router.harness import PATIENCE, Core, begin_paused, core, ended, make_request, tokens_of, until, written
+from tests.router.harness import (
+    PATIENCE,
+    Core,
+    begin_paused,
+    core,
+    make_request,
+    tokens_of,
+    until,
+    until_ended,
+    until_written,
+)
 
 P, P2 = ("p", wire.ROLE_PREFILL), ("p2", wire.ROLE_PREFILL)
 D, D2 = ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
@@ -19,85 +29,85 @@ PROMPT = [1, 2, 3]
 LONG = tuple(range(1000, 1200))
 
 
-def names(scene: Core) -> set[str]:
-    return {seen.incarnation.id for seen in scene.router.pool.snapshot("m", frozenset())}
+def names(harness: Core) -> set[str]:
+    return {seen.incarnation.id for seen in harness.router.pool.snapshot("m", frozenset())}
 
 
 async def test_another_tokenizer_or_model_is_not_used(store: Store) -> None:
     async with fleet(P, D, D2) as workers:
         workers[0].facts.tokenizer += 1
         workers[1].facts.model = "another"
-        async with core(store, workers) as scene:
-            assert names(scene) == {"d2"}
+        async with core(store, workers) as harness:
+            assert names(harness) == {"d2"}
             assert not workers[0].hellos
-            stream = await scene.answer(make_request())
+            stream = await harness.answer(make_request())
             assert stream.path.decode_worker == "d2"
 
 
 async def test_workers_that_register_later_are_found_and_removed_ones_forgotten(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers[:1]) as scene:
-        assert names(scene) == {"p"}
+    async with fleet(P, D) as workers, core(store, workers[:1]) as harness:
+        assert names(harness) == {"p"}
         registration = await store.workers.register(workers[1].facts)
-        await until(lambda: names(scene) == {"p", "d"})
+        await until(lambda: names(harness) == {"p", "d"})
         await registration.remove()
         await workers[1].stop()
-        await until(lambda: len(list(scene.router.pool.of("m"))) == 1)
-        assert names(scene) == {"p"}
-        assert scene.router.pool.membership.prefix_indexes["m"].block_sizes.total() == 1
+        await until(lambda: len(list(harness.router.pool.of("m"))) == 1)
+        assert names(harness) == {"p"}
+        assert harness.router.pool.membership.prefix_indexes["m"].block_sizes.total() == 1
 
 
 async def test_a_registration_that_ran_out_ends_nothing_while_the_session_lives(store: Store) -> None:
-    async with fleet(D) as workers, core(store, workers) as scene:
-        stream = await begin_paused(scene, workers[0], 2)
+    async with fleet(D) as workers, core(store, workers) as harness:
+        stream = await begin_paused(harness, workers[0], 2)
         await store.workers.remove(Incarnation.of(workers[0].facts.peer))
-        (worker,) = scene.router.pool.of("m")
+        (worker,) = harness.router.pool.of("m")
         await until(lambda: not worker.is_registered)
         workers[0].break_session()  # runs are there: it is opened again
         workers[0].go.set()
-        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+        assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
         assert stream.path.attempts == 1
-        assert tokens_of(await scene.answer(make_request("new"))) == answer(PROMPT, 5)
+        assert tokens_of(await harness.answer(make_request("new"))) == answer(PROMPT, 5)
         workers[0].break_session()  # nothing is there any more
-        await until(lambda: not list(scene.router.pool.of("m")))
+        await until(lambda: not list(harness.router.pool.of("m")))
 
 
 async def test_a_restarted_worker_on_the_same_address_is_another_one(store: Store) -> None:
-    async with fleet(D) as (old,), core(store, [old]) as scene:
-        stream = await begin_paused(scene, old, 2)
+    async with fleet(D) as (old,), core(store, [old]) as harness:
+        stream = await begin_paused(harness, old, 2)
         await old.stop()
         new = FakeWorker(Fleet(), "d", wire.ROLE_DECODE)
         await new.start(int(old.facts.address.rpartition(":")[2]))
         try:
             await store.workers.register(new.facts)
-            assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+            assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
             assert new.starts[0].run.attempt == 2
-            await until(lambda: len(list(scene.router.pool.of("m"))) == 1)
+            await until(lambda: len(list(harness.router.pool.of("m"))) == 1)
         finally:
             await new.stop()
 
 
 async def test_a_draining_worker_keeps_what_it_has_and_gets_no_more(store: Store) -> None:
-    async with fleet(D, D2) as workers, core(store, workers) as scene:
+    async with fleet(D, D2) as workers, core(store, workers) as harness:
         for worker in workers:
             worker.script.pause_at = 2
-        stream = await scene.requests.begin(make_request())
-        await written(stream, 2)
+        stream = await harness.requests.begin(make_request())
+        await until_written(stream, 2)
         draining, other = sorted(workers, key=lambda worker: not worker.starts)
         draining.load.draining = True
-        await until(lambda: names(scene) == {other.facts.peer.id})
+        await until(lambda: names(harness) == {other.facts.peer.id})
         for worker in workers:
             worker.go.set()
-        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+        assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
         assert stream.path.attempts == 1
-        await scene.answer(make_request("new"))
+        await harness.answer(make_request("new"))
         assert len(draining.starts) == 1
 
 
 async def test_a_router_that_leaves_retires_what_has_just_ended(store: Store) -> None:
     timings = RouterTimings(workers=WorkerTimings(heartbeat_s=60.0, close_s=PATIENCE))
     async with fleet(D) as workers:
-        async with core(store, workers, timings=timings) as scene:
-            await scene.answer(make_request())
+        async with core(store, workers, timings=timings) as harness:
+            await harness.answer(make_request())
             assert not workers[0].retired, "it waits for a heartbeat"
         assert [run.request for run in workers[0].retired] == ["default/r"]
         assert not workers[0].runs
@@ -105,43 +115,43 @@ async def test_a_router_that_leaves_retires_what_has_just_ended(store: Store) ->
 
 async def test_a_router_leaves_soon_though_a_worker_does_not_answer(store: Store) -> None:
     timings = RouterTimings(workers=WorkerTimings(close_s=0.1))
-    async with fleet(D) as workers, core(store, workers, timings=timings) as scene:
+    async with fleet(D) as workers, core(store, workers, timings=timings) as harness:
         workers[0].script.stays = True
         clock = asyncio.get_running_loop().time
         began = clock()
         async with asyncio.timeout(PATIENCE):
-            await scene.router.pool.membership.close()
+            await harness.router.pool.membership.close()
         assert clock() - began >= 0.1
-        assert not list(scene.router.pool.of("m"))
+        assert not list(harness.router.pool.of("m"))
 
 
 async def test_the_context_length_is_the_shortest_of_usable_workers(store: Store) -> None:
     async with fleet(D, D2) as workers:
         workers[0].facts.capacity.max_context_length = 100
-        async with core(store, workers) as scene:
-            assert scene.requests.max_context_length("m") == 100
-            assert scene.requests.max_context_length("another") is None
+        async with core(store, workers) as harness:
+            assert harness.requests.max_context_length("m") == 100
+            assert harness.requests.max_context_length("another") is None
             await store.workers.remove(Incarnation.of(workers[0].facts.peer))
             await workers[0].stop()
-            await until(lambda: scene.requests.max_context_length("m") == 2048)
+            await until(lambda: harness.requests.max_context_length("m") == 2048)
 
 
-async def test_many_at_once_are_spread(store: Store) -> None:
-    async with fleet(D, D2) as workers, core(store, workers) as scene:
+async def test_simultaneous_requests_are_spread_over_workers(store: Store) -> None:
+    async with fleet(D, D2) as workers, core(store, workers) as harness:
         for worker in workers:
             worker.script.pause_at = 1
-        streams = [await scene.requests.begin(make_request(str(n))) for n in range(10)]
+        streams = [await harness.requests.begin(make_request(str(n))) for n in range(10)]
         for stream in streams:
-            await written(stream, 1)
+            await until_written(stream, 1)
         assert all(len(worker.starts) > 2 for worker in workers), "all at once, and still spread"
         for worker in workers:
             worker.go.set()
-        await asyncio.gather(*[ended(stream) for stream in streams])
+        await asyncio.gather(*[until_ended(stream) for stream in streams])
 
 
 async def test_a_worker_that_refused_gets_few_requests_before_its_next_heartbeat(store: Store) -> None:
-    async with fleet(D) as workers, core(store, workers) as scene:
-        (worker,) = scene.router.pool.of("m")
+    async with fleet(D) as workers, core(store, workers) as harness:
+        (worker,) = harness.router.pool.of("m")
         view = worker.load
         view.mark_full()
         assert not view.snapshot().has_capacity
@@ -159,31 +169,31 @@ async def test_a_worker_that_refused_gets_few_requests_before_its_next_heartbeat
 
 async def test_a_worker_that_lost_a_request_is_avoided_for_a_while(store: Store) -> None:
     timings = RouterTimings(workers=WorkerTimings(avoided_s=PATIENCE, max_avoided_s=PATIENCE))
-    async with fleet(D, D2) as workers, core(store, workers, timings=timings) as scene:
+    async with fleet(D, D2) as workers, core(store, workers, timings=timings) as harness:
         workers[0].script.fails_at = [0] * 3
         workers[1].script.fails_at = []
         for n in range(8):
-            assert tokens_of(await scene.answer(make_request(str(n)))) == answer(PROMPT, 5)
+            assert tokens_of(await harness.answer(make_request(str(n)))) == answer(PROMPT, 5)
         assert len(workers[0].starts) < 4, "a broken worker, always idle, does not draw all requests"
         assert len(workers[1].starts) >= 5
 
 
 async def test_a_ticket_is_renewed_with_and_without_a_decode_worker(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
+    async with fleet(P, D) as workers, core(store, workers) as harness:
         prefill, decode = workers
         prefill.script.first_pause = True
         decode.script.refuse = [wire.CAUSE_BUSY] * 10_000
-        stream = await scene.requests.begin(make_request())
+        stream = await harness.requests.begin(make_request())
         await until(lambda: len(prefill.renewed) > 2)
         decode.script.refuse.clear()
-        decode.script.no_room = True
+        decode.script.has_no_free_blocks = True
         await until(lambda: decode.runs)
         prefill.renewed.clear()
         await until(lambda: len(prefill.renewed) > 2)
         assert set(prefill.renewed) == set(prefill.fleet.caches)
         decode.go.set()
         prefill.go.set()
-        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+        assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
         assert not decode.renewed, "only at the sender"
 
 
@@ -192,27 +202,27 @@ def names_of(prompt: tuple[int, ...]) -> bytes:
 
 
 async def test_a_prompt_goes_where_its_prefix_is_cached(store: Store) -> None:
-    async with fleet(P, P2, D, D2) as workers, core(store, workers) as scene:
+    async with fleet(P, P2, D, D2) as workers, core(store, workers) as harness:
         for holder in (workers[1], workers[3]):
             holder.cache = wire.PrefixCacheUpdate(published=names_of(LONG[:160]))
             holder.load.queued_tokens = 100
-        pool = scene.router.pool
+        pool = harness.router.pool
         prefix = PromptBlocks(make_request(prompt=LONG).engine_request)
         await until(lambda: sum(seen.cached_tokens == 160 for seen in pool.snapshot("m", set(), prefix)) == 2)
-        await scene.answer(make_request("first", LONG))
+        await harness.answer(make_request("first", LONG))
         assert [len(worker.starts) for worker in workers[2:]] == [0, 1], "less is to be fetched there"
         for n in range(2):
-            await scene.answer(make_request(str(n), LONG))
+            await harness.answer(make_request(str(n), LONG))
         assert [len(worker.prefills) for worker in workers[:2]] == [0, 3]
         workers[1].cache = wire.PrefixCacheUpdate(dropped=names_of(LONG))
         await until(lambda: sum(seen.cached_tokens == 160 for seen in pool.snapshot("m", set(), prefix)) == 1)
-        await scene.answer(make_request("after", LONG))
+        await harness.answer(make_request("after", LONG))
         assert len(workers[0].prefills) == 1
 
 
 async def test_a_prefix_just_sent_counts_until_its_worker_fails_to_report_it(store: Store) -> None:
-    async with fleet(P, P2, D) as workers, core(store, workers) as scene:
-        paths = [(await scene.answer(make_request(str(n), (*LONG, n)))).path for n in range(4)]
+    async with fleet(P, P2, D) as workers, core(store, workers) as harness:
+        paths = [(await harness.answer(make_request(str(n), (*LONG, n)))).path for n in range(4)]
         assert len({path.prefill_worker for path in paths}) == 1
-        caches = [worker.load._cached for worker in scene.router.pool.of("m")]
+        caches = [worker.load._cached for worker in harness.router.pool.of("m")]
         await until(lambda: not any(cache._cached or cache.leaving for cache in caches))

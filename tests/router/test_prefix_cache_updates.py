@@ -40,7 +40,7 @@ async def nodes(*names: str, blocks: int = 64) -> AsyncIterator[list[tuple[Node,
         yield [(node, Registered(facts)), *others]
 
 
-def asked(id: str, *tail: int) -> ValidRequest:
+def valid_request(id: str, *tail: int) -> ValidRequest:
     request = make_request(id, (*SHARED, *tail), max_tokens=3)
     request.engine_request.salt = b"tenant"
     request.engine_request.sampling.top_p = request.engine_request.sampling.repetition_penalty = 1
@@ -50,18 +50,18 @@ def asked(id: str, *tail: int) -> ValidRequest:
 async def test_a_router_follows_the_cached_blocks_of_its_workers(store: Store) -> None:
     async with nodes("a", "b", blocks=32) as pair:
         registered = [listed for _, listed in pair]
-        async with core(store, registered, id="first") as scene:  # type: ignore[arg-type]
-            stream = await scene.answer(asked("r", 1))
+        async with core(store, registered, id="first") as harness:  # type: ignore[arg-type]
+            stream = await harness.answer(valid_request("r", 1))
             assert len(tokens_of(stream)) == 3
             holder = stream.path.decode_worker
-        async with core(store, registered, id="second") as scene:  # type: ignore[arg-type]
-            pool, prefix = scene.router.pool, PromptBlocks(asked("s", 2).engine_request)
+        async with core(store, registered, id="second") as harness:  # type: ignore[arg-type]
+            pool, prefix = harness.router.pool, PromptBlocks(valid_request("s", 2).engine_request)
 
             def known() -> dict[str, int]:
                 return {seen.incarnation.id: seen.cached_tokens for seen in pool.snapshot("m", set(), prefix)}
 
             await until(lambda: known() == {holder: len(SHARED), "b" if holder == "a" else "a": 0})
-            stream = await scene.answer(asked("s", 2))
+            stream = await harness.answer(valid_request("s", 2))
             assert stream.path.decode_worker == holder
             assert stream.cached_tokens == len(SHARED)
             node = next(node for node, _ in pair if node.peer.id == holder)

@@ -141,10 +141,10 @@ events = st.one_of(
 
 @given(st.lists(events, max_size=30))
 def test_only_reported_blocks_remain_after_all_requests_ended(
-    story: list[tuple[str, list[int], list[int]]],
+    actions: list[tuple[str, list[int], list[int]]],
 ) -> None:
     cache, held, here = WorkerPrefixCache(), set[int](), []
-    for kind, some, others in story:
+    for kind, some, others in actions:
         if kind == "heartbeat":
             dropped = [name for name in others if name not in some]
             cache.apply_heartbeat(heartbeat(some, dropped))
@@ -168,7 +168,7 @@ changes = st.tuples(st.sampled_from(["heartbeat", "sent", "over", "reset"]), st.
 
 @given(st.lists(changes, max_size=40), names)
 def test_an_index_has_the_same_as_the_caches_of_its_workers(
-    story: list[tuple[str, int, list[int], list[int]]], prompt: list[int]
+    actions: list[tuple[str, int, list[int], list[int]]], prompt: list[int]
 ) -> None:
     index = PrefixIndex()
     numbers = [index.add_worker(BLOCK) for _ in range(3)]
@@ -179,7 +179,7 @@ def test_an_index_has_the_same_as_the_caches_of_its_workers(
             leading = {number: cache.leading(hashes) for number, cache in zip(numbers, caches, strict=True)}
             assert index.leading(hashes) == {number: blocks for number, blocks in leading.items() if blocks}
 
-    for kind, place, some, others in story:
+    for kind, place, some, others in actions:
         if kind == "heartbeat":
             caches[place].apply_heartbeat(heartbeat(some, [name for name in others if name not in some]))
         elif kind == "sent":

@@ -15,7 +15,7 @@ from decant.runtime.packed import unpack
 from decant.state.store import Store
 from tests.router.factories import AT_LENGTH, tiny, valid, write
 from tests.router.fake_worker import fleet
-from tests.router.harness import core, ended, make_request, until
+from tests.router.harness import core, make_request, until, until_ended
 from tests.router.response_reader import Reader, options, read, settle
 
 P, D, D2 = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
@@ -109,42 +109,42 @@ async def test_a_prompt_of_one_token_waits_for_nothing():
 
 
 @pytest.mark.parametrize("pools", [(P, D), (D,), (P,)])
-async def test_workers_of_either_kind_bring_them(store: Store, pools: Any) -> None:
-    async with fleet(*pools) as workers, core(store, workers) as scene:
-        stream = await scene.answer(asked())
+async def test_workers_of_both_roles_report_prompt_logprobs(store: Store, pools: Any) -> None:
+    async with fleet(*pools) as workers, core(store, workers) as harness:
+        stream = await harness.answer(valid_request())
         assert [found.logprob for found in stream.prompt_logprobs] == THEIRS
 
 
 async def test_an_answer_that_is_written_waits_for_those_that_are_on_their_way(store: Store) -> None:
-    async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as scene:
-        prefill.script.tells_late = True
-        stream = await scene.requests.begin(asked())
+    async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as harness:
+        prefill.script.reports_late = True
+        stream = await harness.requests.begin(valid_request())
         await until(lambda: decode.retired)
         assert stream.tokens
         assert stream.end is None
         prefill.go.set()
-        await ended(stream)
+        await until_ended(stream)
         assert [found.logprob for found in stream.prompt_logprobs] == THEIRS
 
 
 @pytest.mark.parametrize("fault", ["prefill_fails_after_ticket", "prefill_breaks_after_ticket"])
 async def test_prompt_logprobs_of_a_lost_worker_are_completed_by_the_next(store: Store, fault: str) -> None:
-    async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as scene:
+    async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as harness:
         setattr(prefill.script, fault, 1)
-        stream = await scene.answer(asked())
+        stream = await harness.answer(valid_request())
         assert [found.logprob for found in stream.prompt_logprobs] == THEIRS
         assert stream.path.attempts == 2
 
 
-async def test_they_survive_a_decode_worker(store: Store) -> None:
-    async with fleet(D, D2) as workers, core(store, workers) as scene:
+async def test_prompt_logprobs_survive_the_loss_of_a_decode_worker(store: Store) -> None:
+    async with fleet(D, D2) as workers, core(store, workers) as harness:
         for worker in workers:
             worker.script.fails_at = [2]
-        stream = await scene.answer(asked())
+        stream = await harness.answer(valid_request())
         assert [found.logprob for found in stream.prompt_logprobs] == THEIRS
 
 
-def asked() -> Any:
+def valid_request() -> Any:
     made = make_request(prompt=PROMPT, output_options=OutputOptions(prompt_logprobs=0))
     made.engine_request.prompt_logprobs = 0
     return made

@@ -36,7 +36,7 @@ class Deployment:
     async def answer(self, prompt: int, count: int, id: str = "") -> tuple[list[int], pb.Receipt]:
         ids: list[int] = []
         last = pb.GenerateStreamResponse()
-        async for message in self.stub.GenerateStream(asked(prompt, count, id), timeout=PATIENCE):
+        async for message in self.stub.GenerateStream(generate_request(prompt, count, id), timeout=PATIENCE):
             if message.HasField("delta"):
                 ids += message.delta.token_ids
                 self.received += len(message.delta.token_ids)
@@ -64,7 +64,7 @@ class Deployment:
                     await asyncio.sleep(0.1)
 
 
-def asked(prompt: int, count: int, id: str = "") -> pb.GenerateRequest:
+def generate_request(prompt: int, count: int, id: str = "") -> pb.GenerateRequest:
     return pb.GenerateRequest(
         request_id=id,
         token_ids=pb.TokenIds(ids=[1 + (prompt * k) % 300 for k in range(prompt)]),
@@ -108,109 +108,109 @@ async def deployment(server: PrivateRedis, store: Store, **workers: str) -> Asyn
 async def test_answers_survive_the_loss_of_a_decode_worker_and_nothing_is_left(
     server: PrivateRedis, store: Store
 ) -> None:
-    async with deployment(server, store, p="prefill", d="decode", e="decode") as scene:
+    async with deployment(server, store, p="prefill", d="decode", e="decode") as harness:
         prompts = range(20, 28)
-        quiet = await asyncio.gather(*[scene.answer(prompt, 40) for prompt in prompts])
+        quiet = await asyncio.gather(*[harness.answer(prompt, 40) for prompt in prompts])
         for ids, receipt in quiet:
             assert len(ids) == 40
             assert receipt.prefill_worker == "p"
             assert receipt.decode_worker in "de"
             assert receipt.attempts == 1
-        await scene.until_clean("p", "d", "e")
-        some = scene.received + 8 * 10
-        again = [asyncio.ensure_future(scene.answer(prompt, 40)) for prompt in prompts]
-        await until(lambda: scene.received >= some)
-        scene.workers["d"].send_signal(signal.SIGKILL)
+        await harness.until_clean("p", "d", "e")
+        some = harness.received + 8 * 10
+        again = [asyncio.ensure_future(harness.answer(prompt, 40)) for prompt in prompts]
+        await until(lambda: harness.received >= some)
+        harness.workers["d"].send_signal(signal.SIGKILL)
         answers = await asyncio.gather(*again)
         assert [ids for ids, _ in answers] == [ids for ids, _ in quiet]
         assert any(receipt.attempts == 2 for _, receipt in answers)
-        await scene.until_clean("p", "e")
+        await harness.until_clean("p", "e")
 
 
 async def test_answers_survive_the_loss_of_the_prefill_worker(server: PrivateRedis, store: Store) -> None:
-    async with deployment(server, store, p="prefill", d="decode") as scene:
-        quiet = await asyncio.gather(*[scene.answer(prompt, 10) for prompt in range(100, 108)])
-        again = [asyncio.ensure_future(scene.answer(prompt, 10)) for prompt in range(100, 108)]
+    async with deployment(server, store, p="prefill", d="decode") as harness:
+        quiet = await asyncio.gather(*[harness.answer(prompt, 10) for prompt in range(100, 108)])
+        again = [asyncio.ensure_future(harness.answer(prompt, 10)) for prompt in range(100, 108)]
         await asyncio.sleep(0.05)
-        scene.workers["p"].send_signal(signal.SIGKILL)
+        harness.workers["p"].send_signal(signal.SIGKILL)
         assert [ids for ids, _ in await asyncio.gather(*again)] == [ids for ids, _ in quiet]
-        await scene.until_clean("d")
-        ids, receipt = await scene.answer(100, 10)
+        await harness.until_clean("d")
+        ids, receipt = await harness.answer(100, 10)
         assert ids == quiet[0][0]
         assert receipt.prefill_worker == ""
 
 
 async def test_a_decode_worker_that_is_ended_hands_its_answers_on(server: PrivateRedis, store: Store) -> None:
-    async with deployment(server, store, p="prefill", d="decode", e="decode") as scene:
+    async with deployment(server, store, p="prefill", d="decode", e="decode") as harness:
         prompts = range(20, 28)
-        quiet = await asyncio.gather(*[scene.answer(prompt, 400) for prompt in prompts])
+        quiet = await asyncio.gather(*[harness.answer(prompt, 400) for prompt in prompts])
         assert {receipt.decode_worker for _, receipt in quiet} == {"d", "e"}
-        again = [asyncio.ensure_future(scene.answer(prompt, 400)) for prompt in prompts]
+        again = [asyncio.ensure_future(harness.answer(prompt, 400)) for prompt in prompts]
         async with asyncio.timeout(PATIENCE):
-            while not (await scene.audit("d")).owners:  # noqa: ASYNC110 - another process's
+            while not (await harness.audit("d")).owners:  # noqa: ASYNC110 - another process's
                 await asyncio.sleep(0.1)
-        scene.workers["d"].send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(scene.workers["d"].wait, PATIENCE) == 0
+        harness.workers["d"].send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(harness.workers["d"].wait, PATIENCE) == 0
         answers = await asyncio.gather(*again)
         assert [ids for ids, _ in answers] == [ids for ids, _ in quiet]
         ends = {(receipt.decode_worker, receipt.attempts) for _, receipt in answers}
         assert ends == {("e", 1)}, "a worker that waited for its own answers would have ended some of them"
-        await scene.until_clean("p", "e")
+        await harness.until_clean("p", "e")
 
 
 async def test_a_worker_drains_at_once_when_its_router_left_after_an_answer(server: PrivateRedis, store: Store) -> None:
     """A run that ended but is not retired is kept for the lease, longer than the test waits."""
-    async with deployment(server, store, d="decode --lease-ms 600000") as scene:
-        await scene.answer(20, 10)
-        scene.router.process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(scene.router.process.wait, PATIENCE) == 0
-        scene.workers["d"].send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(scene.workers["d"].wait, PATIENCE) == 0
+    async with deployment(server, store, d="decode --lease-ms 600000") as harness:
+        await harness.answer(20, 10)
+        harness.router.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(harness.router.process.wait, PATIENCE) == 0
+        harness.workers["d"].send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(harness.workers["d"].wait, PATIENCE) == 0
 
 
 async def test_when_the_only_decode_worker_is_lost_the_prefill_worker_decodes(
     server: PrivateRedis, store: Store
 ) -> None:
-    async with deployment(server, store, p="prefill", d="decode") as scene:
-        quiet = await asyncio.gather(*[scene.answer(prompt, 40) for prompt in range(100, 104)])
+    async with deployment(server, store, p="prefill", d="decode") as harness:
+        quiet = await asyncio.gather(*[harness.answer(prompt, 40) for prompt in range(100, 104)])
         assert {receipt.decode_worker for _, receipt in quiet} == {"d"}
-        some = scene.received + 4 * 10
-        again = [asyncio.ensure_future(scene.answer(prompt, 40)) for prompt in range(100, 104)]
-        await until(lambda: scene.received >= some)
-        scene.workers["d"].send_signal(signal.SIGKILL)
+        some = harness.received + 4 * 10
+        again = [asyncio.ensure_future(harness.answer(prompt, 40)) for prompt in range(100, 104)]
+        await until(lambda: harness.received >= some)
+        harness.workers["d"].send_signal(signal.SIGKILL)
         answers = await asyncio.gather(*again)
         assert [ids for ids, _ in answers] == [ids for ids, _ in quiet]
         assert any(receipt.attempts == 2 for _, receipt in answers)
-        ids, receipt = await scene.answer(100, 40)
+        ids, receipt = await harness.answer(100, 40)
         assert ids == quiet[0][0]
         assert (receipt.prefill_worker, receipt.decode_worker, receipt.handoff_bytes) == ("", "p", 0)
-        await scene.until_clean("p")
+        await harness.until_clean("p")
 
 
 async def test_a_prefill_worker_that_returns_is_used_again(server: PrivateRedis, store: Store) -> None:
-    async with deployment(server, store, p="prefill", d="decode") as scene:
-        scene.workers["p"].send_signal(signal.SIGKILL)
-        await asyncio.to_thread(scene.workers["p"].wait, PATIENCE)
-        _, receipt = await scene.answer(100, 10)
+    async with deployment(server, store, p="prefill", d="decode") as harness:
+        harness.workers["p"].send_signal(signal.SIGKILL)
+        await asyncio.to_thread(harness.workers["p"].wait, PATIENCE)
+        _, receipt = await harness.answer(100, 10)
         assert (receipt.prefill_worker, receipt.decode_worker) == ("", "d")
         async with worker(server, "prefill", "p"):
             async with asyncio.timeout(PATIENCE):
                 count = 101
-                while (await scene.answer(count, 10))[1].prefill_worker != "p":
+                while (await harness.answer(count, 10))[1].prefill_worker != "p":
                     count += 1
-            await scene.until_clean("d")
+            await harness.until_clean("d")
 
 
 async def test_a_client_that_leaves_or_cancels_frees_everything(server: PrivateRedis, store: Store) -> None:
-    async with deployment(server, store, p="prefill", d="decode") as scene:
-        calls = [scene.stub.GenerateStream(asked(30 + n, 400)) for n in range(4)]
+    async with deployment(server, store, p="prefill", d="decode") as harness:
+        calls = [harness.stub.GenerateStream(generate_request(30 + n, 400)) for n in range(4)]
         for call in calls:
             while not (await call.read()).HasField("delta"):
                 pass
             call.cancel()
-        named = scene.stub.GenerateStream(asked(50, 400, "named"))
+        named = harness.stub.GenerateStream(generate_request(50, 400, "named"))
         while not (await named.read()).HasField("delta"):
             pass
-        done = await scene.stub.CancelGeneration(pb.CancelGenerationRequest(request_id="named"))
+        done = await harness.stub.CancelGeneration(pb.CancelGenerationRequest(request_id="named"))
         assert done.status == pb.CancelGenerationResponse.STATUS_CANCELLED
-        await scene.until_clean("p", "d")
+        await harness.until_clean("p", "d")

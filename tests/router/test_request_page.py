@@ -18,7 +18,7 @@ from decant.state.store import Store
 from decant.worker import engine_host
 from tests.build.test_request_page import STOPS
 from tests.router.harness import PATIENCE, until
-from tests.router.test_migration import Scene, moving
+from tests.router.test_migration import Harness, moving
 from tests.router.test_traces import PROMPT, serving
 
 
@@ -65,22 +65,22 @@ def follow(calls: Sequence[Stop], page: Sequence[Stop]) -> bool:
     return instants == sorted(instants) and in_router[-1] == last
 
 
-async def streamed(scene: Scene, address: str, recorder: CallRecorder) -> str:
+async def streamed(harness: Harness, address: str, recorder: CallRecorder) -> str:
     """The cache is fetched while the prompt is computed, and arrives after the first token."""
 
     def ask() -> str:
         with recorder.profiling(), Client(address) as client:
             return "".join(delta.text for delta in client.stream(PROMPT, max_tokens=12, ignore_eos=True))
 
-    prefill, decode = (scene.places[name].host for name in "pd")
-    device, gate = scene.places["p"].device, threading.Event()
+    prefill, decode = (harness.workers[name].host for name in "pd")
+    device, gate = harness.workers["p"].device, threading.Event()
     device.hold()
     device.let(1)  # of two chunks
     answer = asyncio.create_task(asyncio.to_thread(ask))
     await until(lambda: any(lease.opened for lease in prefill.sender.leases.all()))
     decode.loop.post(lambda _: gate.wait(PATIENCE))
     device.go_on()
-    await until(lambda: any(each.stream.tokens for each in scene.core.requests.executions.open.values()))
+    await until(lambda: any(each.stream.tokens for each in harness.core.requests.executions.open.values()))
     gate.set()
     return await answer
 
@@ -91,9 +91,9 @@ async def test_a_streamed_request_passes_the_stops_in_the_order_of_the_page(
     monkeypatch.setattr(engine_host, "HEARTBEAT_SECONDS", PATIENCE)  # a sample of the load is a step of the engine too
     recorder = CallRecorder()
     with recorder.profiling():
-        async with moving(store, decode="d", prefill="p") as scene, serving(scene.core) as address:
+        async with moving(store, decode="d", prefill="p") as harness, serving(harness.core) as address:
             recorder.is_on = True
-            assert await streamed(scene, address, recorder)
+            assert await streamed(harness, address, recorder)
             recorder.is_on = False
     calls = recorder.calls
     assert set(calls) == set(PAGE)

@@ -22,25 +22,25 @@ from tests.router.harness import (
     D,
     P,
     core,
-    ended,
     make_request,
     nothing_is_left_at,
+    read_stored,
     states,
-    stored,
     tokens_of,
     until,
+    until_ended,
 )
 
 PROMPT = [1, 2, 3]
 
 
 async def test_a_split_request_fills_its_receipt_from_both_workers(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
+    async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[1].script.pause_at = 1
-        stream = await scene.requests.begin(make_request())
+        stream = await harness.requests.begin(make_request())
         await until(lambda: stream.path.prefill_s)  # it comes over another connection than the end
         workers[1].go.set()
-        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+        assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
         assert stream.end == Finish(pb.FINISH_REASON_LENGTH)
         path = stream.path
         assert (path.prefill_worker, path.decode_worker, path.attempts) == ("p", "d", 1)
@@ -48,7 +48,7 @@ async def test_a_split_request_fills_its_receipt_from_both_workers(store: Store)
         assert path.queue_s is not None
         assert path.decode_began_at is not None
         assert stream.cached_tokens == 3
-        found = await stored(store, scene)
+        found = await read_stored(store, harness)
         assert [entry.token for entry in found.entries] == answer(PROMPT, 5)
         assert states(found) == [QUEUED, PREFILLING, HANDING_OFF, DECODING, SUCCEEDED]
         assert found.record.usage.completion_tokens == 5
@@ -56,78 +56,78 @@ async def test_a_split_request_fills_its_receipt_from_both_workers(store: Store)
 
 
 async def test_one_token_needs_no_decode_worker(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
-        stream = await scene.answer(make_request(max_tokens=1))
+    async with fleet(P, D) as workers, core(store, workers) as harness:
+        stream = await harness.answer(make_request(max_tokens=1))
         assert tokens_of(stream) == answer(PROMPT, 1)
         assert not workers[0].prefills[0].handoff
         assert not workers[1].starts
         assert stream.path.decode_worker == ""
-        assert states(await stored(store, scene)) == [QUEUED, PREFILLING, SUCCEEDED]
+        assert states(await read_stored(store, harness)) == [QUEUED, PREFILLING, SUCCEEDED]
 
 
 @pytest.mark.parametrize("late", [True, False])
 async def test_a_first_token_that_ends_the_output_leaves_nothing_at_the_decode_worker(store: Store, late: bool) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
+    async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[0].script.stops_at = 0
         workers[0].script.first_is_late = late
         workers[0].script.first_pause = True
-        stream = await scene.requests.begin(make_request())
+        stream = await harness.requests.begin(make_request())
         await until(lambda: workers[1].starts)
         workers[0].go.set()
-        assert (await ended(stream)).end == Finish(pb.FINISH_REASON_STOP, eos_token_id=EOS)
+        assert (await until_ended(stream)).end == Finish(pb.FINISH_REASON_STOP, eos_token_id=EOS)
         assert (stream.path.attempts, stream.path.decode_worker) == (1, "")
         await nothing_is_left_at(workers)
 
 
 @pytest.mark.parametrize("role", [wire.ROLE_PREFILL, wire.ROLE_DECODE])
 async def test_workers_of_one_role_answer_without_a_handoff(store: Store, role: wire.Role) -> None:
-    async with fleet(("only", role)) as workers, core(store, workers) as scene:
-        stream = await scene.answer(make_request())
+    async with fleet(("only", role)) as workers, core(store, workers) as harness:
+        stream = await harness.answer(make_request())
         assert tokens_of(stream) == answer(PROMPT, 5)
         assert (stream.path.prefill_worker, stream.path.decode_worker) == ("", "only")
         assert stream.path.prefill_s == 3
         assert stream.cached_tokens == 5
-        assert states(await stored(store, scene)) == [QUEUED, DECODING, SUCCEEDED]
+        assert states(await read_stored(store, harness)) == [QUEUED, DECODING, SUCCEEDED]
 
 
 async def test_workers_with_different_layouts_do_not_hand_over(store: Store) -> None:
     async with fleet(P, D) as workers:
         workers[1].facts.layout += 1
-        async with core(store, workers) as scene:
-            stream = await scene.answer(make_request())
+        async with core(store, workers) as harness:
+            stream = await harness.answer(make_request())
             assert tokens_of(stream) == answer(PROMPT, 5)
             assert stream.path.decode_worker == "d"
             assert not workers[0].prefills
 
 
 async def test_the_finish_reason_is_the_workers(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
+    async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[1].script.stops_at = 3
-        stream = await scene.answer(make_request("eos", max_tokens=9))
+        stream = await harness.answer(make_request("eos", max_tokens=9))
         assert stream.end == Finish(pb.FINISH_REASON_STOP, eos_token_id=EOS)
         assert stream.tokens == [*answer(PROMPT, 3), EOS]
-        stream = await scene.answer(make_request("stop", max_tokens=9, stop_token_ids=[EOS]))
+        stream = await harness.answer(make_request("stop", max_tokens=9, stop_token_ids=[EOS]))
         assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_token_id=EOS)
         workers[1].script.stops_at = None
-        stream = await scene.answer(make_request("cut", capped_by_context_length=True))
+        stream = await harness.answer(make_request("cut", capped_by_context_length=True))
         assert stream.end == Finish(pb.FINISH_REASON_CONTEXT_LENGTH)
 
 
 async def test_workers_get_the_whole_request_with_its_present_age_and_deadline(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
-        await scene.answer(make_request(seconds=1000))
+    async with fleet(P, D) as workers, core(store, workers) as harness:
+        await harness.answer(make_request(seconds=1000))
         work = workers[1].starts[0].engine_request
         assert list(unpack(work.prompt)) == PROMPT
         assert 900_000 < work.remaining_ms <= 1_000_000
         assert workers[0].prefills[0].engine_request.sampling == work.sampling
-        await scene.answer(make_request("forever"))
+        await harness.answer(make_request("forever"))
         assert not workers[1].starts[1].engine_request.HasField("remaining_ms")
 
 
 async def test_many_concurrent_requests_get_their_own_tokens(store: Store) -> None:
-    async with fleet(P, P2, D, D2) as workers, core(store, workers) as scene:
+    async with fleet(P, P2, D, D2) as workers, core(store, workers) as harness:
         requests = [make_request(str(n), (n, 1, 2), 1 + n % 9) for n in range(100)]
-        streams = await asyncio.gather(*[scene.answer(request) for request in requests])
+        streams = await asyncio.gather(*[harness.answer(request) for request in requests])
         for n, stream in enumerate(streams):
             assert tokens_of(stream) == answer([n, 1, 2], 1 + n % 9)
         assert all(worker.starts for worker in workers[2:])

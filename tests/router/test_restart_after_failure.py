@@ -21,20 +21,20 @@ from tests.router.harness import (
     P,
     begin_paused,
     core,
-    ended,
     make_request,
     raising,
     tokens_of,
     until,
+    until_ended,
 )
 
 PROMPT = [1, 2, 3]
 KEY = RequestKey("default", "r")
 
 
-async def failed_at_once(scene: Core, worker: FakeWorker, id: str = "r") -> TokenStream:
+async def failed_at_once(harness: Core, worker: FakeWorker, id: str = "r") -> TokenStream:
     worker.script.prefill_fails_before_ticket += 1
-    stream = await scene.answer(make_request(id))
+    stream = await harness.answer(make_request(id))
     assert isinstance(stream.end, Unavailable)
     assert not stream.tokens
     return stream
@@ -44,31 +44,31 @@ async def failed_at_once(scene: Core, worker: FakeWorker, id: str = "r") -> Toke
 async def test_a_request_that_failed_before_its_first_token_may_be_retried_under_its_id(
     store: Store, from_store: bool
 ) -> None:
-    async with fleet(P, D) as workers, core(store, workers, attempts=1) as scene:
-        old = await failed_at_once(scene, workers[0])
+    async with fleet(P, D) as workers, core(store, workers, attempts=1) as harness:
+        old = await failed_at_once(harness, workers[0])
         if from_store:
-            await until(lambda: scene.store_is_done)
-        for stream in ((await scene.requests.get(KEY)).stream, await scene.requests.resume(KEY)):
+            await until(lambda: harness.store_is_done)
+        for stream in ((await harness.requests.get(KEY)).stream, await harness.requests.resume(KEY)):
             assert isinstance(stream.end, Unavailable), "it has failed until a client requests it again"
-        new = await scene.answer(make_request())
+        new = await harness.answer(make_request())
         assert new is not old
         assert tokens_of(new) == answer(PROMPT, 5)
-        await until(lambda: scene.store_is_done)
+        await until(lambda: harness.store_is_done)
         found = await store.requests.read(KEY)
         assert (found.epoch, found.attempt, found.state) == (2, 1, Generation.STATE_SUCCEEDED)
         assert [prefill.run.epoch for prefill in workers[0].prefills] == [1, 2]
-        assert (await scene.answer(make_request())).tokens == new.tokens
+        assert (await harness.answer(make_request())).tokens == new.tokens
         assert len(workers[0].prefills) == 2, "what ended well is replayed"
 
 
 async def test_another_payload_does_not_get_the_id_of_one_that_failed(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers, attempts=1) as scene:
-        await failed_at_once(scene, workers[0])
+    async with fleet(P, D) as workers, core(store, workers, attempts=1) as harness:
+        await failed_at_once(harness, workers[0])
         other = replace(make_request(), payload=pb.GenerateRequest(request_id="r", prompt="other"))
         for _ in range(2):
             with pytest.raises(AlreadyExists):
-                await scene.requests.begin(other)
-            await until(lambda: scene.store_is_done)
+                await harness.requests.begin(other)
+            await until(lambda: harness.store_is_done)
 
 
 async def test_of_two_concurrent_retries_one_starts_and_the_other_attaches(store: Store) -> None:
@@ -76,9 +76,9 @@ async def test_of_two_concurrent_retries_one_starts_and_the_other_attaches(store
         for id in "abcde":
             await failed_at_once(one, workers[0], id)
             await until(lambda: one.store_is_done)
-            streams = await asyncio.gather(*(scene.requests.begin(make_request(id)) for scene in (one, two)))
+            streams = await asyncio.gather(*(harness.requests.begin(make_request(id)) for harness in (one, two)))
             for stream in streams:
-                end = (await ended(stream)).end
+                end = (await until_ended(stream)).end
                 if isinstance(end, Aborted):
                     assert end.reason is Reason.SUPERSEDED
                 else:
@@ -94,20 +94,20 @@ async def test_of_two_concurrent_retries_one_starts_and_the_other_attaches(store
 async def test_while_the_store_is_unavailable_the_newer_one_of_two_is_written_last(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fleet(P, D) as workers, core(store, workers, attempts=1) as scene:
+    async with fleet(P, D) as workers, core(store, workers, attempts=1) as harness:
         with monkeypatch.context() as patch:
             for name in ("flush", "accept", "read"):
                 patch.setattr(store.requests, name, raising(StoreUnavailable("away")))
-            await failed_at_once(scene, workers[0])
-            new = await scene.answer(make_request())
+            await failed_at_once(harness, workers[0])
+            new = await harness.answer(make_request())
             assert tokens_of(new) == answer(PROMPT, 5)
-        await until(lambda: scene.store_is_done)
+        await until(lambda: harness.store_is_done)
         found = await store.requests.read(KEY)
         assert (found.epoch, found.state, found.length) == (2, Generation.STATE_SUCCEEDED, 5)
         assert tokens_of(new), "and is not superseded by the older one"
 
 
-async def test_a_look_from_another_router_takes_nothing_over(store: Store) -> None:
+async def test_a_get_at_another_router_does_not_take_the_request_over(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as one:
         first = await begin_paused(one, workers[1], 3, is_stored=True)
         async with core(store, workers) as two:
@@ -116,4 +116,4 @@ async def test_a_look_from_another_router_takes_nothing_over(store: Store) -> No
             assert (seen.state, seen.expires_in_s) == (Generation.STATE_DECODING, None)
         await until(lambda: len(workers[1]._outs) == 1)
         workers[1].go.set()
-        assert tokens_of(await ended(first)) == answer(PROMPT, 5)
+        assert tokens_of(await until_ended(first)) == answer(PROMPT, 5)

@@ -18,13 +18,13 @@ from tests.router.harness import (
     P,
     begin_paused,
     core,
-    ended,
     ended_run,
     jump,
     make_request,
     tokens_of,
     until,
-    written,
+    until_ended,
+    until_written,
 )
 from tests.state.factories import make_store
 
@@ -33,51 +33,51 @@ KEY = RequestKey("default", "r")
 
 
 async def test_an_equal_request_attaches_to_the_one_that_runs(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
-        stream = await begin_paused(scene, workers[1], 2)
-        assert await scene.requests.begin(make_request()) is stream
-        assert await scene.requests.resume(KEY) is stream
+    async with fleet(P, D) as workers, core(store, workers) as harness:
+        stream = await begin_paused(harness, workers[1], 2)
+        assert await harness.requests.begin(make_request()) is stream
+        assert await harness.requests.resume(KEY) is stream
         workers[1].go.set()
-        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+        assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
         assert len(workers[0].prefills) == 1
 
 
 async def test_an_equal_request_waits_for_admission_with_the_first(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers, max_active=1) as scene:
+    async with fleet(P, D) as workers, core(store, workers, max_active=1) as harness:
         workers[1].script.pause_at = 2
-        before = await scene.requests.begin(make_request("before"))
-        both = [asyncio.ensure_future(scene.requests.begin(make_request())) for _ in range(2)]
-        await until(lambda: scene.router.admission.waiting == 1)
+        before = await harness.requests.begin(make_request("before"))
+        both = [asyncio.ensure_future(harness.requests.begin(make_request())) for _ in range(2)]
+        await until(lambda: harness.router.admission.waiting == 1)
         both[0].cancel()
         with pytest.raises(asyncio.CancelledError):
             await both[0]
         workers[1].go.set()
-        await ended(before)
-        assert tokens_of(await ended(await both[1])) == answer(PROMPT, 5), "a reader that stays keeps it"
+        await until_ended(before)
+        assert tokens_of(await until_ended(await both[1])) == answer(PROMPT, 5), "a reader that stays keeps it"
 
 
 async def test_an_id_is_good_for_one_payload(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
+    async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[1].script.pause_at = 2
-        stream = await scene.requests.begin(make_request())
+        stream = await harness.requests.begin(make_request())
         other = replace(make_request(), payload=pb.GenerateRequest(request_id="r", prompt="other"))
         with pytest.raises(AlreadyExists):
-            await scene.requests.begin(other)
+            await harness.requests.begin(other)
         workers[1].go.set()
-        await ended(stream)
-        await until(lambda: scene.store_is_done)
+        await until_ended(stream)
+        await until(lambda: harness.store_is_done)
         with pytest.raises(AlreadyExists):
-            await scene.requests.begin(other)
-        assert scene.router.admission.active == 0
+            await harness.requests.begin(other)
+        assert harness.router.admission.active == 0
 
 
 @pytest.mark.parametrize("from_store", [False, True])
 async def test_a_finished_request_is_replayed(store: Store, from_store: bool) -> None:
-    async with fleet(P, D) as workers, core(store, workers, flush_ms=10) as scene:
-        first = await scene.answer(make_request())
+    async with fleet(P, D) as workers, core(store, workers, flush_ms=10) as harness:
+        first = await harness.answer(make_request())
         if from_store:
-            await until(lambda: scene.store_is_done)
-        for again in (await scene.requests.begin(make_request()), await scene.requests.resume(KEY)):
+            await until(lambda: harness.store_is_done)
+        for again in (await harness.requests.begin(make_request()), await harness.requests.resume(KEY)):
             assert (again is first) is not from_store
             assert (again.tokens, again.end) == (first.tokens, ended_run())
         assert len(workers[0].prefills) == 1
@@ -90,76 +90,76 @@ async def test_a_finished_request_is_replayed(store: Store, from_store: bool) ->
 
 
 async def test_a_failed_request_is_replayed_with_its_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
-        stream = await begin_paused(scene, workers[1], 2, request=make_request(seconds=8.0))
+    async with fleet(P, D) as workers, core(store, workers) as harness:
+        stream = await begin_paused(harness, workers[1], 2, request=make_request(seconds=8.0))
         jump(monkeypatch, 8.0)
-        assert isinstance((await ended(stream)).end, DeadlineExceeded)
-        await until(lambda: scene.store_is_done)
-        again = await scene.requests.resume(KEY)
+        assert isinstance((await until_ended(stream)).end, DeadlineExceeded)
+        await until(lambda: harness.store_is_done)
+        again = await harness.requests.resume(KEY)
         assert isinstance(again.end, DeadlineExceeded)
         assert again.tokens == stream.tokens
 
 
 async def test_a_stream_that_is_resumed_within_its_grace_is_not_cancelled(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=50) as scene:
+    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=50) as harness:
         workers[1].script.pause_at = 2
-        stream = await scene.requests.begin(make_request())
-        other = await scene.requests.begin(make_request("other"))
-        await written(stream, 2)
-        scene.requests.on_disconnect(stream)
-        scene.requests.on_disconnect(other)
-        assert await scene.requests.resume(KEY) is stream
-        assert isinstance((await ended(other)).end, Cancelled), "its grace is over, and so would be the first's"
+        stream = await harness.requests.begin(make_request())
+        other = await harness.requests.begin(make_request("other"))
+        await until_written(stream, 2)
+        harness.requests.on_disconnect(stream)
+        harness.requests.on_disconnect(other)
+        assert await harness.requests.resume(KEY) is stream
+        assert isinstance((await until_ended(other)).end, Cancelled), "its grace is over, and so would be the first's"
         workers[1].go.set()
-        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+        assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
 
 
 async def test_a_detached_request_continues_without_a_reader(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=0) as scene:
-        stream = await begin_paused(scene, workers[1], 2, request=make_request(detach_ms=60_000))
-        scene.requests.on_disconnect(stream)
+    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=0) as harness:
+        stream = await begin_paused(harness, workers[1], 2, request=make_request(detach_ms=60_000))
+        harness.requests.on_disconnect(stream)
         assert stream.end is None
         workers[1].go.set()
-        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+        assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
 
 
 async def test_a_detached_request_is_cancelled_when_its_time_is_over(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
-        stream = await begin_paused(scene, workers[1], 2, request=make_request(detach_ms=50))
-        scene.requests.on_disconnect(stream)
-        assert isinstance((await ended(stream)).end, Cancelled)
+    async with fleet(P, D) as workers, core(store, workers) as harness:
+        stream = await begin_paused(harness, workers[1], 2, request=make_request(detach_ms=50))
+        harness.requests.on_disconnect(stream)
+        assert isinstance((await until_ended(stream)).end, Cancelled)
 
 
 @pytest.mark.parametrize("from_store", [False, True])
 async def test_a_cancel_may_be_repeated_at_any_time(store: Store, from_store: bool) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
+    async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[1].script.pause_at = 2
-        stream = await scene.requests.begin(make_request())
-        await written(stream, 1)
-        assert isinstance(await scene.requests.cancel(KEY), Cancelled)
+        stream = await harness.requests.begin(make_request())
+        await until_written(stream, 1)
+        assert isinstance(await harness.requests.cancel(KEY), Cancelled)
         if from_store:
-            await until(lambda: scene.store_is_done)
-        assert isinstance(await scene.requests.cancel(KEY), Cancelled)
+            await until(lambda: harness.store_is_done)
+        assert isinstance(await harness.requests.cancel(KEY), Cancelled)
         workers[1].go.set()
-        done = await scene.answer(make_request("done"))
+        done = await harness.answer(make_request("done"))
         if from_store:
-            await until(lambda: scene.store_is_done)
-        assert await scene.requests.cancel(done.request.key) == ended_run()
+            await until(lambda: harness.store_is_done)
+        assert await harness.requests.cancel(done.request.key) == ended_run()
 
 
 async def test_get_returns_a_request_from_memory_and_from_the_store(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
-        stream = await begin_paused(scene, workers[1], 2)
-        await until(lambda: scene.owned("r").state == Generation.STATE_DECODING)
-        here = await scene.requests.get(KEY)
+    async with fleet(P, D) as workers, core(store, workers) as harness:
+        stream = await begin_paused(harness, workers[1], 2)
+        await until(lambda: harness.owned("r").state == Generation.STATE_DECODING)
+        here = await harness.requests.get(KEY)
         assert (here.stream, here.state, here.expires_in_s) == (stream, Generation.STATE_DECODING, None)
         workers[1].go.set()
-        await ended(stream)
-        just_now = await scene.requests.get(KEY)
+        await until_ended(stream)
+        just_now = await harness.requests.get(KEY)
         assert just_now.state == Generation.STATE_SUCCEEDED
         assert just_now.expires_in_s is not None
-        await until(lambda: scene.store_is_done)
-        stored = await scene.requests.get(KEY)
+        await until(lambda: harness.store_is_done)
+        stored = await harness.requests.get(KEY)
         assert stored.state == Generation.STATE_SUCCEEDED
         assert stored.stream.tokens == stream.tokens
         assert stored.expires_in_s is not None
@@ -169,7 +169,7 @@ async def test_get_returns_a_request_from_memory_and_from_the_store(store: Store
 
 async def test_an_unknown_request_is_not_found(server: PrivateRedis, bare: object) -> None:
     workers: list[FakeWorker] = []
-    async with make_store(server.url, refill_s=0.0) as store, core(store, workers) as scene:
-        for ask in (scene.requests.resume, scene.requests.get, scene.requests.cancel):
+    async with make_store(server.url, refill_s=0.0) as store, core(store, workers) as harness:
+        for ask in (harness.requests.resume, harness.requests.get, harness.requests.cancel):
             with pytest.raises(NotFound):
                 await ask(KEY)

@@ -24,32 +24,32 @@ from tests.router.service_harness import (
     CANCEL,
     PATIENCE,
     UNREAD_S,
-    Scene,
+    Harness,
     all_of,
-    asked,
-    refused,
-    scene,
+    error_of_call,
+    generate_request,
+    harness,
     writes,
 )
 
 
-def resumed(s: Scene, after_seq: int = 0, id: str = "r") -> Any:
+def resumed(s: Harness, after_seq: int = 0, id: str = "r") -> Any:
     return s.stub.ResumeStream(pb.ResumeStreamRequest(request_id=id, after_seq=after_seq))
 
 
 async def test_the_newest_stream_of_a_request_owns_it():
-    async with scene() as s:
-        first = s.stub.GenerateStream(asked(request_id="r"))
+    async with harness() as s:
+        first = s.stub.GenerateStream(generate_request(request_id="r"))
         stream = await s.stream()
         write(stream, 5, 6)
         await first.read()
         second = resumed(s)
         assert (await second.read()).HasField("started")
-        older = await refused(all_of(first))
+        older = await error_of_call(all_of(first))
         assert (type(older), older.reason) == (Aborted, Reason.SUPERSEDED)
         third = resumed(s, after_seq=1)
         assert (await third.read()).HasField("started")
-        assert (await refused(all_of(second))).reason is Reason.SUPERSEDED
+        assert (await error_of_call(all_of(second))).reason is Reason.SUPERSEDED
         write(stream, 1, end=STOPPED)
         rest = await all_of(third)
         assert [message.seq for message in rest if message.HasField("delta")][-1] == 3
@@ -58,8 +58,8 @@ async def test_the_newest_stream_of_a_request_owns_it():
 
 
 async def test_a_stream_whose_client_takes_nothing_is_superseded_too():
-    async with scene() as s:
-        first = s.stub.GenerateStream(asked(request_id="r"))
+    async with harness() as s:
+        first = s.stub.GenerateStream(generate_request(request_id="r"))
         stream = await s.stream()
         write(stream, 5)
         await first.read()
@@ -74,8 +74,8 @@ async def test_a_stream_whose_client_takes_nothing_is_superseded_too():
 
 
 async def test_a_finished_request_whose_client_reads_nothing_is_let_go_and_can_be_resumed():
-    async with scene(unread_s=0.2) as s, asyncio.timeout(PATIENCE):
-        first = s.stub.GenerateStream(asked(request_id="r", response=pb.ResponseOptions(token_ids=True)))
+    async with harness(unread_s=0.2) as s, asyncio.timeout(PATIENCE):
+        first = s.stub.GenerateStream(generate_request(request_id="r", response=pb.ResponseOptions(token_ids=True)))
         stream = await s.stream()
         write(stream, 5)
         await first.read()
@@ -87,7 +87,7 @@ async def test_a_finished_request_whose_client_reads_nothing_is_let_go_and_can_b
         assert stream.reader is reader, "the request still runs"
         write(stream, end=AT_LENGTH)
         await until(lambda: stream.reader is None)
-        error = await refused(all_of(first))
+        error = await error_of_call(all_of(first))
         assert (type(error), error.reason) == (Aborted, Reason.SLOW_READER)
         assert error.resumable
         count = len(stream.tokens)
@@ -115,14 +115,14 @@ async def test_a_client_that_reads_slowly_keeps_its_stream():
 
 
 async def test_an_uncertain_tail_is_refused_and_resumes_from_the_certain_tokens():
-    async with scene() as s:
-        s.stub.GenerateStream(asked(request_id="r"))
+    async with harness() as s:
+        s.stub.GenerateStream(generate_request(request_id="r"))
         stream = await s.stream()
         write(stream, 70, 71)
         stream.may_lag_client = True
         behind = resumed(s, after_seq=4)
         assert stream.mark_tail_uncertain() == 2
-        error = await refused(all_of(behind))
+        error = await error_of_call(all_of(behind))
         assert (type(error), error.reason) == (Aborted, Reason.TAIL_UNCERTAIN)
         assert error.fault.resume == ResumePoint(0, 2)
         write(stream, 72, 73, 1, end=STOPPED)
@@ -131,8 +131,8 @@ async def test_an_uncertain_tail_is_refused_and_resumes_from_the_certain_tokens(
 
 
 async def test_the_last_of_several_readers_loses_the_stream():
-    async with scene() as s:
-        s.stub.GenerateStream(asked(request_id="r"))
+    async with harness() as s:
+        s.stub.GenerateStream(generate_request(request_id="r"))
         stream = await s.stream()
         write(stream, 5)
         second = resumed(s)
@@ -143,9 +143,9 @@ async def test_the_last_of_several_readers_loses_the_stream():
 
 
 async def test_resumed_streams_join_to_the_same_text():
-    async with scene() as s:
+    async with harness() as s:
         s.requests.plan = writes(70, 71, 72, 1)
-        whole = await all_of(s.stub.GenerateStream(asked(request_id="r")))
+        whole = await all_of(s.stub.GenerateStream(generate_request(request_id="r")))
         text = "".join(message.delta.text for message in whole)
         for after_seq in range(5):
             rest = await all_of(resumed(s, after_seq))
@@ -158,32 +158,32 @@ async def test_resumed_streams_join_to_the_same_text():
 
 
 async def test_a_seq_that_was_never_sent_is_out_of_range():
-    async with scene() as s:
+    async with harness() as s:
         s.requests.plan = writes(5, 6, 1)
-        await all_of(s.stub.GenerateStream(asked(request_id="r")))
-        error = await refused(all_of(resumed(s, after_seq=4)))
+        await all_of(s.stub.GenerateStream(generate_request(request_id="r")))
+        error = await error_of_call(all_of(resumed(s, after_seq=4)))
         assert isinstance(error, OutOfRange)
         assert error.resume == ResumePoint(0, 3)
 
 
 @pytest.mark.parametrize("call", ["ResumeStream", "GetGeneration"])
 async def test_an_unknown_request_cannot_be_resumed(call):
-    async with scene() as s:
+    async with harness() as s:
 
         def asks(id: str) -> Any:
             if call == "ResumeStream":
                 return all_of(resumed(s, id=id))
             return s.stub.GetGeneration(pb.GetGenerationRequest(request_id=id))
 
-        error = await refused(asks("nobody's"))
+        error = await error_of_call(asks("nobody's"))
         assert (type(error), error.reason) == (NotFound, Reason.REQUEST_NOT_FOUND)
-        assert isinstance(await refused(asks("")), InvalidArgument)
+        assert isinstance(await error_of_call(asks("")), InvalidArgument)
 
 
 async def test_a_generation_has_the_output_so_far():
-    async with scene() as s:
+    async with harness() as s:
         options = pb.ResponseOptions(token_ids=True, logprobs=1)
-        call = s.stub.GenerateStream(asked(request_id="r", response=options))
+        call = s.stub.GenerateStream(generate_request(request_id="r", response=options))
         stream = await s.stream()
         write(stream, 70, 71)
         generation = await s.stub.GetGeneration(pb.GetGenerationRequest(request_id="r"))
@@ -201,36 +201,36 @@ async def test_a_generation_has_the_output_so_far():
 
 
 async def test_a_failed_generation_has_its_error_and_output():
-    async with scene() as s:
+    async with harness() as s:
         s.requests.plan = writes(70, 71, end=DeadlineExceeded())
-        await refused(all_of(s.stub.GenerateStream(asked(request_id="r"))))
+        await error_of_call(all_of(s.stub.GenerateStream(generate_request(request_id="r"))))
         generation = await s.stub.GetGeneration(pb.GetGenerationRequest(request_id="r"))
         assert generation.error.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
         assert generation.result.outputs[0].finished.finish_reason == pb.FINISH_REASON_TIME_LIMIT
         assert generation.result.outputs[0].text
 
 
-async def cancelled(s: Scene, id: str = "r") -> Any:
+async def cancelled(s: Harness, id: str = "r") -> Any:
     return (await s.stub.CancelGeneration(pb.CancelGenerationRequest(request_id=id))).status
 
 
 async def test_a_cancel_may_be_repeated():
-    async with scene() as s:
-        call = s.stub.GenerateStream(asked(request_id="r"))
+    async with harness() as s:
+        call = s.stub.GenerateStream(generate_request(request_id="r"))
         await s.stream()
         for _ in range(2):
             assert await cancelled(s) == CANCEL.STATUS_CANCELLED
-        assert isinstance(await refused(all_of(call)), Cancelled)
+        assert isinstance(await error_of_call(all_of(call)), Cancelled)
 
 
 async def test_a_finished_request_is_not_cancelled_by_a_resume():
-    async with scene() as s:
+    async with harness() as s:
         s.requests.plan = writes(5, 1)
-        await all_of(s.stub.GenerateStream(asked(request_id="r")))
+        await all_of(s.stub.GenerateStream(generate_request(request_id="r")))
         assert await cancelled(s) == CANCEL.STATUS_ALREADY_FINISHED
 
 
 async def test_a_cancel_of_an_unknown_request_returns_unknown():
-    async with scene() as s:
+    async with harness() as s:
         assert await cancelled(s) == CANCEL.STATUS_UNKNOWN_REQUEST
-        assert isinstance(await refused(cancelled(s, "")), InvalidArgument)
+        assert isinstance(await error_of_call(cancelled(s, "")), InvalidArgument)

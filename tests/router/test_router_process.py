@@ -130,7 +130,7 @@ def usable(workers: list[FakeWorker]) -> list[FakeWorker]:
     return workers
 
 
-def asked(count: int = 5) -> pb.GenerateRequest:
+def generate_request(count: int = 5) -> pb.GenerateRequest:
     return pb.GenerateRequest(
         request_id="r",
         token_ids=pb.TokenIds(ids=[1, 2, 3]),
@@ -152,7 +152,7 @@ async def test_a_client_is_answered_through_both_pools_and_the_router_drains(
             assert (present.facts.peer.id, present.facts.address) == ("one", running.address)
             async with grpc.aio.insecure_channel(running.address) as channel:
                 stub = services.InferenceServiceStub(channel)
-                call = stub.GenerateStream(asked())
+                call = stub.GenerateStream(generate_request())
                 ids: list[int] = []
                 while len(ids) < 3:
                     ids += (await call.read()).delta.token_ids
@@ -160,7 +160,7 @@ async def test_a_client_is_answered_through_both_pools_and_the_router_drains(
                 await running.line("shutdown")
                 assert (await running.line("readiness"))["state"] == "draining"
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await stub.Generate(asked())
+                    await stub.Generate(generate_request())
                 assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
                 workers[1].go.set()
                 last = None
@@ -181,7 +181,7 @@ async def test_a_router_without_workers_is_ready_and_refuses_requests(server: Pr
         await become_ready(running)
         async with grpc.aio.insecure_channel(running.address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await services.InferenceServiceStub(channel).Generate(asked())
+                await services.InferenceServiceStub(channel).Generate(generate_request())
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 

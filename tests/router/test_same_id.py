@@ -12,19 +12,19 @@ from decant.router.request.valid_request import ValidRequest
 from decant.runtime.errors import AlreadyExists
 from decant.state.errors import StoreUnavailable
 from decant.state.store import Store
-from tests.e2e.fault_injection import RECEIVER, SENDER, Cutting, cutting
+from tests.e2e.fault_injection import RECEIVER, SENDER, FaultInjection, fault_injection
 from tests.router.fake_script import answer
 from tests.router.fake_worker import fleet
-from tests.router.harness import core, ended, make_request, tokens_of, until
+from tests.router.harness import core, make_request, tokens_of, until, until_ended
 
 
 @pytest.fixture
-async def scene(store: Store) -> AsyncIterator[Cutting]:
-    async with cutting(store) as made:
+async def harness(store: Store) -> AsyncIterator[FaultInjection]:
+    async with fault_injection(store) as made:
         yield made
 
 
-def away(patch: pytest.MonkeyPatch, store: Store) -> None:
+def fail_with_outage(patch: pytest.MonkeyPatch, store: Store) -> None:
     async def fails(*_: object, **__: object) -> Any:
         raise StoreUnavailable("away")
 
@@ -32,67 +32,69 @@ def away(patch: pytest.MonkeyPatch, store: Store) -> None:
         patch.setattr(store.requests, name, fails)
 
 
-def pair(scene: Cutting, *, same_payload: bool = False) -> tuple[ValidRequest, list[int], ValidRequest]:
-    first, expected = scene.request()
-    other = first if same_payload else scene.request()[0]
+def pair(harness: FaultInjection, *, same_payload: bool = False) -> tuple[ValidRequest, list[int], ValidRequest]:
+    first, expected = harness.request()
+    other = first if same_payload else harness.request()[0]
     return first, expected, replace(other, key=first.key)
 
 
 @pytest.mark.parametrize("where", [SENDER, RECEIVER])
 async def test_another_payload_under_a_live_id_is_refused_while_the_store_is_unavailable(
-    store: Store, scene: Cutting, monkeypatch: pytest.MonkeyPatch, where: str
+    store: Store, harness: FaultInjection, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    first, expected, other = pair(scene)
-    place = scene.places[where]
+    first, expected, other = pair(harness)
+    worker_harness = harness.workers[where]
     with monkeypatch.context() as patch:
-        away(patch, store)
-        place.device.hold()
-        stream = await scene.one.requests.begin(first)
-        await until(lambda: list(place.prefill.runs()) if where == SENDER else list(place.decode.runs()))
-        refused = await ended(await scene.other.requests.begin(other))
+        fail_with_outage(patch, store)
+        worker_harness.device.hold()
+        stream = await harness.one.requests.begin(first)
+        await until(
+            lambda: list(worker_harness.prefill.runs()) if where == SENDER else list(worker_harness.decode.runs())
+        )
+        refused = await until_ended(await harness.other.requests.begin(other))
         assert isinstance(refused.end, AlreadyExists)
         assert not refused.tokens
-        place.device.go_on()
-        assert tokens_of(await ended(stream)) == expected
-        await scene.quiet()
-    await until(lambda: scene.one.store_is_done and scene.other.store_is_done)
+        worker_harness.device.go_on()
+        assert tokens_of(await until_ended(stream)) == expected
+        await harness.quiet()
+    await until(lambda: harness.one.store_is_done and harness.other.store_is_done)
     found = await store.requests.read(first.key)
     assert (found.payload, found.state) == (first.payload, Generation.STATE_SUCCEEDED)
 
 
 async def test_the_same_payload_is_answered_once_while_the_store_is_unavailable(
-    store: Store, scene: Cutting, monkeypatch: pytest.MonkeyPatch
+    store: Store, harness: FaultInjection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, expected, again = pair(scene, same_payload=True)
-    place = scene.places[RECEIVER]
+    first, expected, again = pair(harness, same_payload=True)
+    worker_harness = harness.workers[RECEIVER]
     with monkeypatch.context() as patch:
-        away(patch, store)
-        place.device.hold()
-        await scene.one.requests.begin(first)
-        await until(lambda: list(place.decode.runs()))
-        stream = await scene.other.requests.begin(again)
-        place.device.go_on()
-        assert tokens_of(await ended(stream)) == expected
-        await scene.quiet()
+        fail_with_outage(patch, store)
+        worker_harness.device.hold()
+        await harness.one.requests.begin(first)
+        await until(lambda: list(worker_harness.decode.runs()))
+        stream = await harness.other.requests.begin(again)
+        worker_harness.device.go_on()
+        assert tokens_of(await until_ended(stream)) == expected
+        await harness.quiet()
 
 
 async def test_of_two_payloads_the_unstored_one_ends_when_the_store_is_back(
-    store: Store, scene: Cutting, monkeypatch: pytest.MonkeyPatch
+    store: Store, harness: FaultInjection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its stream is not resumed: it would continue with the other's tokens."""
-    first, expected, other = pair(scene)
-    stream = await scene.one.answer(first)
+    first, expected, other = pair(harness)
+    stream = await harness.one.answer(first)
     assert tokens_of(stream) == expected
-    await until(lambda: scene.one.store_is_done)
-    await scene.quiet()
-    place = scene.places[RECEIVER]
+    await until(lambda: harness.one.store_is_done)
+    await harness.quiet()
+    worker_harness = harness.workers[RECEIVER]
     with monkeypatch.context() as patch:
-        away(patch, store)
-        place.device.hold()
-        late = await scene.other.requests.begin(other)
+        fail_with_outage(patch, store)
+        worker_harness.device.hold()
+        late = await harness.other.requests.begin(other)
         await until(lambda: late.tokens)
-    assert isinstance((await ended(late)).end, AlreadyExists)
-    place.device.go_on()
+    assert isinstance((await until_ended(late)).end, AlreadyExists)
+    worker_harness.device.go_on()
     assert (await store.requests.read(first.key)).payload == first.payload
 
 

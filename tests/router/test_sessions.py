@@ -362,7 +362,7 @@ async def test_a_malformed_frame_breaks_the_session_and_its_runs() -> None:
 
 @given(st.lists(st.integers(0, 9), max_size=60), st.data())
 def test_tokens_in_any_order_and_repetition_are_each_written_once(order: list[int], data: st.DataObject) -> None:
-    async def scene() -> None:
+    async def main() -> None:
         stream = TokenStream(make_request(max_tokens=10))
         writer = TokenWriter(stream)
         for k in order:
@@ -376,7 +376,7 @@ def test_tokens_in_any_order_and_repetition_are_each_written_once(order: list[in
         assert writer.write(writer.position, 1 << 24) is WriteError.MALFORMED
         assert stream.tokens == [100 + k for k in range(len(stream.tokens))]
 
-    asyncio.run(scene())
+    asyncio.run(main())
 
 
 async def test_nothing_is_written_to_a_stream_that_has_ended() -> None:

@@ -21,7 +21,7 @@ from decant.state.store import Store
 from tests.router.factories import tiny, valid
 from tests.router.fake_script import answer
 from tests.router.fake_worker import fleet
-from tests.router.harness import core, ended, make_request, until
+from tests.router.harness import core, make_request, until, until_ended
 from tests.router.response_reader import Reader, settle
 
 EOS = 1
@@ -127,7 +127,7 @@ PIECES = ["def f", "(x)", ":\n", "    ", "return", "é", "日本", "👨‍👩�
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=8)
 
 
-async def scene(data: st.DataObject) -> tuple[dict[str, Any], list[int], list[str]]:
+async def stopping_case(data: st.DataObject) -> tuple[dict[str, Any], list[int], list[str]]:
     text = "".join(data.draw(TEXTS))
     tokens = await tiny().encode(text, special=False) + data.draw(st.lists(st.integers(2, 4095), max_size=3))
     tokens = [token for token in tokens if token != EOS] or [5]
@@ -152,7 +152,7 @@ async def scene(data: st.DataObject) -> tuple[dict[str, Any], list[int], list[st
 @given(st.data())
 @settings(max_examples=250, deadline=None)
 async def test_output_text_equals_a_search_in_the_whole_text_however_tokens_are_divided(data):
-    fields, tokens, stops = await scene(data)
+    fields, tokens, stops = await stopping_case(data)
     request = await valid(**fields)
     shown, stop = Plain(request, stops).texts(tokens)
     stream = TokenStream(request)
@@ -174,7 +174,7 @@ async def test_output_text_equals_a_search_in_the_whole_text_however_tokens_are_
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 async def test_a_stream_stops_at_the_same_place_however_it_is_divided_and_resumed(data):
-    fields, tokens, stops = await scene(data)
+    fields, tokens, stops = await stopping_case(data)
     request = await valid(**fields)
     shown, stop = Plain(request, stops).texts(tokens)
     stream = TokenStream(request)
@@ -226,7 +226,7 @@ async def test_a_character_that_the_end_completes_can_complete_a_stop_string():
 # -------------------------------------------------------------------------------------------- the token writer
 
 
-async def stopped_pen() -> tuple[TokenWriter, TokenStream, list[int]]:
+async def stopped_writer() -> tuple[TokenWriter, TokenStream, list[int]]:
     request = await valid(stopping=pb.StoppingParams(stop=["return"]))
     tokens = await tiny().encode("x\nreturn x + 1", special=False)
     return TokenWriter(TokenStream(request)), TokenStream(request), tokens
@@ -242,7 +242,7 @@ class StopRecorder:
 
 
 async def test_tokens_after_a_stop_are_dropped_and_not_requested_again():
-    writer, _, tokens = await stopped_pen()
+    writer, _, tokens = await stopped_writer()
     recorder = StopRecorder(writer)
     writer.begin_attempt(recorder)
     base = writer.position
@@ -257,7 +257,7 @@ async def test_tokens_after_a_stop_are_dropped_and_not_requested_again():
 
 
 async def test_a_token_writer_of_an_adopted_stream_continues_its_text():
-    writer, stream, tokens = await stopped_pen()
+    writer, stream, tokens = await stopped_writer()
     base = writer.position
     for place, token in enumerate(tokens):
         writer.write(base + place, token)
@@ -295,10 +295,10 @@ def stops_after(count: int, **more: Any) -> ValidRequest:
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("pools", [(P, D), (D,)])
 async def test_a_stop_string_cancels_the_run_at_its_worker(store: Store, count: int, pools: Any) -> None:
-    async with fleet(*pools) as workers, core(store, workers) as scene:
+    async with fleet(*pools) as workers, core(store, workers) as stopping_case:
         for worker in workers:
             worker.script.pause_at = count  # they would go on
-        stream = await scene.answer(stops_after(count, max_tokens=9))
+        stream = await stopping_case.answer(stops_after(count, max_tokens=9))
         assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_string="stop")
         assert stream.tokens == answer([1, 2, 3], count)
         decoder = workers[-1]
@@ -311,23 +311,23 @@ async def test_a_stop_string_cancels_the_run_at_its_worker(store: Store, count: 
 
 @pytest.mark.parametrize("count", [1, 3])
 async def test_a_stop_at_the_very_last_token_is_a_stop(store: Store, count: int) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
-        stream = await scene.answer(stops_after(count, max_tokens=count))
+    async with fleet(P, D) as workers, core(store, workers) as stopping_case:
+        stream = await stopping_case.answer(stops_after(count, max_tokens=count))
         assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_string="stop")
         assert stream.tokens == answer([1, 2, 3], count)
 
 
 async def test_a_stop_survives_a_lost_worker(store: Store) -> None:
-    async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as scene:
+    async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as stopping_case:
         decode.script.fails_at = [2]
-        stream = await scene.answer(stops_after(4, max_tokens=9))
+        stream = await stopping_case.answer(stops_after(4, max_tokens=9))
         assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_string="stop")
         assert stream.tokens == answer([1, 2, 3], 4)
         assert stream.path.attempts == 2
 
 
 async def test_frames_after_a_stop_are_ignored(store: Store) -> None:
-    async with fleet(D) as (decode,), core(store, [decode]) as scene:
-        stream = await ended(await scene.requests.begin(stops_after(2, max_tokens=200)))
+    async with fleet(D) as (decode,), core(store, [decode]) as stopping_case:
+        stream = await until_ended(await stopping_case.requests.begin(stops_after(2, max_tokens=200)))
         await until(lambda: decode.cancels)
         assert stream.tokens == answer([1, 2, 3], 2)

@@ -22,7 +22,7 @@ from decant.state.store import Store
 from tests.router.abandoned_requests import KEY, PROMPT, left_behind, watching
 from tests.router.fake_script import answer
 from tests.router.fake_worker import fleet
-from tests.router.harness import core, ended, make_request, until
+from tests.router.harness import core, make_request, until, until_ended
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 DEAD = Incarnation("gone", 1)
@@ -58,42 +58,42 @@ async def test_a_request_that_cannot_be_read_is_set_aside_and_others_are_taken_o
     bare.copy(JOURNAL, keys.journal(fine))
     FAULTS[fault](bare)
     await store.open.add(DEAD, [fine])
-    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=60_000) as scene:
-        async with watching(store, scene):
+    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=60_000) as harness:
+        async with watching(store, harness):
             await until(lambda: bare.scard(keys.open_set(DEAD)) == 0)
             await until(lambda: bare.hget(keys.request(fine), "state") == b"5")
         with pytest.raises(Internal):
-            await scene.requests.resume(KEY)
+            await harness.requests.resume(KEY)
         with pytest.raises(Internal):
-            await scene.requests.get(KEY)
+            await harness.requests.get(KEY)
         with pytest.raises(Internal):
-            await scene.requests.cancel(KEY)
+            await harness.requests.cancel(KEY)
 
 
 async def test_unreadable_names_in_open_sets_are_skipped(store: Store, bare: sync_redis.Redis) -> None:
     await left_behind(store, *answer(PROMPT, 2))
     bare.sadd(keys.OWNERS, "no incarnation", b"\xff")
     bare.sadd(keys.open_set(DEAD), b"\xff")
-    async with fleet(P, D) as workers, core(store, workers) as scene, watching(store, scene):
+    async with fleet(P, D) as workers, core(store, workers) as harness, watching(store, harness):
         await until(lambda: workers[1].starts)
-        await ended(await scene.requests.resume(KEY))
+        await until_ended(await harness.requests.resume(KEY))
         await until(lambda: not bare.exists(keys.open_set(DEAD)))
 
 
 async def test_an_owner_that_cannot_be_read_does_not_end_the_journal_writer(
     store: Store, bare: sync_redis.Redis
 ) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
+    async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[1].script.pause_at = 2
-        stream = await scene.requests.begin(make_request("r", max_tokens=5))
-        await until(lambda: scene.owned("r").synced_entries == 2)
+        stream = await harness.requests.begin(make_request("r", max_tokens=5))
+        await until(lambda: harness.owned("r").synced_entries == 2)
         bare.hset(HASH, "owner", b"\xff")
         workers[1].go.set()
-        assert isinstance((await ended(stream)).end, Finish)
-        await until(lambda: scene.router.journal_writer._faults)
-        assert isinstance((await scene.answer(make_request("another"))).end, Finish)
+        assert isinstance((await until_ended(stream)).end, Finish)
+        await until(lambda: harness.router.journal_writer._faults)
+        assert isinstance((await harness.answer(make_request("another"))).end, Finish)
         bare.delete(HASH)
-        await until(lambda: scene.store_is_done)
+        await until(lambda: harness.store_is_done)
 
 
 async def test_stored_tokens_outside_the_vocabulary_are_never_continued(store: Store) -> None:
@@ -102,11 +102,11 @@ async def test_stored_tokens_outside_the_vocabulary_are_never_continued(store: S
     async def restore(_: object) -> Any:
         return make_request(vocab_size=1000)
 
-    async with fleet(P, D) as workers, core(store, workers, restore=restore) as scene:
+    async with fleet(P, D) as workers, core(store, workers, restore=restore) as harness:
         with pytest.raises(UnreadableRequest):
-            await scene.requests.take_over(KEY)
+            await harness.requests.take_over(KEY)
         with pytest.raises(Internal):
-            await scene.requests.resume(KEY)
+            await harness.requests.resume(KEY)
         assert (await store.requests.read(KEY)).owner == DEAD, "it is not adopted"
 
 
@@ -136,18 +136,18 @@ async def test_any_stored_data_is_taken_over_or_refused_with_a_reason(
     store: Store, bare: sync_redis.Redis, seed: int
 ) -> None:
     source = random.Random(seed)
-    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=1) as scene:
+    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=1) as harness:
         for _ in range(40):
             await left_behind(store, *answer(PROMPT, 2))
             for _ in range(source.choice([1, 1, 2])):
                 spoil(bare, source)
-            for ask in (scene.requests.take_over, scene.requests.get, scene.requests.resume):
+            for ask in (harness.requests.take_over, harness.requests.get, harness.requests.resume):
                 with suppress(StateError, ServiceError):
                     await ask(KEY)
             with suppress(StateError, ServiceError):
-                await scene.requests.cancel(KEY)
-            await until(lambda: scene.store_is_done)
+                await harness.requests.cancel(KEY)
+            await until(lambda: harness.store_is_done)
             bare.delete(HASH, JOURNAL, keys.logprobs(KEY))
-        stream = await scene.answer(make_request("another"))
+        stream = await harness.answer(make_request("another"))
         assert isinstance(stream.end, Finish)
-        assert scene.flushing.is_running
+        assert harness.flushing.is_running

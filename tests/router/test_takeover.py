@@ -20,7 +20,7 @@ from decant.state.store import Store
 from tests.router.abandoned_requests import KEY, PROMPT, left_behind, watching
 from tests.router.fake_script import MODEL, answer
 from tests.router.fake_worker import fleet
-from tests.router.harness import core, ended, make_request, tokens_of, until, written
+from tests.router.harness import core, make_request, tokens_of, until, until_ended, until_written
 from tests.state.factories import router_facts
 from tests.worker.waiting import eventually
 
@@ -32,16 +32,16 @@ async def has_state(store: Store, state: State) -> bool:
     return (await store.requests.read(KEY)).state == state
 
 
-def looks_of(store: Store, patch: pytest.MonkeyPatch) -> list[float]:
+def record_lookups(store: Store, patch: pytest.MonkeyPatch) -> list[float]:
     """Times of the event loop at which dead routers were looked for."""
-    orphaned, looks = store.open.orphaned, list[float]()
+    orphaned, lookups = store.open.orphaned, list[float]()
 
-    async def looked() -> set[Incarnation]:
-        looks.append(asyncio.get_running_loop().time())
+    async def look_up() -> set[Incarnation]:
+        lookups.append(asyncio.get_running_loop().time())
         return await orphaned()
 
-    patch.setattr(store.open, "orphaned", looked)
-    return looks
+    patch.setattr(store.open, "orphaned", look_up)
+    return lookups
 
 
 # ------------------------------------------------------------------------------------------------- dead routers
@@ -51,18 +51,18 @@ async def test_a_router_that_a_worker_has_a_session_with_keeps_its_requests(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await left_behind(store, *answer(PROMPT, 2))
-    looks, connected = looks_of(store, monkeypatch), {GONE}
+    lookups, connected = record_lookups(store, monkeypatch), {GONE}
     async with (
         fleet(P, D) as workers,
-        core(store, workers) as scene,
-        watching(store, scene, is_connected=connected.__contains__),
+        core(store, workers) as harness,
+        watching(store, harness, is_connected=connected.__contains__),
     ):
-        await until(lambda: len(looks) > 3)
+        await until(lambda: len(lookups) > 3)
         found = await store.requests.read(KEY)
         assert (found.epoch, found.owner) == (1, GONE)
         connected.clear()
         await until(lambda: workers[1].starts)
-        await ended(await scene.requests.resume(KEY))
+        await until_ended(await harness.requests.resume(KEY))
 
 
 async def test_a_worker_names_the_routers_that_it_has_sessions_with(store: Store) -> None:
@@ -75,8 +75,8 @@ async def test_a_worker_names_the_routers_that_it_has_sessions_with(store: Store
 
 
 async def test_every_router_may_be_alive_until_a_reopened_session_names_those_that_are(store: Store) -> None:
-    async with fleet(D) as workers, core(store, workers) as scene:
-        pool = scene.router.pool
+    async with fleet(D) as workers, core(store, workers) as harness:
+        pool = harness.router.pool
         await until(lambda: not pool.is_connected(GONE))
         (worker,) = pool.of(MODEL)
         worker.session._observer.opened(worker.session)
@@ -90,11 +90,11 @@ async def test_no_router_is_dead_until_the_directory_was_readable_for_a_whole_re
     store: Store, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     lasts = 0.4
-    looks, change, broken = looks_of(store, monkeypatch), store.routers.change, list[float]()
+    lookups, change, broken = record_lookups(store, monkeypatch), store.routers.change, list[float]()
     clock = asyncio.get_running_loop().time
 
     async def fails_once(*args: Any) -> Any:
-        if looks and not broken:
+        if lookups and not broken:
             if fault == "a late answer":
                 await asyncio.sleep(lasts / 4 + 1.0)
             broken.append(clock())
@@ -103,19 +103,19 @@ async def test_no_router_is_dead_until_the_directory_was_readable_for_a_whole_re
         return await change(*args)
 
     monkeypatch.setattr(store.routers, "change", fails_once)
-    async with core(store, []) as scene:
+    async with core(store, []) as harness:
         began = clock()
-        async with watching(store, scene, registration_s=lasts, timings=TakeoverTimings(retry_s=0.01)):
-            await until(lambda: broken and looks[-1] > broken[0])
-    assert looks[0] >= began + lasts
-    assert min(look for look in looks if look > broken[0]) >= broken[0] + lasts
+        async with watching(store, harness, registration_s=lasts, timings=TakeoverTimings(retry_s=0.01)):
+            await until(lambda: broken and lookups[-1] > broken[0])
+    assert lookups[0] >= began + lasts
+    assert min(look for look in lookups if look > broken[0]) >= broken[0] + lasts
 
 
 async def test_a_router_that_reaches_no_worker_leaves_requests_to_others(store: Store) -> None:
     await left_behind(store, *answer(PROMPT, 2))
-    async with core(store, []) as scene:
+    async with core(store, []) as harness:
         with pytest.raises(Unavailable):
-            await scene.requests.take_over(KEY)
+            await harness.requests.take_over(KEY)
     found = await store.requests.read(KEY)
     assert (found.epoch, found.owner) == (1, GONE)
 
@@ -125,37 +125,37 @@ async def test_a_router_that_registers_again_during_its_takeover_keeps_its_entri
 ) -> None:
     await left_behind(store, *answer(PROMPT, 2))
     gate = Gate(monkeypatch, store, "adopt_orphan")
-    async with fleet(P, D) as workers, core(store, workers) as scene, watching(store, scene):
+    async with fleet(P, D) as workers, core(store, workers) as harness, watching(store, harness):
         await gate.arrived.wait()
         registration = await store.routers.register(router_facts(GONE))
-        looks = looks_of(store, monkeypatch)
+        lookups = record_lookups(store, monkeypatch)
         gate.opened.set()
-        await until(lambda: len(looks) > 1)
+        await until(lambda: len(lookups) > 1)
         assert (await store.requests.read(KEY)).owner == GONE
         assert await store.open.of(GONE) == {KEY}, "it is found there should that router be lost later"
         await registration.remove()
         workers[1].script.pause_at = 3
         await until(lambda: workers[1].starts)
-        stream = await scene.requests.resume(KEY)
+        stream = await harness.requests.resume(KEY)
         workers[1].go.set()
-        await ended(stream)
+        await until_ended(stream)
 
 
 async def test_requests_that_no_router_can_run_are_tried_with_backoff(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await left_behind(store, *answer(PROMPT, 2))
-    async with core(store, []) as scene:
-        looks, tries = looks_of(store, monkeypatch), list[float]()
-        take_over = scene.requests.take_over
+    async with core(store, []) as harness:
+        lookups, tries = record_lookups(store, monkeypatch), list[float]()
+        take_over = harness.requests.take_over
 
         async def tried(key: RequestKey) -> None:
             tries.append(asyncio.get_running_loop().time())
             await take_over(key)
 
-        monkeypatch.setattr(scene.requests, "take_over", tried)
-        async with watching(store, scene, registration_s=0.2):
-            await until(lambda: len(tries) >= 4 and len(looks) > len(tries) + 1)
+        monkeypatch.setattr(harness.requests, "take_over", tried)
+        async with watching(store, harness, registration_s=0.2):
+            await until(lambda: len(tries) >= 4 and len(lookups) > len(tries) + 1)
         gaps = [after - before for before, after in pairwise(tries)]
         assert gaps[0] >= 0.05
         assert gaps[2] >= 0.2
@@ -184,31 +184,31 @@ async def test_a_takeover_leaves_a_stream_alone_that_a_client_resumed_meanwhile(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await left_behind(store, *answer(PROMPT, 2))
-    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=1) as scene:
+    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=1) as harness:
         workers[1].script.pause_at = 3
         gate = Gate(monkeypatch, store, "adopt_orphan")
-        taking = asyncio.create_task(scene.requests.take_over(KEY))
+        taking = asyncio.create_task(harness.requests.take_over(KEY))
         await gate.arrived.wait()
-        stream = await scene.requests.resume(KEY)
+        stream = await harness.requests.resume(KEY)
         with ReaderLease(stream):
             gate.opened.set()
             await taking
-            execution = scene.requests.executions.open[KEY]
+            execution = harness.requests.executions.open[KEY]
             assert (execution.stream, execution.disconnect_timer) == (stream, None)
             workers[1].go.set()
-            assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+            assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
 
 
 async def test_a_client_that_resumes_a_request_just_taken_over_keeps_it(store: Store) -> None:
     await left_behind(store, *answer(PROMPT, 2))
-    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=60_000) as scene:
+    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=60_000) as harness:
         workers[1].script.pause_at = 3
-        await scene.requests.take_over(KEY)
-        assert scene.requests.executions.open[KEY].disconnect_timer is not None
-        stream = await scene.requests.resume(KEY)
-        assert scene.requests.executions.open[KEY].disconnect_timer is None
+        await harness.requests.take_over(KEY)
+        assert harness.requests.executions.open[KEY].disconnect_timer is not None
+        stream = await harness.requests.resume(KEY)
+        assert harness.requests.executions.open[KEY].disconnect_timer is None
         workers[1].go.set()
-        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+        assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
 
 
 @pytest.mark.parametrize("call", ["resume", "cancel"])
@@ -216,39 +216,39 @@ async def test_a_client_that_leaves_during_an_adoption_leaves_no_request_without
     store: Store, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     await left_behind(store, *answer(PROMPT, 2))
-    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=50) as scene:
+    async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=50) as harness:
         workers[1].script.pause_at = 3
         gate = Gate(monkeypatch, store, "adopt" if call == "resume" else "cancel")
-        calling = asyncio.create_task(getattr(scene.requests, call)(KEY))
+        calling = asyncio.create_task(getattr(harness.requests, call)(KEY))
         await gate.arrived.wait()
         calling.cancel()
         with suppress(asyncio.CancelledError):
             await calling
-        assert scene.requests.knows(KEY)
+        assert harness.requests.knows(KEY)
         gate.opened.set()
-        await until(lambda: not scene.requests.knows(KEY))
+        await until(lambda: not harness.requests.knows(KEY))
         found = await store.requests.read(KEY)
         assert found.state == Generation.STATE_CANCELLED
         assert found.record.finished, "its owner writes its end"
-        assert await store.open.of(Incarnation.of(scene.router.peer)) == set()
+        assert await store.open.of(Incarnation.of(harness.router.peer)) == set()
 
 
 async def test_an_adoption_whose_reply_is_lost_is_completed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     await left_behind(store, *answer(PROMPT, 2))
-    async with fleet(P, D) as workers, core(store, workers) as scene:
+    async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[1].script.pause_at = 3
         with monkeypatch.context() as patch:
             gate = Gate(patch, store, "adopt")
             gate.answers = False
             gate.opened.set()
             with pytest.raises(Unavailable):
-                await scene.requests.resume(KEY)
-        assert (await store.requests.read(KEY)).owner == Incarnation.of(scene.router.peer)
-        async with watching(store, scene, timings=TakeoverTimings(reclaim_every_s=0.02)):
-            await until(lambda: scene.requests.executions.running)
-            stream = await scene.requests.resume(KEY)
+                await harness.requests.resume(KEY)
+        assert (await store.requests.read(KEY)).owner == Incarnation.of(harness.router.peer)
+        async with watching(store, harness, timings=TakeoverTimings(reclaim_every_s=0.02)):
+            await until(lambda: harness.requests.executions.running)
+            stream = await harness.requests.resume(KEY)
             workers[1].go.set()
-            assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+            assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
 
 
 async def test_an_acceptance_whose_answer_is_lost_does_not_stay_open(
@@ -256,8 +256,8 @@ async def test_an_acceptance_whose_answer_is_lost_does_not_stay_open(
 ) -> None:
     async with (
         fleet(P, D) as workers,
-        core(store, workers, serve_without_redis=False, resume_grace_ms=50) as scene,
-        watching(store, scene),
+        core(store, workers, serve_without_redis=False, resume_grace_ms=50) as harness,
+        watching(store, harness),
     ):
         workers[1].script.pause_at = 2
         with monkeypatch.context() as patch:
@@ -265,8 +265,8 @@ async def test_an_acceptance_whose_answer_is_lost_does_not_stay_open(
             gate.answers = False
             gate.opened.set()
             with pytest.raises(Unavailable):
-                await scene.requests.begin(make_request())
-        async with watching(store, scene, timings=TakeoverTimings(reclaim_every_s=0.02)):
+                await harness.requests.begin(make_request())
+        async with watching(store, harness, timings=TakeoverTimings(reclaim_every_s=0.02)):
             await eventually(partial(has_state, store, Generation.STATE_CANCELLED))
         workers[1].go.set()
 
@@ -275,18 +275,18 @@ async def test_a_drain_waits_for_an_adoption_and_leaves_the_request_to_others(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await left_behind(store, *answer(PROMPT, 2))
-    async with fleet(P, D) as workers, core(store, workers) as scene:
+    async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[1].script.pause_at = 3
         gate = Gate(monkeypatch, store, "adopt")
-        calling = asyncio.create_task(scene.requests.resume(KEY))
+        calling = asyncio.create_task(harness.requests.resume(KEY))
         await gate.arrived.wait()
-        draining = asyncio.create_task(scene.requests.drain())
-        await until(lambda: scene.requests.is_draining)
+        draining = asyncio.create_task(harness.requests.drain())
+        await until(lambda: harness.requests.is_draining)
         assert not draining.done()
         gate.opened.set()
         stream = await calling
-        await written(stream, 2)
-        await scene.requests.close()
+        await until_written(stream, 2)
+        await harness.requests.close()
         await draining
         assert isinstance(stream.end, Exception)
-        assert await store.open.of(Incarnation.of(scene.router.peer)) == {KEY}, "routers that are left find it there"
+        assert await store.open.of(Incarnation.of(harness.router.peer)) == {KEY}, "routers that are left find it there"

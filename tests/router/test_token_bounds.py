@@ -42,7 +42,7 @@ BOUNDED = {
 
 
 @cache
-def made(kind: str) -> tuple[Tokenizer, TextBound]:
+def make_tokenizer(kind: str) -> tuple[Tokenizer, TextBound]:
     tokenizer = BOUNDED[kind]()
     bound = text_bound(tokenizer)
     assert bound is not None, kind
@@ -71,13 +71,13 @@ TEXTS = st.lists(st.one_of(st.text(max_size=20), st.sampled_from([*PARTS, DECOMP
 @given(TEXTS)
 @settings(max_examples=150, deadline=None)
 def test_no_text_has_fewer_tokens_than_its_bound(kind: str, text: str) -> None:
-    tokenizer, bound = made(kind)
+    tokenizer, bound = make_tokenizer(kind)
     assert bound.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 @pytest.mark.parametrize("kind", BOUNDED)
 def test_a_long_text_has_a_bound_that_grows_with_it(kind: str) -> None:
-    _, bound = made(kind)
+    _, bound = make_tokenizer(kind)
     assert bound.least_tokens("x" * 100_000) >= 100 * bound.least_tokens("x" * 900) > 0
     assert bound.least_tokens("") == 0
 

@@ -16,14 +16,14 @@ from decant.runtime.errors import (
 )
 from tests.router.factories import model, tiny
 from tests.router.service_harness import (
-    asked,
-    refused,
-    scene,
+    error_of_call,
+    generate_request,
+    harness,
 )
 
 
 async def test_tokens_go_there_and_back():
-    async with scene() as s:
+    async with harness() as s:
         made = await s.stub.Tokenize(pb.TokenizeRequest(text="x = 😀", return_tokens=True))
         assert made.count == len(made.token_ids) == len(made.tokens)
         assert (made.token_ids[0], made.tokens[0]) == (0, "<|begin|>")
@@ -41,38 +41,38 @@ async def test_text_beyond_the_context_is_refused_before_it_is_tokenized(monkeyp
         raise AssertionError
 
     chat = model(id="chat", chat=ChatTemplate("{{ messages[0].content }}", {}))
-    async with scene(Models([tiny(), chat])) as s:
+    async with harness(Models([tiny(), chat])) as s:
         s.requests.context_length = 64
         monkeypatch.setattr(ServedModel, "encode", never)
         monkeypatch.setattr(ServedModel, "decode", never)
         text = "def f(x):\n" * 1000
         conversation = pb.Messages(messages=[pb.Message(role="user", content=text)])
         calls = {
-            "prompt": s.stub.Generate(asked(prompt=text)),
+            "prompt": s.stub.Generate(generate_request(prompt=text)),
             "messages": s.stub.Generate(pb.GenerateRequest(model="chat", messages=conversation)),
             "text": s.stub.Tokenize(pb.TokenizeRequest(text=text)),
         }
         for field, sent in calls.items():
-            error = await refused(sent)
+            error = await error_of_call(sent)
             assert isinstance(error, InvalidArgument)
             assert (error.field, error.reason) == (field, Reason.PROMPT_TOO_LONG)
             assert "64" in error.limit
             assert error.value.startswith("at least ")
-        error = await refused(s.stub.Detokenize(pb.DetokenizeRequest(token_ids=[5] * 65)))
+        error = await error_of_call(s.stub.Detokenize(pb.DetokenizeRequest(token_ids=[5] * 65)))
         assert isinstance(error, InvalidArgument)
         assert (error.field, error.value) == ("token_ids", "65")
 
 
 async def test_tokenize_and_detokenize_count_as_calls_of_the_tenant():
-    async with scene() as s:
+    async with harness() as s:
         await s.stub.Tokenize(pb.TokenizeRequest(text="x"))
         await s.stub.Detokenize(pb.DetokenizeRequest(token_ids=[5]))
-        assert s.requests.booked_for == ["default", "default"]
+        assert s.requests.quota_tenants == ["default", "default"]
 
 
 async def test_a_conversation_is_tokenized_as_its_model_writes_it():
     chat = model(id="chat", chat=ChatTemplate("{{ first }}{{ messages[0].content }}", {"first": "x"}))
-    async with scene(Models([tiny(), chat])) as s:
+    async with harness(Models([tiny(), chat])) as s:
         messages = pb.Messages(messages=[pb.Message(role="user", content="x = 1")])
         made = await s.stub.Tokenize(pb.TokenizeRequest(model="chat", messages=messages))
         plain = pb.TokenizeRequest(text="xx = 1", add_special_tokens=False)
@@ -80,17 +80,19 @@ async def test_a_conversation_is_tokenized_as_its_model_writes_it():
 
 
 async def test_text_that_can_not_be_tokenized_is_refused():
-    async with scene() as s:
+    async with harness() as s:
         messages = pb.Messages(messages=[pb.Message(role="user", content="x")])
-        assert isinstance(await refused(s.stub.Tokenize(pb.TokenizeRequest())), InvalidArgument)
-        error = await refused(s.stub.Tokenize(pb.TokenizeRequest(messages=messages)))
+        assert isinstance(await error_of_call(s.stub.Tokenize(pb.TokenizeRequest())), InvalidArgument)
+        error = await error_of_call(s.stub.Tokenize(pb.TokenizeRequest(messages=messages)))
         assert isinstance(error, InvalidArgument)
         assert error.field == "messages"
-        error = await refused(s.stub.Tokenize(pb.TokenizeRequest(messages=messages, add_special_tokens=False)))
+        error = await error_of_call(s.stub.Tokenize(pb.TokenizeRequest(messages=messages, add_special_tokens=False)))
         assert isinstance(error, InvalidArgument)
         assert error.field == "add_special_tokens"
-        assert isinstance(await refused(s.stub.Tokenize(pb.TokenizeRequest(model="no", text="x"))), NotFound)
-        assert isinstance(await refused(s.stub.Detokenize(pb.DetokenizeRequest(token_ids=[4096]))), InvalidArgument)
+        assert isinstance(await error_of_call(s.stub.Tokenize(pb.TokenizeRequest(model="no", text="x"))), NotFound)
+        assert isinstance(
+            await error_of_call(s.stub.Detokenize(pb.DetokenizeRequest(token_ids=[4096]))), InvalidArgument
+        )
 
 
 @pytest.mark.parametrize("method", ["ListModels", "GetModel", "GetServerInfo"])
@@ -100,15 +102,15 @@ async def test_unknown_fields_are_refused_by_number_in_every_call(method: str):
         "GetModel": pb.GetModelRequest,
         "GetServerInfo": pb.GetServerInfoRequest,
     }
-    async with scene() as s:
+    async with harness() as s:
         request = newer[method].FromString(b"\xc0\x3e\x01")  # field 1000
-        error = await refused(getattr(s.stub, method)(request))
+        error = await error_of_call(getattr(s.stub, method)(request))
         assert isinstance(error, Unimplemented)
         assert error.field.endswith(".1000")
 
 
 async def test_list_models_and_get_model_describe_the_served_models():
-    async with scene(Models([tiny(), model(id="open", max_context_length=None)])) as s:
+    async with harness(Models([tiny(), model(id="open", max_context_length=None)])) as s:
         listed = (await s.stub.ListModels(pb.ListModelsRequest())).models
         assert [found.id for found in listed] == ["tiny-python", "open"]
         assert listed[0] == await s.stub.GetModel(pb.GetModelRequest())
@@ -118,11 +120,11 @@ async def test_list_models_and_get_model_describe_the_served_models():
         s.requests.context_length = 512
         assert (await s.stub.GetModel(pb.GetModelRequest(model="open"))).max_context_length == 512
         assert (await s.stub.GetModel(pb.GetModelRequest(model="tiny-python"))).max_context_length == 512
-        assert isinstance(await refused(s.stub.GetModel(pb.GetModelRequest(model="no"))), NotFound)
+        assert isinstance(await error_of_call(s.stub.GetModel(pb.GetModelRequest(model="no"))), NotFound)
 
 
 async def test_server_info_has_limits_and_unimplemented_fields():
-    async with scene() as s:
+    async with harness() as s:
         info = await s.stub.GetServerInfo(pb.GetServerInfoRequest())
         assert (info.version, info.router_id, info.default_model) == ("1.2.3", "router-a", "tiny-python")
         assert tuple(info.unimplemented_fields) == UNIMPLEMENTED_FIELDS

@@ -26,7 +26,7 @@ from decant.state.store import Store
 from tests.router.factories import model
 from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import PATIENCE, Core, core, until
-from tests.router.service_harness import made
+from tests.router.service_harness import make_service
 from tests.router.test_migration import moving
 
 PROMPT = "Q7K7Z7X7W7V7"
@@ -50,7 +50,7 @@ def exporter() -> Iterator[InMemorySpanExporter]:
 @asynccontextmanager
 async def serving(running: Core) -> AsyncIterator[str]:
     registry = Registry(process=False)
-    service = made(running.requests, registry, Models([model(id="m")])).service()  # type: ignore[arg-type]
+    service = make_service(running.requests, registry, Models([model(id="m")])).service()  # type: ignore[arg-type]
     server = Server([service], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
     await server.start()
     task = asyncio.create_task(server.run())
@@ -90,7 +90,7 @@ def event_names(span: ReadableSpan) -> list[str]:
 
 
 async def test_a_streamed_request_is_one_tree_without_its_text(store: Store, exporter: InMemorySpanExporter) -> None:
-    async with moving(store, decode="d", prefill="p") as scene, serving(scene.core) as address:
+    async with moving(store, decode="d", prefill="p") as harness, serving(harness.core) as address:
         text = await streamed(address)
         spans = await spans_of(exporter, 8)
     assert tree(spans) == {
@@ -121,10 +121,10 @@ async def test_a_streamed_request_is_one_tree_without_its_text(store: Store, exp
 
 
 async def test_a_migrated_run_has_a_decode_span_at_each_worker(store: Store, exporter: InMemorySpanExporter) -> None:
-    async with moving(store, decode="de") as scene, serving(scene.core) as address:
+    async with moving(store, decode="de") as harness, serving(harness.core) as address:
         answering = asyncio.create_task(streamed(address, 200))
-        await until(lambda: any(scene.runs(name) for name in "de"))
-        scene.drain(next(name for name in "de" if scene.runs(name)))
+        await until(lambda: any(harness.runs(name) for name in "de"))
+        harness.drain(next(name for name in "de" if harness.runs(name)))
         await answering
         spans = await spans_of(exporter, 8)
     decodes = [span for span in spans if span.name == "decode"]

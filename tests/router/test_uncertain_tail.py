@@ -18,44 +18,44 @@ from tests.router.harness import (
     D,
     P,
     core,
-    ended,
     make_request,
     tokens_of,
     until,
-    written,
+    until_ended,
+    until_written,
 )
 
 
-async def begun_behind(stream: TokenStream, after_seq: int) -> None:
+async def resume_behind(stream: TokenStream, after_seq: int) -> None:
     async with asyncio.timeout(PATIENCE):
         await wait_for_resume_point(stream, after_seq)
 
 
 async def test_an_equal_tail_is_resumed(store: Store) -> None:
     await left_behind(store, *answer(PROMPT, 2), layout=LAYOUT)
-    async with fleet(P, D) as workers, core(store, workers) as scene:
+    async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[1].script.pause_at = 3
-        stream = await scene.requests.resume(KEY)
-        waiting = asyncio.create_task(begun_behind(stream, 4))
+        stream = await harness.requests.resume(KEY)
+        waiting = asyncio.create_task(resume_behind(stream, 4))
         await until(lambda: len(stream.tokens) == 3)
         assert not waiting.done(), "the reader has token 4 already, and waits for the next"
         workers[1].go.set()
         await waiting
-        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+        assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
 
 
-@pytest.mark.parametrize("alike", [True, False])
-async def test_the_tail_of_a_new_request_is_what_all_workers_generate(store: Store, alike: bool) -> None:
+@pytest.mark.parametrize("has_equal_bits", [True, False])
+async def test_the_tail_of_a_new_request_is_what_all_workers_generate(store: Store, has_equal_bits: bool) -> None:
     await left_behind(store, layout=None)
     async with fleet(P, D) as workers:
-        workers[0].facts.equal_bits = alike
-        async with core(store, workers) as scene:
-            stream = await scene.requests.resume(KEY)
-            if alike:
-                await begun_behind(stream, 4)
+        workers[0].facts.equal_bits = has_equal_bits
+        async with core(store, workers) as harness:
+            stream = await harness.requests.resume(KEY)
+            if has_equal_bits:
+                await resume_behind(stream, 4)
             else:
                 await refused_behind(stream, 4, certain=0)
-            assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+            assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
 
 
 @pytest.mark.parametrize("layout", [None, 0, LAYOUT + 1])
@@ -63,21 +63,21 @@ async def test_a_tail_that_may_come_out_otherwise_is_refused_with_what_is_certai
     store: Store, layout: int | None
 ) -> None:
     await left_behind(store, *answer(PROMPT, 2), layout=layout)
-    async with fleet(P, D) as workers, core(store, workers) as scene:
+    async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[1].script.pause_at = 3
-        stream = await scene.requests.resume(KEY)
+        stream = await harness.requests.resume(KEY)
         await refused_behind(stream, 4, certain=2)
-        await written(stream, 3)
+        await until_written(stream, 3)
         await refused_behind(stream, 3, certain=2)
-        await begun_behind(stream, 2)
+        await resume_behind(stream, 2)
         workers[1].go.set()
-        assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
-        await begun_behind(stream, 4)
+        assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
+        await resume_behind(stream, 4)
 
 
 async def refused_behind(stream: TokenStream, after_seq: int, *, certain: int) -> None:
     with pytest.raises(Aborted) as caught:
-        await begun_behind(stream, after_seq)
+        await resume_behind(stream, after_seq)
     assert (caught.value.reason, caught.value.fault.resume) == (Reason.TAIL_UNCERTAIN, ResumePoint(0, certain))
 
 
@@ -85,34 +85,34 @@ async def test_one_worker_that_promises_nothing_is_enough_to_refuse(store: Store
     await left_behind(store, *answer(PROMPT, 2), layout=LAYOUT)
     async with fleet(P, D) as workers:
         workers[1].facts.equal_bits = False
-        async with core(store, workers) as scene:
-            stream = await scene.requests.resume(KEY)
+        async with core(store, workers) as harness:
+            stream = await harness.requests.resume(KEY)
             await refused_behind(stream, 4, certain=2)
-            await ended(stream)
+            await until_ended(stream)
 
 
-@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("has_reader", [False, True])
 async def test_an_uncertain_tail_stays_uncertain_in_the_store_until_it_is_generated_again(
-    store: Store, is_read: bool
+    store: Store, has_reader: bool
 ) -> None:
     await left_behind(store, *answer(PROMPT, 2), layout=0)
-    async with fleet(P, D) as workers, core(store, workers) as scene:
+    async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[1].script.pause_at = 4
-        stream = await scene.requests.resume(KEY)
-        await written(stream, 4)
-        if is_read:
-            await begun_behind(stream, 0)
-        await until(lambda: scene.owned("r").synced_entries == 4)
+        stream = await harness.requests.resume(KEY)
+        await until_written(stream, 4)
+        if has_reader:
+            await resume_behind(stream, 0)
+        await until(lambda: harness.owned("r").synced_entries == 4)
         workers[1].go.set()
-        await ended(stream)
-        await until(lambda: scene.store_is_done)
-        again = await scene.requests.resume(KEY)
+        await until_ended(stream)
+        await until(lambda: harness.store_is_done)
+        again = await harness.requests.resume(KEY)
         assert again.recorded is not None
-        if is_read:
-            await begun_behind(again, 4)
+        if has_reader:
+            await resume_behind(again, 4)
         else:
             await refused_behind(again, 4, certain=2)
-            await begun_behind(again, 2)
+            await resume_behind(again, 2)
 
 
 async def test_an_uncertain_tail_stays_uncertain_for_the_next_router(store: Store) -> None:
@@ -120,12 +120,12 @@ async def test_an_uncertain_tail_stays_uncertain_for_the_next_router(store: Stor
     async with fleet(P, D) as workers, core(store, workers) as one, core(store, workers) as two:
         workers[1].script.pause_at = 4
         stream = await one.requests.resume(KEY)
-        await written(stream, 4)
+        await until_written(stream, 4)
         await until(lambda: one.owned("r").synced_entries == 4)
         stream = await two.requests.resume(KEY)
         await refused_behind(stream, 3, certain=2)
         workers[1].go.set()
-        await ended(stream)
+        await until_ended(stream)
 
 
 async def test_the_next_attempt_continues_from_the_tokens_already_sent(store: Store) -> None:
@@ -133,27 +133,27 @@ async def test_the_next_attempt_continues_from_the_tokens_already_sent(store: St
         for worker in workers:
             worker.facts.equal_bits = False
         workers[1].script.fails_at = workers[2].script.fails_at = [3]
-        async with core(store, workers) as scene:
-            stream = await scene.answer(make_request())
+        async with core(store, workers) as harness:
+            stream = await harness.answer(make_request())
             assert tokens_of(stream) == answer(PROMPT, 5)
             assert stream.path.attempts > 1
-            await begun_behind(stream, 4)
+            await resume_behind(stream, 4)
 
 
 async def test_a_reader_that_waits_for_a_tail_gets_the_requests_end(store: Store) -> None:
     await left_behind(store, *answer(PROMPT, 2), layout=LAYOUT)
-    async with fleet(P, D) as workers, core(store, workers) as scene:
+    async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[1].script.pause_at = 3
-        stream = await scene.requests.resume(KEY)
-        waiting = asyncio.create_task(begun_behind(stream, 4))
+        stream = await harness.requests.resume(KEY)
+        waiting = asyncio.create_task(resume_behind(stream, 4))
         await until(lambda: len(stream.tokens) == 3)
-        await scene.requests.cancel(KEY)
+        await harness.requests.cancel(KEY)
         with pytest.raises(Cancelled):
             await waiting
 
 
 async def test_a_resume_point_after_the_last_token_is_refused(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
-        stream = await scene.answer(make_request())
+    async with fleet(P, D) as workers, core(store, workers) as harness:
+        stream = await harness.answer(make_request())
         with pytest.raises(OutOfRange):
-            await begun_behind(stream, 6)
+            await resume_behind(stream, 6)

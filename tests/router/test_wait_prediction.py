@@ -27,7 +27,7 @@ from decant.state.store import Store
 from tests.router.factories import model
 from tests.router.fake_script import MODEL
 from tests.router.fake_worker import fleet
-from tests.router.harness import Core, core, ended, make_request, until
+from tests.router.harness import Core, core, make_request, until, until_ended
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 
@@ -100,56 +100,56 @@ def test_nothing_is_predicted_before_anything_was_measured() -> None:
 # ---------------------------------------------------------------------------------------- over scripted workers
 
 
-def predicting(scene: Core, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scene.router.pool.wait_predictors[MODEL], "predict", lambda priority: seconds)
+def predicting(harness: Core, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness.router.pool.wait_predictors[MODEL], "predict", lambda priority: seconds)
 
 
 async def test_a_request_whose_wait_exceeds_its_time_is_refused_with_the_wait(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fleet(P, D) as workers, core(store, workers, max_queue_seconds=30) as scene:
-        predicting(scene, 20.0, monkeypatch)
+    async with fleet(P, D) as workers, core(store, workers, max_queue_seconds=30) as harness:
+        predicting(harness, 20.0, monkeypatch)
         with pytest.raises(QueueFull) as refused:
-            await scene.requests.begin(make_request(seconds=10))
+            await harness.requests.begin(make_request(seconds=10))
         assert refused.value.retry_after == 20.0
         assert "20.0 s" in str(refused.value)
         assert not workers[0].prefills
-        await ended(await scene.requests.begin(make_request(seconds=60)))
+        await until_ended(await harness.requests.begin(make_request(seconds=60)))
         workers[1].script.pause_at = 2
-        running = await scene.requests.begin(make_request("without a deadline"))
-        predicting(scene, 31.0, monkeypatch)
+        running = await harness.requests.begin(make_request("without a deadline"))
+        predicting(harness, 31.0, monkeypatch)
         with pytest.raises(QueueFull, match="at most 30 s") as refused:
-            await scene.requests.begin(make_request("another"))
+            await harness.requests.begin(make_request("another"))
         assert refused.value.retry_after == 31.0
-        again = await scene.requests.begin(make_request("without a deadline"))
+        again = await harness.requests.begin(make_request("without a deadline"))
         assert again is running, "one that was accepted is answered, whatever is predicted now"
         workers[1].go.set()
-        await ended(running)
+        await until_ended(running)
 
 
 async def test_requests_that_wait_for_a_place_count_against_the_limit(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers, queue_limit=2) as scene:
+    async with fleet(P, D) as workers, core(store, workers, queue_limit=2) as harness:
         workers[0].load.takes_prompts = False
-        (view,) = [worker.load for worker in scene.router.pool.of(MODEL) if worker.load.role == wire.ROLE_PREFILL]
+        (view,) = [worker.load for worker in harness.router.pool.of(MODEL) if worker.load.role == wire.ROLE_PREFILL]
         await until(lambda: not view.takes_prompts)
-        waiting = [await scene.requests.begin(make_request(f"r{place}")) for place in range(2)]
-        await until(lambda: len(scene.router.pool.waiting_lines[MODEL]) == 2)
+        waiting = [await harness.requests.begin(make_request(f"r{place}")) for place in range(2)]
+        await until(lambda: len(harness.router.pool.waiting_lines[MODEL]) == 2)
         with pytest.raises(QueueFull, match="2 requests"):
-            await scene.requests.begin(make_request("another"))
+            await harness.requests.begin(make_request("another"))
         workers[0].load.takes_prompts = True
         for stream in waiting:
-            await ended(stream)
-        assert len(scene.router.pool.wait_predictors[MODEL]) == 0
+            await until_ended(stream)
+        assert len(harness.router.pool.wait_predictors[MODEL]) == 0
 
 
 @pytest.mark.slow
 async def test_every_call_of_a_burst_ends_with_tokens_or_with_a_named_error(store: Store) -> None:
     calls = 1500
-    async with fleet(P, D) as workers, core(store, workers, max_active=8, queue_limit=16) as scene:
+    async with fleet(P, D) as workers, core(store, workers, max_active=8, queue_limit=16) as harness:
         served = Models([model(id=MODEL)])
         about = ServerInfoSource(Incarnation("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
         service = InferenceService(
-            served, scene.requests, about, RequestMetrics(Registry(process=False)), NoAuthentication(served)
+            served, harness.requests, about, RequestMetrics(Registry(process=False)), NoAuthentication(served)
         )
         settings = ServerSettings(port=0, drain_seconds=1.0)
         server = Server([service.service()], settings, Readiness(), Registry(process=False))
@@ -184,18 +184,18 @@ async def outcome(stub: Any, place: int) -> str:
 
 
 async def test_a_known_request_is_not_refused_before_it_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
+    async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[1].script.pause_at = 1
-        stream = await scene.requests.begin(make_request())
-        predicting(scene, 1e6, monkeypatch)
-        await scene.requests.check_wait(stream.request.key, MODEL, 0, Deadline())
+        stream = await harness.requests.begin(make_request())
+        predicting(harness, 1e6, monkeypatch)
+        await harness.requests.check_wait(stream.request.key, MODEL, 0, Deadline())
         with pytest.raises(QueueFull):
-            await scene.requests.check_wait(RequestKey("default", "new"), MODEL, 0, Deadline())
+            await harness.requests.check_wait(RequestKey("default", "new"), MODEL, 0, Deadline())
         with monkeypatch.context() as patch:
-            patch.setattr(scene.router.journal_writer, "is_unavailable", True)
-            await scene.requests.check_wait(stream.request.key, MODEL, 0, Deadline())
+            patch.setattr(harness.router.journal_writer, "is_unavailable", True)
+            await harness.requests.check_wait(stream.request.key, MODEL, 0, Deadline())
         workers[1].go.set()
-        await ended(stream)
+        await until_ended(stream)
 
 
 @pytest.mark.parametrize("is_ended", [True, False], ids=["ended", "open"])
@@ -207,14 +207,14 @@ async def test_a_request_that_another_router_accepted_is_not_refused_for_its_wai
             workers[1].script.pause_at = 2
         stream = await one.requests.begin(make_request())
         if is_ended:
-            await ended(stream)
+            await until_ended(stream)
             await until(lambda: one.store_is_done)
         predicting(two, 1e6, monkeypatch)
         key = stream.request.key
         await two.requests.check_wait(key, MODEL, 0, Deadline())
         again = await two.requests.begin(make_request())
         workers[1].go.set()
-        assert isinstance((await ended(again)).end, Finish)
+        assert isinstance((await until_ended(again)).end, Finish)
         with pytest.raises(AlreadyExists):
             await two.requests.begin(make_request(max_tokens=6))
         with pytest.raises(QueueFull):

@@ -16,7 +16,7 @@ from decant.state.ids import Incarnation
 from decant.state.store import Store
 from tests.router.fake_script import answer
 from tests.router.fake_worker import FakeWorker, fleet
-from tests.router.harness import Core, core, ended, make_request, tokens_of, until, written
+from tests.router.harness import Core, core, make_request, tokens_of, until, until_ended, until_written
 
 P, P2 = ("p", wire.ROLE_PREFILL), ("p2", wire.ROLE_PREFILL)
 D, D2 = ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
@@ -25,7 +25,7 @@ PROMPT = [1, 2, 3]
 
 
 @dataclass
-class Scene:
+class Harness:
     places: dict[Kind, int]
     line: WaitingLine = field(default_factory=WaitingLine)
     placed: list[str] = field(default_factory=list)
@@ -55,74 +55,74 @@ class Scene:
 
 @given(st.integers(0, 12), st.integers(0, 12), st.randoms(use_true_random=False))
 def test_n_places_wake_n_requests_and_one_that_finds_none(waiting: int, places: int, draw: random.Random) -> None:
-    scene = Scene({})
+    harness = Harness({})
     orders = [float(draw.randrange(5)) for _ in range(waiting)]
-    waiters = [scene.join(f"{place}", order) for place, order in enumerate(orders)]
-    scene.open(PREFILL, places, *waiters)
+    waiters = [harness.join(f"{place}", order) for place, order in enumerate(orders)]
+    harness.open(PREFILL, places, *waiters)
     first = sorted(range(waiting), key=lambda place: (orders[place], place))
-    assert scene.placed == [str(place) for place in first[:places]]
-    assert scene.line.wake_ups == scene.tries == min(waiting, places + 1)
-    assert len(scene.line) == max(0, waiting - places)
+    assert harness.placed == [str(place) for place in first[:places]]
+    assert harness.line.wake_ups == harness.tries == min(waiting, places + 1)
+    assert len(harness.line) == max(0, waiting - places)
 
 
 def test_a_request_that_waits_for_another_kind_of_place_blocks_no_other() -> None:
-    scene = Scene({})
-    first, second = scene.join("first", 1.0, TOKENS), scene.join("second", 2.0)
-    scene.open(PREFILL, 1, first, second)
-    assert scene.placed == ["second"]
-    assert scene.line.kinds == (TOKENS,)
+    harness = Harness({})
+    first, second = harness.join("first", 1.0, TOKENS), harness.join("second", 2.0)
+    harness.open(PREFILL, 1, first, second)
+    assert harness.placed == ["second"]
+    assert harness.line.kinds == (TOKENS,)
 
 
 def test_of_several_available_kinds_the_first_in_order_goes_first() -> None:
-    scene = Scene({})
-    late, early = scene.join("late", 2.0), scene.join("early", 1.0, TOKENS)
-    scene.places = {PREFILL: 1, TOKENS: 1}
-    scene.line.open([PREFILL, TOKENS])
-    scene.open(PREFILL, 0, late, early)
-    assert scene.placed == ["early", "late"]
+    harness = Harness({})
+    late, early = harness.join("late", 2.0), harness.join("early", 1.0, TOKENS)
+    harness.places = {PREFILL: 1, TOKENS: 1}
+    harness.line.open([PREFILL, TOKENS])
+    harness.open(PREFILL, 0, late, early)
+    assert harness.placed == ["early", "late"]
 
 
 def test_a_request_that_leaves_at_its_turn_passes_it_on() -> None:
-    scene = Scene({PREFILL: 1})
-    leaving, next = scene.join("leaving"), scene.join("next")
-    scene.line.open([PREFILL])
-    assert scene.line.is_turn_of(leaving)
-    scene.line.placed(leaving)
-    scene.line.placed(leaving)
-    assert scene.line.is_turn_of(next)
-    scene.open(PREFILL, 0, next)
-    assert scene.placed == ["next"]
-    assert not scene.line
+    harness = Harness({PREFILL: 1})
+    leaving, next = harness.join("leaving"), harness.join("next")
+    harness.line.open([PREFILL])
+    assert harness.line.is_turn_of(leaving)
+    harness.line.placed(leaving)
+    harness.line.placed(leaving)
+    assert harness.line.is_turn_of(next)
+    harness.open(PREFILL, 0, next)
+    assert harness.placed == ["next"]
+    assert not harness.line
 
 
 def test_a_request_that_leaves_the_queue_changes_no_order() -> None:
-    scene = Scene({PREFILL: 1})
-    first, leaving = scene.join("first"), scene.join("leaving")
-    scene.line.open([PREFILL])
-    scene.line.placed(leaving)
-    assert scene.line.is_turn_of(first)
-    scene.line.not_placed(leaving)
-    assert scene.line.is_turn_of(first)
+    harness = Harness({PREFILL: 1})
+    first, leaving = harness.join("first"), harness.join("leaving")
+    harness.line.open([PREFILL])
+    harness.line.placed(leaving)
+    assert harness.line.is_turn_of(first)
+    harness.line.not_placed(leaving)
+    assert harness.line.is_turn_of(first)
 
 
 # ------------------------------------------------------------------------------------ over scripted workers
 
 
-async def waiting(scene: Core, workers: list[FakeWorker], count: int) -> WaitingLine:
+async def waiting(harness: Core, workers: list[FakeWorker], count: int) -> WaitingLine:
     for worker in workers:
         worker.load.takes_prompts = False
-    views = [worker.load for worker in scene.router.pool.of("m") if worker.load.role == wire.ROLE_PREFILL]
+    views = [worker.load for worker in harness.router.pool.of("m") if worker.load.role == wire.ROLE_PREFILL]
     await until(lambda: not any(view.takes_prompts for view in views))
-    line = scene.router.pool.waiting_lines["m"]
+    line = harness.router.pool.waiting_lines["m"]
     for place in range(count):
-        await scene.requests.begin(make_request(f"r{place}"))
+        await harness.requests.begin(make_request(f"r{place}"))
     await until(lambda: len(line) == count)
     return line
 
 
-async def heartbeats(scene: Core, count: int) -> None:
-    received = dict.fromkeys((worker.incarnation for worker in scene.router.pool.of("m")), 0)
-    for worker in scene.router.pool.of("m"):
+async def heartbeats(harness: Core, count: int) -> None:
+    received = dict.fromkeys((worker.incarnation for worker in harness.router.pool.of("m")), 0)
+    for worker in harness.router.pool.of("m"):
         apply = worker.load.apply_heartbeat
 
         def counted(
@@ -138,10 +138,10 @@ async def heartbeats(scene: Core, count: int) -> None:
 
 
 async def test_a_heartbeat_of_a_worker_that_takes_nothing_wakes_no_request(store: Store) -> None:
-    async with fleet(P, P2, D, D2) as workers, core(store, workers) as scene:
-        line = await waiting(scene, workers[:2], 20)
+    async with fleet(P, P2, D, D2) as workers, core(store, workers) as harness:
+        line = await waiting(harness, workers[:2], 20)
         before = line.wake_ups
-        await heartbeats(scene, 4)
+        await heartbeats(harness, 4)
         assert line.wake_ups == before
         workers[0].load.takes_prompts = True
         await until(lambda: not line)
@@ -149,24 +149,24 @@ async def test_a_heartbeat_of_a_worker_that_takes_nothing_wakes_no_request(store
 
 
 async def test_a_refusal_ends_the_turns_and_the_refused_is_first_again(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
-        line = await waiting(scene, workers[:1], 5)
+    async with fleet(P, D) as workers, core(store, workers) as harness:
+        line = await waiting(harness, workers[:1], 5)
         before = line.wake_ups
         workers[0].script.refuse = [wire.CAUSE_BUSY]
         workers[0].load.takes_prompts = True
         await until(lambda: not line)
-        streams = [await scene.requests.begin(make_request(f"r{place}")) for place in range(5)]
+        streams = [await harness.requests.begin(make_request(f"r{place}")) for place in range(5)]
         for stream in streams:
-            assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+            assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
         assert line.wake_ups - before <= 2 * 5 + 2
 
 
 async def test_the_urgent_are_placed_first_whenever_they_came(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
-        line = await waiting(scene, workers[:1], 3)
+    async with fleet(P, D) as workers, core(store, workers) as harness:
+        line = await waiting(harness, workers[:1], 3)
         urgent = make_request("urgent")
         urgent.engine_request.priority = 1000
-        await scene.requests.begin(urgent)
+        await harness.requests.begin(urgent)
         await until(lambda: len(line) == 4)
         workers[0].load.takes_prompts = True
         await until(lambda: len(workers[0].prefills) == 4)
@@ -177,11 +177,11 @@ async def test_the_urgent_are_placed_first_whenever_they_came(store: Store) -> N
 async def test_a_draining_worker_that_no_other_can_relieve_costs_no_placement(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with fleet(D) as workers, core(store, workers) as scene:
+    async with fleet(D) as workers, core(store, workers) as harness:
         workers[0].script.pause_at = 2
-        streams = [await scene.requests.begin(make_request(f"r{place}")) for place in range(5)]
+        streams = [await harness.requests.begin(make_request(f"r{place}")) for place in range(5)]
         for stream in streams:
-            await written(stream, 2)
+            await until_written(stream, 2)
         placements = 0
 
         def snapshot(*_: object) -> list[WorkerSnapshot]:
@@ -189,23 +189,25 @@ async def test_a_draining_worker_that_no_other_can_relieve_costs_no_placement(
             placements += 1
             return []
 
-        monkeypatch.setattr(scene.router.pool, "snapshot", snapshot)
+        monkeypatch.setattr(harness.router.pool, "snapshot", snapshot)
         workers[0].load.draining = True
-        await heartbeats(scene, 4)
+        await heartbeats(harness, 4)
         assert not placements
         monkeypatch.undo()
         workers[0].load.draining = False
         workers[0].go.set()
         for stream in streams:
-            assert tokens_of(await ended(stream)) == answer(PROMPT, 5)
+            assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
 
 
 async def test_a_request_cancelled_at_its_turn_blocks_no_other(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers) as scene:
-        line = await waiting(scene, workers[:1], 4)
+    async with fleet(P, D) as workers, core(store, workers) as harness:
+        line = await waiting(harness, workers[:1], 4)
         line.open(line.kinds)
-        await asyncio.gather(*(scene.requests.cancel(make_request(f"r{place}").key) for place in (0, 2)))
+        await asyncio.gather(*(harness.requests.cancel(make_request(f"r{place}").key) for place in (0, 2)))
         workers[0].load.takes_prompts = True
         await until(lambda: not line)
         for place in (1, 3):
-            assert tokens_of(await ended(await scene.requests.begin(make_request(f"r{place}")))) == answer(PROMPT, 5)
+            assert tokens_of(await until_ended(await harness.requests.begin(make_request(f"r{place}")))) == answer(
+                PROMPT, 5
+            )

@@ -52,9 +52,9 @@ def test_a_load_of_before_does_not_hide_what_is_there() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["come", "go", "tell"]), st.integers(0, 9)), max_size=30))
-def test_a_count_is_never_less_than_what_is_ours(story: list[tuple[str, int]]) -> None:
+def test_a_count_is_never_less_than_what_is_ours(actions: list[tuple[str, int]]) -> None:
     count, ours = CorrectedCounter(), list[int]()
-    for kind, amount in story:
+    for kind, amount in actions:
         if kind == "come":
             count.add(amount)
             ours.append(amount)
@@ -82,9 +82,9 @@ steps = st.tuples(
 
 
 @given(st.lists(steps, max_size=30))
-def test_a_snapshot_is_never_older_than_the_last_change(story: list[tuple[str, int, bool]]) -> None:
+def test_a_snapshot_is_never_older_than_the_last_change(actions: list[tuple[str, int, bool]]) -> None:
     known, sent = view(), list[LoadReservation]()
-    for kind, amount, flag in story:
+    for kind, amount, flag in actions:
         if kind == "reserve":
             sent.append(known.reserve(ANY, amount, computed=flag))
         elif kind == "prefilled" and sent:

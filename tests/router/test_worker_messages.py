@@ -32,7 +32,7 @@ from decant.state.store import Store
 from tests.router import fake_prefill, fake_script, fake_session
 from tests.router.fake_script import logprobs_from_wire
 from tests.router.fake_worker import FakeWorker, fleet
-from tests.router.harness import Core, core, ended, make_request, until, written
+from tests.router.harness import Core, core, make_request, until, until_ended, until_written
 from tests.router.run_recorder import RunRecorder
 
 P, D, D2 = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
@@ -105,11 +105,11 @@ def spoil(patch: pytest.MonkeyPatch, fault: Callable[[wire.TokenLogprobs], None]
         patch.setattr(module, "output_logprobs", odd)
 
 
-async def all_goes_on(scene: Core) -> None:
-    stream = await scene.answer(make_request("another"))
+async def all_goes_on(harness: Core) -> None:
+    stream = await harness.answer(make_request("another"))
     assert isinstance(stream.end, Finish)
     assert stream.resumable
-    assert scene.flushing.is_running
+    assert harness.flushing.is_running
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -118,13 +118,13 @@ async def test_a_worker_whose_logprobs_are_malformed_ends_that_request_alone(
     store: Store, monkeypatch: pytest.MonkeyPatch, fault: Callable[[wire.TokenLogprobs], None], pools: Any
 ) -> None:
     spoil(monkeypatch, fault, times=1000)
-    async with fleet(*pools) as workers, core(store, workers) as scene:
+    async with fleet(*pools) as workers, core(store, workers) as harness:
         with suppress(ServiceError):
-            stream = await scene.answer(make_request(shown=SHOWN))
+            stream = await harness.answer(make_request(shown=SHOWN))
             assert isinstance(stream.end, Aborted | Unavailable)
             assert stream.end.reason is Reason.WORKERS_LOST
             assert len(stream.logprobs) == len(stream.tokens)
-        await all_goes_on(scene)
+        await all_goes_on(harness)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -132,8 +132,8 @@ async def test_one_malformed_message_costs_an_attempt_and_not_the_request(
     store: Store, monkeypatch: pytest.MonkeyPatch, fault: Callable[[wire.TokenLogprobs], None]
 ) -> None:
     spoil(monkeypatch, fault, times=1)
-    async with fleet(D, D2) as workers, core(store, workers) as scene:
-        stream = await scene.answer(make_request(shown=SHOWN))
+    async with fleet(D, D2) as workers, core(store, workers) as harness:
+        stream = await harness.answer(make_request(shown=SHOWN))
         assert isinstance(stream.end, Finish)
         assert stream.path.attempts == 2
         assert stream.logprobs.entries() == [logprobs_from_wire(token, 1) for token in stream.tokens]
@@ -279,7 +279,7 @@ def messages(seed: int, runs: list[wire.Run], count: int) -> Iterator[wire.Worke
 def test_a_session_handles_any_message_or_breaks_cleanly(seed: int) -> None:
     """ValueError breaks the session, after which its runs move elsewhere."""
 
-    async def scene() -> None:
+    async def main() -> None:
         async with unconnected_session() as session:
             streams = [follow(session, request, slot, logprobs=1)[0] for slot, request in enumerate("ab")]
             for message in messages(seed, RUNS, 40):
@@ -288,46 +288,46 @@ def test_a_session_handles_any_message_or_breaks_cleanly(seed: int) -> None:
             for stream in streams:
                 assert len(stream.logprobs) == len(stream.tokens) <= 1000
 
-    asyncio.run(scene())
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_the_router_survives_any_message_of_a_worker(store: Store, seed: int) -> None:
-    async with fleet(D, D2) as workers, core(store, workers, resume_grace_ms=0) as scene:
+    async with fleet(D, D2) as workers, core(store, workers, resume_grace_ms=0) as harness:
         for worker in workers:
             worker.script.pause_at = 2
-        stream = await scene.requests.begin(make_request(max_tokens=50, shown=SHOWN))
-        await written(stream, 2)
+        stream = await harness.requests.begin(make_request(max_tokens=50, shown=SHOWN))
+        await until_written(stream, 2)
         for number, message in enumerate(messages(seed, [*_runs(workers), *RUNS], 60)):
             if stream.end is not None:
-                stream = await _again(scene, number)
+                stream = await _again(harness, number)
             for worker in workers:
                 worker._send(message)
             await asyncio.sleep(0.005)
         for worker in workers:
             worker.script.pause_at = None
             worker.go.set()
-        await ended(stream)
-        await until(lambda: any(worker.is_usable for worker in scene.router.pool.of(fake_script.MODEL)))
-        await all_goes_on(scene)
+        await until_ended(stream)
+        await until(lambda: any(worker.is_usable for worker in harness.router.pool.of(fake_script.MODEL)))
+        await all_goes_on(harness)
 
 
 def _runs(workers: list[FakeWorker]) -> list[wire.Run]:
     return [run.run for worker in workers for run in worker.runs.values()]
 
 
-async def _again(scene: Core, number: int) -> TokenStream:
+async def _again(harness: Core, number: int) -> TokenStream:
     while True:
         with suppress(ServiceError):
-            return await scene.requests.begin(make_request(f"r{number}", max_tokens=50, shown=SHOWN))
+            return await harness.requests.begin(make_request(f"r{number}", max_tokens=50, shown=SHOWN))
         await asyncio.sleep(0.05)
 
 
 async def test_a_role_that_only_a_newer_build_knows_ends_no_router(store: Store) -> None:
     async with fleet(P, D, D2) as workers:
         workers[2].facts.role = 99  # type: ignore[assignment]
-        async with core(store, workers) as scene:
-            assert isinstance((await scene.answer(make_request())).end, Finish)
+        async with core(store, workers) as harness:
+            assert isinstance((await harness.answer(make_request())).end, Finish)
 
 
 def test_a_cause_that_only_a_newer_build_knows_fails_an_attempt() -> None:

@@ -71,7 +71,7 @@ def services(script: Script) -> list[Service]:
 
 
 @dataclass
-class Scene:
+class Harness:
     server: Server
     registry: Registry
     channel: grpc.aio.Channel
@@ -94,14 +94,14 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(
+async def harness(
     *,
     drain: Callable[[], Awaitable[None]] | None = None,
     warm_up: Callable[[Server], Awaitable[None]] | None = None,
     peer: PeerTls | None = None,
     options: tuple[tuple[str, int], ...] | None = None,
     **settings: Any,
-) -> AsyncIterator[Scene]:
+) -> AsyncIterator[Harness]:
     script = Script()
     registry = Registry(process=False)
     listening = ServerSettings(**{"port": 0, "drain_seconds": 10 * PATIENCE, **settings})
@@ -113,7 +113,7 @@ async def scene(
     else:
         channel = grpc.aio.insecure_channel(server.address, options)
     try:
-        yield Scene(server, registry, channel, script, running)
+        yield Harness(server, registry, channel, script, running)
     finally:
         await channel.close()
         if not running.done():

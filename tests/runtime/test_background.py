@@ -15,7 +15,7 @@ async def crash() -> None:
     raise ValueError("broken")
 
 
-async def test_runs_inside_the_block_only() -> None:
+async def test_a_background_task_runs_only_inside_its_block() -> None:
     async with BackgroundTask("forever", forever) as task:
         await asyncio.sleep(0)
         assert task.is_running
@@ -104,7 +104,7 @@ async def test_a_task_may_return_by_itself_and_be_closed_twice() -> None:
     assert not crashes
 
 
-async def test_starts_once() -> None:
+async def test_a_background_task_starts_once() -> None:
     async with BackgroundTask("forever", forever) as task:
         with pytest.raises(RuntimeError, match="forever was started before"):
             task.start()

@@ -15,7 +15,7 @@ from decant.runtime.serving.server_settings import ServerSettings, server_option
 from decant.runtime.settings import InvalidSettings, SettingError
 from decant.runtime.settings_sources import load
 from tests.runtime.certificates import Certificates
-from tests.runtime.harness import scene
+from tests.runtime.harness import harness
 from tests.worker.waiting import PATIENCE
 
 
@@ -44,7 +44,7 @@ async def refused(address: str, peer: PeerTls) -> None:
 
 
 async def test_tls_authenticates_the_server(certificates: Certificates, others: Certificates) -> None:
-    async with scene(tls_certificate=certificates.certificate, tls_key=certificates.key) as s:
+    async with harness(tls_certificate=certificates.certificate, tls_key=certificates.key) as s:
         assert await version(open_channel(s.server.address, PeerTls(peer_ca=certificates.ca))) == "1"
         named = PeerTls(peer_ca=certificates.ca, peer_name="worker.decant")
         assert await version(open_channel(s.server.address, named)) == "1"
@@ -55,7 +55,7 @@ async def test_tls_authenticates_the_server(certificates: Certificates, others: 
 
 async def test_mutual_tls_authenticates_the_client(certificates: Certificates, others: Certificates) -> None:
     ours = certificates
-    async with scene(tls_certificate=ours.certificate, tls_key=ours.key, tls_client_ca=ours.ca) as s:
+    async with harness(tls_certificate=ours.certificate, tls_key=ours.key, tls_client_ca=ours.ca) as s:
         whole = PeerTls(peer_ca=ours.ca, peer_certificate=ours.certificate, peer_key=ours.key)
         assert await version(open_channel(s.server.address, whole)) == "1"
         await refused(s.server.address, PeerTls(peer_ca=ours.ca))
@@ -89,7 +89,7 @@ async def test_a_server_uses_replaced_tls_files_without_a_restart(
     certificates: Certificates, others: Certificates, tmp_path: Path
 ) -> None:
     files = Rotating(tmp_path / "tls", certificates)
-    async with scene(peer=peer_of(certificates), **files.tls) as s:
+    async with harness(peer=peer_of(certificates), **files.tls) as s:
         await s.inference.GetServerInfo(pb.GetServerInfoRequest(), timeout=PATIENCE)
         files.replace(others)
         assert await version(open_channel(s.server.address, peer_of(others))) == "1"
@@ -101,7 +101,7 @@ async def test_a_server_keeps_its_certificate_while_the_files_do_not_fit_togethe
     certificates: Certificates, others: Certificates, tmp_path: Path
 ) -> None:
     files = Rotating(tmp_path / "tls", certificates)
-    async with scene(**files.tls) as s:
+    async with harness(**files.tls) as s:
         files.tls["tls_key"].write_bytes(others.key.read_bytes())
         assert await version(open_channel(s.server.address, peer_of(certificates))) == "1"
         files.tls["tls_certificate"].unlink()
@@ -162,7 +162,7 @@ async def test_the_remaining_deadline_is_passed_to_the_next_call() -> None:
             await s.inference.Generate(pb.GenerateRequest(), timeout=remaining(context))
         return pb.GenerateResponse()
 
-    async with scene() as s:
+    async with harness() as s:
         s.script.unary = unary
         await s.inference.Generate(pb.GenerateRequest(prompt="on"), timeout=9)
         await s.inference.Generate(pb.GenerateRequest())
@@ -222,7 +222,7 @@ async def test_pings_during_a_long_silence_do_not_end_the_connection() -> None:
     port = plain.add_insecure_port("127.0.0.1:0")
     await plain.start()
     try:
-        async with scene(options=pings) as s, grpc.aio.insecure_channel(f"127.0.0.1:{port}", pings) as channel:
+        async with harness(options=pings) as s, grpc.aio.insecure_channel(f"127.0.0.1:{port}", pings) as channel:
             s.script.unary = unary
             ours = s.inference.Generate(pb.GenerateRequest())
             with pytest.raises(grpc.aio.AioRpcError, match="ping"):
@@ -239,7 +239,7 @@ async def test_a_server_that_is_slow_to_accept_a_connection_is_reached() -> None
             writer.write(data)
         writer.close()
 
-    async with scene() as s:
+    async with harness() as s:
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await asyncio.sleep(0.4)

@@ -15,7 +15,7 @@ from decant.runtime.serving.interceptor import ClientDisconnected
 from decant.runtime.telemetry import logs
 from decant.runtime.telemetry.logs import LogSettings
 from tests.runtime.cases import ERRORS, IDS
-from tests.runtime.harness import Scene, scene
+from tests.runtime.harness import Harness, harness
 from tests.worker.waiting import PATIENCE
 
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
@@ -32,17 +32,17 @@ def logged(out: StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
-async def failure(scene: Scene, kind: str) -> tuple[list[Any], ServiceError]:
+async def failure(harness: Harness, kind: str) -> tuple[list[Any], ServiceError]:
     got: list[Any] = []
     try:
         if kind == "unary":
-            await scene.inference.Generate(pb.GenerateRequest())
+            await harness.inference.Generate(pb.GenerateRequest())
         elif kind == "stream":
-            call = scene.inference.GenerateStream(pb.GenerateRequest())
+            call = harness.inference.GenerateStream(pb.GenerateRequest())
             while (message := await call.read()) is not grpc.aio.EOF:
                 got.append(message)
         else:
-            call = scene.decode.Session()
+            call = harness.decode.Session()
             await call.write(worker_pb2.RouterMessage())
             while (message := await call.read()) is not grpc.aio.EOF:
                 got.append(message)
@@ -51,7 +51,7 @@ async def failure(scene: Scene, kind: str) -> tuple[list[Any], ServiceError]:
     raise AssertionError("no error came")
 
 
-def raising(scene: Scene, error: BaseException, *, after: int = 0) -> None:
+def raising(harness: Harness, error: BaseException, *, after: int = 0) -> None:
     async def unary(request: Any, context: Any) -> Any:
         raise error
 
@@ -66,11 +66,11 @@ def raising(scene: Scene, error: BaseException, *, after: int = 0) -> None:
                 yield worker_pb2.WorkerMessage()
             raise error
 
-    scene.script.unary, scene.script.stream, scene.script.session = unary, stream, session
+    harness.script.unary, harness.script.stream, harness.script.session = unary, stream, session
 
 
 async def test_every_error_arrives_as_it_was_raised_on_every_kind_of_call() -> None:
-    async with scene() as s:
+    async with harness() as s:
         for error, name in zip(ERRORS, IDS, strict=True):
             for kind, after in (("unary", 0), ("stream", 0), ("stream", 2), ("session", 1)):
                 raising(s, error, after=after)
@@ -86,7 +86,7 @@ async def test_every_error_arrives_as_it_was_raised_on_every_kind_of_call() -> N
 
 
 async def test_pushback_is_sent_with_a_retry_delay() -> None:
-    async with scene() as s:
+    async with harness() as s:
         raising(s, ERRORS[IDS.index("QueueFull-queue_full-13")])
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await s.inference.Generate(pb.GenerateRequest())
@@ -97,7 +97,7 @@ async def test_pushback_is_sent_with_a_retry_delay() -> None:
 
 @pytest.mark.parametrize("kind", ["unary", "stream", "session"])
 async def test_an_unexpected_exception_reveals_nothing_and_is_logged_once(kind: str, lines: StringIO) -> None:
-    async with scene() as s:
+    async with harness() as s:
         raising(s, KeyError(SECRET), after=1)
         _, back = await failure(s, kind)
         assert (back.code, back.label, str(back)) == (grpc.StatusCode.INTERNAL, "internal", "internal error")
@@ -125,7 +125,7 @@ async def test_a_cancel_reaches_the_handler_and_counts_nowhere(kind: str, lines:
         await wait()
         yield
 
-    async with scene() as s:
+    async with harness() as s:
         s.script.unary, s.script.stream, s.script.session = wait, stream, stream
         call = {
             "unary": lambda: s.inference.Generate(pb.GenerateRequest()),
@@ -151,7 +151,7 @@ async def test_a_generator_that_waits_to_send_is_closed_when_its_client_leaves()
         finally:
             left.set()
 
-    async with scene() as s:
+    async with harness() as s:
         s.script.stream = endless
         call = s.inference.GenerateStream(pb.GenerateRequest())
         await entered.wait()
@@ -177,7 +177,7 @@ async def test_a_handler_that_writes_by_itself_and_finds_its_client_gone_is_no_e
         finally:
             ended.set()
 
-    async with scene() as s:
+    async with harness() as s:
         s.script.stream = stream  # type: ignore[assignment]
         call = s.inference.GenerateStream(pb.GenerateRequest())
         await waiting.wait()
@@ -201,7 +201,7 @@ async def test_an_error_made_of_a_cancel_is_not_counted_and_one_in_its_cleanup_i
             left.set()
             raise error from None
 
-    async with scene() as s:
+    async with harness() as s:
         s.script.unary = unary
         for counted in (0, 1):
             entered.clear()
@@ -222,7 +222,7 @@ async def test_a_cancel_of_something_else_does_not_leave_the_call_hanging() -> N
         asyncio.get_running_loop().call_later(0.05, other.cancel)
         await other
 
-    async with scene() as s:
+    async with harness() as s:
         s.script.unary = unary
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await s.inference.Generate(pb.GenerateRequest(), timeout=PATIENCE)
@@ -233,7 +233,7 @@ async def test_the_status_of_an_abort_is_passed_on() -> None:
     async def unary(_: Any, context: Any) -> Any:
         await context.abort(grpc.StatusCode.DATA_LOSS, "as said")
 
-    async with scene() as s:
+    async with harness() as s:
         s.script.unary = unary
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await s.inference.Generate(pb.GenerateRequest())
@@ -241,7 +241,7 @@ async def test_the_status_of_an_abort_is_passed_on() -> None:
 
 
 async def test_repeated_client_errors_are_no_failure_of_the_server() -> None:
-    async with scene() as s:
+    async with harness() as s:
         raising(s, InvalidArgument("a", "b", "c"))
         calls = [s.inference.Generate(pb.GenerateRequest()) for _ in range(200)]
         for call in calls:
@@ -261,7 +261,7 @@ async def test_a_message_of_a_stream_that_cannot_be_decoded_is_refused_by_name(
             yield worker_pb2.WorkerMessage()
 
     logs.start("test", LogSettings(log_level="debug"), stream=lines)
-    async with scene() as s:
+    async with harness() as s:
         s.script.session = session
         call: Any = s.channel.stream_stream(path)(cast(Any, iter([b"", b"\xff\xff"])))  # no bytes are an empty message
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -56,7 +56,7 @@ async def test_bound_fields_belong_to_their_task(out: StringIO) -> None:
     assert "request_id" not in outside
 
 
-def test_the_standard_library_takes_the_same_way(out: StringIO) -> None:
+def test_log_records_of_the_standard_library_have_the_same_format(out: StringIO) -> None:
     logs.start("worker", LogSettings(), stream=out)
     with logs.bound(request_id="r1"):
         logging.getLogger("grpc._cython").warning("lost %s", "peer")

@@ -21,7 +21,7 @@ def names(registry: Registry) -> set[str]:
     return {line.split()[2] for line in registry.text().decode().splitlines() if line.startswith("# TYPE")}
 
 
-def test_a_router_has_the_fields_names() -> None:
+def test_router_metrics_have_standard_names() -> None:
     registry = Registry(process=False)
     ProcessMetrics(registry)
     model = RequestMetrics(registry).of("m")
@@ -38,7 +38,7 @@ def test_a_router_has_the_fields_names() -> None:
     assert {"decant_requests_running", "decant_requests_waiting", "decant_errors_total"} <= names(registry)
 
 
-def test_a_worker_has_the_fields_names_and_every_cause_from_the_start() -> None:
+def test_worker_metrics_have_standard_names_and_every_cause_from_the_start() -> None:
     registry = Registry(process=False)
     causes = [name.removeprefix("CAUSE_").lower() for name in worker_pb2.Cause.DESCRIPTOR.values_by_name]
     engine = EngineMetrics(registry, causes)

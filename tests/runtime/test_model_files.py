@@ -14,7 +14,7 @@ from decant.runtime import model_files
 from decant.runtime.model_files import PATTERNS, ModelFiles, ModelUnreadable, find
 
 
-def made(folder: Path, **files: Any) -> str:
+def write_files(folder: Path, **files: Any) -> str:
     folder.mkdir(exist_ok=True)
     for name, content in {"config": {}, **files}.items():
         (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
@@ -42,19 +42,20 @@ def test_the_tiny_model_has_its_documented_sizes():
 )
 def test_the_context_length_includes_rope_scaling(scaling, context_length, tmp_path):
     assert (
-        find(made(tmp_path / "m", config={"max_position_embeddings": 32, **scaling})).context_length == context_length
+        find(write_files(tmp_path / "m", config={"max_position_embeddings": 32, **scaling})).context_length
+        == context_length
     )
 
 
 def test_a_served_name_changes_nothing_else(tmp_path):
-    place = made(tmp_path / "m")
+    place = write_files(tmp_path / "m")
     plain, named = find(place), find(place, id="mine")
     assert (plain.id, named.id) == ("m", "mine")
     assert (plain.tokenizer, plain.revision) == (named.tokenizer, named.revision)
 
 
 def test_a_hub_model_is_named_by_its_commit_and_comes_without_weights(tmp_path, monkeypatch):
-    place = made(tmp_path / "0123abcd", config={"vocab_size": 7})
+    place = write_files(tmp_path / "0123abcd", config={"vocab_size": 7})
     asked: dict[str, Any] = {}
 
     def fetch(model: str, **options: Any) -> str:
@@ -103,12 +104,12 @@ def test_a_path_without_a_folder_is_refused_by_name(tmp_path):
 )
 def test_a_malformed_file_is_refused_by_name(tmp_path, files, words):
     with pytest.raises(ModelUnreadable, match=words):
-        find(made(tmp_path / "m", **files))
+        find(write_files(tmp_path / "m", **files))
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe"])
 def test_a_file_that_can_not_be_read_is_refused(tmp_path, content):
-    place = made(tmp_path / "m")
+    place = write_files(tmp_path / "m")
     (tmp_path / "m" / "config.json").write_bytes(content)
     with pytest.raises(ModelUnreadable, match=r"config\.json"):
         find(place)
@@ -132,19 +133,19 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path):
 )
 def test_stop_tokens_come_from_the_most_specific_file(tmp_path, config, generation, eos):
     files = {"config": config} | ({} if generation is None else {"generation_config": generation})
-    assert find(made(tmp_path / "m", **files)).eos_token_ids == eos
+    assert find(write_files(tmp_path / "m", **files)).eos_token_ids == eos
 
 
 def test_limits_of_a_model_of_several_parts_are_those_of_its_text(tmp_path):
     config = {"vocab_size": 1, "text_config": {"vocab_size": 9, "max_position_embeddings": 8}}
-    found = find(made(tmp_path / "m", config=config))
+    found = find(write_files(tmp_path / "m", config=config))
     assert (found.vocab_size, found.context_length) == (9, 8)
-    unnamed = find(made(tmp_path / "n"))
+    unnamed = find(write_files(tmp_path / "n"))
     assert (unnamed.vocab_size, unnamed.context_length) == (None, None)
 
 
 def sampling(tmp_path: Path, **generation: Any) -> dict[str, float]:
-    return dict(find(made(tmp_path / "m", generation_config=generation)).default_sampling)
+    return dict(find(write_files(tmp_path / "m", generation_config=generation)).default_sampling)
 
 
 def test_a_model_is_greedy_unless_it_asks_for_sampling(tmp_path):

@@ -23,7 +23,7 @@ from decant.runtime.serving.server import Service
 from decant.runtime.serving.server_settings import ServerSettings
 from decant.runtime.serving.shutdown import race
 from decant.runtime.settings import SettingError
-from tests.runtime.harness import INFERENCE, Scene, scene
+from tests.runtime.harness import INFERENCE, Harness, harness
 from tests.worker.waiting import PATIENCE
 
 SERVING, NOT_SERVING, UNKNOWN = (
@@ -33,12 +33,12 @@ SERVING, NOT_SERVING, UNKNOWN = (
 )
 
 
-async def health(s: Scene) -> dict[str, int]:
+async def health(s: Harness) -> dict[str, int]:
     response = await health_pb2_grpc.HealthStub(s.channel).List(health_pb2.HealthListRequest())
     return {name: one.status for name, one in response.statuses.items()}
 
 
-async def until(s: Scene, state: State) -> None:
+async def until(s: Harness, state: State) -> None:
     readiness = s.server.readiness
     async with asyncio.timeout(PATIENCE):
         while readiness.state is not state:
@@ -46,7 +46,7 @@ async def until(s: Scene, state: State) -> None:
 
 
 class Stream:
-    def __init__(self, s: Scene) -> None:
+    def __init__(self, s: Harness) -> None:
         self.let = asyncio.Event()
         self.left = asyncio.Event()
         s.script.stream = self._answer
@@ -72,7 +72,7 @@ async def test_alive_at_once_and_ready_only_after_warm_up() -> None:
         assert server.port > 0
         await warm.wait()
 
-    async with scene(warm_up=warm_up) as s:
+    async with harness(warm_up=warm_up) as s:
         names = {"", "ready", "decant.v1.InferenceService", "decant.internal.v1.Decode"}
         assert await health(s) == {"alive": SERVING} | dict.fromkeys(names, NOT_SERVING)
         warm.set()
@@ -87,7 +87,7 @@ async def test_alive_at_once_and_ready_only_after_warm_up() -> None:
 
 
 async def test_a_watch_sees_each_change_and_ends_with_the_server() -> None:
-    async with scene() as s:
+    async with harness() as s:
         watch = health_pb2_grpc.HealthStub(s.channel).Watch
         call = watch(health_pb2.HealthCheckRequest())
         assert (await call.read()).status == SERVING
@@ -100,7 +100,7 @@ async def test_a_watch_sees_each_change_and_ends_with_the_server() -> None:
 
 
 async def test_a_failure_is_reported_and_ends_the_server() -> None:
-    async with scene() as s:
+    async with harness() as s:
         call = health_pb2_grpc.HealthStub(s.channel).Watch(health_pb2.HealthCheckRequest(service="alive"))
         assert (await call.read()).status == SERVING
         stream = await Stream(s).begun()
@@ -115,13 +115,13 @@ async def test_a_warm_up_that_raises_ends_the_server() -> None:
         raise RuntimeError("no model")
 
     with pytest.raises(RuntimeError, match="no model"):
-        async with scene(warm_up=warm_up) as s:
+        async with harness(warm_up=warm_up) as s:
             await s.running
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 async def test_reflection_lists_all_services_and_gives_their_files(version: str) -> None:
-    async with scene() as s:
+    async with harness() as s:
         call: Any = s.channel.stream_stream(
             f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
             request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
@@ -145,7 +145,7 @@ async def test_reflection_lists_all_services_and_gives_their_files(version: str)
 
 
 async def test_a_drain_lets_streams_end_and_takes_no_new_work() -> None:
-    async with scene() as s:
+    async with harness() as s:
         stream = await Stream(s).begun()
         s.server.shutdown.request("test")
         await until(s, State.STOPPED)
@@ -168,7 +168,7 @@ async def test_during_a_drain_only_public_services_are_closed() -> None:
         draining.set()
         await handed_on.wait()
 
-    async with scene(drain=drain) as s:
+    async with harness(drain=drain) as s:
         stream = await Stream(s).begun()
         s.server.shutdown.request("test")
         await draining.wait()
@@ -196,7 +196,7 @@ async def test_the_grace_period_ends_a_drain(stuck_in: str) -> None:
         if stuck_in == "drain":
             await asyncio.Event().wait()
 
-    async with scene(drain=drain, drain_seconds=0.3) as s:
+    async with harness(drain=drain, drain_seconds=0.3) as s:
         stream = await Stream(s).begun()
         s.server.shutdown.request("test")
         assert not await asyncio.wait_for(s.running, PATIENCE)
@@ -204,7 +204,7 @@ async def test_the_grace_period_ends_a_drain(stuck_in: str) -> None:
 
 
 async def test_a_second_signal_ends_the_server_at_once() -> None:
-    async with scene() as s:
+    async with harness() as s:
         stream = await Stream(s).begun()
         s.server.shutdown.request("test")
         await until(s, State.STOPPED)
@@ -217,26 +217,26 @@ async def test_a_signal_during_warm_up_ends_the_server() -> None:
     async def warm_up(server: Any) -> None:
         await asyncio.Event().wait()
 
-    async with scene(warm_up=warm_up) as s:
+    async with harness(warm_up=warm_up) as s:
         s.server.shutdown.request("test")
         assert await asyncio.wait_for(s.running, PATIENCE)
 
 
 async def test_two_servers_do_not_share_a_port_by_default() -> None:
-    async with scene() as s:
+    async with harness() as s:
         with pytest.raises(SettingError, match=f"port: .*127.0.0.1:{s.server.port}"):
-            async with scene(port=s.server.port):
+            async with harness(port=s.server.port):
                 pass
-        async with scene(admin_port=0) as other:
+        async with harness(admin_port=0) as other:
             with pytest.raises(SettingError, match="admin_port"):
-                async with scene(admin_port=other.server.admin_port):
+                async with harness(admin_port=other.server.admin_port):
                     pass
-    async with scene(reuse_port=True) as s, scene(reuse_port=True, port=s.server.port) as other:
+    async with harness(reuse_port=True) as s, harness(reuse_port=True, port=s.server.port) as other:
         assert s.server.port == other.server.port
 
 
 async def test_the_admin_port_serves_health_and_metrics() -> None:
-    async with scene(admin_port=0) as s:
+    async with harness(admin_port=0) as s:
 
         def get(path: str) -> tuple[int, str]:
             try:
@@ -268,7 +268,7 @@ def test_a_public_service_has_to_exist() -> None:
         Service(INFERENCE, lambda server: None, frozenset({"Generates"}))
 
 
-async def test_first_ends_the_others() -> None:
+async def test_the_first_task_to_end_cancels_the_others() -> None:
     ended = asyncio.Event()
 
     async def loser() -> int:
@@ -357,5 +357,5 @@ async def test_signals_drain_and_end_the_process(prompt: str, signals: int, code
         assert await asyncio.wait_for(process.wait(), PATIENCE) == code
 
 
-def test_defaults_are_local() -> None:
+def test_a_server_listens_on_loopback_by_default() -> None:
     assert ServerSettings().host == "127.0.0.1"

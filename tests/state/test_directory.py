@@ -95,7 +95,7 @@ async def test_an_earlier_incarnation_has_no_effect_on_the_new_one(store: Store)
     assert await incarnations(store) == set()
 
 
-async def test_the_order_of_lives_outlasts_an_emptied_redis(store: Store, bare: sync_redis.Redis) -> None:
+async def test_the_order_of_incarnations_survives_an_emptied_redis(store: Store, bare: sync_redis.Redis) -> None:
     old = await store.workers.register(worker_facts(OLD))
     new = await store.workers.register(worker_facts(NEW))
     bare.flushall()

@@ -20,7 +20,7 @@ from tests.state.factories import DECODING, NOW, everything, make_request, make_
 Patch = pytest.MonkeyPatch
 
 
-class Tape:
+class CommandRecorder:
     """Commands that a client sends, one list per round trip."""
 
     def __init__(self, patch: Patch) -> None:
@@ -50,13 +50,13 @@ async def test_each_operation_has_its_documented_round_trips(store: Store, monke
     for step in await walk(store):  # loads what Redis lacks
         await step.run()
     await store._client.execute("FLUSHALL")
-    tape = Tape(monkeypatch)
+    recorder = CommandRecorder(monkeypatch)
     steps = await walk(store)
-    tape.take()
+    recorder.take()
     used = set[str]()
     for step in steps:
         await step.run()
-        trips = tape.take()
+        trips = recorder.take()
         ran = [command.script.name for trip in trips for command in trip if command.script]
         assert (len(trips), len(ran)) == (step.trips, step.scripts), step.name
         used.update(ran)
@@ -92,20 +92,20 @@ async def test_a_flush_of_many_is_one_trip(store: Store, monkeypatch: Patch) -> 
     for request in held:
         await store.requests.accept(request)
         request.append(written(1))
-    tape = Tape(monkeypatch)
+    recorder = CommandRecorder(monkeypatch)
     await store.requests.flush(held)
-    (trip,) = tape.take()
+    (trip,) = recorder.take()
     assert len(trip) == 50
 
 
 async def test_only_requests_with_logprobs_send_them(store: Store, bare: sync_redis.Redis, monkeypatch: Patch) -> None:
-    tape, request = Tape(monkeypatch), make_request()
+    recorder, request = CommandRecorder(monkeypatch), make_request()
     await store.requests.accept(request)
     request.append(written(1, 2))
     calls(bare)
     await store.requests.write(request)
     assert calls(bare) == {"evalsha": 1, "hmget": 1, "strlen": 1, "append": 1, "hset": 1, "pexpire": 2}
-    (write,) = tape.take()[-1]
+    (write,) = recorder.take()[-1]
     record = request.record.SerializeToString()
     names = [2, keys.request(request.key), keys.journal(request.key)]
     values = [str(request.owner), 1, 1, request.state, 0, request.packed(0), record, 86_400_000, 3_600_000]

@@ -48,17 +48,17 @@ class Fault:
         return f"{self.script.name}: {self.text}"
 
     def commit(self, patch: Patch) -> None:
-        assert self.text in self.script.text, "the script has changed: name the fault anew"
+        assert self.text in self.script.text, "the script has changed: update this fault"
         broken = scripts.script(self.script.name, self.script.text.replace(self.text, self.instead))
         patch.setattr(scripts, self.script.name.upper(), broken)
 
 
-ANEW = test_requests.test_a_request_that_failed_without_a_token_is_replaced_by_an_equal_one
+REPLACED = test_requests.test_a_request_that_failed_without_a_token_is_replaced_by_an_equal_one
 CANCELLING = test_request_owners.test_an_owner_superseded_by_a_cancel_is_notified_at_once
 REUSED = partial(test_request_owners.test_an_id_belongs_to_the_payload_that_was_stored_first, epoch=2)
 STREAM = test_request_owners.test_a_superseded_owner_learns_whether_a_clients_stream_took_the_request
 UNRECORDED = test_requests.test_a_request_after_an_unrecorded_failure_has_the_greater_epoch
-MENDED = test_requests.test_logprobs_that_lost_their_end_are_repaired
+REPAIRED = test_requests.test_logprobs_that_lost_their_end_are_repaired
 
 FAULTS = [
     Fault(scripts.REQUEST_WRITE, "epoch < old_epoch or", ""),
@@ -73,13 +73,13 @@ FAULTS = [
     Fault(scripts.REQUEST_WRITE, "rank(state) > rank(old_state)", "state ~= old_state"),
     Fault(scripts.REQUEST_WRITE, "and last >= length", ""),
     Fault(scripts.REQUEST_WRITE, "or (state == old_state and last >= length)", ""),
-    Fault(scripts.REQUEST_WRITE, "or logprobs < base", "", MENDED),
+    Fault(scripts.REQUEST_WRITE, "or logprobs < base", "", REPAIRED),
     Fault(scripts.REQUEST_WRITE, "if whole and old_epoch and", "if false and", REUSED),
     Fault(scripts.REQUEST_WRITE, "if size > 0 then", "if false then"),
     Fault(scripts.REQUEST_WRITE, "and ARGV[12] ~= ''", ""),
-    Fault(scripts.REQUEST_ACCEPT, "(epoch or 0) + 1", "1", ANEW),
+    Fault(scripts.REQUEST_ACCEPT, "(epoch or 0) + 1", "1", REPLACED),
     Fault(scripts.REQUEST_ACCEPT, ", tonumber(ARGV[6])", "", UNRECORDED),
-    Fault(scripts.REQUEST_ACCEPT, "redis.call('DEL', KEYS[1])", "", ANEW),
+    Fault(scripts.REQUEST_ACCEPT, "redis.call('DEL', KEYS[1])", "", REPLACED),
     Fault(scripts.REQUEST_ACCEPT, "state ~= FAILED or", ""),
     Fault(scripts.REQUEST_ACCEPT, "or redis.call('EXISTS', KEYS[2]) == 1", ""),
     Fault(scripts.REQUEST_ADOPT, "redis.call('HSET', KEYS[1], 'state', CANCELLED)", "", CANCELLING),
@@ -145,14 +145,14 @@ FAULTS = [
         scripts.DIRECTORY_RENEW,
         "and tonumber(found[2]) >= since",
         "",
-        test_directory.test_the_order_of_lives_outlasts_an_emptied_redis,
+        test_directory.test_the_order_of_incarnations_survives_an_emptied_redis,
     ),
     Fault(scripts.DIRECTORY_RENEW, "or found[3] ~= ARGV[3]", "", test_directory.test_a_change_wakes_waiters),
     Fault(
         scripts.DIRECTORY_REGISTER,
         "math.max(now, (since or 0) + 1)",
         "1",
-        test_directory.test_the_order_of_lives_outlasts_an_emptied_redis,
+        test_directory.test_the_order_of_incarnations_survives_an_emptied_redis,
     ),
     Fault(
         scripts.DIRECTORY_REMOVE,
@@ -218,7 +218,7 @@ async def finds(test: Callable[..., Any], **given: Any) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-async def test_a_fault_is_found(
+async def test_the_tests_detect_a_fault_in_a_script(
     fault: Fault, store: Store, bare: sync_redis.Redis, server: PrivateRedis, monkeypatch: Patch
 ) -> None:
     fault.commit(monkeypatch)

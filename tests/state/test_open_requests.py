@@ -14,34 +14,34 @@ from decant.state.store import Store
 from tests.state.factories import NOW, SUCCEEDED, make_request, make_store, pass_time, router, router_facts
 
 
-def named(count: int) -> list[RequestKey]:
+def request_keys(count: int) -> list[RequestKey]:
     return [RequestKey("t", str(n)) for n in range(count)]
 
 
 async def test_a_living_router_keeps_its_requests(store: Store) -> None:
     await store.routers.register(router_facts(router(1)))
-    await store.open.add(router(1), named(2))
+    await store.open.add(router(1), request_keys(2))
     assert await store.open.orphaned() == set()
     with pytest.raises(OwnerAlive):
         await store.open.take(router(1), router(2))
-    assert await store.open.of(router(1)) == set(named(2))
+    assert await store.open.of(router(1)) == set(request_keys(2))
 
 
 async def test_an_earlier_incarnation_of_a_live_router_is_dead(store: Store) -> None:
-    reborn = Incarnation(router(1).id, 5)
-    await store.open.add(router(1), named(2))
+    restarted = Incarnation(router(1).id, 5)
+    await store.open.add(router(1), request_keys(2))
     await store.routers.register(router_facts(router(1)))
-    await store.routers.register(router_facts(reborn))
+    await store.routers.register(router_facts(restarted))
     assert await store.open.orphaned() == {router(1)}
-    assert set(await store.open.take(router(1), reborn)) == set(named(2))
+    assert set(await store.open.take(router(1), restarted)) == set(request_keys(2))
     assert await store.open.orphaned() == set()
 
 
 async def test_of_several_routers_one_takes_each_request(store: Store) -> None:
-    await store.open.add(router(1), named(50))
+    await store.open.add(router(1), request_keys(50))
     adopters = [router(n) for n in range(2, 7)] * 2
     taken = await asyncio.gather(*(store.open.take(router(1), adopter, most=7) for adopter in adopters))
-    assert sorted(key for part in taken for key in part) == sorted(named(50))
+    assert sorted(key for part in taken for key in part) == sorted(request_keys(50))
     open_by_adopter = defaultdict[Incarnation, set[RequestKey]](set)
     for adopter, part in zip(adopters, taken, strict=True):
         open_by_adopter[adopter].update(part)
@@ -53,16 +53,16 @@ async def test_of_several_routers_one_takes_each_request(store: Store) -> None:
 
 
 async def test_more_than_one_command_holds(store: Store) -> None:
-    await store.open.add(router(1), named(2500))
+    await store.open.add(router(1), request_keys(2500))
     assert len(await store.open.of(router(1))) == 2500
-    await store.open.remove(router(1), named(2499))
-    assert await store.open.of(router(1)) == {named(2500)[-1]}
+    await store.open.remove(router(1), request_keys(2499))
+    assert await store.open.of(router(1)) == {request_keys(2500)[-1]}
 
 
 async def test_a_dead_routers_requests_go_on_elsewhere(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     async with make_store(server.url, registration_s=60) as store:
         await store.routers.register(router_facts(router(1)))
-        held = [make_request(key, tokens=[1]) for key in named(3)]
+        held = [make_request(key, tokens=[1]) for key in request_keys(3)]
         for request in held:
             await store.requests.accept(request)
         held[2].transition(SUCCEEDED, NOW)

@@ -49,7 +49,7 @@ async def test_no_more_than_the_limit_is_in_flight(store: Store) -> None:
     assert await store.quotas.in_flight("t") == 3
 
 
-async def test_a_release_frees_its_place_once(store: Store) -> None:
+async def test_a_repeated_release_frees_one_slot(store: Store) -> None:
     limits = TenantLimits(in_flight=1)
     assert await store.quotas.acquire(key(1), 1, limits)
     assert not await store.quotas.acquire(key(1), 1, limits), "it was acquired before"

@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.worker.harness import WorkerScene, worker
+from tests.worker.harness import WorkerHarness, worker
 
 
 @pytest.fixture
-async def place() -> AsyncIterator[WorkerScene]:
-    async with worker() as place:
-        yield place
+async def harness() -> AsyncIterator[WorkerHarness]:
+    async with worker() as harness:
+        yield harness

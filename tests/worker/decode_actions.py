@@ -9,35 +9,35 @@ from decant.engine.errors import EngineError
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.protos import worker_pb2 as wire
 from decant.worker.wire_codec import to_request
-from tests.worker.decode_harness import alone, make_work
-from tests.worker.decode_trial import DecodeTrial
+from tests.worker.decode_harness import make_work, run_alone
+from tests.worker.decode_scenario import DecodeScenario
 from tests.worker.scheduled_router import Expected
 from tests.worker.stepped_worker import LEASE_S
 
 
 @cache
 def reference_text(length: int, wanted: int, seed: int) -> list[int]:
-    return alone(make_work(length, wanted, seed=seed))
+    return run_alone(make_work(length, wanted, seed=seed))
 
 
 class RouterActions:
-    def __init__(self, trial: DecodeTrial) -> None:
-        self.trial = trial
+    def __init__(self, scenario: DecodeScenario) -> None:
+        self.scenario = scenario
 
     def _begin(self, value: int, *, has_ticket: bool) -> None:
-        number = len(self.trial.runs)
+        number = len(self.scenario.runs)
         length, wanted = 1 + value % 19, 1 + value // 19 % 9
         ref = wire.Run(request=f"t/{number}", epoch=1, attempt=1)
         work = make_work(length, wanted, seed=number)
         if value % 11 == 0:
             work.remaining_ms = 1 + 40 * (value % 7)
         work.priority = value % 3 - 1
-        run = self.trial.runs[ref.request] = Expected(ref, work, reference_text(length, wanted, number))
-        router = self.trial.router_of(run)
+        run = self.scenario.runs[ref.request] = Expected(ref, work, reference_text(length, wanted, number))
+        router = self.scenario.router_of(run)
         if not router.is_open:
             run.end = "unknown"
             return
-        router.send(start=self._start_message(run, self.trial.prefill.offer(ref, work) if has_ticket else None))
+        router.send(start=self._start_message(run, self.scenario.prefill.offer(ref, work) if has_ticket else None))
 
     def _start_message(self, run: Expected, ticket: wire.Ticket | None = None) -> wire.Start:
         return wire.Start(run=run.ref, engine_request=run.work, ticket=ticket)
@@ -49,64 +49,64 @@ class RouterActions:
         self._begin(value, has_ticket=True)
 
     def repeat(self, value: int) -> None:
-        run = self.trial.pick(value)
+        run = self.scenario.pick(value)
         if run is not None and run.end is None and not run.is_forgotten:
             run.is_repeated = True
-            self.trial.router_of(run).send(start=self._start_message(run))
+            self.scenario.router_of(run).send(start=self._start_message(run))
 
     def cancel(self, value: int) -> None:
-        run = self.trial.pick(value)
+        run = self.scenario.pick(value)
         if run is None:
             return
         cancel = wire.Cancel(run=run.ref, reason=[wire.Cancel.REASON_CLIENT, wire.Cancel.REASON_DEADLINE][value % 2])
         if value % 5 == 0 and run.tokens and run.stop_position is None:
             cancel.reason = wire.Cancel.REASON_STOP_STRING
             cancel.end_position = run.stop_position = min(run.tokens) + value % len(run.tokens)
-        self.trial.router_of(run).send(cancel=cancel)
+        self.scenario.router_of(run).send(cancel=cancel)
 
     def forget(self, value: int) -> None:
-        run = self.trial.pick(value)
+        run = self.scenario.pick(value)
         if run is not None:
-            self.trial.forget(run)
+            self.scenario.forget(run)
 
     def resend(self, value: int) -> None:
-        run = self.trial.pick(value)
+        run = self.scenario.pick(value)
         if run is not None and run.end is None:
             resume = wire.ResumePosition(position=run.prompt)
-            self.trial.router_of(run).send(resend=wire.Resend(run=run.ref, resume=resume))
+            self.scenario.router_of(run).send(resend=wire.Resend(run=run.ref, resume=resume))
 
     def adopt(self, value: int) -> None:
-        run = self.trial.pick(value)
+        run = self.scenario.pick(value)
         if run is None or run.end is not None or run.is_migrating:
             return
         other = {"a": "b", "b": "a"}[run.owner]
-        if self.trial.routers[other].is_open:
+        if self.scenario.routers[other].is_open:
             run.owner = other
             run.ref = wire.Run(request=run.ref.request, epoch=run.ref.epoch + 1, attempt=1)
             run.tokens.clear()
-            self.trial.routers[other].send(adopt=wire.Adopt(run=run.ref, resume=[run.resume]))
+            self.scenario.routers[other].send(adopt=wire.Adopt(run=run.ref, resume=[run.resume]))
 
     def replace(self, value: int) -> None:
-        run = self.trial.pick(value)
-        if run is None or run.end is not None or run.is_migrating or not self.trial.router_of(run).is_open:
+        run = self.scenario.pick(value)
+        if run is None or run.end is not None or run.is_migrating or not self.scenario.router_of(run).is_open:
             return
-        router = self.trial.router_of(run)
+        router = self.scenario.router_of(run)
         run.end = "dropped"
         router.send(cancel=wire.Cancel(run=run.ref, reason=wire.Cancel.REASON_ATTEMPT))
-        self.trial.forget(run)
+        self.scenario.forget(run)
 
     def migrate(self, value: int) -> None:
-        run = self.trial.pick(value)
+        run = self.scenario.pick(value)
         if run is not None and run.end is None and not run.is_migrating:
-            self.trial.router_of(run).send(migrate=wire.Migrate(run=run.ref, withdrawn=value % 4 == 0))
+            self.scenario.router_of(run).send(migrate=wire.Migrate(run=run.ref, withdrawn=value % 4 == 0))
 
     async def leave(self, value: int) -> None:
-        await self.trial.routers["ab"[value % 2]].leave()
+        await self.scenario.routers["ab"[value % 2]].leave()
 
     async def open(self, value: int) -> None:
         """A new session; runs that its hello omits are orphans."""
-        router = self.trial.routers["ab"[value % 2]]
-        mine = [run for run in self.trial.runs.values() if run.owner == router.name and run.end is None]
+        router = self.scenario.routers["ab"[value % 2]]
+        mine = [run for run in self.scenario.runs.values() if run.owner == router.name and run.end is None]
         named = mine if value % 3 else mine[::2]
         for run in mine:
             if run not in named:
@@ -115,60 +115,60 @@ class RouterActions:
 
 
 class WorkerActions:
-    def __init__(self, trial: DecodeTrial) -> None:
-        self.trial = trial
+    def __init__(self, scenario: DecodeScenario) -> None:
+        self.scenario = scenario
 
     def receive(self, value: int) -> None:
-        run = self.trial.pick(value)
+        run = self.scenario.pick(value)
         if run is not None and run.offer is not None and not run.is_migrating and run.end is None:
             run.is_migrating = True
             task = asyncio.create_task(self._move(run, run.offer))
-            self.trial.moves.add(task)
+            self.scenario.moves.add(task)
 
     async def _move(self, run: Expected, ticket: wire.Ticket) -> None:
         request = to_request(f"moved/{run.ref.request}", run.work, model="m")
-        host = self.trial.target.host
+        host = self.scenario.target.host
         try:
             arrival = await host.loop.call(
                 lambda engine: engine.transfers.reserve(request), undo=lambda _, made: made.abort()
             )
-            result = await host.receiver.receive(self.trial.target.source("d"), ticket, arrival)
+            result = await host.receiver.receive(self.scenario.target.source("d"), ticket, arrival)
         except (HandoffFailed, SequenceAlreadyFinished, EngineError):
-            self.trial.router_of(run).send(migrate=wire.Migrate(run=run.ref, withdrawn=True))
+            self.scenario.router_of(run).send(migrate=wire.Migrate(run=run.ref, withdrawn=True))
         else:
             assert list(result.output) == run.text[: len(result.output)]
             run.end = run.end or "migrated"
-            self.trial.forget(run)
+            self.scenario.forget(run)
         finally:
             run.is_migrating, run.offer = False, None
 
     def step(self, value: int) -> None:
-        [self.trial.node, self.trial.prefill, self.trial.target, self.trial.node][value % 4].loop.turn()
+        [self.scenario.node, self.scenario.prefill, self.scenario.target, self.scenario.node][value % 4].loop.turn()
 
     def deliver(self, value: int) -> None:
-        [self.trial.node, self.trial.prefill, self.trial.target, self.trial.node][value % 4].loop.deliver()
+        [self.scenario.node, self.scenario.prefill, self.scenario.target, self.scenario.node][value % 4].loop.deliver()
 
     def round(self, _: int) -> None:
-        self.trial.round()
+        self.scenario.round()
 
     async def wait(self, value: int) -> None:
         await asyncio.sleep([0.01, 0.1, 0.3, 1.1, LEASE_S + 0.1][value % 5])
 
     def stall(self, _: int) -> None:
         """Stop or resume the messages of fetches."""
-        if self.trial.network.flows.is_set():
-            self.trial.network.flows.clear()
+        if self.scenario.network.flows.is_set():
+            self.scenario.network.flows.clear()
         else:
-            self.trial.network.flows.set()
+            self.scenario.network.flows.set()
 
     def cut(self, value: int) -> None:
-        self.trial.network.breaks = True
-        self.trial.network.loses_releases = value % 2 == 0
+        self.scenario.network.breaks = True
+        self.scenario.network.loses_releases = value % 2 == 0
 
     def drain(self, value: int) -> None:
-        if value % 4 == 0 and self.trial.drain is None:
-            self.trial.drain = asyncio.create_task(self.trial.node.decode.drain())
+        if value % 4 == 0 and self.scenario.drain is None:
+            self.scenario.drain = asyncio.create_task(self.scenario.node.decode.drain())
 
     def crash(self, value: int) -> None:
         if value % 8 == 0:
-            self.trial.node.device.broken = True
+            self.scenario.node.device.broken = True

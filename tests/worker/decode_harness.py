@@ -119,7 +119,7 @@ class Node:
             await self.decode.close()
             await self._server.stop(1)
             await self._transport.close()
-            if self.host.loop.healthy and kind is None:
+            if self.host.loop.is_healthy and kind is None:
                 await self.audit()
         finally:
             await self.host.__aexit__(None, None, None)
@@ -137,7 +137,7 @@ class Node:
         if error.reason is not Reason.WRONG_PEER:
             self.errors.append(error)
 
-    async def held(self) -> int:
+    async def num_held_blocks(self) -> int:
         return (await self.host.loop.call(lambda engine: engine.load())).held_blocks
 
     async def audit(self) -> None:
@@ -149,7 +149,7 @@ class Node:
         await self.host.loop.call(lambda engine: engine.check_integrity())
 
     async def is_empty(self) -> bool:
-        return not await self.held()
+        return not await self.num_held_blocks()
 
     async def offer(self, run: wire.Run, work: wire.EngineRequest) -> wire.Ticket:
         """Take a prompt up as a prefill worker does; return a ticket for its cache."""
@@ -180,12 +180,12 @@ def make_work(
     )
 
 
-def alone(work: wire.EngineRequest, eos: Sequence[int] = (), windows: Windows = (FULL,)) -> list[int]:
+def run_alone(work: wire.EngineRequest, eos: Sequence[int] = (), windows: Windows = (FULL,)) -> list[int]:
     """Its output on one engine, including what it came with."""
-    return written_alone(to_request("alone", work, model="m"), eos, windows)
+    return run_request_alone(to_request("alone", work, model="m"), eos, windows)
 
 
-def written_alone(request: Request, eos: Sequence[int] = (), windows: Windows = (FULL,)) -> list[int]:
+def run_request_alone(request: Request, eos: Sequence[int] = (), windows: Windows = (FULL,)) -> list[int]:
     engine = Engine(
         Device(256 * len(windows), eos, windows), Limits(token_budget=64, max_running=1, context_length=1024)
     )

@@ -73,7 +73,7 @@ class Device(FakeDevice):
         self.steps.release(1)
 
 
-class WorkerScene(HostHandler):
+class WorkerHarness(HostHandler):
     def __init__(
         self,
         engine: Engine,
@@ -202,8 +202,8 @@ class Registered:
     facts: WorkerRegistration
 
 
-def registered(place: WorkerScene, *, equal_bits: bool = True) -> Any:
-    host = place.host
+def registered(harness: WorkerHarness, *, equal_bits: bool = True) -> Any:
+    host = harness.host
     capacity = Capacity(
         total_blocks=host.total_blocks,
         block_tokens=host.block_size,
@@ -243,7 +243,7 @@ async def worker(
     advertise: str = "",
     step_s: float = 0.0,
     session_limits: SessionLimits | None = None,
-) -> AsyncIterator[WorkerScene]:
+) -> AsyncIterator[WorkerHarness]:
     """At its end it may hold only leases that expire."""
     stops = frozenset(() if eos is None else (eos,))
     device = Device(num_blocks=blocks, eos_token_ids=stops, cost=lambda _: step_s)
@@ -253,20 +253,20 @@ async def worker(
     port = server.add_insecure_port("127.0.0.1:0")
     peer = wire.Peer(id=name, incarnation=hash(name) & 0xFFFF or 1, protocol=PROTOCOL)
     identity = Identity(peer, role, MODEL, advertise)
-    place = WorkerScene(engine, server, port, identity, WorkerLimits(lease_ms, max_waiting), session_limits)
-    async with place.host:
+    harness = WorkerHarness(engine, server, port, identity, WorkerLimits(lease_ms, max_waiting), session_limits)
+    async with harness.host:
         await server.start()
         try:
-            yield place
+            yield harness
             device.go_on()
-            if place.host.loop.healthy:
-                audit = await place.until(lambda seen: not seen.owned_blocks and not seen.owners)
+            if harness.host.loop.is_healthy:
+                audit = await harness.until(lambda seen: not seen.owned_blocks and not seen.owners)
                 assert audit.free_blocks + audit.cached_blocks + audit.leased_blocks == blocks
         finally:
             device.go_on()
-            await place.prefill.close()
-            await place.channel.close()
-            await place.transport.close()
+            await harness.prefill.close()
+            await harness.channel.close()
+            await harness.transport.close()
             await server.stop(None)
 
 
@@ -288,7 +288,7 @@ def make_work(
     )
 
 
-def alone(work: wire.EngineRequest, *, eos: int | None = None) -> list[int]:
+def run_alone(work: wire.EngineRequest, *, eos: int | None = None) -> list[int]:
     """Its output on an engine of its own."""
     stops = frozenset(() if eos is None else (eos,))
     device = FakeDevice(num_blocks=256, block_size=BLOCK, vocab_size=VOCABULARY, eos_token_ids=stops)

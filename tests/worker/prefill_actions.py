@@ -10,22 +10,22 @@ from decant.runtime.protocol import PROTOCOL
 from tests.router.virtual_time import settle
 from tests.worker.decode_actions import reference_text
 from tests.worker.decode_harness import make_work
-from tests.worker.prefill_trial import PrefillCall, PrefillTrial
+from tests.worker.prefill_scenario import PrefillCall, PrefillScenario
 from tests.worker.stepped_worker import LEASE_S
 
 ROUTER = wire.Peer(id="a", incarnation=1, protocol=PROTOCOL)
 
 
 class CallActions:
-    def __init__(self, trial: PrefillTrial) -> None:
-        self.trial = trial
+    def __init__(self, scenario: PrefillScenario) -> None:
+        self.scenario = scenario
 
     def _call(self, run: wire.Run, work: wire.EngineRequest, text: list[int], *, handoff: bool) -> PrefillCall:
-        node = self.trial.node
+        node = self.scenario.node
         request = wire.PrefillRequest(
             run=run, router=ROUTER, worker=node.host.peer, engine_request=work, handoff=handoff
         )
-        self.trial.calls.append(call := PrefillCall(node, request, text))
+        self.scenario.calls.append(call := PrefillCall(node, request, text))
         return call
 
     def call(self, value: int) -> None:
@@ -35,7 +35,7 @@ class CallActions:
         self._new(value, handoff=True)
 
     def _new(self, value: int, *, handoff: bool) -> None:
-        number = len(self.trial.calls)
+        number = len(self.scenario.calls)
         length, wanted = 1 + value % 27, 1 + value % 7
         work, text = make_work(length, wanted, seed=number), reference_text(length, wanted, number)
         work.priority = value % 3 - 1
@@ -51,73 +51,75 @@ class CallActions:
         """A token outside the vocabulary, which only the engine knows."""
         work = make_work(1 + value % 9)
         work.prompt = pack([1000])
-        self._call(wire.Run(request=f"t/{len(self.trial.calls)}", epoch=1, attempt=1), work, [], handoff=value % 2 == 0)
+        self._call(
+            wire.Run(request=f"t/{len(self.scenario.calls)}", epoch=1, attempt=1), work, [], handoff=value % 2 == 0
+        )
 
     async def adopt(self, value: int) -> None:
-        old = self.trial.pick(value)
+        old = self.scenario.pick(value)
         if old is not None:
             run = old.request.run
-            run = wire.Run(request=run.request, epoch=run.epoch + 1, attempt=len(self.trial.calls) + 2)
+            run = wire.Run(request=run.request, epoch=run.epoch + 1, attempt=len(self.scenario.calls) + 2)
             self._call(run, old.request.engine_request, old.text, handoff=value % 3 > 0)
             await settle()
             if run.epoch == self._highest_epoch(run):
-                older = (call for call in self.trial.calls[:-1] if call.request.run.request == run.request)
+                older = (call for call in self.scenario.calls[:-1] if call.request.run.request == run.request)
                 assert not any(call.is_open and call.request.run.epoch < run.epoch for call in older)
 
     async def stale(self, value: int) -> None:
-        old = self.trial.pick(value)
+        old = self.scenario.pick(value)
         newest = self._highest_epoch(old.request.run) if old is not None else 0
         if old is not None and newest > 1:
-            run = wire.Run(request=old.request.run.request, epoch=newest - 1, attempt=len(self.trial.calls) + 2)
+            run = wire.Run(request=old.request.run.request, epoch=newest - 1, attempt=len(self.scenario.calls) + 2)
             call = self._call(run, old.request.engine_request, old.text, handoff=True)
             await settle()
             assert call.end == "superseded"
             assert not call.is_open
 
     def _highest_epoch(self, run: wire.Run) -> int:
-        runs = (call.request.run for call in self.trial.calls)
+        runs = (call.request.run for call in self.scenario.calls)
         return max(each.epoch for each in runs if each.request == run.request)
 
     async def break_off(self, value: int) -> None:
-        call = self.trial.pick(value)
+        call = self.scenario.pick(value)
         if call is not None:
             await call.break_off()
 
     async def lose_router(self, value: int) -> None:
-        for call in self.trial.calls[value % 2 :: 2]:
+        for call in self.scenario.calls[value % 2 :: 2]:
             await call.break_off()
 
     def renew(self, value: int) -> None:
-        call = self.trial.pick(value)
+        call = self.scenario.pick(value)
         if call is not None and call.ticket is not None:
-            self.trial.node.host.sender.leases.renew_unopened(call.ticket.id)
+            self.scenario.node.host.sender.leases.renew_unopened(call.ticket.id)
 
 
 class WorkerActions:
-    def __init__(self, trial: PrefillTrial) -> None:
-        self.trial = trial
+    def __init__(self, scenario: PrefillScenario) -> None:
+        self.scenario = scenario
 
     def receive(self, value: int) -> None:
-        call = self.trial.pick(value)
+        call = self.scenario.pick(value)
         if call is not None and call.ticket is not None and not call.is_receiving:
-            self.trial.receive(call)
+            self.scenario.receive(call)
 
     async def release(self, value: int) -> None:
-        call = self.trial.pick(value)
+        call = self.scenario.pick(value)
         if call is not None and call.ticket is not None:
             call.is_disturbed = True
             outcome = wire.ReleaseRequest.OUTCOME_ABANDONED
             request = wire.ReleaseRequest(ticket=call.ticket.id, run=call.request.run, outcome=outcome)
-            await self.trial.node.host.sender.release(request)
+            await self.scenario.node.host.sender.release(request)
 
     def step(self, value: int) -> None:
-        [self.trial.node, self.trial.receiver][value % 3 // 2].loop.turn()
+        [self.scenario.node, self.scenario.receiver][value % 3 // 2].loop.turn()
 
     def deliver(self, value: int) -> None:
-        [self.trial.node, self.trial.receiver][value % 3 // 2].loop.deliver()
+        [self.scenario.node, self.scenario.receiver][value % 3 // 2].loop.deliver()
 
     def round(self, _: int) -> None:
-        self.trial.round()
+        self.scenario.round()
 
     async def wait(self, value: int) -> None:
         await asyncio.sleep([0.01, 0.1, 0.3, 1.1, LEASE_S + 0.1][value % 5])
@@ -125,25 +127,25 @@ class WorkerActions:
     def stall(self, _: int) -> None:
         """Stop or resume the messages of fetches."""
         self._disturb()
-        if self.trial.network.flows.is_set():
-            self.trial.network.flows.clear()
+        if self.scenario.network.flows.is_set():
+            self.scenario.network.flows.clear()
         else:
-            self.trial.network.flows.set()
+            self.scenario.network.flows.set()
 
     def cut(self, value: int) -> None:
         self._disturb()
-        self.trial.network.breaks = True
-        self.trial.network.loses_releases = value % 2 == 0
+        self.scenario.network.breaks = True
+        self.scenario.network.loses_releases = value % 2 == 0
 
     def _disturb(self) -> None:
-        for call in self.trial.calls:
+        for call in self.scenario.calls:
             call.is_disturbed = True
 
     def drain(self, value: int) -> None:
-        if value % 4 == 0 and self.trial.drain is None:
-            self.trial.node.host.draining = True
-            self.trial.drain = asyncio.create_task(self.trial.node.prefill.drain())
+        if value % 4 == 0 and self.scenario.drain is None:
+            self.scenario.node.host.draining = True
+            self.scenario.drain = asyncio.create_task(self.scenario.node.prefill.drain())
 
     def crash(self, value: int) -> None:
         if value % 8 == 0:
-            self.trial.node.device.broken = True
+            self.scenario.node.device.broken = True

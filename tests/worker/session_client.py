@@ -134,7 +134,7 @@ class Router(ReceivedMessages):
         self.begin_session()
         self.error, self.closed = None, False
         self._reading = asyncio.create_task(self._read())
-        self._beating = asyncio.create_task(self._send_heartbeats()) if self.sends_heartbeats else None
+        self._heartbeat_task = asyncio.create_task(self._send_heartbeats()) if self.sends_heartbeats else None
         hello = wire.Hello(router=self.peer, worker=worker or self.node.peer, owned=owned)
         await self.send(hello=hello)
         await self.until(lambda: self.welcome is not None or self.closed)
@@ -151,8 +151,8 @@ class Router(ReceivedMessages):
     async def leave(self) -> None:
         """Break the session, and wait until the worker has noticed."""
         self.call.cancel()
-        if self._beating is not None:
-            self._beating.cancel()
+        if self._heartbeat_task is not None:
+            self._heartbeat_task.cancel()
         await asyncio.wait([self._reading])
         await self.channel.close()
         if self.violation is not None:

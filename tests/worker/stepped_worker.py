@@ -34,13 +34,13 @@ class SteppedLoop(EngineLoop):
         self._deliveries = deque[Callable[[], None]]()
 
     @property
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         return self._stopped is None
 
     def turn(self) -> None:
         if self._stopped is not None or not (self._inbox or self._engine.has_work):
             return
-        batch = self._take()
+        batch = self._take_batch()
         try:
             for call in batch:
                 call.run(self._engine)
@@ -149,7 +149,7 @@ class Node:
         assert (self.host.waiting_arrivals, self.host.waiting_prompts, self.host.waiting_tokens) == (0, 0, 0)
         assert not self.host.sender.leases.all()
         assert not self.host.epochs._live
-        if self.host.loop.healthy:
+        if self.host.loop.is_healthy:
             assert not self.engine.load().held_blocks, self.engine.pool.held_by()
             assert not self.engine.transfers.arrivals
             self.engine.check_integrity()

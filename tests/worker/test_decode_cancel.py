@@ -12,7 +12,7 @@ from decant.engine.block_hashes import hash_blocks, root_hash
 from decant.engine.engine import Engine
 from decant.protos import worker_pb2 as wire
 from decant.runtime.packed import unpack
-from tests.worker.decode_harness import Node, alone, make_run, make_work, owned
+from tests.worker.decode_harness import Node, make_run, make_work, owned, run_alone
 from tests.worker.session_client import Router
 from tests.worker.waiting import advance, eventually
 
@@ -22,7 +22,7 @@ STATES = ["waiting for blocks", "arriving", "waiting its turn", "in its prompt",
 
 
 @dataclass
-class Scene:
+class Harness:
     sender: Node
     node: Node
     router: Router
@@ -31,62 +31,68 @@ class Scene:
 
 
 @asynccontextmanager
-async def run_in_state(state: str, lease_ms: int = LONG, **more: Any) -> AsyncIterator[Scene]:
+async def run_in_state(state: str, lease_ms: int = LONG, **more: Any) -> AsyncIterator[Harness]:
     run, work = make_run(), make_work(40, 80, **more)
     blocks, running = (40, 8) if state == "waiting for blocks" else (128, 1 if state == "waiting its turn" else 8)
     decode = Node("d", blocks=blocks, running=running, lease_ms=lease_ms)
     async with Node("p", lease_ms=LONG) as sender, decode as node, Router(node) as router:
-        scene = Scene(sender, node, router, run, work)
-        await REACH[state](scene)
-        yield scene
+        harness = Harness(sender, node, router, run, work)
+        await REACH[state](harness)
+        yield harness
         node.device.seconds = sender.device.seconds = 0.0
         await sender.audit()
         await node.audit()
 
 
-async def crowd(scene: Scene, length: int) -> None:
+async def crowd(harness: Harness, length: int) -> None:
     other = make_run("t/crowd")
-    scene.node.device.seconds = 0.05
-    await scene.router.start(other, make_work(length, 30, seed=9))
-    await scene.router.until_tokens(other, 1)
-    scene.node.device.seconds = 0.1
+    harness.node.device.seconds = 0.05
+    await harness.router.start(other, make_work(length, 30, seed=9))
+    await harness.router.until_tokens(other, 1)
+    harness.node.device.seconds = 0.1
 
 
-async def waits_for_room(scene: Scene) -> None:
-    await crowd(scene, 130)
-    await scene.router.start(scene.run, scene.engine_request, await scene.sender.offer(scene.run, scene.engine_request))
-    await eventually(lambda: scene.node.host.waiting_arrivals == 1)
+async def waits_for_room(harness: Harness) -> None:
+    await crowd(harness, 130)
+    await harness.router.start(
+        harness.run, harness.engine_request, await harness.sender.offer(harness.run, harness.engine_request)
+    )
+    await eventually(lambda: harness.node.host.waiting_arrivals == 1)
 
 
-async def arrives(scene: Scene) -> None:
-    scene.sender.device.seconds = 10.0  # until the end of the scene
-    await scene.router.start(scene.run, scene.engine_request, await scene.sender.offer(scene.run, scene.engine_request))
-    await scene.router.until_message(scene.run, "scheduled")
-    assert scene.node.decode.fetches_taking == 1
+async def arrives(harness: Harness) -> None:
+    harness.sender.device.seconds = 10.0  # until the end of the harness
+    await harness.router.start(
+        harness.run, harness.engine_request, await harness.sender.offer(harness.run, harness.engine_request)
+    )
+    await harness.router.until_message(harness.run, "scheduled")
+    assert harness.node.decode.fetches_taking == 1
 
 
-async def waits_its_turn(scene: Scene) -> None:
-    await crowd(scene, 4)
-    await scene.router.start(scene.run, scene.engine_request)
-    await eventually(lambda: len(list(scene.node.decode.runs())) == 2)
+async def waits_its_turn(harness: Harness) -> None:
+    await crowd(harness, 4)
+    await harness.router.start(harness.run, harness.engine_request)
+    await eventually(lambda: len(list(harness.node.decode.runs())) == 2)
 
 
-async def in_its_prompt(scene: Scene) -> None:
-    scene.node.device.seconds = 0.8
-    await scene.router.start(scene.run, scene.engine_request)
-    await scene.router.until_message(scene.run, "scheduled")
+async def in_its_prompt(harness: Harness) -> None:
+    harness.node.device.seconds = 0.8
+    await harness.router.start(harness.run, harness.engine_request)
+    await harness.router.until_message(harness.run, "scheduled")
 
 
-async def runs(scene: Scene) -> None:
-    scene.node.device.seconds = 0.05
-    await scene.router.start(scene.run, scene.engine_request)
-    await scene.router.until_tokens(scene.run, 2)
+async def runs(harness: Harness) -> None:
+    harness.node.device.seconds = 0.05
+    await harness.router.start(harness.run, harness.engine_request)
+    await harness.router.until_tokens(harness.run, 2)
 
 
-async def runs_after_a_handoff(scene: Scene) -> None:
-    scene.node.device.seconds = 0.05
-    await scene.router.start(scene.run, scene.engine_request, await scene.sender.offer(scene.run, scene.engine_request))
-    await scene.router.until_tokens(scene.run, 3)
+async def runs_after_a_handoff(harness: Harness) -> None:
+    harness.node.device.seconds = 0.05
+    await harness.router.start(
+        harness.run, harness.engine_request, await harness.sender.offer(harness.run, harness.engine_request)
+    )
+    await harness.router.until_tokens(harness.run, 3)
 
 
 REACH = dict(
@@ -97,66 +103,66 @@ REACH = dict(
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_a_cancel_ends_a_run_in_every_state_and_frees_all(state: str) -> None:
-    async with run_in_state(state) as scene:
-        await scene.router.cancel(scene.run)
-        ended = await scene.router.until_message(scene.run, "ended")
+    async with run_in_state(state) as harness:
+        await harness.router.cancel(harness.run)
+        ended = await harness.router.until_message(harness.run, "ended")
         assert ended.end.reason == wire.OutputEnd.REASON_CANCELLED
         assert ended.end.end_position >= 40
-        text = scene.router.record_of(scene.run).text(40)
-        assert text == alone(scene.engine_request)[: len(text)]
-        await scene.router.cancel(make_run("t/crowd"))
+        text = harness.router.record_of(harness.run).text(40)
+        assert text == run_alone(harness.engine_request)[: len(text)]
+        await harness.router.cancel(make_run("t/crowd"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_retiring_a_run_that_has_not_ended_cancels_it_and_its_owner_is_sent_the_end(state: str) -> None:
-    async with run_in_state(state) as scene, Router(scene.node, "another") as another:
-        await another.forget(scene.run)
-        ended = await scene.router.until_message(scene.run, "ended")
+    async with run_in_state(state) as harness, Router(harness.node, "another") as another:
+        await another.forget(harness.run)
+        ended = await harness.router.until_message(harness.run, "ended")
         assert ended.end.reason == wire.OutputEnd.REASON_CANCELLED
-        text = scene.router.record_of(scene.run).text(40)
-        assert text == alone(scene.engine_request)[: len(text)]
-        await eventually(lambda: scene.run not in [run for run, *_ in scene.node.decode.runs()])
-        await scene.router.cancel(make_run("t/crowd"))
+        text = harness.router.record_of(harness.run).text(40)
+        assert text == run_alone(harness.engine_request)[: len(text)]
+        await eventually(lambda: harness.run not in [run for run, *_ in harness.node.decode.runs()])
+        await harness.router.cancel(make_run("t/crowd"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_time_that_is_over_ends_a_run_in_every_state(state: str) -> None:
-    async with run_in_state(state, remaining_ms=LONG // 2) as scene:
+    async with run_in_state(state, remaining_ms=LONG // 2) as harness:
         advance(LONG / 2 / 1000)
-        ended = await scene.router.until_message(scene.run, "ended")
+        ended = await harness.router.until_message(harness.run, "ended")
         assert ended.end.reason == wire.OutputEnd.REASON_DEADLINE
-        await scene.router.cancel(make_run("t/crowd"))
+        await harness.router.cancel(make_run("t/crowd"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_runs_of_a_broken_session_are_kept_for_one_lease_in_every_state(state: str) -> None:
-    async with run_in_state(state, lease_ms=300) as scene:
-        await scene.router.leave()
-        await eventually(lambda: not list(scene.node.decode.runs()))
-        assert scene.node.decode.orphans == 0
-        assert not await scene.node.host.loop.call(lambda engine: set(engine.sequences)), "it is not decoded"
+    async with run_in_state(state, lease_ms=300) as harness:
+        await harness.router.leave()
+        await eventually(lambda: not list(harness.node.decode.runs()))
+        assert harness.node.decode.orphans == 0
+        assert not await harness.node.host.loop.call(lambda engine: set(engine.sequences)), "it is not decoded"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_a_router_that_comes_back_has_its_run_in_every_state(state: str) -> None:
-    async with run_in_state(state) as scene:
-        run, router = scene.run, scene.router
+    async with run_in_state(state) as harness:
+        run, router = harness.run, harness.router
         await router.leave()
-        assert scene.node.decode.orphans >= 1
+        assert harness.node.decode.orphans >= 1
         position = max(router.record_of(run).tokens, default=39) + 1
         welcome = await router.open(owned(run, position), owned(make_run("t/never")))
         assert [held.run for held in welcome.runs] == [run]
         assert [lacking.request for lacking in welcome.unknown_runs] == ["t/never"]
         assert welcome.runs[0].slots[0].position == position
         assert {orphan.request for orphan in welcome.orphans} <= {"t/crowd"}
-        scene.node.device.seconds = scene.sender.device.seconds = 0.0
+        harness.node.device.seconds = harness.sender.device.seconds = 0.0
         await router.cancel(make_run("t/crowd"))
         await router.until_message(run, "ended")
-        assert router.record_of(run).text(40) == alone(scene.engine_request)
+        assert router.record_of(run).text(40) == run_alone(harness.engine_request)
 
 
 async def test_an_ended_run_is_ended_again_and_keeps_its_tokens() -> None:
@@ -170,7 +176,7 @@ async def test_an_ended_run_is_ended_again_and_keeps_its_tokens() -> None:
         router.record_of(run).tokens.clear()
         await router.send(resend=wire.Resend(run=run, resume=wire.ResumePosition(output=0, position=12)))
         await router.until_tokens(run, 4)
-        assert router.record_of(run).text(10) == alone(work)[2:]
+        assert router.record_of(run).text(10) == run_alone(work)[2:]
 
 
 async def test_a_cancel_before_its_start_refuses_it_for_one_lease() -> None:
@@ -201,7 +207,7 @@ async def test_tokens_behind_a_stop_string_are_not_kept() -> None:
         await router.until_tokens(run, 5)
         await router.cancel(run)  # answered after all that was sent again
         await router.until(lambda: router.record_of(run).kinds.count("ended") == 2)
-        assert router.record_of(run).text(10) == alone(work)[:5]
+        assert router.record_of(run).text(10) == run_alone(work)[:5]
 
 
 @pytest.mark.parametrize("ends_by_itself", [False, True])
@@ -217,7 +223,7 @@ async def test_tokens_behind_a_stop_string_are_not_cached_as_output(ends_by_itse
         await router.cancel(run, wire.Cancel.REASON_STOP_STRING, end_position=10 + 9)
         ends = 2 if ends_by_itself else 1  # a cancel is answered, also of what has ended
         await router.until(lambda: router.record_of(run).kinds.count("ended") == ends)
-        tokens = [*unpack(work.prompt), *alone(work)]
+        tokens = [*unpack(work.prompt), *run_alone(work)]
         size = node.host.block_size
 
         def cached(engine: Engine) -> int:
@@ -258,7 +264,7 @@ async def test_blocks_go_by_priority_then_age_and_no_run_overtakes() -> None:
         assert [name for name in order if name != "t/tokens"] == ["t/crowd", "t/urgent", "t/old", "t/late"]
         assert order.index("t/tokens") > order.index("t/old")
         for name, work in works.items():
-            assert router.record_of(make_run(name)).text(60) == alone(work)
+            assert router.record_of(make_run(name)).text(60) == run_alone(work)
         assert node.host.waiting_arrivals == 0
         await sender.audit()
 
@@ -273,22 +279,22 @@ async def test_blocks_that_become_free_while_nothing_decodes_are_noticed() -> No
         await eventually(lambda: node.host.waiting_arrivals == 1)
         await node.host.sender.release(wire.ReleaseRequest(ticket=ticket.id))
         await router.until_message(run, "ended")
-        assert router.record_of(run).text(60) == alone(work)
+        assert router.record_of(run).text(60) == run_alone(work)
         await sender.audit()
 
 
 async def test_tickets_that_wait_are_renewed_until_they_are_opened() -> None:
-    async with run_in_state("waiting for blocks") as scene:
-        lease = scene.sender.host.sender.leases.all()[0]
-        heartbeats = scene.router.heartbeats
-        await scene.router.until(lambda: any(lease.ticket.id in heartbeat.renew for heartbeat in heartbeats))
-        await scene.router.cancel(make_run("t/crowd"))
-        await scene.router.until_message(scene.run, "scheduled")
-        scene.router.heartbeats.clear()
-        await scene.router.until(lambda: len(scene.router.heartbeats) >= 2)
-        assert not any(heartbeat.renew for heartbeat in scene.router.heartbeats)
-        await scene.router.cancel(scene.run)
-        await scene.router.until_ended(scene.run)
+    async with run_in_state("waiting for blocks") as harness:
+        lease = harness.sender.host.sender.leases.all()[0]
+        heartbeats = harness.router.heartbeats
+        await harness.router.until(lambda: any(lease.ticket.id in heartbeat.renew for heartbeat in heartbeats))
+        await harness.router.cancel(make_run("t/crowd"))
+        await harness.router.until_message(harness.run, "scheduled")
+        harness.router.heartbeats.clear()
+        await harness.router.until(lambda: len(harness.router.heartbeats) >= 2)
+        assert not any(heartbeat.renew for heartbeat in harness.router.heartbeats)
+        await harness.router.cancel(harness.run)
+        await harness.router.until_ended(harness.run)
 
 
 async def test_cancels_at_any_moment_of_an_arrival_leave_nothing() -> None:

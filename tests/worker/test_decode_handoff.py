@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from decant.handoff.codec import Received
 from decant.handoff.transport import KvSource, Transport
 from decant.protos import worker_pb2 as wire
-from tests.worker.decode_harness import Node, alone, make_run, make_work, routed
+from tests.worker.decode_harness import Node, make_run, make_work, routed, run_alone
 from tests.worker.waiting import eventually
 
 
@@ -35,7 +35,7 @@ async def test_an_expired_ticket_is_reported_and_the_next_attempt_succeeds() -> 
         again = make_run(attempt=2)
         await router.start(again, work)
         [record] = await router.until_ended(again)
-        assert record.text(30) == alone(work)
+        assert record.text(30) == run_alone(work)
         await node.audit()
 
 
@@ -122,7 +122,7 @@ async def test_a_worker_can_fetch_from_itself() -> None:
     async with routed() as (node, router):
         await router.start(run, work, await node.offer(run, work))
         [record] = await router.until_ended(run)
-        assert record.text(30) == alone(work)
+        assert record.text(30) == run_alone(work)
         await node.audit()
 
 
@@ -135,7 +135,7 @@ async def test_committed_tokens_precede_the_first_step_when_many_runs_join_at_on
             await router.start(run, work, ticket)
         for record, work in zip(await router.until_ended(*runs), works, strict=True):
             assert record.kinds == ["scheduled", "decode_started", "ended"]
-            assert record.text(20) == alone(work)
+            assert record.text(20) == run_alone(work)
             assert record.last["ended"].end.end_position == 20 + len(record.tokens)
         await node.audit()
         await sender.audit()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.router.virtual_time import run
 from tests.worker.decode_actions import RouterActions, WorkerActions
-from tests.worker.decode_trial import DecodeTrial
+from tests.worker.decode_scenario import DecodeScenario
 from tests.worker.schedules import Schedule, in_many_orders, perform, quiet_log, schedules
 
 __all__ = ["quiet_log"]
@@ -22,10 +22,10 @@ ENDS = ("drain", "crash")
 
 
 async def play(schedule: Schedule) -> None:
-    trial = DecodeTrial()
-    await trial.begin()
-    await perform(schedule, RouterActions(trial), WorkerActions(trial))
-    await trial.finish()
+    scenario = DecodeScenario()
+    await scenario.begin()
+    await perform(schedule, RouterActions(scenario), WorkerActions(scenario))
+    await scenario.finish()
 
 
 @pytest.mark.slow

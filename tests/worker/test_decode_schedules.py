@@ -8,7 +8,7 @@ import pytest
 
 from decant.engine.engine import Engine
 from decant.protos import worker_pb2 as wire
-from tests.worker.decode_harness import Node, alone, make_run, make_work, owned
+from tests.worker.decode_harness import Node, make_run, make_work, owned, run_alone
 from tests.worker.session_client import Router, RunRecord
 from tests.worker.waiting import eventually
 
@@ -141,7 +141,7 @@ async def run_schedule(seed: int, moves: int) -> None:
         schedule = Schedule(seed, sender, node)
         await schedule.play(moves)
         for key, (_, work) in schedule.works.items():
-            record, text = schedule.router.records.get(key, RunRecord()), alone(work)
+            record, text = schedule.router.records.get(key, RunRecord()), run_alone(work)
             prompt = len(work.prompt) // 4
             written = record.text(prompt)
             assert record.tokens == {place: text[place - prompt] for place in record.tokens}

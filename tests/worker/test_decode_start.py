@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from decant.protos import worker_pb2 as wire
-from tests.worker.decode_harness import Node, alone, make_run, make_work, routed
+from tests.worker.decode_harness import Node, make_run, make_work, routed, run_alone
 from tests.worker.session_client import Router
 from tests.worker.waiting import eventually
 
@@ -15,7 +15,7 @@ async def test_a_run_from_tokens_generates_the_text_of_one_engine() -> None:
     async with routed() as (node, router):
         await router.start(run, work)
         [record] = await router.until_ended(run)
-        assert record.text(30) == alone(work)
+        assert record.text(30) == run_alone(work)
         assert record.kinds == ["scheduled", "decode_started", "ended"]
         end = record.last["ended"].end
         assert (end.reason, end.end_position, end.output) == (wire.OutputEnd.REASON_LENGTH, 42, 0)
@@ -31,7 +31,7 @@ async def test_a_run_from_a_ticket_generates_the_text_of_one_engine_and_repeats_
     async with Node("p") as sender, routed() as (node, router):
         await router.start(run, work, await sender.offer(run, work))
         [record] = await router.until_ended(run)
-        assert record.text(30) == alone(work)
+        assert record.text(30) == run_alone(work)
         assert min(record.tokens) == 30  # the first of them was written by the sender
         assert record.kinds == ["scheduled", "decode_started", "ended"]
         handoff = record.last["decode_started"].handoff
@@ -43,7 +43,7 @@ async def test_a_run_from_a_ticket_generates_the_text_of_one_engine_and_repeats_
 
 async def test_output_of_earlier_attempts_is_continued() -> None:
     work = make_work(20, 12)
-    text = alone(work)
+    text = run_alone(work)
     for attempt, from_ticket in enumerate((False, True), start=1):
         run, rest = make_run(attempt=attempt), make_work(20, 12, written=text[:5])
         async with Node("p") as sender, routed() as (node, router):
@@ -62,7 +62,7 @@ async def test_concurrent_requests_get_their_own_tokens() -> None:
             run = make_run(name)
             await router.start(run, work, await sender.offer(run, work) if n % 2 else None)
         for name, record in zip(works, await router.until_ended(*map(make_run, works)), strict=True):
-            assert record.text(0) == alone(works[name])
+            assert record.text(0) == run_alone(works[name])
         await node.audit()
         await sender.audit()
 
@@ -116,7 +116,7 @@ async def test_a_start_that_comes_twice_begins_nothing() -> None:
         await router.until(lambda: record.last["run_status"].phase == wire.RunStatus.PHASE_ENDED)
         assert record.last["run_status"].ended[0].end_position == 42
         assert record.kinds.count("ended") == 1
-        assert record.text(30) == alone(work)
+        assert record.text(30) == run_alone(work)
 
 
 async def test_a_cached_prefix_is_reported_and_not_computed_again() -> None:
@@ -127,10 +127,10 @@ async def test_a_cached_prefix_is_reported_and_not_computed_again() -> None:
             await router.start(run, work, await sender.offer(run, work) if attempt == 3 else None)
             [record] = await router.until_ended(run)
             assert record.last["scheduled"].cached_tokens == (0 if attempt == 1 else 28)
-            assert record.text(32) == alone(work)
+            assert record.text(32) == run_alone(work)
 
 
-async def test_max_tokens_that_was_cut_to_the_window_ends_with_it() -> None:
+async def test_max_tokens_capped_by_the_context_length_end_with_the_context_length() -> None:
     run, work = make_run(), make_work(9, 5)
     work.stopping.capped_by_context_length = True
     async with routed() as (_, router):
@@ -149,7 +149,7 @@ async def test_preemptions_are_counted_and_change_no_text() -> None:
         await until_all_are_admitted(node, runs)
         node.device.seconds = 0.0
         records = await router.until_ended(*runs)
-        assert [record.text(12) for record in records] == [alone(work) for work in works]
+        assert [record.text(12) for record in records] == [run_alone(work) for work in works]
         assert sum(record.last["ended"].preemptions for record in records) == node.engine.load().preemptions > 0
 
 
@@ -216,7 +216,7 @@ async def test_a_lower_epoch_is_superseded_and_a_higher_one_starts_a_new_run() -
         await old.start(make_run(epoch=1, attempt=2), work)
         assert (await old.until_message(make_run(attempt=2), "superseded")).epoch == 2
         [record] = await new.until_ended(make_run())
-        assert record.text(8) == alone(work)
+        assert record.text(8) == run_alone(work)
         assert [run.epoch for run, *_ in node.decode.runs()] == [2]
 
 
@@ -226,4 +226,4 @@ async def test_prompts_of_every_length_are_handed_over(length: int) -> None:
     async with Node("p") as sender, routed() as (_, router):
         await router.start(run, work, await sender.offer(run, work))
         [record] = await router.until_ended(run)
-        assert record.text(length) == alone(work)
+        assert record.text(length) == run_alone(work)

@@ -13,13 +13,13 @@ from tests.worker.waiting import eventually
 
 
 async def test_the_load_counts_the_engine_and_the_queues_before_it() -> None:
-    async with worker(blocks=32) as place:
-        host, loop = place.host, place.host.loop
+    async with worker(blocks=32) as harness:
+        host, loop = harness.host, harness.host.loop
         idle = host.load()
         assert (idle.total_blocks, idle.free_blocks, idle.cached_blocks, idle.leased_blocks) == (32, 32, 0, 0)
         assert (idle.running, idle.waiting, idle.queued_tokens) == (0, 0, 0)
         assert (idle.takes_prompts, idle.draining, idle.role) == (True, False, wire.ROLE_PREFILL)
-        place.device.hold()
+        harness.device.hold()
 
         def add(engine: Engine) -> None:
             for number in range(2):
@@ -28,7 +28,7 @@ async def test_the_load_counts_the_engine_and_the_queues_before_it() -> None:
         loop.post(add)
         looking = asyncio.create_task(host.sample_load())
         await asyncio.sleep(0)
-        place.device.let(2)
+        harness.device.let(2)
         await looking
         host.waiting_arrivals, host.waiting_prompts, host.waiting_tokens = 2, 3, 50
         busy = host.load()
@@ -36,38 +36,38 @@ async def test_the_load_counts_the_engine_and_the_queues_before_it() -> None:
         assert 50 < busy.queued_tokens <= 50 + 80
         looking = asyncio.create_task(host.sample_load())
         await asyncio.sleep(0)
-        place.device.let(2)
+        harness.device.let(2)
         await looking
         assert host.load().free_blocks < 32
-        place.device.go_on()
+        harness.device.go_on()
         while await loop.call(lambda engine: engine.has_work):  # they are no runs: an audit would ask whose they are
             pass
 
 
 async def test_the_load_is_sampled_periodically() -> None:
-    async with worker() as place:
-        await place.host.loop.call(lambda engine: engine.add(to_request("r", make_work(40, 1), model=MODEL)))
-        await place.written("r")
-        await eventually(lambda: place.host.load().cached_blocks > 0)
-        assert place.host.load().running == 0
+    async with worker() as harness:
+        await harness.host.loop.call(lambda engine: engine.add(to_request("r", make_work(40, 1), model=MODEL)))
+        await harness.written("r")
+        await eventually(lambda: harness.host.load().cached_blocks > 0)
+        assert harness.host.load().running == 0
 
 
 async def test_a_heartbeat_distinguishes_a_running_step_from_none() -> None:
-    async with worker() as place:
-        host = place.host
+    async with worker() as harness:
+        host = harness.host
         assert not host.heartbeat().HasField("step_age_ms"), "idle"
         assert not host.step_heartbeat().HasField("load"), "a fetch needs none"
         await host.loop.call(lambda engine: engine.add(to_request("r", make_work(16, 3), model=MODEL)))
-        await place.written("r")
+        await harness.written("r")
         before = host.heartbeat().step
-        place.device.hold()
+        harness.device.hold()
         host.loop.post(lambda engine: engine.add(to_request("s", make_work(16, 3, seed=1), model=MODEL)))
         await eventually(lambda: host.heartbeat().step_age_ms >= 5)
         stuck = host.heartbeat()
         assert stuck.step == before, "no step ended meanwhile"
         assert stuck.load.total_blocks == 64
-        place.device.go_on()
-        await place.written("s")
+        harness.device.go_on()
+        await harness.written("s")
         assert host.heartbeat().step > before
 
 
@@ -80,17 +80,17 @@ class Recorder(HostHandler):
 
 
 async def test_handlers_get_a_step_in_their_order_and_the_sender_last() -> None:
-    async with worker() as place:
+    async with worker() as harness:
         calls: list[str] = []
-        place.connect(Recorder("first", calls), Recorder("second", calls))
-        on_step = place.host.sender.on_step
+        harness.connect(Recorder("first", calls), Recorder("second", calls))
+        on_step = harness.host.sender.on_step
 
         def sender(output: StepEvents) -> None:
             calls.append("sender")
             on_step(output)
 
-        place.host.sender.on_step = sender  # type: ignore[method-assign]
-        await place.host.sample_load()
+        harness.host.sender.on_step = sender  # type: ignore[method-assign]
+        await harness.host.sample_load()
         assert calls[:3] == ["first", "second", "sender"]
 
 

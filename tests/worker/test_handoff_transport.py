@@ -47,18 +47,18 @@ class Agent:
 async def test_nixl_is_announced_before_it_starts_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     before: list[list[str]] = []
 
-    class Noting(Agent):
+    class ClosableAgent(Agent):
         def __init__(self, *_: Any) -> None:
             super().__init__()
             before.append([line["log_level"] for line in logged])
 
-    monkeypatch.setattr(handoff_transport, "NixlAgent", Noting)
+    monkeypatch.setattr(handoff_transport, "NixlAgent", ClosableAgent)
     with capture_logs() as logged:
         transport = await make("nixl")
     assert before == [["warning", "info"]]
     assert "no authentication" in logged[0]["event"]
     assert isinstance(transport, MemoryReads)
-    assert isinstance(transport.agent, Noting)
+    assert isinstance(transport.agent, ClosableAgent)
     assert transport.agent.is_closed
 
 

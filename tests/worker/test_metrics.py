@@ -12,7 +12,7 @@ from decant.protos import worker_pb2 as wire
 from decant.runtime.telemetry.metrics import Registry
 from decant.worker.report.metrics import WorkerMetrics
 from decant.worker.wire_codec import to_request
-from tests.worker.harness import MODEL, WorkerScene, make_work, worker
+from tests.worker.harness import MODEL, WorkerHarness, make_work, worker
 
 
 def values(registry: Registry) -> dict[str, float]:
@@ -20,9 +20,9 @@ def values(registry: Registry) -> dict[str, float]:
     return {name.removeprefix("decant_"): float(value) for name, value in lines}
 
 
-async def take(place: WorkerScene, receiver: WorkerScene, name: str) -> None:
+async def take(harness: WorkerHarness, receiver: WorkerHarness, name: str) -> None:
     work = make_work(30, 4)
-    call = place.ask(work, request=f"t/{name}")
+    call = harness.ask(work, request=f"t/{name}")
     ticket = await call.expect("ticket")
     await call.expect("first")
     await receiver.receive(ticket, to_request(name, work, model=MODEL))
@@ -30,12 +30,12 @@ async def take(place: WorkerScene, receiver: WorkerScene, name: str) -> None:
 
 
 async def test_prompt_tokens_are_counted_by_where_their_cache_came_from() -> None:
-    async with worker() as place, worker("d") as receiver:
+    async with worker() as harness, worker("d") as receiver:
         given, taken = Registry(process=False), Registry(process=False)
-        place.connect(WorkerMetrics(given, place.host))
+        harness.connect(WorkerMetrics(given, harness.host))
         receiver.connect(WorkerMetrics(taken, receiver.host))
-        await take(place, receiver, "a")
-        await take(place, receiver, "b")
+        await take(harness, receiver, "a")
+        await take(harness, receiver, "b")
         found = values(given)
         assert found['prompt_tokens_total{source="local_compute"}'] == 30 + 2
         assert found['prompt_tokens_total{source="local_cache_hit"}'] == 28
@@ -45,15 +45,15 @@ async def test_prompt_tokens_are_counted_by_where_their_cache_came_from() -> Non
         assert found['prompt_tokens_total{source="external_kv_transfer"}'] == 30 + 2
         assert found['prompt_tokens_total{source="local_cache_hit"}'] == 28
         assert (found["generation_tokens_total"], found["handoff_seconds_count"]) == (6, 2)
-        assert found["handoff_bytes_sum"] == (8 + 1) * place.host.shape.block_bytes
+        assert found["handoff_bytes_sum"] == (8 + 1) * harness.host.shape.block_bytes
 
 
 async def test_a_failed_handoff_is_counted_by_its_cause() -> None:
-    async with worker() as place, worker("d") as receiver:
+    async with worker() as harness, worker("d") as receiver:
         registry = Registry(process=False)
         receiver.connect(WorkerMetrics(registry, receiver.host))
         work = make_work(30, 4)
-        gone = wire.Ticket(id=b"unknown", sender=place.host.peer, address=place.address, layout=place.host.layout)
+        gone = wire.Ticket(id=b"unknown", sender=harness.host.peer, address=harness.address, layout=harness.host.layout)
         with pytest.raises(HandoffFailed):
             await receiver.receive(gone, to_request("late", work, model=MODEL))
         found = values(registry)
@@ -62,60 +62,60 @@ async def test_a_failed_handoff_is_counted_by_its_cause() -> None:
 
 
 async def test_gauges_follow_the_engine() -> None:
-    async with worker(blocks=128) as place:
+    async with worker(blocks=128) as harness:
         registry = Registry(process=False)
-        place.connect(WorkerMetrics(registry, place.host))
+        harness.connect(WorkerMetrics(registry, harness.host))
         assert values(registry)['worker_info{model="m",role="prefill"}'] == 1
-        place.device.hold()
+        harness.device.hold()
         requests = [to_request(f"r{seed}", make_work(30, 4, seed=seed), model=MODEL) for seed in range(9)]
 
         def add_all(engine: Engine) -> None:
             for request in requests:
                 engine.add(request)
 
-        await place.host.loop.call(add_all)
-        sample = asyncio.create_task(place.host.sample_load())
+        await harness.host.loop.call(add_all)
+        sample = asyncio.create_task(harness.host.sample_load())
         await asyncio.sleep(0)  # it is posted: it runs after the first step
-        place.device.let(1)
+        harness.device.let(1)
         await sample
         found = values(registry)
         assert found["requests_running"] >= 1
         assert found["requests_waiting"] >= 1
         assert found["queued_prompt_tokens"] == 9 * 30 - 16
         assert 0 < found["kv_cache_usage_ratio"] <= 1
-        place.device.go_on()
+        harness.device.go_on()
         for request in requests:
-            await place.written(request.id)
-        await place.host.sample_load()
+            await harness.written(request.id)
+        await harness.host.sample_load()
         assert values(registry)["requests_waiting"] == values(registry)["queued_prompt_tokens"] == 0
-        call = place.ask(make_work(30, 4))
+        call = harness.ask(make_work(30, 4))
         await call.expect("ticket")
-        await place.host.sample_load()
+        await harness.host.sample_load()
         assert values(registry)["handoff_leases"] == 1
         await call.break_off()
 
 
 async def test_preemptions_are_counted() -> None:
-    async with worker("d", blocks=16, role=wire.ROLE_DECODE) as place:
+    async with worker("d", blocks=16, role=wire.ROLE_DECODE) as harness:
         registry = Registry(process=False)
-        place.connect(WorkerMetrics(registry, place.host))
+        harness.connect(WorkerMetrics(registry, harness.host))
         for seed in range(3):
             request = to_request(f"r{seed}", make_work(12, 30, seed=seed), model=MODEL)
-            await place.host.loop.call(partial(Engine.add, request=request))
+            await harness.host.loop.call(partial(Engine.add, request=request))
         for seed in range(3):
-            assert len(await place.written(f"r{seed}")) == 30
-        await place.host.sample_load()
-        assert values(registry)["preemptions_total"] == place.engine.load().preemptions > 0
+            assert len(await harness.written(f"r{seed}")) == 30
+        await harness.host.sample_load()
+        assert values(registry)["preemptions_total"] == harness.engine.load().preemptions > 0
 
 
 async def test_memory_of_a_gpu_is_read_when_metrics_are() -> None:
-    async with worker() as place:
+    async with worker() as harness:
         plain, registry = Registry(process=False), Registry(process=False)
-        place.connect(WorkerMetrics(plain, place.host))
+        harness.connect(WorkerMetrics(plain, harness.host))
         assert values(plain)["device_memory_total_bytes"] == 0
         free = [60]
-        place.host.device_memory = lambda: DeviceMemory(free[-1], 80)
-        place.connect(WorkerMetrics(registry, place.host))
+        harness.host.device_memory = lambda: DeviceMemory(free[-1], 80)
+        harness.connect(WorkerMetrics(registry, harness.host))
         assert values(registry)["device_memory_used_bytes"] == 20
         free.append(10)
         found = values(registry)

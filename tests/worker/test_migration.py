@@ -9,7 +9,7 @@ import pytest
 
 from decant.engine.kv_layout import FULL, Kind, Window
 from decant.protos import worker_pb2 as wire
-from tests.worker.decode_harness import Node, alone, make_run, make_work
+from tests.worker.decode_harness import Node, make_run, make_work, run_alone
 from tests.worker.session_client import Router
 from tests.worker.waiting import eventually
 
@@ -28,11 +28,11 @@ async def pair(**limits: Any) -> AsyncIterator[tuple[Router, Router]]:
         yield old, new
 
 
-def hurry(router: Router) -> None:
+def speed_up(router: Router) -> None:
     router.node.device.seconds = 0.0
 
 
-async def given(old: Router, run: wire.Run = RUN) -> wire.Ticket:
+async def take_ticket(old: Router, run: wire.Run = RUN) -> wire.Ticket:
     record = old.record_of(run)
     before = record.kinds.count("ticket")
     await old.send(migrate=wire.Migrate(run=run, output=0))
@@ -61,12 +61,12 @@ async def test_source_and_target_generate_one_text_wherever_the_run_migrates(see
         device.seconds = 0.02  # a busy machine must not finish the sequence before it is given
         if "scheduled" not in old.record_of(RUN).kinds:
             await old.until_message(RUN, "scheduled")
-        ticket = await given(old)
+        ticket = await take_ticket(old)
         await new.start(RUN, with_written(work, old, prompt), ticket)
         [record] = await new.until_ended(RUN)
         assert "decode_started" in record.kinds
         tokens = old.record_of(RUN).tokens | record.tokens
-        assert [tokens[place] for place in sorted(tokens)] == alone(work, windows=windows)
+        assert [tokens[place] for place in sorted(tokens)] == run_alone(work, windows=windows)
         assert "ended" not in old.record_of(RUN).last
         await old.forget(RUN)
         await eventually(lambda: not list(old.node.decode.runs()))
@@ -79,10 +79,10 @@ async def test_a_run_migrates_with_its_logprobs() -> None:
     async with pair() as (old, new):
         await old.start(RUN, work)
         await old.until_tokens(RUN, 5)
-        ticket = await given(old)
+        ticket = await take_ticket(old)
         await new.start(RUN, work, ticket)  # of a router that lacks all of it
         [record] = await new.until_ended(RUN)
-        assert record.text(10) == alone(work)
+        assert record.text(10) == run_alone(work)
         assert sorted(record.logprobs) == sorted(record.tokens)
         assert all(
             old.record_of(RUN).logprobs[place] == record.logprobs[place] for place in old.record_of(RUN).logprobs
@@ -94,11 +94,11 @@ async def test_a_run_whose_ticket_is_not_used_continues() -> None:
     async with pair(lease_ms=100) as (old, _):
         await old.start(RUN, work)
         await old.until_tokens(RUN, 2)
-        await given(old)
+        await take_ticket(old)
         await eventually(lambda: old.node.host.sender.expired == 1)
-        hurry(old)
+        speed_up(old)
         [record] = await old.until_ended(RUN)
-        assert record.text(10) == alone(work)
+        assert record.text(10) == run_alone(work)
         await old.node.audit()
 
 
@@ -107,16 +107,16 @@ async def test_the_ticket_is_the_same_until_it_is_withdrawn() -> None:
     async with pair() as (old, new):
         await old.start(RUN, work)
         await old.until_tokens(RUN, 2)
-        first = await given(old)
-        assert await given(old) == first
+        first = await take_ticket(old)
+        assert await take_ticket(old) == first
         await old.send(migrate=wire.Migrate(run=RUN, output=0, withdrawn=True))
-        second = await given(old)
+        second = await take_ticket(old)
         assert second.id != first.id
         await new.start(RUN, work, first)
         assert (await new.until_message(RUN, "failed")).failure.cause == wire.CAUSE_LEASE_OVER
-        hurry(old)
+        speed_up(old)
         [record] = await old.until_ended(RUN)
-        assert record.text(10) == alone(work)
+        assert record.text(10) == run_alone(work)
 
 
 async def test_the_lease_is_renewed_by_heartbeats_while_the_target_waits_for_blocks() -> None:
@@ -124,7 +124,7 @@ async def test_the_lease_is_renewed_by_heartbeats_while_the_target_waits_for_blo
     async with pair() as (old, _):
         await old.start(RUN, work)
         await old.until_tokens(RUN, 2)
-        ticket = await given(old)
+        ticket = await take_ticket(old)
         lease = old.node.host.sender.leases.find(ticket.id)
         assert lease is not None
         before = lease.timer.when()
@@ -140,7 +140,7 @@ async def test_after_the_commit_the_loss_of_the_target_fails_the_run() -> None:
     async with pair() as (old, new):
         await old.start(RUN, work)
         await old.until_tokens(RUN, 2)
-        await new.start(RUN, work, await given(old))
+        await new.start(RUN, work, await take_ticket(old))
         await new.until_message(RUN, "decode_started")
         await old.send(migrate=wire.Migrate(run=RUN, output=0, withdrawn=True))
         assert (await old.until_message(RUN, "failed")).failure.cause == wire.CAUSE_OWNER_LOST
@@ -167,10 +167,10 @@ async def test_a_run_that_has_not_begun_is_refused_and_keeps_its_ticket(engine: 
             await eventually(lambda: old.node.host.waiting_arrivals == 1)
         await old.send(migrate=wire.Migrate(run=waits, output=0))
         assert (await old.until_message(waits, "refused")).failure.cause == wire.CAUSE_DRAINING
-        hurry(old)
+        speed_up(old)
         await new.start(waits, work, ticket)
         [record] = await new.until_ended(waits)
-        assert record.text(30) == alone(work)
+        assert record.text(30) == run_alone(work)
         await old.cancel(first)
         await old.until_ended(first)
         await prefill.audit()
@@ -182,12 +182,12 @@ async def test_an_arriving_run_is_offered_when_it_has_joined() -> None:
         prefill.device.seconds = 0.02
         await old.start(RUN, work, await prefill.offer(RUN, work))
         await old.until_message(RUN, "scheduled")
-        ticket = await given(old)
+        ticket = await take_ticket(old)
         assert "decode_started" in old.record_of(RUN).kinds
         await new.start(RUN, with_written(work, old, 60), ticket)
         [record] = await new.until_ended(RUN)
         tokens = old.record_of(RUN).tokens | record.tokens
-        assert [tokens[place] for place in sorted(tokens)] == alone(work)
+        assert [tokens[place] for place in sorted(tokens)] == run_alone(work)
         await old.forget(RUN)
         await old.node.audit()
         await prefill.audit()
@@ -198,13 +198,13 @@ async def test_adoption_withdraws_the_offer_of_an_earlier_owner() -> None:
     async with pair() as (old, _), Router(old.node, "another") as other:
         await old.start(RUN, work)
         await old.until_tokens(RUN, 2)
-        await given(old)
+        await take_ticket(old)
         mine = make_run(epoch=2)
         await other.send(adopt=wire.Adopt(run=mine, resume=[wire.ResumePosition(output=0, position=10)]))
         await other.until_message(mine, "run_status")
-        hurry(old)
+        speed_up(old)
         [record] = await other.until_ended(mine)
-        assert record.text(10) == alone(work)
+        assert record.text(10) == run_alone(work)
         assert not old.node.host.sender.leases.all()
 
 
@@ -214,11 +214,11 @@ async def test_a_run_that_ends_during_a_migration_leaves_nothing(end: str) -> No
     async with pair() as (old, _):
         await old.start(RUN, work)
         await old.until_tokens(RUN, 2)
-        await given(old)
+        await take_ticket(old)
         if end == "cancelled":
             await old.cancel(RUN)
         else:
-            hurry(old)
+            speed_up(old)
         [record] = await old.until_ended(RUN)
         assert "ended" in record.last
         assert not old.node.host.sender.leases.all()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from decant.protos import worker_pb2 as wire
-from tests.worker.decode_harness import Node, alone, make_run, make_work, owned
+from tests.worker.decode_harness import Node, make_run, make_work, owned, run_alone
 from tests.worker.session_client import Router
 from tests.worker.waiting import eventually
 
@@ -22,7 +22,7 @@ async def test_a_former_owner_cannot_affect_a_live_run_however_old_the_adoption_
         await old.until(lambda: old.record_of(run).kinds.count("superseded") == 3)
         node.device.seconds = 0.0
         await new.until_message(adopted, "ended")
-        assert new.record_of(adopted).text(8) == alone(work)
+        assert new.record_of(adopted).text(8) == run_alone(work)
         assert set(new.record_of(adopted).kinds) <= {"run_status", "decode_started", "ended"}
 
 
@@ -43,7 +43,7 @@ async def test_runs_of_an_earlier_incarnation_of_a_router_continue_until_they_ar
         await restarted.until_message(adopted, "run_status")
         node.device.seconds = 0.0
         await restarted.until_message(adopted, "ended")
-        assert restarted.record_of(adopted).text(8) == alone(work)
+        assert restarted.record_of(adopted).text(8) == run_alone(work)
         await restarted.forget(adopted)
         await restarted.leave()
 
@@ -100,7 +100,7 @@ async def test_a_run_is_not_handed_to_a_request_with_the_same_id_and_another_pay
         await two.cancel(stranger)
         await two.forget(stranger)
         await one.until_message(run, "ended")
-        assert one.record_of(run).text(8) == alone(work)
+        assert one.record_of(run).text(8) == run_alone(work)
         assert not two.record_of(stranger).tokens
         await two.leave()
         await one.forget(run)
@@ -117,7 +117,7 @@ async def test_an_id_may_have_another_payload_once_the_first_is_forgotten() -> N
         await eventually(lambda: not list(node.decode.runs()))
         await two.start(other(run), work)
         await two.until_message(other(run), "ended")
-        assert two.record_of(run).text(8) == alone(work)
+        assert two.record_of(run).text(8) == run_alone(work)
 
 
 async def test_the_same_payload_attaches_to_the_run_of_another_router() -> None:

@@ -7,64 +7,64 @@ import pytest
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.protos import worker_pb2 as wire
 from decant.worker.wire_codec import to_request
-from tests.worker.harness import MODEL, WorkerScene, alone, make_work, ticket_of, worker
+from tests.worker.harness import MODEL, WorkerHarness, make_work, run_alone, ticket_of, worker
 
 
-async def test_ticket_first_token_and_cache_come_in_this_order(place: WorkerScene) -> None:
+async def test_ticket_first_token_and_cache_come_in_this_order(harness: WorkerHarness) -> None:
     work = make_work(30)
     async with worker("d") as receiver:
-        call = place.ask(work)
+        call = harness.ask(work)
         ticket = await ticket_of(call)
         first = await call.expect("first")
         taken = await receiver.receive(ticket, to_request("moved", work, model=MODEL))
         await call.ended()
-        assert [first.tokens[0].token, *(await receiver.written("moved"))] == alone(work)
-        assert taken.received == 8 * place.host.shape.block_bytes
-    assert (ticket.run.request, ticket.sender, ticket.address) == ("t/a", place.host.peer, place.address)
-    assert (ticket.layout, ticket.salt, ticket.tokens) == (place.host.layout, b"tenant", 30)
+        assert [first.tokens[0].token, *(await receiver.written("moved"))] == run_alone(work)
+        assert taken.received == 8 * harness.host.shape.block_bytes
+    assert (ticket.run.request, ticket.sender, ticket.address) == ("t/a", harness.host.peer, harness.address)
+    assert (ticket.layout, ticket.salt, ticket.tokens) == (harness.host.layout, b"tenant", 30)
     assert (list(ticket.outputs), ticket.lease_ms, len(ticket.id)) == ([0], 30_000, 16)
     assert (first.cached_tokens, first.tokens[0].HasField("finished")) == (0, False)
     assert first.prefill_us > 0
-    await place.emptied()
+    await harness.emptied()
 
 
-async def test_the_ticket_comes_with_the_first_chunk_not_with_the_last(place: WorkerScene) -> None:
-    place.device.hold()
-    call = place.ask(make_work(50))  # four steps of 16 tokens
-    place.device.let(1)
+async def test_the_ticket_comes_with_the_first_chunk_not_with_the_last(harness: WorkerHarness) -> None:
+    harness.device.hold()
+    call = harness.ask(make_work(50))  # four steps of 16 tokens
+    harness.device.let(1)
     await ticket_of(call)
-    assert not place.outputs, "no token yet"
-    assert place.host.sender.leases.all()
-    place.device.go_on()
+    assert not harness.outputs, "no token yet"
+    assert harness.host.sender.leases.all()
+    harness.device.go_on()
     await call.expect("first")
     await call.break_off()
 
 
-async def test_a_first_token_doesnt_wait_for_a_ticket_of_the_same_step(place: WorkerScene) -> None:
+async def test_a_first_token_doesnt_wait_for_a_ticket_of_the_same_step(harness: WorkerHarness) -> None:
     work = make_work(15, 5)
     async with worker("d") as receiver:
-        call = place.ask(work)
+        call = harness.ask(work)
         event = await call.next()
         assert event is not None
         await receiver.receive(await ticket_of(call), to_request("moved", work, model=MODEL))
         await call.ended()
-        assert [event.first.tokens[0].token, *(await receiver.written("moved"))] == alone(work)
-    await place.emptied()
+        assert [event.first.tokens[0].token, *(await receiver.written("moved"))] == run_alone(work)
+    await harness.emptied()
 
 
-async def test_cached_tokens_are_reported(place: WorkerScene) -> None:
+async def test_cached_tokens_are_reported(harness: WorkerHarness) -> None:
     for expected in (0, 28):
-        call = place.ask(make_work(30, 1), handoff=False)
+        call = harness.ask(make_work(30, 1), handoff=False)
         first = await call.expect("first")
         await call.ended()
         assert first.cached_tokens == expected
 
 
-async def test_prefill_continues_the_output_of_earlier_attempts(place: WorkerScene) -> None:
-    whole = alone(make_work(20, 10))
+async def test_prefill_continues_the_output_of_earlier_attempts(harness: WorkerHarness) -> None:
+    whole = run_alone(make_work(20, 10))
     work = make_work(20, 10, written=whole[:4])
     async with worker("d") as receiver:
-        call = place.ask(work)
+        call = harness.ask(work)
         ticket = await ticket_of(call)
         assert ticket.tokens == 24
         first = await call.expect("first")
@@ -74,10 +74,10 @@ async def test_prefill_continues_the_output_of_earlier_attempts(place: WorkerSce
         assert await receiver.written("moved") == whole[5:]
 
 
-async def test_logprobs_of_prompt_and_first_token(place: WorkerScene) -> None:
+async def test_logprobs_of_prompt_and_first_token(harness: WorkerHarness) -> None:
     work = make_work(40, 1)
     work.logprobs, work.prompt_logprobs = 2, 1
-    call, chunks, position = place.ask(work, handoff=False), 0, 1
+    call, chunks, position = harness.ask(work, handoff=False), 0, 1
     while (event := await call.next()) is not None and event.HasField("prompt_logprobs"):
         part = event.prompt_logprobs
         assert part.first_position == position
@@ -94,14 +94,14 @@ async def test_logprobs_of_prompt_and_first_token(place: WorkerScene) -> None:
 
 
 @pytest.mark.parametrize("wanted", [1, 10])
-async def test_one_token_without_a_ticket_keeps_no_blocks(place: WorkerScene, wanted: int) -> None:
+async def test_one_token_without_a_ticket_keeps_no_blocks(harness: WorkerHarness, wanted: int) -> None:
     work = make_work(30, wanted)
-    call = place.ask(work, handoff=False)
+    call = harness.ask(work, handoff=False)
     first = await call.expect("first")
     await call.ended()
-    assert first.tokens[0].token == alone(work)[0]
+    assert first.tokens[0].token == run_alone(work)[0]
     assert first.tokens[0].HasField("finished") is (wanted == 1)
-    audit = await place.audit()
+    audit = await harness.audit()
     assert (audit.owned_blocks, audit.leased_blocks, len(audit.leases)) == (0, 0, 0)
 
 
@@ -109,11 +109,11 @@ async def test_one_token_without_a_ticket_keeps_no_blocks(place: WorkerScene, wa
     ("cut", "reason"), [(False, wire.OutputEnd.REASON_LENGTH), (True, wire.OutputEnd.REASON_CONTEXT_LENGTH)]
 )
 async def test_a_first_token_that_is_the_last_is_marked(
-    place: WorkerScene, cut: bool, reason: wire.OutputEnd.Reason
+    harness: WorkerHarness, cut: bool, reason: wire.OutputEnd.Reason
 ) -> None:
     work = make_work(30, 1)
     work.stopping.capped_by_context_length = cut
-    call = place.ask(work, handoff=False)
+    call = harness.ask(work, handoff=False)
     end = (await call.expect("first")).tokens[0].finished
     assert (end.reason, end.end_position, end.output) == (reason, 31, 0)
     await call.ended()
@@ -122,24 +122,24 @@ async def test_a_first_token_that_is_the_last_is_marked(
 @pytest.mark.parametrize("opened", ["before", "after"])
 async def test_a_first_token_that_ends_the_sequence_closes_the_fetch_without_failure(opened: str) -> None:
     work = make_work(40)
-    eos = alone(work)[0]
-    async with worker(eos=eos) as place, worker("d", eos=eos) as receiver:
-        place.device.hold()
-        call = place.ask(work)
-        place.device.let(1)
+    eos = run_alone(work)[0]
+    async with worker(eos=eos) as harness, worker("d", eos=eos) as receiver:
+        harness.device.hold()
+        call = harness.ask(work)
+        harness.device.let(1)
         ticket = await ticket_of(call)
         taking = asyncio.create_task(receiver.receive(ticket, to_request("moved", work, model=MODEL)))
         if opened == "before":
-            place.device.let(1)
-            await place.opened()
+            harness.device.let(1)
+            await harness.opened()
         else:
             taking.cancel()
-        place.device.go_on()
+        harness.device.go_on()
         end = (await call.expect("first")).tokens[0].finished
         await call.ended()
         assert end.reason == wire.OutputEnd.REASON_STOP
         if opened == "after":
-            assert not (await place.audit()).leased_blocks
+            assert not (await harness.audit()).leased_blocks
             taking = asyncio.create_task(receiver.receive(ticket, to_request("late", work, model=MODEL)))
         with pytest.raises(SequenceAlreadyFinished if opened == "before" else (SequenceAlreadyFinished, HandoffFailed)):
             await taking

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.router.virtual_time import run
 from tests.worker.prefill_actions import CallActions, WorkerActions
-from tests.worker.prefill_trial import PrefillTrial
+from tests.worker.prefill_scenario import PrefillScenario
 from tests.worker.schedules import Schedule, in_many_orders, perform, quiet_log, schedules
 
 __all__ = ["quiet_log"]
@@ -23,10 +23,10 @@ ENDS = ("drain", "crash")
 
 
 async def play(schedule: Schedule) -> None:
-    trial = PrefillTrial()
-    await trial.begin()
-    await perform(schedule, CallActions(trial), WorkerActions(trial))
-    await trial.finish()
+    scenario = PrefillScenario()
+    await scenario.begin()
+    await perform(schedule, CallActions(scenario), WorkerActions(scenario))
+    await scenario.finish()
 
 
 @pytest.mark.slow

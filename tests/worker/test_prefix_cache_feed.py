@@ -54,12 +54,12 @@ steps = st.lists(
 
 
 @given(steps)
-def test_every_session_gets_exactly_the_cached_blocks(story: Sequence[tuple[str, int]]) -> None:
+def test_every_session_gets_exactly_the_cached_blocks(actions: Sequence[tuple[str, int]]) -> None:
     pool, feed = BlockPool(6, 4), PrefixCacheFeed()
     holdings: list[BlockTable] = []
     listeners: list[Listener] = []
-    for what, number in story:
-        if what == "publish" and pool.available:
+    for what, number in actions:
+        if what == "publish" and pool.available_blocks:
             holdings.append(pool.allocate("o", 1))
             pool.publish(0, holdings[-1].blocks[0], [digest(number)])
         elif what == "release" and holdings:

@@ -370,7 +370,7 @@ async def test_a_worker_serves_the_tiny_model(run: Run, redis: PrivateRedis, mod
 
 
 @pytest.mark.slow
-def test_an_idle_worker_uses_next_to_nothing(run: Run) -> None:
+def test_an_idle_worker_uses_almost_no_cpu(run: Run) -> None:
     worker = run(("decant.decode_worker",), "--kv-bytes", str(8 << 20))
     worker.ready()
     before, began = cpu_seconds(worker.process.pid), time.monotonic()

@@ -35,7 +35,7 @@ async def store(server: PrivateRedis) -> AsyncIterator[Store]:
         yield store
 
 
-class Scene:
+class Harness:
     def __init__(self, store: Store, incarnation: int = 1) -> None:
         self.load = Load(running=1)
         self.replaced = asyncio.Event()
@@ -58,27 +58,27 @@ async def present(store: Store, running: int) -> DirectoryEntry[WorkerRegistrati
 
 
 async def test_a_worker_is_registered_with_its_load_until_it_leaves(store: Store) -> None:
-    scene = Scene(store)
-    async with scene.registrar:
+    harness = Harness(store)
+    async with harness.registrar:
         assert (await store.workers.listing()).present[0].load.running == 1, "from the first instant on"
-        scene.load = Load(running=2)
+        harness.load = Load(running=2)
         assert (await present(store, 2)).facts.address == "127.0.0.1:1"
-        await scene.registrar.leave()
+        await harness.registrar.leave()
         assert not (await store.workers.listing()).present
     assert not (await store.workers.listing()).present
 
 
 async def test_an_important_change_is_registered_at_once(store: Store) -> None:
-    scene = Scene(store)
-    scene.registrar._every_s = 3600
-    async with scene.registrar:
-        scene.load = Load(running=2, draining=True)
-        scene.registrar.renew_now()
+    harness = Harness(store)
+    harness.registrar._every_s = 3600
+    async with harness.registrar:
+        harness.load = Load(running=2, draining=True)
+        harness.registrar.renew_now()
         assert (await present(store, 2)).load.draining
 
 
 async def test_a_new_incarnation_ends_the_registration(store: Store) -> None:
-    old, new = Scene(store), Scene(store, 2)
+    old, new = Harness(store), Harness(store, 2)
     async with old.registrar, new.registrar:
         async with asyncio.timeout(PATIENCE):
             await old.replaced.wait()
@@ -92,19 +92,19 @@ async def test_an_outage_is_logged_once_and_the_worker_registers_again_after_it(
     url = server.url
     with capture_logs() as lines:
         async with Store(StoreSettings(url, deadline_s=PATIENCE)) as store:
-            scene = Scene(store)
-            async with scene.registrar:
+            harness = Harness(store)
+            async with harness.registrar:
                 server.stop()
                 await eventually(lambda: bool(events(lines, "is unavailable")))
                 await asyncio.sleep(10 * EVERY_S)
                 with server:
-                    scene.load = Load(running=7)
+                    harness.load = Load(running=7)
                     async with Store(StoreSettings(url, deadline_s=10)) as looking:
                         await present(looking, 7)
                     await eventually(lambda: bool(events(lines, "available again")))
-                    await scene.registrar.leave()
+                    await harness.registrar.leave()
     assert len(events(lines, "is unavailable")) == 1
-    assert not scene.replaced.is_set()
+    assert not harness.replaced.is_set()
 
 
 def events(lines: Sequence[Any], word: str) -> list[Any]:
@@ -115,9 +115,9 @@ async def test_a_worker_that_starts_without_redis_registers_when_it_is_available
     url = server.url
     server.stop()
     async with Store(StoreSettings(url, deadline_s=PATIENCE)) as store:
-        scene = Scene(store)
-        async with scene.registrar:
+        harness = Harness(store)
+        async with harness.registrar:
             with server:
                 async with Store(StoreSettings(url, deadline_s=10)) as looking:
                     await present(looking, 1)
-                await scene.registrar.leave()
+                await harness.registrar.leave()

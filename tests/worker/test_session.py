@@ -14,7 +14,7 @@ from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, from_call
 from decant.runtime.protocol import PROTOCOL
 from decant.worker.decode.session import RouterSession, SessionLimits
-from tests.worker.decode_harness import Node, alone, make_run, make_work, owned, routed
+from tests.worker.decode_harness import Node, make_run, make_work, owned, routed, run_alone
 from tests.worker.session_client import Router
 from tests.worker.waiting import advance, eventually
 
@@ -67,7 +67,7 @@ async def test_messages_of_an_unknown_kind_are_ignored_and_logged_once() -> None
             await router.start(run, work)
             await router.write(wire.RouterMessage.FromString(UNKNOWN))
             await router.until_message(run, "ended")
-            assert router.record_of(run).text(8) == alone(work)
+            assert router.record_of(run).text(8) == run_alone(work)
             await eventually(lambda: node.decode._sessions["router"].unknown.count == 2)
             await router.forget(run)
     assert [line["event"] for line in logs].count("messages of an unknown kind are ignored") == 1
@@ -105,7 +105,7 @@ async def test_a_newer_session_ends_the_older_and_gets_the_runs_that_it_names() 
         advance(60)
         node.device.seconds = 0.0
         await newer.until_message(named, "ended")
-        assert newer.record_of(named).text(8) == alone(works["t/named"])[2:]
+        assert newer.record_of(named).text(8) == run_alone(works["t/named"])[2:]
         await eventually(lambda: [run.request for run, *_ in node.decode.runs()] == ["t/named"])
         await newer.leave()
         await older.leave()
@@ -126,7 +126,7 @@ async def test_tokens_generated_without_a_session_are_sent_to_the_next() -> None
         assert welcome.runs[0].phase == wire.RunStatus.PHASE_ENDED
         assert welcome.runs[0].ended[0].end_position == 28
         await router.until_tokens(run, 20)
-        assert router.record_of(run).text(8) == alone(work)
+        assert router.record_of(run).text(8) == run_alone(work)
         assert len(router.record_of(run).logprobs) == 20
         await router.forget(run)
         await eventually(lambda: node.decode.unforgotten == 0)
@@ -148,7 +148,7 @@ async def test_an_adopted_run_continues_under_its_new_owner() -> None:
         await old.until(lambda: old.record_of(run).kinds.count("superseded") == 3)
         node.device.seconds = 0.0
         await new.until_message(run, "ended")
-        assert new.record_of(run).text(8) == alone(work)[1:]
+        assert new.record_of(run).text(8) == run_alone(work)[1:]
         await new.send(adopt=wire.Adopt(run=make_run("t/other"), resume=[]))
         assert (await new.until_message(make_run("t/other"), "failed")).failure.cause == wire.CAUSE_UNKNOWN_RUN
 
@@ -195,7 +195,7 @@ async def test_a_silent_router_is_suspect_and_nothing_else() -> None:
             await router.until_message(run, "ended")
             await router.send(heartbeat=wire.Heartbeat())
             await eventually(lambda: any(line["event"] == "router is no longer silent" for line in logs))
-        assert router.record_of(run).text(8) == alone(work)
+        assert router.record_of(run).text(8) == run_alone(work)
         await router.leave()
 
 
@@ -289,7 +289,7 @@ async def test_a_drain_finishes_runs_and_refuses_new_ones() -> None:
         await router.start(late, work)
         assert (await router.until_message(late, "refused")).failure.cause == wire.CAUSE_DRAINING
         await router.until_message(run, "ended")
-        assert router.record_of(run).text(8) == alone(work)
+        assert router.record_of(run).text(8) == run_alone(work)
         assert not draining.done()  # its tokens may still be asked for
         await router.forget(run)
         async with asyncio.timeout(20):

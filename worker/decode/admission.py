@@ -55,7 +55,7 @@ class DecodeAdmission:
 
     def on_step(self, output: StepOutput) -> None:
         self._has_ended |= bool(output.ended or output.parked)
-        available = output.available
+        available = output.available_blocks
         if self._waiting and not self._retried and (self._has_ended or available != self._available):
             self._retry()
         self._available = available
@@ -140,7 +140,7 @@ class _AdmitCommand:
                 outcome = error
             except OutOfBlocks:
                 self._gate.is_closed = True
-                self.available = engine.pool.available
+                self.available = engine.pool.available_blocks
                 return
             self.outcomes.append((run, outcome))
 

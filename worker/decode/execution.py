@@ -181,7 +181,7 @@ class RunExecutor:
 
     def truncate_cached(self, run: DecodeRun, position: int) -> None:
         tokens = [*run.request.token_ids[: run.request.prompt_len], *run.tokens]
-        self._host.loop.post(lambda engine: engine.forget(tokens, run.request.salt, position))
+        self._host.loop.post(lambda engine: engine.evict_cached(tokens, run.request.salt, position))
 
     async def close(self) -> None:
         """Also waits for the messages to the senders of the caches."""

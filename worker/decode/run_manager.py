@@ -125,7 +125,7 @@ class DecodeRunManager(HostHandler):
     def on_step(self, output: StepOutput) -> None:
         self.executor.step = output.step
         runs = self.runs.by_sequence
-        for begun in output.begun:
+        for begun in output.started:
             if run := runs.get(begun.id):
                 run.timeline = begun.timeline
                 if run.ticket is None:

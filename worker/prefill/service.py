@@ -81,7 +81,7 @@ class PrefillService(services.PrefillServicer, HostHandler):
     def on_step(self, output: StepOutput) -> None:
         if not self._runs:
             return
-        for run, begun in self._live(output.begun):
+        for run, begun in self._live(output.started):
             run.begun = begun
             run.wake()
         for run, part in self._live(output.prompt_logprobs):
@@ -94,7 +94,7 @@ class PrefillService(services.PrefillServicer, HostHandler):
                 parked.wake()
         for run, finished in self._live(output.ended):
             self._on_finished(run, finished)
-        if output.begun:
+        if output.started:
             self._runs.admit()  # cached prefixes leave blocks for other prompts
 
     def _live(self, events: Iterable[_Event]) -> Iterator[tuple[PrefillRun, _Event]]:

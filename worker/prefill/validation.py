@@ -55,7 +55,7 @@ class CallValidator:
             raise StaleOwner(superseded)
         if host.draining:
             raise _rejected(wire.CAUSE_DRAINING, "this worker is draining")
-        if not host.loop.healthy:
+        if not host.loop.is_healthy:
             raise _rejected(wire.CAUSE_ENGINE, "the engine of this worker has stopped")
 
 

@@ -124,7 +124,7 @@ def _sample(engine: Engine) -> _Map:
     except AssertionError as error:
         violations.append(str(error))
     blocks = engine.pool
-    return _Map(blocks.held_by(), blocks.free, blocks.cached, violations)
+    return _Map(blocks.held_by(), blocks.free_blocks, blocks.cached_blocks, violations)
 
 
 def _unaccounted(answer: wire.AuditResponse, pool: _Map, runs: Mapping[str, RunRow]) -> Iterable[str]:

@@ -40,7 +40,7 @@ class WorkerMetrics(HostHandler):
     def on_step(self, output: StepOutput) -> None:
         if output.tokens:
             self._metrics.generated.inc(len(output.tokens))
-        for begun in output.begun:
+        for begun in output.started:
             if begun.id in self._arriving:
                 self._arriving.remove(begun.id)
             else:

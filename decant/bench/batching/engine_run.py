@@ -114,7 +114,7 @@ def serve(engine: Engine, requests: Sequence[Request], own: Sequence[int], on_to
 
 
 def _record(trace: Trace, output: StepOutput, begin: float, end: float) -> None:
-    for started in output.begun:
+    for started in output.started:
         trace.answers[started.id].begun = begin
     if any(token.position for token in output.tokens):
         trace.decode_steps.append(end - begin)
@@ -126,6 +126,6 @@ def _record(trace: Trace, output: StepOutput, begin: float, end: float) -> None:
 
 def _record_memory(trace: Trace, engine: Engine, ends: dict[str, int]) -> None:
     running = engine.scheduler.running
-    trace.used.append(sum(min(one.computed, ends[one.id]) for one in running))
+    trace.used.append(sum(min(one.num_computed, ends[one.id]) for one in running))
     size = engine.pool.block_size
     trace.held.append(sum(one.block_table.num_blocks for one in running if one.block_table) * size)

@@ -14,7 +14,7 @@ AMX = bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 def load() -> ModuleType | None:
     """The best module for this CPU; None without AVX2, or if the package was built without a C++ compiler."""
-    for name in fitting():
+    for name in supported_modules():
         try:
             return import_module(f"decant.engine.cpu.kernels.{name}")
         except ImportError:  # not built
@@ -22,7 +22,7 @@ def load() -> ModuleType | None:
     return None
 
 
-def fitting() -> list[str]:
+def supported_modules() -> list[str]:
     """Modules that this CPU can run, the best first."""
     has = torch.cpu.get_capabilities()
     match torch.backends.cpu.get_cpu_capability():

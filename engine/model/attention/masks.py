@@ -91,7 +91,7 @@ def mask_markers() -> Iterator[dict[int, MaskFunction]]:
 
 class Recorder:
     def __init__(self, model: str, markers: dict[int, MaskFunction], context_length: int) -> None:
-        self.views: list[AttentionWindow] = []
+        self.layer_windows: list[AttentionWindow] = []
         self.specs: list[LayerSpec] = []
         self._model = model
         self._markers = markers
@@ -108,7 +108,7 @@ class Recorder:
                 raise ModelRefused(self._model, f"layer {call.layer} sees neither all, nor a window, nor a chunk")
             self._fitted[id(function)] = view
         view = self._fitted[id(function)]
-        self.views.append(view)
+        self.layer_windows.append(view)
         window = Window(view.kind, view.size)
         self.specs.append(LayerSpec(call.key.shape[1], call.key.shape[3], call.value.shape[3], window))
         _, heads, tokens, _ = call.query.shape

@@ -46,7 +46,7 @@ class LengthGroup:
     start      first query position of the first sequence
     positions  [B, P]
     in_tile    for each tile, how many of the sequences have keys in it
-    table      [G, B, tiles * blocks per tile], padded with the store's blank block
+    table      [G, B, tiles * blocks per tile], padded with the store's null block
     first_row  flattened position of each first query
     """
 
@@ -99,7 +99,7 @@ def _make_group(ends: Ints, count: int, table: npt.NDArray[np.int32], store: KvS
     block_size, device = store.layout.block_size, store.blocks.device
     per_tile, tiles = TILE // block_size, -(-int(ends[0]) // TILE)
     count_in_tile = (ends[:, None] > np.arange(tiles) * TILE).sum(0).tolist()
-    padded = np.full((len(table), len(ends), tiles * per_tile), store.blank, np.int32)
+    padded = np.full((len(table), len(ends), tiles * per_tile), store.null_block, np.int32)
     needed = -(-int(ends[0]) // block_size)
     padded[:, :, :needed] = table[:, :, :needed]
     positions = torch.from_numpy(ends[:, None] + np.arange(-count, 0)).to(device)
@@ -112,13 +112,13 @@ class PagedAttention:
     def __init__(
         self,
         store: KvStore,
-        views: Sequence[AttentionWindow],
+        layer_windows: Sequence[AttentionWindow],
         flat: FlatBatch,
         product_threads: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._store = store
         self._product_threads = product_threads
-        self._views = views
+        self._layer_windows = layer_windows
         self._groups = make_length_groups(flat, store)
         slots = np.divmod(flat.slot_mapping, store.layout.block_size)
         # [G, T] each: block of each cache group, and slot in it, of each token
@@ -145,7 +145,7 @@ class PagedAttention:
 
     def _attend_group(self, call: AttentionCall, lengths: LengthGroup, query: torch.Tensor) -> torch.Tensor:
         """[B, P, heads, key dim] -> [B, P, heads, value dim]."""
-        view, kv_heads = self._views[call.layer], call.key.shape[1]
+        view, kv_heads = self._layer_windows[call.layer], call.key.shape[1]
         batch, count, heads, width = query.shape
         group = heads // kv_heads
         folded = (
@@ -162,7 +162,7 @@ class PagedAttention:
         return out.permute(0, 2, 1, 3, 4).reshape(batch, count, heads, -1).to(query.dtype)
 
     def _tile(self, call: AttentionCall, lengths: LengthGroup, state: _Softmax, tile: int) -> None:
-        view, group = self._views[call.layer], call.query.shape[1] // call.key.shape[1]
+        view, group = self._layer_windows[call.layer], call.query.shape[1] // call.key.shape[1]
         count_in_tile = lengths.in_tile[tile]
         first = max(0, tile * TILE - lengths.start) * group // ROWS * ROWS  # earlier rows see nothing of this tile
         per_tile = TILE // self._store.layout.block_size

@@ -14,16 +14,16 @@ from tests.engine.properties import instants_are_in_order
 
 def test_a_sequence_starts_with_its_cached_tokens(make: MakeDevice) -> None:
     engine, request = engine_of(make, budget=8), make_request("a", 30)
-    first = run(engine, request)["a"].begun
-    again = run(engine, request)["a"].begun
+    first = run(engine, request)["a"].started
+    again = run(engine, request)["a"].started
     assert first is not None
     assert again is not None
     assert (first.cached, first.tokens) == (0, 30)
     assert (again.cached, again.tokens) == (28, 30)  # whole blocks of 4, never all tokens
-    for begun in (first, again):
-        assert begun.timeline.scheduled is not None
-        assert begun.timeline.first_token is not None
-        assert begun.timeline.scheduled < begun.timeline.first_token
+    for started in (first, again):
+        assert started.timeline.scheduled is not None
+        assert started.timeline.first_token is not None
+        assert started.timeline.scheduled < started.timeline.first_token
 
 
 def test_the_instants_of_a_sequence_are_in_order(make: MakeDevice) -> None:
@@ -44,11 +44,11 @@ def test_a_preempted_sequence_starts_once(make: MakeDevice) -> None:
     engine = engine_of(make, num_blocks=12, budget=16)
     for request in REQUESTS:
         engine.add(replace(request, stop=StopParams(max_tokens=16)))
-    begun, ended = list[tuple[str, float | None]](), list[tuple[str, float | None]]()
+    started, ended = list[tuple[str, float | None]](), list[tuple[str, float | None]]()
     while engine.has_work:
         output = engine.step()
-        begun += [(events.id, events.timeline.scheduled) for events in output.begun]
+        started += [(events.id, events.timeline.scheduled) for events in output.started]
         ended += [(events.id, events.timeline.scheduled) for events in output.ended]
     assert engine.load().preemptions
-    assert sorted(begun) == sorted(ended)
-    assert len(begun) == len(REQUESTS)
+    assert sorted(started) == sorted(ended)
+    assert len(started) == len(REQUESTS)

@@ -29,7 +29,7 @@ def test_an_output_continues_on_another_engine(make: MakeDevice, cached_blocks: 
     payload = export_sequence(sender, "moved", cached_blocks)
     assert [address.block for address, _, _ in payload.runs] == list(range(cached_blocks, 6))
     import_sequence(receiver, MOVED, payload)
-    assert receiver.scheduler.running[0].remaining == 1, "nothing is computed again"
+    assert receiver.scheduler.running[0].num_remaining == 1, "nothing is computed again"
     run(receiver, log=log)
     same_output_as_alone(log["moved"], expected(make))
     for engine in (sender, receiver):

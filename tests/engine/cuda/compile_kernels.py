@@ -64,7 +64,7 @@ def shapes() -> dict[str, tuple[Any, str, dict[str, Any]]]:
             {**heads, "KEY_PAD": 128, "VALUE_PAD": 128},
         ),
     }
-    tokens, chunks = attention.LEAST_ROWS, attention.CHUNK_ROWS
+    tokens, chunks = attention.MIN_ROWS, attention.CHUNK_ROWS
     kernels |= attention_shapes("tokens", 128, tokens) | attention_shapes("chunks", 256, chunks)
     kernels |= attention_shapes("tokens, padded heads of fp16", 80, tokens, dtype="fp16")
     kernels |= attention_shapes("chunks, padded heads of fp16", 96, chunks, dtype="fp16")

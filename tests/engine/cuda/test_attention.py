@@ -54,7 +54,7 @@ CASES = {
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 
-class Scene:
+class AttentionInputs:
     """Random keys and values; the step computes the last positions of each sequence."""
 
     def __init__(self, case: Case, seed: int = 0) -> None:
@@ -89,7 +89,7 @@ class Scene:
             for position in range(row.start):
                 place = row.blocks[0][position // BLOCK], position % BLOCK
                 keys[place], values[place] = self.keys[index][:, position], self.values[index][:, position]
-        flat = flatten(rows, BLOCK, store.blank)
+        flat = flatten(rows, BLOCK, store.null_block)
         before = store.blocks.clone()
         order = [int(row.request.id) for row in flat.rows]
         starts = [case.spans[index][0] for index in order]
@@ -154,10 +154,10 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_attention_agrees_with_float64(case: Case) -> None:
-    scene = Scene(case)
-    results = scene.run(range(len(case.spans)))
+    inputs = AttentionInputs(case)
+    results = inputs.run(range(len(case.spans)))
     for index, result in results.items():
-        expected = scene.reference(index)
+        expected = inputs.reference(index)
         assert (result.double() - expected).norm() <= TOLERANCE[case.dtype] * expected.norm()
 
 
@@ -169,38 +169,40 @@ def test_random_ragged_batches_agree_with_float64(seed: int) -> None:
     view = rng.choice(
         [AttentionWindow(), *(AttentionWindow(kind, rng.randint(1, 60)) for kind in Kind if kind is not Kind.FULL)]
     )
-    scene = Scene(Case(heads=4, kv_heads=rng.choice([1, 2, 4]), view=view, sinks=rng.random() < 0.5, spans=spans), seed)
-    for index, result in scene.run(range(len(spans))).items():
-        expected = scene.reference(index)
+    inputs = AttentionInputs(
+        Case(heads=4, kv_heads=rng.choice([1, 2, 4]), view=view, sinks=rng.random() < 0.5, spans=spans), seed
+    )
+    for index, result in inputs.run(range(len(spans))).items():
+        expected = inputs.reference(index)
         assert (result.double() - expected).norm() <= TOLERANCE[torch.bfloat16] * expected.norm()
 
 
 @pytest.mark.parametrize("view", [AttentionWindow(), AttentionWindow(Kind.SLIDING, 24)], ids=["full", "sliding"])
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(view: AttentionWindow) -> None:
-    scene = Scene(Case(heads=2, kv_heads=1, view=view, sinks=True))
-    together = scene.run(range(5))
+    inputs = AttentionInputs(Case(heads=2, kv_heads=1, view=view, sinks=True))
+    together = inputs.run(range(5))
     for chosen in ((0,), (4,), (4, 1), (2, 0, 3)):
-        for index, result in scene.run(chosen).items():
+        for index, result in inputs.run(chosen).items():
             assert torch.equal(result, together[index])
 
 
 def test_splits_in_parallel_have_the_bits_of_splits_in_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "CHUNK_ROWS", 16)
     case = Case(spans=((80, 90),), sinks=True)
-    chunk = Scene(case)
+    chunk = AttentionInputs(case)
     by_chunk = chunk.run([0])[0]
-    last = Scene(case._replace(spans=((89, 90),)))
+    last = AttentionInputs(case._replace(spans=((89, 90),)))
     last.keys, last.values, last.sinks = chunk.keys, chunk.values, chunk.sinks
     last.queries = [chunk.queries[0][:, -1:]]
     assert torch.equal(last.run([0])[0][0], by_chunk[-1])
 
 
 def test_a_call_of_another_shape_is_refused() -> None:
-    scene = Scene(Case(spans=((0, 2),)))
+    inputs = AttentionInputs(Case(spans=((0, 2),)))
     layer = LayerSpec(1, 64, 64)
     store = KvStore(KvLayout((layer,), BLOCK, 2), 1, torch.bfloat16, DEVICE)
     row = Row(Request("0", (1, 1)), [1, 1], 0, 2, (array("i", [0]),), True)
-    query, key, value = (part[0][None] for part in (scene.queries, scene.keys, scene.values))
+    query, key, value = (part[0][None] for part in (inputs.queries, inputs.keys, inputs.values))
     call = AttentionCall(0, query, key, value, 1.0, None, None, None)
     with pytest.raises(ValueError, match="layer 0"):
-        TritonAttention(store, [AttentionWindow()], flatten([row], BLOCK, store.blank)).attend(call)
+        TritonAttention(store, [AttentionWindow()], flatten([row], BLOCK, store.null_block)).attend(call)

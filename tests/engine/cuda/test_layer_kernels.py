@@ -97,7 +97,7 @@ def test_attention_after_rotation_agrees_with_float64(dtype: torch.dtype, width:
         Row(Request(str(index), (1,) * end), [1] * end, start, end, (array("i", [2 * index, 2 * index + 1]),), True)
         for index, (start, end) in enumerate(spans)
     ]
-    flat = flatten(rows, 8, store.blank)
+    flat = flatten(rows, 8, store.null_block)
     tokens = len(flat.tokens)
     query, key, value = (random(dtype, 1, count, tokens, width, seed=count) for count in (heads, kv_heads, kv_heads))
     value = value + 1

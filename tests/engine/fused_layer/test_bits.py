@@ -141,6 +141,6 @@ def test_unsupported_calls_go_to_the_original_forward(tmp_path: Path) -> None:
 def test_without_compiled_attention_layers_run_unfused(tmp_path: Path) -> None:
     device = device_of(tmp_path, "llama")
     whole = compute_steps(device)
-    device.runner = ModelRunner(device.model, device.store, device.runner._views, frozenset(), CpuBackend())
+    device.runner = ModelRunner(device.model, device.store, device.runner._layer_windows, frozenset(), CpuBackend())
     for ours, theirs in zip(whole, compute_steps(device), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -39,7 +39,7 @@ class Device(FakeDevice):
         return super().run(plan)
 
 
-class Scene:
+class Harness:
     def __init__(self, num_blocks: int = 64) -> None:
         self.device = Device(num_blocks)
         self.engine = make_engine(device=self.device)
@@ -96,13 +96,13 @@ class Scene:
 
 
 @asynccontextmanager
-async def running(num_blocks: int = 64) -> AsyncIterator[Scene]:
-    scene = Scene(num_blocks)
-    scene.loop.start()
+async def running(num_blocks: int = 64) -> AsyncIterator[Harness]:
+    harness = Harness(num_blocks)
+    harness.loop.start()
     try:
-        yield scene
+        yield harness
     finally:
-        await scene.loop.stop()
+        await harness.loop.stop()
 
 
 async def fails_as_stopped(call: Callable[[], Awaitable[object]]) -> BaseException | None:

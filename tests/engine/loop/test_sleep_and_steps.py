@@ -10,12 +10,12 @@ from tests.engine.loop.harness import running
 
 
 async def test_the_longest_step_of_a_size_is_recorded() -> None:
-    async with running() as scene:
-        assert scene.loop.longest_step == 0
-        await scene.add(make_request(max_tokens=2))
-        await scene.until_ended("a")
-        assert 0 < scene.loop.longest_step < 300
-        assert scene.loop.step_age == 0
+    async with running() as harness:
+        assert harness.loop.longest_step == 0
+        await harness.add(make_request(max_tokens=2))
+        await harness.until_ended("a")
+        assert 0 < harness.loop.longest_step < 300
+        assert harness.loop.step_age == 0
 
 
 def test_a_size_without_a_step_uses_the_next_larger_one() -> None:
@@ -27,47 +27,47 @@ def test_a_size_without_a_step_uses_the_next_larger_one() -> None:
 
 
 async def test_with_no_work_the_thread_sleeps() -> None:
-    async with running() as scene:
-        assert await scene.stays_asleep()
-        await scene.add(make_request())
-        await scene.until_ended("a")
-        assert await scene.stays_asleep()
-        assert scene.loop.step_age == 0.0
+    async with running() as harness:
+        assert await harness.stays_asleep()
+        await harness.add(make_request())
+        await harness.until_ended("a")
+        assert await harness.stays_asleep()
+        assert harness.loop.step_age == 0.0
 
 
 async def test_a_stalled_engine_sleeps() -> None:
     """A lease holds the blocks that a waiting sequence needs."""
-    async with running(num_blocks=8) as scene:
-        await scene.add(make_request("holder", prompt(24), 4, park_after=1))
-        await scene.until(lambda: bool(scene.text("holder")))
-        await scene.loop.call(lambda engine: engine.transfers.export("holder"))
-        await scene.loop.call(lambda engine: engine.transfers.finalize("holder"))
-        await scene.add(make_request("blocked", prompt(12, 3), 2))
-        assert scene.engine.has_work
-        assert await scene.stays_asleep()
-        await scene.loop.call(lambda engine: engine.transfers.release("holder"))
-        assert (await scene.until_ended("blocked")).reason is FinishReason.LENGTH
-        assert await scene.stays_asleep()
+    async with running(num_blocks=8) as harness:
+        await harness.add(make_request("holder", prompt(24), 4, park_after=1))
+        await harness.until(lambda: bool(harness.text("holder")))
+        await harness.loop.call(lambda engine: engine.transfers.export("holder"))
+        await harness.loop.call(lambda engine: engine.transfers.finalize("holder"))
+        await harness.add(make_request("blocked", prompt(12, 3), 2))
+        assert harness.engine.has_work
+        assert await harness.stays_asleep()
+        await harness.loop.call(lambda engine: engine.transfers.release("holder"))
+        assert (await harness.until_ended("blocked")).reason is FinishReason.LENGTH
+        assert await harness.stays_asleep()
 
 
 async def test_a_slow_step_does_not_block_the_event_loop() -> None:
-    async with running() as scene:
+    async with running() as harness:
         begun, ticked = threading.Event(), threading.Event()
 
         def wait() -> None:
             begun.set()
             ticked.wait(20)
 
-        scene.device.before = wait
-        adding = asyncio.create_task(scene.add(make_request(max_tokens=1)))
+        harness.device.before = wait
+        adding = asyncio.create_task(harness.add(make_request(max_tokens=1)))
         assert await asyncio.to_thread(begun.wait, 20)
         ages = []
         for _ in range(20):
             await asyncio.sleep(0.005)
-            ages.append(scene.loop.step_age)
-        assert not scene.outputs
+            ages.append(harness.loop.step_age)
+        assert not harness.outputs
         ticked.set()
         await adding
-        assert (await scene.until_ended("a")).reason is FinishReason.LENGTH
+        assert (await harness.until_ended("a")).reason is FinishReason.LENGTH
         assert ages[-1] > ages[-2] > 0, "the age of a long step is visible"
-    assert scene.loop.step_age == 0.0
+    assert harness.loop.step_age == 0.0

@@ -78,7 +78,7 @@ async def test_a_crash_fails_every_stream_with_its_cause() -> None:
         causes = await asyncio.gather(*(fails_as_stopped(call) for call in calls))
         assert [type(cause) for cause in causes] == [ZeroDivisionError] * 3
         assert await fails_as_stopped(calls[0]) is causes[0]
-        assert not streams.loop.healthy
+        assert not streams.loop.is_healthy
 
 
 async def test_a_stop_ends_open_streams() -> None:

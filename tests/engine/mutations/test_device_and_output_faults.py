@@ -69,5 +69,5 @@ FAULTS: dict[Callable[[Patch], None], str] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_the_properties_find(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_the_properties_detect(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
     check_found(fault, FAULTS[fault], monkeypatch)

@@ -45,13 +45,13 @@ def allocate_some_groups_only(patch: Patch) -> None:
     """The first group keeps its block when the second gets none."""
 
     def allocate(
-        pool: BlockPool, owner: str, count: int, prefix: Sequence[GroupBlocks] = (), spare: int = 0
+        pool: BlockPool, owner: str, count: int, prefix: Sequence[GroupBlocks] = (), reserved_blocks: int = 0
     ) -> BlockTable:
         try:
-            return original(pool, owner, count, prefix, spare)
+            return original(pool, owner, count, prefix, reserved_blocks)
         except OutOfBlocks:
-            if pool.available:
-                pool.take(1)
+            if pool.available_blocks:
+                pool.allocate_blocks(1)
             raise
 
     original = BlockPool.allocate
@@ -66,7 +66,7 @@ FAULTS: dict[Callable[[Patch], None], str] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_the_properties_find(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_the_properties_detect(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
     check_found(fault, FAULTS[fault], monkeypatch, MIXED)
 
 

@@ -72,7 +72,7 @@ def end_a_lease_early(patch: Patch) -> None:
         run = original(export, sequence, address, checksum)
         table = export._lease
         if len(table.blocks[0]) > 1:
-            table.pool._refs[table.blocks[0][-1]] -= 1
+            table.pool._ref_counts[table.blocks[0][-1]] -= 1
         return run
 
     original = KvExport.offer
@@ -131,5 +131,5 @@ FAULTS: dict[Callable[[Patch], None], str] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_the_properties_find(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_the_properties_detect(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
     check_found(fault, FAULTS[fault], monkeypatch)

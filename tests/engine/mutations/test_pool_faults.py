@@ -12,13 +12,13 @@ pytestmark = pytest.mark.slow
 
 
 def leak_a_block(patch: Patch) -> None:
-    def give_back(pool: BlockPool, table: BlockTable) -> None:
+    def release_table(pool: BlockPool, table: BlockTable) -> None:
         if table.num_blocks > 2:
             table.blocks[0].pop()
         original(pool, table)
 
-    original = BlockPool.give_back
-    patch.setattr(BlockPool, "give_back", give_back)
+    original = BlockPool.release_table
+    patch.setattr(BlockPool, "release_table", release_table)
 
 
 def release_no_table(patch: Patch) -> None:
@@ -26,37 +26,37 @@ def release_no_table(patch: Patch) -> None:
 
 
 def free_a_block_twice(patch: Patch) -> None:
-    def give_back(pool: BlockPool, table: BlockTable) -> None:
+    def release_table(pool: BlockPool, table: BlockTable) -> None:
         original(pool, table)
         if pool._free:
             pool._free.append(pool._free[-1])
 
-    original = BlockPool.give_back
-    patch.setattr(BlockPool, "give_back", give_back)
+    original = BlockPool.release_table
+    patch.setattr(BlockPool, "release_table", release_table)
 
 
 def share_without_counting(patch: Patch) -> None:
-    def acquire(pool: BlockPool, block: int) -> None:
-        if pool._refs[block] == 0:
+    def add_reference(pool: BlockPool, block: int) -> None:
+        if pool._ref_counts[block] == 0:
             original(pool, block)
 
-    original = BlockPool.acquire
-    patch.setattr(BlockPool, "acquire", acquire)
+    original = BlockPool.add_reference
+    patch.setattr(BlockPool, "add_reference", add_reference)
 
 
 def allocate_a_held_block(patch: Patch) -> None:
-    def take(pool: BlockPool, count: int) -> list[int]:
+    def allocate_blocks(pool: BlockPool, count: int) -> list[int]:
         taken = original(pool, count)
-        held = [block for block, refs in enumerate(pool._refs) if refs and block not in taken]
+        held = [block for block, refs in enumerate(pool._ref_counts) if refs and block not in taken]
         if taken and held:
-            pool._refs[taken[0]] = 0
+            pool._ref_counts[taken[0]] = 0
             pool._free.append(taken[0])
-            pool._refs[held[0]] += 1
+            pool._ref_counts[held[0]] += 1
             taken[0] = held[0]
         return taken
 
-    original = BlockPool.take
-    patch.setattr(BlockPool, "take", take)
+    original = BlockPool.allocate_blocks
+    patch.setattr(BlockPool, "allocate_blocks", allocate_blocks)
 
 
 def keep_the_hash_of_an_evicted_block(patch: Patch) -> None:
@@ -92,5 +92,5 @@ FAULTS: dict[Callable[[Patch], None], str] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_the_properties_find(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_the_properties_detect(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
     check_found(fault, FAULTS[fault], monkeypatch)

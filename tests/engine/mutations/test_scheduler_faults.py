@@ -24,7 +24,7 @@ def publish_too_early(patch: Patch) -> None:
         original(engine, *step)
         for sequence in engine.scheduler.running:
             size = engine.pool.block_size
-            engine.scheduler.publish(sequence, range(sequence.computed // size, len(sequence.tokens) // size))
+            engine.scheduler.publish(sequence, range(sequence.num_computed // size, len(sequence.tokens) // size))
 
     original = Engine._commit
     patch.setattr(Engine, "_commit", commit)
@@ -34,9 +34,9 @@ def publish_an_output_block_too_early(patch: Patch) -> None:
     """On release, when the slot of the last token is empty."""
 
     def release(scheduler: Scheduler, sequence: EngineSequence) -> None:
-        computed, sequence.computed = sequence.computed, len(sequence.tokens)
+        computed, sequence.num_computed = sequence.num_computed, len(sequence.tokens)
         original(scheduler, sequence)
-        sequence.computed = computed
+        sequence.num_computed = computed
 
     original = Scheduler.release
     patch.setattr(Scheduler, "release", release)
@@ -72,7 +72,7 @@ def fill_by_time_alone(patch: Patch) -> None:
 def schedule_more_after_a_cut_prompt(patch: Patch) -> None:
     def spend(budget: _Budget, sequence: EngineSequence, slots: int) -> Row:
         row = original(budget, sequence, slots)
-        budget._over = False
+        budget._is_spent = False
         return row
 
     original = _Budget.spend
@@ -104,7 +104,7 @@ def run_one_sequence_too_many(patch: Patch) -> None:
 
 def admit_the_shortest(patch: Patch) -> None:
     def admit(scheduler: Scheduler, reserved_slots: int) -> EngineSequence | None:
-        scheduler.waiting.sort(key=lambda sequence: sequence.remaining)
+        scheduler.waiting.sort(key=lambda sequence: sequence.num_remaining)
         return original(scheduler, reserved_slots)
 
     original = Scheduler._admit_next
@@ -150,8 +150,8 @@ def never_admit_a_low_priority(patch: Patch) -> None:
 def skip_a_token_after_a_hit(patch: Patch) -> None:
     def admit(scheduler: Scheduler, reserved_slots: int) -> EngineSequence | None:
         sequence = original(scheduler, reserved_slots)
-        if sequence and sequence.computed and sequence.remaining > 1:
-            sequence.computed += 1
+        if sequence and sequence.num_computed and sequence.num_remaining > 1:
+            sequence.num_computed += 1
         return sequence
 
     original = Scheduler._admit_next
@@ -176,5 +176,5 @@ FAULTS: dict[Callable[[Patch], None], str] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_the_properties_find(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_the_properties_detect(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
     check_found(fault, FAULTS[fault], monkeypatch)

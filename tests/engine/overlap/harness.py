@@ -16,7 +16,7 @@ class Overlapping(FakeDevice):
     ``rng`` chooses. ``ahead`` counts steps submitted before the last was awaited.
     """
 
-    overlaps = True
+    overlaps_steps = True
 
     def __init__(self, **more: object) -> None:
         super().__init__(**more)  # type: ignore[arg-type]

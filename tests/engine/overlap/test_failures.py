@@ -50,8 +50,8 @@ def test_a_prompt_that_failed_is_not_found_while_its_next_chunk_is_computed() ->
     engine.add(make_request("a", 24))
     assert [end.reason for end in engine.step().ended] == [FinishReason.FAILED]
     log = run(engine, make_request("b", 24))
-    assert log["b"].begun is not None
-    assert log["b"].begun.cached == 0, "it continued blocks of the failed prompt"
+    assert log["b"].started is not None
+    assert log["b"].started.cached == 0, "it continued blocks of the failed prompt"
     nothing_is_held(engine)
 
 
@@ -64,15 +64,15 @@ def test_output_that_failed_is_not_cached_while_blocks_of_another_wait_for_a_ste
     tokens = list(engine.sequences["a"].tokens)
     device.bad = frozenset({"a"})
     engine.cancel("b")
-    result = engine.launched.finish
-    engine.launched.finish = lambda: replace(result(), failed={0: "bad"}, sampled=[None, None])  # type: ignore[method-assign]
+    result = engine.step_queue.finish
+    engine.step_queue.finish = lambda: replace(result(), failed={0: "bad"}, sampled=[None, None])  # type: ignore[method-assign]
     engine.add(make_request("c", [*tokens[:13], 1]))
     engine.step()
     assert engine.pool.index.longest_prefix(engine.sequences["c"].hashes(range(3), BLOCK)).num_blocks == 0
 
 
 def test_a_step_that_fails_in_a_command_ends_the_engine() -> None:
-    async def scene() -> EngineStopped:
+    async def main() -> EngineStopped:
         engine, device = make_unreliable(cost=lambda plan: 0.03)
         crashed: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
         loop = EngineLoop(engine, lambda output: None, crashed.set_result)
@@ -88,4 +88,4 @@ def test_a_step_that_fails_in_a_command_ends_the_engine() -> None:
             await loop.call(park)
         return await asyncio.wait_for(crashed, 30)
 
-    assert "the result is lost" in str(asyncio.run(scene()))
+    assert "the result is lost" in str(asyncio.run(main()))

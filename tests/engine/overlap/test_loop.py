@@ -25,7 +25,7 @@ def test_a_sequence_is_parked_behind_the_tokens_that_were_delivered() -> None:
     request = make_request("a", 5, stop=StopParams(60, ignore_eos=True))
     known: list[int] = []
 
-    async def scene() -> list[list[int]]:
+    async def main() -> list[list[int]]:
         seconds = 0.05
         several, ended = asyncio.Event(), asyncio.Event()
 
@@ -56,6 +56,6 @@ def test_a_sequence_is_parked_behind_the_tokens_that_were_delivered() -> None:
             await loop.stop()
         return [parked, seen]
 
-    parked, seen = asyncio.run(scene())
+    parked, seen = asyncio.run(main())
     assert parked == seen
     assert known == run_alone(request).text

@@ -224,4 +224,4 @@ def test_a_device_that_does_not_overlap_computes_a_step_when_it_is_awaited() -> 
     engine.add(make_request("a", 5, max_tokens=4))
     engine.step()
     assert computed == [5]
-    assert not engine.launched
+    assert not engine.step_queue

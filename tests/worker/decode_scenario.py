@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 from decant.protos import worker_pb2 as wire
 from tests.router.virtual_time import settle
+from tests.worker.scenario import Scenario
 from tests.worker.scheduled_router import Expected, RouterClient
 from tests.worker.stepped_worker import LEASE_S, Node
-from tests.worker.trial import Trial
 
 
-class DecodeTrial(Trial):
+class DecodeScenario(Scenario):
     def __init__(self) -> None:
         super().__init__()
         self.node = Node("d", self.nodes, self.network, 14)

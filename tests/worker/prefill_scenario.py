@@ -14,8 +14,8 @@ from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.protos import worker_pb2 as wire
 from decant.worker.wire_codec import to_request
 from tests.router.virtual_time import settle
+from tests.worker.scenario import Scenario
 from tests.worker.stepped_worker import Node
-from tests.worker.trial import Trial
 
 
 class PrefillCall:
@@ -126,7 +126,7 @@ class PrefillCall:
         self.end = "superseded"
 
 
-class PrefillTrial(Trial):
+class PrefillScenario(Scenario):
     def __init__(self) -> None:
         super().__init__()
         self.node = Node("p", self.nodes, self.network, 14)

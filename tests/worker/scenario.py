@@ -13,7 +13,7 @@ ROUNDS = 400
 """Rounds within which everything must end without faults."""
 
 
-class Trial:
+class Scenario:
     """Nodes on one network. A subclass adds what happens between them."""
 
     def __init__(self) -> None:
@@ -21,11 +21,11 @@ class Trial:
         self.network.flows.set()
         self.nodes: dict[str, Node] = {}
         self.drain: asyncio.Task[None] | None = None
-        self.complaints: list[dict[str, Any]] = []
+        self.uncaught_exceptions: list[dict[str, Any]] = []
         """Uncaught exceptions of the event loop."""
 
     async def begin(self) -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: self.complaints.append(context))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: self.uncaught_exceptions.append(context))
         for node in self.nodes.values():
             await node.host.__aenter__()
 
@@ -69,4 +69,4 @@ class Trial:
             await node.host.__aexit__(None, None, None)
         await settle()
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert not self.complaints
+        assert not self.uncaught_exceptions
