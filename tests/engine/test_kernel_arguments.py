@@ -293,7 +293,7 @@ def attending(width):
     store = KvStore(KvLayout((LayerSpec(1, 16, width),), 16, 4), 20, torch.float32, torch.device("cpu"))
     tokens = list(range(256))
     rows = [Row(Request("r", (0,)), tokens, 0, 256, (array("i", range(16)),), True)]
-    attention = NativeAttention(kernels, store, [AttentionWindow()], flatten(rows, 16, store.blank))
+    attention = NativeAttention(kernels, store, [AttentionWindow()], flatten(rows, 16, store.null_block))
     query, key = torch.zeros(1, 4, 256, 16), torch.zeros(1, 1, 256, 16)
     value = torch.zeros(1, 1, 1, width).expand(1, 1, 256, width)
     call = AttentionCall(0, query, key, value, 1.0, None, None, None)
