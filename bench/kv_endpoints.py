@@ -83,10 +83,10 @@ class End:
         limits = Limits(CHUNK_TOKENS, max_running=2 * DECODES, context_length=device.context_length)
         self.engine = Engine(self.device, limits, checksum=checksum)
         self.peer = wire.Peer(id=name, incarnation=1, protocol=PROTOCOL)
-        shape = TransferLayout(device.block_size, device.block_bytes, LAYOUT)
+        layout = TransferLayout(device.block_size, device.block_bytes, LAYOUT)
         self.loop = EngineLoop(self.engine, self._on_step)
-        self.sender = KvSender(self.loop, shape, wire.Heartbeat)
-        self.receiver = KvReceiver(self.loop, shape, self.peer, wire.Heartbeat)
+        self.sender = KvSender(self.loop, layout, wire.Heartbeat)
+        self.receiver = KvReceiver(self.loop, layout, self.peer, wire.Heartbeat)
         self._events: dict[str, asyncio.Event] = {}
         freeze_gc()  # as a worker does before it is ready
         self.loop.start()

@@ -88,10 +88,10 @@ def place(pool: WorkerPool, prompt: PromptBlocks, session: str) -> None:
     request = PlacementRequest(PROMPT_TOKENS, session=session, handoff_min_tokens=pool.handoff_min_tokens(MODEL))
     first = choose_first_worker(pool.snapshot(MODEL, frozenset(), prompt), request)
     assert first is not None
-    prefill = pool.worker(first.incarnation).load.reserve(prompt, PROMPT_TOKENS, computed=True)
+    prefill = pool.worker(first.incarnation).load.reserve(prompt, PROMPT_TOKENS, computes_prompt=True)
     decode = choose_decode_worker(pool.snapshot(MODEL, frozenset(), prompt), request, 1, first.incarnation)
     assert decode is not None
-    pool.worker(decode).load.reserve(prompt, PROMPT_TOKENS, computed=False)
+    pool.worker(decode).load.reserve(prompt, PROMPT_TOKENS, computes_prompt=False)
     prefill.release()
 
 

@@ -34,11 +34,11 @@ FEWEST_REQUESTS, REQUESTS_PER_WORKER = 10_000, 20
 
 def simulate(inputs: Inputs, workers: int, routers: int) -> dict[str, Any]:
     alone = replace(inputs.workload, rate=1e-3)
-    goodput = Sizing(inputs.speed, inputs.room, alone, inputs.slo).plan().goodput
+    goodput = Sizing(inputs.speed, inputs.kv_capacity, alone, inputs.slo).plan().goodput
     workload = replace(inputs.workload, rate=SHARE * goodput * workers)
     requests = max(FEWEST_REQUESTS, REQUESTS_PER_WORKER * workers)
     scenario = Scenario(workers, workers, routers, requests, prefix_tokens=PREFIX_TOKENS, prefixes=PREFIXES)
-    simulation = Simulation(inputs.speed, inputs.room, workload, scenario)
+    simulation = Simulation(inputs.speed, inputs.kv_capacity, workload, scenario)
     began = time.process_time()
     simulation.run()
     return {

@@ -33,7 +33,7 @@ from decant.bench.reports.console import make_table
 from decant.command.bench import calibrate as bench_calibrate
 from decant.command.deployment.temporary_deployment import temporary_deployment
 from decant.command.up.resources import parse_size
-from decant.plan.capacity.memory import Room
+from decant.plan.capacity.memory import KvCapacity
 from decant.plan.capacity.model_shape import read_shape
 from decant.plan.costs import cost_profile
 from decant.plan.costs.cost_profile import Profile
@@ -81,10 +81,12 @@ def calibrate(options: Options) -> dict[str, Any]:
 
 def planned(options: Options, profile: Profile, rate: float) -> Plan:
     """One worker of each role. Raises InvalidPlan."""
-    room = Room(parse_size(options.kv_memory), 0, read_shape(Path(options.model)).kv_bytes("bfloat16"), share=1.0)
+    kv_capacity = KvCapacity(
+        parse_size(options.kv_memory), 0, read_shape(Path(options.model)).kv_bytes("bfloat16"), share=1.0
+    )
     prompt, output = (parse_tokens("", text) for text in (options.prompt_tokens, options.output_tokens))
     speed = Measured(profile.prefill, profile.decode)
-    plan = Sizing(speed, room, Workload(prompt, output, rate), Slo(), profile.overheads).plan()
+    plan = Sizing(speed, kv_capacity, Workload(prompt, output, rate), Slo(), profile.overheads).plan()
     if (plan.prefill_workers, plan.decode_workers) != (1, 1):
         raise InvalidPlan("rate", "one prefill and one decode worker", f"{rate:.3g} requests/s")
     return plan

@@ -69,7 +69,7 @@ class Worker:
         return prompt, cached
 
     def sample(self) -> None:
-        self.cache_feed.note(self.pool.index.changed())
+        self.cache_feed.record(self.pool.index.changed())
         self.cache_feed.collect()
         prompts = [*self.queue, *([self.running[0]] if self.running else [])]
         queued = sum(prompt.arrival.tokens - self._cached(prompt).num_blocks * BLOCK_TOKENS for prompt in prompts)
@@ -87,7 +87,7 @@ class Worker:
         return self.pool.index.longest_prefix(prompt.digests[: (prompt.arrival.tokens - 1) // BLOCK_TOKENS])
 
     def heartbeat(self, router: int) -> wire.Heartbeat:
-        return wire.Heartbeat(load=self._load, cache=self.cache_feed.take(router))
+        return wire.Heartbeat(load=self._load, cache=self.cache_feed.next_update(router))
 
 
 class Simulation:
@@ -122,7 +122,7 @@ class Simulation:
         loads = self._loads[router]
         incarnation = self._choose[router]([load.snapshot(arrival.prefix) for load in loads], arrival.tokens)
         number = next(number for number, load in enumerate(loads) if load.incarnation == incarnation)
-        sent = loads[number].reserve(arrival.prefix, arrival.tokens, computed=True)
+        sent = loads[number].reserve(arrival.prefix, arrival.tokens, computes_prompt=True)
         digests = [name.to_bytes(8, "little") for name in arrival.prefix.hashes(BLOCK_TOKENS)]
         self._workers[number].queue.append(Prompt(arrival, digests, sent))
         self._start_next(number)

@@ -25,10 +25,10 @@ class Lease:
     ticket: wire.Ticket
     sequence: str
     timer: asyncio.TimerHandle
-    opened: bool = False
+    is_opened: bool = False
     receiver: wire.Peer | None = None
-    committed: bool = False  # the commit was sent: the receiver may own the sequence
-    owned: bool = False  # the receiver released it with OUTCOME_OWNED
+    is_committed: bool = False  # the commit was sent: the receiver may own the sequence
+    is_owned: bool = False  # the receiver released it with OUTCOME_OWNED
     failure: wire.Failure | None = None  # why it ended, unless the receiver released it
 
     def remaining_ms(self, now: float) -> int:
@@ -60,7 +60,7 @@ class LeaseTable:
     def renew_unopened(self, id: bytes) -> None:
         """An open fetch renews by its acks instead."""
         lease = self._leases.get(id)
-        if lease is not None and not lease.opened:
+        if lease is not None and not lease.is_opened:
             self.renew(id)
 
     def renew(self, id: bytes) -> bool:
@@ -68,18 +68,18 @@ class LeaseTable:
         if lease is None:
             return False
         lease.timer.cancel()
-        lease.timer = self._timer(id, committed=lease.committed)
+        lease.timer = self._timer(id, committed=lease.is_committed)
         return True
 
     def commit(self, lease: Lease) -> None:
         """Call it when the commit is sent."""
-        lease.committed = True
+        lease.is_committed = True
         self.renew(lease.ticket.id)
 
     def open(self, message: wire.Open) -> Lease:
         """Raises HandoffFailed for a ticket that is unknown, used, or does not match the message."""
         lease = self._leases.get(message.ticket)
-        if lease is None or lease.opened:
+        if lease is None or lease.is_opened:
             raise HandoffFailed(wire.CAUSE_LEASE_OVER, "unknown ticket: its lease is over, or it was used")
         ticket = lease.ticket
         if message.sender.incarnation != ticket.sender.incarnation or message.sender.id != ticket.sender.id:
@@ -92,7 +92,7 @@ class LeaseTable:
             raise HandoffFailed(wire.CAUSE_LAYOUT_DIFFERS, f"layout {message.layout:x}, not {ticket.layout:x}")
         if message.salt != ticket.salt:
             raise HandoffFailed(wire.CAUSE_SALT_DIFFERS, "the salts of sender and receiver differ")
-        lease.opened, lease.receiver = True, message.receiver
+        lease.is_opened, lease.receiver = True, message.receiver
         self.renew(message.ticket)
         return lease
 
@@ -117,7 +117,7 @@ class LeaseTable:
     def _expire(self, id: bytes) -> None:
         lease = self._leases.pop(id, None)
         if lease is not None:
-            detail = "not released after its commit" if lease.committed else f"not renewed for {self.lease_ms} ms"
+            detail = "not released after its commit" if lease.is_committed else f"not renewed for {self.lease_ms} ms"
             self._notify(lease, wire.Failure(cause=wire.CAUSE_LEASE_OVER, detail=detail))
             self._on_expired(lease)
 

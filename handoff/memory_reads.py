@@ -63,30 +63,30 @@ class MemoryAgent(Protocol):
 class MemoryReads:
     """A ``Transport`` over another, which moves the messages."""
 
-    def __init__(self, messages: Transport, agent: MemoryAgent, shape: TransferLayout) -> None:
+    def __init__(self, messages: Transport, agent: MemoryAgent, layout: TransferLayout) -> None:
         self.memory = agent.memory
         self.agent = agent
         self._messages = messages
-        self._shape = shape
-        self._failed: dict[str, float] = {}  # by address: when to try again
+        self._layout = layout
+        self._retry_at: dict[str, float] = {}  # by address: when to try again
 
     def source(self, address: str) -> KvSource:
         source = self._messages.source(address)
-        if self._failed.get(address, 0.0) > asyncio.get_running_loop().time():
+        if self._retry_at.get(address, 0.0) > asyncio.get_running_loop().time():
             return source
         return _ReadingSource(source, self, address)
 
     def parts(self, memory: wire.BlockMemory, chunk: wire.KvChunk) -> list[range]:
-        parts = located_parts(self._shape, chunk)
+        parts = located_parts(self._layout, chunk)
         if any(part.stop > memory.bytes for part in parts):
             raise HandoffFailed(wire.CAUSE_CORRUPT, f"a block beyond the {memory.bytes} bytes of its sender")
         return parts
 
-    def note_failure(self, address: str, reason: str) -> None:
+    def record_failure(self, address: str, reason: str) -> None:
         _log.warning("cannot read a sender's memory", address=address, reason=reason, seconds=RETRY_SECONDS)
         now = asyncio.get_running_loop().time()
-        self._failed = {key: until for key, until in self._failed.items() if until > now}
-        self._failed[address] = now + RETRY_SECONDS
+        self._retry_at = {key: until for key, until in self._retry_at.items() if until > now}
+        self._retry_at[address] = now + RETRY_SECONDS
 
 
 class _ReadingSource:
@@ -100,13 +100,13 @@ class _ReadingSource:
         try:
             reader = self._transport.agent.reader()
         except NoBuffer as error:  # before Open: the sender sends the data
-            self._transport.note_failure(self._address, str(error))
+            self._transport.record_failure(self._address, str(error))
             async for received in self._source.fetch(requests):
                 yield received
             return
         memory = None
         with contextlib.closing(reader):
-            async for received in self._source.fetch(_offering(requests)):
+            async for received in self._source.fetch(_with_memory_reads(requests)):
                 chunk = received.response.kv_chunk
                 try:
                     if received.response.HasField("memory"):
@@ -120,19 +120,19 @@ class _ReadingSource:
                         received = Received(received.response, data)  # noqa: PLW2901
                         self._has_read = True
                 except (ConnectionError, HandoffFailed) as error:
-                    self._transport.note_failure(self._address, str(error))
+                    self._transport.record_failure(self._address, str(error))
                     raise
                 yield received
 
-    def note_corrupt(self, detail: str) -> None:
+    def record_corruption(self, detail: str) -> None:
         if self._has_read:
-            self._transport.note_failure(self._address, detail)
+            self._transport.record_failure(self._address, detail)
 
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
         await self._source.release(request, seconds)
 
 
-async def _offering(requests: AsyncIterable[wire.FetchRequest]) -> AsyncIterator[wire.FetchRequest]:
+async def _with_memory_reads(requests: AsyncIterable[wire.FetchRequest]) -> AsyncIterator[wire.FetchRequest]:
     async for request in requests:
         if request.HasField("open"):
             request.open.reads_memory = True

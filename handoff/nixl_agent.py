@@ -101,9 +101,9 @@ class NixlAgent:
         await self.peers.close()
         for reader in self.retired:
             reader.deregister()
-        self.quietly(self.agent.deregisterMem, self._blocks, self.ucx)
+        self.suppress_errors(self.agent.deregisterMem, self._blocks, self.ucx)
 
-    def quietly(self, call: Callable[..., object], *arguments: Any) -> bool:
+    def suppress_errors(self, call: Callable[..., object], *arguments: Any) -> bool:
         """A call to NIXL for clean-up. Returns whether it succeeded."""
         try:
             call(*arguments)
@@ -128,7 +128,7 @@ class NixlAgent:
         if not self._loaded[peer.name]:
             del self._loaded[peer.name]
             if peer.name != self._name:
-                self.quietly(self.agent.invalidateRemoteMD, peer.name)
+                self.suppress_errors(self.agent.invalidateRemoteMD, peer.name)
         return asyncio.sleep(0)
 
 
@@ -184,7 +184,9 @@ class NixlReader:
             self._agent.retired.append(self)
 
     def deregister(self) -> None:
-        self.is_registered = not self._agent.quietly(self._agent.agent.deregisterMem, self._registered, self._agent.ucx)
+        self.is_registered = not self._agent.suppress_errors(
+            self._agent.agent.deregisterMem, self._registered, self._agent.ucx
+        )
 
     async def _transfer(self, local: list[tuple[int, int, int]], remote: list[tuple[int, int, int]]) -> None:
         """Raises ConnectionError; the next fetch connects again."""
@@ -208,7 +210,7 @@ class NixlReader:
         with contextlib.ExitStack() as stack:
             descriptors = api.nixlXferDList(api.DRAM_SEG, local), api.nixlXferDList(segment, remote)
             request = agent.createXferReq(api.NIXL_READ, *descriptors, self._peer.name, "", self._agent.ucx)
-            stack.callback(self._agent.quietly, agent.releaseXferReq, request)
+            stack.callback(self._agent.suppress_errors, agent.releaseXferReq, request)
             self._may_be_written = True
             state = agent.postXferReq(request)
             async with loop_timeout(seconds):

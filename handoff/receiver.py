@@ -38,28 +38,28 @@ ACK_CHUNKS = 32
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """``received``: bytes of cache. ``opened``, ``owned``: event loop time. ``entry`` of ``logprobs``: index in
+    """``received_bytes``: of cache. ``opened_at``, ``owned_at``: event loop time. ``entry`` of ``logprobs``: index in
     ``output``.
     """
 
     output: tuple[int, ...]
     logprobs: tuple[wire.TokenLogprobs, ...]
-    received: int
-    opened: float
-    owned: float
+    received_bytes: int
+    opened_at: float
+    owned_at: float
 
 
 class KvReceiver:
     def __init__(
         self,
         loop: EngineThread,
-        shape: TransferLayout,
+        layout: TransferLayout,
         peer: wire.Peer,
         heartbeat: Callable[[], wire.Heartbeat],
         heartbeat_s: float = HEARTBEAT_SECONDS,
     ) -> None:
         self._loop = loop
-        self._shape = shape
+        self._layout = layout
         self._peer = peer
         self._heartbeat = heartbeat
         self._heartbeat_s = heartbeat_s
@@ -102,9 +102,9 @@ class KvReceiver:
         task.add_done_callback(self._releases.discard)
 
     async def _fetch(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
-        unpacker = Unpacker(ticket.run, self._shape)
+        unpacker = Unpacker(ticket.run, self._layout)
         fetch = _Fetch(arrival, unpacker, ticket.sender.id)
-        opened = asyncio.get_running_loop().time()
+        opened_at = asyncio.get_running_loop().time()
         requests = fetch.requests(self._open(ticket, arrival), self._heartbeat, self._heartbeat_s)
         try:
             async for received in with_heartbeat_timeout(source.fetch(requests), f"sender {ticket.sender.id}"):
@@ -114,14 +114,14 @@ class KvReceiver:
                     output = await self._join(arrival, commit)
                     logprobs = tuple(received.response.commit.outputs[0].logprobs)
                     return TransferResult(
-                        output, logprobs, unpacker.received, opened, asyncio.get_running_loop().time()
+                        output, logprobs, unpacker.received_bytes, opened_at, asyncio.get_running_loop().time()
                     )
         except OutOfBlocks as error:
             raise HandoffFailed(
                 wire.CAUSE_BUSY, f"the sequence grew, and there are no free blocks: {error}", self._peer
             ) from error
         except TransferRejected as error:
-            source.note_corrupt(str(error))
+            source.record_corruption(str(error))
             raise HandoffFailed(wire.CAUSE_CORRUPT, str(error)) from error
         except EngineError as error:
             raise HandoffFailed(wire.CAUSE_ENGINE, str(error)) from error
@@ -131,7 +131,7 @@ class KvReceiver:
 
     async def _extend(self, arrival: IncomingSequence, response: wire.FetchResponse) -> None:
         run = response.kv_chunk
-        size = self._shape.block_size
+        size = self._layout.block_size
         filled = run.first_position // size + len(run.block_checksums)
         if filled > arrival.num_blocks and not arrival.closed:
             await self._loop.call(lambda _: arrival.extend(filled * size - 1))
@@ -149,7 +149,7 @@ class KvReceiver:
             run=ticket.run,
             receiver=self._peer,
             sender=ticket.sender,
-            layout=self._shape.layout,
+            layout=self._layout.hash,
             salt=arrival.sequence.request.salt,
             cached_blocks=arrival.cached_blocks,
         )

@@ -52,12 +52,12 @@ class _SendState:
     prompt_tokens: int
     logprobs: Callable[[], Iterable[wire.TokenLogprobs]]
     is_live: bool = False
-    ended: bool = False  # the sequence finished, or its ticket ended
+    has_ended: bool = False  # the sequence finished, or its ticket ended
     export: KvExport | None = None  # set while its blocks may be read
-    blocks: int = 0  # sent
-    messages: int = 0  # sent
+    sent_blocks: int = 0
+    sent_messages: int = 0
     acknowledged: int = 0
-    is_read: bool = False  # the receiver reads the blocks' memory
+    reads_memory: bool = False  # the receiver reads the blocks' memory
     final_message: bytes | None = None  # ends the fetch
     error: InvalidArgument | None = None  # ends the fetch: a malformed message of the receiver
     settled: asyncio.Event = field(default_factory=asyncio.Event)  # parked or ended
@@ -73,7 +73,7 @@ class KvSender:
     def __init__(
         self,
         loop: EngineThread,
-        shape: TransferLayout,
+        layout: TransferLayout,
         heartbeat: Callable[[], wire.Heartbeat],
         lease_ms: int = LEASE_MS,
         *,
@@ -84,7 +84,7 @@ class KvSender:
         self.leases = LeaseTable(lease_ms, self._expire, on_lease_end, self._timing.committed_s)
         self.expired = 0
         self._loop = loop
-        self._shape = shape
+        self._layout = layout
         self._heartbeat = heartbeat
         self.memory: wire.BlockMemory | None = None
         """Where receivers can read the engine's blocks, if they can."""
@@ -122,7 +122,7 @@ class KvSender:
     def _wake(self, name: str, *, parked: bool = False, ended: bool = False) -> None:
         state = self._states.get(name)
         if state is not None:
-            state.ended |= ended
+            state.has_ended |= ended
             state.changed.set()
             if parked or ended:
                 state.settled.set()
@@ -132,13 +132,13 @@ class KvSender:
         """Answers a refused Open with ``closed``."""
         incoming = aiter(requests)
         try:
-            opened = await self._opening(incoming)
+            opened = await self._receive_open(incoming)
             lease = self.leases.open(opened)
         except HandoffFailed as refused:
-            yield _closed(refused.message())
+            yield _closed_message(refused.message())
             return
         state = self._states[lease.sequence]
-        state.is_read = opened.reads_memory and self.memory is not None
+        state.reads_memory = opened.reads_memory and self.memory is not None
         async with AsyncExitStack() as stack:
             stack.callback(self._end_uncommitted, lease, state)
             for job in (
@@ -151,9 +151,9 @@ class KvSender:
                 yield message
 
     def _end_uncommitted(self, lease: Lease, state: _SendState, detail: str = "the fetch broke") -> None:
-        if lease.committed:
+        if lease.is_committed:
             return
-        failure = _reclaimed("the fetch was closed here")
+        failure = _reclaimed_failure("the fetch was closed here")
         if state.final_message is None or state.export is not None:  # neither refused nor ended here
             failure = wire.Failure(cause=wire.CAUSE_PEER_LOST, detail=detail, peer=lease.receiver)
         self.reclaim(lease.ticket.id, failure)
@@ -166,14 +166,14 @@ class KvSender:
 
     async def release(self, request: wire.ReleaseRequest) -> None:
         """May be repeated."""
-        found = self.leases.find(request.ticket)
-        if found is not None:
-            found.owned = request.outcome == wire.ReleaseRequest.OUTCOME_OWNED
+        lease = self.leases.find(request.ticket)
+        if lease is not None:
+            lease.is_owned = request.outcome == wire.ReleaseRequest.OUTCOME_OWNED
         lease = self.leases.close(request.ticket)
         if lease is not None:
             self._free(lease)
 
-    async def _opening(self, incoming: AsyncIterator[wire.FetchRequest]) -> wire.Open:
+    async def _receive_open(self, incoming: AsyncIterator[wire.FetchRequest]) -> wire.Open:
         try:
             async with asyncio.timeout(self.leases.lease_ms / 1000):
                 first = await anext(incoming)
@@ -187,14 +187,17 @@ class KvSender:
         try:
             state.final_message = await self._final_message(lease, state, cached_blocks)
         except EngineError as error:
-            over = state.ended and self._is_current(lease, state)  # it finished before the command ran
-            state.export, state.final_message = None, _closed(None if over else _reclaimed(str(error)))
+            has_finished = state.has_ended and self._is_current(lease, state)  # it finished before the command ran
+            state.export, state.final_message = (
+                None,
+                _closed_message(None if has_finished else _reclaimed_failure(str(error))),
+            )
         state.changed.set()
 
     async def _final_message(self, lease: Lease, state: _SendState, cached_blocks: int) -> bytes:
         """Waits until the sequence is parked or has ended. Raises EngineError."""
         name = lease.sequence
-        if not state.ended:
+        if not state.has_ended:
             state.export = await self._loop.call(
                 lambda engine: engine.transfers.export(name, cached_blocks),
                 undo=lambda engine, _: engine.transfers.release(name),
@@ -203,16 +206,16 @@ class KvSender:
             if state.is_live and (commit := await self._commit_live(name, state)) is not None:
                 return _commit_message(commit, state)
             await state.settled.wait()
-        if state.ended:
+        if state.has_ended:
             state.export = None
-            return _closed(None)
+            return _closed_message(None)
         return _commit_message(await self._loop.call(lambda engine: engine.transfers.finalize(name)), state)
 
     async def _commit_live(self, name: str, state: _SendState) -> EngineCommit | None:
         """None if the sequence ended first. Raises EngineError."""
-        while not state.ended:
+        while not state.has_ended:
             state.progressed.clear()
-            sent = state.blocks
+            sent = state.sent_blocks
             if state.export is not None and sent >= len(state.export.runs):
                 commit = await self._loop.call(partial(_finalize_running, id=name, sent=sent))
                 if commit is not None:
@@ -223,17 +226,19 @@ class KvSender:
     async def _messages(self, lease: Lease, state: _SendState) -> AsyncGenerator[bytes, None]:
         clock = asyncio.get_running_loop().time
         sent_at = clock()
-        if state.is_read:
+        if state.reads_memory:
             yield encode(wire.FetchResponse(memory=self.memory))
         while state.error is None:
             state.changed.clear()
-            for message in self._filled(lease, state):
+            for message in self._block_messages(lease, state):
                 yield message
                 sent_at = clock()
             if not self._is_current(lease, state):
-                yield _closed(lease.failure or _reclaimed("the ticket is over"))
+                yield _closed_message(lease.failure or _reclaimed_failure("the ticket has ended"))
                 return
-            if state.final_message is not None and not (state.is_read and state.acknowledged < state.messages):
+            if state.final_message is not None and not (
+                state.reads_memory and state.acknowledged < state.sent_messages
+            ):
                 if state.export is not None:
                     self.leases.commit(lease)
                 yield state.final_message
@@ -246,21 +251,21 @@ class KvSender:
                 sent_at = clock()
         raise state.error
 
-    def _filled(self, lease: Lease, state: _SendState) -> Iterator[bytes]:
-        while (export := state.export) and state.blocks < len(export.runs):
-            some = _consecutive(export.runs[state.blocks : state.blocks + self._shape.blocks_per_message])
+    def _block_messages(self, lease: Lease, state: _SendState) -> Iterator[bytes]:
+        while (export := state.export) and state.sent_blocks < len(export.runs):
+            batch = _consecutive(export.runs[state.sent_blocks : state.sent_blocks + self._layout.blocks_per_message])
             blocks = [
                 LocatedBlock(run.address, export.locate(run.address), run.checksum)
-                if state.is_read
+                if state.reads_memory
                 else FilledBlock(run.address, export.read(run.address), run.checksum)
-                for run in some
+                for run in batch
             ]
-            for message in pack(lease.ticket.run, self._shape, blocks):
-                state.messages += 1
+            for message in pack(lease.ticket.run, self._layout, blocks):
+                state.sent_messages += 1
                 yield message
                 if state.export is not export:
                     return
-            state.blocks += len(some)
+            state.sent_blocks += len(batch)
             state.progressed.set()
 
     def _is_current(self, lease: Lease, state: _SendState) -> bool:
@@ -276,7 +281,7 @@ class KvSender:
                         state.acknowledged = message.ack.kv_chunks
                         state.changed.set()
                         self.leases.renew(lease.ticket.id)
-                    case "heartbeat" if state.acknowledged >= state.messages:
+                    case "heartbeat" if state.acknowledged >= state.sent_messages:
                         self.leases.renew(lease.ticket.id)
                     case None:
                         unknown.ignore()
@@ -301,7 +306,7 @@ class KvSender:
             engine.transfers.release(lease.sequence)
             engine.cancel(lease.sequence)
 
-        resumes = state is not None and state.is_live and not lease.committed
+        resumes = state is not None and state.is_live and not lease.is_committed
         self._loop.post((lambda engine: engine.transfers.withdraw(lease.sequence)) if resumes else free)
 
 
@@ -320,12 +325,12 @@ async def _stop(task: asyncio.Task[None]) -> None:
     await asyncio.wait([task])
 
 
-def _closed(failure: wire.Failure | None) -> bytes:
+def _closed_message(failure: wire.Failure | None) -> bytes:
     """None: the sequence ended first."""
     return encode(wire.FetchResponse(closed=wire.ExportClosed(failure=failure)))
 
 
-def _reclaimed(detail: str) -> wire.Failure:
+def _reclaimed_failure(detail: str) -> wire.Failure:
     return wire.Failure(cause=wire.CAUSE_RECLAIMED, detail=detail)
 
 

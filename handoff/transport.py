@@ -23,7 +23,7 @@ class KvSource(Protocol):
         """Ends when either side ends the call. Raises ConnectionError when it breaks."""
         ...
 
-    def note_corrupt(self, detail: str) -> None:
+    def record_corruption(self, detail: str) -> None:
         """Call it when bytes that were fetched do not match their checksum."""
         ...
 
@@ -57,7 +57,7 @@ class GrpcSource:
             finally:
                 call.cancel()
 
-    def note_corrupt(self, detail: str) -> None:
+    def record_corruption(self, detail: str) -> None:
         """The next fetch is no different."""
 
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:

@@ -1,1 +1,1 @@
-"""The wire: `inference` is what clients see, `worker` is what router and workers say to each other."""
+"""The wire: `inference` is what clients see, `worker` is the protocol between routers and workers."""

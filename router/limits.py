@@ -30,7 +30,7 @@ _ABOVE_ZERO = {"top_p": 1.0, "repetition_penalty": 10.0}
 def check_sampling(params: pb.SamplingParams) -> None:
     """Raises InvalidArgument. Leaves out `n`, `seed` and the logit bias."""
     for name, (low, high) in _RANGES.items():
-        within(f"sampling.{name}", getattr(params, name), low, high)
+        check_range(f"sampling.{name}", getattr(params, name), low, high)
     for name, high in _ABOVE_ZERO.items():
         value = getattr(params, name)
         if params.HasField(name) and not 0.0 < value <= high:
@@ -39,23 +39,23 @@ def check_sampling(params: pb.SamplingParams) -> None:
 
 def check_size(request: pb.GenerateRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> None:
     """Raises InvalidArgument. Comes first: other checks are slow on large messages."""
-    at_most(request.DESCRIPTOR.name, request.ByteSize(), MAX_REQUEST_BYTES, "bytes")
+    check_count(request.DESCRIPTOR.name, request.ByteSize(), MAX_REQUEST_BYTES, "bytes")
     if not isinstance(request, pb.DetokenizeRequest):
-        at_most("messages.messages", len(request.messages.messages), MAX_MESSAGES, "messages")
+        check_count("messages.messages", len(request.messages.messages), MAX_MESSAGES, "messages")
 
 
 def check_id(request_id: str) -> None:
     """Raises InvalidArgument."""
-    at_most("request_id", len(request_id.encode()), MAX_REQUEST_ID_BYTES, "bytes")
+    check_count("request_id", len(request_id.encode()), MAX_REQUEST_ID_BYTES, "bytes")
 
 
-def within(field: str, value: float, low: float, high: float) -> None:
+def check_range(field: str, value: float, low: float, high: float) -> None:
     """Raises InvalidArgument."""
     if not (math.isfinite(value) and low <= value <= high):
         raise InvalidArgument(field, f"{low:.10g} to {high:.10g}", value)
 
 
-def at_most(field: str, count: int, limit: int, what: str) -> None:
+def check_count(field: str, count: int, limit: int, what: str) -> None:
     """Raises InvalidArgument."""
     if count > limit:
         raise InvalidArgument(field, f"at most {limit} {what}", count)

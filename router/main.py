@@ -62,7 +62,7 @@ _log = logs.get(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 after an orderly end, 1 when something was cut off, 2 for unusable settings or models."""
+    """0 after a graceful end, 1 when something was cut off, 2 for unusable settings or models."""
     settings = load_or_exit(RouterSettings, sys.argv[1:] if arguments is None else arguments, program=PROGRAM)
     logs.start("router", settings)
     try:
@@ -156,7 +156,7 @@ class RouterProcess:
         await self._reach_store()
         address = self._settings.advertise or join_address(_reached_at(self._settings.host), server.port)
         facts = RouterRegistration(peer=self.peer, address=address, version=VERSION)
-        replaced = partial(self.readiness.failed, "another process has this router's id")
+        replaced = partial(self.readiness.mark_failed, "another process has this router's id")
         self._registrar = registrar = RouterRegistrar(
             self._store, facts, self.journal_writer.resync_all, replaced, self.requests.load
         )
@@ -174,7 +174,7 @@ class RouterProcess:
         await self._run("open entries", entries.run)
         try:
             async with asyncio.timeout(timings.settle_s):
-                await self.pool.membership.settled()
+                await self.pool.membership.wait_settled()
         except TimeoutError:
             _log.warning("not all workers could be reached", limit_seconds=timings.settle_s)
 
@@ -203,7 +203,7 @@ class RouterProcess:
         await self._ends.enter_async_context(BackgroundTask(name, run, self._part_failed))
 
     def _part_failed(self, name: str, error: BaseException) -> None:
-        self.readiness.failed(f"{name} failed")
+        self.readiness.mark_failed(f"{name} failed")
 
     def _set_gauges(self) -> None:
         metrics, pool = self._metrics, self.pool

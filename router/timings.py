@@ -22,9 +22,9 @@ class WorkerTimings:
     max_backoff_s: float = 1.0
     """Between tries to open a session; the pause doubles."""
     stuck_ms: int = 2_000
-    given_up_ms: int = 10_000
+    lost_ms: int = 10_000
     """A step older than ``stuck_ms`` and than STUCK_STEPS of the longest steps of its size is stuck; its runs move when
-    it is also older than ``given_up_ms``.
+    it is also older than ``lost_ms``.
     """
     forget_batch: int = 256
     """Finished runs that are reported at once; fewer wait for the next heartbeat."""

@@ -108,7 +108,7 @@ def _default_sampling(generation: Mapping[str, Any]) -> Mapping[str, float]:
 
 def _count(config: Mapping[str, Any], name: str) -> int | None:
     value = config.get(name)
-    if value is not None and not _whole(value, 1):
+    if value is not None and not _is_integer(value, 1):
         raise ValueError(f"config.json: {name} is no whole number above 0")
     return value
 
@@ -129,12 +129,12 @@ def _context_length(config: Mapping[str, Any]) -> int | None:
 
 def _ids(value: Any) -> tuple[int, ...]:
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-    if not all(_whole(id, 0) for id in ids):
+    if not all(_is_integer(id, 0) for id in ids):
         raise ValueError("eos_token_id is neither a token id nor a list of them")
     return ids
 
 
-def _whole(value: Any, least: int) -> bool:
+def _is_integer(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 

@@ -51,8 +51,8 @@ class Client:
         )
         self._redis = Redis.from_pool(self._pool)
 
-    async def execute(self, *words: Argument) -> Reply:
-        return await self.run(Command(words))
+    async def execute(self, *args: Argument) -> Reply:
+        return await self.run(Command(args))
 
     async def run(self, command: Command) -> Reply:
         """One round trip. Raises StoreFault."""
@@ -104,7 +104,7 @@ class Client:
     async def _send(self, commands: Sequence[Command]) -> list[Reply]:
         pipeline = self._redis.pipeline(transaction=False)
         for command in commands:
-            pipeline.execute_command(*command.words)
+            pipeline.execute_command(*command.args)
         return await pipeline.execute(raise_on_error=False)
 
     async def _load(self, commands: Sequence[Command]) -> None:

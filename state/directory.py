@@ -52,7 +52,7 @@ class Directory(Generic[Facts]):
 
     async def register(self, facts: Facts, load: Load | None = None) -> Registration[Facts]:
         """Once per process: become the present incarnation of the id."""
-        since = await self._client.run(scripts.DIRECTORY_REGISTER.call(self._names, *self._words(facts, load)))
+        since = await self._client.run(scripts.DIRECTORY_REGISTER.call(self._names, *self._args(facts, load)))
         return Registration(self, facts, since)
 
     async def listing(self) -> Listing[Facts]:
@@ -63,25 +63,25 @@ class Directory(Generic[Facts]):
         present = tuple(one for one in parsed if one is not None)
         return Listing(version, next_end_ms / 1000 if next_end_ms >= 0 else None, present)
 
-    async def change(self, seen: Listing[Facts], timeout_s: float) -> Listing[Facts]:
+    async def wait_for_change(self, known: Listing[Facts], timeout_s: float) -> Listing[Facts]:
         """Wait at most `timeout_s` for a change. Raises StoreUnavailable at once."""
         clock = asyncio.get_running_loop().time
         ends = clock() + timeout_s
-        listing = seen
-        while listing.version == seen.version and (left_s := ends - clock()) > 0:
+        listing = known
+        while listing.version == known.version and (left_s := ends - clock()) > 0:
             until_s = left_s if listing.next_end_s is None else min(left_s, listing.next_end_s + 0.001)
-            await self._client.wait_for_entry(keys.changes(self._kind), seen.version, until_s)
+            await self._client.wait_for_entry(keys.changes(self._kind), known.version, until_s)
             listing = await self.listing()
         return listing
 
-    async def alive(self, incarnation: Incarnation) -> bool:
+    async def is_registered(self, incarnation: Incarnation) -> bool:
         call = scripts.DIRECTORY_ALIVE.call(self._names[:2], incarnation.id, incarnation.hex)
         return bool(await self._client.run(call))
 
     async def renew(self, facts: Facts, load: Load | None, since: int) -> bool:
         """False if a later incarnation is registered."""
-        words = self._words(facts, load)
-        return bool(await self._client.run(scripts.DIRECTORY_RENEW.call(self._names, *words, since)))
+        args = self._args(facts, load)
+        return bool(await self._client.run(scripts.DIRECTORY_RENEW.call(self._names, *args, since)))
 
     async def remove(self, incarnation: Incarnation) -> None:
         await self._client.run(scripts.DIRECTORY_REMOVE.call(self._names, incarnation.id, incarnation.hex))
@@ -90,16 +90,16 @@ class Directory(Generic[Facts]):
         facts = self._facts()
         try:
             facts.ParseFromString(packed or b"")
-            found = Load.FromString(load or b"")
+            parsed_load = Load.FromString(load or b"")
         except DecodeError:
             return None
-        return DirectoryEntry(facts, found, max(0, self._lasts[0] - ends_ms) / 1000) if facts.peer.id else None
+        return DirectoryEntry(facts, parsed_load, max(0, self._lasts[0] - ends_ms) / 1000) if facts.peer.id else None
 
     @property
     def _names(self) -> list[str]:
         return [keys.peers(self._kind), keys.expiry(self._kind), keys.changes(self._kind)]
 
-    def _words(self, facts: Facts, load: Load | None) -> tuple[str | bytes | int, ...]:
+    def _args(self, facts: Facts, load: Load | None) -> tuple[str | bytes | int, ...]:
         incarnation = Incarnation.of(facts.peer)
         packed = load.SerializeToString() if load else b""
         return (incarnation.id, incarnation.hex, facts.SerializeToString(deterministic=True), packed, *self._lasts)

@@ -69,7 +69,7 @@ class UnknownRequest(StateError):
 
 class StoreRefilling(StateError):
     def __init__(self, key: RequestKey, retry_after_s: float) -> None:
-        super().__init__(f"request {key} is not known yet: the store was emptied, ask again in {retry_after_s:.1f} s")
+        super().__init__(f"request {key} is not known yet: the store was emptied, retry in {retry_after_s:.1f} s")
         self.key = key
         self.retry_after_s = retry_after_s
 

@@ -61,12 +61,12 @@ class Journal:
         self._client = client
         self._instance = instance
 
-    async def read(self, key: RequestKey, first: int, most: int) -> Part:
-        """At most `most` entries. Raises UnknownRequest, StoreRefilling."""
-        if first < 0 or most < 1:
-            raise ValueError(f"journal: first from 0, most from 1, got {first}, {most}")
+    async def read(self, key: RequestKey, first: int, max_entries: int) -> Part:
+        """At most `max_entries` entries. Raises UnknownRequest, StoreRefilling."""
+        if first < 0 or max_entries < 1:
+            raise ValueError(f"journal: first from 0, max_entries from 1, got {first}, {max_entries}")
         names = [keys.request(key), keys.journal(key)]
-        reply = await self._client.run(scripts.JOURNAL_READ.call(names, first, most))
+        reply = await self._client.run(scripts.JOURNAL_READ.call(names, first, max_entries))
         if reply[0] == b"unknown":
-            raise await self._instance.unknown(key)
+            raise await self._instance.unknown_error(key)
         return Part(unpack(reply[2]), reply[1])

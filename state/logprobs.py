@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from decant.protos.worker_pb2 import TokenLogprobs
 
 NONE = (1 << 32) - 1
-MOST_ALTERNATIVES = 1024
+MAX_ALTERNATIVES = 1024
 _ID_LIMIT = 1 << 24
 
 
@@ -29,8 +29,8 @@ class Logprobs:
 
     def __init__(self, alternatives: int = 0, data: bytes = b"") -> None:
         """`data`: packed. Raises ValueError for a partial entry or too many alternatives."""
-        if alternatives > MOST_ALTERNATIVES:
-            raise ValueError(f"logprobs: at most {MOST_ALTERNATIVES} alternatives, got {alternatives}")
+        if alternatives > MAX_ALTERNATIVES:
+            raise ValueError(f"logprobs: at most {MAX_ALTERNATIVES} alternatives, got {alternatives}")
         size = entry_bytes(alternatives)
         if len(data) % size:
             raise ValueError(f"logprobs: {len(data)} bytes are not whole entries of {size}")

@@ -1,6 +1,6 @@
-"""Open sets: the unfinished requests of each router, which others take over if it dies.
+"""Open sets: the unfinished requests of each router, which other routers adopt if it is lost.
 
-`Requests.leftovers` finds stale entries. A router that takes entries over calls `Requests.adopt_orphan` for each.
+`Requests.stale_entries` finds stale entries. A router that takes entries over calls `Requests.adopt_orphan` for each.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class OpenRequests:
         self._client = client
         self._open_ms = round(ttls.open_s * 1000)
 
-    def adding(self, router: Incarnation, requests: Sequence[RequestKey]) -> Command:
+    def add_command(self, router: Incarnation, requests: Sequence[RequestKey]) -> Command:
         """At most BATCH requests."""
         names = [keys.open_set(router), keys.OWNERS]
         return scripts.OPEN_ADD.call(names, str(router), self._open_ms, *map(str, requests))
 
-    def adding_all(self, requests: Iterable[OwnedRequest]) -> list[Command]:
-        return [self.adding(router, batch) for router, batch in _batches(requests)]
+    def add_commands(self, requests: Iterable[OwnedRequest]) -> list[Command]:
+        return [self.add_command(router, batch) for router, batch in _batches(requests)]
 
     async def add(self, router: Incarnation, requests: Sequence[RequestKey]) -> None:
-        await self._client.run_all([self.adding(router, batch) for batch in cut(requests)])
+        await self._client.run_all([self.add_command(router, batch) for batch in split_batches(requests)])
 
     async def remove(self, router: Incarnation, requests: Sequence[RequestKey]) -> None:
-        await self._client.run_all([_removing(router, batch) for batch in cut(requests)])
+        await self._client.run_all([_remove_command(router, batch) for batch in split_batches(requests)])
 
     async def remove_all(self, requests: Iterable[OwnedRequest]) -> None:
-        await self._client.run_all([_removing(router, batch) for router, batch in _batches(requests)])
+        await self._client.run_all([_remove_command(router, batch) for router, batch in _batches(requests)])
 
     async def of(self, router: Incarnation) -> set[RequestKey]:
         """Skips unreadable members."""
@@ -54,13 +54,15 @@ class OpenRequests:
         names = [keys.OWNERS, keys.expiry("routers"), keys.peers("routers")]
         return set(_readable(Incarnation.parse, await self._client.run(scripts.OPEN_ORPHANED.call(names))))
 
-    async def take(self, dead: Incarnation, router: Incarnation, most: int = BATCH) -> list[RequestKey]:
+    async def take(self, dead: Incarnation, router: Incarnation, max_requests: int = BATCH) -> list[RequestKey]:
         """Move entries to `router`, each to one router only. If the reply is lost, they are in `of(router)`. Raises
         OwnerAlive.
         """
         names = [keys.expiry("routers"), keys.peers("routers"), keys.OWNERS, keys.open_set(dead), keys.open_set(router)]
         reply = await self._client.run(
-            scripts.OPEN_TAKE.call(names, dead.id, dead.hex, str(dead), str(router), min(most, BATCH), self._open_ms)
+            scripts.OPEN_TAKE.call(
+                names, dead.id, dead.hex, str(dead), str(router), min(max_requests, BATCH), self._open_ms
+            )
         )
         if reply[0] == b"alive":
             raise OwnerAlive(dead)
@@ -73,11 +75,11 @@ def _readable(parse: Callable[[str], Name], members: Iterable[bytes]) -> Iterato
             yield parse(member.decode())
 
 
-def _removing(router: Incarnation, requests: Sequence[RequestKey]) -> Command:
+def _remove_command(router: Incarnation, requests: Sequence[RequestKey]) -> Command:
     return Command(("SREM", keys.open_set(router), *map(str, requests)))
 
 
-def cut(requests: Sequence[RequestKey]) -> Iterator[Sequence[RequestKey]]:
+def split_batches(requests: Sequence[RequestKey]) -> Iterator[Sequence[RequestKey]]:
     for start in range(0, len(requests), BATCH):
         yield requests[start : start + BATCH]
 
@@ -86,6 +88,6 @@ def _batches(requests: Iterable[OwnedRequest]) -> Iterator[tuple[Incarnation, Se
     by_owner = defaultdict[Incarnation, list[RequestKey]](list)
     for request in requests:
         by_owner[request.owner].append(request.key)
-    for router, found in by_owner.items():
-        for batch in cut(found):
+    for router, own_requests in by_owner.items():
+        for batch in split_batches(own_requests):
             yield router, batch

@@ -96,15 +96,15 @@ class OwnedRequest:
         return request
 
     @classmethod
-    def adopted(cls, found: StoredRequest) -> OwnedRequest:
+    def from_stored(cls, stored: StoredRequest) -> OwnedRequest:
         """Raises ValueError for an ended request."""
-        if found.ended or found.length != len(found.entries):
-            raise ValueError(f"{found.key}: only a whole, unfinished request can be continued")
-        request = cls(found.key, found.owner, found.payload, found.record)
-        request.epoch, request.attempt, request.state = found.epoch, found.attempt, found.state
-        request.append(found.entries, found.logprobs.packed())
-        request._prompt_logprobs = found.prompt_logprobs.packed()
-        request.synced_entries, request.synced_state = found.length, (found.attempt, found.state)
+        if stored.ended or stored.length != len(stored.entries):
+            raise ValueError(f"{stored.key}: only a whole, unfinished request can be continued")
+        request = cls(stored.key, stored.owner, stored.payload, stored.record)
+        request.epoch, request.attempt, request.state = stored.epoch, stored.attempt, stored.state
+        request.append(stored.entries, stored.logprobs.packed())
+        request._prompt_logprobs = stored.prompt_logprobs.packed()
+        request.synced_entries, request.synced_state = stored.length, (stored.attempt, stored.state)
         return request
 
     @property

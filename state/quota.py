@@ -1,4 +1,4 @@
-"""Quotas of tenants. Leases expire when their router dies.
+"""Quotas of tenants. Leases expire when their router is lost.
 
 Tokens are a bucket of `tokens_per_minute` that fills evenly. A lease charges the request's maximum, its release only
 the tokens used. A full bucket admits any request, even a larger one.
@@ -63,26 +63,26 @@ class Quotas:
         by_tenant = defaultdict[str, list[str]](list)
         for key in requests:
             by_tenant[key.tenant].append(key.id)
-        await self._client.run_all([self._renewing(tenant, ids) for tenant, ids in by_tenant.items()])
+        await self._client.run_all([self._renew_command(tenant, ids) for tenant, ids in by_tenant.items()])
 
     async def release(self, key: RequestKey, tokens: int, limits: TenantLimits) -> None:
         """Charges the tokens used."""
         await self.release_all([QuotaUsage(key, tokens, limits)])
 
     async def release_all(self, ended: Iterable[QuotaUsage]) -> None:
-        await self._client.run_all([_releasing(*used) for used in ended])
+        await self._client.run_all([_release_command(*used) for used in ended])
 
     async def in_flight(self, tenant: str) -> int:
         """May include expired leases."""
         count: int = await self._client.execute("ZCARD", keys.quota(tenant)[0])
         return count
 
-    def _renewing(self, tenant: str, ids: list[str]) -> Command:
+    def _renew_command(self, tenant: str, ids: list[str]) -> Command:
         in_flight, charged, _ = keys.quota(tenant)
         return scripts.QUOTA_RENEW.call([in_flight, charged], self._lease_ms, *ids)
 
 
-def _releasing(key: RequestKey, tokens: int, limits: TenantLimits) -> Command:
+def _release_command(key: RequestKey, tokens: int, limits: TenantLimits) -> Command:
     args = (key.id, tokens, _or_none(limits.tokens_per_minute))
     return scripts.QUOTA_RELEASE.call(list(keys.quota(key.tenant)), *args)
 

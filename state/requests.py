@@ -28,7 +28,7 @@ from decant.state.errors import (
 )
 from decant.state.ids import ENDED, Incarnation, RequestKey
 from decant.state.keys import Ttls
-from decant.state.open_requests import OpenRequests, cut
+from decant.state.open_requests import OpenRequests, split_batches
 from decant.state.owned import OwnedRequest, StoredRequest
 from decant.state.scripts import Command
 from decant.state.store_instance import StoreInstance
@@ -39,7 +39,7 @@ BATCH_BYTES = 256 << 10
 BATCH_WRITES = 100
 
 Displaced = Superseded | AlreadyExists
-Lost = Displaced | StoreFault
+WriteFailure = Displaced | StoreFault
 """A retry does not help."""
 
 
@@ -90,28 +90,28 @@ class Requests:
         for error in (await self.flush([request])).values():
             raise error
 
-    async def flush(self, requests: Sequence[OwnedRequest]) -> dict[OwnedRequest, Lost]:
+    async def flush(self, requests: Sequence[OwnedRequest]) -> dict[OwnedRequest, WriteFailure]:
         """In round trips of limited size; what Redis lost is written whole. Returns what is not written.
 
         After StoreUnavailable, requests that were answered count as written.
         """
-        lost: dict[OwnedRequest, Lost] = {}
-        behind = await self._write_batches(requests, lost)
-        for request in behind:
+        failures: dict[OwnedRequest, WriteFailure] = {}
+        to_rewrite = await self._write_batches(requests, failures)
+        for request in to_rewrite:
             request.synced_entries, request.synced_state = 0, None
-        await self._write_batches(behind, lost)
-        elsewhere = [r for r, error in lost.items() if _is_elsewhere(r, error)]
+        await self._write_batches(to_rewrite, failures)
+        elsewhere = [r for r, error in failures.items() if _is_elsewhere(r, error)]
         over = [*elsewhere, *(r for r in requests if r.ended and r.is_listed and not r.is_unsynced)]
         await self._open.remove_all(over)
         for request in over:
             request.is_listed = False
-        return lost
+        return failures
 
     async def read(self, key: RequestKey, first: int = 0) -> StoredRequest:
         """From journal entry `first` on. Raises UnknownRequest, StoreRefilling."""
         reply = await self._reads.run(scripts.REQUEST_READ.call(_names(key), first))
         if reply[0] == b"unknown":
-            raise await self._instance.unknown(key)
+            raise await self._instance.unknown_error(key)
         return parse(key, reply[1])
 
     async def exists(self, key: RequestKey) -> bool:
@@ -125,45 +125,45 @@ class Requests:
         Raises Superseded, UnknownRequest, StoreRefilling.
         """
         reply = await self._with_open_entry(
-            key, router, self._adopting(key, router, "" if epoch is None else epoch, "")
+            key, router, self._adopt_command(key, router, "" if epoch is None else epoch, "")
         )
         if reply[0] == b"exists":
-            found = parse(key, reply[1])
-            await self._leave_open_set(found, reply[2])
-            return await self._keep_entry_if_owned(found, router)
+            stored = parse(key, reply[1])
+            await self._leave_open_set(stored, reply[2])
+            return await self._keep_entry_if_owned(stored, router)
         await self._open.remove(router, [key])
         if reply[0] == b"unknown":
-            raise await self._instance.unknown(key)
-        raise _superseded(key, reply)
+            raise await self._instance.unknown_error(key)
+        raise _superseded_error(key, reply)
 
     async def cancel(self, key: RequestKey, router: Incarnation) -> StoredRequest:
         """Make `router` the owner and the request CANCELLED, in one step. Returns the request as before.
 
         The owner writes the record of the end. Raises UnknownRequest, StoreRefilling.
         """
-        reply = await self._client.run(self._adopting(key, router, "", self._ended_ms))
+        reply = await self._client.run(self._adopt_command(key, router, "", self._ended_ms))
         if reply[0] == b"unknown":
-            raise await self._instance.unknown(key)
-        found = parse(key, reply[1])
-        await self._leave_open_set(found, reply[2])
-        return found
+            raise await self._instance.unknown_error(key)
+        stored = parse(key, reply[1])
+        await self._leave_open_set(stored, reply[2])
+        return stored
 
-    async def leftovers(self, router: Incarnation) -> set[RequestKey]:
+    async def stale_entries(self, router: Incarnation) -> set[RequestKey]:
         """Open entries of requests that have ended, expired, or another owner. Stale only if found twice: an entry may
         be written before its request.
         """
-        left = set[RequestKey]()
-        for batch in cut(list(await self._open.of(router))):
-            asked = [Command(("HMGET", keys.request(key), "state", "owner")) for key in batch]
-            for key, reply in zip(batch, await self._client.try_all(asked), strict=True):
+        stale = set[RequestKey]()
+        for batch in split_batches(list(await self._open.of(router))):
+            commands = [Command(("HMGET", keys.request(key), "state", "owner")) for key in batch]
+            for key, reply in zip(batch, await self._client.try_all(commands), strict=True):
                 match reply:
                     case StoreUnavailable():
                         raise reply
                     case [bytes(state), bytes(owner)] if owner == str(router).encode() and _is_open(state):
                         pass
                     case _:
-                        left.add(key)
-        return left
+                        stale.add(key)
+        return stale
 
     async def adopt_orphan(self, key: RequestKey, router: Incarnation) -> StoredRequest:
         """Only if the owner is not registered. Raises OwnerAlive, and as `adopt`: Superseded when another router was
@@ -172,72 +172,74 @@ class Requests:
         epoch, owner = await self._client.execute("HMGET", keys.request(key), "epoch", "owner")
         if epoch is None:
             await self._open.remove(router, [key])
-            raise await self._instance.unknown(key)
+            raise await self._instance.unknown_error(key)
         incarnation = Incarnation.parse(owner.decode())
-        if incarnation != router and await self._routers.alive(incarnation):
+        if incarnation != router and await self._routers.is_registered(incarnation):
             await self._open.remove(router, [key])
             raise OwnerAlive(incarnation)
         return await self.adopt(key, router, int(epoch))
 
-    def _adopting(self, key: RequestKey, router: Incarnation, epoch: int | str, ended_ms: int | str) -> Command:
+    def _adopt_command(self, key: RequestKey, router: Incarnation, epoch: int | str, ended_ms: int | str) -> Command:
         return scripts.REQUEST_ADOPT.call(_names(key), str(router), self._open_ms, epoch, ended_ms)
 
     async def _with_open_entry(self, key: RequestKey, router: Incarnation, command: Command) -> Reply:
         """The entry first: a request without one is never found."""
-        replies = await self._client.run_all([self._open.adding(router, [key]), command])
+        replies = await self._client.run_all([self._open.add_command(router, [key]), command])
         return replies[1]
 
-    async def _leave_open_set(self, found: StoredRequest, owner_before: bytes) -> None:
+    async def _leave_open_set(self, stored: StoredRequest, owner_before: bytes) -> None:
         before = Incarnation.parse(owner_before.decode())
-        if before != found.owner:
+        if before != stored.owner:
             with suppress(StateError):
-                await self._open.remove(before, [found.key])
+                await self._open.remove(before, [stored.key])
 
-    async def _keep_entry_if_owned(self, found: StoredRequest, router: Incarnation) -> StoredRequest:
-        if found.ended or found.owner != router:
-            await self._open.remove(router, [found.key])
-        return found
+    async def _keep_entry_if_owned(self, stored: StoredRequest, router: Incarnation) -> StoredRequest:
+        if stored.ended or stored.owner != router:
+            await self._open.remove(router, [stored.key])
+        return stored
 
     async def _write_batches(
-        self, requests: Iterable[OwnedRequest], lost: dict[OwnedRequest, Lost]
+        self, requests: Iterable[OwnedRequest], failures: dict[OwnedRequest, WriteFailure]
     ) -> list[OwnedRequest]:
         """Small writes first: a large one delays no other."""
-        behind: list[OwnedRequest] = []
+        to_rewrite: list[OwnedRequest] = []
         for batch in _batches(sorted(requests, key=lambda request: request.write_bytes)):
-            behind += await self._write_all(batch, lost)
-        return behind
+            to_rewrite += await self._write_all(batch, failures)
+        return to_rewrite
 
-    async def _write_all(self, requests: Sequence[OwnedRequest], lost: dict[OwnedRequest, Lost]) -> list[OwnedRequest]:
-        """Adds to `lost`; returns those to be written whole."""
+    async def _write_all(
+        self, requests: Sequence[OwnedRequest], failures: dict[OwnedRequest, WriteFailure]
+    ) -> list[OwnedRequest]:
+        """Adds to `failures`; returns those to be written whole."""
         sent = [(request.attempt, request.state, request.prompt_logprobs_unsynced) for request in requests]
-        adding = self._open.adding_all(each for each in requests if each.is_listed and not each.synced_state)
+        adds = self._open.add_commands(each for each in requests if each.is_listed and not each.synced_state)
         size = sum(request.write_bytes for request in requests)
-        commands = [*adding, *map(self._writing, requests)]
+        commands = [*adds, *map(self._write_command, requests)]
         replies = await self._client.try_all(commands, max(1.0, size / BATCH_BYTES))
-        behind = []
+        to_rewrite = []
         for request, (attempt, state, has_prompt_logprobs), reply in zip(
-            requests, sent, replies[len(adding) :], strict=True
+            requests, sent, replies[len(adds) :], strict=True
         ):
             match reply:
                 case [b"written", length]:
                     request.synced_entries, request.synced_state = max(request.synced_entries, length), (attempt, state)
                     request.prompt_logprobs_unsynced &= not has_prompt_logprobs
                 case [b"superseded", *_]:
-                    lost[request] = _superseded(request.key, reply)
+                    failures[request] = _superseded_error(request.key, reply)
                 case [b"differs"]:
-                    lost[request] = AlreadyExists(request.key)
+                    failures[request] = AlreadyExists(request.key)
                 case StoreFault():
-                    lost[request] = reply
+                    failures[request] = reply
                 case StoreUnavailable():
                     pass  # raised below
                 case _:
-                    behind.append(request)
+                    to_rewrite.append(request)
         for place, error in enumerate(replies):
-            if isinstance(error, StoreUnavailable) or (place < len(adding) and isinstance(error, StoreFault)):
+            if isinstance(error, StoreUnavailable) or (place < len(adds) and isinstance(error, StoreFault)):
                 raise error
-        return behind
+        return to_rewrite
 
-    def _writing(self, request: OwnedRequest) -> Command:
+    def _write_command(self, request: OwnedRequest) -> Command:
         whole = [] if request.synced_state else [request.digest, request.payload]
         base = request.synced_entries if request.synced_state else 0
         logprobs = [
@@ -281,11 +283,11 @@ def _own_names(request: OwnedRequest) -> list[str]:
     return _names(request.key)[: 3 if request.logprobs_options.any else 2]
 
 
-def _is_elsewhere(request: OwnedRequest, error: Lost) -> bool:
+def _is_elsewhere(request: OwnedRequest, error: WriteFailure) -> bool:
     return isinstance(error, AlreadyExists) or (isinstance(error, Superseded) and error.owner != request.owner)
 
 
-def _superseded(key: RequestKey, reply: list[Reply]) -> Superseded | UnreadableRequest:
+def _superseded_error(key: RequestKey, reply: list[Reply]) -> Superseded | UnreadableRequest:
     try:
         return Superseded(key, reply[1], Incarnation.parse(reply[2].decode()), reply[3], reply[4])
     except (ValueError, AttributeError, IndexError) as error:

@@ -24,7 +24,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Command:
-    words: tuple[Argument, ...]
+    args: tuple[Argument, ...]
     script: Script | None = None
 
 

@@ -16,7 +16,7 @@ from decant.state.keys import Ttls
 
 
 @dataclass(frozen=True)
-class InstanceNow:
+class InstanceStatus:
     id: str  # random
     age_s: float
     refill_left_s: float  # 0: owners have written their requests again; an unknown one does not exist
@@ -27,12 +27,12 @@ class StoreInstance:
         self._client = client
         self._refill_s = ttls.refill_s
 
-    async def current(self) -> InstanceNow:
+    async def current(self) -> InstanceStatus:
         """Creates it if there is none."""
         id_, age_ms = await self._client.run(scripts.STORE_INSTANCE.call([keys.STORE_INSTANCE], secrets.token_hex(8)))
         age_s = max(0, age_ms) / 1000
-        return InstanceNow(id_.decode(), age_s, max(0.0, self._refill_s - age_s))
+        return InstanceStatus(id_.decode(), age_s, max(0.0, self._refill_s - age_s))
 
-    async def unknown(self, key: RequestKey) -> UnknownRequest | StoreRefilling:
+    async def unknown_error(self, key: RequestKey) -> UnknownRequest | StoreRefilling:
         left_s = (await self.current()).refill_left_s
         return StoreRefilling(key, left_s) if left_s > 0 else UnknownRequest(key)

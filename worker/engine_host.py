@@ -80,7 +80,7 @@ class HostHandler:
 
 class ObservedReceiver(KvReceiver):
     def __init__(self, host: EngineHost) -> None:
-        super().__init__(host.loop, host.shape, host.peer, host.step_heartbeat)
+        super().__init__(host.loop, host.transfer_layout, host.peer, host.step_heartbeat)
         self._host = host
 
     async def receive(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
@@ -116,12 +116,12 @@ class EngineHost:
         self.block_size, self.total_blocks = device.block_size, device.num_blocks
         self.windows = device.windows
         self.lease_s, self.max_waiting = limits.lease_ms / 1000, limits.max_waiting
-        self.shape = transfer_layout(device)
+        self.transfer_layout = transfer_layout(device)
         self.loop = EngineLoop(engine, self._on_step, self._on_crash)
         self.device_memory = device.memory
         self._sampling = BackgroundTask("load samples", self._sample_load_always)
         self.sender = KvSender(
-            self.loop, self.shape, self.step_heartbeat, limits.lease_ms, on_lease_end=self._on_lease_end
+            self.loop, self.transfer_layout, self.step_heartbeat, limits.lease_ms, on_lease_end=self._on_lease_end
         )
         self.sender.memory = transport.memory
         self.receiver = ObservedReceiver(self)
@@ -198,7 +198,7 @@ class EngineHost:
         ticketed = [lease.sequence for lease in self.sender.leases.all()]
 
         def sample(engine: Engine) -> _LoadSample:
-            self.cache.note(engine.pool.index.changed())
+            self.cache.record(engine.pool.index.changed())
             return _LoadSample(engine.load(), engine.blocks_of(ticketed))
 
         self._last_load = await self.loop.call(sample)

@@ -16,12 +16,12 @@ from decant.protos import worker_pb2 as wire
 KEEP_S = 900.0
 """While a request is not live, since its epoch was last named: far beyond any lease."""
 
-MOST_KEPT = 100_000
+MAX_KEPT = 100_000
 """Requests that are not live; those named longest ago go first."""
 
 
 @dataclass(slots=True)
-class _Live:
+class _LiveRequest:
     """``digest``: of the payload; empty if no sender named one."""
 
     epoch: int
@@ -37,14 +37,14 @@ class Epochs:
         on_new_owner: Callable[[wire.Run], None] = lambda _: None,
         *,
         keep_s: float = KEEP_S,
-        most_kept: int = MOST_KEPT,
+        max_kept: int = MAX_KEPT,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._on_new_owner = on_new_owner
         self._keep_s = keep_s
-        self._most_kept = most_kept
+        self._max_kept = max_kept
         self._clock = clock
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _LiveRequest] = {}
         self._past: OrderedDict[str, tuple[int, float]] = OrderedDict()  # epoch and when, longest ago first
 
     def __len__(self) -> int:
@@ -77,7 +77,7 @@ class Epochs:
         live = self._live.get(run.request)
         if live is None:
             epoch, _ = self._past.pop(run.request, (run.epoch, 0.0))
-            live = self._live[run.request] = _Live(epoch)
+            live = self._live[run.request] = _LiveRequest(epoch)
         live.digest = live.digest or run.digest
         live.runs += 1
 
@@ -91,7 +91,7 @@ class Epochs:
     def _keep(self, request: str, epoch: int) -> None:
         self._past[request] = (epoch, self._clock())
         self._past.move_to_end(request)
-        if len(self._past) > self._most_kept:
+        if len(self._past) > self._max_kept:
             self._past.popitem(last=False)
 
     def _remove(self) -> None:

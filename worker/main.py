@@ -51,7 +51,7 @@ from decant.worker.startup.handoff_transport import make_transport
 from decant.worker.startup.load_model import in_own_thread, limits_of, load_model
 from decant.worker.startup.registration import Registrar
 
-LAST_ANSWERS_S = 0.25
+CRASH_REPLY_S = 0.25
 """After a crash, for the answers to callers."""
 
 SWITCH_S = 0.0005
@@ -73,12 +73,12 @@ class WorkerRole:
 
 def main(kind: WorkerRole, arguments: Sequence[str] | None, load_device: LoadDevice | None = None) -> int:
     """Returns 0 in order, 1 after a failure, 2 for invalid settings or an unusable model."""
-    given = sys.argv[1:] if arguments is None else arguments
-    settings = load_or_exit(kind.settings, given, program=kind.program)
+    argv = sys.argv[1:] if arguments is None else arguments
+    settings = load_or_exit(kind.settings, argv, program=kind.program)
     logs.start(kind.program, settings)
     try:
         with tracing.exporting(f"decant-{kind.program.replace('_', '-')}"):
-            orderly = shutdown.run(run(settings, kind.role, load_device or load_model))
+            is_graceful = shutdown.run(run(settings, kind.role, load_device or load_model))
     except tracing.CannotExport as error:
         return _refused(kind, str(error))
     except (InvalidConfig, SettingError) as error:
@@ -90,7 +90,7 @@ def main(kind: WorkerRole, arguments: Sequence[str] | None, load_device: LoadDev
     except (DeviceFailed, EngineStopped) as error:
         _log.error("load or warm-up failed", reason=str(error))
         return 1
-    return 0 if orderly else 1
+    return 0 if is_graceful else 1
 
 
 def _refused(kind: WorkerRole, reason: str) -> int:
@@ -109,7 +109,7 @@ async def run(settings: WorkerSettings, role: wire.Role, load_device: LoadDevice
         _log.warning("callers are not authenticated: any of them can read and take any request", host=settings.host)
     async with AsyncExitStack() as stack:
         worker = Worker(settings, role, load_device, stack)
-        orderly = await serve(
+        is_graceful = await serve(
             worker.services(),
             settings,
             worker.readiness,
@@ -119,8 +119,8 @@ async def run(settings: WorkerSettings, role: wire.Role, load_device: LoadDevice
         )
         if not worker.is_announced:
             # The end came while the model was loading: its thread cannot be interrupted.
-            shutdown.end_process(0 if orderly else 1)
-        return orderly
+            shutdown.end_process(0 if is_graceful else 1)
+        return is_graceful
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ class Worker:
             facts,
             host.load,
             lifetimes.renew_every_s,
-            lambda replaced: self.readiness.failed(str(replaced)),
+            lambda replaced: self.readiness.mark_failed(str(replaced)),
         )
         return await self._stack.enter_async_context(registrar)
 
@@ -243,8 +243,8 @@ class _CrashHandler(HostHandler):
 
     def on_crash(self, stopped: EngineStopped) -> None:
         _log.error("engine crashed", reason=str(stopped), exc_info=stopped.__cause__)
-        self._readiness.draining()
-        asyncio.get_running_loop().call_later(LAST_ANSWERS_S, self._readiness.failed, str(stopped))
+        self._readiness.mark_draining()
+        asyncio.get_running_loop().call_later(CRASH_REPLY_S, self._readiness.mark_failed, str(stopped))
 
 
 class _WarmUpHandler(HostHandler):

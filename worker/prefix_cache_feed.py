@@ -18,21 +18,21 @@ BLOCKS_PER_HEARTBEAT = 4096
 
 
 class PrefixCacheFeed:
-    """Not thread-safe, except ``note``."""
+    """Not thread-safe, except ``record``."""
 
     def __init__(self, blocks_per_heartbeat: int = BLOCKS_PER_HEARTBEAT) -> None:
-        self._at_most = blocks_per_heartbeat
+        self._max_blocks = blocks_per_heartbeat
         self._cached: dict[BlockHash, None] = {}  # in order of publication: a prefix before its continuations
         self._unsent: dict[Hashable, dict[BlockHash, None]] = {}
-        self._noted = deque[list[BlockHash]]()
+        self._recorded = deque[list[BlockHash]]()
 
-    def note(self, changed: list[BlockHash]) -> None:
+    def record(self, changed: list[BlockHash]) -> None:
         """From any thread."""
-        self._noted.append(changed)
+        self._recorded.append(changed)
 
     def collect(self) -> None:
-        while self._noted:
-            changed = self._noted.popleft()
+        while self._recorded:
+            changed = self._recorded.popleft()
             apply_changes(self._cached, changed)
             for unsent in self._unsent.values():
                 apply_changes(unsent, changed)
@@ -45,12 +45,12 @@ class PrefixCacheFeed:
         """May be repeated."""
         self._unsent.pop(session, None)
 
-    def take(self, session: Hashable) -> wire.PrefixCacheUpdate | None:
+    def next_update(self, session: Hashable) -> wire.PrefixCacheUpdate | None:
         """For the next heartbeat; None: nothing has changed."""
         unsent = self._unsent.get(session)
         if not unsent:
             return None
-        names = list(islice(unsent, self._at_most))
+        names = list(islice(unsent, self._max_blocks))
         apply_changes(unsent, names)
         published = b"".join(digest[:REPORTED_BYTES] for digest in names if digest in self._cached)
         dropped = b"".join(digest[:REPORTED_BYTES] for digest in names if digest not in self._cached)

@@ -63,7 +63,7 @@ async def serve(first_ms: float, step_ms: float, on_serving: Callable[[int], obj
     await server.start()
     freeze_gc()
     on_serving(port)
-    await asked.requested()
+    await asked.wait_requested()
     await server.stop(None)
 
 

@@ -133,14 +133,14 @@ async def registered(url: str, workers: int) -> None:
     async with Store(StoreSettings(url)) as store:
         listing = await store.workers.listing()
         while len(listing.present) < workers:
-            listing = await store.workers.change(listing, READY_SECONDS)
+            listing = await store.workers.wait_for_change(listing, READY_SECONDS)
 
 
 async def router_address(url: str) -> str:
     async with Store(StoreSettings(url)) as store:
         listing = await store.routers.listing()
         while not listing.present:
-            listing = await store.routers.change(listing, READY_SECONDS)
+            listing = await store.routers.wait_for_change(listing, READY_SECONDS)
         return listing.present[0].facts.address
 
 

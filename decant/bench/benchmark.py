@@ -228,11 +228,11 @@ async def _requests(client: AsyncClient, model: pb.Model, options: BenchOptions)
     if path.suffix != ".json":
         return read_trace(path, model.vocab_size, model.max_context_length or None)[: options.requests]
     conversations = read_sharegpt(path)[: options.requests]
-    made = [await _conversation(client, model, options, turns) for turns in conversations]
-    if not any(made):
+    requests = [await _conversation(client, model, options, turns) for turns in conversations]
+    if not any(requests):
         limit = f"a first question and answer of at most {model.max_context_length:,} tokens (context length)"
         raise InvalidBenchmark("--dataset", limit, "none")
-    return [one for one in made if one is not None]
+    return [one for one in requests if one is not None]
 
 
 async def _conversation(

@@ -61,14 +61,14 @@ class Backoffs:
     def until(self, router: int) -> float:
         return self._health[router].backoff_until
 
-    def failed(self, router: int, at_least: float = 0.0) -> None:
+    def record_failure(self, router: int, at_least: float = 0.0) -> None:
         """Failures during a backoff count as the one before it."""
         now, before = self._clock(), self._health[router]
         failures = before.failures + (now >= before.backoff_until)
         seconds = self._backoff.seconds(failures) * (0.5 + self._chance() / 2)
         self._health[router] = _Health(failures, max(before.backoff_until, now + max(seconds, at_least)))
 
-    def answered(self, router: int) -> None:
+    def record_success(self, router: int) -> None:
         self._health[router] = _HEALTHY
 
 

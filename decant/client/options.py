@@ -195,8 +195,8 @@ def _to_field_value(name: str, value: object) -> object:
     return value
 
 
-def _set_field(message: Message, name: str, value: Any, option: str, given: object = None) -> None:
-    """An error names `option` and shows `given`."""
+def _set_field(message: Message, name: str, value: Any, option: str, original: object = None) -> None:
+    """An error names `option` and shows `original`."""
     field = message.DESCRIPTOR.fields_by_name[name]
     try:
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
@@ -208,7 +208,7 @@ def _set_field(message: Message, name: str, value: Any, option: str, given: obje
         else:
             setattr(message, name, value)
     except (TypeError, ValueError):
-        shown = value if given is None else given
+        shown = value if original is None else original
         raise InvalidArgument(option, _expected(field, shown), repr(shown)) from None
 
 

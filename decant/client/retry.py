@@ -16,7 +16,7 @@ Every request may be repeated: the service runs an id once.
 
     limit of tries
     before the first message   each router once, and `MORE_TRIES`; after QUOTA_EXCEEDED only these
-    a stream that has begun    `patience` seconds after it broke; anew after a new message
+    a stream that has begun    `patience` seconds after it broke; again after a new message
     a deadline                 no wait for a try that would begin after it
 """
 
@@ -40,7 +40,7 @@ _LOST_CODES = frozenset(
         grpc.StatusCode.CANCELLED,
         grpc.StatusCode.INTERNAL,
         grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.UNIMPLEMENTED,  # a dead router's address may be another server's by now
+        grpc.StatusCode.UNIMPLEMENTED,  # another server may have a lost router's address by now
     }
 )
 _ROUTER_REASONS = frozenset({Reason.UNSPECIFIED, Reason.DRAINING})
@@ -56,7 +56,7 @@ def is_retryable(error: ServiceError) -> bool:
 
 
 class RetryState:
-    """Of a call, or of a stream with its resumptions."""
+    """Retry state of a call, or of a stream with its resumptions."""
 
     def __init__(self, selector: RouterSelector, seconds: float | None = None, patience: float = 0.0) -> None:
         """`seconds` until the deadline; `patience` 0: no resumption. The first try ignores backoffs. Raises
@@ -94,7 +94,7 @@ class RetryState:
             self._is_healthy = self._has_begun = True
             self._broke_at = None
             self._backoffs = self._selector.backoffs_of_call()
-            self._selector.answered(self._router)
+            self._selector.record_success(self._router)
 
     def pause_after(self, error: ServiceError) -> float:
         """Select the next `router`; return the seconds until its call. Raises `error` if it is final."""
@@ -112,12 +112,12 @@ class RetryState:
         at_least = self._selector.add_jitter(error.retry_after or 0.0)
         self._untried.discard(self._router)
         if error.reason in _ROUTER_REASONS:
-            self._selector.failed(self._router, at_least)
+            self._selector.record_failure(self._router, at_least)
             return
-        self._selector.answered(self._router)
+        self._selector.record_success(self._router)
         shared = error.reason is Reason.QUOTA_EXCEEDED
         for router in range(self._selector.count) if shared else [self._router]:
-            self._backoffs.failed(router, at_least)
+            self._backoffs.record_failure(router, at_least)
         if shared:
             self._untried.clear()
 

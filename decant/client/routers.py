@@ -22,7 +22,7 @@ from decant.runtime.errors import Cancelled, EndedCall, ServiceError, from_call
 from decant.runtime.telemetry import tracing
 
 CANCEL_SECONDS = 2.0
-"""A lost router does not delay its client."""
+"""Timeout of a cancel, so that a lost router does not delay its client."""
 WAIT_SECONDS = 0.2
 """Of one wait in the main thread: a signal that comes just before it does not end it."""
 
@@ -35,7 +35,7 @@ def typed_errors() -> Iterator[None]:
         raise from_call(cast(EndedCall, error)) from None
 
 
-def closed_here() -> Cancelled:
+def closed_error() -> Cancelled:
     return Cancelled("closed by this client")
 
 
@@ -111,7 +111,7 @@ class Routers:
         if not signal.is_set:
             signal.wait(retries.pause_after(self._with_advice(error, retries)))
         if signal.is_set:
-            raise closed_here() from None
+            raise closed_error() from None
 
     def _with_advice(self, error: ServiceError, retries: RetryState) -> ServiceError:
         return with_advice(error, self.addresses[retries.router], tls=self._has_tls, seconds=retries.seconds)
@@ -142,7 +142,7 @@ class Routers:
     def _start(self, method: Any, request: Message, retries: RetryState) -> Any:
         with self._lock:  # a channel that is being closed accepts no calls
             if self._is_closed:
-                raise closed_here()
+                raise closed_error()
             return method(request, timeout=retries.remaining(), metadata=(*self._metadata, *retries.metadata))
 
 
@@ -172,7 +172,7 @@ def typed_errors_until(signal: AsyncCancelSignal) -> Iterator[None]:
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if signal.is_set and task is not None and not task.cancelling():
-            raise closed_here() from None
+            raise closed_error() from None
         raise
 
 
@@ -213,7 +213,7 @@ class AsyncRouters:
     def start_call(self, method: str, request: Message, retries: RetryState) -> Any:
         """Raises Cancelled after `close`."""
         if self._is_closed:
-            raise closed_here()
+            raise closed_error()
         call = getattr(self._stubs[retries.router], method)
         return call(request, timeout=retries.remaining(), metadata=(*self._metadata, *retries.metadata))
 
@@ -222,7 +222,7 @@ class AsyncRouters:
         if not signal.is_set:
             await signal.wait(retries.pause_after(self._with_advice(error, retries)))
         if signal.is_set:
-            raise closed_here() from None
+            raise closed_error() from None
 
     def _with_advice(self, error: ServiceError, retries: RetryState) -> ServiceError:
         return with_advice(error, self.addresses[retries.router], tls=self._has_tls, seconds=retries.seconds)

@@ -140,8 +140,8 @@ def audit(  # noqa: PLR0913 - a command's options are its parameters
         if redis_url is None:
             deployment = Waiting("--redis-url", wait).deployment()
             redis_url, tls = deployment.redis_url, tls or deployment.peer_tls
-        elif tls is None and (known := deployments.with_redis(redis_url)) is not None:
-            tls = known.peer_tls
+        elif tls is None and (record := deployments.with_redis(redis_url)) is not None:
+            tls = record.peer_tls
         if not auditing.run(redis_url, tls, as_json=as_json):
             raise SystemExit(1)
 

@@ -120,7 +120,7 @@ def _plan(params: dict[str, Any]) -> None:
     options = opt.from_params(inputs.PlanOptions, params, sequence_lengths=lengths)
     try:
         parsed = inputs.parse(options)
-        plan = Sizing(parsed.speed, parsed.room, parsed.workload, parsed.slo, parsed.overheads).plan()
+        plan = Sizing(parsed.speed, parsed.kv_capacity, parsed.workload, parsed.slo, parsed.overheads).plan()
         outcome = None if parsed.scenario is None else _simulated(parsed, plan)
     except (InvalidPlan, ModelRefused) as error:
         raise CommandFailed(str(error)) from None
@@ -136,6 +136,6 @@ def _simulated(inputs: Inputs, plan: Plan) -> Outcome:
 
     options: dict[str, Any] = dict(inputs.scenario or {})
     scenario = Scenario(plan.prefill_workers, plan.decode_workers, **options)
-    simulation = Simulation(inputs.speed, inputs.room, inputs.workload, scenario)
+    simulation = Simulation(inputs.speed, inputs.kv_capacity, inputs.workload, scenario)
     simulation.run()
     return outcome(simulation, inputs.slo)

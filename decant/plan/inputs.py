@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from decant.plan.capacity.devices import PRESETS, Device
-from decant.plan.capacity.memory import Room
+from decant.plan.capacity.memory import KvCapacity
 from decant.plan.capacity.model_shape import ModelShape, find_shape, parse_shape
 from decant.plan.costs import cost_profile
 from decant.plan.costs.cost_profile import Profile
@@ -64,7 +64,7 @@ class Inputs:
     dtype: str
     quantization: str | None
     kv_dtype: str
-    room: Room
+    kv_capacity: KvCapacity
     speed: Speed
     workload: Workload
     slo: Slo
@@ -98,7 +98,7 @@ def parse(options: PlanOptions) -> Inputs:
         dtype=options.dtype,
         quantization=options.quantization,
         kv_dtype=kv_dtype,
-        room=Room(
+        kv_capacity=KvCapacity(
             device.memory,
             weights,
             shape.kv_bytes(kv_dtype),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
-from decant.plan.capacity.memory import Room
+from decant.plan.capacity.memory import KvCapacity
 from decant.plan.costs.overheads import Overheads
 from decant.plan.costs.speed import Speed
 from decant.plan.queueing import ServiceTime, Wait
@@ -21,9 +21,9 @@ _LENGTHS = 20
 
 
 class Pools:
-    def __init__(self, speed: Speed, room: Room, workload: Workload, overheads: Overheads) -> None:
+    def __init__(self, speed: Speed, kv_capacity: KvCapacity, workload: Workload, overheads: Overheads) -> None:
         self.speed = speed
-        self._room = room
+        self._kv_capacity = kv_capacity
         self._workload = workload
         self._overheads = overheads
 
@@ -90,7 +90,7 @@ class Pools:
         running = self.running(rate)
         if math.isinf(running):
             return False
-        is_in_memory = (running + _DEVIATIONS * math.sqrt(running)) * self._workload.context <= self._room.tokens
+        is_in_memory = (running + _DEVIATIONS * math.sqrt(running)) * self._workload.context <= self._kv_capacity.tokens
         return is_in_memory and (objective is None or self.tpot(running) <= objective)
 
     def batch_limit(self, objective: float | None) -> int:
@@ -109,4 +109,4 @@ class Pools:
 
     @property
     def _fit(self) -> int:
-        return self._room.sequences(math.ceil(self._workload.context))
+        return self._kv_capacity.sequences(math.ceil(self._workload.context))

@@ -19,7 +19,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 def document(inputs: Inputs, plan: Plan, outcome: Outcome | None = None) -> dict[str, Any]:
     """What ``--json`` prints."""
-    workload, room = inputs.workload, inputs.room
+    workload, kv_capacity = inputs.workload, inputs.kv_capacity
     return {
         "model": {**asdict(inputs.shape), "params": inputs.shape.params},
         "device": asdict(inputs.device),
@@ -34,12 +34,12 @@ def document(inputs: Inputs, plan: Plan, outcome: Outcome | None = None) -> dict
         },
         "slo": asdict(inputs.slo),
         "memory": {
-            "weights_bytes": room.weights,
-            "kv_bytes_per_token": room.kv_token,
-            "kv_bytes": room.kv_bytes,
-            "tokens": room.tokens,
-            "sequences": room.sequences(workload.longest),
-            "sequences_of": {str(length): room.sequences(length) for length in inputs.lengths},
+            "weights_bytes": kv_capacity.weights,
+            "kv_bytes_per_token": kv_capacity.kv_token,
+            "kv_bytes": kv_capacity.kv_bytes,
+            "tokens": kv_capacity.tokens,
+            "sequences": kv_capacity.sequences(workload.longest),
+            "sequences_of": {str(length): kv_capacity.sequences(length) for length in inputs.lengths},
         },
         "tpot_seconds": {str(batch): seconds for batch, seconds in tpots(inputs)},
         "plan": asdict(plan),
@@ -55,7 +55,7 @@ def _lengths(lengths: Lengths) -> dict[str, float]:
 def tpots(inputs: Inputs) -> list[tuple[int, float]]:
     """Step seconds by batch size, as far as it fits."""
     context = inputs.workload.context
-    fit = inputs.room.sequences(round(context))
+    fit = inputs.kv_capacity.sequences(round(context))
     return [(batch, inputs.speed.step(batch, context)) for batch in BATCHES if batch <= fit]
 
 
@@ -75,14 +75,16 @@ def show(inputs: Inputs, plan: Plan, console: Console, outcome: Outcome | None =
 
 
 def _memory(inputs: Inputs) -> Sequence[tuple[str, str]]:
-    room, workload = inputs.room, inputs.workload
+    kv_capacity, workload = inputs.kv_capacity, inputs.workload
     rows = [
-        ("weights", f"{show_bytes(room.weights)} of {show_bytes(room.memory)}"),
-        ("KV cache of a token", show_bytes(room.kv_token)),
-        ("KV cache", f"{show_bytes(room.kv_bytes)}: {room.tokens:,} tokens"),
-        (f"sequences of {workload.longest:,} tokens", f"{room.sequences(workload.longest):,}"),
+        ("weights", f"{show_bytes(kv_capacity.weights)} of {show_bytes(kv_capacity.memory)}"),
+        ("KV cache of a token", show_bytes(kv_capacity.kv_token)),
+        ("KV cache", f"{show_bytes(kv_capacity.kv_bytes)}: {kv_capacity.tokens:,} tokens"),
+        (f"sequences of {workload.longest:,} tokens", f"{kv_capacity.sequences(workload.longest):,}"),
     ]
-    return rows + [(f"sequences of {length:,} tokens", f"{room.sequences(length):,}") for length in inputs.lengths]
+    return rows + [
+        (f"sequences of {length:,} tokens", f"{kv_capacity.sequences(length):,}") for length in inputs.lengths
+    ]
 
 
 def _service(inputs: Inputs, plan: Plan) -> Sequence[tuple[str, str]]:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from decant.plan.capacity.memory import Room
+from decant.plan.capacity.memory import KvCapacity
 from decant.plan.costs.overheads import NO_OVERHEADS, Overheads
 from decant.plan.costs.speed import Slowed, Speed
 from decant.plan.errors import InvalidPlan
@@ -59,17 +59,17 @@ class Plan:
 
 class Sizing:
     def __init__(
-        self, speed: Speed, room: Room, workload: Workload, slo: Slo, overheads: Overheads = NO_OVERHEADS
+        self, speed: Speed, kv_capacity: KvCapacity, workload: Workload, slo: Slo, overheads: Overheads = NO_OVERHEADS
     ) -> None:
         self._speed = speed
-        self._room = room
+        self._kv_capacity = kv_capacity
         self._workload = workload
         self._slo = slo
         self._overheads = overheads
 
     def plan(self) -> Plan:
         """The smallest. Raises InvalidPlan where none is large enough."""
-        self._room.check(self._workload.longest)
+        self._kv_capacity.check(self._workload.longest)
         rate, slo, busy = self._workload.rate, self._slo, self._pools(1.0, 1.0)
         self._check_objectives(busy)
         prefill = _fewest("prefill", rate, lambda count, rate: busy.prefill_fits(count, rate, slo.ttft))
@@ -77,7 +77,7 @@ class Sizing:
         return self._describe(prefill, decode)
 
     def _describe(self, prefill: int, decode: int) -> Plan:
-        workload, room, slo = self._workload, self._room, self._slo
+        workload, kv_capacity, slo = self._workload, self._kv_capacity, self._slo
         rate = workload.rate
         pools = self.slowed(prefill, decode, rate)
         running = pools.running(rate / decode)
@@ -95,11 +95,11 @@ class Sizing:
             tpot=pools.tpot(running),
             running=running,
             batch_limit=pools.batch_limit(slo.tpot),
-            kv_use=running * workload.context / room.tokens,
+            kv_use=running * workload.context / kv_capacity.tokens,
             prefill_use=pools.prefill_use(prefill, rate),
             goodput=min(by_prefill, by_decode),
             goodput_limit="prefill" if by_prefill < by_decode else "decode",
-            pool_bytes=rate * workload.prompt.mean * room.kv_token,
+            pool_bytes=rate * workload.prompt.mean * kv_capacity.kv_token,
         )
 
     def slowed(self, prefill: int, decode: int, rate: float) -> Pools:
@@ -120,7 +120,9 @@ class Sizing:
         speed = Slowed(self._speed, prefill_factor, step_factor)
         handoff = self._overheads.handoff * (1 + (contention.handoff - 1) * prefill_use)
         sending = self._overheads.sending * prefill_use  # slows a prompt only where one follows at once
-        return Pools(speed, self._room, self._workload, replace(self._overheads, handoff=handoff, sending=sending))
+        return Pools(
+            speed, self._kv_capacity, self._workload, replace(self._overheads, handoff=handoff, sending=sending)
+        )
 
     def _check_objectives(self, busy: Pools) -> None:
         """By the most workers at the least rate."""

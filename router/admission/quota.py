@@ -28,7 +28,7 @@ class QuotaLeases:
         self._quotas = quotas
         self._limits = limits
         self._held: set[RequestKey] = set()
-        self._used: list[QuotaUsage] = []
+        self._unwritten_releases: list[QuotaUsage] = []
         self._is_renewal_due = False
         self._has_work = asyncio.Event()
 
@@ -93,7 +93,7 @@ class QuotaLeases:
         await self._write()
 
     def _write_soon(self, used: QuotaUsage) -> None:
-        self._used.append(used)
+        self._unwritten_releases.append(used)
         self._has_work.set()
 
     async def run(self) -> None:
@@ -111,11 +111,11 @@ class QuotaLeases:
 
     async def _write(self) -> None:
         """What can't be written expires with its lease."""
-        used, self._used = self._used, []
+        releases, self._unwritten_releases = self._unwritten_releases, []
         renewed = list(self._held) if self._is_renewal_due else []
         self._is_renewal_due = False
         try:
-            await self._quotas.release_all(used)
+            await self._quotas.release_all(releases)
             await self._quotas.renew(renewed)
         except StateError as error:
-            _log.warning("quota leases can't be written", ended=len(used), error=str(error))
+            _log.warning("quota leases can't be written", ended=len(releases), error=str(error))

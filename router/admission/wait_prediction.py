@@ -70,6 +70,6 @@ class WaitPredictor:
         oldest = next(iter(self._oldest), None)
         if oldest is None or now - oldest.since < LONG_SECONDS or not self._measured.is_known(now):
             return 0.0
-        fixed, each = self._measured.line
+        fixed, per_request = self._measured.linear_fit
         ahead = bisect_left(self._positions, (queue_key(now, priority),))
-        return fixed + each * ahead
+        return fixed + per_request * ahead

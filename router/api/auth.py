@@ -31,7 +31,7 @@ NO_LIMITS = TenantLimits()
 Metadata = Iterable[tuple[str, str | bytes]]
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_SHOWN = frozenset({"models", "max_in_flight", "tokens_per_minute"})
+_PUBLIC_KEYS = frozenset({"models", "max_in_flight", "tokens_per_minute"})
 """Keys whose values an error may show; others may hold a secret by mistake."""
 
 
@@ -135,7 +135,7 @@ class _Entry(BaseModel):
     tokens_per_minute: int | None = Field(default=None, ge=1)
 
     def tenant(self, name: str, models: Models) -> Tenant:
-        allowed = models if self.models is None else models.only(self.models)
+        allowed = models if self.models is None else models.subset(self.models)
         return Tenant(name, allowed, TenantLimits(self.max_in_flight, self.tokens_per_minute))
 
 
@@ -147,10 +147,10 @@ class _File(BaseModel):
 
 def _violation(path: Path, detail: ErrorDetails) -> Violation:
     keys = [str(key) for key in detail["loc"]]
-    shown = len(keys) > 2 and keys[2] in _SHOWN
+    is_public = len(keys) > 2 and keys[2] in _PUBLIC_KEYS
     limit = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    named = {"extra_forbidden": "no such key", "missing": "is needed"}.get(detail["type"], limit)
-    return Violation(f"{path}: {'.'.join(keys)}", named, shorten(detail["input"]) if shown else "")
+    message = {"extra_forbidden": "no such key", "missing": "is needed"}.get(detail["type"], limit)
+    return Violation(f"{path}: {'.'.join(keys)}", message, shorten(detail["input"]) if is_public else "")
 
 
 def _unknown_models(path: Path, file: _File, models: Models) -> Iterator[Violation]:

@@ -23,55 +23,55 @@ MAX_DELTA_TOKENS = 1024
 class ResponseWriter:
     """Reads a token stream once, from ``after_seq`` on."""
 
-    __slots__ = ("_model", "_options", "_read", "_stream", "_text")
+    __slots__ = ("_model", "_num_read", "_options", "_stream", "_text")
 
     def __init__(self, stream: TokenStream, model: ServedModel, after_seq: int = 0) -> None:
         self._stream = stream
         self._model = model
         self._options = options = stream.request.output_options
-        self._read = after_seq
+        self._num_read = after_seq
         self._text = new_output_text(model, options, stream.request.engine_request.stopping) if options.text else None
 
     async def stream(self, write: Write, meter: RequestMeter) -> Finish:
         """Raises the stream's error, errors of `write`, and InvalidArgument if the stream ends before `after_seq`."""
         stream = self._stream
-        message = pb.GenerateStreamResponse(request_id=stream.request.key.id, seq=self._read)
+        message = pb.GenerateStreamResponse(request_id=stream.request.key.id, seq=self._num_read)
         chunk = min(self._options.min_chunk_tokens, MAX_DELTA_TOKENS)
-        await stream.wait_beyond(self._read - 1 if self._read else chunk - 1)
-        self._skip(self._read)
+        await stream.wait_beyond(self._num_read - 1 if self._num_read else chunk - 1)
+        self._skip(self._num_read)
         await stream.wait_prompt_logprobs()
         if stream.tokens:
             message.started.CopyFrom(self._started())
             await write(message)
-        while not self._is_read:
-            await stream.wait_beyond(self._read + chunk - 1)
+        while not self._has_read_all:
+            await stream.wait_beyond(self._num_read + chunk - 1)
             if tokens := self._fill_delta(message):
                 await write(message)
-                meter.sent(tokens)
-        ended = self._ended()
+                meter.record_sent(tokens)
+        finish = self._finish()
         if self._text is not None and (rest := self._text.end()):
             message.delta.CopyFrom(pb.Delta(text=rest))
             await write(message)
-        message.finished.CopyFrom(ended.finished())
+        message.finished.CopyFrom(finish.finished())
         message.usage.CopyFrom(meter.usage())
         message.receipt.CopyFrom(meter.receipt())
         await write(message)
-        return ended
+        return finish
 
-    async def whole(self, meter: RequestMeter) -> tuple[pb.GenerateResponse, Finish]:
+    async def collect(self, meter: RequestMeter) -> tuple[pb.GenerateResponse, Finish]:
         """Raises the stream's error."""
         stream, options = self._stream, self._options
         while stream.end is None:
             await stream.wait_beyond(len(stream.tokens))
-        ended = self._ended()
+        finish = self._finish()
         text = "" if self._text is None else options.echo + self._text.add(stream.tokens) + self._text.end()
         if stream.tokens:
-            meter.sent(len(stream.tokens))
+            meter.record_sent(len(stream.tokens))
         output = pb.Output(
             text=text,
             token_ids=stream.tokens if options.token_ids else (),
             logprobs=self._logprobs(0, len(stream.tokens)) if options.logprobs is not None else (),
-            finished=ended.finished(),
+            finished=finish.finished(),
         )
         response = pb.GenerateResponse(
             request_id=stream.request.key.id,
@@ -82,28 +82,28 @@ class ResponseWriter:
             seed=stream.request.engine_request.sampling.seed,
             prompt_logprobs=self._prompt_logprobs(),
         )
-        return response, ended
+        return response, finish
 
     @property
-    def _is_read(self) -> bool:
-        return self._stream.end is not None and self._read == len(self._stream.tokens)
+    def _has_read_all(self) -> bool:
+        return self._stream.end is not None and self._num_read == len(self._stream.tokens)
 
     def _skip(self, count: int) -> None:
         tokens = self._stream.tokens
         if count > len(tokens):
-            self._ended()
-            raise InvalidArgument("after_seq", f"at most {len(tokens)}, which is all that was written", count)
+            self._finish()
+            raise InvalidArgument("after_seq", f"at most {len(tokens)}, the number of generated tokens", count)
         if self._text is not None:
             self._text.add(tokens[:count])
 
     def _fill_delta(self, message: pb.GenerateStreamResponse) -> int:
         """The path of every token: it reuses the message's parts."""
-        options, read = self._options, self._read
+        options, read = self._options, self._num_read
         tokens = self._stream.tokens[read : read + MAX_DELTA_TOKENS]
         count = len(tokens)
         if not count:
             return 0
-        self._read = message.seq = read + count
+        self._num_read = message.seq = read + count
         delta = message.delta
         delta.num_tokens = count
         if self._text is not None:
@@ -116,7 +116,7 @@ class ResponseWriter:
             delta.logprobs.extend(self._logprobs(read, read + count))
         return count
 
-    def _ended(self) -> Finish:
+    def _finish(self) -> Finish:
         end = self._stream.end
         if isinstance(end, ServiceError):
             raise end

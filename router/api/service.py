@@ -93,7 +93,7 @@ class InferenceService:
             stream = await self._begin(request, call, span)
             with self._attached_reader(stream) as reader:
                 await wait_for_resume_point(stream, 0)
-                response, reader.finish = await ResponseWriter(stream, self._model(stream)).whole(reader.meter)
+                response, reader.finish = await ResponseWriter(stream, self._model(stream)).collect(reader.meter)
         return response
 
     @authenticated
@@ -108,7 +108,7 @@ class InferenceService:
         # Before any other work: an overloaded router must refuse a request cheaply.
         check_id(request.request_id)
         key = RequestKey(tenant.name, request.request_id)
-        with self._counted_refusals(model, tenant.name):
+        with self._count_refusals(model, tenant.name):
             await self._registry.check_wait(key, model, request.priority, deadline)
             with tracing.span("tokenize", span.traceparent):
                 valid = await validate(request, tenant.models, self._registry.max_context_length, deadline, tenant.name)
@@ -117,7 +117,7 @@ class InferenceService:
             return await self._registry.begin(valid)
 
     @contextmanager
-    def _counted_refusals(self, model: str, tenant: str) -> Iterator[None]:
+    def _count_refusals(self, model: str, tenant: str) -> Iterator[None]:
         metrics = self._metrics[model]
         try:
             yield
@@ -154,7 +154,7 @@ class InferenceService:
         except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
             raise ClientDisconnected from error
         finally:
-            if stream.end is None and lease.is_last and not stream.request.deadline.is_over:
+            if stream.end is None and lease.is_last and not stream.request.deadline.has_passed:
                 self._registry.on_disconnect(stream)
             reader.meter.close(outcome)
 

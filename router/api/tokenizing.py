@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from decant.protos import inference_pb2 as pb
-from decant.router.limits import at_most
+from decant.router.limits import check_count
 from decant.router.text.prompt import chat_tokens, checked_ids, text_tokens
 from decant.router.text.served_model import MAX_INLINE_LENGTH, ServedModel
 from decant.runtime.connections.channel import Deadline
@@ -9,18 +9,18 @@ from decant.runtime.errors import InvalidArgument
 
 
 async def tokenize(
-    request: pb.TokenizeRequest, model: ServedModel, longest: int, deadline: Deadline
+    request: pb.TokenizeRequest, model: ServedModel, context_length: int, deadline: Deadline
 ) -> pb.TokenizeResponse:
-    """``longest``: context length. Raises InvalidArgument, QueueFull, DeadlineExceeded."""
+    """Raises InvalidArgument, QueueFull, DeadlineExceeded."""
     match request.WhichOneof("input"):
         case "messages":
             if request.HasField("add_special_tokens"):
                 limit = "unset with messages, whose template brings its own"
                 raise InvalidArgument("add_special_tokens", limit, request.add_special_tokens)
-            ids = await chat_tokens(request.messages, model, longest, deadline)
+            ids = await chat_tokens(request.messages, model, context_length, deadline)
         case "text":
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            ids = await text_tokens("text", request.text, model, longest, deadline, special=special)
+            ids = await text_tokens("text", request.text, model, context_length, deadline, special=special)
         case _:
             raise InvalidArgument("text", "a text", "none")
 
@@ -34,10 +34,10 @@ async def tokenize(
 
 
 async def detokenize(
-    request: pb.DetokenizeRequest, model: ServedModel, longest: int, deadline: Deadline
+    request: pb.DetokenizeRequest, model: ServedModel, context_length: int, deadline: Deadline
 ) -> pb.DetokenizeResponse:
-    """``longest``: context length. Raises InvalidArgument, QueueFull, DeadlineExceeded."""
-    at_most("token_ids", len(request.token_ids), longest, "tokens, as the model's context")
+    """Raises InvalidArgument, QueueFull, DeadlineExceeded."""
+    check_count("token_ids", len(request.token_ids), context_length, "tokens, as the model's context")
     ids = await checked_ids("token_ids", request.token_ids, model, deadline)
     skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
     return pb.DetokenizeResponse(text=await model.decode(ids, skip_special_tokens=skip, deadline=deadline))

@@ -25,7 +25,7 @@ class RequestMeter:
         self._now = asyncio.get_running_loop().time
         self._last_at: float | None = None
 
-    def sent(self, tokens: int) -> None:
+    def record_sent(self, tokens: int) -> None:
         """The gap before a message is observed once, divided by its tokens."""
         now, stream = self._now(), self._stream
         if stream.first_sent_at is None:
@@ -58,23 +58,23 @@ class RequestMeter:
             model=stream.request.engine_request.model,
             user=shorten(stream.request.payload.user) if stream.request.payload.user else None,
             outcome=outcome,
-            attempts=stream.path.attempts,
+            attempts=stream.trace.attempts,
             prompt_tokens=stream.request.prompt_tokens,
             cached_tokens=stream.cached_tokens,
             completion_tokens=len(stream.tokens),
-            prefill_worker=stream.path.prefill_worker,
-            decode_worker=stream.path.decode_worker,
+            prefill_worker=stream.trace.prefill_worker,
+            decode_worker=stream.trace.decode_worker,
             **times,
         )
 
     def _count(self, outcome: str) -> None:
         stream, metrics = self._stream, self._metrics
         tenant = stream.request.key.tenant
-        written = len(stream.tokens)
-        before, stream.counted = stream.counted, written
-        metrics.generated.inc(written - (before or 0))
-        metrics.tenants.count_tokens(tenant, written - (before or 0))
-        if written and not before:
+        num_tokens = len(stream.tokens)
+        before, stream.counted = stream.counted, num_tokens
+        metrics.generated.inc(num_tokens - (before or 0))
+        metrics.tenants.count_tokens(tenant, num_tokens - (before or 0))
+        if num_tokens and not before:
             metrics.prompt[PromptSource.CACHED].inc(stream.cached_tokens)
             metrics.prompt[PromptSource.COMPUTED].inc(max(0, stream.request.prompt_tokens - stream.cached_tokens))
         if before is not None:
@@ -84,8 +84,8 @@ class RequestMeter:
         metrics.e2e.observe(self._now() - stream.request.accepted_at)
         for histogram, seconds in (
             (metrics.queue, queue_s(stream)),
-            (metrics.prefill, stream.path.prefill_s),
-            (metrics.handoff, stream.path.handoff_s),
+            (metrics.prefill, stream.trace.prefill_s),
+            (metrics.handoff, stream.trace.handoff_s),
             (metrics.decode, decode_s(stream)),
         ):
             if seconds is not None:
@@ -101,7 +101,7 @@ class RecordedMeter(RequestMeter):
         self._stream = stream
         self._now = asyncio.get_running_loop().time
 
-    def sent(self, tokens: int) -> None:
+    def record_sent(self, tokens: int) -> None:
         pass
 
     def usage(self) -> pb.Usage:

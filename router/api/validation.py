@@ -26,11 +26,11 @@ from decant.router.limits import (
     MAX_STOP_STRING_BYTES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    at_most,
+    check_count,
     check_id,
+    check_range,
     check_sampling,
     check_size,
-    within,
 )
 from decant.router.request.valid_request import ValidRequest
 from decant.router.text.output_text import OutputOptions, new_output_text
@@ -54,7 +54,7 @@ _UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {
 
 UNIMPLEMENTED_FIELDS = tuple(_UNSUPPORTED)
 
-_MOST = {"SamplingParams.n": f"{MAX_OUTPUTS} is all this server does"}
+_LIMITS = {"SamplingParams.n": f"{MAX_OUTPUTS} is all this server does"}
 
 
 async def validate(
@@ -70,13 +70,13 @@ async def validate(
     model = models.find(request.model)
     options = _output_options(request)
     sampling = _sampling(request.sampling, model)
-    longest = context_length_of(model, max_context_length)
-    if longest is None:
+    context_length = context_length_of(model, max_context_length)
+    if context_length is None:
         raise Unavailable(Reason.NO_WORKER, "no worker serves this model", retry_after=RETRY_AFTER_SECONDS)
-    prompt = await prompt_of(request, model, longest, deadline)
+    prompt = await prompt_of(request, model, context_length, deadline)
     if request.response.echo:
         options = replace(options, echo=await _prompt_text(request, prompt, model, options, deadline))
-    stopping = _stopping(request.stopping, model, longest - len(prompt))
+    stopping = _stopping(request.stopping, model, context_length - len(prompt))
     id = request.request_id or str(uuid.uuid4())
     engine_request = wire.EngineRequest(
         model=model.id,
@@ -121,7 +121,7 @@ def _check_supported(request: pb.GenerateRequest) -> None:
     for field, value_in in _UNSUPPORTED.items():
         if value := value_in(request):
             raise Unimplemented(
-                field, "a value" if value is True else value, limit=_MOST.get(field, Unimplemented.LIMIT)
+                field, "a value" if value is True else value, limit=_LIMITS.get(field, Unimplemented.LIMIT)
             )
 
 
@@ -154,7 +154,7 @@ def _check_small_parts(message: Message) -> None:
 
 def _check_form(request: pb.GenerateRequest) -> None:
     check_id(request.request_id)
-    within("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     if request.stream.on_disconnect not in pb.StreamOptions.OnDisconnect.values():
         raise InvalidArgument("stream.on_disconnect", "a value of its enum", request.stream.on_disconnect)
 
@@ -165,7 +165,7 @@ def _detach_ms(options: pb.StreamOptions) -> int | None:
             limit = "unset unless on_disconnect is ON_DISCONNECT_DETACH"
             raise InvalidArgument("stream.detach_ttl_ms", limit, options.detach_ttl_ms)
         return None
-    at_most("stream.detach_ttl_ms", options.detach_ttl_ms, MAX_DETACH_TTL_MS, "ms")
+    check_count("stream.detach_ttl_ms", options.detach_ttl_ms, MAX_DETACH_TTL_MS, "ms")
     return options.detach_ttl_ms if options.HasField("detach_ttl_ms") else MAX_DETACH_TTL_MS
 
 
@@ -192,9 +192,9 @@ async def _prompt_text(
 def _output_options(request: pb.GenerateRequest) -> OutputOptions:
     response, stopping = request.response, request.stopping
     if response.HasField("logprobs"):
-        at_most("response.logprobs", response.logprobs, MAX_LOGPROBS, "alternatives")
+        check_count("response.logprobs", response.logprobs, MAX_LOGPROBS, "alternatives")
     if response.HasField("prompt_logprobs"):
-        at_most("response.prompt_logprobs", response.prompt_logprobs, MAX_LOGPROBS, "alternatives")
+        check_count("response.prompt_logprobs", response.prompt_logprobs, MAX_LOGPROBS, "alternatives")
     text = response.text if response.HasField("text") else True
     if response.echo and not text:
         raise InvalidArgument("response.echo", "false where response.text is", True)
@@ -211,11 +211,11 @@ def _output_options(request: pb.GenerateRequest) -> OutputOptions:
 
 
 def _stop_strings(texts: Sequence[str]) -> StopStrings | None:
-    at_most("stopping.stop", len(texts), MAX_STOP_STRINGS, "texts")
+    check_count("stopping.stop", len(texts), MAX_STOP_STRINGS, "texts")
     for place, text in enumerate(texts):
         if not text:
             raise InvalidArgument(f"stopping.stop[{place}]", "at least 1 character", 0)
-        at_most(f"stopping.stop[{place}]", len(text.encode()), MAX_STOP_STRING_BYTES, "bytes")
+        check_count(f"stopping.stop[{place}]", len(text.encode()), MAX_STOP_STRING_BYTES, "bytes")
     return StopStrings(texts) if texts else None
 
 
@@ -242,26 +242,26 @@ def _sampling(params: pb.SamplingParams, model: ServedModel) -> wire.Sampling:
 
 
 def _check_bias(bias: Mapping[int, float], model: ServedModel) -> None:
-    at_most("sampling.logit_bias", len(bias), MAX_LOGIT_BIAS_ENTRIES, "entries")
+    check_count("sampling.logit_bias", len(bias), MAX_LOGIT_BIAS_ENTRIES, "entries")
     check_vocabulary("sampling.logit_bias", bias, model)
     for id, value in bias.items():
-        within(f"sampling.logit_bias[{id}]", value, -100.0, 100.0)
+        check_range(f"sampling.logit_bias[{id}]", value, -100.0, 100.0)
 
 
 def _stopping(params: pb.StoppingParams, model: ServedModel, max_output_tokens: int) -> wire.Stopping:
     """``max_output_tokens``: output tokens that fit the context."""
     if params.HasField("max_tokens") and params.max_tokens < 1:
         raise InvalidArgument("stopping.max_tokens", "from 1", params.max_tokens)
-    is_cut = not params.HasField("max_tokens") or params.max_tokens > max_output_tokens
-    max_tokens = max_output_tokens if is_cut else params.max_tokens
+    is_capped = not params.HasField("max_tokens") or params.max_tokens > max_output_tokens
+    max_tokens = max_output_tokens if is_capped else params.max_tokens
     if params.min_tokens > max_tokens:
-        limit = f"at most {max_tokens}, {'what the context length leaves' if is_cut else 'as max_tokens'}"
+        limit = f"at most {max_tokens}, {'what the context length leaves' if is_capped else 'as max_tokens'}"
         raise InvalidArgument("stopping.min_tokens", limit, params.min_tokens)
-    at_most("stopping.stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
+    check_count("stopping.stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
     check_vocabulary("stopping.stop_token_ids", params.stop_token_ids, model)
     return wire.Stopping(
         max_tokens=max_tokens,
-        capped_by_context_length=is_cut,
+        capped_by_context_length=is_capped,
         min_tokens=params.min_tokens,
         stop_token_ids=sorted(set(params.stop_token_ids)),
         ignore_eos=params.ignore_eos,

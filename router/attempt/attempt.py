@@ -56,8 +56,8 @@ class Attempt:
             except Complete:
                 await self._until_prompt_logprobs()
             finally:
-                path = self._context.stream.path
-                self._span.set(prefill_worker=path.prefill_worker, decode_worker=path.decode_worker)
+                trace = self._context.stream.trace
+                self._span.set(prefill_worker=trace.prefill_worker, decode_worker=trace.decode_worker)
         for worker in self._recorder.workers:
             worker.record_success()
         finish = self._legs.finish
@@ -103,7 +103,7 @@ class Attempt:
                     return await self._until_joined(self._adopt(holder))
                 placement = await self._legs.until_search_ends(PromptSearch(self._context, self._pool))
                 worker = self._pool.worker(placement.incarnation)
-                return await (self._split(worker) if placement.prefill else self._until_joined(self._start(worker)))
+                return await (self._split(worker) if placement.is_split else self._until_joined(self._start(worker)))
             except NoCapacity as refusal:
                 holder = None
                 self._drop_refused(refusal.leg)

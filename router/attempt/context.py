@@ -99,7 +99,7 @@ def new_context(request: ValidRequest, router: wire.Peer, pool: WorkerPool, epoc
 def adopted_context(request: ValidRequest, stored: StoredRequest, pool: WorkerPool) -> AttemptContext:
     stream = stream_from_store(stored, request)
     stream.may_lag_client = True
-    context = AttemptContext(stream, OwnedRequest.adopted(stored), TokenWriter(stream))
+    context = AttemptContext(stream, OwnedRequest.from_stored(stored), TokenWriter(stream))
     if context.owned.has_prompt_logprobs:
         context.current_decode_worker = recorded_decode_worker(stored)
     context.local_prefill = bool(stored.entries)

@@ -41,7 +41,9 @@ class DecodeLeg(Leg):
         self._reservation: LoadReservation | None = None
         if isinstance(opening, wire.Start):
             has_ticket = opening.HasField("ticket")
-            self._reservation = worker.load.reserve(context.prefix, context.writer.position, computed=not has_ticket)
+            self._reservation = worker.load.reserve(
+                context.prefix, context.writer.position, computes_prompt=not has_ticket
+            )
             if has_ticket:
                 self._ticket = opening.ticket
                 pool.tickets.stop_renewing(opening.ticket)

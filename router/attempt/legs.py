@@ -55,7 +55,7 @@ class Legs:
     async def until_search_ends(self, search: Search[_T], *legs: Leg) -> _T:
         """Raises the search's failure when patience ends, and as ``until``."""
         line, kind = search.line, search.kind
-        is_first = not line.has(kind)
+        is_first = not line.has_waiter(kind)
         if is_first and (choice := search.choose()) is not None:
             return choice
         waiter = Waiter(search.order, kind, self.wake)
@@ -65,7 +65,7 @@ class Legs:
         try:
             return await self._until_turn(search, waiter, *legs)
         finally:
-            line.placed(waiter)
+            line.leave(waiter)
 
     async def _until_turn(self, search: Search[_T], waiter: Waiter, *legs: Leg) -> _T:
         loop = asyncio.get_running_loop()
@@ -74,7 +74,7 @@ class Legs:
             if search.line.is_turn_of(waiter):
                 if (choice := search.choose()) is not None:
                     return choice
-                search.line.not_placed(waiter)
+                search.line.end_turn(waiter)
             self.check(*legs)
             if search.is_answered():
                 unanswered = None

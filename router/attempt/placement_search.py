@@ -114,7 +114,7 @@ def choose_migration_target(
 ) -> Incarnation | None:
     """Not in ``excluded``, and without a recent failure."""
     workers = pool.snapshot(context.model, context.excluded_workers | excluded, context.prefix)
-    candidates = [worker for worker in workers if not worker.avoided]
+    candidates = [worker for worker in workers if not worker.is_avoided]
     return choose_decode_worker(
         candidates, PlacementRequest(tokens=context.writer.position), source.facts.layout, source.incarnation
     )

@@ -34,7 +34,7 @@ class PrefillLeg(Leg):
         self._recorder = recorder
         self._has_first_tokens = False
         self._position = context.writer.position  # of the first output token
-        self._reservation = worker.load.reserve(context.prefix, self._position, computed=True)
+        self._reservation = worker.load.reserve(context.prefix, self._position, computes_prompt=True)
         worker.session.dependents.add(self)
         self._call = PrefillCall(worker.prefill, request, self)
 
@@ -97,7 +97,7 @@ class PrefillLeg(Leg):
     def on_failed(self, failed: wire.Failed) -> None:
         self._fail(error_for(failed.failure, self.worker.incarnation))
 
-    def on_over(self, broken: StreamBroken | None) -> None:
+    def on_call_ended(self, broken: StreamBroken | None) -> None:
         self.is_over = True
         self._release()
         if broken is None:
@@ -108,5 +108,5 @@ class PrefillLeg(Leg):
             self._fail(self._error(wire.CAUSE_PEER_LOST, str(broken)))
 
     def on_session_lost(self) -> None:
-        detail = "the prefill worker's session broke and did not come back"
+        detail = "the prefill worker's session broke and was not opened again"
         self._fail(self._error(wire.CAUSE_PEER_LOST, detail))

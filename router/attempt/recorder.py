@@ -30,7 +30,7 @@ class AttemptRecorder:
         self._is_first_output = not stream.tokens
         self._began_at = stream.request.accepted_at if attempt == 1 else self._now()
         self._first_token_at: float | None = None
-        self._trace = stream.path = AttemptTrace(attempts=attempt)
+        self._trace = stream.trace = AttemptTrace(attempts=attempt)
 
     @property
     def workers(self) -> list[WorkerHandle]:

@@ -15,7 +15,7 @@ from decant.protos.inference_pb2 import Generation
 from decant.router.attempt.attempt import Attempt
 from decant.router.attempt.context import adopted_context, new_context
 from decant.router.attempt.failures import AttemptFailed, NoWorker, OwnedElsewhere, cause_label
-from decant.router.execution.interruptions import interrupted, owner_changed, workers_lost
+from decant.router.execution.interruptions import interruption_error, owner_changed_error, workers_lost_error
 from decant.router.execution.journal_writer import append_new
 from decant.router.execution.services import ExecutionOwner, RouterServices
 from decant.router.request.finish import finish_from_tokens
@@ -103,7 +103,7 @@ class Execution:
 
     @property
     def is_scheduled(self) -> bool:
-        return self.stream.path.scheduled_at is not None
+        return self.stream.trace.scheduled_at is not None
 
     async def run(self) -> None:
         end: Finish | ServiceError = Internal()  # of a bug
@@ -120,7 +120,7 @@ class Execution:
             else:
                 raise
         except asyncio.CancelledError:
-            end = interrupted(self.stream, Reason.DRAINING, "this router ends")
+            end = interruption_error(self.stream, Reason.DRAINING, "this router ends")
             raise
         except ServiceError as error:
             end = error
@@ -190,16 +190,16 @@ class Execution:
 
     def leave_to_peers(self) -> None:
         """Another router continues the request, and its reader resumes there."""
-        self.end(interrupted(self.stream, Reason.DRAINING, "this router ends"))
+        self.end(interruption_error(self.stream, Reason.DRAINING, "this router ends"))
 
-    def superseded(self, error: Displaced) -> None:
+    def on_superseded(self, error: Displaced) -> None:
         self.is_superseded = True
         if isinstance(error, errors.AlreadyExists):
             self.end(AlreadyExists(error.key.id))
         elif error.state == Generation.STATE_CANCELLED:
             self.end(Cancelled())
         else:
-            self.end(owner_changed(self.stream, by_client=error.stream_epoch > self.owned.epoch))
+            self.end(owner_changed_error(self.stream, by_client=error.stream_epoch > self.owned.epoch))
 
     def _advance(self, phase: Phase) -> None:
         if self.phase < Phase.ENDED:
@@ -269,7 +269,7 @@ class Execution:
                 raise await self._owned_elsewhere(error) from None
             except NoWorker:
                 attempt.record(wire.Failure(cause=wire.CAUSE_BUSY, detail="no worker took it"))
-                raise workers_lost(self.stream, Reason.NO_WORKER, "no worker can take the request now") from None
+                raise workers_lost_error(self.stream, Reason.NO_WORKER, "no worker can take the request now") from None
             else:
                 attempt.record()
                 return end
@@ -289,7 +289,7 @@ class Execution:
             self._router.pool.record_failure(failed.blamed)
         context.local_prefill |= attempt.had_ticket or bool(self.stream.tokens)
         if self.owned.attempt >= self._router.settings.attempts and finish_from_tokens(self.stream) is None:
-            raise workers_lost(self.stream, Reason.WORKERS_LOST, f"{self.owned.attempt} attempts failed")
+            raise workers_lost_error(self.stream, Reason.WORKERS_LOST, f"{self.owned.attempt} attempts failed")
         append_new(self.owned, self.stream)
         self.owned.start_attempt(datetime.now(UTC))
 
@@ -301,7 +301,7 @@ class Execution:
         self._context.excluded_workers.update(worker.incarnation for worker in attempt.workers)
 
     async def _owned_elsewhere(self, error: OwnedElsewhere) -> ServiceError:
-        """The client's error, by what the store says.
+        """The client's error, from the owner and state in the store.
 
         While the store is unavailable, an equal epoch means that a client's stream on another router started it again;
         a higher one a takeover, after which a client may resume.
@@ -310,8 +310,8 @@ class Execution:
         try:
             stored = await self._router.requests.read(self.owned.key, first=self.owned.length)
         except StateError:
-            return owner_changed(self.stream, by_client=error.epoch == self.owned.epoch)
+            return owner_changed_error(self.stream, by_client=error.epoch == self.owned.epoch)
         if stored.state == Generation.STATE_CANCELLED:
             return Cancelled()
         by_client = stored.stream_epoch > self.owned.epoch or error.epoch == self.owned.epoch
-        return owner_changed(self.stream, by_client=by_client)
+        return owner_changed_error(self.stream, by_client=by_client)

@@ -7,20 +7,20 @@ from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import RETRY_AFTER_SECONDS, Aborted, ServiceError, Unavailable
 
 
-def interrupted(stream: TokenStream, reason: Reason, message: str) -> ServiceError:
+def interruption_error(stream: TokenStream, reason: Reason, message: str) -> ServiceError:
     num_tokens = len(stream.tokens)
     if num_tokens:
         return Aborted(reason, message, resume=ResumePoint(0, num_tokens))
     return Unavailable(reason, message, retry_after=RETRY_AFTER_SECONDS)
 
 
-def owner_changed(stream: TokenStream, *, by_client: bool) -> ServiceError:
+def owner_changed_error(stream: TokenStream, *, by_client: bool) -> ServiceError:
     """``by_client``: a newer stream of the client's own made another router the owner."""
     if by_client:
         return Aborted(Reason.SUPERSEDED, "a newer stream of this request is open at another router")
-    return interrupted(stream, Reason.OWNER_CHANGED, "another router took over the request")
+    return interruption_error(stream, Reason.OWNER_CHANGED, "another router took over the request")
 
 
-def workers_lost(stream: TokenStream, reason: Reason, message: str) -> ServiceError:
+def workers_lost_error(stream: TokenStream, reason: Reason, message: str) -> ServiceError:
     """``reason`` applies before the first token."""
-    return interrupted(stream, Reason.WORKERS_LOST if stream.tokens else reason, message)
+    return interruption_error(stream, Reason.WORKERS_LOST if stream.tokens else reason, message)

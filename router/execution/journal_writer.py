@@ -18,7 +18,7 @@ from decant.runtime.telemetry import logs
 from decant.state.errors import StateError, StoreFault
 from decant.state.journal import Entry
 from decant.state.owned import OwnedRequest
-from decant.state.requests import Displaced, Lost, Requests
+from decant.state.requests import Displaced, Requests, WriteFailure
 
 BUSY_SHARE = 0.2
 """Share of the time that slow flushes take at most..."""
@@ -37,7 +37,7 @@ class JournaledRequest(Protocol):
     owned: OwnedRequest
     stream: TokenStream
 
-    def superseded(self, error: Displaced) -> None:
+    def on_superseded(self, error: Displaced) -> None:
         """Another router owns it, or another request has its id."""
 
     def mark_persisted(self) -> None:
@@ -46,8 +46,8 @@ class JournaledRequest(Protocol):
 
 @dataclass(slots=True)
 class _Fault:
-    tries: int
-    again_at: float  # the event loop's clock
+    failures: int
+    retry_at: float  # the event loop's clock
 
 
 class JournalWriter:
@@ -101,7 +101,7 @@ class JournalWriter:
         self._has_work.set()
         self._has_ended.set()
 
-    async def idle(self) -> None:
+    async def wait_idle(self) -> None:
         await self._idle.wait()
 
     async def close(self) -> None:
@@ -146,25 +146,27 @@ class JournalWriter:
             if (request := self._running.get(owned)) is not None:
                 append_new(owned, request.stream)
         batch = [owned for owned in requests if owned.needs_write and self._is_due(owned, now)]
-        lost: Mapping[OwnedRequest, Lost] = {}
+        failures: Mapping[OwnedRequest, WriteFailure] = {}
         try:
-            lost = await self._requests.flush(batch) if batch else {}
+            failures = await self._requests.flush(batch) if batch else {}
         except StateError as error:
             self._on_unavailable(error)
         else:
             self._on_replies(len(batch))
-        self._settle(requests, lost)
+        self._handle_results(requests, failures)
 
     def _is_due(self, owned: OwnedRequest, now: float) -> bool:
         fault = self._faults.get(owned)
-        return fault is None or fault.again_at <= now
+        return fault is None or fault.retry_at <= now
 
-    def _settle(self, requests: Collection[OwnedRequest], lost: Mapping[OwnedRequest, Lost]) -> None:
+    def _handle_results(
+        self, requests: Collection[OwnedRequest], failures: Mapping[OwnedRequest, WriteFailure]
+    ) -> None:
         for owned in requests:
             request = self._running.get(owned) or self._ended.get(owned)
             if request is None:
                 continue
-            match lost.get(owned):
+            match failures.get(owned):
                 case None if not owned.needs_write:
                     self._faults.pop(owned, None)
                     if owned in self._ended:
@@ -172,21 +174,21 @@ class JournalWriter:
                 case None:
                     pass
                 case StoreFault() as fault:
-                    self._set_aside(request, fault)
+                    self._schedule_retry(request, fault)
                 case error:
-                    request.superseded(error)
+                    request.on_superseded(error)
                     self.forget(request)
         self._check_idle()
 
-    def _set_aside(self, request: JournaledRequest, error: StoreFault) -> None:
+    def _schedule_retry(self, request: JournaledRequest, error: StoreFault) -> None:
         owned = request.owned
-        tries = self._faults[owned].tries + 1 if owned in self._faults else 1
-        if tries == 1:
+        failures = self._faults[owned].failures + 1 if owned in self._faults else 1
+        if failures == 1:
             _log.error("a request can't be written to the state store", request_id=owned.key.id, error=str(error))
-        pause = _doubled(self._timings.fault_s, tries - 1, self._timings.max_fault_s)
-        self._faults[owned] = _Fault(tries, asyncio.get_running_loop().time() + pause)
-        if owned in self._ended and tries >= MAX_FAULTS:
-            _log.error("an ended request is given up unwritten", request_id=owned.key.id, tries=tries)
+        pause = _doubled(self._timings.fault_s, failures - 1, self._timings.max_fault_s)
+        self._faults[owned] = _Fault(failures, asyncio.get_running_loop().time() + pause)
+        if owned in self._ended and failures >= MAX_FAULTS:
+            _log.error("an ended request is dropped unwritten", request_id=owned.key.id, failures=failures)
             self.forget(request)
 
     def _on_unavailable(self, error: StateError) -> None:
@@ -208,9 +210,9 @@ class JournalWriter:
             self._idle.set()
 
 
-def _doubled(seconds: float, times: int, most: float) -> float:
-    """At most ``most``. Bounded doublings: a float overflows after 1,023."""
-    return min(seconds * float(2 ** min(times, MAX_DOUBLINGS)), most)
+def _doubled(seconds: float, times: int, max_seconds: float) -> float:
+    """At most ``max_seconds``. Bounded doublings: a float overflows after 1,023."""
+    return min(seconds * float(2 ** min(times, MAX_DOUBLINGS)), max_seconds)
 
 
 def append_new(owned: OwnedRequest, stream: TokenStream) -> None:

@@ -104,13 +104,13 @@ class RequestRegistry:
         return execution.stream.end
 
     async def take_over(self, key: RequestKey) -> None:
-        """Continue a request whose router is dead, or that this router owns and does not run. Its grace begins,
+        """Continue a request whose router is lost, or that this router owns and does not run. Its grace begins,
         unless a client resumed it.
 
         Raises StateError, OwnerAlive and Superseded among them, and ServiceError where it can't run here.
         """
         stored = await self._router.requests.read(key)
-        if stored.ended or self.knows(key):
+        if stored.ended or self.has_request(key):
             return
         model = stored.record.model
         if self._router.pool.max_context_length(model) is None:
@@ -121,8 +121,8 @@ class RequestRegistry:
             stored, self._router.requests.adopt_orphan, lambda new: self.on_disconnect(new.stream)
         )
 
-    def knows(self, key: RequestKey) -> bool:
-        """Runs here, is being adopted, or ended here and the store may not know."""
+    def has_request(self, key: RequestKey) -> bool:
+        """Whether the request runs or is being adopted here, or ended here and is not yet persisted."""
         return self.executions.find(key) is not None or self._adoptions.is_adopting(key)
 
     def on_disconnect(self, stream: TokenStream) -> None:
@@ -182,7 +182,7 @@ class RequestRegistry:
         limit_s = self._router.timings.last_write_s
         try:
             async with asyncio.timeout(limit_s):
-                await self._router.journal_writer.idle()
+                await self._router.journal_writer.wait_idle()
         except TimeoutError:
             _log.warning("ended requests could not be written", limit_seconds=limit_s)
 

@@ -31,6 +31,6 @@ def _describe(execution: Execution, now: float) -> dict[str, Any]:
         "prompt_tokens": stream.request.prompt_tokens,
         "output_tokens": len(stream.tokens),
         "attempt": owned.attempt,
-        "prefill_worker": stream.path.prefill_worker,
-        "decode_worker": stream.path.decode_worker,
+        "prefill_worker": stream.trace.prefill_worker,
+        "decode_worker": stream.trace.decode_worker,
     }

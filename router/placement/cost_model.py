@@ -42,7 +42,7 @@ class DecayedRegression:
         return self._seconds / self._tokens if self._tokens else 0.0
 
     @property
-    def line(self) -> tuple[float, float]:
+    def linear_fit(self) -> tuple[float, float]:
         """Fixed seconds and seconds per token, neither negative; all fixed where token numbers hardly differ."""
         spread = self._squares * self._weight - self._tokens**2
         if self._weight == 0 or spread <= 1e-6 * self._squares * self._weight:
@@ -93,6 +93,6 @@ class PrefillTransferCosts:
         prefill = self._on_decode_worker if has_local else self._on_prefill_worker
         if not (prefill.is_known(now) and self._transfer.is_known(now)):
             return 0
-        fixed, slope = self._transfer.line
+        fixed, slope = self._transfer.linear_fit
         difference = prefill.per_token - slope
         return NEVER if difference * NEVER <= fixed else int(fixed / difference)

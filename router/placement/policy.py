@@ -40,7 +40,7 @@ class WorkerSnapshot:
     cached_tokens: int = 0  # of the request, in the worker's prefix cache
     takes_prompts: bool = True
     has_capacity: bool = True  # False: it refused a request and has not reported its load since
-    avoided: bool = False  # it failed recently or failed this request: chosen last
+    is_avoided: bool = False  # it failed recently or failed this request: chosen last
     group_blocks: tuple[int, ...] = (0,)  # as in Capacity
 
 
@@ -55,7 +55,7 @@ class PlacementRequest:
 @dataclass(frozen=True, slots=True)
 class Placement:
     incarnation: Incarnation
-    prefill: bool  # False: from tokens
+    is_split: bool  # False: from tokens
 
 
 def blocks_for(tokens: int, block_tokens: int, group_blocks: Sequence[int]) -> int:
@@ -74,11 +74,11 @@ def choose_first_worker(workers: Sequence[WorkerSnapshot], request: PlacementReq
             [worker for worker in decode if _prefers_local_prefill(worker, request)], request, preferred
         )
         if local is not None:
-            return Placement(local.incarnation, prefill=False)
+            return Placement(local.incarnation, is_split=False)
         choice = _least_work(prefill, request)
-        return None if choice is None else Placement(choice.incarnation, prefill=True)
+        return None if choice is None else Placement(choice.incarnation, is_split=True)
     choice = _least_loaded_decode([worker for worker in decode or workers if worker.takes_prompts], request, preferred)
-    return None if choice is None else Placement(choice.incarnation, prefill=False)
+    return None if choice is None else Placement(choice.incarnation, is_split=False)
 
 
 def choose_decode_worker(
@@ -92,7 +92,7 @@ def choose_decode_worker(
 
 
 def _prefers_local_prefill(worker: WorkerSnapshot, request: PlacementRequest) -> bool:
-    if worker.avoided or not worker.takes_prompts or _lacks_capacity(worker, request):
+    if worker.is_avoided or not worker.takes_prompts or _lacks_capacity(worker, request):
         return False
     return worker.queued_tokens + request.tokens - worker.cached_tokens < request.handoff_min_tokens
 
@@ -101,7 +101,7 @@ def _least_work(workers: Sequence[WorkerSnapshot], request: PlacementRequest) ->
     preferred = _session_affinity_worker(workers, request)
 
     def order(worker: WorkerSnapshot) -> tuple[bool, int, int]:
-        return worker.avoided, worker.queued_tokens + _uncached(worker, request, preferred), worker.sequences
+        return worker.is_avoided, worker.queued_tokens + _uncached(worker, request, preferred), worker.sequences
 
     return min((worker for worker in workers if worker.has_capacity and worker.takes_prompts), key=order, default=None)
 
@@ -111,7 +111,7 @@ def _least_loaded_decode(
 ) -> WorkerSnapshot | None:
     def order(worker: WorkerSnapshot) -> tuple[bool, bool, int, int, int]:
         uncached = _uncached(worker, request, preferred)
-        return worker.avoided, _lacks_capacity(worker, request), worker.sequences, uncached, -worker.free_blocks
+        return worker.is_avoided, _lacks_capacity(worker, request), worker.sequences, uncached, -worker.free_blocks
 
     return min((worker for worker in workers if worker.has_capacity), key=order, default=None)
 

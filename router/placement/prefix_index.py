@@ -56,16 +56,16 @@ class PromptBlocks:
         """Never all: the last token is computed for its logits."""
         if not self.may_hit:
             return 0
-        most = (len(self._request.prompt) // 4 - 1) // block_tokens
-        return min(cache.leading(self.hashes(block_tokens)), most) * block_tokens
+        max_blocks = (len(self._request.prompt) // 4 - 1) // block_tokens
+        return min(cache.count_leading(self.hashes(block_tokens)), max_blocks) * block_tokens
 
     def cached_by_worker(self, index: PrefixIndex) -> dict[int, int]:
         """`cached_tokens` by worker number, without workers that have none."""
         cached: dict[int, int] = {}
         if self.may_hit:
             for block_tokens in index.block_sizes:
-                most = (len(self._request.prompt) // 4 - 1) // block_tokens
-                leading = index.leading(self.hashes(block_tokens)[:most])
+                max_blocks = (len(self._request.prompt) // 4 - 1) // block_tokens
+                leading = index.count_leading(self.hashes(block_tokens)[:max_blocks])
                 cached.update((worker, blocks * block_tokens) for worker, blocks in leading.items())
         return cached
 
@@ -103,15 +103,15 @@ class PrefixIndex:
             if remaining:
                 holders[digest] = remaining
 
-    def leading(self, hashes: Sequence[int]) -> dict[int, int]:
+    def count_leading(self, hashes: Sequence[int]) -> dict[int, int]:
         counts: dict[int, int] = {}
-        having, number = (self._holders.get(hashes[0], 0) if hashes else 0), 0
-        while having:
+        workers, number = (self._holders.get(hashes[0], 0) if hashes else 0), 0
+        while workers:
             number += 1
-            following = having & self._holders.get(hashes[number], 0) if number < len(hashes) else 0
-            if following != having:
-                counts.update(dict.fromkeys(_bits(having ^ following), number))
-                having = following
+            workers_of_next = workers & self._holders.get(hashes[number], 0) if number < len(hashes) else 0
+            if workers_of_next != workers:
+                counts.update(dict.fromkeys(_bits(workers ^ workers_of_next), number))
+                workers = workers_of_next
         return counts
 
 
@@ -129,19 +129,19 @@ class ExpectedBlocks:
 
     def release(self) -> None:
         """Blocks that the worker has not reported are forgotten after two heartbeats."""
-        self._cache.leaving.append((HEARTBEATS_UNTIL_REPORTED, self))
+        self._cache.expiring.append((HEARTBEATS_UNTIL_REPORTED, self))
 
 
 class WorkerPrefixCache:
     def __init__(self, index: PrefixIndex | None = None, worker: int = 0) -> None:
         self._index = index or PrefixIndex()
         self._worker = worker
-        self.leaving: list[tuple[int, ExpectedBlocks]] = []
+        self.expiring: list[tuple[int, ExpectedBlocks]] = []
         """Heartbeats left, and what is then forgotten."""
         self._cached: set[int] = set()  # reported and expected
         self._expected: dict[int, ExpectedBlocks] = {}  # not reported yet: the newest request with it
 
-    def leading(self, hashes: Sequence[int]) -> int:
+    def count_leading(self, hashes: Sequence[int]) -> int:
         return len(list(takewhile(self._cached.__contains__, hashes)))
 
     def expect(self, hashes: Sequence[int]) -> ExpectedBlocks:
@@ -162,18 +162,18 @@ class WorkerPrefixCache:
         if self._expected:
             for digest in (*published, *dropped):
                 self._expected.pop(digest, None)
-        if self.leaving:
-            self._forget()
+        if self.expiring:
+            self._drop_expired()
 
     def close(self) -> None:
         self._index.discard(self._worker, self._cached)
         self._index = PrefixIndex()
 
-    def _forget(self) -> None:
-        leaving, self.leaving = self.leaving, []
-        for heartbeats, expected in leaving:
+    def _drop_expired(self) -> None:
+        expiring, self.expiring = self.expiring, []
+        for heartbeats, expected in expiring:
             if heartbeats > 1:
-                self.leaving.append((heartbeats - 1, expected))
+                self.expiring.append((heartbeats - 1, expected))
                 continue
             for digest in expected.hashes:
                 if self._expected.get(digest) is expected:

@@ -23,7 +23,7 @@ class CorrectedCounter:
         self._since = 0
 
     @property
-    def now(self) -> int:
+    def value(self) -> int:
         return max(self.own, self._reported + self._since)
 
     def add(self, amount: int) -> None:
@@ -41,7 +41,7 @@ class WorkerLoad:
         self._group_blocks = tuple(facts.capacity.group_blocks) or (0,)
         self._index = index or PrefixIndex()
         self.number = self._index.add_worker(self.block_tokens)
-        self.work = CorrectedCounter()
+        self.queued_tokens = CorrectedCounter()
         """Prompt tokens to compute."""
         self.sequences = CorrectedCounter()
         self.layout = facts.layout
@@ -75,17 +75,17 @@ class WorkerLoad:
     def has_capacity(self) -> bool:
         return not self._is_full and self._sent_sequences < self._slow_start_limit
 
-    def snapshot(self, prefix: PromptBlocks | None = None, *, avoided: bool = False) -> WorkerSnapshot:
-        return self.snapshot_with(0 if prefix is None else self.cached_tokens(prefix), avoided)
+    def snapshot(self, prefix: PromptBlocks | None = None, *, is_avoided: bool = False) -> WorkerSnapshot:
+        return self.snapshot_with(0 if prefix is None else self.cached_tokens(prefix), is_avoided)
 
-    def snapshot_with(self, cached_tokens: int, avoided: bool) -> WorkerSnapshot:
-        key = cached_tokens, avoided
+    def snapshot_with(self, cached_tokens: int, is_avoided: bool) -> WorkerSnapshot:
+        key = cached_tokens, is_avoided
         snapshot = self._snapshots.get(key)
         if snapshot is None:
             snapshot = self._snapshots[key] = self._new_snapshot(*key)
         return snapshot
 
-    def _new_snapshot(self, cached_tokens: int, avoided: bool) -> WorkerSnapshot:
+    def _new_snapshot(self, cached_tokens: int, is_avoided: bool) -> WorkerSnapshot:
         load, has_capacity = self._load, self.has_capacity
         return WorkerSnapshot(
             incarnation=self.incarnation,
@@ -93,28 +93,30 @@ class WorkerLoad:
             layout=self.layout,
             block_tokens=self.block_tokens,
             free_blocks=load.free_blocks + load.cached_blocks - self._sent_blocks,
-            sequences=self.sequences.now,
-            queued_tokens=self.work.now,
+            sequences=self.sequences.value,
+            queued_tokens=self.queued_tokens.value,
             cached_tokens=cached_tokens if has_capacity else 0,
             takes_prompts=load.takes_prompts,
             has_capacity=has_capacity,
-            avoided=avoided,
+            is_avoided=is_avoided,
             group_blocks=self._group_blocks,
         )
 
     def cached_tokens(self, prefix: PromptBlocks) -> int:
         return prefix.cached_tokens(self._cached, self.block_tokens)
 
-    def reserve(self, prefix: PromptBlocks, tokens: int, *, computed: bool) -> LoadReservation:
-        """``release`` the result when the sequence has left. ``computed``: there, not fetched."""
+    def reserve(self, prefix: PromptBlocks, tokens: int, *, computes_prompt: bool) -> LoadReservation:
+        """``release`` the result when the sequence has left. ``computes_prompt``: else it fetches."""
         fresh = max(0, tokens - self.cached_tokens(prefix))
         self._sent_sequences += 1
         self._sent_blocks += blocks_for(fresh, self.block_tokens, self._group_blocks)
-        return LoadReservation(self, fresh if computed else 0, self._cached.expect(prefix.hashes(self.block_tokens)))
+        return LoadReservation(
+            self, fresh if computes_prompt else 0, self._cached.expect(prefix.hashes(self.block_tokens))
+        )
 
-    def add(self, sequences: int, work: int) -> None:
+    def add(self, sequences: int, queued_tokens: int) -> None:
         self.sequences.add(sequences)
-        self.work.add(work)
+        self.queued_tokens.add(queued_tokens)
         self._snapshots.clear()
 
     def apply_heartbeat(self, heartbeat: wire.Heartbeat) -> None:
@@ -123,7 +125,7 @@ class WorkerLoad:
             self._load = wire.Load()  # a copy: a part of a message keeps the whole message in memory
             self._load.CopyFrom(heartbeat.load)
             self._load.role = heartbeat.load.role or role
-        self.work.set_reported(self._load.queued_tokens)
+        self.queued_tokens.set_reported(self._load.queued_tokens)
         self.sequences.set_reported(self._load.running + self._load.waiting)
         self._cached.apply_heartbeat(heartbeat)
         if heartbeat.routers or self._routers is None:
@@ -153,16 +155,16 @@ class WorkerLoad:
 class LoadReservation:
     """Methods may be repeated."""
 
-    def __init__(self, load: WorkerLoad, work: int, expected: ExpectedBlocks) -> None:
+    def __init__(self, load: WorkerLoad, queued_tokens: int, expected: ExpectedBlocks) -> None:
         self._load = load
-        self._work = work
+        self._queued_tokens = queued_tokens
         self._expected = expected
         self._is_released = False
-        load.add(1, work)
+        load.add(1, queued_tokens)
 
     def mark_prefilled(self) -> None:
-        work, self._work = self._work, 0
-        self._load.add(0, -work)
+        queued_tokens, self._queued_tokens = self._queued_tokens, 0
+        self._load.add(0, -queued_tokens)
 
     def release(self) -> None:
         if not self._is_released:

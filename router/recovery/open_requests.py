@@ -22,16 +22,16 @@ class OpenEntries:
         self._store = store
         self._router = router
         self._sweep_every_s = sweep_every_s
-        self._left = set[RequestKey]()
+        self._stale = set[RequestKey]()
 
     async def sweep(self) -> None:
         """Raises StoreUnavailable."""
-        left = await self._store.requests.leftovers(self._router)
-        twice = list(left & self._left)
-        await self._store.open.remove(self._router, twice)
-        self._left = left.difference(twice)
-        if twice:
-            _log.info("entries without an open request were removed", entries=len(twice))
+        stale = await self._store.requests.stale_entries(self._router)
+        to_remove = list(stale & self._stale)
+        await self._store.open.remove(self._router, to_remove)
+        self._stale = stale.difference(to_remove)
+        if to_remove:
+            _log.info("entries without an open request were removed", entries=len(to_remove))
 
     async def run(self) -> None:
         while True:
@@ -39,4 +39,4 @@ class OpenEntries:
             try:
                 await self.sweep()
             except StateError:  # the registration logs that the store is unavailable
-                self._left.clear()
+                self._stale.clear()

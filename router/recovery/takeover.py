@@ -61,7 +61,7 @@ class OrphanRecovery:
             if clock() - readable_since >= self._ttls.registration_s:
                 await self._take_over_dead()
             began_at = clock()
-            listing = await self._store.routers.change(listing, poll_s)
+            listing = await self._store.routers.wait_for_change(listing, poll_s)
             if clock() - began_at - poll_s > max(poll_s, self._timings.late_s):
                 readable_since = clock()
 
@@ -92,7 +92,7 @@ class OrphanRecovery:
     async def _reclaim(self) -> None:
         """Requests that this router owns in the store and does not run: a reply was lost. Raises StoreUnavailable."""
         for key in await self._store.open.of(self._router):
-            if not self._registry.knows(key) and (error := await self._take(self._router, key)) is not None:
+            if not self._registry.has_request(key) and (error := await self._take(self._router, key)) is not None:
                 _log.warning("a request can't be continued", request_id=key.id, error=str(error))
 
     async def _take(self, owner: Incarnation, key: RequestKey) -> Exception | None:

@@ -43,13 +43,13 @@ class RequestSnapshot:
     expires_in_s: float | None
 
 
-def check_stored(found: StoredRequest, request: ValidRequest) -> None:
+def check_stored(stored: StoredRequest, request: ValidRequest) -> None:
     """Raises UnreadableRequest."""
-    highest = max((entry.token for entry in found.entries), default=0)
+    highest = max((entry.token for entry in stored.entries), default=0)
     if highest >= request.vocab_size:
-        raise UnreadableRequest(found.key, f"token ids below {request.vocab_size}, got {highest}")
-    if any(entry.output for entry in found.entries):
-        raise UnreadableRequest(found.key, "output 0 is the only one")
+        raise UnreadableRequest(stored.key, f"token ids below {request.vocab_size}, got {highest}")
+    if any(entry.output for entry in stored.entries):
+        raise UnreadableRequest(stored.key, "output 0 is the only one")
 
 
 def store_error(error: StateError, key: RequestKey) -> ServiceError:
@@ -67,19 +67,19 @@ def store_error(error: StateError, key: RequestKey) -> ServiceError:
             )
 
 
-def stream_from_store(found: StoredRequest, request: ValidRequest) -> TokenStream:
-    stream = TokenStream(request, [entry.token for entry in found.entries])
-    stream.logprobs, stream.prompt_logprobs = found.logprobs, found.prompt_logprobs
-    if found.record.HasField("certain_seq"):
-        stream.certain_tokens = found.record.certain_seq
+def stream_from_store(stored: StoredRequest, request: ValidRequest) -> TokenStream:
+    stream = TokenStream(request, [entry.token for entry in stored.entries])
+    stream.logprobs, stream.prompt_logprobs = stored.logprobs, stored.prompt_logprobs
+    if stored.record.HasField("certain_seq"):
+        stream.certain_tokens = stored.record.certain_seq
     return stream
 
 
-def finished_stream(found: StoredRequest, request: ValidRequest) -> TokenStream:
-    stream = stream_from_store(found, request)
-    stream.cached_tokens = found.record.cached_tokens
-    stream.recorded = found.record
-    stream.end = finish_from_record(found)
+def finished_stream(stored: StoredRequest, request: ValidRequest) -> TokenStream:
+    stream = stream_from_store(stored, request)
+    stream.cached_tokens = stored.record.cached_tokens
+    stream.recorded = stored.record
+    stream.end = finish_from_record(stored)
     return stream
 
 
@@ -95,17 +95,17 @@ def finish_to_record(end: Finish | ServiceError) -> tuple[State, pb.Finished | N
             return Generation.STATE_FAILED, None
 
 
-def finish_from_record(found: StoredRequest) -> Finish | ServiceError | None:
+def finish_from_record(stored: StoredRequest) -> Finish | ServiceError | None:
     """None while the request runs. Raises UnreadableRequest if the record has no end."""
-    if not found.ended:
+    if not stored.ended:
         return None
-    if found.state == Generation.STATE_CANCELLED:  # the router that cancelled it may not have recorded the error yet
+    if stored.state == Generation.STATE_CANCELLED:  # the router that cancelled it may not have recorded the error yet
         return Cancelled()
-    if found.state != Generation.STATE_SUCCEEDED:
-        return from_fault(from_status(found.record.error))
-    if not found.record.finished:
-        raise UnreadableRequest(found.key, "how it ended is lacking")
-    finished = found.record.finished[0]
+    if stored.state != Generation.STATE_SUCCEEDED:
+        return from_fault(from_status(stored.record.error))
+    if not stored.record.finished:
+        raise UnreadableRequest(stored.key, "its end is missing")
+    finished = stored.record.finished[0]
     match = finished.WhichOneof("stop_match")
     return Finish(finished.finish_reason, **({match: getattr(finished, match)} if match else {}))
 

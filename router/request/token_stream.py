@@ -64,7 +64,7 @@ class TokenStream:
     """An earlier owner may have sent more than is here. False once a reader begins here: it supersedes all others."""
     certain_tokens: int | None = None
     """Leading tokens that equal those an earlier owner may have sent; None: all."""
-    path: AttemptTrace = field(default_factory=AttemptTrace)
+    trace: AttemptTrace = field(default_factory=AttemptTrace)
     end: Finish | ServiceError | None = None
     last_token_at: float | None = None  # the event loop's clock
     reader: SupersedableReader | None = None
@@ -89,14 +89,14 @@ class TokenStream:
 
     async def wait_beyond(self, count: int) -> None:
         while len(self.tokens) <= count and self.end is None:
-            await self._changed()
+            await self._wait_for_change()
 
     async def wait_until_caught_up(self, seq: int) -> None:
         """If an earlier owner may have sent as many; not beyond ``certain_tokens``."""
         while self.may_lag_client and len(self.tokens) < seq and self.end is None:
             if self.certain_tokens is not None and seq > self.certain_tokens:
                 return
-            await self._changed()
+            await self._wait_for_change()
 
     def mark_tail_uncertain(self) -> int:
         """The next tokens may differ from an earlier owner's. Returns ``certain_tokens``."""
@@ -113,8 +113,8 @@ class TokenStream:
 
     async def wait_prompt_logprobs(self) -> None:
         while not self.has_prompt_logprobs and self.end is None:
-            await self._changed()
+            await self._wait_for_change()
 
-    async def _changed(self) -> None:
+    async def _wait_for_change(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter

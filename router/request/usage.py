@@ -7,42 +7,42 @@ from decant.router.request.token_stream import TokenStream
 
 
 def usage_of(stream: TokenStream) -> pb.Usage:
-    prompt, written = stream.request.prompt_tokens, len(stream.tokens)
+    prompt, num_tokens = stream.request.prompt_tokens, len(stream.tokens)
     return pb.Usage(
         prompt_tokens=prompt,
-        completion_tokens=written,
-        total_tokens=prompt + written,
+        completion_tokens=num_tokens,
+        total_tokens=prompt + num_tokens,
         cached_prompt_tokens=stream.cached_tokens,
     )
 
 
 def receipt_of(stream: TokenStream, now: float) -> pb.Receipt:
     """``now``: by the event loop's clock."""
-    path, accepted_at = stream.path, stream.request.accepted_at
+    trace, accepted_at = stream.trace, stream.request.accepted_at
     return pb.Receipt(
         queue_ms=_ms(queue_s(stream)),
-        prefill_ms=_ms(path.prefill_s),
-        handoff_ms=_ms(path.handoff_s),
-        decode_wait_ms=_ms(path.decode_wait_s),
+        prefill_ms=_ms(trace.prefill_s),
+        handoff_ms=_ms(trace.handoff_s),
+        decode_wait_ms=_ms(trace.decode_wait_s),
         decode_ms=_ms(decode_s(stream)),
         ttft_ms=_ms(_between(accepted_at, stream.first_sent_at)),
         second_token_ms=_ms(_between(stream.first_sent_at, stream.second_sent_at)),
         e2e_ms=_ms(now - accepted_at),
-        handoff_bytes=path.handoff_bytes,
-        prefill_worker=path.prefill_worker,
-        decode_worker=path.decode_worker,
-        attempts=path.attempts,
+        handoff_bytes=trace.handoff_bytes,
+        prefill_worker=trace.prefill_worker,
+        decode_worker=trace.decode_worker,
+        attempts=trace.attempts,
     )
 
 
 def queue_s(stream: TokenStream) -> float | None:
     """None before a worker has scheduled the request."""
-    path = stream.path
-    return _between(stream.request.accepted_at, path.scheduled_at) if path.queue_s is None else path.queue_s
+    trace = stream.trace
+    return _between(stream.request.accepted_at, trace.scheduled_at) if trace.queue_s is None else trace.queue_s
 
 
 def decode_s(stream: TokenStream) -> float | None:
-    return _between(stream.path.decode_began_at, stream.last_token_at)
+    return _between(stream.trace.decode_began_at, stream.last_token_at)
 
 
 def _between(begin: float | None, end: float | None) -> float | None:

@@ -31,7 +31,7 @@ MAX_RENDERED = 16 * 1024 * 1024
 NO_DEADLINE = Deadline()
 
 _PROGRAM = Path(__file__).with_name("template_process.py")
-_EMPTY = json.dumps({"template": "", "variables": {}, "most": 0, "lengths": []}).encode()
+_EMPTY = json.dumps({"template": "", "variables": {}, "max_characters": 0, "lengths": []}).encode()
 _ENVIRONMENT = ("TZ", "LANG", "LC_ALL", "LC_TIME")
 
 
@@ -51,7 +51,7 @@ class ChatTemplate:
         self._tokens = dict(tokens)
         self._work = TextWork(max_concurrent=1)
         self._process: subprocess.Popen[bytes] | None = None
-        self._ending: Callable[[], Any] = _nothing
+        self._end_process: Callable[[], Any] = _nothing
 
     async def render(
         self, messages: Sequence[pb.Message], *, add_generation_prompt: bool, deadline: Deadline = NO_DEADLINE
@@ -66,7 +66,7 @@ class ChatTemplate:
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
             },
-            "most": self._max_characters,
+            "max_characters": self._max_characters,
             "lengths": list(map(len, texts)),
         }
         content = b"".join(texts)
@@ -84,15 +84,15 @@ class ChatTemplate:
         try:
             if self._process is None:
                 self._process = _start()
-                self._ending = weakref.finalize(self, _end, self._process)
+                self._end_process = weakref.finalize(self, _end, self._process)
                 _exchange(self._process, _EMPTY, b"", time.monotonic() + limit_s)
             limit_s = self.timeout_s
             reply, text = _exchange(self._process, head, texts, time.monotonic() + limit_s)
         except OSError as error:
             self._process = None
-            self._ending()
-            late = isinstance(error, TimeoutError)
-            return {"failed": f"no answer in {limit_s:g} seconds" if late else str(error)}, ""
+            self._end_process()
+            has_timed_out = isinstance(error, TimeoutError)
+            return {"failed": f"no answer in {limit_s:g} seconds" if has_timed_out else str(error)}, ""
         return json.loads(reply), text.decode()
 
 
@@ -102,9 +102,9 @@ def _nothing() -> None:
 
 def _start() -> subprocess.Popen[bytes]:
     command = [sys.executable, "-I", str(_PROGRAM)]
-    kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0, env=kept
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0, env=environment
     )
     assert process.stdin is not None
     os.set_blocking(process.stdin.fileno(), False)
@@ -126,7 +126,7 @@ def _exchange(process: subprocess.Popen[bytes], head: bytes, texts: bytes, ends_
     for part in (struct.pack(">II", len(head), len(texts)), head, texts):
         left = memoryview(part)
         while left:
-            _ready(process.stdin.fileno(), select.POLLOUT, ends_at)
+            _wait_ready(process.stdin.fileno(), select.POLLOUT, ends_at)
             left = left[os.write(process.stdin.fileno(), left) :]
     lengths = struct.unpack(">II", _read(process.stdout.fileno(), 8, ends_at))
     reply, text = (_read(process.stdout.fileno(), length, ends_at) for length in lengths)
@@ -136,7 +136,7 @@ def _exchange(process: subprocess.Popen[bytes], head: bytes, texts: bytes, ends_
 def _read(pipe: int, count: int, ends_at: float) -> bytes:
     data = bytearray()
     while len(data) < count:
-        _ready(pipe, select.POLLIN, ends_at)
+        _wait_ready(pipe, select.POLLIN, ends_at)
         part = os.read(pipe, count - len(data))
         if not part:
             raise BrokenPipeError("its process ended")
@@ -144,7 +144,7 @@ def _read(pipe: int, count: int, ends_at: float) -> bytes:
     return bytes(data)
 
 
-def _ready(pipe: int, event: int, ends_at: float) -> None:
+def _wait_ready(pipe: int, event: int, ends_at: float) -> None:
     """Raises TimeoutError."""
     poll = select.poll()
     poll.register(pipe, event)

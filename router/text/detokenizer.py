@@ -60,7 +60,7 @@ class Detokenizer(ABC):
     @abstractmethod
     def _last(self) -> str: ...
 
-    def _whole(self, new: str) -> str:
+    def _hold_back_emoji(self, new: str) -> str:
         """Without an emoji at the end that may continue."""
         text = self._held + new
         unfinished = _UNFINISHED.search(text) if text and text[-1] >= _JOINER else None
@@ -127,11 +127,11 @@ class _ByteTable(dict[int, bytes]):
     def __missing__(self, id: int) -> bytes:
         token = self._token_table.token_of(id, skip_special_tokens=self._skip) or ""
         try:
-            found = bytes([_BYTES[letter] for letter in token])
+            data = bytes([_BYTES[letter] for letter in token])
         except KeyError:  # an added token, whose entry is text
-            found = token.encode()
-        self[id] = found
-        return found
+            data = token.encode()
+        self[id] = data
+        return data
 
 
 class _ByteTokenTable(TokenTable):
@@ -161,7 +161,7 @@ class _ByteDetokenizer(Detokenizer):
             data = self._rest + data
         text, used = utf_8_decode(data, "replace", False)
         self._rest = data[used:]
-        return text if text.isascii() and not self._held else self._whole(text)
+        return text if text.isascii() and not self._held else self._hold_back_emoji(text)
 
     def _last(self) -> str:
         rest, self._rest = self._rest, b""
@@ -191,8 +191,8 @@ class _PieceTable(dict[int, _Entry]):
         self.skip = skip_special_tokens
 
     def __missing__(self, id: int) -> _Entry:
-        found = self[id] = self.token_table.entry(id, skip_special_tokens=self.skip)
-        return found
+        entry = self[id] = self.token_table.entry(id, skip_special_tokens=self.skip)
+        return entry
 
     def first(self, id: int) -> _Entry:
         return self.token_table.entry(id, skip_special_tokens=self.skip, first=True)
@@ -250,7 +250,7 @@ class _PieceDetokenizer(Detokenizer):
 
     def add(self, ids: Sequence[int]) -> str:
         text = "".join([self._next(id) for id in ids])
-        return self._whole(self._strip(text) if self._stripped else text)
+        return self._hold_back_emoji(self._strip(text) if self._stripped else text)
 
     def _last(self) -> str:
         self._then = ""
@@ -297,8 +297,8 @@ def _described(decoder: Decoder | None) -> Any:
 def _decoder(steps: Sequence[Mapping[str, Any]]) -> Decoder:
     described = json.loads(Tokenizer(kinds.BPE()).to_str())
     described["decoder"] = {"type": "Sequence", "decoders": [*steps, {"type": "Fuse"}]}
-    made: Decoder = Tokenizer.from_str(json.dumps(described)).decoder
-    return made
+    decoder: Decoder = Tokenizer.from_str(json.dumps(described)).decoder
+    return decoder
 
 
 def _steps(described: Any) -> Iterator[Mapping[str, Any]]:

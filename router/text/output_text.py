@@ -43,20 +43,20 @@ class OutputText:
 
     def __init__(self, model: ServedModel, options: OutputOptions, stopping: wire.Stopping) -> None:
         self._detokenizer: Detokenizer = model.token_table.detokenizer(skip_special_tokens=options.skip_special_tokens)
-        self._left = stopping.max_tokens
+        self._remaining_tokens = stopping.max_tokens
         requested = frozenset(stopping.stop_token_ids)
-        self._ends = requested | (frozenset() if stopping.ignore_eos else model.eos_token_ids)
-        self._silent = self._ends - requested if options.include_stop else self._ends
+        self._end_tokens = requested | (frozenset() if stopping.ignore_eos else model.eos_token_ids)
+        self._hidden_end_tokens = self._end_tokens - requested if options.include_stop else self._end_tokens
         self._is_over = False
 
     def add(self, tokens: Sequence[int]) -> str:
         """A stop token can only be the last: none is sampled before ``min_tokens``."""
-        self._left -= len(tokens)
-        if tokens and tokens[-1] in self._ends:
-            shown = tokens[:-1] if tokens[-1] in self._silent else tokens
-            return self._detokenizer.add(shown) + OutputText.end(self)
+        self._remaining_tokens -= len(tokens)
+        if tokens and tokens[-1] in self._end_tokens:
+            visible = tokens[:-1] if tokens[-1] in self._hidden_end_tokens else tokens
+            return self._detokenizer.add(visible) + OutputText.end(self)
         text = self._detokenizer.add(tokens)
-        return text if self._left else text + OutputText.end(self)
+        return text if self._remaining_tokens else text + OutputText.end(self)
 
     def end(self) -> str:
         """The text held back, where the output ends before `max_tokens`."""
@@ -70,29 +70,29 @@ class StoppableText(OutputText):
         assert options.stops is not None
         self._stops: StopStrings = options.stops
         self._include = options.include_stop
-        self._early = max(0, stopping.min_tokens - 1)  # coming tokens that can't complete a stop string
+        self._tokens_before_stops = max(0, stopping.min_tokens - 1)  # coming tokens that can't complete a stop string
         self._held = ""
 
     def add(self, tokens: Sequence[int]) -> str:
-        early, tokens = tokens[: self._early], tokens[self._early :]
+        before_stops, tokens = tokens[: self._tokens_before_stops], tokens[self._tokens_before_stops :]
         text = ""
-        if early:
-            self._early -= len(early)
-            text = self._shown(super().add(early), may_stop=False)
+        if before_stops:
+            self._tokens_before_stops -= len(before_stops)
+            text = self._release(super().add(before_stops), may_stop=False)
         if tokens and self.stop is None:
-            text += self._shown(super().add(tokens), may_stop=True)
+            text += self._release(super().add(tokens), may_stop=True)
         return text
 
     def end(self) -> str:
-        return self._shown(super().end(), may_stop=True) if self.stop is None else ""
+        return self._release(super().end(), may_stop=True) if self.stop is None else ""
 
-    def _shown(self, new: str, *, may_stop: bool) -> str:
+    def _release(self, new: str, *, may_stop: bool) -> str:
         """Held text begins where a stop string may begin: no match begins in what the client has."""
         text = self._held + new
         match = self._stops.find(text, len(self._held)) if may_stop else None
         if match is not None:
             self.stop, self._held = match.stop, ""
             return text[: match.end if self._include else match.end - len(match.stop)]
-        end = len(text) if self._is_over else len(text) - self._stops.held(text)
+        end = len(text) if self._is_over else len(text) - self._stops.held_length(text)
         self._held = text[end:]
         return text[:end]

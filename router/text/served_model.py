@@ -118,9 +118,9 @@ class Models:
         except KeyError:
             raise NotFound("model", name) from None
 
-    def only(self, ids: Collection[str]) -> Models:
-        kept = [model for id, model in self.by_id.items() if id in ids]
-        return Models(kept, self.by_id.keys() - set(ids))
+    def subset(self, ids: Collection[str]) -> Models:
+        models = [model for id, model in self.by_id.items() if id in ids]
+        return Models(models, self.by_id.keys() - set(ids))
 
 
 def load(sources: Iterable[str]) -> Models:

@@ -27,16 +27,16 @@ class StopStrings:
 
     def find(self, text: str, start: int) -> Match | None:
         """Ends after ``text[:start]``; may begin before."""
-        found = None
+        best = None
         for stop in self._stops:
             begin = text.find(stop, max(0, start - len(stop) + 1))
             if begin >= 0:
                 match = Match(begin + len(stop), stop)
-                if found is None or (match.end, -len(stop)) < (found.end, -len(found.stop)):
-                    found = match
-        return found
+                if best is None or (match.end, -len(stop)) < (best.end, -len(best.stop)):
+                    best = match
+        return best
 
-    def held(self, text: str) -> int:
+    def held_length(self, text: str) -> int:
         """Characters at the end of `text` that may begin a stop string."""
         for begin in range(max(0, len(text) - self._longest_prefix), len(text)):
             if text[begin] in self._first and text[begin:] in self._prefixes:

@@ -3,7 +3,7 @@
 It has little memory and opens no file and no socket.
 
     request and reply      | length of head: u32, big-endian | length of text: u32 | head: JSON | text: UTF-8 |
-    request                {"template", "variables", "most": characters, "lengths": bytes of the text's parts}
+    request                {"template", "variables", "max_characters": characters, "lengths": bytes of the text's parts}
                            text: role and content of each message, concatenated
     reply                  {} and the text; or {"refused"}: by the template itself; or {"failed"}: the error
 
@@ -64,13 +64,13 @@ class Generation(jinja2.ext.Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-def render(template: str, variables: dict[str, Any], most: int) -> str:
+def render(template: str, variables: dict[str, Any], max_characters: int) -> str:
     """Raises Refused, TooLong, TemplateError, and whatever a template's own mistakes raise."""
     parts, length = [], 0
     for part in _compiled(template).generate(variables):
         length += len(part)
-        if length > most:
-            raise TooLong(f"more than {most} characters")
+        if length > max_characters:
+            raise TooLong(f"more than {max_characters} characters")
         parts.append(part)
     return "".join(parts)
 
@@ -137,7 +137,7 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
 
 def confine() -> None:
     for template in (_WARM_UP_TEMPLATE, "{% if %}", "{{ raise_exception('x') }}", "{{ 1 / 0 }}", "{{ x.y.z }}"):
-        reply_to({"template": template, "variables": {}, "most": 10_000, "lengths": [4, 0]}, b"user")
+        reply_to({"template": template, "variables": {}, "max_characters": 10_000, "lengths": [4, 0]}, b"user")
     if sys.platform != "darwin":  # macOS refuses a limit below what is mapped, which is more than this from the start
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))

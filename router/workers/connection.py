@@ -22,12 +22,12 @@ class Steps:
         self._timings = timings
         self.is_stuck = False
         """New requests go elsewhere."""
-        self.is_given_up = False
+        self.is_lost = False
         """Running requests go elsewhere too."""
 
     def update(self, heartbeat: wire.Heartbeat) -> None:
         self.is_stuck = self._is_older_than(self._timings.stuck_ms, heartbeat)
-        self.is_given_up = self._is_older_than(self._timings.given_up_ms, heartbeat)
+        self.is_lost = self._is_older_than(self._timings.lost_ms, heartbeat)
 
     def _is_older_than(self, ms: int, heartbeat: wire.Heartbeat) -> bool:
         limit_ms = max(ms, STUCK_STEPS * heartbeat.longest_step_ms)

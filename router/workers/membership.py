@@ -53,7 +53,7 @@ class WorkerMembership:
         self._observer = observer
         self._timings = timings
         self._workers: dict[Incarnation, WorkerHandle] = {}
-        self._over: set[Incarnation] = set()  # ended, and the directory may still list them
+        self._ended: set[Incarnation] = set()  # ended, and the directory may still list them
         self._rejected: set[Incarnation] = set()  # logged
         self._tasks: dict[Incarnation, asyncio.Task[None]] = {}
         self._is_listed = asyncio.Event()
@@ -64,7 +64,7 @@ class WorkerMembership:
     def get(self, incarnation: Incarnation) -> WorkerHandle | None:
         return self._workers.get(incarnation)
 
-    async def settled(self) -> None:
+    async def wait_settled(self) -> None:
         """Until the directory was read and each session was opened, or could not be."""
         await self._is_listed.wait()
         for worker in list(self):
@@ -85,7 +85,7 @@ class WorkerMembership:
             await asyncio.wait(tasks)
 
     async def run(self) -> None:
-        """What is known stays while Redis is unavailable."""
+        """Follow the directory; keep the known workers while Redis is unavailable."""
         is_unavailable = False
         while True:
             try:
@@ -93,7 +93,7 @@ class WorkerMembership:
                 is_unavailable = False
                 while True:
                     self._apply(listing)
-                    listing = await self._directory.change(listing, self._timings.watch_s)
+                    listing = await self._directory.wait_for_change(listing, self._timings.watch_s)
             except StateError as error:
                 if not is_unavailable:
                     _log.warning("the directory of workers is unavailable", error=str(error))
@@ -102,12 +102,12 @@ class WorkerMembership:
 
     def _apply(self, listing: Listing[WorkerRegistration]) -> None:
         registered = {entry.incarnation: entry.facts for entry in listing.present}
-        self._over &= registered.keys()
+        self._ended &= registered.keys()
         self._rejected &= registered.keys()
         for incarnation, worker in self._workers.items():
             worker.is_registered = incarnation in registered
         for incarnation, facts in registered.items():
-            if incarnation not in self._workers and incarnation not in self._over and self._is_compatible(facts):
+            if incarnation not in self._workers and incarnation not in self._ended and self._is_compatible(facts):
                 self._add(facts)
         self._is_listed.set()
 
@@ -134,15 +134,15 @@ class WorkerMembership:
         self._workers[worker.incarnation] = worker
         self._tasks[worker.incarnation] = asyncio.create_task(self._serve(worker))
         role = enum_name(wire.Role, facts.role)
-        _log.info("worker found", worker=worker.incarnation.id, address=facts.address, role=role)
+        _log.info("worker added", worker=worker.incarnation.id, address=facts.address, role=role)
 
     async def _serve(self, worker: WorkerHandle) -> None:
         try:
             await worker.session.run(lambda: worker.is_wanted and not self._is_outdated(worker))
         finally:
-            reopens = worker.is_registered and not worker.session.over and self._is_outdated(worker)
+            reopens = worker.is_registered and not worker.session.is_final and self._is_outdated(worker)
             if worker.is_registered and not reopens:
-                self._over.add(worker.incarnation)
+                self._ended.add(worker.incarnation)
             del self._workers[worker.incarnation], self._tasks[worker.incarnation]
             worker.load.close()
             _log.info("worker removed", worker=worker.incarnation.id)

@@ -53,7 +53,7 @@ class Outgoing:
             self._cancels[key_of(cancel.run)] = cancel
 
     def forget(self, run: wire.Run) -> None:
-        """With the next heartbeat or with many others."""
+        """Queue a run for ForgetRuns, sent with the next heartbeat or when a batch is full."""
         self._to_forget.append(run)
         if len(self._to_forget) >= self._forget_batch:
             self._send_to_forget()

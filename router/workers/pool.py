@@ -41,7 +41,7 @@ class WorkerPool:
         self.timings = timings
         self._handoff_min_tokens = handoff_min_tokens
 
-    # What placement asks
+    # Queries of placement
 
     @property
     def waiting(self) -> int:
@@ -56,7 +56,7 @@ class WorkerPool:
         """Those in ``excluded`` are avoided."""
         cached = {} if prefix is None else prefix.cached_by_worker(self.membership.prefix_indexes[model])
         return [
-            worker.snapshot(cached.get(worker.load.number, 0), avoided=worker.incarnation in excluded)
+            worker.snapshot(cached.get(worker.load.number, 0), is_avoided=worker.incarnation in excluded)
             for worker in self.of(model)
             if worker.is_usable
         ]
@@ -91,7 +91,7 @@ class WorkerPool:
         ]
 
     def can_receive(self, source: WorkerHandle, excluded: AbstractSet[Incarnation]) -> bool:
-        """Cheap: it is asked with every heartbeat for every sequence."""
+        """Whether a worker can take a migrated run now. Cheap: called at every heartbeat for every sequence."""
         candidates = [
             worker
             for worker in self.of(source.facts.model)
@@ -122,9 +122,9 @@ class WorkerPool:
         """A worker without a report counts as connected to any router."""
         return any(worker.session.is_open and worker.load.may_reach(router) for worker in self.membership)
 
-    # What sessions report
+    # Events of sessions
 
-    def opened(self, session: WorkerSession) -> None:
+    def on_opened(self, session: WorkerSession) -> None:
         if (worker := self.membership.get(Incarnation.of(session.worker))) is not None:
             worker.load.reset()
             self.on_members_changed(worker.facts.model)
@@ -155,12 +155,14 @@ class WorkerPool:
             return decodes or not self._any_usable(worker, decodes=True)
         if not decodes or not self._any_usable(worker, decodes=False):
             return True
-        return kind.waits_for is WaitsFor.SHORT_PREFILL and load.work.now < self.handoff_min_tokens(worker.facts.model)
+        return kind.waits_for is WaitsFor.SHORT_PREFILL and load.queued_tokens.value < self.handoff_min_tokens(
+            worker.facts.model
+        )
 
-    def _any_usable(self, beside: WorkerHandle, *, decodes: bool) -> bool:
+    def _any_usable(self, like: WorkerHandle, *, decodes: bool) -> bool:
         return any(
             (worker.load.role != wire.ROLE_PREFILL) == decodes
-            and worker.load.layout == beside.load.layout
+            and worker.load.layout == like.load.layout
             and worker.is_usable
-            for worker in self.of(beside.facts.model)
+            for worker in self.of(like.facts.model)
         )

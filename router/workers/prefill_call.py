@@ -9,7 +9,7 @@ from decant.runtime.connections.peer import UnknownMessages
 
 
 class PrefillListener(Protocol):
-    """Receives the events of one prefill call; ``on_over`` is the last."""
+    """Receives the events of one prefill call; ``on_call_ended`` is the last."""
 
     def on_ticket(self, ticket: wire.Ticket) -> None: ...
 
@@ -23,7 +23,7 @@ class PrefillListener(Protocol):
 
     def on_superseded(self, superseded: wire.Superseded) -> None: ...
 
-    def on_over(self, broken: StreamBroken | None) -> None:
+    def on_call_ended(self, broken: StreamBroken | None) -> None:
         """``broken`` unless the worker ended it."""
 
 
@@ -48,7 +48,7 @@ class PrefillCall:
                 self._handle(message)
         except StreamBroken as error:
             broken = error
-        self._listener.on_over(broken)
+        self._listener.on_call_ended(broken)
 
     def _handle(self, message: wire.PrefillEvent) -> None:
         listener = self._listener

@@ -1,4 +1,4 @@
-"""The one session between this router and one worker, for as long as both live.
+"""The one session between this router and one worker, for as long as both processes run.
 
 opening --welcome--> open --breaks--> opening ... after 100 ms, 200 ms, ... 1 s
    |                                  |
@@ -40,7 +40,7 @@ class WorkerSession:
         timings: WorkerTimings = WorkerTimings(),
     ) -> None:
         self.worker = worker
-        self.over = False
+        self.is_final = False
         """Never opened again: another incarnation, another protocol, or the router's end."""
         self.attempted = asyncio.Event()
         """Set once the session was opened, or could not be."""
@@ -98,21 +98,21 @@ class WorkerSession:
         self._outgoing.cancel(cancel)
 
     def finish(self) -> None:
-        """Once the worker has received all that is queued. Not opened again."""
-        self.over = True
+        """End the session once the worker has received all that is queued; it is not opened again."""
+        self.is_final = True
         self._outgoing.finish()
 
     # Its connections
 
     async def run(self, is_wanted: Callable[[], bool]) -> None:
-        """Until it is over or not wanted, or its task is cancelled."""
+        """Keep the session open until it is final or not wanted, or the task is cancelled."""
         timings = self._timings
         backoff = timings.first_backoff_s
         try:
-            while not self.over and is_wanted():
+            while not self.is_final and is_wanted():
                 if await self._run_connection():
                     backoff = timings.first_backoff_s
-                if not self.over:
+                if not self.is_final:
                     await asyncio.sleep(backoff)
                     backoff = min(2 * backoff, timings.max_backoff_s)
         finally:
@@ -145,9 +145,9 @@ class WorkerSession:
 
     def _log_break(self, error: Exception) -> None:
         if isinstance(error, StreamBroken) and error.reason in (Reason.WRONG_PEER, Reason.WRONG_PROTOCOL):
-            self.over = True
-        if self.is_open or self.over:
-            _log.warning("session broke", worker=self.worker.id, error=str(error), over=self.over)
+            self.is_final = True
+        if self.is_open or self.is_final:
+            _log.warning("session broken", worker=self.worker.id, error=str(error), is_final=self.is_final)
 
     def _start_reconnect_grace(self) -> None:
         if self._reconnect_grace is None:
@@ -158,7 +158,7 @@ class WorkerSession:
             self._reconnect_grace.cancel()
             self._reconnect_grace = None
 
-    def _give_up(self, detail: str = "the session broke and did not come back") -> None:
+    def _give_up(self, detail: str = "the session broke and was not opened again") -> None:
         self._end_reconnect_grace()
         self.runs.fail_all(detail)
         for dependent in list(self.dependents):
@@ -174,7 +174,7 @@ class WorkerSession:
         self.attempted.set()
         self.runs.on_welcome(welcome, {key_of(owned.run) for owned in hello.owned})
         _log.info("session opened", worker=self.worker.id, runs=len(welcome.runs), orphans=len(welcome.orphans))
-        self._observer.opened(self)
+        self._observer.on_opened(self)
 
     def on_message(self, message: wire.WorkerMessage) -> None:
         if self.runs.handle(message):
@@ -183,7 +183,7 @@ class WorkerSession:
             self.unknown.ignore()
             return
         heartbeat = message.heartbeat
-        if self._connection is not None and self._connection.steps.is_given_up and self.is_busy:
+        if self._connection is not None and self._connection.steps.is_lost and self.is_busy:
             age_ms = heartbeat.step_age_ms
             _log.warning("a step is stuck, its runs go elsewhere", worker=self.worker.id, age_ms=age_ms)
             self._give_up(f"its step is stuck: {age_ms} ms old")

@@ -29,7 +29,7 @@ class SessionRuns:
         return [run.owned() for run in self.table]
 
     def abandon(self, run: RunSubscription, cancel: wire.Cancel) -> None:
-        """In any state. Nothing more is reported of it."""
+        """Cancel a run in any state; its listener gets no more events."""
         if self.table.remove(run):
             self._outgoing.cancel(cancel)
 
@@ -40,8 +40,8 @@ class SessionRuns:
 
     # What happens to all runs
 
-    def on_welcome(self, welcome: wire.Welcome, named: Collection[RunKey]) -> None:
-        """``named``: in the hello. The worker may never have received what was started before the break."""
+    def on_welcome(self, welcome: wire.Welcome, hello_runs: Collection[RunKey]) -> None:
+        """``hello_runs``: those in the hello. The worker may never have received what was started before the break."""
         for status in welcome.runs:
             self._on_run_status(status)
         for unknown in welcome.unknown_runs:
@@ -49,8 +49,8 @@ class SessionRuns:
             if run is not None and run.start is not None:
                 self._outgoing.send(run.opening_message())
             elif run is not None:
-                self._fail(run, wire.CAUSE_UNKNOWN_RUN, "the worker lacks it after a break")
-        for run in [each for each in self.table if each.key not in named]:
+                self._fail(run, wire.CAUSE_UNKNOWN_RUN, "the worker does not have it after a broken session")
+        for run in [each for each in self.table if each.key not in hello_runs]:
             self._outgoing.send(run.opening_message())  # started while the session was opened
 
     def on_draining(self) -> None:
@@ -78,10 +78,10 @@ class SessionRuns:
             case "prompt_logprobs":
                 self._on_prompt_logprobs(message.prompt_logprobs)
             case "scheduled":
-                if (run := self.table.reported(message.scheduled.run)) is not None:
+                if (run := self.table.mark_reported(message.scheduled.run)) is not None:
                     run.listener.on_scheduled(message.scheduled)
             case "ticket":
-                if (run := self.table.reported(message.ticket.run)) is not None:
+                if (run := self.table.mark_reported(message.ticket.run)) is not None:
                     run.listener.on_offer(message.ticket)
             case _:
                 return self._handle_failure(message)
@@ -144,12 +144,12 @@ class SessionRuns:
             self._outgoing.send(wire.RouterMessage(resend=resend))
 
     def _on_decode_started(self, message: wire.DecodeStarted) -> None:
-        if (run := self.table.reported(message.run)) is not None:
+        if (run := self.table.mark_reported(message.run)) is not None:
             self.table.assign_slots(run, message.slots)
             run.listener.on_decode_started(message)
 
     def _on_run_status(self, status: wire.RunStatus) -> None:
-        if (run := self.table.reported(status.run)) is not None:
+        if (run := self.table.mark_reported(status.run)) is not None:
             self.table.assign_slots(run, status.slots)
             run.listener.on_run_status(status)
             for end in status.ended:

@@ -37,7 +37,7 @@ class TokenSink(Protocol):
 
 
 class SessionObserver(Protocol):
-    def opened(self, session: WorkerSession) -> None:
+    def on_opened(self, session: WorkerSession) -> None:
         """The worker takes new work. Its next heartbeats list its whole prefix cache."""
 
     def on_heartbeat(self, session: WorkerSession, heartbeat: wire.Heartbeat) -> None: ...
@@ -45,7 +45,7 @@ class SessionObserver(Protocol):
 
 class SessionDependent(Protocol):
     def on_session_lost(self) -> None:
-        """It broke and did not come back in time."""
+        """The session broke and was not opened again in time."""
 
 
 class RunListener(Protocol):
@@ -126,7 +126,7 @@ class RunTable:
     def get(self, run: wire.Run) -> RunSubscription | None:
         return self._by_key.get(key_of(run))
 
-    def reported(self, run: wire.Run) -> RunSubscription | None:
+    def mark_reported(self, run: wire.Run) -> RunSubscription | None:
         subscription = self.get(run)
         if subscription is not None:
             subscription.start = None

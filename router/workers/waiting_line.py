@@ -31,7 +31,7 @@ class Kind(NamedTuple):
 
 
 class Waiter:
-    """After ``wake``, call ``WaitingLine.placed`` or ``WaitingLine.not_placed``."""
+    """After ``wake``, call ``WaitingLine.leave`` once placed, else ``WaitingLine.end_turn``."""
 
     def __init__(self, order: float, kind: Kind, wake: Callable[[], None]) -> None:
         self.order = order
@@ -57,8 +57,8 @@ class WaitingLine:
     def kinds(self) -> Iterable[Kind]:
         return tuple(self._queues)
 
-    def has(self, kind: Kind) -> bool:
-        """A later one has to wait too."""
+    def has_waiter(self, kind: Kind) -> bool:
+        """Whether a waiter of this kind exists; a later one must wait behind it."""
         return kind in self._queues
 
     def join(self, waiter: Waiter) -> None:
@@ -66,7 +66,7 @@ class WaitingLine:
         insort(self._queues.setdefault(waiter.kind, []), (waiter.order, waiter.number, waiter))
 
     def notify_all(self) -> None:
-        """Waiters look at their patience again. Gives none a turn."""
+        """Wake all waiters to check their patience again; no waiter gets a turn."""
         for queue in self._queues.values():
             for _, _, waiter in queue:
                 waiter.wake()
@@ -78,7 +78,7 @@ class WaitingLine:
     def is_turn_of(self, waiter: Waiter) -> bool:
         return waiter is self._awake
 
-    def placed(self, waiter: Waiter) -> None:
+    def leave(self, waiter: Waiter) -> None:
         """May be repeated."""
         queue = self._queues.get(waiter.kind, [])
         index = bisect_left(queue, (waiter.order, waiter.number, waiter))
@@ -90,7 +90,7 @@ class WaitingLine:
             self._awake = None
             self._next()
 
-    def not_placed(self, waiter: Waiter) -> None:
+    def end_turn(self, waiter: Waiter) -> None:
         if waiter is self._awake:
             self._awake = None
             self._open.discard(waiter.kind)

@@ -52,11 +52,11 @@ class WorkerHandle:
     def is_avoided(self) -> bool:
         return self._avoided_until > 0 and asyncio.get_running_loop().time() < self._avoided_until
 
-    def snapshot(self, cached_tokens: int, *, avoided: bool) -> WorkerSnapshot:
-        return self.load.snapshot_with(cached_tokens, avoided or self.is_avoided)
+    def snapshot(self, cached_tokens: int, *, is_avoided: bool) -> WorkerSnapshot:
+        return self.load.snapshot_with(cached_tokens, is_avoided or self.is_avoided)
 
     def record_failure(self) -> None:
-        """Others come first for a time that doubles."""
+        """Prefer other workers for a time that doubles with each failure."""
         seconds = min(self._timings.avoided_s * 2**self._failures, self._timings.max_avoided_s)
         self._failures = min(self._failures + 1, _MAX_DOUBLINGS)
         self._avoided_until = asyncio.get_running_loop().time() + seconds

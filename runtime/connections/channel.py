@@ -99,10 +99,10 @@ class Deadline:
         return None if left is None else int(left * 1000)
 
     @property
-    def is_over(self) -> bool:
+    def has_passed(self) -> bool:
         return self.remaining() == 0.0
 
     def check(self) -> None:
         """Raises DeadlineExceeded."""
-        if self.is_over:
+        if self.has_passed:
             raise DeadlineExceeded

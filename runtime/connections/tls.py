@@ -33,7 +33,7 @@ class ServerTls(Settings):
         return "server" if self.tls_client_ca is None else "mutual"
 
     @model_validator(mode="after")
-    def _whole_server_tls(self) -> ServerTls:
+    def _check_server_tls(self) -> ServerTls:
         _pair("tls_certificate", self.tls_certificate, "tls_key", self.tls_key)
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise SettingError("tls_client_ca", "needs tls_certificate and tls_key", self.tls_client_ca)
@@ -51,7 +51,7 @@ class PeerTls(Settings):
     )
 
     @model_validator(mode="after")
-    def _whole_peer_tls(self) -> PeerTls:
+    def _check_peer_tls(self) -> PeerTls:
         _pair("peer_certificate", self.peer_certificate, "peer_key", self.peer_key)
         for name in ("peer_certificate", "peer_name"):
             if getattr(self, name) is not None and self.peer_ca is None:

@@ -1,7 +1,7 @@
 """State of a process, served by gRPC's health service.
 
-STARTING --ready()--> READY --draining()--> DRAINING --stopped()--> STOPPED     the server ends
-    '-----------------'--failed(reason)-----'---> FAILED --stopped()---'
+STARTING --mark_ready()--> READY --mark_draining()--> DRAINING --mark_stopped()--> STOPPED     the server ends
+    '-----------------'--mark_failed(reason)-----'---> FAILED --mark_stopped()---'
 
 "alive" is SERVING while nothing failed; "", "ready" and each service while READY.
 """
@@ -49,27 +49,27 @@ class Readiness:
     def is_ready(self) -> bool:
         return self.state is State.READY
 
-    def ready(self) -> None:
+    def mark_ready(self) -> None:
         """No effect after a drain or failure."""
         if self.state is State.STARTING:
             self._become(State.READY)
 
-    def draining(self) -> None:
+    def mark_draining(self) -> None:
         if self.state in (State.STARTING, State.READY):
             self._become(State.DRAINING)
 
-    def failed(self, reason: str) -> None:
+    def mark_failed(self, reason: str) -> None:
         """`reason` is for the log."""
         if self.state in (State.STARTING, State.READY, State.DRAINING):
             self.reason = reason
             self._become(State.FAILED)
 
-    def stopped(self) -> None:
+    def mark_stopped(self) -> None:
         """End health watches before the server ends."""
         if self.state is not State.STOPPED:
             self._become(State.STOPPED)
 
-    async def changed(self, since: State) -> State:
+    async def wait_for_change(self, since: State) -> State:
         while self.state is since:
             await self._changed.wait()
         return self.state
@@ -104,7 +104,7 @@ class HealthService(health_pb2_grpc.HealthServicer):
                 yield response
             if state is State.STOPPED:
                 return
-            await self._readiness.changed(state)
+            await self._readiness.wait_for_change(state)
 
     def _response(self, service: str) -> Any:
         if service not in self._names:

@@ -47,7 +47,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def idle(self) -> None:
+    async def wait_idle(self) -> None:
         await self._idle.wait()
 
     async def intercept_service(

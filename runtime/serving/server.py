@@ -5,7 +5,7 @@ serving --- SIGTERM, SIGINT ---> draining -------------> stopping --------------
    |                             no new work,            running calls continue
    |                             `drain` runs            |
    |                             |------ drain_seconds in all -----| then what is left is cancelled
-   '--- Readiness.failed, or a second signal, in any state: everything is cancelled
+   '--- Readiness.mark_failed, or a second signal, in any state: everything is cancelled
 
 The port stays open to refuse late calls with a reason; a stopping gRPC server would send CANCELLED.
 """
@@ -135,15 +135,15 @@ class Server:
         try:
             if not await race(self._live(warm_up), self._failed()):
                 return False
-            self.readiness.draining()
+            self.readiness.mark_draining()
             return await race(self._drain(drain), self._forced(), self._failed())
         finally:
             await self._end()
 
     async def _live(self, warm_up: WarmUp | None) -> bool:
         if warm_up is None or await race(self._warm(warm_up), self._requested()):
-            self.readiness.ready()
-            await self.shutdown.requested()
+            self.readiness.mark_ready()
+            await self.shutdown.wait_requested()
         return True
 
     async def _drain(self, drain: Drain | None) -> bool:
@@ -152,8 +152,8 @@ class Server:
             async with asyncio.timeout(seconds) as limit:
                 if drain is not None:
                     await drain()
-                self.readiness.stopped()
-                await self._interceptor.idle()
+                self.readiness.mark_stopped()
+                await self._interceptor.wait_idle()
                 await race(self._server.stop(seconds), asyncio.sleep(FLUSH_SECONDS))
                 return True
         except TimeoutError:
@@ -163,11 +163,11 @@ class Server:
             return False
 
     async def _end(self) -> None:
-        self.readiness.stopped()
+        self.readiness.mark_stopped()
         await self._server.stop(None)
         try:
             async with asyncio.timeout(CLEANUP_SECONDS):
-                await self._interceptor.idle()
+                await self._interceptor.wait_idle()
         except TimeoutError:
             _log.error("calls did not end when cancelled", calls=self._interceptor.active)
         await self._admin.close()
@@ -178,17 +178,17 @@ class Server:
         return True
 
     async def _requested(self) -> bool:
-        await self.shutdown.requested()
+        await self.shutdown.wait_requested()
         return False
 
     async def _forced(self) -> bool:
-        await self.shutdown.forced()
+        await self.shutdown.wait_forced()
         return False
 
     async def _failed(self) -> bool:
         state = self.readiness.state
         while self.readiness.is_alive:
-            state = await self.readiness.changed(state)
+            state = await self.readiness.wait_for_change(state)
         return False
 
     def _gate(self, method: str) -> None:

@@ -36,10 +36,10 @@ class Shutdown:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request, number.name)
 
-    async def requested(self) -> None:
+    async def wait_requested(self) -> None:
         await self._requested.wait()
 
-    async def forced(self) -> None:
+    async def wait_forced(self) -> None:
         await self._forced.wait()
 
 

@@ -88,9 +88,9 @@ def test_each_contender_gives_every_answer_its_own_tokens(contender: str) -> Non
     found = run(contender, queue, setup())
     assert [len(one.tokens) for one in found.answers] == queue.outputs
     for answer in found.answers:
-        assert 0 <= answer.begun < answer.tokens[0]
+        assert 0 <= answer.begun_at < answer.tokens[0]
         assert answer.tokens == sorted(answer.tokens)
-        assert answer.tokens[-1] <= answer.freed <= found.seconds
+        assert answer.tokens[-1] <= answer.freed_at <= found.seconds
 
 
 def test_static_batches_compute_their_padding() -> None:
@@ -108,7 +108,7 @@ def test_static_batches_compute_their_padding() -> None:
         assert found.decode_steps == steps - 2  # the first token comes from the prompt
         assert found.summary(queue)["useful_per_step"] == (32 - 8) / (steps - 2)
     # All slots of a batch are free when its longest answer ends.
-    assert len({one.freed for one in found.answers[:4]}) == 1
+    assert len({one.freed_at for one in found.answers[:4]}) == 1
 
 
 def test_a_sample_of_five_batches_is_measured_and_the_others_are_scaled_by_their_steps() -> None:
@@ -119,12 +119,12 @@ def test_a_sample_of_five_batches_is_measured_and_the_others_are_scaled_by_their
     assert (found.measured, found.batches) == (5, 6)
     left_out = next(index for index in range(6) if index not in sample(6))
     batches = [found.answers[at : at + 4] for at in range(0, 24, 4)]
-    took = [max(one.freed for one in batch) - min(one.begun for one in batch) for batch in batches]
+    took = [max(one.freed_at for one in batch) - min(one.begun_at for one in batch) for batch in batches]
     assert found.seconds >= sum(took)
     scaled, padded = batches[left_out], max(queue.batches[left_out])
     gaps = [gap for one in scaled for gap in one.gaps]
     assert max(gaps) == pytest.approx(min(gaps)), "steps of a scaled batch are all of the mean length"
-    assert took[left_out] == pytest.approx(scaled[0].tokens[0] - scaled[0].begun + (padded - 1) * gaps[0])
+    assert took[left_out] == pytest.approx(scaled[0].tokens[0] - scaled[0].begun_at + (padded - 1) * gaps[0])
 
 
 def test_paged_runs_more_sequences_than_reserving_within_the_same_memory() -> None:
@@ -141,8 +141,8 @@ def test_memory_holds_at_most_the_kv_tokens_of_the_queue() -> None:
     queue = small([4, 4, 4, 64] * 8)
     for contender in (RESERVING, PAGED, SEPARATE):
         found = run(contender, queue, setup())
-        assert max(found.held) <= queue.kv_tokens
-        assert all(used <= held for used, held in zip(found.used, found.held, strict=True))
+        assert max(found.allocated_tokens) <= queue.kv_tokens
+        assert all(used <= held for used, held in zip(found.used_tokens, found.allocated_tokens, strict=True))
 
 
 @pytest.mark.parametrize("separate", [True, False])

@@ -111,11 +111,11 @@ class ShortAnswers:
 async def test_an_answer_that_fills_the_context_begins_again() -> None:
     model = pb.Model(max_context_length=8, vocab_size=5)
     async with RunningAnswers(cast(Any, ShortAnswers(1_000_000)), model, 2, 5, 0) as answers:
-        await answers.more(20)
+        await answers.wait_for_more(20)
 
 
 async def test_an_answer_that_fails_ends_a_measurement() -> None:
     model = pb.Model(max_context_length=8, vocab_size=5)
     with pytest.raises(ConnectionError):
         async with RunningAnswers(cast(Any, ShortAnswers(20)), model, 2, 5, 0) as answers:
-            await answers.more(1_000)
+            await answers.wait_for_more(1_000)

@@ -210,13 +210,13 @@ async def _serving(script: Script, port: int) -> AsyncIterator[str]:
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(script, server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthService(readiness, []), server)
     if script.is_ready:
-        readiness.ready()
+        readiness.mark_ready()
     address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
     await server.start()
     try:
         yield address
     finally:
-        readiness.stopped()  # ends watches
+        readiness.mark_stopped()  # ends watches
         await server.stop(None)
 
 

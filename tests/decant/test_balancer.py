@@ -45,7 +45,7 @@ def test_routers_are_selected_in_turn() -> None:
 def test_a_router_that_failed_is_skipped_until_its_backoff_ends() -> None:
     clock = Clock()
     selector = make_selector(2, clock)
-    selector.failed(1)
+    selector.record_failure(1)
     assert [selector.select().router for _ in range(3)] == [0, 0, 0]
     clock.now += 0.11
     assert [selector.select().router for _ in range(3)] == [1, 0, 1]
@@ -56,20 +56,20 @@ def test_backoff_doubles_and_is_at_least_what_the_server_asks_for() -> None:
     selector = make_selector(1, clock)
     backoffs = []
     for _ in range(6):
-        selector.failed(0)
+        selector.record_failure(0)
         backoffs.append(round(selector.select().pause, 6))
         clock.now += backoffs[-1] + 0.001
     assert backoffs == [0.1, 0.2, 0.4, 0.8, DEFAULT_BACKOFF.longest_s, DEFAULT_BACKOFF.longest_s]
-    selector.failed(0, 7.0)
+    selector.record_failure(0, 7.0)
     assert selector.select().pause == 7.0
-    selector.answered(0)
+    selector.record_success(0)
     assert selector.select().pause == 0
 
 
 def test_failures_during_a_backoff_count_once() -> None:
     selector = make_selector(1, Clock())
     for _ in range(100):
-        selector.failed(0)
+        selector.record_failure(0)
     assert round(selector.select().pause, 6) == 0.1
 
 
@@ -80,10 +80,10 @@ def test_routers_without_backoff_are_selected_first(steps: list[tuple[str, int, 
     backoffs = [0.0, 0.0, 0.0]
     for step, router, seconds in steps:
         if step == "fails":
-            selector.failed(router, seconds)
+            selector.record_failure(router, seconds)
             backoffs[router] = max(backoffs[router], clock.now + seconds)
         elif step == "answers":
-            selector.answered(router)
+            selector.record_success(router)
             backoffs[router] = 0.0
         else:
             clock.now += seconds
@@ -186,7 +186,7 @@ def test_without_patience_a_stream_that_broke_is_over() -> None:
 def test_a_new_call_begins_at_once_despite_backoffs() -> None:
     clock = Clock()
     selector = make_selector(1, clock)
-    selector.failed(0, 60)
+    selector.record_failure(0, 60)
     assert RetryState(selector).router == 0
     assert selector.select().pause == 60
 

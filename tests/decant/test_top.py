@@ -115,7 +115,7 @@ def test_a_restarted_process_begins_a_new_history() -> None:
 @asynccontextmanager
 async def admin(registry: Registry) -> AsyncIterator[str]:
     readiness = Readiness()
-    readiness.ready()
+    readiness.mark_ready()
     server = AdminServer(readiness, registry)
     try:
         yield f"127.0.0.1:{await server.start('127.0.0.1', 0)}"

@@ -101,7 +101,7 @@ async def stepping(worker_harness: WorkerHarness) -> None:
 
 
 async def registered_are(store: Store, incarnations: list[Incarnation], expected: bool) -> bool:
-    return all([await store.routers.alive(incarnation) is expected for incarnation in incarnations])
+    return all([await store.routers.is_registered(incarnation) is expected for incarnation in incarnations])
 
 
 @pytest.mark.slow

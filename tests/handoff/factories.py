@@ -51,13 +51,18 @@ class Worker:
             checksum=checksum,
         )
         self.peer = wire.Peer(id=name, incarnation=1, protocol=PROTOCOL)
-        self.shape = TransferLayout(BLOCK, self.engine.device.block_bytes, LAYOUT, message_bytes)
+        self.transfer_layout = TransferLayout(BLOCK, self.engine.device.block_bytes, LAYOUT, message_bytes)
         self.ended_leases: list[Lease] = []
         self.loop = EngineLoop(self.engine, self._on_step)
         self.sender = KvSender(
-            self.loop, self.shape, wire.Heartbeat, lease_ms, on_lease_end=self.ended_leases.append, timing=timing
+            self.loop,
+            self.transfer_layout,
+            wire.Heartbeat,
+            lease_ms,
+            on_lease_end=self.ended_leases.append,
+            timing=timing,
         )
-        self.receiver = KvReceiver(self.loop, self.shape, self.peer, wire.Heartbeat)
+        self.receiver = KvReceiver(self.loop, self.transfer_layout, self.peer, wire.Heartbeat)
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, asyncio.Event] = {}
 
@@ -138,7 +143,7 @@ class Wire:
             for response in self._tamper(wire.FetchResponse.FromString(message)):
                 yield decode(response.SerializeToString())
 
-    def note_corrupt(self, detail: str) -> None: ...
+    def record_corruption(self, detail: str) -> None: ...
 
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
         self.released.append(request)

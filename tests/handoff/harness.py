@@ -102,7 +102,7 @@ class Messages:
 
 def reads(sender: Worker, agent: MemoryAgent, tamper: Tamper = lambda message: [message]) -> MemoryReads:
     """A transport that reads ``sender`` through ``agent``."""
-    return MemoryReads(Messages(Wire(sender.sender, tamper)), agent, sender.shape)
+    return MemoryReads(Messages(Wire(sender.sender, tamper)), agent, sender.transfer_layout)
 
 
 @asynccontextmanager

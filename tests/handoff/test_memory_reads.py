@@ -44,7 +44,7 @@ async def test_blocks_of_each_group_are_read_and_none_is_sent(message_bytes: int
         await sender.emptied()
         await receiver.emptied()
     assert not any(chunk.data for chunk in sent)
-    assert sum(reader.count for reader in agent.readers) == result.received > 0
+    assert sum(reader.count for reader in agent.readers) == result.received_bytes > 0
     await eventually(lambda: all(reader.closed for reader in agent.readers))
 
 
@@ -67,7 +67,7 @@ async def test_bytes_that_changed_before_they_were_read_are_refused() -> None:
 
     def overwrite(message: wire.FetchResponse) -> list[wire.FetchResponse]:
         for offset in message.kv_chunk.block_offsets[:1]:
-            block = sender.engine.device.read(offset // sender.shape.block_bytes)
+            block = sender.engine.device.read(offset // sender.transfer_layout.block_bytes)
             block[0] ^= 1
         return [message]
 
@@ -125,9 +125,9 @@ async def test_nothing_outside_of_the_senders_blocks_is_read(fault: str, message
                 case "beyond":
                     chunk.block_offsets[0] = agent.memory.bytes - 1
                 case "offset":
-                    chunk.offset = sender.shape.block_bytes
+                    chunk.offset = sender.transfer_layout.block_bytes
                 case "many":
-                    chunk.block_offsets.extend([0] * sender.shape.blocks_per_message)
+                    chunk.block_offsets.extend([0] * sender.transfer_layout.blocks_per_message)
         return [message]
 
     request = ask()
@@ -199,7 +199,7 @@ async def test_the_commit_waits_for_no_heartbeat(length: int) -> None:
     request = ask(length=length)
     workers = [Worker(name, message_bytes=20) for name in "pd"]
     async with workers[0] as sender, workers[1] as receiver:
-        heartless = KvReceiver(receiver.loop, receiver.shape, receiver.peer, wire.Heartbeat, heartbeat_s=3600)
+        heartless = KvReceiver(receiver.loop, receiver.transfer_layout, receiver.peer, wire.Heartbeat, heartbeat_s=3600)
         source = reads(sender, agent_of(sender)).source("p")
         await heartless.receive(source, await sender.offer(request), await receiver.reserve(request))
         assert sender.tokens["r"] + await receiver.finished("r") == await run_alone(request)

@@ -29,21 +29,21 @@ SMALL, LARGE = 400, 2 * MESSAGE_BYTES + 5
 """Bytes of a block: some in a message, and one in three."""
 
 
-def blocks_of(shape: TransferLayout, first: int, count: int, salt: bytes = b"") -> list[FilledBlock]:
+def blocks_of(layout: TransferLayout, first: int, count: int, salt: bytes = b"") -> list[FilledBlock]:
     made = []
     for index in range(first, first + count):
-        data = ((salt + index.to_bytes(4, "little")) * (shape.block_bytes // 4 + 1))[: shape.block_bytes]
+        data = ((salt + index.to_bytes(4, "little")) * (layout.block_bytes // 4 + 1))[: layout.block_bytes]
         address = BlockAddress(1, index)
         made.append(FilledBlock(address, data, block_checksum(checksum, address, data)))
     return made
 
 
-def received(shape: TransferLayout, blocks: list[FilledBlock], run: wire.Run = RUN) -> list[Received]:
-    return [decode(message) for message in pack(run, shape, blocks)]
+def received(layout: TransferLayout, blocks: list[FilledBlock], run: wire.Run = RUN) -> list[Received]:
+    return [decode(message) for message in pack(run, layout, blocks)]
 
 
-def taken(shape: TransferLayout, messages: Iterable[Received], run: wire.Run = RUN) -> dict[BlockAddress, bytes]:
-    unpacker, found = Unpacker(run, shape), {}
+def taken(layout: TransferLayout, messages: Iterable[Received], run: wire.Run = RUN) -> dict[BlockAddress, bytes]:
+    unpacker, found = Unpacker(run, layout), {}
     for message in messages:
         for block in unpacker.unpack(message.response.kv_chunk, message.data):
             if block_checksum(checksum, block.address, block.data) != block.checksum:
@@ -61,29 +61,29 @@ def taken(shape: TransferLayout, messages: Iterable[Received], run: wire.Run = R
     count=st.integers(1, 6),
 )
 def test_packed_blocks_are_unpacked_and_no_message_is_too_large(size: int, first: int, count: int) -> None:
-    shape = TransferLayout(16, size, layout=7)
-    blocks = blocks_of(shape, first, count)
-    messages = received(shape, blocks)
+    layout = TransferLayout(16, size, hash=7)
+    blocks = blocks_of(layout, first, count)
+    messages = received(layout, blocks)
     assert all(len(message.data) <= MESSAGE_BYTES for message in messages)
     assert len(messages) <= -(-size // MESSAGE_BYTES) * count
-    assert taken(shape, messages) == {block.address: block.data for block in blocks}
+    assert taken(layout, messages) == {block.address: block.data for block in blocks}
 
 
 def test_a_message_has_a_maximum_number_of_tiny_blocks() -> None:
-    shape = TransferLayout(16, 8, layout=7)
-    messages = received(shape, blocks_of(shape, 0, 1000))
+    layout = TransferLayout(16, 8, hash=7)
+    messages = received(layout, blocks_of(layout, 0, 1000))
     assert max(len(message.response.kv_chunk.block_checksums) for message in messages) == MESSAGE_BLOCKS
-    assert len(taken(shape, messages)) == 1000
+    assert len(taken(layout, messages)) == 1000
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_any_parser_reads_what_is_sent_and_any_writer_is_read(size: int) -> None:
-    shape = TransferLayout(16, size, layout=7)
-    blocks = blocks_of(shape, 3, 2)
-    plain = [wire.FetchResponse.FromString(message) for message in pack(RUN, shape, blocks)]
+    layout = TransferLayout(16, size, hash=7)
+    blocks = blocks_of(layout, 3, 2)
+    plain = [wire.FetchResponse.FromString(message) for message in pack(RUN, layout, blocks)]
     assert b"".join(one.kv_chunk.data for one in plain) == b"".join(bytes(block.data) for block in blocks)
     again = [decode(one.SerializeToString()) for one in plain]
-    assert taken(shape, again) == {block.address: block.data for block in blocks}
+    assert taken(layout, again) == {block.address: block.data for block in blocks}
 
 
 def test_messages_without_cache_are_plain_protobuf() -> None:
@@ -124,9 +124,9 @@ def test_repeated_data_are_merged_as_protobuf_does() -> None:
 @settings(max_examples=300, deadline=None)
 @given(size=st.sampled_from([40, 90]), at=st.integers(0), bit=st.integers(0, 7))
 def test_a_flipped_bit_anywhere_in_a_message_is_refused_or_changes_nothing(size: int, at: int, bit: int) -> None:
-    shape = TransferLayout(16, size, layout=7, message_bytes=80)  # two blocks a message, or one in two
-    blocks = blocks_of(shape, 1, 4)
-    messages = list(pack(RUN, shape, blocks))
+    layout = TransferLayout(16, size, hash=7, message_bytes=80)  # two blocks a message, or one in two
+    blocks = blocks_of(layout, 1, 4)
+    messages = list(pack(RUN, layout, blocks))
     flat, place = bytearray(b"".join(messages)), 0
     flat[at % len(flat)] ^= 1 << bit
     changed = []
@@ -134,7 +134,7 @@ def test_a_flipped_bit_anywhere_in_a_message_is_refused_or_changes_nothing(size:
         changed.append(bytes(flat[place : place + len(message)]))
         place += len(message)
     try:
-        found = taken(shape, map(decode, changed))
+        found = taken(layout, map(decode, changed))
     except (HandoffFailed, DecodeError):
         return
     assert found == {block.address: block.data for block in blocks}
@@ -158,13 +158,13 @@ def test_a_flipped_bit_anywhere_in_a_message_is_refused_or_changes_nothing(size:
     ],
 )
 def test_bytes_are_bound_to_their_place_and_their_run(size: int, fault: str) -> None:
-    shape, run, reader = (
-        TransferLayout(16, size, layout=7),
+    layout, run, reader = (
+        TransferLayout(16, size, hash=7),
         wire.Run(),
-        TransferLayout(16, size, layout=8 if fault == "layout" else 7),
+        TransferLayout(16, size, hash=8 if fault == "layout" else 7),
     )
     run.CopyFrom(RUN)
-    messages = received(shape, blocks_of(shape, 0, 2))
+    messages = received(layout, blocks_of(layout, 0, 2))
     head, data = messages[0].response.kv_chunk, messages[0].data
     match fault:
         case "data":
@@ -180,11 +180,11 @@ def test_bytes_are_bound_to_their_place_and_their_run(size: int, fault: str) -> 
         case "size":
             data = data[:-1]
         case "splice":  # other bytes with a checksum that matches them, in this run's message
-            other = received(shape, blocks_of(shape, 0, 2, b"other"))
+            other = received(layout, blocks_of(layout, 0, 2, b"other"))
             messages[1:], data = other[1:], other[0].data
             del head.block_checksums[:]
             head.block_checksums.extend(other[0].response.kv_chunk.block_checksums)
-            for mine, theirs in zip(received(shape, blocks_of(shape, 0, 2))[1:], messages[1:], strict=True):
+            for mine, theirs in zip(received(layout, blocks_of(layout, 0, 2))[1:], messages[1:], strict=True):
                 theirs.response.kv_chunk.checksum = mine.response.kv_chunk.checksum
     messages[0] = Received(messages[0].response, data)
     with pytest.raises(HandoffFailed) as failed:
@@ -195,8 +195,8 @@ def test_bytes_are_bound_to_their_place_and_their_run(size: int, fault: str) -> 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("fault", ["first_position", "group", "offset", "checksum", "size", "checksums"])
 def test_a_wrong_position_is_refused_before_any_byte_is_read(size: int, fault: str) -> None:
-    shape = TransferLayout(16, size, layout=7)
-    first = received(shape, blocks_of(shape, 0, 2))[0]
+    layout = TransferLayout(16, size, hash=7)
+    first = received(layout, blocks_of(layout, 0, 2))[0]
     head, data = first.response.kv_chunk, first.data
     match fault:
         case "size":
@@ -206,29 +206,29 @@ def test_a_wrong_position_is_refused_before_any_byte_is_read(size: int, fault: s
         case _:
             setattr(head, fault, getattr(head, fault) + 16)
     with pytest.raises(HandoffFailed, match="does not match its checksum"):
-        Unpacker(RUN, shape).unpack(head, data)
+        Unpacker(RUN, layout).unpack(head, data)
 
 
 def test_pieces_of_a_large_block_must_come_in_order_and_whole() -> None:
-    shape = TransferLayout(16, 3 * MESSAGE_BYTES, layout=7)
-    messages = received(shape, blocks_of(shape, 0, 2))
+    layout = TransferLayout(16, 3 * MESSAGE_BYTES, hash=7)
+    messages = received(layout, blocks_of(layout, 0, 2))
     assert len(messages) == 6
     for order in ([1], [0, 2], [0, 1, 3], [0, 0], [0, 1, 2, 2], [3, 1, 2]):
         with pytest.raises(HandoffFailed):
-            taken(shape, [messages[at] for at in order])
-    assert taken(shape, messages[:2]) == {}
+            taken(layout, [messages[at] for at in order])
+    assert taken(layout, messages[:2]) == {}
 
 
 @pytest.mark.parametrize(("size", "checksums"), [(MESSAGE_BYTES, []), (5, []), (4, [1]), (5, [1, 2])])
 def test_a_block_ends_with_its_message_and_one_checksum(size: int, checksums: list[int]) -> None:
     """The third piece of a LARGE block has five bytes and one checksum."""
-    shape = TransferLayout(16, LARGE, layout=7)
-    pieces = received(shape, blocks_of(shape, 0, 1))
+    layout = TransferLayout(16, LARGE, hash=7)
+    pieces = received(layout, blocks_of(layout, 0, 1))
     head = wire.KvChunk(offset=2 * MESSAGE_BYTES, block_checksums=checksums)
-    head.checksum = message_checksum(RUN, shape, head, size)
+    head.checksum = message_checksum(RUN, layout, head, size)
     with pytest.raises(HandoffFailed):
-        Unpacker(RUN, shape).unpack(head, pieces[0].data[:size])
-    unpacker = Unpacker(RUN, shape)
+        Unpacker(RUN, layout).unpack(head, pieces[0].data[:size])
+    unpacker = Unpacker(RUN, layout)
     for piece in pieces[:2]:
         unpacker.unpack(piece.response.kv_chunk, piece.data)
     with pytest.raises(HandoffFailed):

@@ -63,8 +63,8 @@ def forge_checksum(message: wire.FetchResponse) -> list[wire.FetchResponse]:
 def another_run(message: wire.FetchResponse) -> list[wire.FetchResponse]:
     if message.HasField("kv_chunk"):
         stale = wire.Run(request="r", epoch=1, attempt=0)
-        shape = TransferLayout(4, 32, LAYOUT)
-        message.kv_chunk.checksum = message_checksum(stale, shape, message.kv_chunk, len(message.kv_chunk.data))
+        layout = TransferLayout(4, 32, LAYOUT)
+        message.kv_chunk.checksum = message_checksum(stale, layout, message.kv_chunk, len(message.kv_chunk.data))
     return [message]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from decant.plan.capacity.memory import Room
+from decant.plan.capacity.memory import KvCapacity
 from decant.plan.errors import InvalidPlan
 from decant.plan.quantities import Slo, Tokens
 from decant.plan.queueing import ServiceTime, Wait
@@ -20,8 +20,8 @@ from decant.plan.simulation.outcome import outcome, percentiles
 from decant.plan.simulation.simulation import Scenario, Simulation
 from decant.plan.workload import Workload
 
-ROOM = Room(memory=1 << 30, weights=0, kv_token=1 << 10, share=1.0)
-SMALL = Room(memory=1 << 20, weights=0, kv_token=1 << 10, share=1.0)
+KV_CAPACITY = KvCapacity(memory=1 << 30, weights=0, kv_token=1 << 10, share=1.0)
+SMALL = KvCapacity(memory=1 << 20, weights=0, kv_token=1 << 10, share=1.0)
 """Memory for 1,024 tokens."""
 
 
@@ -52,8 +52,8 @@ ONE = Tokens(1, 1)
 SCENARIO = Scenario(prefill_workers=1, decode_workers=1, requests=6000, seed=3)
 
 
-def simulate(workload: Workload, scenario: Scenario, room: Room = ROOM) -> Simulation:
-    simulation = Simulation(Linear(), room, workload, scenario)
+def simulate(workload: Workload, scenario: Scenario, kv_capacity: KvCapacity = KV_CAPACITY) -> Simulation:
+    simulation = Simulation(Linear(), kv_capacity, workload, scenario)
     simulation.run()
     return simulation
 
@@ -98,12 +98,12 @@ def test_bursts_make_requests_wait_longer() -> None:
     assert sum(bursts) > 2 * sum(calm)
 
 
-@pytest.mark.parametrize("room", [ROOM, SMALL])
+@pytest.mark.parametrize("kv_capacity", [KV_CAPACITY, SMALL])
 @pytest.mark.parametrize("routers", [1, 3])
-def test_every_request_runs_once_and_leaves_nothing_behind(room: Room, routers: int) -> None:
+def test_every_request_runs_once_and_leaves_nothing_behind(kv_capacity: KvCapacity, routers: int) -> None:
     workload = Workload(Tokens(50, 300), Tokens(1, 200), rate=20.0)
     scenario = Scenario(prefill_workers=5, decode_workers=3, routers=routers, requests=400)
-    simulation = simulate(workload, scenario, room)
+    simulation = simulate(workload, scenario, kv_capacity)
     for request in simulation.requests:
         assert request.arrival <= request.prefill_began < request.first_token <= request.end
         assert (request.decode_worker >= 0) == (request.output_tokens > 1)
@@ -114,7 +114,7 @@ def test_every_request_runs_once_and_leaves_nothing_behind(room: Room, routers: 
     computed = sum(worker.busy_seconds for worker in simulation.prefill_workers)
     assert computed == pytest.approx(sum(request.prompt_tokens for request in simulation.requests) / 1e3)
     for router in simulation.routers:
-        assert all(load.work.own == load.sequences.own == 0 for load in router.loads)
+        assert all(load.queued_tokens.own == load.sequences.own == 0 for load in router.loads)
 
 
 def test_sequences_share_the_steps_and_more_than_fit_wait() -> None:
@@ -183,4 +183,4 @@ def test_an_outcome_counts_what_the_requests_show(monkeypatch: pytest.MonkeyPatc
 )
 def test_scenarios_that_cannot_be_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidPlan, match=message):
-        Simulation(Linear(), ROOM, Workload(Tokens(50, 60), ONE), replace(SCENARIO, **change))
+        Simulation(Linear(), KV_CAPACITY, Workload(Tokens(50, 60), ONE), replace(SCENARIO, **change))

@@ -13,7 +13,7 @@ from decant.bench.model_shapes import SHAPES
 from decant.engine.blocks import BlockPool
 from decant.engine.kv_layout import Kind, KvLayout, LayerSpec, Window
 from decant.plan.capacity.devices import PRESETS
-from decant.plan.capacity.memory import Room
+from decant.plan.capacity.memory import KvCapacity
 from decant.plan.capacity.model_shape import find_shape, from_config, parse_shape, read_shape
 from decant.plan.errors import InvalidPlan
 from decant.plan.quantities import parse_bytes, parse_count, parse_slo, parse_tokens
@@ -80,13 +80,13 @@ def test_windows_of_layers_are_read(changes: dict[str, object], windows: tuple[t
 @pytest.mark.parametrize("length", [1, 100, 128, 129, 5000])
 def test_a_sequence_of_full_and_windowed_layers_takes_the_blocks_of_the_engine_s_groups(length: int) -> None:
     shape = from_config("", GPT_OSS_20B)
-    room = Room(40 * GIB, 10 * GIB, shape.kv_bytes("bfloat16"), kv_windows=shape.kv_windows("bfloat16"))
+    kv_capacity = KvCapacity(40 * GIB, 10 * GIB, shape.kv_bytes("bfloat16"), kv_windows=shape.kv_windows("bfloat16"))
     sliding = Window(Kind.SLIDING, 128)
     layers = (LayerSpec(8, 64, 64, sliding), LayerSpec(8, 64, 64)) * 12
-    layout = KvLayout(layers, room.block_size, itemsize=2)
+    layout = KvLayout(layers, kv_capacity.block_size, itemsize=2)
     pool = BlockPool(1, layout.block_size, layout.windows)
-    assert room.sequence_bytes(length) == pool.blocks_at_once(pool.blocks_for(length)) * layout.block_bytes
-    assert room.sequences(length) == room.kv_bytes // room.sequence_bytes(length)
+    assert kv_capacity.sequence_bytes(length) == pool.blocks_at_once(pool.blocks_for(length)) * layout.block_bytes
+    assert kv_capacity.sequences(length) == kv_capacity.kv_bytes // kv_capacity.sequence_bytes(length)
 
 
 @pytest.mark.parametrize(
@@ -106,44 +106,44 @@ def test_parameters_of_known_models_are_counted(config: Mapping[str, Any], billi
 
 def test_a100_40gb_holds_14000_tokens_beside_13_billion_weights() -> None:
     """The article's rounding: 26 GB of weights leave 14 GB, at 1 MB a token."""
-    room = Room(40 * GIB, 26 * GIB, MIB, share=1.0)
-    assert room.tokens == 14 * 1024
-    assert (room.sequences(512), room.sequences(2048)) == (28, 7)
+    kv_capacity = KvCapacity(40 * GIB, 26 * GIB, MIB, share=1.0)
+    assert kv_capacity.tokens == 14 * 1024
+    assert (kv_capacity.sequences(512), kv_capacity.sequences(2048)) == (28, 7)
 
 
 def test_exact_sizes_at_nine_tenths_of_the_memory_give_15000_tokens() -> None:
     """The PagedAttention paper's table of OPT-13B on the same device has 12 GB and 15,700 slots."""
     shape = parse_shape(OPT_13B)
-    room = Room(PRESETS["a100-40gb"].memory, shape.weight_bytes("float16"), shape.kv_bytes("float16"))
-    assert room.kv_bytes / GIB == pytest.approx(12, rel=0.03)
-    assert room.tokens == pytest.approx(15_700, rel=0.03)
+    kv_capacity = KvCapacity(PRESETS["a100-40gb"].memory, shape.weight_bytes("float16"), shape.kv_bytes("float16"))
+    assert kv_capacity.kv_bytes / GIB == pytest.approx(12, rel=0.03)
+    assert kv_capacity.tokens == pytest.approx(15_700, rel=0.03)
 
 
 def test_int8_doubles_the_tokens_that_fit() -> None:
-    room = Room(40 * GIB, 26 * GIB, MIB, share=1.0)
-    assert Room(40 * GIB, 26 * GIB, MIB // 2, share=1.0).tokens == 2 * room.tokens
-    assert Room(40 * GIB, 13 * GIB, MIB, share=1.0).tokens == pytest.approx(2 * room.tokens, rel=0.04)
+    kv_capacity = KvCapacity(40 * GIB, 26 * GIB, MIB, share=1.0)
+    assert KvCapacity(40 * GIB, 26 * GIB, MIB // 2, share=1.0).tokens == 2 * kv_capacity.tokens
+    assert KvCapacity(40 * GIB, 13 * GIB, MIB, share=1.0).tokens == pytest.approx(2 * kv_capacity.tokens, rel=0.04)
     shape = parse_shape(OPT_13B)
     assert shape.kv_bytes("int8") * 2 == shape.kv_bytes("bfloat16")
     assert shape.weight_bytes("bfloat16", "int8") == pytest.approx(shape.weight_bytes("bfloat16") / 2, rel=0.02)
 
 
 def test_a_sequence_takes_whole_blocks() -> None:
-    room = Room(memory=64, weights=0, kv_token=1, share=1.0, block_size=16)
-    assert [room.sequences(length) for length in (16, 17, 32, 33, 65)] == [4, 2, 2, 1, 0]
+    kv_capacity = KvCapacity(memory=64, weights=0, kv_token=1, share=1.0, block_size=16)
+    assert [kv_capacity.sequences(length) for length in (16, 17, 32, 33, 65)] == [4, 2, 2, 1, 0]
 
 
 def test_weights_that_do_not_fit_are_refused_with_what_would() -> None:
     with pytest.raises(InvalidPlan, match=r"weights of 26.0 GiB need a device of more than 28.9 GiB.*int8.*24.0 GiB"):
-        Room(24 * GIB, 26 * GIB, MIB).check(longest=100)
+        KvCapacity(24 * GIB, 26 * GIB, MIB).check(longest=100)
 
 
 def test_a_sequence_that_does_not_fit_is_refused_with_the_memory_that_holds_it() -> None:
-    room = Room(28 * GIB, 26 * GIB, MIB, share=1.0)
+    kv_capacity = KvCapacity(28 * GIB, 26 * GIB, MIB, share=1.0)
     with pytest.raises(InvalidPlan, match=r"4,000 tokens.*at most 2,048 tokens"):
-        room.check(longest=4000)
+        kv_capacity.check(longest=4000)
     needed = 26 * GIB + (4000 + 16) * MIB
-    Room(needed, 26 * GIB, MIB, share=1.0).check(longest=4000)
+    KvCapacity(needed, 26 * GIB, MIB, share=1.0).check(longest=4000)
 
 
 def test_a_folder_and_its_config_give_the_same_shape(tmp_path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from decant.engine.costs import StepCostModel
 from decant.plan.capacity.devices import Device
-from decant.plan.capacity.memory import Room
+from decant.plan.capacity.memory import KvCapacity
 from decant.plan.capacity.model_shape import from_config
 from decant.plan.costs.overheads import NO_OVERHEADS, Contention, Overheads
 from decant.plan.costs.speed import Efficiency, Measured, roofline
@@ -21,18 +21,18 @@ from decant.plan.sizing import Sizing
 from decant.plan.workload import Workload
 from tests.plan.test_sizes import LLAMA_3_8B
 
-ROOM = Room(memory=1 << 30, weights=0, kv_token=1 << 10, share=1.0)
+KV_CAPACITY = KvCapacity(memory=1 << 30, weights=0, kv_token=1 << 10, share=1.0)
 WORKLOAD = Workload(Tokens(1500, 2000), Tokens(500, 500), rate=4.0)
 COSTS = StepCostModel(fixed=0.02, token=1e-4, logits=1e-4, pair=1e-9)
 SPEED = Measured(COSTS, COSTS)
 
 
 def sizing(slo: Slo = Slo(), rate: float = 4.0) -> Sizing:  # noqa: B008 - frozen
-    return Sizing(SPEED, ROOM, replace(WORKLOAD, rate=rate), slo)
+    return Sizing(SPEED, KV_CAPACITY, replace(WORKLOAD, rate=rate), slo)
 
 
 def pools() -> Pools:
-    return Pools(SPEED, ROOM, WORKLOAD, NO_OVERHEADS)
+    return Pools(SPEED, KV_CAPACITY, WORKLOAD, NO_OVERHEADS)
 
 
 def waits(servers: int, rate: float, service: Tokens, seed: int = 1, arrivals: int = 60_000) -> list[float]:
@@ -95,28 +95,28 @@ def test_the_median_ttft_is_that_of_a_simulated_queue_of_the_same_prompts(rate: 
         now += rng.expovariate(rate)
         free = max(now, free) + rng.uniform(0.2, 0.6)
         ttfts.append(free - now)
-    made = Pools(Measured(costs, costs), ROOM, workload, Overheads(latency=0.1))
+    made = Pools(Measured(costs, costs), KV_CAPACITY, workload, Overheads(latency=0.1))
     assert made.median_ttft(1, rate) == pytest.approx(0.1 + sorted(ttfts)[30_000], rel=0.04)
 
 
 def test_a_pool_is_as_slow_as_the_use_of_the_other_one_makes_it() -> None:
     def at(rate: float) -> tuple[float, float]:
         """Seconds of a prefill and of a token."""
-        made = Sizing(SPEED, ROOM, WORKLOAD, Slo(), Overheads(contention=Contention(1.5, 2.0)))
+        made = Sizing(SPEED, KV_CAPACITY, WORKLOAD, Slo(), Overheads(contention=Contention(1.5, 2.0)))
         slowed = made.slowed(1, 1, rate).speed
         return slowed.prefill(1000), slowed.step(1, 1000)
 
     prefill, step = SPEED.prefill(1000), SPEED.step(1, 1000)
     assert at(1e-6) == pytest.approx((prefill, step), rel=0.01)
     assert at(1e3) == pytest.approx((1.5 * prefill, 2 * step))
-    slower = Sizing(SPEED, ROOM, WORKLOAD, Slo(), Overheads(contention=Contention(1.5, 2.0))).slowed(1, 1, 1.0)
+    slower = Sizing(SPEED, KV_CAPACITY, WORKLOAD, Slo(), Overheads(contention=Contention(1.5, 2.0))).slowed(1, 1, 1.0)
     assert at(1.0)[1] / step - 1 == pytest.approx(slower.prefill_use(1, 1.0), rel=1e-3)
 
 
 def test_goodput_and_ttft_count_latency_and_contention() -> None:
     prefill = SPEED.prefill(1750)
     workload = Workload(Tokens(1750, 1750), Tokens(500, 500), rate=0.1)
-    made = Sizing(SPEED, ROOM, workload, Slo(), Overheads(0.05, 0.5, 1e-5, Contention(prefill=2.0, handoff=3.0)))
+    made = Sizing(SPEED, KV_CAPACITY, workload, Slo(), Overheads(0.05, 0.5, 1e-5, Contention(prefill=2.0, handoff=3.0)))
     plan = made.plan()
     assert plan.goodput == pytest.approx(1 / (2 * prefill + 0.0175), rel=0.01)  # 1,750 tokens are sent
     assert plan.ttft_median == pytest.approx(0.05 + plan.prefill_mean, rel=0.01)
@@ -128,7 +128,7 @@ def test_sending_a_cache_slows_only_a_prompt_that_follows_at_once() -> None:
     """At 40 % use by prefills, 40 % of the prompts and of those that they delay follow at once: 1 / (1 - 0.4 x 0.5)."""
     prefill = SPEED.prefill(1750)
     workload = Workload(Tokens(1750, 1750), Tokens(500, 500), rate=0.1)
-    made = Sizing(SPEED, ROOM, workload, Slo(), Overheads(sending=0.5 * prefill / 1750))
+    made = Sizing(SPEED, KV_CAPACITY, workload, Slo(), Overheads(sending=0.5 * prefill / 1750))
 
     def use(rate: float) -> float:
         return made.slowed(1, 1, rate).prefill_use(1, rate)
@@ -141,7 +141,7 @@ def test_sending_a_cache_slows_only_a_prompt_that_follows_at_once() -> None:
 def test_a_rate_beyond_the_most_workers_is_refused_with_the_highest_one() -> None:
     workload = Workload(Tokens(1000, 1000), Tokens(2, 2), rate=1e9)
     with pytest.raises(InvalidPlan) as refused:
-        Sizing(SPEED, ROOM, workload, Slo()).plan()
+        Sizing(SPEED, KV_CAPACITY, workload, Slo()).plan()
     highest = 10_000 / SPEED.prefill(1000)
     assert str(refused.value) == f"--rate: at most {highest:.3g} requests/s, for 10,000 prefill workers, got 1e+09"
 
@@ -178,7 +178,7 @@ def test_one_worker_less_of_either_role_would_miss_an_objective() -> None:
     assert pools().ttft(plan.prefill_workers, 30.0) <= 0.4 < pools().ttft(plan.prefill_workers - 1, 30.0)
     fewer = pools().running(30.0 / (plan.decode_workers - 1))
     needed = (fewer + 3 * math.sqrt(fewer)) * WORKLOAD.context
-    assert needed > ROOM.tokens or SPEED.step(fewer + 1, WORKLOAD.context) > 0.05
+    assert needed > KV_CAPACITY.tokens or SPEED.step(fewer + 1, WORKLOAD.context) > 0.05
 
 
 def test_a_plan_at_its_goodput_needs_no_more_workers_and_beyond_it_does() -> None:
@@ -192,7 +192,7 @@ def test_a_plan_at_its_goodput_needs_no_more_workers_and_beyond_it_does() -> Non
 
 
 def test_memory_bounds_a_batch_that_has_no_objective() -> None:
-    assert pools().batch_limit(None) == ROOM.sequences(math.ceil(WORKLOAD.context))
+    assert pools().batch_limit(None) == KV_CAPACITY.sequences(math.ceil(WORKLOAD.context))
 
 
 def test_the_batch_limit_is_the_last_batch_within_the_tpot_objective() -> None:
@@ -238,7 +238,7 @@ def test_objectives_that_overheads_alone_exceed_are_refused_by_name(
     slo: Slo, overheads: Overheads, message: str
 ) -> None:
     with pytest.raises(InvalidPlan, match=f"^--slo {message}"):
-        Sizing(SPEED, ROOM, replace(WORKLOAD, rate=0.001), slo, overheads).plan()
+        Sizing(SPEED, KV_CAPACITY, replace(WORKLOAD, rate=0.001), slo, overheads).plan()
 
 
 def test_a_rate_beyond_every_pool_is_refused() -> None:

@@ -91,7 +91,7 @@ class Directory:
     async def listing(self) -> Listing[Any]:
         return Listing(b"1", None, self._present)
 
-    async def change(self, listing: Listing[Any], seconds: float) -> Listing[Any]:
+    async def wait_for_change(self, listing: Listing[Any], seconds: float) -> Listing[Any]:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -268,4 +268,4 @@ class Scenario:
                 assert not worker.renewed, "a ticket is renewed though its request has ended"
             known = self.pool.worker(Incarnation.of(worker.facts.peer))
             assert not known.session.is_busy
-            assert known.load.work.own == known.load.sequences.own == 0
+            assert known.load.queued_tokens.own == known.load.sequences.own == 0

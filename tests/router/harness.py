@@ -204,7 +204,7 @@ async def core(
             await stack.enter_async_context(task)
         stack.push_async_callback(requests.close)
         async with asyncio.timeout(PATIENCE):
-            await pool.membership.settled()
+            await pool.membership.wait_settled()
         yield Core(router, requests, flushing)
         async with asyncio.timeout(PATIENCE):
             await requests.drain()
@@ -215,7 +215,7 @@ async def core(
         for worker in list(pool.membership):
             assert not worker.session.is_busy
             assert not worker.session.runs.table.by_slot
-            assert worker.load.work.own == worker.load.sequences.own == 0
+            assert worker.load.queued_tokens.own == worker.load.sequences.own == 0
     del registrations
 
 

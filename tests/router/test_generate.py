@@ -106,7 +106,7 @@ async def test_a_client_that_leaves_has_lost_its_stream(method, tokens):
             call.cancel()
             assert await s.lost() is stream
             async with asyncio.timeout(PATIENCE):
-                await s.server._interceptor.idle()
+                await s.server._interceptor.wait_idle()
         await asyncio.wait([reading])
         assert [line["outcome"] for line in lines if line["event"] == "request ended"] == ["left"]
         assert not [line for line in lines if line["log_level"] in ("warning", "error")]
@@ -148,7 +148,7 @@ async def test_a_client_that_leaves_while_it_is_being_written_to_has_lost_its_st
             call.cancel()
             assert await s.lost() is stream
             async with asyncio.timeout(PATIENCE):
-                await s.server._interceptor.idle()
+                await s.server._interceptor.wait_idle()
         writing.cancel()
         assert not [line for line in lines if line["log_level"] in ("warning", "error")]
 
@@ -157,10 +157,10 @@ async def test_a_call_that_ends_after_its_deadline_is_no_lost_stream(monkeypatch
     async with harness() as s:
         call = s.stub.GenerateStream(generate_request(), timeout=PATIENCE)
         stream = await s.stream()
-        monkeypatch.setattr(type(stream.request.deadline), "is_over", True)
+        monkeypatch.setattr(type(stream.request.deadline), "has_passed", True)
         call.cancel()
         async with asyncio.timeout(PATIENCE):
-            await s.server._interceptor.idle()
+            await s.server._interceptor.wait_idle()
         assert s.requests.lost.empty()
 
 

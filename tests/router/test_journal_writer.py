@@ -152,4 +152,4 @@ async def test_an_invalid_token_affects_its_own_request_only(store: Store) -> No
         workers[1]._frame(run, run.base + 3, [1 << 30])
         workers[1].go.set()
         assert tokens_of(await until_ended(stream)) == answer(PROMPT, 9)
-        assert stream.path.attempts == 2
+        assert stream.trace.attempts == 2

@@ -39,7 +39,7 @@ class Held:
         self.stream = TokenStream(make_request())
         self.persisted = False
 
-    def superseded(self, error: Displaced) -> None:
+    def on_superseded(self, error: Displaced) -> None:
         raise AssertionError
 
     def mark_persisted(self) -> None:
@@ -80,7 +80,7 @@ class Trips:
             if self.away_from is not None and len(self.sizes) >= self.away_from:
                 raise TimeoutError
             self.sizes.append(
-                sum(len(word) for command in commands for word in command.words if isinstance(word, bytes))
+                sum(len(word) for command in commands for word in command.args if isinstance(word, bytes))
             )
             self.writes.append(sum(command.script is not None for command in commands))
             return await original(client, commands)
@@ -127,7 +127,7 @@ async def test_while_redis_is_away_a_try_costs_one_round_trip_and_tries_become_f
     tried: list[int] = []
 
     async def send(client: Client, commands: Sequence[Command]) -> list[Any]:
-        tried.append(sum(len(word) for command in commands for word in command.words if isinstance(word, bytes)))
+        tried.append(sum(len(word) for command in commands for word in command.args if isinstance(word, bytes)))
         raise TimeoutError
 
     monkeypatch.setattr(Client, "_send", send)
@@ -154,11 +154,11 @@ async def test_a_redis_that_refuses_a_request_for_days_does_not_end_the_journal_
     journal_writer = JournalWriter(store.requests, flush_ms=50)
     held = Held(make_owned(RequestKey("t", "refused")))
     journal_writer.begin(held)
-    journal_writer._set_aside(held, StoreFault("WRONGTYPE"))
-    journal_writer._faults[held.owned].tries = 100_000
-    journal_writer._set_aside(held, StoreFault("WRONGTYPE"))
+    journal_writer._schedule_retry(held, StoreFault("WRONGTYPE"))
+    journal_writer._faults[held.owned].failures = 100_000
+    journal_writer._schedule_retry(held, StoreFault("WRONGTYPE"))
     now = asyncio.get_running_loop().time()
-    assert 0 < journal_writer._faults[held.owned].again_at - now <= JournalTimings().max_fault_s
+    assert 0 < journal_writer._faults[held.owned].retry_at - now <= JournalTimings().max_fault_s
 
 
 async def test_the_interval_follows_how_long_flushes_take(store: Store) -> None:
@@ -224,7 +224,7 @@ async def test_an_ended_request_that_redis_refuses_is_given_up(
             each.owned.transition(SUCCEEDED, NOW)
             journal_writer.end(each)
         async with asyncio.timeout(PATIENCE):
-            await journal_writer.idle()
+            await journal_writer.wait_idle()
         assert all(each.persisted for each in held)
         assert not journal_writer._faults
     assert [request.needs_write for request in requests] == [True, False]
@@ -260,5 +260,5 @@ async def test_an_end_leaves_the_open_set_though_redis_was_away_just_then(store:
         assert not any(request.is_unsynced for request in requests)
         trips.away_from = None
         async with asyncio.timeout(PATIENCE):
-            await journal_writer.idle()
+            await journal_writer.wait_idle()
     assert await store.open.of(router()) == set()

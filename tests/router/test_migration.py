@@ -61,7 +61,7 @@ class Harness:
         return await self.core.requests.begin(request), run_alone(request.engine_request)
 
     def at(self, stream: TokenStream) -> str:
-        return stream.path.decode_worker
+        return stream.trace.decode_worker
 
     async def settled(self) -> None:
         for worker_harness in self.workers.values():
@@ -111,7 +111,7 @@ async def checked(stream: TokenStream, expected: list[int], attempts: int = 1) -
     await until_ended(stream)
     assert isinstance(stream.end, Finish), stream.end
     assert stream.tokens == expected
-    assert stream.path.attempts == attempts
+    assert stream.trace.attempts == attempts
 
 
 async def test_a_drained_worker_is_empty_while_its_outputs_continue_elsewhere(store: Store) -> None:
@@ -220,7 +220,7 @@ async def test_losing_the_source_of_a_migration_costs_at_most_one_attempt(store:
             await until_ended(stream)
             assert isinstance(stream.end, Finish), stream.end
             assert stream.tokens == expected
-            assert stream.path.attempts <= 2
+            assert stream.trace.attempts <= 2
             assert harness.at(stream) != first
 
 
@@ -239,7 +239,7 @@ async def test_losing_the_target_of_a_migration_costs_at_most_one_attempt(store:
             await until_ended(stream)
             assert isinstance(stream.end, Finish), stream.end
             assert stream.tokens == expected
-            assert stream.path.attempts <= 2
+            assert stream.trace.attempts <= 2
             assert harness.at(stream) not in (first, target)
 
 
@@ -286,7 +286,7 @@ async def test_a_ticket_is_renewed_while_its_receiver_waits_for_free_blocks(stor
         _let_go(worker_harness, crowd)
         worker_harness.host.loop.post(lambda engine: engine.add(Request("nudge", (1,), stop=StopParams(1))))
         await checked(stream, expected)
-        assert stream.path.prefill_worker == "p"
+        assert stream.trace.prefill_worker == "p"
 
 
 LINES = [

@@ -17,8 +17,8 @@ async def test_a_short_prompt_is_computed_locally_and_its_receipt_shows_it(store
     async with fleet(P, D) as workers, core(store, workers, handoff_min_tokens=100) as harness:
         stream = await harness.answer(make_request(prompt=SHORT))
         assert tokens_of(stream) == answer(list(SHORT), 5)
-        assert (stream.path.prefill_worker, stream.path.decode_worker) == ("", "d")
-        assert stream.path.handoff_s is None
+        assert (stream.trace.prefill_worker, stream.trace.decode_worker) == ("", "d")
+        assert stream.trace.handoff_s is None
         await harness.requests.drain()
         found = await store.requests.read(RequestKey("default", "r"))
         assert Generation.STATE_PREFILLING not in [each.state for each in found.record.transitions]
@@ -26,9 +26,9 @@ async def test_a_short_prompt_is_computed_locally_and_its_receipt_shows_it(store
 
 async def test_a_long_prompt_and_one_for_a_single_token_go_to_the_prefill_pool(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, handoff_min_tokens=100) as harness:
-        assert (await harness.answer(make_request("long", LONG))).path.prefill_worker == "p"
+        assert (await harness.answer(make_request("long", LONG))).trace.prefill_worker == "p"
         single = await harness.answer(make_request("single", SHORT, max_tokens=1))
-        assert (single.path.prefill_worker, single.path.decode_worker) == ("p", "")
+        assert (single.trace.prefill_worker, single.trace.decode_worker) == ("p", "")
 
 
 async def test_a_failing_decode_worker_is_not_near(store: Store) -> None:
@@ -36,7 +36,7 @@ async def test_a_failing_decode_worker_is_not_near(store: Store) -> None:
         workers[1].script.fails_at = [0]
         stream = await harness.answer(make_request(prompt=SHORT))
         assert tokens_of(stream) == answer(list(SHORT), 5)
-        assert (stream.path.prefill_worker, stream.path.attempts) == ("p", 2)
+        assert (stream.trace.prefill_worker, stream.trace.attempts) == ("p", 2)
 
 
 async def test_without_measurements_all_are_handed_over_and_each_answer_is_one(store: Store) -> None:
@@ -44,9 +44,9 @@ async def test_without_measurements_all_are_handed_over_and_each_answer_is_one(s
         costs = harness.router.pool.costs["m"]
         workers[1].script.pause_at = 1
         stream = await harness.requests.begin(make_request("first", SHORT))
-        await until(lambda: stream.path.prefill_s)  # it comes over another connection than the end
+        await until(lambda: stream.trace.prefill_s)  # it comes over another connection than the end
         workers[1].go.set()
-        assert (await until_ended(stream)).path.prefill_worker == "p"
+        assert (await until_ended(stream)).trace.prefill_worker == "p"
         assert costs._transfer.is_known(costs._now())
         read = costs._on_prefill_worker.per_token
         assert read == 2.0 / (len(SHORT) - 3), "as the scripted worker reported, without what it had cached"
@@ -58,11 +58,11 @@ async def test_the_choice_of_mode_follows_measurements_of_both(store: Store) -> 
         for _ in range(100):
             costs.add_prefill(200, 0.2, on_decode_worker=False)
             costs.add_transfer(200, 1.0)
-        assert (await harness.answer(make_request("cheap", LONG))).path.prefill_worker == ""
+        assert (await harness.answer(make_request("cheap", LONG))).trace.prefill_worker == ""
         beside = costs._on_decode_worker.per_token
         assert beside == 3.0 / (len(LONG) - 5), "as the scripted worker reported"
-        assert (await harness.answer(make_request("dear", LONG[::-1]))).path.prefill_worker == "p"
-        assert (await harness.answer(make_request("short", SHORT))).path.prefill_worker == ""
+        assert (await harness.answer(make_request("dear", LONG[::-1]))).trace.prefill_worker == "p"
+        assert (await harness.answer(make_request("short", SHORT))).trace.prefill_worker == ""
 
 
 async def test_a_session_has_one_affinity_worker_and_sessions_are_spread(store: Store) -> None:
@@ -72,7 +72,7 @@ async def test_a_session_has_one_affinity_worker_and_sessions_are_spread(store: 
             used = set()
             for n in range(3):
                 request = make_request(f"{session}{n}", tuple(range(1, 8)), session=session)
-                used.add((await harness.answer(request)).path.prefill_worker)
+                used.add((await harness.answer(request)).trace.prefill_worker)
             assert len(used) == 1
             affinity_workers |= used
         assert affinity_workers == {"p", "p2"}
@@ -80,7 +80,7 @@ async def test_a_session_has_one_affinity_worker_and_sessions_are_spread(store: 
 
 async def test_requests_without_prefix_reuse_have_no_preferred_worker(store: Store) -> None:
     async with fleet(P, P2, D) as workers, core(store, workers) as harness:
-        affinity_worker = (await harness.answer(make_request("shared", session="s"))).path.prefill_worker
+        affinity_worker = (await harness.answer(make_request("shared", session="s"))).trace.prefill_worker
         other = next(worker for worker in workers[:2] if worker.facts.peer.id != affinity_worker)
         request = make_request("alone", session="s")
         request.engine_request.bypass_prefix_cache = True

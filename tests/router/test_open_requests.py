@@ -32,7 +32,7 @@ def lose_removals(patch: Patch, lost: object) -> None:
     original = Client._send
 
     async def send(client: Client, commands: Sequence[Command]) -> list[object]:
-        if lost and any(command.words[0] == "SREM" for command in commands):
+        if lost and any(command.args[0] == "SREM" for command in commands):
             raise TimeoutError
         return await original(client, commands)
 
@@ -41,7 +41,7 @@ def lose_removals(patch: Patch, lost: object) -> None:
 
 async def test_a_request_that_another_router_cancels_leaves_its_owners_open_set(store: Store) -> None:
     await store.requests.accept(make_request())
-    taken = OwnedRequest.adopted(await store.requests.cancel(KEY, router(2)))
+    taken = OwnedRequest.from_stored(await store.requests.cancel(KEY, router(2)))
     assert await store.open.of(router(1)) == set(), "its owner need not learn of it for that"
     taken.transition(CANCELLED, NOW)
     await store.requests.write(taken)
@@ -148,7 +148,7 @@ class Routers:
                 self.held[incarnation][key].transition(CANCELLED, NOW)
 
     def take(self, incarnation: Incarnation, found: StoredRequest) -> None:
-        self.held[incarnation][found.key] = OwnedRequest.adopted(found)
+        self.held[incarnation][found.key] = OwnedRequest.from_stored(found)
 
     async def write(self, incarnation: Incarnation, key: RequestKey) -> None:
         for request in self.held[incarnation].values():

@@ -33,14 +33,14 @@ def place(*workers: WorkerSnapshot, tokens: int = 10, from_tokens: bool = False)
 
 def test_a_prompt_goes_where_the_fewest_tokens_are_queued() -> None:
     long, short = snapshot("long", P, queued_tokens=900), snapshot("short", P, queued_tokens=100, sequences=9)
-    assert place(long, short, snapshot("d")) == Placement(short.incarnation, prefill=True)
+    assert place(long, short, snapshot("d")) == Placement(short.incarnation, is_split=True)
 
 
 def test_a_cached_prefix_outweighs_as_many_queued_tokens() -> None:
     holder, idle = snapshot("holder", P, queued_tokens=500, cached_tokens=800), snapshot("idle", P)
-    assert place(holder, idle, snapshot("d"), tokens=1000) == Placement(holder.incarnation, prefill=True)
+    assert place(holder, idle, snapshot("d"), tokens=1000) == Placement(holder.incarnation, is_split=True)
     crowded = replace(holder, queued_tokens=900)
-    assert place(crowded, idle, snapshot("d"), tokens=1000) == Placement(idle.incarnation, prefill=True)
+    assert place(crowded, idle, snapshot("d"), tokens=1000) == Placement(idle.incarnation, is_split=True)
 
 
 def test_a_kv_cache_goes_to_the_least_loaded_worker_then_to_the_one_with_most_cached() -> None:
@@ -66,22 +66,22 @@ def test_a_full_prefill_pool_is_waited_for_and_a_missing_one_is_not() -> None:
     busy = snapshot("q", P, has_capacity=False)
     decode = snapshot("d")
     assert place(full, busy, decode) is None
-    assert place(decode) == Placement(decode.incarnation, prefill=False)
+    assert place(decode) == Placement(decode.incarnation, is_split=False)
 
 
 def test_without_decode_workers_a_prefill_worker_does_both() -> None:
     only = snapshot("p", P)
-    assert place(only) == Placement(only.incarnation, prefill=False)
+    assert place(only) == Placement(only.incarnation, is_split=False)
 
 
 def test_tokens_that_are_written_go_to_a_decode_worker() -> None:
     decode = snapshot("d", sequences=50)
-    assert place(snapshot("p", P), decode, from_tokens=True) == Placement(decode.incarnation, prefill=False)
+    assert place(snapshot("p", P), decode, from_tokens=True) == Placement(decode.incarnation, is_split=False)
 
 
 def test_a_prefill_worker_without_a_decode_worker_of_its_layout_is_not_used() -> None:
     decode = snapshot("d")
-    assert place(snapshot("p", P, layout=2), decode) == Placement(decode.incarnation, prefill=False)
+    assert place(snapshot("p", P, layout=2), decode) == Placement(decode.incarnation, is_split=False)
 
 
 def test_a_cache_goes_where_it_fits_then_where_the_fewest_sequences_run() -> None:
@@ -122,33 +122,33 @@ def test_a_cache_goes_to_another_prefill_worker_when_no_decode_worker_is_left() 
 
 
 def test_a_worker_that_failed_is_chosen_last() -> None:
-    failed, idle = snapshot("a", avoided=True), snapshot("b", sequences=99)
-    assert place(failed, idle) == Placement(idle.incarnation, prefill=False)
-    assert place(failed) == Placement(failed.incarnation, prefill=False)
+    failed, idle = snapshot("a", is_avoided=True), snapshot("b", sequences=99)
+    assert place(failed, idle) == Placement(idle.incarnation, is_split=False)
+    assert place(failed) == Placement(failed.incarnation, is_split=False)
 
 
 def test_a_short_prompt_is_prefilled_by_its_decode_worker() -> None:
     prefill, decode = snapshot("p", P), snapshot("d")
     short = PlacementRequest(99, handoff_min_tokens=100)
-    assert choose_first_worker([prefill, decode], short) == Placement(decode.incarnation, prefill=False)
+    assert choose_first_worker([prefill, decode], short) == Placement(decode.incarnation, is_split=False)
     assert choose_first_worker([prefill, decode], replace(short, tokens=100)) == Placement(
-        prefill.incarnation, prefill=True
+        prefill.incarnation, is_split=True
     )
     assert choose_first_worker([prefill, replace(decode, queued_tokens=1)], short) == Placement(
-        prefill.incarnation, prefill=True
+        prefill.incarnation, is_split=True
     )
-    assert choose_first_worker([prefill, replace(decode, avoided=True)], short) == Placement(
-        prefill.incarnation, prefill=True
+    assert choose_first_worker([prefill, replace(decode, is_avoided=True)], short) == Placement(
+        prefill.incarnation, is_split=True
     )
     assert choose_first_worker([prefill, replace(decode, free_blocks=6)], short) == Placement(
-        prefill.incarnation, prefill=True
+        prefill.incarnation, is_split=True
     )
 
 
 def test_a_long_prompt_is_prefilled_by_its_decode_worker_when_most_of_it_is_cached_there() -> None:
     holder, calm, prefill = snapshot("holder", sequences=9, cached_tokens=960), snapshot("calm"), snapshot("p", P)
     need = PlacementRequest(1000, handoff_min_tokens=100)
-    assert choose_first_worker([calm, holder, prefill], need) == Placement(holder.incarnation, prefill=False)
+    assert choose_first_worker([calm, holder, prefill], need) == Placement(holder.incarnation, is_split=False)
 
 
 def affinity_worker_of(session: str, *names: str, role: wire.Role = P) -> str:
@@ -182,13 +182,13 @@ def test_a_cached_prefix_and_a_long_queue_outweigh_the_affinity_worker() -> None
     session = next(session for session in SESSIONS if affinity_worker_of(session, "a", "b") == "a")
     need = PlacementRequest(100, session=session)
     assert choose_first_worker([affinity_worker, other, snapshot("d")], need) == Placement(
-        affinity_worker.incarnation, prefill=True
+        affinity_worker.incarnation, is_split=True
     )
     busy = replace(affinity_worker, queued_tokens=100)
-    assert choose_first_worker([busy, other, snapshot("d")], need) == Placement(other.incarnation, prefill=True)
+    assert choose_first_worker([busy, other, snapshot("d")], need) == Placement(other.incarnation, is_split=True)
     holder = replace(other, cached_tokens=16)
     assert choose_first_worker([affinity_worker, holder, snapshot("d")], need) == Placement(
-        other.incarnation, prefill=True
+        other.incarnation, is_split=True
     )
 
 
@@ -214,7 +214,7 @@ workers = st.builds(
     sequences=st.integers(0, 5),
     takes_prompts=st.booleans(),
     has_capacity=st.booleans(),
-    avoided=st.booleans(),
+    is_avoided=st.booleans(),
     cached_tokens=st.sampled_from([0, 0, 4, 9]),
 )
 
@@ -234,7 +234,7 @@ def test_the_chosen_worker_always_has_capacity(
         worker = by_incarnation[chosen.incarnation]
         assert worker.has_capacity
         assert worker.takes_prompts
-        if chosen.prefill:
+        if chosen.is_split:
             assert worker.role == P
             assert any(other.role == D and other.layout == worker.layout for other in present)
     elif from_tokens or not any(worker.role == P for worker in present):

@@ -41,7 +41,7 @@ async def test_another_tokenizer_or_model_is_not_used(store: Store) -> None:
             assert names(harness) == {"d2"}
             assert not workers[0].hellos
             stream = await harness.answer(make_request())
-            assert stream.path.decode_worker == "d2"
+            assert stream.trace.decode_worker == "d2"
 
 
 async def test_workers_that_register_later_are_found_and_removed_ones_forgotten(store: Store) -> None:
@@ -65,7 +65,7 @@ async def test_a_registration_that_ran_out_ends_nothing_while_the_session_lives(
         workers[0].break_session()  # runs are there: it is opened again
         workers[0].go.set()
         assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
-        assert stream.path.attempts == 1
+        assert stream.trace.attempts == 1
         assert tokens_of(await harness.answer(make_request("new"))) == answer(PROMPT, 5)
         workers[0].break_session()  # nothing is there any more
         await until(lambda: not list(harness.router.pool.of("m")))
@@ -98,7 +98,7 @@ async def test_a_draining_worker_keeps_what_it_has_and_gets_no_more(store: Store
         for worker in workers:
             worker.go.set()
         assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
-        assert stream.path.attempts == 1
+        assert stream.trace.attempts == 1
         await harness.answer(make_request("new"))
         assert len(draining.starts) == 1
 
@@ -158,7 +158,7 @@ async def test_a_worker_that_refused_gets_few_requests_before_its_next_heartbeat
         view.apply_heartbeat(wire.Heartbeat())
         sent = []
         while view.snapshot().has_capacity:
-            sent.append(view.reserve(PromptBlocks(wire.EngineRequest(prompt=bytes(4))), 1, computed=True))
+            sent.append(view.reserve(PromptBlocks(wire.EngineRequest(prompt=bytes(4))), 1, computes_prompt=True))
         assert len(sent) == 16
         for each in sent:
             each.release()
@@ -222,7 +222,7 @@ async def test_a_prompt_goes_where_its_prefix_is_cached(store: Store) -> None:
 
 async def test_a_prefix_just_sent_counts_until_its_worker_fails_to_report_it(store: Store) -> None:
     async with fleet(P, P2, D) as workers, core(store, workers) as harness:
-        paths = [(await harness.answer(make_request(str(n), (*LONG, n)))).path for n in range(4)]
-        assert len({path.prefill_worker for path in paths}) == 1
+        traces = [(await harness.answer(make_request(str(n), (*LONG, n)))).trace for n in range(4)]
+        assert len({trace.prefill_worker for trace in traces}) == 1
         caches = [worker.load._cached for worker in harness.router.pool.of("m")]
-        await until(lambda: not any(cache._cached or cache.leaving for cache in caches))
+        await until(lambda: not any(cache._cached or cache.expiring for cache in caches))

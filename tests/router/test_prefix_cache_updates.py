@@ -53,7 +53,7 @@ async def test_a_router_follows_the_cached_blocks_of_its_workers(store: Store) -
         async with core(store, registered, id="first") as harness:  # type: ignore[arg-type]
             stream = await harness.answer(valid_request("r", 1))
             assert len(tokens_of(stream)) == 3
-            holder = stream.path.decode_worker
+            holder = stream.trace.decode_worker
         async with core(store, registered, id="second") as harness:  # type: ignore[arg-type]
             pool, prefix = harness.router.pool, PromptBlocks(valid_request("s", 2).engine_request)
 
@@ -62,7 +62,7 @@ async def test_a_router_follows_the_cached_blocks_of_its_workers(store: Store) -
 
             await until(lambda: known() == {holder: len(SHARED), "b" if holder == "a" else "a": 0})
             stream = await harness.answer(valid_request("s", 2))
-            assert stream.path.decode_worker == holder
+            assert stream.trace.decode_worker == holder
             assert stream.cached_tokens == len(SHARED)
             node = next(node for node, _ in pair if node.peer.id == holder)
             await node.host.loop.call(lambda engine: engine.pool.drop_cache())

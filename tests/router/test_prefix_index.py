@@ -85,7 +85,7 @@ async def test_a_long_prompt_is_hashed_aside_to_the_same_names() -> None:
 
 def test_expected_blocks_count_at_once_and_are_forgotten_unless_reported() -> None:
     known, prefix = view(), PromptBlocks(work())
-    sent = known.reserve(prefix, 20, computed=True)
+    sent = known.reserve(prefix, 20, computes_prompt=True)
     assert known.cached_tokens(prefix) == 16
     for _ in range(5):
         known.apply_heartbeat(wire.Heartbeat())
@@ -100,8 +100,8 @@ def test_expected_blocks_count_at_once_and_are_forgotten_unless_reported() -> No
 
 def test_of_two_equal_prompts_the_last_placement_decides() -> None:
     known, prefix = view(), PromptBlocks(work())
-    first = known.reserve(prefix, 20, computed=True)
-    second = known.reserve(prefix, 20, computed=True)
+    first = known.reserve(prefix, 20, computes_prompt=True)
+    second = known.reserve(prefix, 20, computes_prompt=True)
     first.release()
     for _ in range(3):
         known.apply_heartbeat(wire.Heartbeat())
@@ -115,7 +115,7 @@ def test_of_two_equal_prompts_the_last_placement_decides() -> None:
 def test_cached_tokens_count_neither_as_work_nor_as_used_blocks() -> None:
     known, prefix = view(), PromptBlocks(work(100))
     known.apply_heartbeat(heartbeat(prefix.hashes(BLOCK)[:20]))
-    known.reserve(prefix, 100, computed=True)
+    known.reserve(prefix, 100, computes_prompt=True)
     seen = known.snapshot(prefix)
     assert (seen.queued_tokens, seen.free_blocks, seen.cached_tokens) == (20, 95, 96)
 
@@ -123,7 +123,7 @@ def test_cached_tokens_count_neither_as_work_nor_as_used_blocks() -> None:
 def test_a_new_session_begins_with_nothing() -> None:
     known, prefix = view(), PromptBlocks(work())
     known.apply_heartbeat(heartbeat(prefix.hashes(BLOCK)))
-    sent = known.reserve(prefix, 20, computed=True)
+    sent = known.reserve(prefix, 20, computes_prompt=True)
     known.reset()
     assert known.cached_tokens(prefix) == 0
     sent.release()
@@ -153,14 +153,14 @@ def test_only_reported_blocks_remain_after_all_requests_ended(
             here.append(cache.expect(some))
         elif here:
             here.pop(0).release()
-        assert all(cache.leading([name]) for name in held)
+        assert all(cache.count_leading([name]) for name in held)
     for sent in here:
         sent.release()
     cache.apply_heartbeat(wire.Heartbeat())
     cache.apply_heartbeat(wire.Heartbeat())
-    assert {name for name in range(8) if cache.leading([name])} == held
+    assert {name for name in range(8) if cache.count_leading([name])} == held
     assert not cache._expected
-    assert not cache.leaving
+    assert not cache.expiring
 
 
 changes = st.tuples(st.sampled_from(["heartbeat", "sent", "over", "reset"]), st.integers(0, 2), names, names)
@@ -176,8 +176,8 @@ def test_an_index_has_the_same_as_the_caches_of_its_workers(
 
     def check() -> None:
         for hashes in (prompt, *([name] for name in range(8))):
-            leading = {number: cache.leading(hashes) for number, cache in zip(numbers, caches, strict=True)}
-            assert index.leading(hashes) == {number: blocks for number, blocks in leading.items() if blocks}
+            leading = {number: cache.count_leading(hashes) for number, cache in zip(numbers, caches, strict=True)}
+            assert index.count_leading(hashes) == {number: blocks for number, blocks in leading.items() if blocks}
 
     for kind, place, some, others in actions:
         if kind == "heartbeat":

@@ -34,7 +34,7 @@ async def test_the_prompt_is_sent_once_before_the_output():
     late = Reader(reader.stream, after_seq=1)
     await late.read()
     assert "def f" not in late.text
-    response, _ = await Reader(reader.stream).answer.whole(reader.account)
+    response, _ = await Reader(reader.stream).answer.collect(reader.account)
     assert response.outputs[0].text == reader.text
 
 
@@ -86,7 +86,7 @@ async def test_each_token_of_the_prompt_has_one_and_the_first_follows_nothing():
     assert b"".join(entry.token_bytes for entry in found).endswith(b"def f(x):")
     assert not found[0].HasField("logprob")
     assert [entry.logprob for entry in found[1:]] == [-position for position in range(1, count)]
-    response, _ = await Reader(reader.stream).answer.whole(reader.account)
+    response, _ = await Reader(reader.stream).answer.collect(reader.account)
     assert list(response.prompt_logprobs) == list(found)
 
 
@@ -133,7 +133,7 @@ async def test_prompt_logprobs_of_a_lost_worker_are_completed_by_the_next(store:
         setattr(prefill.script, fault, 1)
         stream = await harness.answer(valid_request())
         assert [found.logprob for found in stream.prompt_logprobs] == THEIRS
-        assert stream.path.attempts == 2
+        assert stream.trace.attempts == 2
 
 
 async def test_prompt_logprobs_survive_the_loss_of_a_decode_worker(store: Store) -> None:

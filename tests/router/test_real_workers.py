@@ -98,7 +98,7 @@ async def deployment(server: PrivateRedis, store: Store, **workers: str) -> Asyn
             listing = await store.workers.listing()
             while len(listing.present) < len(workers):
                 assert all(process.returncode is None for process in processes.values())
-                listing = await store.workers.change(listing, 5.0)
+                listing = await store.workers.wait_for_change(listing, 5.0)
         running = await stack.enter_async_context(router(server, "--drain-seconds", "5"))
         await become_ready(running)
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(running.address))

@@ -71,7 +71,7 @@ async def is_in(stream: TokenStream, workers: list[FakeWorker], phase: str) -> N
         case "waiting for a receiver":
             await until(lambda: decode.starts)
         case "handing off":
-            await until(lambda: stream.path.scheduled_at and decode.runs)
+            await until(lambda: stream.trace.scheduled_at and decode.runs)
         case "decoding":
             await until_written(stream, 2)
 

@@ -77,7 +77,7 @@ async def streamed(harness: Harness, address: str, recorder: CallRecorder) -> st
     device.hold()
     device.let(1)  # of two chunks
     answer = asyncio.create_task(asyncio.to_thread(ask))
-    await until(lambda: any(lease.opened for lease in prefill.sender.leases.all()))
+    await until(lambda: any(lease.is_opened for lease in prefill.sender.leases.all()))
     decode.loop.post(lambda _: gate.wait(PATIENCE))
     device.go_on()
     await until(lambda: any(each.stream.tokens for each in harness.core.requests.executions.open.values()))

@@ -38,15 +38,15 @@ async def test_a_split_request_fills_its_receipt_from_both_workers(store: Store)
     async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[1].script.pause_at = 1
         stream = await harness.requests.begin(make_request())
-        await until(lambda: stream.path.prefill_s)  # it comes over another connection than the end
+        await until(lambda: stream.trace.prefill_s)  # it comes over another connection than the end
         workers[1].go.set()
         assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
         assert stream.end == Finish(pb.FINISH_REASON_LENGTH)
-        path = stream.path
-        assert (path.prefill_worker, path.decode_worker, path.attempts) == ("p", "d", 1)
-        assert (path.prefill_s, path.handoff_s, path.decode_wait_s, path.handoff_bytes) == (2, 4, 5, 1234)
-        assert path.queue_s is not None
-        assert path.decode_began_at is not None
+        trace = stream.trace
+        assert (trace.prefill_worker, trace.decode_worker, trace.attempts) == ("p", "d", 1)
+        assert (trace.prefill_s, trace.handoff_s, trace.decode_wait_s, trace.handoff_bytes) == (2, 4, 5, 1234)
+        assert trace.queue_s is not None
+        assert trace.decode_began_at is not None
         assert stream.cached_tokens == 3
         found = await read_stored(store, harness)
         assert [entry.token for entry in found.entries] == answer(PROMPT, 5)
@@ -61,7 +61,7 @@ async def test_one_token_needs_no_decode_worker(store: Store) -> None:
         assert tokens_of(stream) == answer(PROMPT, 1)
         assert not workers[0].prefills[0].handoff
         assert not workers[1].starts
-        assert stream.path.decode_worker == ""
+        assert stream.trace.decode_worker == ""
         assert states(await read_stored(store, harness)) == [QUEUED, PREFILLING, SUCCEEDED]
 
 
@@ -75,7 +75,7 @@ async def test_a_first_token_that_ends_the_output_leaves_nothing_at_the_decode_w
         await until(lambda: workers[1].starts)
         workers[0].go.set()
         assert (await until_ended(stream)).end == Finish(pb.FINISH_REASON_STOP, eos_token_id=EOS)
-        assert (stream.path.attempts, stream.path.decode_worker) == (1, "")
+        assert (stream.trace.attempts, stream.trace.decode_worker) == (1, "")
         await nothing_is_left_at(workers)
 
 
@@ -84,8 +84,8 @@ async def test_workers_of_one_role_answer_without_a_handoff(store: Store, role: 
     async with fleet(("only", role)) as workers, core(store, workers) as harness:
         stream = await harness.answer(make_request())
         assert tokens_of(stream) == answer(PROMPT, 5)
-        assert (stream.path.prefill_worker, stream.path.decode_worker) == ("", "only")
-        assert stream.path.prefill_s == 3
+        assert (stream.trace.prefill_worker, stream.trace.decode_worker) == ("", "only")
+        assert stream.trace.prefill_s == 3
         assert stream.cached_tokens == 5
         assert states(await read_stored(store, harness)) == [QUEUED, DECODING, SUCCEEDED]
 
@@ -96,7 +96,7 @@ async def test_workers_with_different_layouts_do_not_hand_over(store: Store) -> 
         async with core(store, workers) as harness:
             stream = await harness.answer(make_request())
             assert tokens_of(stream) == answer(PROMPT, 5)
-            assert stream.path.decode_worker == "d"
+            assert stream.trace.decode_worker == "d"
             assert not workers[0].prefills
 
 

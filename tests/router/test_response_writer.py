@@ -214,7 +214,7 @@ async def test_the_whole_answer_is_the_stream_joined(tokens, stops):
     asked = {"sampling": pb.SamplingParams(seed=3), **options(token_ids=True, logprobs=1)}
     stream = await read(tokens, end, **asked)
     reader = Reader(TokenStream(await valid(**asked)))
-    task = asyncio.create_task(reader.answer.whole(reader.account))
+    task = asyncio.create_task(reader.answer.collect(reader.account))
     for token in tokens:
         write(reader.stream, token)
     write(reader.stream, end=end)
@@ -234,12 +234,12 @@ async def test_the_whole_answer_raises_the_streams_error():
     reader = Reader(TokenStream(await valid()))
     write(reader.stream, 5, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
     with pytest.raises(Aborted):
-        await reader.answer.whole(reader.account)
+        await reader.answer.collect(reader.account)
 
 
 async def test_stop_tokens_are_those_of_the_model():
     stream = TokenStream(await valid())
     write(stream, 5, 6, end=Finish(pb.FINISH_REASON_STOP, eos_token_id=6))
     other = model(eos_token_ids=frozenset({6}))
-    response, _ = await ResponseWriter(stream, other).whole(Reader(stream).account)
+    response, _ = await ResponseWriter(stream, other).collect(Reader(stream).account)
     assert response.outputs[0].text == tiny().tokenizer.decode([5])

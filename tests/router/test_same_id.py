@@ -103,4 +103,4 @@ async def test_a_stored_request_moves_on_from_a_worker_with_another_request_of_i
         workers[0].script.refuse = [wire.CAUSE_ID_REUSED]
         stream = await made.answer(make_request())
         assert tokens_of(stream) == answer([1, 2, 3], 5)
-        assert stream.path.attempts == 2
+        assert stream.trace.attempts == 2

@@ -35,7 +35,7 @@ class Watcher:
     renewed: list[bytes] = field(default_factory=list)
     loads: int = 0
 
-    def opened(self, session: WorkerSession) -> None:
+    def on_opened(self, session: WorkerSession) -> None:
         self.loads += 1
 
     def on_heartbeat(self, session: WorkerSession, heartbeat: wire.Heartbeat) -> None:
@@ -312,7 +312,7 @@ async def test_another_incarnation_ends_the_session() -> None:
             opened.start(run.following)
             async with asyncio.timeout(PATIENCE):
                 await opened.run(lambda: True)
-        assert opened.over
+        assert opened.is_final
         assert run.kinds == [wire.Failed]
 
 

@@ -57,8 +57,8 @@ def test_the_first_complete_stop_string_is_found_in_any_pieces(text, stops, data
             found = (done - len(held) + match.end, match.stop)
             continue
         done += len(piece)
-        count = search.held(held + piece)
-        assert count == search.held(text[:done]) == plain_held(text[:done], stops)
+        count = search.held_length(held + piece)
+        assert count == search.held_length(text[:done]) == plain_held(text[:done], stops)
         held = text[done - count : done]
     assert found == plain_end(text, stops)
 
@@ -67,7 +67,7 @@ def test_the_first_complete_stop_string_is_found_in_any_pieces(text, stops, data
 @settings(max_examples=300, deadline=None)
 def test_text_before_min_tokens_completes_no_stop_string_but_may_begin_one(early, late, stops):
     search = StopStrings(stops)
-    count = search.held(early)
+    count = search.held_length(early)
     assert count == plain_held(early, stops)
     match = search.find(early[len(early) - count :] + late, count)
     ends = [
@@ -323,7 +323,7 @@ async def test_a_stop_survives_a_lost_worker(store: Store) -> None:
         stream = await stopping_case.answer(stops_after(4, max_tokens=9))
         assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_string="stop")
         assert stream.tokens == answer([1, 2, 3], 4)
-        assert stream.path.attempts == 2
+        assert stream.trace.attempts == 2
 
 
 async def test_frames_after_a_stop_are_ignored(store: Store) -> None:

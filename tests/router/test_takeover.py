@@ -79,7 +79,7 @@ async def test_every_router_may_be_alive_until_a_reopened_session_names_those_th
         pool = harness.router.pool
         await until(lambda: not pool.is_connected(GONE))
         (worker,) = pool.of(MODEL)
-        worker.session._observer.opened(worker.session)
+        worker.session._observer.on_opened(worker.session)
         assert pool.is_connected(GONE)
         await until(lambda: not pool.is_connected(GONE))
 
@@ -90,7 +90,7 @@ async def test_no_router_is_dead_until_the_directory_was_readable_for_a_whole_re
     store: Store, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     lasts = 0.4
-    lookups, change, broken = record_lookups(store, monkeypatch), store.routers.change, list[float]()
+    lookups, change, broken = record_lookups(store, monkeypatch), store.routers.wait_for_change, list[float]()
     clock = asyncio.get_running_loop().time
 
     async def fails_once(*args: Any) -> Any:
@@ -102,7 +102,7 @@ async def test_no_router_is_dead_until_the_directory_was_readable_for_a_whole_re
                 raise StoreUnavailable("away")
         return await change(*args)
 
-    monkeypatch.setattr(store.routers, "change", fails_once)
+    monkeypatch.setattr(store.routers, "wait_for_change", fails_once)
     async with core(store, []) as harness:
         began = clock()
         async with watching(store, harness, registration_s=lasts, timings=TakeoverTimings(retry_s=0.01)):
@@ -224,9 +224,9 @@ async def test_a_client_that_leaves_during_an_adoption_leaves_no_request_without
         calling.cancel()
         with suppress(asyncio.CancelledError):
             await calling
-        assert harness.requests.knows(KEY)
+        assert harness.requests.has_request(KEY)
         gate.opened.set()
-        await until(lambda: not harness.requests.knows(KEY))
+        await until(lambda: not harness.requests.has_request(KEY))
         found = await store.requests.read(KEY)
         assert found.state == Generation.STATE_CANCELLED
         assert found.record.finished, "its owner writes its end"

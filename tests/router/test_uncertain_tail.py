@@ -136,7 +136,7 @@ async def test_the_next_attempt_continues_from_the_tokens_already_sent(store: St
         async with core(store, workers) as harness:
             stream = await harness.answer(make_request())
             assert tokens_of(stream) == answer(PROMPT, 5)
-            assert stream.path.attempts > 1
+            assert stream.trace.attempts > 1
             await resume_behind(stream, 4)
 
 

@@ -46,10 +46,10 @@ def value(registry: Registry, name: str, **labels: str) -> float | None:
 async def test_the_times_of_a_receipt_are_whole_microseconds(clock, stream, registry):
     taken = account(stream, registry)
     clock.now += 0.1234567891
-    taken.sent(1)
+    taken.record_sent(1)
     clock.now += 1 / 3
-    taken.sent(1)
-    stream.path = AttemptTrace(
+    taken.record_sent(1)
+    stream.trace = AttemptTrace(
         queue_s=0.1 + 0.2, prefill_s=2 / 3, handoff_s=1e-7, decode_wait_s=5e-6, decode_began_at=100.1
     )
     stream.last_token_at = 100 + 1 / 7
@@ -63,12 +63,12 @@ async def test_the_times_of_a_receipt_are_whole_microseconds(clock, stream, regi
 async def test_a_receipt_has_phases_in_milliseconds(clock, stream, registry):
     taken = account(stream, registry)
     clock.now += 0.5
-    taken.sent(1)
+    taken.record_sent(1)
     clock.now += 0.25
-    taken.sent(1)
+    taken.record_sent(1)
     clock.now += 0.125
-    taken.sent(1)
-    stream.path = AttemptTrace(
+    taken.record_sent(1)
+    stream.trace = AttemptTrace(
         attempts=2,
         prefill_worker="p",
         decode_worker="d",
@@ -104,16 +104,16 @@ async def test_a_phase_that_never_was_is_unset(clock, stream, registry):
 
 
 async def test_without_a_report_of_the_worker_queueing_ends_at_the_dispatch(clock, stream, registry):
-    stream.path.scheduled_at = 100.5
+    stream.trace.scheduled_at = 100.5
     assert account(stream, registry).receipt().queue_ms == 500
 
 
 async def test_two_tokens_in_the_first_message_are_the_first_and_the_second(clock, stream, registry):
     taken = account(stream, registry)
     clock.now += 1
-    taken.sent(2)
+    taken.record_sent(2)
     clock.now += 1
-    taken.sent(1)
+    taken.record_sent(1)
     assert taken.receipt().ttft_ms == 1000
     assert taken.receipt().second_token_ms == 0
 
@@ -131,11 +131,11 @@ async def test_usage_counts_prompt_and_output(stream, registry):
 async def test_everything_is_counted_once(clock, stream, registry):
     taken = account(stream, registry)
     stream.cached_tokens = 2
-    stream.path = AttemptTrace(queue_s=0.5, prefill_s=0.25, decode_began_at=101.0)
+    stream.trace = AttemptTrace(queue_s=0.5, prefill_s=0.25, decode_began_at=101.0)
     for tokens in (1, 2, 1):
         clock.now += 1
         write(stream, *[5] * tokens)
-        taken.sent(tokens)
+        taken.record_sent(tokens)
     write(stream, end=AT_LENGTH)
     taken.close("FINISH_REASON_LENGTH")
     sums = {
@@ -163,8 +163,8 @@ async def test_the_log_line_has_tenant_and_times_but_no_text(clock, stream, regi
     taken = account(stream, registry)
     write(stream, 5, 6, end=AT_LENGTH)
     clock.now += 1
-    taken.sent(2)
-    stream.path.attempts = 3
+    taken.record_sent(2)
+    stream.trace.attempts = 3
     with capture_logs() as lines:
         taken.close("FINISH_REASON_LENGTH")
     (line,) = lines

@@ -48,9 +48,9 @@ class Harness:
             if self.places.get(waiter.kind):
                 self.places[waiter.kind] -= 1
                 self.placed.append(waiter.name)  # type: ignore[attr-defined]
-                self.line.placed(waiter)
+                self.line.leave(waiter)
             else:
-                self.line.not_placed(waiter)
+                self.line.end_turn(waiter)
 
 
 @given(st.integers(0, 12), st.integers(0, 12), st.randoms(use_true_random=False))
@@ -87,8 +87,8 @@ def test_a_request_that_leaves_at_its_turn_passes_it_on() -> None:
     leaving, next = harness.join("leaving"), harness.join("next")
     harness.line.open([PREFILL])
     assert harness.line.is_turn_of(leaving)
-    harness.line.placed(leaving)
-    harness.line.placed(leaving)
+    harness.line.leave(leaving)
+    harness.line.leave(leaving)
     assert harness.line.is_turn_of(next)
     harness.open(PREFILL, 0, next)
     assert harness.placed == ["next"]
@@ -99,9 +99,9 @@ def test_a_request_that_leaves_the_queue_changes_no_order() -> None:
     harness = Harness({PREFILL: 1})
     first, leaving = harness.join("first"), harness.join("leaving")
     harness.line.open([PREFILL])
-    harness.line.placed(leaving)
+    harness.line.leave(leaving)
     assert harness.line.is_turn_of(first)
-    harness.line.not_placed(leaving)
+    harness.line.end_turn(leaving)
     assert harness.line.is_turn_of(first)
 
 

@@ -53,7 +53,7 @@ async def test_a_failed_prefill_is_repeated_on_another_worker(store: Store, faul
         setattr(workers[0].script, fault, 1)
         stream = await harness.answer(make_request())
         assert tokens_of(stream) == answer(PROMPT, 5)
-        assert stream.path.attempts == 2
+        assert stream.trace.attempts == 2
         found = await read_stored(store, harness)
         assert found.attempt == 2
         assert [attempt.failure.cause != 0 for attempt in found.record.attempts] == [True, False]
@@ -79,7 +79,7 @@ async def test_a_failed_handoff_continues_from_tokens_without_gap_or_repeat(stor
         workers[1].go.set()
         await until_ended(stream)
         assert tokens_of(stream) == answer(PROMPT, 5)
-        assert stream.path.prefill_worker == ""
+        assert stream.trace.prefill_worker == ""
         again = workers[1].starts[1]
         assert not again.HasField("ticket")
         assert again.run.attempt == 2
@@ -161,7 +161,7 @@ async def test_a_client_error_is_reported_once_and_blames_no_worker(
         assert error.fault.violation is not None
         assert error.fault.violation.field == "sampling.top_p"
         assert len(workers[0].prefills) + len(workers[0].starts) == 1
-        assert not any(seen.avoided for seen in harness.router.pool.snapshot("m", frozenset()))
+        assert not any(seen.is_avoided for seen in harness.router.pool.snapshot("m", frozenset()))
 
 
 @pytest.mark.parametrize("cause", [wire.CAUSE_BUSY, wire.CAUSE_DRAINING])
@@ -171,7 +171,7 @@ async def test_a_full_worker_is_tried_again_in_the_same_attempt(store: Store, ca
             worker.script.refuse = [cause, cause]
         stream = await harness.answer(make_request())
         assert tokens_of(stream) == answer(PROMPT, 5)
-        assert stream.path.attempts == 1
+        assert stream.trace.attempts == 1
         assert len(workers[0].prefills) == 3
         assert len(workers[1].starts) == 3
 
@@ -182,7 +182,7 @@ async def test_a_worker_with_capacity_replaces_a_full_one(store: Store) -> None:
         workers[2].script.refuse = [wire.CAUSE_BUSY] * 100
         stream = await harness.answer(make_request())
         assert tokens_of(stream) == answer(PROMPT, 5)
-        assert (stream.path.prefill_worker, stream.path.decode_worker) == ("p2", "d2")
+        assert (stream.trace.prefill_worker, stream.trace.decode_worker) == ("p2", "d2")
 
 
 async def test_a_decode_worker_that_dies_is_replaced_by_the_other(store: Store) -> None:
@@ -206,7 +206,7 @@ async def test_a_prefill_worker_that_dies_before_its_first_token_is_replaced(sto
         await until(lambda: workers[1].starts)
         await workers[0].stop()
         assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
-        assert stream.path.decode_worker == "d"
+        assert stream.trace.decode_worker == "d"
 
 
 async def test_a_break_of_the_session_is_no_failure_when_it_comes_back(store: Store) -> None:
@@ -215,7 +215,7 @@ async def test_a_break_of_the_session_is_no_failure_when_it_comes_back(store: St
         workers[1].break_session()
         workers[1].go.set()  # decodes while no router is connected
         assert tokens_of(await until_ended(stream)) == answer(PROMPT, 8)
-        assert stream.path.attempts == 1
+        assert stream.trace.attempts == 1
         (owned,) = workers[1].hellos[-1].owned
         assert owned.resume[0].position == len(PROMPT) + 3
 
@@ -246,7 +246,7 @@ async def test_another_token_for_a_known_position_is_counted_and_never_sent(stor
         stream = await harness.answer(make_request())
         assert tokens_of(stream) == answer(PROMPT, 5)
         assert [worker.session.runs.conflicts for worker in harness.router.pool.of("m")] == [1]
-        assert stream.path.attempts == 2
+        assert stream.trace.attempts == 2
 
 
 async def test_a_stuck_worker_gets_no_new_work_and_loses_what_it_has(store: Store) -> None:
@@ -330,7 +330,7 @@ async def test_a_prompt_that_no_worker_is_left_to_fetch_is_computed_again_where_
             case "stuck":
                 decode.script.stuck_ms = 60_000
         assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
-        assert (stream.path.attempts, stream.path.decode_worker) == (2, "p")
+        assert (stream.trace.attempts, stream.trace.decode_worker) == (2, "p")
         decode.script.silent, decode.script.stuck_ms = False, None
 
 
@@ -350,4 +350,4 @@ async def test_patience_with_lost_workers_begins_when_the_last_is_lost(
         await until(lambda: not list(harness.router.pool.membership))
         await store.workers.register(other.facts)
         assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
-        assert stream.path.decode_worker == "d2"
+        assert stream.trace.decode_worker == "d2"

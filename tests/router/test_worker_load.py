@@ -26,9 +26,9 @@ def load(**fields: int) -> wire.Heartbeat:
 
 def test_requests_just_sent_count_until_they_end() -> None:
     known = view()
-    sent = known.reserve(ANY, 160, computed=True)
+    sent = known.reserve(ANY, 160, computes_prompt=True)
     assert figures(known) == (1, 160, 990)
-    fetched = known.reserve(ANY, 160, computed=False)
+    fetched = known.reserve(ANY, 160, computes_prompt=False)
     assert figures(known) == (2, 160, 980), "what is fetched is not computed"
     sent.mark_prefilled()
     assert figures(known) == (2, 0, 980)
@@ -40,7 +40,7 @@ def test_requests_just_sent_count_until_they_end() -> None:
 
 def test_a_load_of_before_does_not_hide_what_is_there() -> None:
     known = view()
-    sent = known.reserve(ANY, 160, computed=True)
+    sent = known.reserve(ANY, 160, computes_prompt=True)
     known.apply_heartbeat(load())
     assert figures(known)[:2] == (1, 160)
     known.apply_heartbeat(load(waiting=3, queued_tokens=500))
@@ -62,18 +62,18 @@ def test_a_count_is_never_less_than_what_is_ours(actions: list[tuple[str, int]])
             count.add(-ours.pop())
         elif kind == "tell":
             count.set_reported(amount)
-            assert count.now == max(amount, sum(ours))
-        assert count.own == sum(ours) <= count.now
+            assert count.value == max(amount, sum(ours))
+        assert count.own == sum(ours) <= count.value
 
 
 def test_load_that_this_router_added_is_removed_when_its_requests_end() -> None:
     known = view()
-    sent: list[LoadReservation] = [known.reserve(ANY, n, computed=n % 2 == 0) for n in range(1, 20)]
+    sent: list[LoadReservation] = [known.reserve(ANY, n, computes_prompt=n % 2 == 0) for n in range(1, 20)]
     for each in sent[::2]:
         each.mark_prefilled()
     for each in sent:
         each.release()
-    assert (known.work.own, known.sequences.own) == (0, 0)
+    assert (known.queued_tokens.own, known.sequences.own) == (0, 0)
 
 
 steps = st.tuples(
@@ -86,7 +86,7 @@ def test_a_snapshot_is_never_older_than_the_last_change(actions: list[tuple[str,
     known, sent = view(), list[LoadReservation]()
     for kind, amount, flag in actions:
         if kind == "reserve":
-            sent.append(known.reserve(ANY, amount, computed=flag))
+            sent.append(known.reserve(ANY, amount, computes_prompt=flag))
         elif kind == "prefilled" and sent:
             sent[amount % len(sent)].mark_prefilled()
         elif kind == "release" and sent:

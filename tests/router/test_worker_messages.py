@@ -44,7 +44,7 @@ class Views:
     def __init__(self) -> None:
         self.load = WorkerLoad(WorkerRegistration())
 
-    def opened(self, session: WorkerSession) -> None:
+    def on_opened(self, session: WorkerSession) -> None:
         self.load.reset()
 
     def on_heartbeat(self, session: WorkerSession, heartbeat: wire.Heartbeat) -> None:
@@ -135,7 +135,7 @@ async def test_one_malformed_message_costs_an_attempt_and_not_the_request(
     async with fleet(D, D2) as workers, core(store, workers) as harness:
         stream = await harness.answer(make_request(shown=SHOWN))
         assert isinstance(stream.end, Finish)
-        assert stream.path.attempts == 2
+        assert stream.trace.attempts == 2
         assert stream.logprobs.entries() == [logprobs_from_wire(token, 1) for token in stream.tokens]
 
 

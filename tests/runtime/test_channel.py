@@ -175,13 +175,13 @@ async def test_the_remaining_deadline_is_passed_to_the_next_call() -> None:
 
 def test_a_deadline_is_passed_on_as_remaining_time() -> None:
     assert Deadline().remaining() is None
-    assert not Deadline().is_over
+    assert not Deadline().has_passed
     assert Deadline.after(None) == Deadline()
     left = Deadline.after(10).remaining_ms()
     assert left is not None
     assert 9_000 < left <= 10_000
     over = Deadline.after(-1)
-    assert (over.remaining(), over.remaining_ms(), over.is_over) == (0.0, 0, True)
+    assert (over.remaining(), over.remaining_ms(), over.has_passed) == (0.0, 0, True)
     Deadline.after(10).check()
     with pytest.raises(DeadlineExceeded):
         over.check()

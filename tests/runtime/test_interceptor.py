@@ -184,7 +184,7 @@ async def test_a_handler_that_writes_by_itself_and_finds_its_client_gone_is_no_e
         call.cancel()
         async with asyncio.timeout(30):
             await ended.wait()
-            await s.server._interceptor.idle()
+            await s.server._interceptor.wait_idle()
         assert s.counted() == 0
         assert not [line for line in logged(lines) if line["level"] in ("warning", "error")]
 

@@ -42,7 +42,7 @@ async def until(s: Harness, state: State) -> None:
     readiness = s.server.readiness
     async with asyncio.timeout(PATIENCE):
         while readiness.state is not state:
-            await readiness.changed(readiness.state)
+            await readiness.wait_for_change(readiness.state)
 
 
 class Stream:
@@ -104,7 +104,7 @@ async def test_a_failure_is_reported_and_ends_the_server() -> None:
         call = health_pb2_grpc.HealthStub(s.channel).Watch(health_pb2.HealthCheckRequest(service="alive"))
         assert (await call.read()).status == SERVING
         stream = await Stream(s).begun()
-        s.server.readiness.failed("the engine's thread ended")
+        s.server.readiness.mark_failed("the engine's thread ended")
         assert not await asyncio.wait_for(s.running, PATIENCE)
         assert stream.left.is_set()
         assert not s.server.readiness.is_alive

@@ -138,7 +138,7 @@ class Writers:
         base = 0 if whole else owner.synced_entries
         logprobs = (bool(owner.packed_prompt_logprobs()), owner.prompt_logprobs_unsynced)
         values = (owner.attempt, owner.state, base, owner.length, whole, owner.record.prompt_tokens, *logprobs)
-        self.writes.append(Write(self.store.requests._writing(owner), owner, *values))
+        self.writes.append(Write(self.store.requests._write_command(owner), owner, *values))
         if self.random.random() < 0.7:
             await self.deliver(self.writes[-1], is_acknowledged=self.random.random() < 0.7)
 
@@ -197,7 +197,7 @@ class Writers:
             assert found.epoch == now.owner.epoch
         else:
             assert behind != 1, "an epoch that is over was taken over"
-            new = OwnedRequest.adopted(found)
+            new = OwnedRequest.from_stored(found)
             assert new.epoch == now.owner.epoch + 1
             self.owners.append(new)
             now.owner = new

@@ -55,9 +55,9 @@ async def test_a_registration_that_is_not_renewed_expires(server: PrivateRedis, 
         pass_time(bare, 40)
         await other.renew()
         pass_time(bare, 30)
-        assert not await store.workers.alive(OLD)
+        assert not await store.workers.is_registered(OLD)
         assert await incarnations(store) == {Incarnation("other", 1)}
-        assert await store.workers.alive(Incarnation("other", 1))
+        assert await store.workers.is_registered(Incarnation("other", 1))
         assert not bare.hexists(keys.peers("workers"), f"f:{OLD.id}"), "it left something behind"
 
 
@@ -89,7 +89,7 @@ async def test_an_earlier_incarnation_has_no_effect_on_the_new_one(store: Store)
         await old.renew()
     await old.remove()
     assert await incarnations(store) == {NEW}
-    assert not await store.workers.alive(OLD)
+    assert not await store.workers.is_registered(OLD)
     await new.renew()
     await new.remove()
     assert await incarnations(store) == set()
@@ -116,19 +116,19 @@ async def test_registering_twice_keeps_the_order(store: Store) -> None:
 
 async def test_a_change_wakes_waiters(store: Store) -> None:
     seen = await store.workers.listing()
-    waiting = asyncio.create_task(store.workers.change(seen, timeout_s=30))
+    waiting = asyncio.create_task(store.workers.wait_for_change(seen, timeout_s=30))
     await asyncio.sleep(0.05)
     registered = await store.workers.register(worker_facts(OLD))
     seen = await asyncio.wait_for(waiting, 10)
     assert [present.incarnation for present in seen.present] == [OLD]
 
-    waiting = asyncio.create_task(store.workers.change(seen, timeout_s=30))
+    waiting = asyncio.create_task(store.workers.wait_for_change(seen, timeout_s=30))
     registered.facts.role = ROLE_PREFILL
     await registered.renew()
     seen = await asyncio.wait_for(waiting, 10)
     assert [present.facts.role for present in seen.present] == [ROLE_PREFILL]
 
-    waiting = asyncio.create_task(store.workers.change(seen, timeout_s=30))
+    waiting = asyncio.create_task(store.workers.wait_for_change(seen, timeout_s=30))
     await asyncio.sleep(0.05)
     await registered.remove()
     assert (await asyncio.wait_for(waiting, 10)).present == ()
@@ -138,7 +138,7 @@ async def test_a_change_of_load_alone_wakes_no_waiter(store: Store) -> None:
     registered = await store.workers.register(worker_facts(OLD))
     seen = await store.workers.listing()
     await registered.renew(Load(running=5))
-    assert (await store.workers.change(seen, timeout_s=0.1)).version == seen.version
+    assert (await store.workers.wait_for_change(seen, timeout_s=0.1)).version == seen.version
 
 
 async def test_an_expiry_wakes_waiters(server: PrivateRedis, bare: sync_redis.Redis) -> None:
@@ -149,13 +149,13 @@ async def test_an_expiry_wakes_waiters(server: PrivateRedis, bare: sync_redis.Re
         assert seen.next_end_s
         pass_time(bare, 59)
         seen = replace(seen, next_end_s=max(0.0, seen.next_end_s - 59))
-        assert (await asyncio.wait_for(store.workers.change(seen, timeout_s=30), 10)).present == ()
+        assert (await asyncio.wait_for(store.workers.wait_for_change(seen, timeout_s=30), 10)).present == ()
 
 
 async def test_a_registration_in_an_emptied_redis_wakes_waiters(store: Store, bare: sync_redis.Redis) -> None:
     registered = await store.workers.register(worker_facts(OLD))
     seen = await store.workers.listing()
-    waiting = asyncio.create_task(store.workers.change(seen, timeout_s=30))
+    waiting = asyncio.create_task(store.workers.wait_for_change(seen, timeout_s=30))
     await asyncio.sleep(0.05)
     bare.flushall()
     await registered.renew()

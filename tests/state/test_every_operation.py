@@ -109,7 +109,7 @@ async def test_only_requests_with_logprobs_send_them(store: Store, bare: sync_re
     record = request.record.SerializeToString()
     names = [2, keys.request(request.key), keys.journal(request.key)]
     values = [str(request.owner), 1, 1, request.state, 0, request.packed(0), record, 86_400_000, 3_600_000]
-    assert list(write.words[2:]) == names + values
+    assert list(write.args[2:]) == names + values
     assert not bare.exists(keys.logprobs(request.key))
 
 

@@ -40,7 +40,7 @@ async def test_an_earlier_incarnation_of_a_live_router_is_dead(store: Store) -> 
 async def test_of_several_routers_one_takes_each_request(store: Store) -> None:
     await store.open.add(router(1), request_keys(50))
     adopters = [router(n) for n in range(2, 7)] * 2
-    taken = await asyncio.gather(*(store.open.take(router(1), adopter, most=7) for adopter in adopters))
+    taken = await asyncio.gather(*(store.open.take(router(1), adopter, max_requests=7) for adopter in adopters))
     assert sorted(key for part in taken for key in part) == sorted(request_keys(50))
     open_by_adopter = defaultdict[Incarnation, set[RequestKey]](set)
     for adopter, part in zip(adopters, taken, strict=True):
@@ -71,7 +71,7 @@ async def test_a_dead_routers_requests_go_on_elsewhere(server: PrivateRedis, bar
 
         assert await store.open.orphaned() == {router(1)}
         for key in await store.open.take(router(1), router(2)):
-            adopted = OwnedRequest.adopted(await store.requests.adopt_orphan(key, router(2)))
+            adopted = OwnedRequest.from_stored(await store.requests.adopt_orphan(key, router(2)))
             assert adopted.epoch == 2
             adopted.start_attempt(NOW)
             adopted.transition(SUCCEEDED, NOW)

@@ -128,7 +128,7 @@ async def test_a_redis_that_comes_back_is_used_again(port: int) -> None:
         request = make_request(tokens=[1, 2])
         await store.requests.accept(request)
         await store.requests.write(request)
-        watching = asyncio.create_task(store.routers.change(await store.routers.listing(), timeout_s=60))
+        watching = asyncio.create_task(store.routers.wait_for_change(await store.routers.listing(), timeout_s=60))
         await asyncio.sleep(0.05)
     with pytest.raises(StoreUnavailable):
         await asyncio.wait_for(watching, PATIENCE_S)

@@ -41,7 +41,7 @@ async def test_the_newest_stream_owns_the_request_and_the_previous_owner_is_supe
     assert await store.open.of(router(1)) == set()
     assert await store.open.of(router(2)) == {KEY}
 
-    new = OwnedRequest.adopted(found)
+    new = OwnedRequest.from_stored(found)
     new.append(written(3))
     await store.requests.write(new)
     found = await store.requests.read(KEY)
@@ -96,7 +96,7 @@ async def test_an_owner_superseded_by_a_cancel_is_notified_at_once(store: Store)
     again = await store.requests.cancel(KEY, router(3))
     assert (again.epoch, again.owner, again.state) == (2, router(2), CANCELLED)
 
-    new = OwnedRequest.adopted(found)
+    new = OwnedRequest.from_stored(found)
     new.record.usage.completion_tokens = 2
     new.transition(CANCELLED, NOW)
     await store.requests.write(new)
@@ -134,7 +134,7 @@ async def test_an_ended_request_is_shown_and_not_adopted(store: Store) -> None:
     assert (found.epoch, found.owner, found.state) == (1, router(1), SUCCEEDED)
     assert await store.open.of(router(2)) == set()
     with pytest.raises(ValueError, match="unfinished"):
-        OwnedRequest.adopted(found)
+        OwnedRequest.from_stored(found)
 
 
 async def test_an_orphan_is_adopted_only_when_its_owner_is_gone(store: Store, bare: sync_redis.Redis) -> None:

@@ -85,7 +85,7 @@ async def test_logprobs_read_back_beside_their_tokens(store: Store, shown: Respo
     found = await store.requests.read(KEY)
     assert (await store.requests.read(KEY, first=3)).logprobs.entries() == found.logprobs.entries(3)
 
-    new = OwnedRequest.adopted(found)
+    new = OwnedRequest.from_stored(found)
     continued(new, 4)
     await store.requests.write(new)
     again = await store.requests.read(KEY)
@@ -266,7 +266,7 @@ async def test_an_ended_request_is_kept_for_its_time(server: PrivateRedis, bare:
         await store.requests.accept(request)
         await store.requests.write(request)
         assert (await store.requests.read(KEY)).expires_in_s > 50
-        late = store.requests._writing(request)
+        late = store.requests._write_command(request)
         request.transition(SUCCEEDED, NOW)
         await store.requests.write(request)
         await store.requests._client.run(late)

@@ -129,7 +129,12 @@ class Node:
     def _nothing_is_left(self) -> None:
         self.engine.check_integrity()
         decode = self.decode
-        assert (decode.sessions, decode.fetches_taking, decode.cancel_marks, len(list(decode.runs()))) == (0, 0, 0, 0)
+        assert (decode.sessions, decode.fetches_receiving, decode.cancel_marks, len(list(decode.runs()))) == (
+            0,
+            0,
+            0,
+            0,
+        )
         assert self.host.waiting_arrivals == 0
 
     def _record(self, error: ServiceError) -> None:

@@ -151,7 +151,7 @@ class WorkerHarness(HostHandler):
     async def opened(self) -> None:
         """Wait until each lease's fetch is open, or was."""
         leases = self.host.sender.leases.all
-        await eventually(lambda: all(lease.opened for lease in leases()))
+        await eventually(lambda: all(lease.is_opened for lease in leases()))
 
     async def emptied(self) -> wire.AuditResponse:
         return await self.until(
@@ -171,7 +171,7 @@ class Call:
         self._early: wire.PrefillEvent | None = None
 
     async def next(self) -> wire.PrefillEvent | None:
-        """None at an orderly end."""
+        """None at a graceful end."""
         async with asyncio.timeout(PATIENCE):
             event = await self.call.read()
         if event == grpc.aio.EOF:

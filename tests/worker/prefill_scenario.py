@@ -49,7 +49,7 @@ class PrefillCall:
     @property
     def has_open_fetch(self) -> bool:
         lease = self.node.host.sender.leases.find(self.ticket.id) if self.ticket else None
-        return lease is not None and lease.opened
+        return lease is not None and lease.is_opened
 
     async def break_off(self) -> None:
         """The connection breaks. The worker frees the run at once, unless its fetch is open."""

@@ -94,7 +94,7 @@ class LocalSource:
                     raise ConnectionError("broken by the schedule")
                 yield decode(message)
 
-    def note_corrupt(self, detail: str) -> None: ...
+    def record_corruption(self, detail: str) -> None: ...
 
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
         if self._network.loses_releases:
@@ -144,7 +144,7 @@ class Node:
         decode = self.decode
         assert not list(self.prefill.runs())
         assert not list(decode.runs())
-        assert (decode.sessions, decode.fetches_taking, decode.orphans, decode.unforgotten) == (0, 0, 0, 0)
+        assert (decode.sessions, decode.fetches_receiving, decode.orphans, decode.unforgotten) == (0, 0, 0, 0)
         assert decode.cancel_marks == 0
         assert (self.host.waiting_arrivals, self.host.waiting_prompts, self.host.waiting_tokens) == (0, 0, 0)
         assert not self.host.sender.leases.all()

@@ -15,7 +15,7 @@ async def test_rows_and_counts_match_a_busy_worker() -> None:
         await call.expect("first")
         audit = await harness.audit()
         assert (audit.worker, audit.role) == (harness.host.peer, wire.ROLE_PREFILL)
-        assert (audit.total_blocks, audit.block_bytes) == (64, harness.host.shape.block_bytes)
+        assert (audit.total_blocks, audit.block_bytes) == (64, harness.host.transfer_layout.block_bytes)
         assert (audit.free_blocks, audit.cached_blocks, audit.owned_blocks, audit.leased_blocks) == (56, 0, 0, 8)
         (owner,), (lease,) = audit.owners, audit.leases
         assert (owner.run, owner.output, owner.phase, owner.blocks) == (ticket.run, 0, wire.RunStatus.PHASE_RUNNING, 8)

@@ -66,7 +66,7 @@ async def arrives(harness: Harness) -> None:
         harness.run, harness.engine_request, await harness.sender.offer(harness.run, harness.engine_request)
     )
     await harness.router.until_message(harness.run, "scheduled")
-    assert harness.node.decode.fetches_taking == 1
+    assert harness.node.decode.fetches_receiving == 1
 
 
 async def waits_its_turn(harness: Harness) -> None:

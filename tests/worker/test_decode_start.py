@@ -83,7 +83,7 @@ async def test_a_step_is_one_frame_for_all() -> None:
 
 async def until_all_are_admitted(node: Node, runs: Sequence[wire.Run]) -> None:
     """Until the engine has all of them before its next step."""
-    await eventually(lambda: len(node.decode.run_manager.executor.admission._entering) == len(runs))
+    await eventually(lambda: len(node.decode.run_manager.executor.admission._answers) == len(runs))
 
 
 async def test_log_probabilities_stand_beside_their_tokens() -> None:

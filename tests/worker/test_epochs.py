@@ -44,7 +44,7 @@ def test_the_epoch_of_a_live_request_is_kept_however_long_it_is_not_named() -> N
 
 
 def test_only_so_many_epochs_are_kept_of_requests_that_are_not_live() -> None:
-    epochs = Epochs(most_kept=10)
+    epochs = Epochs(max_kept=10)
     for number in range(20):
         epochs.hold(run(2, f"t/live{number}"))
     for number in range(100):

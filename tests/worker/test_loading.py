@@ -18,7 +18,7 @@ from decant.engine.scheduler import TOKEN_BUDGET, choose_token_budget
 from decant.models import path
 from decant.worker.settings import WorkerSettings
 from decant.worker.startup import load_model as loading
-from decant.worker.startup.load_model import in_own_thread, limits_of, own_cores
+from decant.worker.startup.load_model import available_cores, in_own_thread, limits_of
 
 SLOW = StepCostModel(fixed=0.05, token=0.004, pair=1e-6)
 
@@ -103,11 +103,11 @@ def test_each_step_of_a_load_is_reported() -> None:
 def test_no_more_cores_than_the_control_group_has_time_for(tmp_path: Path, quota: str, cores: int) -> None:
     file = tmp_path / "cpu.max"
     file.write_text(quota)
-    assert own_cores(file) == cores
+    assert available_cores(file) == cores
 
 
 @pytest.mark.parametrize("text", ["max 100000", ""])
 def test_without_a_quota_all_usable_cores_count(tmp_path: Path, text: str) -> None:
     file = tmp_path / "cpu.max"
     file.write_text(text)
-    assert own_cores(file) == own_cores(tmp_path / "no such file") >= 1
+    assert available_cores(file) == available_cores(tmp_path / "no such file") >= 1

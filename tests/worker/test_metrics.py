@@ -45,7 +45,7 @@ async def test_prompt_tokens_are_counted_by_where_their_cache_came_from() -> Non
         assert found['prompt_tokens_total{source="external_kv_transfer"}'] == 30 + 2
         assert found['prompt_tokens_total{source="local_cache_hit"}'] == 28
         assert (found["generation_tokens_total"], found["handoff_seconds_count"]) == (6, 2)
-        assert found["handoff_bytes_sum"] == (8 + 1) * harness.host.shape.block_bytes
+        assert found["handoff_bytes_sum"] == (8 + 1) * harness.host.transfer_layout.block_bytes
 
 
 async def test_a_failed_handoff_is_counted_by_its_cause() -> None:

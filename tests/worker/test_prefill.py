@@ -19,7 +19,7 @@ async def test_ticket_first_token_and_cache_come_in_this_order(harness: WorkerHa
         taken = await receiver.receive(ticket, to_request("moved", work, model=MODEL))
         await call.ended()
         assert [first.tokens[0].token, *(await receiver.written("moved"))] == run_alone(work)
-        assert taken.received == 8 * harness.host.shape.block_bytes
+        assert taken.received_bytes == 8 * harness.host.transfer_layout.block_bytes
     assert (ticket.run.request, ticket.sender, ticket.address) == ("t/a", harness.host.peer, harness.address)
     assert (ticket.layout, ticket.salt, ticket.tokens) == (harness.host.layout, b"tenant", 30)
     assert (list(ticket.outputs), ticket.lease_ms, len(ticket.id)) == ([0], 30_000, 16)

@@ -26,7 +26,7 @@ class Listener:
         feed.begin(self)
 
     def take(self) -> bool:
-        update = self._feed.take(self)
+        update = self._feed.next_update(self)
         if update is not None:
             listen(self.known, update)
         return update is not None
@@ -67,14 +67,14 @@ def test_every_session_gets_exactly_the_cached_blocks(actions: Sequence[tuple[st
         elif what == "evict":
             pool.drop_cache()
         elif what == "look":
-            feed.note(pool.index.changed())
+            feed.record(pool.index.changed())
             feed.collect()
         elif what == "begin":
             listeners.append(Listener(feed))
         elif what == "take" and listeners:
             listeners[number % len(listeners)].take()
         assert len(pool.index._changed) <= 2 * pool.num_blocks
-    feed.note(pool.index.changed())
+    feed.record(pool.index.changed())
     feed.collect()
     cached = {digest[:8] for _, digest in pool.index.published.values()}
     for listener in [*listeners, Listener(feed)]:
@@ -85,11 +85,11 @@ def test_every_session_gets_exactly_the_cached_blocks(actions: Sequence[tuple[st
 
 def test_many_changes_take_several_heartbeats_and_a_prefix_precedes_its_continuations() -> None:
     feed, digests = PrefixCacheFeed(blocks_per_heartbeat=3), [digest(number) for number in range(8)]
-    feed.note(digests)
+    feed.record(digests)
     feed.collect()
     feed.begin("s")
     published = []
-    while (part := feed.take("s")) is not None:
+    while (part := feed.next_update("s")) is not None:
         assert len(part.published) <= 3 * 8
         published += split(part.published)
     assert published == [each[:8] for each in digests]
@@ -100,9 +100,9 @@ def test_nothing_is_kept_for_a_session_that_ended() -> None:
     feed.begin("s")
     feed.end("s")
     feed.end("s")
-    feed.note([digest(1)])
+    feed.record([digest(1)])
     feed.collect()
-    assert feed.take("s") is None
+    assert feed.next_update("s") is None
     assert not feed._unsent
 
 

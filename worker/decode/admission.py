@@ -27,7 +27,7 @@ class DecodeAdmission:
         self._host = host
         self._waiting: list[DecodeRun] = []  # by queue key
         self._retried: list[DecodeRun] = []  # those of a retry that the engine has not answered
-        self._entering: dict[DecodeRun, asyncio.Future[IncomingSequence | None]] = {}
+        self._answers: dict[DecodeRun, asyncio.Future[IncomingSequence | None]] = {}
         self._gate = _AdmissionGate()
         self._has_ended = False  # a sequence ended or parked since the last retry
         self._available = 0  # blocks, after the last step
@@ -39,7 +39,7 @@ class DecodeAdmission:
         add it.
         """
         answer: asyncio.Future[IncomingSequence | None] = asyncio.get_running_loop().create_future()
-        self._entering[run] = answer
+        self._answers[run] = answer
         if self._waiting or self._retried:
             insort(self._waiting, run, key=_queue_key)
             self._count()
@@ -48,7 +48,7 @@ class DecodeAdmission:
         try:
             return await answer
         finally:
-            del self._entering[run]
+            del self._answers[run]
             if run in self._waiting:
                 self._waiting.remove(run)
                 self._count()
@@ -74,10 +74,10 @@ class DecodeAdmission:
             self._retried = []
         for run, outcome in command.outcomes:
             self._answer(run, outcome)
-        for run in command.left:
+        for run in command.unanswered:
             if not command.has_run:
                 self._answer(run, EngineStopped("the engine has stopped"))
-            elif run in self._entering and run.ending is None:
+            elif run in self._answers and run.cancel_reason is None:
                 insort(self._waiting, run, key=_queue_key)
         # The step that came with the answer may have freed blocks.
         changed = self._has_ended or command.available != self._available
@@ -86,7 +86,7 @@ class DecodeAdmission:
         self._count()
 
     def _answer(self, run: DecodeRun, outcome: Outcome | EngineStopped) -> None:
-        answer = self._entering.get(run)
+        answer = self._answers.get(run)
         if answer is None or answer.done():
             return  # the run was cancelled
         if isinstance(outcome, Exception):
@@ -119,7 +119,7 @@ class _AdmitCommand:
         self._is_retry = is_retry
 
     @property
-    def left(self) -> Sequence[DecodeRun]:
+    def unanswered(self) -> Sequence[DecodeRun]:
         return self.runs[len(self.outcomes) :]
 
     def __call__(self, engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""The life of a run as one coroutine, until the worker keeps nothing of it but its tokens.
+"""A run from start to end as one coroutine, until the worker keeps only its tokens.
 
 A cancel interrupts the coroutine where it waits; it then releases the engine's blocks and the sender's ticket.
 """
@@ -57,7 +57,7 @@ class RunExecutor:
             with run_span(run):
                 finished = await self._until_finished(run)
         except asyncio.CancelledError:
-            if run.ending is None:
+            if run.cancel_reason is None:
                 raise
             await self._release(run)
             self._finish(run)
@@ -76,7 +76,7 @@ class RunExecutor:
 
     async def _until_finished(self, run: DecodeRun) -> SequenceFinished:
         """The only part that `cancel` interrupts."""
-        if run.ending is not None:  # cancelled before the coroutine began
+        if run.cancel_reason is not None:  # cancelled before the coroutine began
             raise asyncio.CancelledError
         self._interruptible.add(run)
         try:
@@ -91,11 +91,11 @@ class RunExecutor:
         """At its return the run is in the batch."""
         assert run.ticket is not None
         run.phase = wire.RunStatus.PHASE_ARRIVING
-        run.notify.scheduled(arrival.cached_blocks * self._host.shape.block_size)
+        run.notify.scheduled(arrival.cached_blocks * self._host.transfer_layout.block_size)
         source = self._host.transport.source(run.ticket.address)
         with tracing.span("handoff", run.span.traceparent, sender=run.ticket.sender.id) as span:
             transfer = await self._host.receiver.receive(source, run.ticket, arrival)
-            span.set(bytes=transfer.received)
+            span.set(bytes=transfer.received_bytes)
         run.phase = wire.RunStatus.PHASE_RUNNING
         run.tokens.extend(transfer.output[run.prior_tokens :])
         for entry in transfer.logprobs:
@@ -150,8 +150,8 @@ class RunExecutor:
 
     def cancel(self, run: DecodeRun, reason: wire.OutputEnd.Reason) -> None:
         """In any phase. Ended is sent once nothing of the run is left. The first reason wins."""
-        if run.end is None and run.ending is None:
-            run.ending = reason
+        if run.end is None and run.cancel_reason is None:
+            run.cancel_reason = reason
             if run in self._interruptible:
                 self._interruptible.discard(run)
                 self._tasks[run].cancel()
@@ -199,17 +199,19 @@ class RunExecutor:
 
 def _decode_started(run: DecodeRun, transfer: TransferResult) -> wire.DecodeStarted:
     began = run.timeline.scheduled if run.timeline else None
-    owned = transfer.owned if began is None else min(began, transfer.owned)
-    path = wire.DecodeStarted.Handoff(handoff_us=microseconds(owned - transfer.opened), bytes=transfer.received)
-    path.decode_wait_us = 0 if began is None else microseconds(began - owned)
-    return wire.DecodeStarted(handoff=path)
+    owned_at = transfer.owned_at if began is None else min(began, transfer.owned_at)
+    message = wire.DecodeStarted.Handoff(
+        handoff_us=microseconds(owned_at - transfer.opened_at), bytes=transfer.received_bytes
+    )
+    message.decode_wait_us = 0 if began is None else microseconds(began - owned_at)
+    return wire.DecodeStarted(handoff=message)
 
 
 def _end_reason(run: DecodeRun) -> wire.OutputEnd.Reason:
     event: SequenceFinished | None = run.finished.result() if run.finished.done() else None
     has_joined = run.phase == wire.RunStatus.PHASE_RUNNING
     if event is None or not has_joined or event.reason in (FinishReason.CANCELLED, FinishReason.FAILED):
-        return run.ending or wire.OutputEnd.REASON_CANCELLED
+        return run.cancel_reason or wire.OutputEnd.REASON_CANCELLED
     return end_reason(event.reason, run.stopping)
 
 

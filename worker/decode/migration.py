@@ -27,7 +27,7 @@ class MigrationSource:
 
     def issue_ticket(self, run: DecodeRun) -> None:
         """Send the owner a ticket: the same one while it is live and unopened."""
-        if run.offered is None:
+        if run.migration_ticket is None:
             ticket = wire.Ticket(
                 run=run.ref,
                 sender=self._host.peer,
@@ -39,48 +39,48 @@ class MigrationSource:
             )
             logprobs = partial(_logprobs, run)
             name, prompt = run.request.id, run.request.prompt_len
-            run.offered = self._host.sender.issue(ticket, name, prompt, logprobs, is_live=True)
+            run.migration_ticket = self._host.sender.issue(ticket, name, prompt, logprobs, is_live=True)
             run.span.event("migration offered")
-        lease = self._host.sender.leases.find(run.offered.id)
-        if run.session is not None and lease is not None and not lease.opened:
-            run.session.send(wire.WorkerMessage(ticket=run.offered))
+        lease = self._host.sender.leases.find(run.migration_ticket.id)
+        if run.session is not None and lease is not None and not lease.is_opened:
+            run.session.send(wire.WorkerMessage(ticket=run.migration_ticket))
 
     def withdraw(self, run: DecodeRun) -> None:
         """The run continues, or fails if it was committed."""
         run.migration_requested = False
-        if run.offered is None:
+        if run.migration_ticket is None:
             return
-        if self._host.sender.leases.find(run.offered.id) is None:
-            self._fail(run, _abandoned("the target was lost"))
+        if self._host.sender.leases.find(run.migration_ticket.id) is None:
+            self._fail(run, _migration_failure("the target was lost"))
             return
         failure = wire.Failure(cause=wire.CAUSE_RECLAIMED, detail="the owner withdrew the ticket")
-        self._host.sender.reclaim(run.offered.id, failure)
+        self._host.sender.reclaim(run.migration_ticket.id, failure)
 
     def is_committed(self, run: DecodeRun) -> bool:
         """The target may run it now."""
-        if run.offered is None:
+        if run.migration_ticket is None:
             return False
-        lease = self._host.sender.leases.find(run.offered.id)
-        return lease is None or lease.committed
+        lease = self._host.sender.leases.find(run.migration_ticket.id)
+        return lease is None or lease.is_committed
 
     def end(self, run: DecodeRun, *, by_itself: bool) -> None:
         """``by_itself``: an open fetch reports that nothing is left."""
-        lease = None if run.offered is None else self._host.sender.leases.find(run.offered.id)
-        if lease is not None and not (by_itself and lease.opened):
+        lease = None if run.migration_ticket is None else self._host.sender.leases.find(run.migration_ticket.id)
+        if lease is not None and not (by_itself and lease.is_opened):
             failure = wire.Failure(cause=wire.CAUSE_RECLAIMED, detail="the run has ended at its source")
             self._host.sender.reclaim(lease.ticket.id, failure)
 
     def on_lease_end(self, lease: Lease) -> None:
         run = self._runs.by_sequence.get(lease.sequence)
-        if run is None or run.offered is None or run.offered.id != lease.ticket.id:
+        if run is None or run.migration_ticket is None or run.migration_ticket.id != lease.ticket.id:
             return
-        if not lease.committed:
-            run.offered = None
-        elif not lease.owned and run.ending is None:
-            self._fail(run, _abandoned(lease.failure.detail if lease.failure else "the target released it"))
+        if not lease.is_committed:
+            run.migration_ticket = None
+        elif not lease.is_owned and run.cancel_reason is None:
+            self._fail(run, _migration_failure(lease.failure.detail if lease.failure else "the target released it"))
 
 
-def _abandoned(detail: str) -> wire.Failure:
+def _migration_failure(detail: str) -> wire.Failure:
     return wire.Failure(cause=wire.CAUSE_OWNER_LOST, detail=f"migrated, and no worker has it: {detail}")
 
 

@@ -42,7 +42,7 @@ class RunOwnership:
     def catch_up(self, run: DecodeRun, resume: Iterable[wire.ResumePosition]) -> None:
         """Also withdraws a migration that an earlier owner began."""
         run.notify.catch_up(resume, self._executor.step)
-        if run.offered is not None and run.offered.run.epoch != run.ref.epoch:
+        if run.migration_ticket is not None and run.migration_ticket.run.epoch != run.ref.epoch:
             self._executor.migrations.withdraw(run)
 
     def detach(self, session: RouterSession) -> None:

@@ -52,13 +52,13 @@ class DecodeRun:
     prompt_logprobs: list[wire.PromptLogprobs] = field(default_factory=list)  # for a later owner
     ticket: wire.Ticket | None = None  # of the cache that the run fetches
     keeps_ticket: bool = False  # the ticket stays valid for another worker
-    offered: wire.Ticket | None = None  # of the run's own cache, for a migration
+    migration_ticket: wire.Ticket | None = None  # of the run's own cache, for a migration
     migration_requested: bool = False  # offer a ticket as soon as it runs
     tokens_before_join: list[Token] = field(default_factory=list)  # reported before the fetch returned
     timeline: Timeline | None = None  # the engine's, once it began
     sent_first_token: bool = False
     decode_started: wire.DecodeStarted | None = None  # not sent yet: the run had no session
-    ending: wire.OutputEnd.Reason | None = None  # the run is being cancelled
+    cancel_reason: wire.OutputEnd.Reason | None = None  # set: the run is being cancelled
     truncated_at: int | None = None  # number of tokens that count, if fewer than were generated
     end: wire.OutputEnd | None = None
     is_forgotten: bool = False  # before its end: drop the run as soon as the end is sent

@@ -89,7 +89,7 @@ class DecodeRunManager(HostHandler):
         self.ownership.ensure_attached(run, session, migrate.run)
         if migrate.withdrawn:
             self.executor.migrations.withdraw(run)
-        elif run.end is None and run.ending is None:
+        elif run.end is None and run.cancel_reason is None:
             self._offer(run)
 
     def _offer(self, run: DecodeRun) -> None:

@@ -55,7 +55,7 @@ class RunTable:
             if not self._runs:
                 self._empty.set()
 
-    async def emptied(self) -> None:
+    async def wait_empty(self) -> None:
         await self._empty.wait()
 
     def add_tombstone(self, ref: wire.Run, seconds: float) -> None:

@@ -35,7 +35,7 @@ class DecodeService(services.DecodeServicer):
         self._session_limits = session_limits
         self.run_manager = DecodeRunManager(host)
         self._sessions: dict[str, RouterSession] = {}  # by the router's id
-        self._drained = False
+        self._is_drained = False
         self._commands: dict[str, Callable[[RouterSession, Any], None]] = {
             "start": self.run_manager.start,
             "cancel": self.run_manager.cancel,
@@ -51,12 +51,12 @@ class DecodeService(services.DecodeServicer):
         if hello is None:
             return
         self._check(hello)
-        session = self._open(hello)
+        session = self._open_session(hello)
         try:
             self._welcome(session, hello)
             await session.serve(requests, context.write, self._handle)
         finally:
-            self._leave(session)
+            self._close_session(session)
 
     # -- audit and drain ----------------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ class DecodeService(services.DecodeServicer):
         return len(self._sessions)
 
     @property
-    def fetches_taking(self) -> int:
+    def fetches_receiving(self) -> int:
         return sum(run.phase == wire.RunStatus.PHASE_ARRIVING for run in self.run_manager.runs)
 
     @property
@@ -86,23 +86,23 @@ class DecodeService(services.DecodeServicer):
 
     async def drain(self) -> None:
         self._host.draining = True
-        await self.run_manager.runs.emptied()
-        self._drained = True
+        await self.run_manager.runs.wait_empty()
+        self._is_drained = True
         for session in self._sessions.values():
             session.end()
 
     async def close(self) -> None:
         """The engine must still run."""
-        self._drained = True
+        self._is_drained = True
         for session in self._sessions.values():
-            session.end(_leaving())
+            session.end(_draining_error())
         await self.run_manager.close()
 
     # -- a session begins and ends ------------------------------------------------------------------------------
 
     def _check(self, hello: wire.Hello) -> None:
-        if self._drained:
-            raise _leaving()
+        if self._is_drained:
+            raise _draining_error()
         if not same_incarnation(hello.worker, self._host.peer):
             raise FailedPrecondition(Reason.WRONG_PEER, f"another incarnation than {hello.worker.incarnation:x}")
         if not is_compatible(hello.router.protocol):
@@ -110,7 +110,7 @@ class DecodeService(services.DecodeServicer):
         if not hello.router.id:
             raise InvalidArgument("hello.router.id", "not empty", "")
 
-    def _open(self, hello: wire.Hello) -> RouterSession:
+    def _open_session(self, hello: wire.Hello) -> RouterSession:
         """Replaces the router's older session, whose runs are orphans until the welcome."""
         session = RouterSession(hello.router, self._make_heartbeat, self._session_limits)
         older = self._sessions.get(hello.router.id)
@@ -121,7 +121,7 @@ class DecodeService(services.DecodeServicer):
             self.run_manager.ownership.detach(older)
         return session
 
-    def _leave(self, session: RouterSession) -> None:
+    def _close_session(self, session: RouterSession) -> None:
         self._host.cache.end(session)
         if self._sessions.get(session.router.id) is session:
             del self._sessions[session.router.id]
@@ -130,22 +130,22 @@ class DecodeService(services.DecodeServicer):
     def _welcome(self, session: RouterSession, hello: wire.Hello) -> None:
         host, manager = self._host, self.run_manager
         welcome = wire.Welcome(worker=host.peer, role=host.role, model=host.model, layout=host.layout)
-        known, refusals = [], []
+        runs_here, refusals = [], []
         for owned in hello.owned:
             if refusal := self._refusal(owned.run):
                 refusals.append(refusal)
             elif run := manager.runs.get(owned.run):
                 welcome.runs.append(manager.ownership.attach(run, session, owned.run, owned.resume))
-                known.append((run, owned.resume))
+                runs_here.append((run, owned.resume))
             else:
                 welcome.unknown_runs.append(owned.run)
         welcome.orphans.extend(run.ref for run in manager.ownership.orphans_of(session.router))
         session.send(wire.WorkerMessage(welcome=welcome))
         for refusal in refusals:
             session.send(refusal)
-        for run, resume in known:
+        for run, resume in runs_here:
             manager.ownership.catch_up(run, resume)
-        _log.info("session opened", router=session.router.id, runs=len(known), orphans=len(welcome.orphans))
+        _log.info("session opened", router=session.router.id, runs=len(runs_here), orphans=len(welcome.orphans))
 
     # -- messages -----------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class DecodeService(services.DecodeServicer):
     def _make_heartbeat(self, session: RouterSession) -> wire.Heartbeat:
         heartbeat = self._host.heartbeat()
         heartbeat.renew.extend(self.run_manager.ownership.unopened_tickets_of(session))
-        update = self._host.cache.take(session)
+        update = self._host.cache.next_update(session)
         if update is not None:
             heartbeat.cache.CopyFrom(update)
         routers = [each.router for each in self._sessions.values() if not each.is_lost]
@@ -209,5 +209,5 @@ async def _hello(requests: AsyncIterator[wire.RouterMessage]) -> wire.Hello | No
     return message.hello
 
 
-def _leaving() -> Unavailable:
+def _draining_error() -> Unavailable:
     return Unavailable(Reason.DRAINING, "this worker is draining", retry_after=RETRY_ELSEWHERE_SECONDS)

@@ -51,16 +51,16 @@ class RouterSession:
         self._make_heartbeat = make_heartbeat
         self._outgoing = asyncio.Queue[tuple[int, wire.WorkerMessage] | None]()  # with the tick of `send`
         self._ticks = 0
-        self._written: int | None = None  # tick of the message that is being written
-        self._over = asyncio.Event()
+        self._write_tick: int | None = None  # tick of the message that is being written
+        self._ended = asyncio.Event()
         self._error: ServiceError | None = None
         self._free_slots: list[int] = []
         self._slots = 0
         self._silence = Silence(self._limits.heartbeat_s)
-        self._suspect = False
+        self._was_suspect = False
 
     def send(self, message: wire.WorkerMessage) -> None:
-        if self._over.is_set():
+        if self._ended.is_set():
             return
         self._outgoing.put_nowait((self._ticks, message))
         if self._outgoing.qsize() > self._limits.max_unread:
@@ -71,9 +71,9 @@ class RouterSession:
         """With ``error`` at once, else after the queued messages."""
         if error is None:
             self._outgoing.put_nowait(None)
-        elif not self._over.is_set():
+        elif not self._ended.is_set():
             self._error = error
-            self._over.set()
+            self._ended.set()
 
     def take_slot(self) -> int:
         if self._free_slots:
@@ -92,12 +92,12 @@ class RouterSession:
     ) -> None:
         """Raises the error of ``end`` or ``handle``."""
         writing = asyncio.create_task(self._write(write))
-        parts = (self._over.wait(), self._read(requests, handle), self._send_heartbeats())
+        parts = (self._ended.wait(), self._read(requests, handle), self._send_heartbeats())
         jobs: list[asyncio.Task[object]] = [writing, *[asyncio.create_task(part) for part in parts]]
         try:
             await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._over.set()
+            self._ended.set()
             self._outgoing.put_nowait(None)
             # gRPC loses a cancelled write, and possibly the call's status with it.
             await asyncio.wait([writing], timeout=LAST_WRITE_SECONDS)
@@ -120,10 +120,10 @@ class RouterSession:
 
     async def _write(self, write: Write) -> None:
         try:
-            while (entry := await self._outgoing.get()) is not None and not self._over.is_set():
-                self._written, message = entry
+            while (entry := await self._outgoing.get()) is not None and not self._ended.is_set():
+                self._write_tick, message = entry
                 await write(message)
-                self._written = None
+                self._write_tick = None
         except (grpc.aio.InternalError, grpc.aio.UsageError):
             return  # the router has left
 
@@ -135,7 +135,10 @@ class RouterSession:
             self._silence.tick()
             self._watch()
             self._ticks += 1
-            if self._written is not None and (self._ticks - self._written) * limits.heartbeat_s > limits.max_unread_s:
+            if (
+                self._write_tick is not None
+                and (self._ticks - self._write_tick) * limits.heartbeat_s > limits.max_unread_s
+            ):
                 self.end(Aborted(Reason.QUEUE_FULL, f"the router read nothing for {limits.max_unread_s:g} s"))
 
     @property
@@ -143,9 +146,9 @@ class RouterSession:
         return self._silence.is_lost
 
     def _watch(self) -> None:
-        suspect = self._silence.is_suspect
-        if suspect and not self._suspect:
+        is_suspect = self._silence.is_suspect
+        if is_suspect and not self._was_suspect:
             _log.warning("router is silent", router=self.router.id, seconds=self._silence.seconds)
-        elif self._suspect and not suspect:
+        elif self._was_suspect and not is_suspect:
             _log.info("router is no longer silent", router=self.router.id)
-        self._suspect = suspect
+        self._was_suspect = is_suspect

@@ -27,34 +27,34 @@ class StartValidator:
         if start.HasField("ticket"):
             self._check_ticket(start)
         number, now = next(self._numbers), asyncio.get_running_loop().time()
-        ref, work = start.run, start.engine_request
+        ref, engine_request = start.run, start.engine_request
         name = f"decode/{ref.request}/{ref.attempt}/{number}"  # never reused: a late event belongs to no other run
-        request = to_request(name, work, model=self._host.model)
+        request = to_request(name, engine_request, model=self._host.model)
         tokens = max(len(request.token_ids), request.prompt_len + (request.stop.max_tokens or 0))
         if tokens > self._host.context_length:
             detail = f"{tokens} tokens in all; the maximum context length is {self._host.context_length}"
             raise _refused(wire.CAUSE_NEVER_FITS, detail)
         # Copies: a submessage keeps its whole message alive, prompt included.
-        run = DecodeRun(wire.Run(), request, wire.Stopping(), (queue_key(work, now), number), now)
+        run = DecodeRun(wire.Run(), request, wire.Stopping(), (queue_key(engine_request, now), number), now)
         run.ref.CopyFrom(ref)
-        run.stopping.CopyFrom(work.stopping)
-        run.span = tracing.span("decode", work.traceparent, worker=self._host.peer.id)
+        run.stopping.CopyFrom(engine_request.stopping)
+        run.span = tracing.span("decode", engine_request.traceparent, worker=self._host.peer.id)
         if start.HasField("ticket"):
             run.ticket = wire.Ticket()
             run.ticket.CopyFrom(start.ticket)
         return run
 
     def _check_now(self, start: wire.Start) -> None:
-        most, work = self._host.max_waiting, start.engine_request
+        max_waiting, engine_request = self._host.max_waiting, start.engine_request
         if self._runs.has_tombstone(start.run):
             raise _refused(wire.CAUSE_CANCELLED, "cancelled before the Start came")
         if self.stopped is not None:
             raise _refused(wire.CAUSE_ENGINE, str(self.stopped))
         if self._host.draining:
             raise _refused(wire.CAUSE_DRAINING, "this worker is draining")
-        if sum(run.phase == wire.RunStatus.PHASE_WAITING for run in self._runs) >= most:
-            raise _refused(wire.CAUSE_BUSY, f"at most {most} runs may wait")
-        if work.HasField("remaining_ms") and not work.remaining_ms:
+        if sum(run.phase == wire.RunStatus.PHASE_WAITING for run in self._runs) >= max_waiting:
+            raise _refused(wire.CAUSE_BUSY, f"at most {max_waiting} runs may wait")
+        if engine_request.HasField("remaining_ms") and not engine_request.remaining_ms:
             raise _refused(wire.CAUSE_DEADLINE, "the deadline has passed")
 
     def _check_ticket(self, start: wire.Start) -> None:

@@ -1,4 +1,4 @@
-"""The life of a prefill run as one coroutine, from its turn until the worker keeps nothing of it.
+"""A prefill run from start to end as one coroutine, until the worker keeps nothing of it.
 
 Deadline, end of the lease, broken call, newer owner and crash of the engine release everything at once.
 """

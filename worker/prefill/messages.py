@@ -8,7 +8,7 @@ from decant.worker.wire_codec import end_reason, logprobs_to_wire
 
 def first_tokens(run: PrefillRun) -> wire.FirstTokens:
     """Marked if the token is also the last."""
-    begun, token = run.begun, run.first
+    begun, token = run.begun, run.first_token
     assert begun is not None
     assert token is not None
     timeline = begun.timeline
@@ -23,7 +23,7 @@ def first_tokens(run: PrefillRun) -> wire.FirstTokens:
 
 
 def first_logprobs(run: PrefillRun) -> list[wire.TokenLogprobs]:
-    token = run.first
+    token = run.first_token
     return [] if token is None or token.logprobs is None else [logprobs_to_wire(token.position, token.logprobs)]
 
 

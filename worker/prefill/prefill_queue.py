@@ -33,11 +33,11 @@ class PrefillQueue:
     def get(self, id: str) -> PrefillRun | None:
         return self._runs.get(id)
 
-    async def emptied(self) -> None:
+    async def wait_empty(self) -> None:
         await self._empty.wait()
 
     @property
-    def not_begun(self) -> int:
+    def num_waiting(self) -> int:
         """Runs that wait, here or in the engine."""
         return sum(run.begun is None and run.error is None for run in self._runs.values())
 

@@ -43,7 +43,7 @@ class PrefillRun:
     traceparent: str = ""
     is_admitted: bool = False
     begun: SequenceStarted | None = None
-    first: Token | None = None
+    first_token: Token | None = None
     is_parked: bool = False  # the first token is sampled, and more may follow
     finished: SequenceFinished | None = None  # the first token is the last
     ticket: wire.Ticket | None = None

@@ -42,7 +42,7 @@ class PrefillService(services.PrefillServicer, HostHandler):
             yield run.ref, run.output, run.phase, run.id
 
     async def drain(self) -> None:
-        await self._runs.emptied()
+        await self._runs.wait_empty()
 
     async def close(self) -> None:
         """Waits until the runs have released what they had."""
@@ -51,8 +51,8 @@ class PrefillService(services.PrefillServicer, HostHandler):
     async def Prefill(  # noqa: N802 - the name on the wire
         self, request: wire.PrefillRequest, _: grpc.aio.ServicerContext[wire.PrefillRequest, wire.PrefillEvent]
     ) -> AsyncIterator[wire.PrefillEvent]:
-        work, ref = request.engine_request, request.run
-        with logs.bound(request_id=ref.request, attempt=ref.attempt, traceparent=work.traceparent):
+        engine_request, ref = request.engine_request, request.run
+        with logs.bound(request_id=ref.request, attempt=ref.attempt, traceparent=engine_request.traceparent):
             try:
                 run = self._validator.validate(request)
             except RequestRejected as rejection:
@@ -74,7 +74,7 @@ class PrefillService(services.PrefillServicer, HostHandler):
 
     def _has_open_fetch(self, run: PrefillRun) -> bool:
         lease = self._host.sender.leases.find(run.ticket.id) if run.ticket else None
-        return lease is not None and lease.opened
+        return lease is not None and lease.is_opened
 
     # -- events of the host --------------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class PrefillService(services.PrefillServicer, HostHandler):
         for run, part in self._live(output.prompt_logprobs):
             run.send(prompt_logprobs=prompt_logprobs(run, part))
         for run, token in self._live(output.tokens):
-            run.first = token
+            run.first_token = token
         for id in output.parked:
             if parked := self._runs.get(id):
                 parked.is_parked = True
@@ -114,7 +114,7 @@ class PrefillService(services.PrefillServicer, HostHandler):
         if run is None:
             return
         if lease.failure is not None:
-            _log.warning("lease ended without a release", request_id=lease.ticket.run.request, opened=lease.opened)
+            _log.warning("lease ended without a release", request_id=lease.ticket.run.request, opened=lease.is_opened)
             run.stop(PrefillFailed(lease.failure))
         elif run.is_parked:
             run.is_released = True

@@ -20,27 +20,29 @@ class CallValidator:
 
     def validate(self, call: wire.PrefillRequest) -> PrefillRun:
         """The run is not yet in the queue. Raises RequestRejected, StaleOwner."""
-        host, work = self._host, call.engine_request
+        host, engine_request = self._host, call.engine_request
         self._check_now(call)
         name = f"prefill-{next(self._numbers)}:{call.run.request}"  # never reused: a late event belongs to no other run
-        request = to_request(name, work, model=host.model, park_after=call.handoff or _needs_park(work))
+        request = to_request(
+            name, engine_request, model=host.model, park_after=call.handoff or _needs_park(engine_request)
+        )
         if len(request.token_ids) > host.context_length:
             detail = f"{len(request.token_ids)} tokens; the maximum context length is {host.context_length}"
             raise _rejected(wire.CAUSE_NEVER_FITS, detail)
-        if self._queue.not_begun + host.waiting_arrivals >= host.max_waiting:
+        if self._queue.num_waiting + host.waiting_arrivals >= host.max_waiting:
             raise _rejected(wire.CAUSE_BUSY, f"{host.max_waiting} runs wait already")
-        if work.HasField("remaining_ms") and not work.remaining_ms:
+        if engine_request.HasField("remaining_ms") and not engine_request.remaining_ms:
             raise _rejected(wire.CAUSE_DEADLINE, "the deadline has passed")
         now = time.monotonic()
         return PrefillRun(
             ref=call.run,
             request=request,
-            stopping=work.stopping,
+            stopping=engine_request.stopping,
             handoff=call.handoff,
             received=now,
-            queue_key=queue_key(work, now),
-            remaining_s=work.remaining_ms / 1000 if work.HasField("remaining_ms") else None,
-            traceparent=work.traceparent,
+            queue_key=queue_key(engine_request, now),
+            remaining_s=engine_request.remaining_ms / 1000 if engine_request.HasField("remaining_ms") else None,
+            traceparent=engine_request.traceparent,
         )
 
     def _check_now(self, call: wire.PrefillRequest) -> None:
@@ -59,10 +61,10 @@ class CallValidator:
             raise _rejected(wire.CAUSE_ENGINE, "the engine of this worker has stopped")
 
 
-def _needs_park(work: wire.EngineRequest) -> bool:
+def _needs_park(engine_request: wire.EngineRequest) -> bool:
     """Whether to park after one token, because more are allowed."""
-    written = len(work.outputs[0].tokens) // 4 if work.outputs else 0
-    return work.stopping.max_tokens > written + 1
+    prior_tokens = len(engine_request.outputs[0].tokens) // 4 if engine_request.outputs else 0
+    return engine_request.stopping.max_tokens > prior_tokens + 1
 
 
 def _rejected(cause: wire.Cause, detail: str) -> RequestRejected:

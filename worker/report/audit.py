@@ -32,7 +32,7 @@ class Decodes(HasRuns, Protocol):
     @property
     def sessions(self) -> int: ...
     @property
-    def fetches_taking(self) -> int: ...
+    def fetches_receiving(self) -> int: ...
     @property
     def orphans(self) -> int: ...
     @property
@@ -42,14 +42,14 @@ class Decodes(HasRuns, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Map:
-    held: Mapping[str, list[int]]
+class _PoolMap:
+    blocks_by_owner: Mapping[str, list[int]]
     free: int
     cached: int
     violations: list[str]
 
     def blocks(self, *owners: str) -> set[int]:
-        return {block for owner in owners for block in self.held.get(owner, ())}
+        return {block for owner in owners for block in self.blocks_by_owner.get(owner, ())}
 
 
 class _Tables(NamedTuple):
@@ -81,22 +81,22 @@ class AuditService(services.AuditServicer):
         rows = (*self._prefill.runs(), *self._decode.runs())
         return _Tables({row[3]: row for row in rows}, self._host.sender.leases.all())
 
-    def _account(self, before: _Tables, after: _Tables, pool: _Map) -> wire.AuditResponse:
+    def _account(self, before: _Tables, after: _Tables, pool: _PoolMap) -> wire.AuditResponse:
         host, now = self._host, asyncio.get_running_loop().time()
         ticketed = {lease.sequence for lease in (*before.leases, *after.leases)}
-        exported = {owner for owner in pool.held if owner.startswith(lease_owner(""))}
+        exported = {owner for owner in pool.blocks_by_owner if owner.startswith(lease_owner(""))}
         leased = pool.blocks(*ticketed, *exported)
         answer = wire.AuditResponse(
             worker=host.peer,
             role=host.role,
-            block_bytes=host.shape.block_bytes,
+            block_bytes=host.transfer_layout.block_bytes,
             total_blocks=host.total_blocks,
             free_blocks=pool.free,
             cached_blocks=pool.cached,
             leased_blocks=len(leased),
-            owned_blocks=len(pool.blocks(*pool.held) - leased),
+            owned_blocks=len(pool.blocks(*pool.blocks_by_owner) - leased),
             sessions=self._decode.sessions,
-            fetches=self._decode.fetches_taking + sum(lease.opened for lease in after.leases),
+            fetches=self._decode.fetches_receiving + sum(lease.is_opened for lease in after.leases),
             orphans=self._decode.orphans,
             cancel_marks=self._decode.cancel_marks,
             unforgotten=self._decode.unforgotten,
@@ -117,20 +117,20 @@ class AuditService(services.AuditServicer):
         return answer
 
 
-def _sample(engine: Engine) -> _Map:
+def _sample(engine: Engine) -> _PoolMap:
     violations = []
     try:
         engine.check_integrity()
     except AssertionError as error:
         violations.append(str(error))
     blocks = engine.pool
-    return _Map(blocks.held_by(), blocks.free_blocks, blocks.cached_blocks, violations)
+    return _PoolMap(blocks.held_by(), blocks.free_blocks, blocks.cached_blocks, violations)
 
 
-def _unaccounted(answer: wire.AuditResponse, pool: _Map, runs: Mapping[str, RunRow]) -> Iterable[str]:
+def _unaccounted(answer: wire.AuditResponse, pool: _PoolMap, runs: Mapping[str, RunRow]) -> Iterable[str]:
     parts = answer.free_blocks + answer.cached_blocks + answer.owned_blocks + answer.leased_blocks
     if parts != answer.total_blocks:
         yield f"{parts} of {answer.total_blocks} blocks are accounted for"
-    for owner, blocks in pool.held.items():
+    for owner, blocks in pool.blocks_by_owner.items():
         if owner not in runs and not owner.startswith(lease_owner("")):
             yield f"{len(blocks)} blocks are held for {owner}, which is no run's sequence"

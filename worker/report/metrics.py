@@ -55,8 +55,8 @@ class WorkerMetrics(HostHandler):
             cached = arrival.cached_blocks * self._host.block_size
             self._metrics.prompt[PromptSource.CACHED].inc(cached)
             self._metrics.prompt[PromptSource.HANDED_OVER].inc(len(arrival.sequence.request.token_ids) - cached)
-            self._metrics.handoff_seconds.observe(outcome.owned - outcome.opened)
-            self._metrics.handoff_bytes.observe(outcome.received)
+            self._metrics.handoff_seconds.observe(outcome.owned_at - outcome.opened_at)
+            self._metrics.handoff_bytes.observe(outcome.received_bytes)
             return
         self._arriving.discard(arrival.id)
         if outcome is not None:

@@ -40,13 +40,13 @@ async def make_transport(
         return messages
     _log.warning("NIXL's ports have no authentication: any process that reaches them can read and write this KV cache")
     _log.info("NIXL starts", seconds=start_seconds)
-    shape = transfer_layout(device)
+    layout = transfer_layout(device)
     try:
-        agent = await _start(f"{peer.id}/{peer.incarnation:x}", device, shape.message_bytes, start_seconds)
+        agent = await _start(f"{peer.id}/{peer.incarnation:x}", device, layout.message_bytes, start_seconds)
     except NixlUnusable as error:
         raise SettingError("handoff", f"grpc, as {error}", settings.handoff) from error
     stack.push_async_callback(agent.aclose)
-    return MemoryReads(messages, agent, shape)
+    return MemoryReads(messages, agent, layout)
 
 
 async def _start(name: str, device: Device, buffer_bytes: int, seconds: float) -> NixlAgent:

@@ -58,7 +58,7 @@ def load_model(settings: WorkerSettings) -> Device:
     from decant.engine.model.model import ModelConfig
 
     logging.disable_progress_bar()
-    threads = settings.threads or own_cores()
+    threads = settings.threads or available_cores()
     torch.set_num_threads(threads)  # for this thread and those that start later
     config = ModelConfig(
         model=settings.model,
@@ -131,7 +131,7 @@ def limits_of(settings: WorkerSettings, device: Device) -> Limits:
     return Limits(budget, settings.max_running, context_length, seconds)
 
 
-def own_cores(quota: Path = _CPU_QUOTA) -> int:
+def available_cores(quota: Path = _CPU_QUOTA) -> int:
     """Limited by the CPU quota of the control group."""
     cores = len(usable_cores())
     try:

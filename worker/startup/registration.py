@@ -40,8 +40,8 @@ class Registrar:
         self._on_replaced = on_replaced
         self._registration: Registration[WorkerRegistration] | None = None
         self._is_unavailable = False
-        self._now = asyncio.Event()
-        self._renewing = BackgroundTask("registration", self._renew_always)
+        self._renewal_requested = asyncio.Event()
+        self._renewal_task = BackgroundTask("registration", self._renew_always)
 
     async def __aenter__(self) -> Self:
         """Raises StoreFault for an unsuitable Redis; an unavailable one is retried later."""
@@ -49,7 +49,7 @@ class Registrar:
             await self._renew()
         except StoreUnavailable as error:
             self._log_availability(error)
-        self._renewing.start()
+        self._renewal_task.start()
         return self
 
     async def __aexit__(
@@ -59,22 +59,22 @@ class Registrar:
 
     async def leave(self) -> None:
         """If Redis is available. May be repeated."""
-        await self._renewing.close()
+        await self._renewal_task.close()
         registration, self._registration = self._registration, None
         if registration is not None:
             with contextlib.suppress(StoreUnavailable, StoreFault):
                 await registration.remove()
 
     def renew_now(self) -> None:
-        self._now.set()
+        self._renewal_requested.set()
 
     async def _renew_always(self) -> None:
         """Returns when another incarnation has registered."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._every_s):
-                    await self._now.wait()
-            self._now.clear()
+                    await self._renewal_requested.wait()
+            self._renewal_requested.clear()
             try:
                 await self._renew()
             except (StoreUnavailable, StoreFault) as error:

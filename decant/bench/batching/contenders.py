@@ -40,8 +40,8 @@ class Run:
     answers: Sequence[Answer]
     seconds: float
     decode_steps: int
-    used: Sequence[int] = ()
-    held: Sequence[int] = ()
+    used_tokens: Sequence[int] = ()
+    allocated_tokens: Sequence[int] = ()
     preemptions: int = 0
     measured: int = 1
     batches: int = 1
@@ -49,15 +49,17 @@ class Run:
     def summary(self, queue: Queue) -> dict[str, Any]:
         """Latency counts from the start of the queue."""
         tokens = sum(len(one.tokens) for one in self.answers)
-        further = tokens - len(self.answers)
+        later_tokens = tokens - len(self.answers)
         return {
             "duration": self.seconds,
             "output_throughput": tokens / self.seconds,
             "request_throughput": len(self.answers) / self.seconds,
-            "useful_per_step": further / self.decode_steps if self.decode_steps else 0.0,
+            "useful_per_step": later_tokens / self.decode_steps if self.decode_steps else 0.0,
             "decode_steps": self.decode_steps,
-            "kv_used": fmean(self.used) / queue.kv_tokens if self.used else 0.0,
-            "kv_lost_in_blocks": 1 - sum(self.used) / sum(self.held) if sum(self.held) else 0.0,
+            "kv_used": fmean(self.used_tokens) / queue.kv_tokens if self.used_tokens else 0.0,
+            "kv_lost_in_blocks": 1 - sum(self.used_tokens) / sum(self.allocated_tokens)
+            if sum(self.allocated_tokens)
+            else 0.0,
             "preemptions": self.preemptions,
             "measured_batches": self.measured,
             "batches": self.batches,
@@ -88,11 +90,11 @@ def run(contender: str, queue: Queue, setup: Setup) -> Run:
     trace = serve(engine, requests, queue.outputs, setup.on_tokens)
     answers = [trace.answers[one.id] for one in requests]
     steps = len(trace.decode_steps)
-    return Run(contender, answers, trace.seconds, steps, trace.used, trace.held, trace.preemptions)
+    return Run(contender, answers, trace.seconds, steps, trace.used_tokens, trace.allocated_tokens, trace.preemptions)
 
 
-def sample(batches: int, most: int = STATIC_SAMPLE) -> list[int]:
-    count = min(batches, most)
+def sample(batches: int, max_batches: int = STATIC_SAMPLE) -> list[int]:
+    count = min(batches, max_batches)
     return [index * batches // count for index in range(count)]
 
 
@@ -101,7 +103,7 @@ class _Pace:
     prompts: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
 
-    def note(self, trace: Trace) -> None:
+    def add(self, trace: Trace) -> None:
         self.prompts.append(max(one.tokens[0] for one in trace.answers.values()))
         self.steps += trace.decode_steps
 
@@ -118,15 +120,15 @@ def _static(contender: str, queue: Queue, setup: Setup) -> Run:
     pace, traces = _Pace(), dict[int, Trace]()
     for index in sample(len(batches)):
         traces[index] = _batch(queue, batches[index], padded[index], setup)
-        pace.note(traces[index])
+        pace.add(traces[index])
     clock, answers = 0.0, list[Answer]()
     for index, batch in enumerate(batches):
         trace = traces.get(index) or pace.predict(len(batch), padded[index])
         for output, answer in zip(batch, trace.answers.values(), strict=True):
             own = [clock + at for at in answer.tokens[:output]]
-            answers.append(Answer(clock + answer.begun, clock + trace.seconds, own))
+            answers.append(Answer(clock + answer.begun_at, clock + trace.seconds, own))
         clock += trace.seconds
-    used = [tokens for trace in traces.values() for tokens in trace.used]
+    used = [tokens for trace in traces.values() for tokens in trace.used_tokens]
     steps = sum(length - 1 for length in padded)
     return Run(contender, answers, clock, steps, used, measured=len(traces), batches=len(batches))
 

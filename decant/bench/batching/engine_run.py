@@ -22,12 +22,12 @@ OnTokens = Callable[[int], None]
 
 @dataclass(slots=True)
 class Answer:
-    """Seconds after the start. `begun`: first step with its prompt; `freed`: its slot is free, in a static
+    """Seconds after the start. `begun_at`: first step with its prompt; `freed_at`: its slot is free, in a static
     batch later than the last token.
     """
 
-    begun: float = 0.0
-    freed: float = 0.0
+    begun_at: float = 0.0
+    freed_at: float = 0.0
     tokens: list[float] = field(default_factory=list)
 
     @property
@@ -37,15 +37,15 @@ class Answer:
 
 @dataclass(slots=True)
 class Trace:
-    """`decode_steps`: seconds of each step with a token after the first. By step, `used`: tokens in KV memory; `held`:
-    tokens with blocks.
+    """`decode_steps`: seconds of each step with a token after the first. By step, `used_tokens`: in KV memory;
+    `allocated_tokens`: those that have blocks.
     """
 
     answers: dict[str, Answer]
     seconds: float = 0.0
     decode_steps: list[float] = field(default_factory=list)
-    used: list[int] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
+    used_tokens: list[int] = field(default_factory=list)
+    allocated_tokens: list[int] = field(default_factory=list)
     preemptions: int = 0
 
 
@@ -115,17 +115,17 @@ def serve(engine: Engine, requests: Sequence[Request], own: Sequence[int], on_to
 
 def _record(trace: Trace, output: StepOutput, begin: float, end: float) -> None:
     for started in output.started:
-        trace.answers[started.id].begun = begin
+        trace.answers[started.id].begun_at = begin
     if any(token.position for token in output.tokens):
         trace.decode_steps.append(end - begin)
     for token in output.tokens:
         trace.answers[token.id].tokens.append(end)
     for ended in output.ended:
-        trace.answers[ended.id].freed = end
+        trace.answers[ended.id].freed_at = end
 
 
 def _record_memory(trace: Trace, engine: Engine, ends: dict[str, int]) -> None:
     running = engine.scheduler.running
-    trace.used.append(sum(min(one.num_computed, ends[one.id]) for one in running))
+    trace.used_tokens.append(sum(min(one.num_computed, ends[one.id]) for one in running))
     size = engine.pool.block_size
-    trace.held.append(sum(one.block_table.num_blocks for one in running if one.block_table) * size)
+    trace.allocated_tokens.append(sum(one.block_table.num_blocks for one in running if one.block_table) * size)

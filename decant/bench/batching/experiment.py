@@ -47,19 +47,19 @@ class BatchingOptions:
 
 def parse_caps(text: str) -> tuple[int, ...]:
     """ "32,128" in ascending order. Raises InvalidBenchmark."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) >= 2 for word in words):
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) >= 2 for part in parts):
         raise InvalidBenchmark("--caps", "whole numbers from 2, separated by commas", text)
-    return tuple(sorted({int(word) for word in words}))
+    return tuple(sorted({int(part) for part in parts}))
 
 
 def plan(options: BatchingOptions, context_length: int) -> list[Queue]:
     """Raises InvalidBenchmark."""
-    made = [queues.every_eighth_long(QUEUE_PROMPT, SHORT, LONG), queues.uniform(QUEUE_PROMPT, EQUAL)]
-    made += [_exponential(options, cap, options.requests) for cap in options.caps]
-    for queue in made:
+    planned = [queues.every_eighth_long(QUEUE_PROMPT, SHORT, LONG), queues.uniform(QUEUE_PROMPT, EQUAL)]
+    planned += [_exponential(options, cap, options.requests) for cap in options.caps]
+    for queue in planned:
         queues.check(queue, context_length)
-    return made
+    return planned
 
 
 def measure(model: str, device: Device, options: BatchingOptions, notify: Notify) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _queue(queue: Queue, device: Device, options: BatchingOptions, notify: Notif
 
 def _spans(one: Run) -> list[list[float]]:
     """Seconds, by answer: prompt, first token, last token, free slot."""
-    return [[answer.begun, answer.tokens[0], answer.tokens[-1], answer.freed] for answer in one.answers]
+    return [[answer.begun_at, answer.tokens[0], answer.tokens[-1], answer.freed_at] for answer in one.answers]
 
 
 def _ratios(

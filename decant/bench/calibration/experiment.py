@@ -126,7 +126,7 @@ class _Calibration:
         async with RunningAnswers(self._client, self._model, count, prompt, self._next_seed()) as answers:
             times = [time.monotonic()]
             for _ in range(_PARTS):
-                await answers.more(_STEPS)
+                await answers.wait_for_more(_STEPS)
                 times.append(time.monotonic())
             return answers.step(times)
 

@@ -34,7 +34,7 @@ class RunningAnswers:
         pairs = zip(self._prompts, self._tokens, strict=True)
         self._tasks = [asyncio.create_task(self._receive(prompt, tokens)) for prompt, tokens in pairs]
         try:
-            await self.more(_SETTLED)
+            await self.wait_for_more(_SETTLED)
         except BaseException:
             await self._cancel()
             raise
@@ -45,7 +45,7 @@ class RunningAnswers:
     ) -> None:
         await self._cancel()
 
-    async def more(self, tokens: int) -> None:
+    async def wait_for_more(self, tokens: int) -> None:
         """Wait for `tokens` more of each answer."""
         goals = [len(arrived) + tokens for arrived in self._tokens]
         while any(len(arrived) < goal for arrived, goal in zip(self._tokens, goals, strict=True)):

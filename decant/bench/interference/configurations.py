@@ -45,10 +45,10 @@ class InterferenceOptions:
 
 def parse_chunks(text: str) -> tuple[int, ...]:
     """ "64,256" in ascending order. Raises InvalidBenchmark."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) >= 1 for word in words):
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
         raise InvalidBenchmark("--chunks", "whole numbers from 1, separated by commas", text)
-    return tuple(sorted({int(word) for word in words}))
+    return tuple(sorted({int(part) for part in parts}))
 
 
 def configurations(options: InterferenceOptions) -> list[Configuration]:

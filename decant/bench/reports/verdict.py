@@ -28,12 +28,13 @@ def sentence(runs: Sequence[Mapping[str, Any]], slos: Mapping[str, float]) -> st
     if not slos:
         return _figures(runs[-1])
     limits = " and ".join(f"{_NAMES[name]} p99 under {limit * 1e3:g} ms" for name, limit in slos.items())
-    kept = [run for run in runs if not missed(run, slos)]
-    lost = [run for run in runs if missed(run, slos)]
-    if not kept:
-        return f"does not keep {limits} at {_load(min(lost, key=_rate))}: {bottleneck(min(lost, key=_rate), slos)}"
-    best = max(kept, key=_rate)
-    beyond = [run for run in lost if _rate(run) > _rate(best)]
+    met_runs = [run for run in runs if not missed(run, slos)]
+    missed_runs = [run for run in runs if missed(run, slos)]
+    if not met_runs:
+        slowest = min(missed_runs, key=_rate)
+        return f"does not keep {limits} at {_load(slowest)}: {bottleneck(slowest, slos)}"
+    best = max(met_runs, key=_rate)
+    beyond = [run for run in missed_runs if _rate(run) > _rate(best)]
     if not beyond:
         return f"keeps {limits} at {_load(best)}"
     reason = bottleneck(min(beyond, key=_rate), slos)

@@ -79,15 +79,15 @@ def _parse(number: int, line: str) -> Item:
     tokens = item.prompt_token_ids
     _require(isinstance(tokens, list) and bool(tokens), number, "prompt_token_ids", "a list that is not empty", tokens)
     for token in tokens:
-        _require(_whole(token) and token >= 0, number, "prompt_token_ids", "whole numbers from 0", token)
+        _require(_is_integer(token) and token >= 0, number, "prompt_token_ids", "whole numbers from 0", token)
     written, arrival = item.output_len, item.arrival_s
-    _require(_whole(written) and written >= 1, number, "output_len", "a whole number from 1", written)
-    timed = (_whole(arrival) or isinstance(arrival, float)) and 0 <= arrival <= sys.float_info.max
+    _require(_is_integer(written) and written >= 1, number, "output_len", "a whole number from 1", written)
+    timed = (_is_integer(arrival) or isinstance(arrival, float)) and 0 <= arrival <= sys.float_info.max
     _require(timed, number, "arrival_s", "a number of seconds from 0", arrival)
     return item
 
 
-def _whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -92,12 +92,16 @@ def measure(  # noqa: PLR0913 - a command's options are its parameters
     JSON has the keys of `vllm bench serve`. Ends with 1 if every request failed.
     """
     with one_line_errors():
-        given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+        set_options = {
+            name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
+        }
         if ctx.invoked_subcommand is None:
-            _refuse_unused(given, ctx.params)
+            _refuse_unused(set_options, ctx.params)
             _measure(ctx.params)
-        elif given:
-            raise CommandFailed(f"{', '.join(map(_flag, sorted(given)))}: after {ctx.invoked_subcommand}", status=2)
+        elif set_options:
+            raise CommandFailed(
+                f"{', '.join(map(_flag, sorted(set_options)))}: after {ctx.invoked_subcommand}", status=2
+            )
 
 
 _LEAST, _MOST = 1e-9, 1e9
@@ -105,15 +109,15 @@ _NEEDS = {"prefill": "up", "decode": "up", "burstiness": "rate", "prefixes": "pr
 _OF_RANDOM = ("prompt_tokens", "output_tokens", "prefix_tokens")
 
 
-def _refuse_unused(given: set[str], params: dict[str, Any]) -> None:
+def _refuse_unused(set_options: set[str], params: dict[str, Any]) -> None:
     """Raises CommandFailed for an option that would have no effect."""
     for name, needed in _NEEDS.items():
-        if name in given and needed not in given:
+        if name in set_options and needed not in set_options:
             raise CommandFailed(f"{_flag(name)}: with {_flag(needed)}, got {params[name]}", status=2)
     for name in _OF_RANDOM:
-        if name in given and params["dataset"] is not None:
+        if name in set_options and params["dataset"] is not None:
             raise CommandFailed(f"{_flag(name)}: without --dataset, got {params[name]}", status=2)
-        if name in given and name != "prefix_tokens" and params["workload"] == "anyscale":
+        if name in set_options and name != "prefix_tokens" and params["workload"] == "anyscale":
             raise CommandFailed(f"{_flag(name)}: without --workload anyscale, got {params[name]}", status=2)
 
 

@@ -41,9 +41,9 @@ class Sample:
 
     def matching(self, name: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
         """With at least these labels."""
-        for (own, given), value in self.series.items():
-            if own == name and labels.items() <= given:
-                yield dict(given), value
+        for (series, series_labels), value in self.series.items():
+            if series == name and labels.items() <= series_labels:
+                yield dict(series_labels), value
 
     def total(self, name: str, **labels: str) -> float:
         return sum(value for _, value in self.matching(name, **labels))

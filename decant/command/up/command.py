@@ -22,7 +22,7 @@ from decant.state.private_redis import PrivateRedis
 
 
 def run(options: UpOptions) -> int:
-    """Return the exit status, 0 after an orderly end. Raises CommandFailed if the start fails."""
+    """Return the exit status, 0 after a graceful end. Raises CommandFailed if the start fails."""
     if options.log_format not in ("auto", "json", "console"):
         raise CommandFailed(f"--log-format: auto, json or console, got {options.log_format}", status=2)
     console = options.log_format == "console" or (options.log_format == "auto" and sys.stdout.isatty())

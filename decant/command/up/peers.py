@@ -51,11 +51,11 @@ def make(folder: Path) -> PeerCredentials:
 
 def from_environment(environment: Mapping[str, str]) -> PeerCredentials | None:
     """None without any. Raises CommandFailed for an incomplete set."""
-    named = OF_PEERS & environment.keys()
-    if not named:
+    variables = OF_PEERS & environment.keys()
+    if not variables:
         return None
     missing = [name for name in _NEEDED if name not in environment]
     if missing:
-        raise CommandFailed(f"{', '.join(sorted(named))}: needs {', '.join(missing)}", status=2)
+        raise CommandFailed(f"{', '.join(sorted(variables))}: needs {', '.join(missing)}", status=2)
     ca, certificate, key = (environment[name] for name in _NEEDED)
     return PeerCredentials(ca, certificate, key, environment.get(variable_name("peer_name")))

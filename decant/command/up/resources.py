@@ -84,9 +84,9 @@ def weights_size(model: str, dtype: str = "auto") -> int:
     except ModelRefused:
         return 0
     text = config.get("text_config") or config
-    named = str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype"))
-    served_as = _ITEM_BYTES.get(dtype, _ITEM_BYTES.get(named, 4))
-    return stored * served_as // _ITEM_BYTES.get(named, 4)
+    config_dtype = str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype"))
+    served_as = _ITEM_BYTES.get(dtype, _ITEM_BYTES.get(config_dtype, 4))
+    return stored * served_as // _ITEM_BYTES.get(config_dtype, 4)
 
 
 def parse_size(text: str) -> int:

@@ -34,7 +34,7 @@ BEYOND_DRAIN_S = 15.0
 """From the end of its drain until it is killed."""
 
 # -SIGTERM: before the process installed its signal handler.
-_ORDERLY_STATUSES = (0, -signal.SIGTERM)
+_GRACEFUL_STATUSES = (0, -signal.SIGTERM)
 
 _log = logs.get("up")
 
@@ -64,13 +64,13 @@ class Supervisor:
         self._changed = asyncio.Event()
 
     async def run(self) -> int:
-        """Returns 0 after an orderly end. Raises StartFailed."""
+        """Returns 0 after a graceful end. Raises StartFailed."""
         self._shutdown.on_signals()
         with self._record:
             self._peers = self._plan.peers or peers.make(self._record.temporary / "peers")
             recording = asyncio.create_task(self._write_changes())
             try:
-                await race(self._serve(), self._shutdown.requested())
+                await race(self._serve(), self._shutdown.wait_requested())
                 return await race(self._drain(), self._forced())
             finally:
                 await self._end()
@@ -84,8 +84,8 @@ class Supervisor:
                 await self._start_all(self._plan.workers)
                 await self._start_all(self._plan.routers)
         except TimeoutError:
-            late = ", ".join(child.spec.name for child in self._children.values() if not child.is_ready)
-            raise StartFailed(f"{late}: not ready within {self._plan.ready_seconds:g} s", 1) from None
+            unready = ", ".join(child.spec.name for child in self._children.values() if not child.is_ready)
+            raise StartFailed(f"{unready}: not ready within {self._plan.ready_seconds:g} s", 1) from None
         self._has_started = True
         self._write_record()
         _log.info("ready", address=", ".join(self._addresses()))
@@ -109,8 +109,8 @@ class Supervisor:
         """Raises StartFailed if it ends before."""
         if not await child.ready():
             status = await child.ended()
-            words = child.recent_output or f"ended with {status} before it was ready"
-            raise StartFailed(f"{child.spec.name}: {words}", 2 if status == 2 else 1)
+            detail = child.recent_output or f"ended with {status} before it was ready"
+            raise StartFailed(f"{child.spec.name}: {detail}", 2 if status == 2 else 1)
 
     async def _restart_when_ended(self, child: Child) -> None:
         backoff = FIRST_BACKOFF_S
@@ -174,29 +174,29 @@ class Supervisor:
         self._is_ending = True
         self._changed.set()
         await self._stop_restarts()
-        orderly = [await self._stop(specs) for specs in (self._plan.routers, self._plan.workers)]
-        return 0 if all(orderly) else 1
+        stopped = [await self._stop(specs) for specs in (self._plan.routers, self._plan.workers)]
+        return 0 if all(stopped) else 1
 
     async def _stop(self, specs: Sequence[Spec]) -> bool:
         """Those that exceed their time are killed. Returns whether all ended in order."""
-        named = [self._children[spec.name] for spec in specs if spec.name in self._children]
-        ending = {asyncio.create_task(child.ended()): child for child in named if child.running}
+        children = [self._children[spec.name] for spec in specs if spec.name in self._children]
+        ending = {asyncio.create_task(child.ended()): child for child in children if child.running}
         for child in ending.values():
             child.terminate()
         if not ending:
             return True
         limit = self._plan.drain_seconds + BEYOND_DRAIN_S
-        ended, late = await asyncio.wait(ending, timeout=limit)
-        for one in late:
+        ended, timed_out = await asyncio.wait(ending, timeout=limit)
+        for one in timed_out:
             _log.error("did not end when asked", name=ending[one].spec.name, limit_seconds=limit)
             ending[one].kill()
-        cut_off = [ending[one].spec.name for one in ended if one.result() not in _ORDERLY_STATUSES]
+        cut_off = [ending[one].spec.name for one in ended if one.result() not in _GRACEFUL_STATUSES]
         if cut_off:
             _log.error("ended with work cut off", names=sorted(cut_off))
-        return not late and not cut_off
+        return not timed_out and not cut_off
 
     async def _forced(self) -> int:
-        await self._shutdown.forced()
+        await self._shutdown.wait_forced()
         return 1
 
     async def _stop_restarts(self) -> None:

@@ -7,7 +7,7 @@ from decant.plan.quantities import show_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class KvCapacity:
     """Bytes of one worker; `share` of `memory` is for weights and KV cache, in blocks of `block_size` tokens.
     `kv_token`: bytes of all layers per token. `kv_windows`: tokens, and bytes per token of the layers with each.
     """

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from decant.plan.capacity.memory import Room
+from decant.plan.capacity.memory import KvCapacity
 from decant.plan.costs.speed import Speed
 from decant.plan.errors import InvalidPlan
 from decant.plan.simulation.workers import DecodeWorker, PrefillWorker, SimulatedRequest
@@ -63,11 +63,13 @@ class Scenario:
 class SimulatedRouter:
     """Worker numbers are the ids."""
 
-    def __init__(self, prefill: int, decode: int, room: Room) -> None:
+    def __init__(self, prefill: int, decode: int, kv_capacity: KvCapacity) -> None:
         self.placement_seconds = 0.0
         """CPU time."""
         self._index = PrefixIndex()
-        capacity = Capacity(total_blocks=room.tokens // room.block_size, block_tokens=room.block_size)
+        capacity = Capacity(
+            total_blocks=kv_capacity.tokens // kv_capacity.block_size, block_tokens=kv_capacity.block_size
+        )
         roles = [wire.ROLE_PREFILL] * prefill + [wire.ROLE_DECODE] * decode
         self.loads = [
             WorkerLoad(
@@ -83,9 +85,9 @@ class SimulatedRouter:
         began = time.process_time()
         choice = choose_first_worker(self._workers(request.blocks), PlacementRequest(request.prompt_tokens))
         assert choice is not None
-        assert choice.prefill
+        assert choice.is_split
         number = int(choice.incarnation.id)
-        reservation = self.loads[number].reserve(request.blocks, request.prompt_tokens, computed=True)
+        reservation = self.loads[number].reserve(request.blocks, request.prompt_tokens, computes_prompt=True)
         self.placement_seconds += time.process_time() - began
         return number, reservation
 
@@ -97,26 +99,29 @@ class SimulatedRouter:
         incarnation = choose_decode_worker(self._workers(request.blocks), need, _LAYOUT, sender)
         assert incarnation is not None
         number = int(incarnation.id)
-        reservation = self.loads[number].reserve(request.blocks, request.prompt_tokens, computed=False)
+        reservation = self.loads[number].reserve(request.blocks, request.prompt_tokens, computes_prompt=False)
         self.placement_seconds += time.process_time() - began
         return number, reservation
 
     def _workers(self, blocks: PromptBlocks) -> list[WorkerSnapshot]:
         cached = blocks.cached_by_worker(self._index)
-        return [load.snapshot_with(cached.get(load.number, 0), avoided=False) for load in self.loads]
+        return [load.snapshot_with(cached.get(load.number, 0), is_avoided=False) for load in self.loads]
 
 
 class Simulation:
     """Runs once. Raises InvalidPlan for an impossible scenario."""
 
-    def __init__(self, speed: Speed, room: Room, workload: Workload, scenario: Scenario) -> None:
+    def __init__(self, speed: Speed, kv_capacity: KvCapacity, workload: Workload, scenario: Scenario) -> None:
         scenario.check(workload.prompt.low)
         self.requests: list[SimulatedRequest] = list(_requests(workload, scenario))
         self.routers = [
-            SimulatedRouter(scenario.prefill_workers, scenario.decode_workers, room) for _ in range(scenario.routers)
+            SimulatedRouter(scenario.prefill_workers, scenario.decode_workers, kv_capacity)
+            for _ in range(scenario.routers)
         ]
-        self.prefill_workers = [PrefillWorker(speed, room) for _ in range(scenario.prefill_workers)]
-        self.decode_workers = [DecodeWorker(speed, room, workload.context) for _ in range(scenario.decode_workers)]
+        self.prefill_workers = [PrefillWorker(speed, kv_capacity) for _ in range(scenario.prefill_workers)]
+        self.decode_workers = [
+            DecodeWorker(speed, kv_capacity, workload.context) for _ in range(scenario.decode_workers)
+        ]
         self._unfinished = len(self.requests)
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []

@@ -9,7 +9,7 @@ from array import array
 from collections import deque
 from dataclasses import dataclass
 
-from decant.plan.capacity.memory import Room
+from decant.plan.capacity.memory import KvCapacity
 from decant.plan.costs.speed import Speed
 from decant.protos import worker_pb2 as wire
 from decant.router.placement.prefix_index import PromptBlocks
@@ -42,13 +42,13 @@ class SimulatedRequest:
 class PrefillWorker:
     """In order of arrival."""
 
-    def __init__(self, speed: Speed, room: Room) -> None:
+    def __init__(self, speed: Speed, kv_capacity: KvCapacity) -> None:
         self.busy_seconds = 0.0
         self.queue = deque[SimulatedRequest]()
         self.current: SimulatedRequest | None = None
         self._speed = speed
-        self._block_size = room.block_size
-        self._capacity = room.tokens // room.block_size
+        self._block_size = kv_capacity.block_size
+        self._capacity = kv_capacity.tokens // kv_capacity.block_size
         self._cache: dict[int, None] = {}  # least recently used first
         self._published: dict[int, None] = {}
         self._dropped: dict[int, None] = {}
@@ -108,14 +108,14 @@ class PrefillWorker:
 
 
 class DecodeWorker:
-    def __init__(self, speed: Speed, room: Room, context: float) -> None:
+    def __init__(self, speed: Speed, kv_capacity: KvCapacity, context: float) -> None:
         self.taken = 0
         self.version = 0
         """Grows when the next end changes; see `next_end`."""
         self._speed = speed
         self._context = context
-        self._block_size = room.block_size
-        self._free_blocks = room.tokens // room.block_size
+        self._block_size = kv_capacity.block_size
+        self._free_blocks = kv_capacity.tokens // kv_capacity.block_size
         self._steps = 0.0  # so far
         self._now = 0.0
         self._running: list[tuple[float, int, SimulatedRequest]] = []  # a heap by the step of the end
