@@ -136,7 +136,7 @@ def show(report: dict[str, Any]) -> None:
     for name, case in report["cases"].items():
         changed = case["rows_changed_by_the_batch"]
         figures = (f"{case['plain_ms']:.1f}", f"{case['exact_ms']:.1f}", f"{case['ratio']:.2f}")
-        table.add_row(name, *figures, *(f"{changed[contender]} of {case['rows']}" for contender in ("plain", "exact")))
+        table.add_row(name, *figures, *(f"{changed[kind]} of {case['rows']}" for kind in ("plain", "exact")))
     Console().print(table)
 
 

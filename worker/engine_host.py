@@ -46,6 +46,7 @@ class Identity:
 class WorkerLimits:
     lease_ms: int = LEASE_MS
     max_waiting: int = 1024
+    load_interval_s: float = HEARTBEAT_SECONDS  # between samples of the engine's load
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,7 @@ class EngineHost:
         self.block_size, self.total_blocks = device.block_size, device.num_blocks
         self.windows = device.windows
         self.lease_s, self.max_waiting = limits.lease_ms / 1000, limits.max_waiting
+        self._load_interval_s = limits.load_interval_s
         self.transfer_layout = transfer_layout(device)
         self.loop = EngineLoop(engine, self._on_step, self._on_crash)
         self.device_memory = device.memory
@@ -206,7 +208,7 @@ class EngineHost:
 
     async def _sample_load_always(self) -> None:
         while self.loop.is_healthy:
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+            await asyncio.sleep(self._load_interval_s)
             try:
                 await self.sample_load()
             except EngineStopped:

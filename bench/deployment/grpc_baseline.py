@@ -18,11 +18,11 @@ from decant.runtime.serving import shutdown
 from decant.runtime.serving.server import freeze_gc
 
 
-def next_step(now: float, step_s: float) -> float:
-    """A multiple of ``step_s``. At ``now``, or a quarter of a step later, it would be one that has just begun: a timer
-    may fire a little early, and a multiple is rounded.
+def next_step(now: float, step_s: float, latest: int) -> int:
+    """Number of the next multiple of ``step_s``, never ``latest`` again: a timer may fire early, and a multiple is
+    rounded.
     """
-    return (int(now / step_s + 0.25) + 1) * step_s
+    return max(latest + 1, int(now / step_s) + 1)
 
 
 class Bare(services.InferenceServiceServicer):
@@ -30,6 +30,7 @@ class Bare(services.InferenceServiceServicer):
         self._first_s = first_s
         self._step_s = step_s
         self._next: asyncio.Future[None] | None = None
+        self._number = 0  # of the latest step
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> None:  # noqa: N802
         message = pb.GenerateStreamResponse(request_id=request.request_id)
@@ -45,7 +46,8 @@ class Bare(services.InferenceServiceServicer):
         if self._next is None:
             loop = asyncio.get_running_loop()
             self._next = loop.create_future()
-            loop.call_at(next_step(loop.time(), self._step_s), self._tick)
+            self._number = next_step(loop.time(), self._step_s, self._number)
+            loop.call_at(self._number * self._step_s, self._tick)
         await asyncio.shield(self._next)
 
     def _tick(self) -> None:

@@ -211,7 +211,7 @@ def _output_options(request: pb.GenerateRequest) -> OutputOptions:
 
 
 def _stop_strings(texts: Sequence[str]) -> StopStrings | None:
-    check_count("stopping.stop", len(texts), MAX_STOP_STRINGS, "texts")
+    check_count("stopping.stop", len(texts), MAX_STOP_STRINGS, "strings")
     for place, text in enumerate(texts):
         if not text:
             raise InvalidArgument(f"stopping.stop[{place}]", "at least 1 character", 0)

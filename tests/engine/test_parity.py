@@ -90,9 +90,8 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subjec
                 )
             )
             model = tiny.reference(folder)
-            rope.freeze(
-                model, device.context_length
-            )  # the served context length decides the scaling, for short prompts too
+            # The served context length decides the scaling, for short prompts too.
+            rope.freeze(model, device.context_length)
             written = {id: tiny.generate(model, tokens, COUNT) for id, tokens in PROMPTS.items()}
             made[name] = Subject(name, folder, model, device, written)
         return made[name]

@@ -11,11 +11,8 @@ from itertools import combinations
 from types import FrameType
 from typing import NamedTuple
 
-import pytest
-
 from decant.client import Client
 from decant.state.store import Store
-from decant.worker import engine_host
 from tests.build.test_request_page import STOPS
 from tests.router.harness import PATIENCE, until
 from tests.router.test_migration import Harness, moving
@@ -47,14 +44,14 @@ class CallRecorder:
     @contextmanager
     def profiling(self) -> Iterator[None]:
         """This thread and those that start meanwhile."""
-        before = sys.getprofile()
+        before, before_threads = sys.getprofile(), threading.getprofile()
         threading.setprofile(self)
         sys.setprofile(self)
         try:
             yield
         finally:
             sys.setprofile(before)
-            threading.setprofile(None)
+            threading.setprofile(before_threads)
 
 
 def follow(calls: Sequence[Stop], page: Sequence[Stop]) -> bool:
@@ -70,7 +67,9 @@ async def streamed(harness: Harness, address: str, recorder: CallRecorder) -> st
 
     def ask() -> str:
         with recorder.profiling(), Client(address) as client:
-            return "".join(delta.text for delta in client.stream(PROMPT, max_tokens=12, ignore_eos=True))
+            return "".join(
+                delta.text for delta in client.stream(PROMPT, max_tokens=12, ignore_eos=True, timeout=PATIENCE)
+            )
 
     prefill, decode = (harness.workers[name].host for name in "pd")
     device, gate = harness.workers["p"].device, threading.Event()
@@ -85,13 +84,12 @@ async def streamed(harness: Harness, address: str, recorder: CallRecorder) -> st
     return await answer
 
 
-async def test_a_streamed_request_passes_the_stops_in_the_order_of_the_page(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_host, "HEARTBEAT_SECONDS", PATIENCE)  # a sample of the load is a step of the engine too
+async def test_a_streamed_request_passes_the_stops_in_the_order_of_the_page(store: Store) -> None:
     recorder = CallRecorder()
     with recorder.profiling():
-        async with moving(store, decode="d", prefill="p") as harness, serving(harness.core) as address:
+        # A sample of the load is a step of the engine too.
+        without_samples = moving(store, decode="d", prefill="p", load_interval_s=PATIENCE)
+        async with without_samples as harness, serving(harness.core) as address:
             recorder.is_on = True
             assert await streamed(harness, address, recorder)
             recorder.is_on = False

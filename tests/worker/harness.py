@@ -25,6 +25,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.runtime.connections.channel import open_channel
+from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS
 from decant.runtime.connections.tls import PeerTls
 from decant.runtime.packed import pack
 from decant.runtime.protocol import PROTOCOL
@@ -243,6 +244,7 @@ async def worker(
     advertise: str = "",
     step_s: float = 0.0,
     session_limits: SessionLimits | None = None,
+    load_interval_s: float = HEARTBEAT_SECONDS,
 ) -> AsyncIterator[WorkerHarness]:
     """At its end it may hold only leases that expire."""
     stops = frozenset(() if eos is None else (eos,))
@@ -253,7 +255,8 @@ async def worker(
     port = server.add_insecure_port("127.0.0.1:0")
     peer = wire.Peer(id=name, incarnation=hash(name) & 0xFFFF or 1, protocol=PROTOCOL)
     identity = Identity(peer, role, MODEL, advertise)
-    harness = WorkerHarness(engine, server, port, identity, WorkerLimits(lease_ms, max_waiting), session_limits)
+    limits = WorkerLimits(lease_ms, max_waiting, load_interval_s)
+    harness = WorkerHarness(engine, server, port, identity, limits, session_limits)
     async with harness.host:
         await server.start()
         try:
