@@ -121,7 +121,7 @@ class Unpacker:
     """Rejects messages of another run, position or order. The caller compares block checksums."""
 
     def __init__(self, run: wire.Run, layout: TransferLayout) -> None:
-        self.received_bytes = 0  # bytes of cache
+        self.received_bytes = 0  # of cache
         self._run = run
         self._layout = layout
         in_pieces = layout.block_bytes > layout.message_bytes

@@ -188,10 +188,8 @@ class KvSender:
             state.final_message = await self._final_message(lease, state, cached_blocks)
         except EngineError as error:
             has_finished = state.has_ended and self._is_current(lease, state)  # it finished before the command ran
-            state.export, state.final_message = (
-                None,
-                _closed_message(None if has_finished else _reclaimed_failure(str(error))),
-            )
+            state.export = None
+            state.final_message = _closed_message(None if has_finished else _reclaimed_failure(str(error)))
         state.changed.set()
 
     async def _final_message(self, lease: Lease, state: _SendState, cached_blocks: int) -> bytes:

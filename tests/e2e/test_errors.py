@@ -141,30 +141,30 @@ async def test_invalid_requests_are_refused_by_reason(harness: Harness) -> None:
     adapter = await error_of(harness.stub.Generate(generate_request(5, lora_name="pirate")))
     assert (adapter.code, adapter.reason) == (Code.UNIMPLEMENTED, "FIELD_NOT_SUPPORTED")
     assert (adapter.violation[0], adapter.violation[2]) == ("GenerateRequest.lora_name", "pirate")
-    unknown = await error_of(harness.stub.Generate(generate_request(5, model="nobody")))
+    unknown = await error_of(harness.stub.Generate(generate_request(5, model="absent")))
     assert (unknown.code, unknown.reason) == (Code.NOT_FOUND, "MODEL_NOT_FOUND")
     about = unknown.details[ResourceInfo]
-    assert (about.resource_type, about.resource_name) == ("model", "nobody")
+    assert (about.resource_type, about.resource_name) == ("model", "absent")
 
 
 @reason("STATE_STORE_UNAVAILABLE")
 @reason("REQUEST_NOT_FOUND")
 async def test_an_unknown_id_is_not_found(harness: Harness) -> None:
     """A new store may have lost it: the error says when to retry."""
-    asking = pb.GetGenerationRequest(request_id="nobody")
+    asking = pb.GetGenerationRequest(request_id="absent")
     unsure = await error_of(harness.stub.GetGeneration(asking))
     assert (unsure.code, unsure.reason) == (Code.UNAVAILABLE, "STATE_STORE_UNAVAILABLE")
     assert 0 < unsure.retry_ms <= 10_000
     await asyncio.sleep(unsure.retry_ms / 1000)
     for call in (
         harness.stub.GetGeneration(asking),
-        harness.stub.ResumeStream(pb.ResumeStreamRequest(request_id="nobody")).read(),
+        harness.stub.ResumeStream(pb.ResumeStreamRequest(request_id="absent")).read(),
     ):
         unknown = await error_of(call)
         assert (unknown.code, unknown.reason) == (Code.NOT_FOUND, "REQUEST_NOT_FOUND")
         about = unknown.details[ResourceInfo]
-        assert (about.resource_type, about.resource_name) == ("request", "nobody")
-    cancelled = await harness.stub.CancelGeneration(pb.CancelGenerationRequest(request_id="nobody"))
+        assert (about.resource_type, about.resource_name) == ("request", "absent")
+    cancelled = await harness.stub.CancelGeneration(pb.CancelGenerationRequest(request_id="absent"))
     assert cancelled.status == pb.CancelGenerationResponse.STATUS_UNKNOWN_REQUEST
 
 
@@ -226,9 +226,9 @@ async def test_a_stream_whose_router_lost_the_request_says_where_to_resume(harne
 @reason("NO_WORKER")
 async def test_a_model_without_workers_is_unavailable(server: PrivateRedis, store: Store) -> None:
     async with scripted(server, store, pools=()) as harness:
-        nobody = await error_of(harness.stub.Generate(generate_request(5)))
-    assert (nobody.code, nobody.reason) == (Code.UNAVAILABLE, "NO_WORKER")
-    assert nobody.retry_ms > 0
+        refused = await error_of(harness.stub.Generate(generate_request(5)))
+    assert (refused.code, refused.reason) == (Code.UNAVAILABLE, "NO_WORKER")
+    assert refused.retry_ms > 0
 
 
 @reason("WORKERS_LOST")

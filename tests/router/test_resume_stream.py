@@ -175,7 +175,7 @@ async def test_an_unknown_request_cannot_be_resumed(call):
                 return all_of(resumed(s, id=id))
             return s.stub.GetGeneration(pb.GetGenerationRequest(request_id=id))
 
-        error = await error_of_call(asks("nobody's"))
+        error = await error_of_call(asks("absent"))
         assert (type(error), error.reason) == (NotFound, Reason.REQUEST_NOT_FOUND)
         assert isinstance(await error_of_call(asks("")), InvalidArgument)
 
