@@ -1,4 +1,4 @@
-"""Choice of a device and of its backend. Only this module imports both ``cpu`` and ``cuda``, each when it is chosen."""
+"""The only module that imports both ``cpu`` and ``cuda``, each when it is chosen."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ MIN_CAPABILITY = (8, 0)
 
 @translate_device_errors()
 def choose_backend(config: ModelConfig) -> Backend:
-    """The backend that ``config`` names. Raises InvalidConfig, DeviceFailed."""
     return make_backend(choose_device(config.device), config.cuda_kernels, config.exact)
 
 
 def choose_device(name: str) -> torch.device:
-    """``auto``: CUDA when there is one. Raises InvalidConfig."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -39,7 +37,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def make_backend(device: torch.device, cuda_kernels: CudaKernels = "none", exact: bool = False) -> Backend:
-    """Raises InvalidConfig. ``exact``: only a backend whose rows have the same bits in any batch, as any CPU's."""
+    """Make the backend of a device. With ``exact``, its rows have the same bits in any batch. Raises InvalidConfig."""
     if cuda_kernels == "triton":
         if device.type != "cuda":
             raise InvalidConfig("cuda_kernels", f"none on the device {device}", cuda_kernels)

@@ -12,12 +12,10 @@ REPORTED_BYTES = 8
 
 
 def root_hash(salt: bytes) -> BlockHash:
-    """Start of a hash chain: chains of different salts never match."""
     return hashlib.blake2b(salt, digest_size=16, person=b"decant-kv").digest()
 
 
 def hash_blocks(parent: BlockHash, tokens: Sequence[int], size: int) -> list[BlockHash]:
-    """Each digest is chained to the previous one, the first to ``parent``."""
     words = array("Q", tokens)
     data, stride = memoryview(words).cast("B"), words.itemsize * size
     digests = []

@@ -26,10 +26,9 @@ from decant.engine.prefix_index import GroupBlocks, PrefixIndex
 
 
 class BlockTable:
-    """Blocks of one owner by group, in token order; the owner must ``release`` it.
+    """Blocks of one owner by group, in token order; the owner must ``release`` the table.
 
-    The first ``num_freed[group]`` entries of ``blocks[group]`` are null blocks. A wider window never has
-    fewer entries.
+    The first ``num_freed[group]`` entries of ``blocks[group]`` are null blocks. A wider window never has fewer entries.
     """
 
     __slots__ = ("blocks", "is_live", "num_freed", "owner", "pool")
@@ -56,7 +55,6 @@ class BlockTable:
         return [block for blocks, freed in zip(self.blocks, self.num_freed, strict=True) for block in blocks[freed:]]
 
     def grow(self, count: int) -> None:
-        """Until each group has ``count`` entries, all or none. Raises OutOfBlocks."""
         missing = [max(0, count - len(blocks)) for blocks in self.blocks]
         fresh = self.pool.allocate_blocks(sum(missing))
         for blocks, more in zip(self.blocks, missing, strict=True):
@@ -64,7 +62,7 @@ class BlockTable:
             del fresh[:more]
 
     def reachable(self, more: int) -> int:
-        """Entries that every group can have with ``more`` more blocks in all."""
+        """Most entries that every group can have with ``more`` further blocks in total."""
         lengths = sorted(map(len, self.blocks))
         return min((more + sum(lengths[:count])) // count for count in range(1, len(lengths) + 1))
 
@@ -73,7 +71,6 @@ class BlockTable:
         self.blocks[group].append(block)
 
     def free_unseen(self, position: int) -> None:
-        """Free the blocks that no query from ``position`` on sees."""
         for group in self.pool.windowed_groups:
             blocks, freed = self.blocks[group], self.num_freed[group]
             first = min(self.pool.first_block(group, position), len(blocks))
@@ -83,7 +80,6 @@ class BlockTable:
                 self.num_freed[group] = first
 
     def release(self) -> None:
-        """Return all blocks to the pool. Idempotent."""
         if self.is_live:
             self.is_live = False
             self.pool.release_table(self)
@@ -92,10 +88,7 @@ class BlockTable:
 
 
 class BlockPool:
-    """``windows``: of each group, widest first; ``windowed_groups``: the groups that free blocks.
-
-    ``null_block``: id of a freed table entry; ``KvStore`` has zeros there.
-    """
+    """Blocks of all cache groups; ``windows`` has the window of each group, widest first."""
 
     def __init__(self, num_blocks: int, block_size: int, windows: Sequence[Window] = (FULL,)) -> None:
         self.num_blocks = num_blocks
@@ -111,7 +104,6 @@ class BlockPool:
 
     @property
     def available_blocks(self) -> int:
-        """Free and cached blocks."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -126,7 +118,7 @@ class BlockPool:
         return -(-tokens // self.block_size)
 
     def blocks_at_once(self, count: int) -> int:
-        """Blocks of all groups that a sequence needs at the same time."""
+        """Most blocks that a sequence of ``count`` blocks per group holds at the same time, in all groups."""
         return sum(window.blocks_at_once(count, self.block_size) for window in self.windows)
 
     def first_block(self, group: int, position: int) -> int:
@@ -157,19 +149,17 @@ class BlockPool:
         return table
 
     def publish(self, group: int, blocks: Sequence[int], digests: Iterable[BlockHash]) -> None:
-        """Make held, filled blocks findable. The first block of a digest keeps it."""
+        """Make held, filled blocks findable by their hashes. The first block of a hash keeps it."""
         for block in blocks:
             if self._ref_counts[block] == 0:
                 raise AssertionError(f"block {block} is published without a reference")
         self.index.publish(group, blocks, digests)
 
     def grow(self, rows: Sequence[array[int]]) -> None:
-        """Append one fresh block to each row, all or none. Raises OutOfBlocks."""
         for blocks, block in zip(rows, self.allocate_blocks(len(rows)), strict=True):
             blocks.append(block)
 
     def allocate_blocks(self, count: int) -> list[int]:
-        """Raises OutOfBlocks."""
         if count > self.available_blocks:
             raise OutOfBlocks(count, self.available_blocks)
         taken = self._free[: -count - 1 : -1]
@@ -181,7 +171,6 @@ class BlockPool:
         return taken
 
     def add_reference(self, block: int) -> None:
-        """The block must be held or cached."""
         if self._ref_counts[block] == 0:
             del self._cached[block]
         self._ref_counts[block] += 1
@@ -191,7 +180,7 @@ class BlockPool:
         self.release_blocks(table.held_blocks)
 
     def release_blocks(self, blocks: Sequence[int]) -> None:
-        """The last first: a prefix is evicted after what follows it."""
+        """Release blocks, the last one first: a prefix is evicted after what follows it."""
         refs, published = self._ref_counts, self.index.published
         for block in reversed(blocks):
             refs[block] -= 1
@@ -202,14 +191,12 @@ class BlockPool:
                     self._free.append(block)
 
     def evict(self, digests: Iterable[BlockHash]) -> None:
-        """Evict cached blocks of these hashes in all groups; held ones stay published."""
         for block in [block for digest in digests for block in self.index.find(digest)]:
             if block in self._cached:
                 self._cached.move_to_end(block, last=False)
                 self._free += self._evict(1)
 
     def unpublish(self, digests: Iterable[BlockHash]) -> None:
-        """In all groups, also those of held blocks."""
         found = [block for digest in digests for block in self.index.find(digest)]
         cached = [block for block in found if block in self._cached]
         self.index.remove(found)
@@ -234,7 +221,6 @@ class BlockPool:
         return owners
 
     def check_integrity(self, live_owners: Iterable[str]) -> None:
-        """Raises AssertionError."""
         counted = [0] * self.num_blocks
         for table in self._tables.values():
             _require(table.is_live, f"{table.owner} was released and is still listed")

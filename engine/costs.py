@@ -1,4 +1,4 @@
-"""Step cost model: predicts a step's seconds, and how much of a prompt fits into the rest of a step.
+"""Cost model of a step.
 
     seconds = fixed + token x tokens + logits x rows of logits + pair x (query, key) pairs
 
@@ -21,8 +21,6 @@ _MAX_RATIO = 1.5
 
 
 class StepWork(NamedTuple):
-    """``logits``: rows of the output head; ``pairs``: (query, key) pairs."""
-
     tokens: int = 0
     logits: int = 0
     pairs: int = 0
@@ -35,13 +33,12 @@ NO_WORK = StepWork()
 
 
 def chunk(context: int, tokens: int, *, all_logits: bool = False) -> StepWork:
-    """Work behind ``context`` computed tokens; logits of the last one, or ``all_logits``."""
     return StepWork(tokens, tokens if all_logits else 1, tokens * context + tokens * (tokens + 1) // 2)
 
 
 @dataclass(frozen=True, slots=True)
 class StepCostModel:
-    """Seconds per step, token, row of logits and pair. All zero: unknown, every chunk fits."""
+    """Seconds per step, token, row of logits and pair; all zeros if unknown: then every chunk fits."""
 
     fixed: float = 0.0
     token: float = 0.0
@@ -52,7 +49,6 @@ class StepCostModel:
         return self.fixed + self.token * work.tokens + self.logits * work.logits + self.pair * work.pairs
 
     def max_tokens_within(self, seconds: float, context: int, max_tokens: int, *, all_logits: bool = False) -> int:
-        """Most tokens, 0 to ``max_tokens``, of one chunk that adds at most ``seconds``."""
         left = seconds - (0.0 if all_logits else self.logits)
         if left <= 0:
             return 0

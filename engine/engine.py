@@ -1,7 +1,5 @@
 """The engine's step: schedule, run, commit, publish. Not thread-safe; ``loop`` provides the thread.
 
-Commands that need to know the step in flight (``step_queue``) commit it first (``commit_in_flight``).
-
 add ──> waiting ──> running ──> ended           cancel: allowed in any state
            ^           │  │
            └─ preempt ─┘  └──> parked ──> release (or resume: running again)
@@ -72,7 +70,7 @@ class Engine:
     # -- receive ------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a sequence. Raises InvalidRequest; then nothing of it is kept.
+        """Queue a sequence. Raises InvalidRequest.
 
         An id is free again once a step has emitted its end and its export, if any, is released.
         """
@@ -81,10 +79,9 @@ class Engine:
         self.scheduler.add(sequence)
 
     def fork(self, id: str, child: str, output_index: int) -> None:
-        """Start ``child``: a copy of a sequence as it is now that draws its next tokens as output ``output_index``.
+        """Start ``child``, a copy of a sequence that draws and emits its next tokens as output ``output_index``.
 
-        Full blocks are shared, a partial last one is copied; without blocks it waits. It emits only what follows.
-        Raises UnknownSequence, InvalidRequest, OutOfBlocks; then nothing is kept.
+        Full blocks are shared; without blocks ``child`` waits. Raises UnknownSequence, InvalidRequest, OutOfBlocks.
         """
         self.commit_in_flight()
         source, scheduler, pool = self.sequences.get(id), self.scheduler, self.pool
@@ -135,7 +132,6 @@ class Engine:
         self.step_queue.call_after_releases(partial(self.pool.evict, hashes))
 
     def park(self, id: str) -> None:
-        """The sequence keeps its blocks. Raises UnknownSequence if it is not running."""
         self.commit_in_flight()
         sequence = self.sequences.get(id)
         if sequence is None or id in self.parked or sequence.block_table is None:
@@ -144,7 +140,6 @@ class Engine:
         self.parked[id] = sequence
 
     def resume(self, id: str) -> None:
-        """Raises UnknownSequence."""
         self.commit_in_flight()  # it may preempt another
         sequence = self.parked.pop(id, None)
         if sequence is None:
@@ -159,7 +154,7 @@ class Engine:
         return bool(queued or self._ended or self.committed_output is not None)
 
     def step(self) -> StepOutput:
-        """After ``commit_in_flight``: publish what that committed, without waiting."""
+        """Run a step; after ``commit_in_flight``, return what that committed, without waiting."""
         if self._failure is not None:
             raise self._failure
         output, self.committed_output = self.committed_output, None
@@ -172,9 +167,9 @@ class Engine:
         return output
 
     def commit_in_flight(self) -> None:
-        """Commit the step in flight: then only commands change sequences until the next step.
+        """Commit the step in flight: until the next step, only commands change sequences.
 
-        If that fails, so does every later step: its rows may be half committed.
+        After a failure, every later step fails too, as its rows may be half committed.
         """
         if self._failure is not None:
             raise self._failure
@@ -236,10 +231,7 @@ class Engine:
     def _commit_further(
         self, sequence: EngineSequence, further: Sequence[FurtherToken], now: float, output: StepOutput
     ) -> None:
-        """Commit a row's tokens up to the one that ends or parks its sequence.
-
-        Slots behind ``num_computed`` may hold KV of rejected tokens; they are never published, and are overwritten.
-        """
+        """Slots behind ``num_computed`` may hold KV of rejected tokens, which is never published and is overwritten."""
         size = self.pool.block_size
         for token, logprobs in further:
             if sequence.id not in self.sequences or sequence.id in self.parked:
@@ -257,7 +249,6 @@ class Engine:
                 output.parked.append(sequence.id)
 
     def _finish_or_park(self, sequence: EngineSequence) -> bool:
-        """True: parked."""
         request, length, max_tokens = sequence.request, len(sequence.tokens), sequence.request.stop.max_tokens
         if max_tokens is not None and length - request.prompt_len >= max_tokens:
             self._end(sequence, FinishReason.LENGTH)
@@ -303,11 +294,9 @@ class Engine:
         return inspection.blocks_of(self, ids)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError."""
         inspection.check_integrity(self)
 
     def new_sequence(self, request: Request) -> EngineSequence:
-        """Raises InvalidRequest."""
         in_use = request.id in self.sequences or self.transfers.uses(request.id)
         if in_use or any(end.id == request.id for end in self._ended):
             raise InvalidRequest("id", "not alive already", request.id)

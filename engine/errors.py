@@ -35,7 +35,6 @@ class InvalidConfig(_OutOfLimit):
 
 
 def check_int(field: str, value: object, minimum: int) -> None:
-    """Raises InvalidConfig unless ``value`` is an int of at least ``minimum``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise InvalidConfig(field, f"a whole number, at least {minimum}", value)
 

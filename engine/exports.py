@@ -32,7 +32,7 @@ def lease_owner(id: str) -> str:
 
 
 class KvTransfers:
-    """By sequence id. All methods run on the engine's thread."""
+    """Exports and arrivals by sequence id. All methods run on the engine's thread."""
 
     def __init__(self, engine: Engine, checksum: Checksum) -> None:
         self.exports: dict[str, KvExport] = {}
@@ -48,7 +48,7 @@ class KvTransfers:
     def export(self, id: str, cached_blocks: int = 0) -> KvExport:
         """Lease a sequence's filled blocks from block ``cached_blocks`` on, now and as they fill.
 
-        Blocks that its last token does not see are left out. Raises UnknownSequence, InvalidRequest.
+        Blocks that its last token does not see are left out.
         """
         sequence = self._engine.sequences.get(id)
         if sequence is None:
@@ -67,7 +67,7 @@ class KvTransfers:
         return export
 
     def finalize(self, id: str) -> TransferCommit:
-        """Commit the export of a parked sequence. Raises UnknownSequence, InvalidRequest.
+        """Commit the export of a parked sequence.
 
         All tokens of the request must be computed: the receiver publishes their blocks.
         """
@@ -80,10 +80,9 @@ class KvTransfers:
         return export.finalize(sequence, self._checksum)
 
     def finalize_running(self, id: str, sent: int) -> TransferCommit | None:
-        """Park and commit a running sequence once only its last, partial block is unsent.
+        """Park and commit a running sequence once the ``sent`` blocks are all but its last, partial one.
 
-        ``sent``: number of blocks that were sent. None: it runs on, as more are unsent or it has generated no token
-        here. Raises UnknownSequence.
+        Returns None if it runs on, as more are unsent or it has generated no token here.
         """
         self._engine.commit_in_flight()
         sequence, export = self._engine.sequences.get(id), self.exports.get(id)
@@ -98,7 +97,6 @@ class KvTransfers:
         return self.finalize(id)
 
     def withdraw(self, id: str) -> None:
-        """A sequence that was parked for the export runs on."""
         if id in self._engine.parked:
             self._engine.resume(id)
         self.release(id)
@@ -137,7 +135,7 @@ class KvTransfers:
         """Reserve a running slot and the blocks of an arriving sequence, all or none.
 
         The cached prefix is pinned; the rest has capacity for all tokens and one more, without blocks that the last
-        token does not see. Preempted sequences that wait go first. Raises OutOfBlocks, InvalidRequest.
+        token does not see. Raises InvalidRequest; OutOfBlocks also while a preempted sequence waits.
         """
         engine, limits = self._engine, self._engine.limits
         sequence = engine.new_sequence(request)
@@ -160,7 +158,7 @@ class KvTransfers:
         return arrival
 
     def join(self, arrival: IncomingSequence, commit: TransferCommit) -> None:
-        """Raises TransferRejected unless all blocks are verified."""
+        """Make an arrival a running sequence. Raises TransferRejected unless all its blocks are verified."""
         self._engine.commit_in_flight()  # it may preempt a sequence
         sequence = arrival.accept(commit)
         self._engine.sequences[arrival.id] = sequence

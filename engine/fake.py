@@ -1,7 +1,7 @@
 """A device without torch: the next token is a function of the bytes in the blocks that a row sees.
 
-A slot has eight bytes made of its token, position, cache group and the previous slot. The checksum of the visible slots
-gives a small distribution: a lost, swapped, stale or corrupt block changes the output.
+A slot has eight bytes made of its token, position, cache group and the previous slot. A lost, swapped, stale or corrupt
+block changes the output.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ class Candidate(NamedTuple):
 
 
 class FakeDevice:
-    """``cost`` returns the seconds that a step sleeps. With ``lookahead``, every third draft is wrong."""
-
     lookahead = 0
     overlaps_steps = False
     windows: tuple[Window, ...] = (FULL,)
@@ -83,7 +81,6 @@ class FakeDevice:
         return partial(self.run, plan)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Draws from the blocks alone, not from the token list."""
         if self._cost is not None:
             time.sleep(self._cost(plan))
         sampled: list[int | None] = [None] * len(plan.rows)
@@ -156,12 +153,10 @@ class FakeDevice:
 
 
 def slot_bytes(token: int, position: int, before: bytes, group: int = 0) -> bytes:
-    """``before``: the previous slot's bytes."""
     return _SLOT.pack(token, zlib.crc32(before, position + 1 + (group << 24)))
 
 
 def candidates(total: int, vocab_size: int) -> list[Candidate]:
-    """Likeliest first."""
     stride = 1 + 2 * (total >> 16) % vocab_size
     while math.gcd(stride, vocab_size) != 1:
         stride += 1

@@ -29,7 +29,6 @@ def load(engine: Engine) -> Load:
 
 
 def blocks_of(engine: Engine, ids: Iterable[str]) -> int:
-    """Distinct blocks, those of exports included."""
     held: set[int] = set()
     for id in ids:
         sequence, export = engine.sequences.get(id), engine.transfers.exports.get(id)
@@ -41,7 +40,6 @@ def blocks_of(engine: Engine, ids: Iterable[str]) -> int:
 
 
 def check_integrity(engine: Engine) -> None:
-    """Raises AssertionError unless blocks, owners and sequences agree."""
     leases = (lease_owner(id) for id in engine.transfers.exports)
     engine.pool.check_integrity({*engine.sequences, *engine.transfers.arrivals, *leases, *engine.step_queue.ended_ids})
     scheduled = [s.id for s in (*engine.scheduler.running, *engine.scheduler.waiting)]

@@ -3,8 +3,7 @@
 block   [ layer 0: k | v ][ layer 1: k | v ] ...
 k, v    [ slot 0 .. block_size - 1 ][ kv head ][ head dim ]
 
-Layers with the same window form one or several cache groups. A block has the layers of one group; blocks of all groups
-have the same size and share one pool::
+A block has the layers of one cache group; blocks of all groups have the same size and share one pool::
 
     layers    F S S S F S S S          F: full attention, S: a sliding window
     groups    [F F] [S S] [S S] [S S]  a sequence has a row of blocks in each; behind the window S frees its own
@@ -31,16 +30,12 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Keys that a query at position q sees: from ``first_visible(q)`` to q.
-
-    FULL from 0; SLIDING the last ``size`` positions; CHUNKED from the start of q's chunk of ``size``.
-    """
+    """Keys that a query at position q sees: from ``first_visible(q)``, which never decreases with q, to q."""
 
     kind: Kind = Kind.FULL
     size: int = 0
 
     def first_visible(self, position: int) -> int:
-        """Never decreases with the position."""
         match self.kind:
             case Kind.FULL:
                 return 0
@@ -53,11 +48,10 @@ class Window:
         return self.first_visible(position) // block_size
 
     def blocks_at_once(self, count: int, block_size: int) -> int:
-        """How many of ``count`` blocks a sequence needs at once."""
         return count if self.kind is Kind.FULL else min(count, self.max_blocks(block_size))
 
     def max_blocks(self, block_size: int) -> int:
-        """Not for FULL: the blocks of a window, and the next one."""
+        """Most blocks that a window spans, and the next one. Not for FULL."""
         return -(-self.size // block_size) + 2
 
 
@@ -65,7 +59,7 @@ FULL = Window()
 
 
 def longest_sequence(windows: Sequence[Window], num_blocks: int, block_size: int, max_length: int) -> int:
-    """In tokens, at most ``max_length``."""
+    """Tokens of the longest sequence that ``num_blocks`` can hold, at most ``max_length``."""
 
     def needed(count: int) -> int:
         return sum(window.blocks_at_once(count, block_size) for window in windows)
@@ -76,8 +70,6 @@ def longest_sequence(windows: Sequence[Window], num_blocks: int, block_size: int
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Dimensions are in elements."""
-
     kv_heads: int
     key_dim: int
     value_dim: int
@@ -102,7 +94,7 @@ class KvLayout:
 
     @cached_property
     def groups(self) -> tuple[CacheGroup, ...]:
-        """Widest window first."""
+        """Cache groups, widest window first."""
         return _group(self.layers)
 
     @cached_property
@@ -116,7 +108,6 @@ class KvLayout:
 
     @cached_property
     def block_elements(self) -> int:
-        """Of the largest group; smaller ones leave elements unused."""
         return self.block_size * max(_slot_elements(self.layers, group.layers) for group in self.groups)
 
     @property
@@ -138,7 +129,7 @@ def _slot_elements(specs: Sequence[LayerSpec], layers: Sequence[int]) -> int:
 
 
 def _group(specs: Sequence[LayerSpec]) -> tuple[CacheGroup, ...]:
-    """Of about equal size, with the least unused memory in blocks of the widest window, then of the next."""
+    """Groups of about equal size, with the least unused memory in blocks of the widest window, then of the next."""
     kinds: dict[Window, list[int]] = {}
     for layer, spec in enumerate(specs):
         kinds.setdefault(spec.window, []).append(layer)

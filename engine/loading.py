@@ -1,5 +1,3 @@
-"""Load of a model: reads a checkpoint and makes the ``plan.Device`` that computes it."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -20,7 +18,10 @@ HASHED, READ = 5, 20
 def load(
     config: ModelConfig, progress: Callable[[int], None] = lambda percent: None, backend: Backend | None = None
 ) -> ModelDevice:
-    """``progress`` gets the percent done. Raises ModelRefused, InvalidConfig, DeviceFailed."""
+    """Read a checkpoint and make the device that computes it; ``progress`` gets the percent done.
+
+    Raises ModelRefused, InvalidConfig, DeviceFailed.
+    """
     progress(0)
     backend = backend or choose_backend(config)
     source = checkpoint.open(config.model, config.revision)

@@ -7,8 +7,7 @@
                                                    │   step
       listener <──────── call_soon_threadsafe ─────┘   deliver the step's output
 
-A call waits for at most one step. When the thread crashes, pending and later commands fail with ``EngineStopped``, and
-``on_crash`` is called.
+A call waits for at most one step.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class StepDurations:
             self._longest[size] = seconds
 
     def longest(self, tokens: int) -> float:
-        """Seconds; if unknown, of the next larger class seen, else of the largest; 0 before the first step."""
         size, known = tokens.bit_length(), dict(self._longest)
         larger = min((other for other in known if other >= size), default=max(known, default=0))
         return known.get(larger, 0.0)
@@ -54,7 +52,7 @@ class StepDurations:
 
 @dataclass(slots=True)
 class _Call:
-    """``is_answered_after_step``: answered after the step that follows."""
+    """Command; ``run`` is called on the engine's thread, the other methods on the event loop."""
 
     command: Command
     undo: Callable[[Engine, Any], object] | None
@@ -70,7 +68,6 @@ class _Call:
             self.error = error
 
     def answer(self, loop: EngineLoop) -> None:
-        """On the event loop."""
         if self.future.cancelled():
             self.undo_if_abandoned(loop)
         elif self.error is not None:
@@ -79,14 +76,16 @@ class _Call:
             self.future.set_result(self.value)
 
     def undo_if_abandoned(self, loop: EngineLoop) -> None:
-        """On the event loop."""
         undo = self.undo
         if self.error is None and undo is not None:
             loop.post(lambda engine: undo(engine, self.value))
 
 
 class EngineLoop:
-    """Calls ``on_step`` and ``on_crash`` on the event loop that ``start`` ran on."""
+    """Thread of an engine; its properties may be read from any thread.
+
+    ``on_step`` and ``on_crash`` are called on the event loop that ``start`` ran on.
+    """
 
     def __init__(
         self,
@@ -107,7 +106,6 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Call it on a running event loop."""
         self._event_loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -117,13 +115,11 @@ class EngineLoop:
 
     @property
     def step_age(self) -> float:
-        """Seconds since the running step began; 0 between steps. From any thread."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
     @property
     def longest_step(self) -> float:
-        """Seconds, of the running step's size class. From any thread."""
         return self._durations.longest(self._engine.planned_tokens)
 
     async def call(self, command: Callable[[Engine], T], undo: Callable[[Engine, T], object] | None = None) -> T:
@@ -162,7 +158,7 @@ class EngineLoop:
             self._condition.notify()
 
     async def stop(self) -> None:
-        """End after the running step. Raises TimeoutError after ``STOP_SECONDS``."""
+        """Stop the thread after the running step. Raises TimeoutError after ``STOP_SECONDS``."""
         with self._condition:
             self._stopping = True
             self._condition.notify()
@@ -197,7 +193,6 @@ class EngineLoop:
             self._end(batch, stopped)
 
     def _wait(self) -> bool:
-        """False: stop."""
         with self._condition:
             self._condition.wait_for(
                 lambda: self._inbox or self._stopping or (self._engine.has_work and not self._stalled)
@@ -210,7 +205,6 @@ class EngineLoop:
         return [call for call in batch if not call.future.cancelled()]
 
     def _answer(self, batch: list[_Call]) -> list[_Call]:
-        """Returns the calls that are answered after the step."""
         awaited = [call for call in batch if not call.is_answered_after_step]
         if awaited:
 

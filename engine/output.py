@@ -10,7 +10,7 @@ from decant.engine.sequence import BlockAddress, Timeline
 
 
 class Token(NamedTuple):
-    """``position`` counts output tokens from 0."""
+    """Generated token of a sequence; ``position`` counts its output tokens from 0."""
 
     id: str
     position: int
@@ -19,7 +19,7 @@ class Token(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """Of consecutive prompt tokens from ``position`` on; the first prompt token has none."""
+    """Log-probabilities of consecutive prompt tokens from ``position`` on; the first prompt token has none."""
 
     id: str
     position: int
@@ -37,7 +37,7 @@ class SequenceFinished(NamedTuple):
 
 
 class SequenceStarted(NamedTuple):
-    """``cached`` of its ``tokens`` tokens had KV before. ``timeline`` is the sequence's own and keeps changing."""
+    """Start of a sequence: ``cached`` of its ``tokens`` tokens have KV. ``timeline`` is its own and keeps changing."""
 
     id: str
     cached: int
@@ -52,10 +52,7 @@ class BlockFilled(NamedTuple):
 
 @dataclass(slots=True)
 class StepOutput:
-    """Deliver in the order ``started``, ``tokens``, ``ended``.
-
-    ``parked``: ids that reached ``park_after``. ``available_blocks``: blocks that an allocation can get.
-    """
+    """Events of a step; deliver them in the order ``started``, ``tokens``, ``ended``."""
 
     step: int
     tokens: list[Token]
@@ -72,7 +69,8 @@ class StepOutput:
 class Load:
     """Free, cached and held blocks add up to ``total_blocks``.
 
-    ``queued_tokens``: tokens of waiting and running sequences whose KV is neither computed nor cached.
+    ``queued_tokens``: tokens of waiting and running sequences whose KV is not computed, without the cached prefixes of
+    the first ``QUEUED_PREFIX_LOOKUPS`` that wait.
     """
 
     running: int

@@ -42,10 +42,10 @@ NO_INPUTS: Mapping[int, int] = MappingProxyType({})
 
 
 class StepPlan(NamedTuple):
-    """``num_tokens`` is at most the token budget.
+    """Rows that a step computes.
 
-    ``inputs``: rows whose only token, at ``start``, is not in ``tokens`` yet, as the previous plan's row of that index
-    draws it; only a device that overlaps steps gets any.
+    ``inputs`` maps a row whose only token, at ``start``, is not in ``tokens`` yet to the row of the previous plan that
+    draws it. Only a device that overlaps steps gets any.
     """
 
     rows: tuple[Row, ...]
@@ -61,7 +61,7 @@ class StepPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Under the model's own logits. ``rank`` 1 is likeliest; ``top``: best first."""
+    """Log-probability under the model's own logits. The likeliest token has ``rank`` 1 and is first in ``top``."""
 
     token: int
     logprob: float
@@ -92,7 +92,6 @@ class StepResult:
     further: Mapping[int, Sequence[FurtherToken]] = field(default_factory=dict)
 
     def select(self, rows: Sequence[int]) -> StepResult:
-        """These rows only, renumbered in this order."""
         parts = (self.logprobs, self.prompt_logprobs, self.failed, self.further)
         chosen: list[dict[int, Any]] = [{at: of[row] for at, row in enumerate(rows) if row in of} for of in parts]
         return StepResult([self.sampled[row] for row in rows], *chosen)
@@ -104,14 +103,14 @@ class Runner(Protocol):
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Begin a step. The returned function waits for its result; call it once, in order of the steps.
 
-        Steps are computed in order. A device that overlaps steps reads the rows' tokens and returns before the step is
-        computed. Others compute when the result is awaited.
+        A device that overlaps steps reads the rows' tokens and returns before the step is computed. Others compute when
+        the result is awaited.
         """
         ...
 
 
 class BlockMemory(NamedTuple):
-    """Where all blocks are, in order and without gaps: ``gpu`` is the number of the device, None for host memory."""
+    """Memory of all blocks, in order and without gaps; ``gpu`` is the device's number, None for host memory."""
 
     address: int
     nbytes: int
@@ -126,16 +125,16 @@ class BlockBytes(Protocol):
     def block_memory(self) -> BlockMemory: ...
 
     def read(self, block: int) -> memoryview:
-        """May alias the store; valid while the block is held."""
+        """Bytes of a block, which may alias the store: valid while the block is held. May be called during a step."""
         ...
 
     def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
-        """Replace the ``block_bytes`` bytes of a block that the caller holds."""
+        """Replace the bytes of a held block. May be called during a step."""
         ...
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes, other processes' included."""
+    """Memory of a device in bytes; ``free`` is what all its processes leave."""
 
     free: int
     total: int
@@ -149,13 +148,11 @@ class Device(Runner, BlockBytes, Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
-    def context_length(self) -> int:
-        """In tokens."""
-        ...
+    def context_length(self) -> int: ...
 
     @property
     def windows(self) -> tuple[Window, ...]:
-        """Of each cache group, widest first."""
+        """Window of each cache group, widest first."""
         ...
 
     @property
@@ -164,9 +161,7 @@ class Device(Runner, BlockBytes, Protocol):
         ...
 
     @property
-    def overlaps_steps(self) -> bool:
-        """Whether ``submit`` takes the next step while one is computed."""
-        ...
+    def overlaps_steps(self) -> bool: ...
 
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
@@ -176,12 +171,10 @@ class Device(Runner, BlockBytes, Protocol):
         ...
 
     @property
-    def costs(self) -> StepCostModel:
-        """All zero if unknown."""
-        ...
+    def costs(self) -> StepCostModel: ...
 
     def memory(self) -> DeviceMemory | None:
-        """None if it computes in the host's memory. From any thread."""
+        """Memory of the device, None if it computes in the host's. May be called from any thread."""
         ...
 
     @property

@@ -8,7 +8,6 @@ from decant.engine.kv_layout import FULL, Window
 
 
 def apply_changes(digests: dict[BlockHash, None], changed: Iterable[BlockHash]) -> None:
-    """Remove the hashes that ``digests`` has, append the others."""
     for digest in changed:
         if digest in digests:
             del digests[digest]
@@ -17,8 +16,6 @@ def apply_changes(digests: dict[BlockHash, None], changed: Iterable[BlockHash]) 
 
 
 class GroupBlocks(NamedTuple):
-    """``num_freed`` blocks that no later query sees, then ``blocks``."""
-
     num_freed: int = 0
     blocks: Sequence[int] = ()
 
@@ -29,8 +26,6 @@ class CachedPrefix(NamedTuple):
 
 
 class PrefixIndex:
-    """``windows``: widest first."""
-
     def __init__(self, block_size: int, windows: Sequence[Window]) -> None:
         self._block_size = block_size
         self._windows = windows
@@ -45,7 +40,7 @@ class PrefixIndex:
         return [blocks[digest] for blocks in self._blocks if digest in blocks]
 
     def longest_prefix(self, hashes: Sequence[BlockHash]) -> CachedPrefix:
-        """The longest prefix of which each group has published all blocks that a later query sees."""
+        """Find the longest prefix of which each group has published all blocks that a later query sees."""
         longest = len(hashes)
         for group in self._full:
             blocks = self._blocks[group]
@@ -76,7 +71,6 @@ class PrefixIndex:
         return GroupBlocks(first, [blocks[digest] for digest in hashes[first:]])
 
     def publish(self, group: int, blocks: Iterable[int], digests: Iterable[BlockHash]) -> None:
-        """The first block of a digest keeps it."""
         block_of, keys, new = self._blocks[group], self.published, []
         for block, digest in zip(blocks, digests, strict=True):
             if digest not in block_of and block not in keys:
@@ -100,7 +94,6 @@ class PrefixIndex:
         return list(changed)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless hashes and blocks agree."""
         found = {block: (group, digest) for group in self._groups for digest, block in self._blocks[group].items()}
         if found != self.published or len(found) != sum(map(len, self._blocks)):
             raise AssertionError("hashes and blocks disagree")

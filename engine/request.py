@@ -1,5 +1,3 @@
-"""Each type checks its own ranges in its constructor; ``Engine.add`` checks what depends on the model."""
-
 from __future__ import annotations
 
 import enum
@@ -42,7 +40,7 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """``temperature`` below 1e-5 is greedy; ``top_k`` 0 and ``top_p`` 1 are off.
+    """Sampling of each token; ``temperature`` below 1e-5 is greedy, ``top_k`` 0 and ``top_p`` 1 are off.
 
     Order: logit bias, minimum length, penalties, temperature, top-k, top-p, min-p, one draw. The repetition penalty is
     CTRL's (of prompt and output; divides positive logits), presence and frequency penalty are the OpenAI API's (of the
@@ -86,7 +84,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StopParams:
-    """``max_tokens`` None: at the context length. No stop token before ``min_tokens``."""
+    """End of a sequence. No stop token is drawn before ``min_tokens``; ``max_tokens`` None is the context length."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -147,7 +145,6 @@ class Request:
         )
 
     def next_check_length(self, length: int, context_length: int) -> int:
-        """Above ``length``; there the sequence ends or parks."""
         lengths = [context_length]
         if self.stop.max_tokens is not None:
             lengths.append(self.prompt_len + self.stop.max_tokens)
@@ -171,7 +168,6 @@ class Request:
 
 
 def check_tokens(field: str, tokens: Collection[int], vocabulary: int) -> None:
-    """Raises InvalidRequest unless all are ints from 0 to ``vocabulary`` - 1."""
     try:
         valid = max(array("Q", tokens), default=0) < vocabulary
     except (TypeError, OverflowError):
@@ -182,7 +178,6 @@ def check_tokens(field: str, tokens: Collection[int], vocabulary: int) -> None:
 
 
 def check_tokens_remain(stop: StopParams, eos: Set[int], vocabulary: int) -> None:
-    """Raises InvalidRequest if no token may be drawn before ``min_tokens``."""
     forbidden = stop.ids(eos)
     if stop.min_tokens and len(forbidden) >= vocabulary:
         limit = f"at most {vocabulary - 1} with the model's own end tokens, for min_tokens forbids them"
@@ -190,7 +185,6 @@ def check_tokens_remain(stop: StopParams, eos: Set[int], vocabulary: int) -> Non
 
 
 def check_request(request: Request, vocabulary: int, eos: Set[int], context_length: int) -> None:
-    """Raises InvalidRequest."""
     if len(request.token_ids) > context_length:
         raise InvalidRequest("token_ids", f"at most {context_length} tokens", len(request.token_ids))
     check_tokens("token_ids", request.token_ids, vocabulary)

@@ -1,7 +1,4 @@
-"""What depends on a sequence's tokens and changes its logits.
-
-Owned by the sequence; derived from the request and the tokens, never transferred or stored.
-"""
+"""State of a sequence that changes its logits; derived from request and tokens, never transferred or stored."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from decant.engine.request import Request
 
 
 class TokenCounts:
-    """``tokens``: distinct, in order of first occurrence. ``output``: occurrences of each in the output."""
+    """Distinct ``tokens`` in order of first occurrence; ``output`` counts each one's occurrences in the output."""
 
     __slots__ = ("_first", "_index", "_length", "_prompt_len", "output", "tokens")
 
@@ -28,7 +25,6 @@ class TokenCounts:
         self._length = self._first
 
     def update(self, tokens: Sequence[int], length: int) -> None:
-        """Count the first ``length`` tokens. Reads only those added since the last call."""
         if length < self._length:  # the output was rolled back
             self._clear()
         start, end = self._length, self._prompt_len
@@ -46,8 +42,6 @@ class TokenCounts:
 
 
 class SamplerState:
-    """Only for requests that are not plain greedy. ``counts``: None without penalties."""
-
     __slots__ = ("bias", "bias_tokens", "counts")
 
     def __init__(self, request: Request) -> None:

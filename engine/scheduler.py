@@ -9,9 +9,6 @@ blocks::
     waiting   D  [|...]                        3   then new sequences until the budget is spent
               E  [|........................]   0   no budget left: keeps its position in the queue
 
-A sequence is admitted when blocks for all its tokens are available in every cache group; in one with a window, as many
-as it needs at once.
-
 The budget limits tokens and predicted seconds. Decodes are never cut. Prompts get the rest of the seconds, but at least
 ``STRETCH_FACTOR`` - 1 times those of the step without them, and at least one block.
 """
@@ -48,7 +45,7 @@ STEPS_PER_PRIORITY = 256
 
 
 def priority_key(step: int, arrival: int, priority: int) -> tuple[float, int]:
-    """Most urgent first. It never changes, so no sequence starves."""
+    """Sort key, most urgent first. It never changes, so no sequence starves."""
     return (step - priority * STEPS_PER_PRIORITY, arrival)
 
 
@@ -57,7 +54,6 @@ class Limits:
     """Limits of a step and of the engine.
 
     max_running     running sequences and reserved arrivals; at most the token budget, so that decodes always fit
-    context_length  longest sequence, in tokens
     step_seconds    predicted seconds up to which a step is filled, but see ``STRETCH_FACTOR``
     """
 
@@ -86,8 +82,6 @@ def choose_token_budget(costs: StepCostModel, step_seconds: float) -> int:
 
 
 class _RunningRows(NamedTuple):
-    """``prompts``: more than one token to compute. ``needs_block``: table rows without a slot for the next token."""
-
     rows: list[Row]
     chosen: list[Sequence]
     prompts: deque[Sequence]
@@ -97,12 +91,6 @@ class _RunningRows(NamedTuple):
 
 
 class Scheduler:
-    """Waiting and running sequences over one block pool.
-
-    Without a ``predictor`` only the token budget limits a step. ``lookahead``: slots behind the next token of each
-    decoding row, for the further tokens of a ``StepResult``.
-    """
-
     def __init__(
         self, pool: BlockPool, limits: Limits, predictor: StepTimePredictor | None = None, lookahead: int = 0
     ) -> None:
@@ -115,17 +103,15 @@ class Scheduler:
         self.preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
-        """As running if it has blocks (may preempt the least urgent one), else as waiting."""
         insort(self.running if sequence.block_table else self.waiting, sequence, key=_order)
         if len(self.running) > self.limits.max_running:
             self._preempt(self.running[-1])
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence keeps its blocks."""
         (self.running if sequence.block_table else self.waiting).remove(sequence)
 
     def schedule(self, reserved_slots: int = 0) -> tuple[StepPlan, list[Sequence]]:
-        """May preempt sequences. Also returns the sequence of each row.
+        """Plan a step and return it with the sequence of each row; may preempt sequences.
 
         ``reserved_slots`` of ``max_running`` are kept for arrivals.
         """
@@ -136,8 +122,7 @@ class Scheduler:
     def schedule_ahead(self, reserved_slots: int = 0) -> tuple[StepPlan, list[Sequence]] | None:
         """Plan the step after the one in flight, before its tokens are known.
 
-        None: blocks are missing, or a next token is drawn with a state that depends on the one before. A sequence that
-        the step in flight ends or parks at a known length gets no row.
+        Returns None if blocks are missing, or if a next token is drawn with a state that depends on the one before.
         """
         running = self._collect_running()
         if len(running.needs_block) > self.pool.available_blocks:
@@ -172,7 +157,7 @@ class Scheduler:
                 self.pool.publish(group, blocks[first:stop], sequence.hashes(range(first, stop), self.pool.block_size))
 
     def release(self, sequence: Sequence) -> None:
-        """Publishes blocks of the output first: no request has that prefix earlier."""
+        """Free a sequence's blocks. Those of the output are published only now: no request has that prefix earlier."""
         if sequence.block_table:
             size = self.pool.block_size
             self.publish(sequence, range(len(sequence.request.token_ids) // size, sequence.num_computed // size))
@@ -235,7 +220,7 @@ class Scheduler:
         self.add(sequence)
 
     def _admit_next(self, reserved_slots: int) -> Sequence | None:
-        """In order: a sequence never overtakes one that waits for blocks. ``reserved_blocks`` stay available."""
+        """Admit in order: a sequence never overtakes one that waits for blocks."""
         if not self.waiting or len(self.running) + reserved_slots >= self.limits.max_running:
             return None
         sequence = self.waiting[0]
@@ -252,14 +237,13 @@ class Scheduler:
         return sequence
 
     def cached_prefix(self, sequence: Sequence) -> CachedPrefix:
-        """Always less than all of a sequence's tokens."""
+        """Longest cached prefix; at least the last token is left to compute."""
         if not sequence.request.use_prefix_cache or sequence.request.prompt_logprobs is not None:
             return self.pool.index.longest_prefix([])  # cached positions have no logits
         size = self.pool.block_size
         return self.pool.index.longest_prefix(sequence.hashes(range((len(sequence.tokens) - 1) // size), size))
 
     def queued_tokens(self) -> int:
-        """Without the cached prefixes of the first ``QUEUED_PREFIX_LOOKUPS`` waiting."""
         cached = sum(self.cached_prefix(sequence).num_blocks for sequence in self.waiting[:QUEUED_PREFIX_LOOKUPS])
         return sum(one.num_remaining for one in (*self.running, *self.waiting)) - cached * self.pool.block_size
 
@@ -283,7 +267,6 @@ class _Budget:
         return not self._is_spent and self.tokens < self._limits.token_budget
 
     def spend(self, sequence: Sequence, slots: int) -> Row:
-        """The next tokens that fit, at least one and at most ``slots``."""
         request, start = sequence.request, sequence.num_scheduled
         all_logits = request.prompt_logprobs is not None
         tokens = self._limits.token_budget - self.tokens

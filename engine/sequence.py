@@ -13,7 +13,7 @@ from decant.engine.sampler_state import SamplerState
 
 @dataclass(slots=True)
 class Timeline:
-    """Seconds of the engine's clock. A recomputation after a preemption changes none."""
+    """Times by the engine's clock, in seconds. A recomputation after a preemption changes none."""
 
     added: float
     scheduled: float | None = None
@@ -27,7 +27,7 @@ class Timeline:
 
 
 class InFlight(NamedTuple):
-    """In the newest launched step. ``row``: index in the plan; ``end``: tokens whose KV is computed after it."""
+    """Row of a sequence in the newest launched step, after which its first ``end`` tokens have KV."""
 
     row: int
     end: int
@@ -35,7 +35,7 @@ class InFlight(NamedTuple):
 
 
 class BlockAddress(NamedTuple):
-    """``block`` counts from the sequence's start."""
+    """Position of a block in a sequence; ``block`` counts from the sequence's start."""
 
     group: int
     block: int
@@ -45,7 +45,7 @@ class BlockAddress(NamedTuple):
 
 
 class Sequence:
-    """The scheduler's unit.
+    """Unit of the scheduler.
 
     num_computed          number of leading tokens whose KV is in the blocks
     block_table           None while it waits
@@ -101,11 +101,9 @@ class Sequence:
 
     @property
     def num_scheduled(self) -> int:
-        """``num_computed``, or what it will be after the step in flight."""
         return self.num_computed if self.in_flight is None else self.in_flight.end
 
     def continue_from(self, source: Sequence, full_blocks: int) -> None:
-        """The first ``full_blocks`` blocks are shared."""
         self.tokens = list(source.tokens)
         self.prompt_logprobs_sent = source.prompt_logprobs_sent
         self.block_checksums = {
@@ -114,7 +112,7 @@ class Sequence:
         self._chain = list(source._chain)
 
     def hashes(self, blocks: range, block_size: int) -> list[BlockHash]:
-        """Of full blocks; each is computed once."""
+        """Hashes of these blocks, which must be full; each is computed once."""
         known = len(self._chain) - 1
         if known < blocks.stop:
             missing = self.tokens[known * block_size : blocks.stop * block_size]

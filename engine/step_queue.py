@@ -5,9 +5,8 @@ While a device that overlaps steps computes one, the engine launches the next::
     host      launch 1, launch 2 | commit 1, launch 3 | commit 2, launch 4 | ...
     device             [ step 1 ][ step 2            ][ step 3            ]
 
-A row of step 2 may continue a token that step 1 still draws. The row of a sequence that step 1 ends is dropped; its
-blocks are held until step 2 has ended, as the device writes to them. Where step 2 depends on more than that
-(``Scheduler.schedule_ahead``), it is planned after step 1.
+The row of a sequence that step 1 ends is dropped; its blocks are held until step 2 has ended, as the device writes to
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from decant.engine.sequence import InFlight, Sequence
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """``wait``: call it once. ``on_done``: called once the device no longer uses the step's blocks."""
+    """Submitted step. Call ``wait`` once; ``on_done`` is called once the device no longer uses the step's blocks."""
 
     plan: StepPlan
     sequences: list[Sequence]
@@ -31,7 +30,6 @@ class LaunchedStep:
     on_done: list[Callable[[], object]] = field(default_factory=list)
 
     def drop_ended(self, result: StepResult) -> tuple[StepPlan, list[Sequence], StepResult]:
-        """Without the rows of sequences that ended after the launch."""
         if not self.on_done:  # their blocks would wait for this step
             return self.plan, self.sequences, result
         ended = {index for index, sequence in enumerate(self.sequences) if sequence.timeline.finished is not None}
@@ -51,7 +49,7 @@ class StepQueue:
         return bool(self._steps)
 
     def launch(self, scheduler: Scheduler, reserved_slots: int) -> LaunchedStep | None:
-        """The older step, launched now if there is none. None: nothing to compute."""
+        """Return the older step, launched now if there is none; None if there is nothing to compute."""
         if not self._steps:
             self._launch(*scheduler.schedule(reserved_slots))
         return self._steps[0] if self._steps else None
@@ -70,7 +68,6 @@ class StepQueue:
                 sequence.in_flight = InFlight(index, row.end, row.sample)
 
     def finish(self) -> StepResult:
-        """Wait for the older step and remove it; its blocks may be freed afterwards."""
         result = self._steps[0].wait()
         step = self._steps.pop(0)
         if not self._steps:
@@ -86,14 +83,12 @@ class StepQueue:
                 sequence.in_flight = None
 
     def call_when_unused(self, sequence: Sequence, action: Callable[[], object]) -> None:
-        """Call ``action`` once no launched step uses the blocks of an ended sequence."""
         if sequence.in_flight is None:
             action()
         else:
             self._steps[-1].on_done.append(action)
 
     def call_after_releases(self, action: Callable[[], object]) -> None:
-        """Call ``action`` after all that wait for a step."""
         if self._steps and self._steps[-1].on_done:
             self._steps[-1].on_done.append(action)
         else:
@@ -101,7 +96,6 @@ class StepQueue:
 
     @property
     def ended_ids(self) -> set[str]:
-        """Ended sequences that still hold blocks."""
         return {
             sequence.id
             for step in self._steps

@@ -1,4 +1,4 @@
-"""Both ends of a KV handoff: blocks leave one engine while they fill, and become a sequence in another.
+"""Both ends of a KV handoff.
 
 Each block has a checksum over its address and bytes, the commit one over those checksums and its own fields. The
 sequence exists at the receiver only once all agree.
@@ -31,12 +31,10 @@ default_checksum: Checksum = zlib.crc32
 
 
 def block_checksum(checksum: Checksum, address: BlockAddress, data: bytes | memoryview) -> int:
-    """Includes the address: a verified block can't be stored at another one."""
     return checksum(struct.pack("<QQQ", *address, checksum(data)))
 
 
 def transfer_checksum(checksum: Checksum, computed: int, output: Sequence[int], checksums: Sequence[int]) -> int:
-    """``checksums``: of all blocks sent, in order of their addresses."""
     words = (computed, len(output), *output, *checksums)
     return checksum(struct.pack(f"<{len(words)}Q", *words))
 
@@ -55,10 +53,10 @@ class TransferCommit:
 
 
 class KvExport:
-    """A lease on a sequence's filled blocks, in each group from an index on; its owner must release it.
+    """Lease on a sequence's filled blocks, in each group from an index on; its owner must ``release`` it (idempotent).
 
-    The lease outlives the sequence. ``runs`` grows as blocks fill, ascending in each group; ``next_index``: each
-    group's first block not offered yet. Only the engine calls ``offer_filled``, ``offer`` and ``finalize``.
+    The lease outlives the sequence. ``runs`` grows as blocks fill, ascending in each group. Only the engine calls
+    ``offer_filled``, ``offer`` and ``finalize``.
     """
 
     def __init__(self, sequence: EngineSequence, first: Sequence[int], lease: BlockTable, store: BlockBytes) -> None:
@@ -80,7 +78,7 @@ class KvExport:
         return self._store.read(self._leased(address))
 
     def locate(self, address: BlockAddress) -> range:
-        """Where these bytes are in the store's ``block_memory``. Raises TransferRejected."""
+        """Offsets of a block's bytes in the store's ``block_memory``. Raises TransferRejected."""
         start = self._leased(address) * self._store.block_bytes
         return range(start, start + self._store.block_bytes)
 
@@ -91,15 +89,11 @@ class KvExport:
         return block
 
     def release(self) -> None:
-        """Idempotent."""
         self.ended = True
         self._lease.release()
 
     def offer_filled(self, sequence: EngineSequence, stop: int, checksum: Checksum) -> list[BlockRun]:
-        """Lease and checksum the blocks up to ``stop`` that were not offered.
-
-        After a preemption, blocks that were not computed again, as no later token sees them, are left out.
-        """
+        """Offer the blocks up to ``stop`` that were not offered, except freed ones, which no later token sees."""
         if sequence.block_table is None:
             return []
         return [
@@ -109,7 +103,6 @@ class KvExport:
         ]
 
     def offer(self, sequence: EngineSequence, address: BlockAddress, checksum: Checksum) -> BlockRun:
-        """The block must be behind all that were offered of its group."""
         assert sequence.block_table is not None
         group, index = address
         assert index >= self.next_index[group]
@@ -122,7 +115,6 @@ class KvExport:
         return self.runs[-1]
 
     def finalize(self, sequence: EngineSequence, checksum: Checksum) -> TransferCommit:
-        """Lease the remaining blocks, the last perhaps partial, and commit."""
         self.offer_filled(sequence, self._lease.pool.blocks_for(sequence.num_computed), checksum)
         output = tuple(sequence.tokens[sequence.request.prompt_len :])
         checksums = [run.checksum for run in sorted(self.runs, key=lambda run: run.address)]
@@ -181,12 +173,11 @@ class IncomingSequence:
             self._checksums[address] = total
 
     def extend(self, tokens: int) -> None:
-        """Make capacity for ``tokens`` tokens and one more. Raises OutOfBlocks."""
+        """Extend the capacity to ``tokens`` tokens and one more. Raises OutOfBlocks."""
         table = self._block_table()
         table.grow(table.pool.blocks_for(tokens + 1))
 
     def accept(self, commit: TransferCommit) -> EngineSequence:
-        """Close, and return the sequence as of ``commit``. Raises TransferRejected unless all blocks are verified."""
         table = self._block_table()
         pool = table.pool
         known = self.sequence.tokens[self.sequence.request.prompt_len :]
@@ -222,7 +213,7 @@ class IncomingSequence:
             table.release()
 
     def _close(self, table: BlockTable, filled: int) -> None:
-        """Blocks of the first ``filled`` tokens were full when received: a partial block comes only with a commit."""
+        """The received blocks of the first ``filled`` tokens were full: a partial one comes only with a commit."""
         with self._copying:
             self.closed = True
         size: int = table.pool.block_size

@@ -1,4 +1,4 @@
-"""Safetensors only; no code of a repository is run."""
+"""Checkpoints of safetensors only; code of a repository is never run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @contextmanager
 def refuse_model_on_error(name: str, what: str) -> Iterator[None]:
-    """Turn ``FAILURES`` into ModelRefused, with ``what`` as the reason."""
     try:
         yield
     except FAILURES as error:
@@ -67,7 +66,7 @@ def refuse_model_on_error(name: str, what: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Weights are not read yet. ``revision``: commit of a hub name."""
+    """Configuration of a model whose weights are not read yet. ``revision`` is the commit of a hub name."""
 
     path: str
     revision: str | None
@@ -80,10 +79,6 @@ class Checkpoint:
         return f"{architectures[0]} ({self.path})"
 
     def choose_dtype(self, name: str, fast: Set[torch.dtype]) -> torch.dtype:
-        """``fast``: dtypes that the device multiplies at full speed. Raises InvalidConfig.
-
-        If float16 is not among them, a float16 checkpoint is loaded as bfloat16, and float16 by name is refused.
-        """
         stored = self.config.get_text_config().dtype or self.config.dtype or "float32"
         named = str(stored).removeprefix("torch.") if name == "auto" else name
         if named not in DTYPES:
@@ -96,7 +91,6 @@ class Checkpoint:
         return dtype
 
     def choose_context_length(self, context_length: int | None) -> int:
-        """At most the length after rotary scaling. Raises InvalidConfig, ModelRefused."""
         text = self.config.get_text_config()
         most = getattr(text, "max_position_embeddings", None)
         if most is None:
@@ -109,11 +103,10 @@ class Checkpoint:
         return context_length or rope.default_length(text, most)
 
     def read(self, dtype: torch.dtype, device: torch.device, *, load_to_device: bool = False) -> PreTrainedModel:
-        """Load the weights into transformers' causal model; towers of other media are dropped. Raises ModelRefused.
+        """Load the weights into transformers' causal model, without towers of other media. Raises ModelRefused.
 
-        With ``load_to_device``, accelerate and no such towers, transformers puts each tensor on the device as it is
-        read and converted. Else the device gets a model from the host's memory: from the mapped files, or from a copy
-        in another dtype.
+        With ``load_to_device``, accelerate and no such towers, each tensor goes to the device as it is read and
+        converted. Else the model is in the host's memory first, as mapped files or as a copy in another dtype.
         """
         is_placed = load_to_device and is_accelerate_available() and not _other_media(self.config)
         placed: dict[str, Any] = {"device_map": {"": device}} if is_placed else {}
@@ -164,7 +157,7 @@ class Checkpoint:
         return Path(snapshot_download(self.path, revision=self.revision, allow_patterns=patterns))
 
     def weights(self) -> Digests:
-        """A hub commit, or digests of a folder's files, which are read unless these are cached. Raises ModelRefused."""
+        """Identity of the weights; reads a folder's files whose digests are not cached. Raises ModelRefused."""
         if self.revision is not None:
             return Digests((f"{self.path}@{self.revision}",), {})
         folder = Path(self.path)
@@ -173,7 +166,6 @@ class Checkpoint:
             return digest_files([folder / "config.json", *files])
 
     def eos_token_ids(self, model: PreTrainedModel) -> frozenset[int]:
-        """Those in the vocabulary, from the generation config if it names any."""
         generation = getattr(model, "generation_config", None)
         named = generation.eos_token_id if generation is not None else None
         named = self.config.get_text_config().eos_token_id if named is None else named
@@ -185,7 +177,7 @@ class Checkpoint:
 
 
 def open(path: str, revision: str | None = None) -> Checkpoint:
-    """Read the configuration. Raises ModelRefused."""
+    """Read and check the configuration of a folder or hub name. Raises ModelRefused."""
     local = Path(path).exists()
     if local:
         weight_files.check(Path(path))
@@ -228,10 +220,6 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 
 
 def _surplus(unexpected: Iterable[str], text: PreTrainedConfig) -> list[str]:
-    """All but constants and the layers that predict further tokens.
-
-    transformers has removed those in the class's ``_keys_to_ignore_on_load_unexpected``.
-    """
     further = predicting(getattr(text, "num_hidden_layers", 0), getattr(text, "num_nextn_predict_layers", None))
     return sorted(
         name
@@ -241,7 +229,6 @@ def _surplus(unexpected: Iterable[str], text: PreTrainedConfig) -> list[str]:
 
 
 def _other_media(config: PreTrainedConfig) -> set[int]:
-    """Identities of the configurations beside the text's."""
     text = config.get_text_config()
     if text is config:
         return set()
@@ -260,7 +247,6 @@ def _drop_other_media(model: PreTrainedModel) -> None:
 def layout_hash(
     weights: Digests, layout: KvLayout, context_length: int, dtype: torch.dtype, backend: tuple[str, str]
 ) -> str:
-    """Equal exactly when two devices can exchange blocks. ``backend``: ``Backend.identity``."""
     facts = [
         str(layout),
         str(context_length),

@@ -1,5 +1,3 @@
-"""Chosen by ``quantization_config`` in config.json. Imports no torch."""
-
 from __future__ import annotations
 
 import json
@@ -15,7 +13,6 @@ FORMATS: dict[str, WeightFormat] = {"fp8": Fp8()}
 
 
 def find_format(name: str, config: Mapping[str, Any]) -> WeightFormat:
-    """Named in config.json itself or in a part of it. Raises ModelRefused."""
     chosen = PLAIN
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key in ("quantization_config", "compression_config"):

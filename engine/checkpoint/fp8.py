@@ -32,7 +32,6 @@ class Fp8:
         return {name: entry for name, entry in stored.items() if not _is_scale(name)}
 
     def open(self, files: Sequence[Path]) -> Mapping[str, Slice]:
-        """Raises ValueError for a matrix without a scale, or with one of another shape."""
         from safetensors import safe_open
 
         sources: dict[str, Any] = {}

@@ -1,6 +1,7 @@
 """Model types that transformers knows, without importing it, which takes seconds.
 
-A type is known if it is in quotes in the files where transformers registers configurations.
+A type is known if it is in quotes in the files where transformers registers configurations. If its version has no such
+files, every type passes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ _REGISTRIES = ("auto_mappings.py", "configuration_auto.py")
 
 
 def check(name: str, config: Mapping[str, Any]) -> None:
-    """Raises ModelRefused for a model type that transformers does not know."""
     kind, registries = config.get("model_type"), _registries()
     if registries and not (isinstance(kind, str) and kind and f'"{kind}"' in registries):
         raise refusal(name, config)
@@ -34,7 +34,6 @@ def refusal(name: str, config: Mapping[str, Any]) -> ModelRefused:
 
 @cache
 def _registries() -> str:
-    """Text of the files in which transformers registers configurations; empty if its version has no such files."""
     package = importlib.util.find_spec("transformers")
     if package is None or package.origin is None:
         return ""

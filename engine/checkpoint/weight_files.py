@@ -1,4 +1,4 @@
-"""Check a model folder by its files alone, without torch and without reading weights.
+"""Check a model folder by its files alone, without torch and without reading weights. Checks raise ModelRefused.
 
 A safetensors file: little-endian u64 length of the header; header, JSON of name -> dtype, shape and offsets; tensors.
 """
@@ -27,7 +27,6 @@ _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 def check(folder: Path) -> None:
-    """Raises ModelRefused with the file and the reason."""
     if not folder.is_dir():
         raise ModelRefused(str(folder), "it is a file; a folder or a hub name is needed")
     if not (folder / "config.json").is_file():
@@ -38,21 +37,18 @@ def check(folder: Path) -> None:
 
 
 def check_format(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelRefused for adapters and unknown formats."""
     name = describe(folder, config)
     check_adapters(folder, name)
     find_format(name, config)
 
 
 def check_adapters(folder: Path, name: str) -> None:
-    """Raises ModelRefused."""
     if adapters := sorted(file.name for pattern in ADAPTERS for file in folder.glob(pattern)):
         reason = f"it has an adapter ({adapters[0]}), and adapters are not served yet: merge it into the weights"
         raise ModelRefused(name, reason)
 
 
 def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelRefused unless all are complete, in the format and of the shapes of ``config``."""
     name = describe(folder, config)
     weight_format = find_format(name, config)
     tensors: dict[str, Stored] = {}
@@ -66,7 +62,6 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _stored(name: str, file: Path, tensor: str, entry: Mapping[str, Any]) -> Stored:
-    """Raises ModelRefused if offsets do not match the shape."""
     try:
         shape = tuple(int(count) for count in entry["shape"])
         begin, end = entry["data_offsets"]
@@ -83,7 +78,6 @@ def _stored(name: str, file: Path, tensor: str, entry: Mapping[str, Any]) -> Sto
 
 
 def weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
-    """Sorted by name. Raises ModelRefused."""
     name = describe(folder, config)
     if "transformers_weights" in config:
         raise ModelRefused(name, f"config.json names weight files of its own (transformers_weights); use {SINGLE}")
@@ -102,14 +96,12 @@ def weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """Raises ModelRefused."""
     if not (folder / "config.json").is_file():
         raise ModelRefused(str(folder), "the folder has no config.json")
     return read_json(folder / "config.json", str(folder))
 
 
 def read_json(file: Path, name: str) -> Mapping[str, Any]:
-    """Raises ModelRefused for ``name``."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -145,7 +137,6 @@ def _no_weights(folder: Path) -> str:
 
 
 def _header(name: str, file: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Tensor name -> dtype, shape and offsets. Raises ModelRefused."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))

@@ -1,5 +1,3 @@
-"""How a checkpoint stores the tensors of its model. Imports no torch."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -17,22 +15,22 @@ _MASKS = (".attn.bias", ".attention.bias")
 
 
 class Slice(Protocol):
-    """``slice[...]`` reads and converts a tensor. Thread-safe."""
+    """Tensor that ``slice[...]`` reads and converts, from any thread."""
 
     def __getitem__(self, index: Any) -> Any: ...
 
 
 class WeightFormat(Protocol):
     def allows(self, tensor: str, dtype: str) -> bool:
-        """``dtype`` as in safetensors."""
+        """Whether ``tensor`` may be stored as ``dtype``, named as in safetensors."""
         ...
 
     def model_tensors(self, stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
-        """With their shapes in the model."""
+        """Tensors of the model, with their shapes in it."""
         ...
 
     def open(self, files: Sequence[Path]) -> Mapping[str, Slice] | None:
-        """None: transformers reads the files itself."""
+        """Tensors of the model by name; None if transformers reads the files itself."""
         ...
 
 

@@ -32,15 +32,12 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Identity of a model's weights: a digest of each file, with the file's stamp from before it was read; or only the
-    commit of a hub name.
-    """
+    """Identity of weights: a digest of each file, with its stamp from before it was read; or a hub name's commit."""
 
     values: tuple[str, ...]
     stamps: Mapping[Path, Stamp]
 
     def check_unchanged(self, name: str) -> None:
-        """Raises ModelRefused if a file has another stamp now."""
         for file, stamp in self.stamps.items():
             if _stamp(file) != stamp:
                 raise ModelRefused(name, f"{file.name} changed while it was loaded")
@@ -49,7 +46,6 @@ class Digests:
 def digest_files(
     files: Sequence[Path], *, min_cached_bytes: int = MIN_CACHED_BYTES, min_cached_age_ns: int = MIN_CACHED_AGE_NS
 ) -> Digests:
-    """Releases the GIL while it reads. Raises OSError."""
     stamps = {file: _stamp(file) for file in files}
     values = tuple(
         f"{file.name}:{_digest(file, stamp, min_cached_bytes, min_cached_age_ns)}" for file, stamp in stamps.items()
@@ -70,7 +66,6 @@ def _digest(file: Path, stamp: Stamp, min_cached_bytes: int, min_cached_age_ns: 
 
 
 def read_digest(file: Path) -> str:
-    """128-bit XXH3."""
     import xxhash  # the GPU benchmark loads no files, and has to run without it
 
     digest, buffer = xxhash.xxh3_128(), bytearray(_CHUNK)
@@ -95,7 +90,6 @@ def _cache_paths(file: Path) -> Iterator[Path]:
 
 
 def _load(path: Path, stamp: Stamp) -> str | None:
-    """None without a digest of this stamp."""
     try:
         content = json.loads(path.read_bytes())
         digest = content["digest"] if content["stamp"] == list(stamp) else None
@@ -105,7 +99,7 @@ def _load(path: Path, stamp: Stamp) -> str | None:
 
 
 def _write(file: Path, stamp: Stamp, digest: str) -> None:
-    """In place: a concurrent reader gets all of it, or no valid JSON."""
+    """Write in place: a concurrent reader gets all of it, or no valid JSON."""
     content = json.dumps({"stamp": stamp, "digest": digest})
     for path in _cache_paths(file):
         with contextlib.suppress(OSError):

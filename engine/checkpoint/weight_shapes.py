@@ -1,4 +1,4 @@
-"""Compares headers of weight files with config.json, for model types with Llama's layers and names. No torch."""
+"""Compare headers of weight files with config.json, for model types with Llama's layers and names. No torch."""
 
 from __future__ import annotations
 
@@ -51,14 +51,11 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """``count`` is None if config.json does not determine it."""
-
     field: str
     count: int | None
 
 
 def check(name: str, config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> None:
-    """Raises ModelRefused."""
     if str(config.get("model_type")) not in LLAMA_SHAPED:
         return
     _check_layers(name, config, tensors)
@@ -74,7 +71,7 @@ def check(name: str, config: Mapping[str, Any], tensors: Mapping[str, Stored]) -
 
 
 def predicting(first: int, further: Any) -> range:
-    """Layers after the model's own, which predict further tokens."""
+    """Indices of the layers after the model's own, which predict further tokens."""
     return range(first, first + further) if isinstance(further, int) else range(0)
 
 
@@ -100,7 +97,6 @@ def _check_layers(name: str, config: Mapping[str, Any], tensors: Iterable[str]) 
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[_Size, _Size]]:
-    """Without the layer's prefix or ``model.``."""
     hidden = _Size("hidden_size", _count(config, "hidden_size"))
     vocabulary = _Size("vocab_size", _count(config, "vocab_size"))
     inner = _Size("intermediate_size", _count(config, "intermediate_size"))
