@@ -1,7 +1,4 @@
-"""Compiled attention over KV blocks in place (``engine/cpu/kernels/attention.h``).
-
-A row has the same bits in any batch.
-"""
+"""Compiled attention over KV blocks in place (``engine/cpu/kernels/attention.h``)."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ class _Call(ctypes.Structure):
 
 
 class NativeAttention:
-    """``store`` is on the CPU, in float32 or bfloat16. ``keep``: flattened tokens that need logits; None: all."""
+    """Attention over a CPU's ``store`` in float32 or bfloat16. ``keep``: tokens that need logits; None: all."""
 
     def __init__(
         self,
@@ -69,7 +66,6 @@ class NativeAttention:
         return _Step(row_table.ctypes.data, table.ctypes.data, *table.shape)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """-> [1, T, heads, value dim] in the query's dtype. Raises ValueError."""
         self._check(call)
         dtype = self._store.dtype
         query, key, value = (
@@ -115,7 +111,7 @@ class NativeAttention:
             _check_shape("sinks", call.sinks, (heads,))
 
     def addresses(self, layer: int) -> tuple[int, int, int, int]:
-        """Of a layer's blocks, each token's first visible position, the selected tokens (0: all), and the step.
+        """Addresses of a layer's blocks, first visible positions, selected tokens (0: all), and the step.
 
         Only the last layer's output is needed for selected tokens alone.
         """

@@ -1,5 +1,3 @@
-"""The CPU backends: the only module of ``engine.cpu`` that the rest of the engine uses. Rows are exact on any CPU."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -29,8 +27,6 @@ from decant.engine.plan import Device, Row
 
 
 class CpuBackend(TorchBackend):
-    """Without compiled kernels: packed linear layers (oneDNN), the rest in torch."""
-
     dtypes = frozenset({torch.bfloat16, torch.float32})  # float16 products are a thousand times as slow
     exact = PARTS
 

@@ -1,7 +1,7 @@
 """Decoder layers in one compiled call: norm, attention, norm, gated MLP (engine/cpu/kernels/layer.h).
 
-A layer is fused if it has the expected parts and in a trial computes the same bits of outputs and blocks. Only the
-module's ``forward`` is replaced; it passes calls that the kernel does not support to the original.
+A layer is fused if it has the expected parts and in a trial computes the same bits of outputs and blocks. Its new
+``forward`` passes calls that the kernel does not support to the original.
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ class _Layer(ctypes.Structure):
 
 
 class FusedLayer:
-    """Replaces a decoder layer's forward: hidden [1, T, hidden] -> [1, T, hidden]."""
-
     def __init__(self, kernels: ModuleType, original_forward: Forward, parts: _Parts, call: AttentionCall) -> None:
         self._kernel = kernels.layers
         self.original_forward = original_forward
@@ -104,7 +102,7 @@ class FusedLayer:
         attention: NativeAttention,
         outputs: torch.Tensor,
     ) -> None:
-        """Of consecutive layers from this one on, into ``outputs`` [layers, *hidden.shape]."""
+        """Compute consecutive layers, this one first, into ``outputs`` [layers, *hidden.shape]."""
         calls = array("Q")  # as struct LayerCall in layer.h
         for index, layer in enumerate(layers, next_layer()):
             calls.extend((layer._address, *attention.addresses(index)))
@@ -124,8 +122,6 @@ class FusedLayer:
 
 
 class _Parts:
-    """Raises LookupError if a part is missing or of another kind."""
-
     def __init__(self, module: nn.Module) -> None:
         children = dict(module.named_children())
         parts = {name: part for child in children.values() for name, part in child.named_children()} | children
@@ -170,7 +166,7 @@ def _packed_weight(part: nn.Module) -> PackedWeight:
 
 
 def fuse(model: nn.Module, dtype: torch.dtype, kind: type[FusedLayer] = FusedLayer) -> list[FusedLayer]:
-    """Fuse every layer that passes the trial, in the model's order; after ``fused_ops.fuse``."""
+    """Fuse every layer that passes the trial, in the model's order. Call it after ``fused_ops.fuse``."""
     if KERNELS is None or dtype not in TOLERANCE:
         return []
     layers = []
@@ -228,7 +224,6 @@ class _Trial:
         self._step = [Row(Request("trial", tuple(tokens)), tokens, 0, count, (array("i", [0]),), True)]
 
     def run(self, forward: Forward) -> tuple[torch.Tensor, torch.Tensor, AttentionCall | None]:
-        """The output, the blocks after it, and the attention call (None if ``forward`` is fused)."""
         assert KERNELS is not None
         store = KvStore(self._layout, 1, self._rows.dtype, self._rows.device)
         native = NativeAttention(

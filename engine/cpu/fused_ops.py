@@ -23,8 +23,6 @@ Rotate: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class RmsNorm(nn.Module):
-    """x [..., width] -> [..., width]: each row divided by its root mean square, rounded, times weight [width]."""
-
     def __init__(self, kernels: ModuleType, weight: torch.Tensor, eps: float) -> None:
         super().__init__()
         self._kernel = kernels.rms_norm
@@ -46,8 +44,6 @@ class RmsNorm(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """x [..., width] -> [..., width]: down(silu(gate(x)), rounded, times up(x))."""
-
     def __init__(self, kernels: ModuleType, gate: PackedLinear, up: PackedLinear, down: PackedLinear) -> None:
         super().__init__()
         self._kernel = kernels.gate
@@ -65,8 +61,6 @@ class GatedMlp(nn.Module):
 
 
 class Rotation:
-    """Rotates query and key [1, heads, T, width] by cos and sin [1, T, width]. Other calls go to ``original``."""
-
     def __init__(self, kernels: ModuleType, original: Rotate) -> None:
         self._kernel = kernels.rotate
         self._original = original
@@ -79,7 +73,6 @@ class Rotation:
         return self._rotate(query, cos, sin), self._rotate(key, cos, sin)
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Stored as [1, T, heads, width], as a linear layer's output is."""
         _, heads, tokens, width = x.shape
         out = x.new_empty(1, tokens, heads, width)
         addresses = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
@@ -103,7 +96,6 @@ def _is_supported(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool
 
 
 def fuse(model: nn.Module, dtype: torch.dtype) -> None:
-    """``dtype`` is that of the whole model."""
     if KERNELS is None or dtype not in TOLERANCE:
         return
     for parent in list(model.modules()):

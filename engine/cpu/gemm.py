@@ -2,11 +2,9 @@
 
 A general matrix product chooses its kernel by the number of rows, and with it a row's last bits. These do not::
 
-    PackedWeight   the compiled kernels. Weights in bfloat16, twelve bits a number on CPUs that multiply bfloat16, or
-                   float32; sums are float32.
-    OneDnn         without the kernels, and on CPUs with AMX: oneDNN's product on packed weights, in bfloat16 if the CPU
-                   multiplies it, else in float32.
-    SingleRows     a build of torch without oneDNN: torch's product of each row, in float32.
+    PackedWeight   the compiled kernels: weights in bfloat16 (twelve bits in the AVX-512 build) or float32
+    OneDnn         without the kernels, and on CPUs with AMX: oneDNN's product on packed weights
+    SingleRows     a build of torch without oneDNN: torch's product of each row, in float32
 """
 
 from __future__ import annotations
@@ -32,15 +30,13 @@ _PANELS = None if AMX else KERNELS
 
 
 def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """``weight`` [out, in], ``bias`` [out], in float32 or bfloat16. The weight is copied."""
+    """Return the product with ``weight`` [out, in], which is copied, and ``bias`` [out]; float32 or bfloat16."""
     if _PANELS is not None:
         return PackedWeight(_PANELS, weight, bias)
     return OneDnn(weight, bias) if torch.backends.mkldnn.is_available() else SingleRows(weight, bias)
 
 
 class PackedWeight:
-    """``outputs`` is a multiple of PANEL; ``addresses``: of weight and bias (0: none)."""
-
     def __init__(self, module: ModuleType, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.outputs, self.inner = weight.shape
         if self.outputs % PANEL:
@@ -90,8 +86,6 @@ class OneDnn:
 
 
 class SingleRows:
-    """Multiplies row by row on the calling thread, so a row's bits do not depend on the batch."""
-
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = weight.detach().float().contiguous()
         self._bias = None if bias is None else bias.detach().float()

@@ -16,19 +16,18 @@ _ALIGNED = 64
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor with its own mapping. Raises MemoryError."""
+    """Tensor of zeros with its own mapping. Raises MemoryError."""
     return torch.frombuffer(_mapped(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
 class Arena:
-    """Packs tensors into shared mappings; a mapping lives as long as any tensor in it. Thread-safe."""
+    """Packs tensors, aligned to 64 bytes, into mappings that live as long as any tensor in them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Aligned to 64 bytes. Raises MemoryError."""
         needed = math.prod(shape) * dtype.itemsize
         aligned = -(-needed // _ALIGNED) * _ALIGNED
         with self._lock:
@@ -50,6 +49,6 @@ def _mapped(count: int) -> mmap.mmap:
 
 
 def release_freed() -> None:
-    """glibc's allocator keeps most of what tensors free. Does nothing with others."""
+    """Return freed memory to the system: glibc keeps most of what tensors free. Other allocators: no effect."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

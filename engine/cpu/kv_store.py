@@ -10,7 +10,7 @@ from decant.engine.model.kv_store import KvStore
 
 
 class HostKvStore(KvStore):
-    """In huge pages. ``read`` returns an alias of the store; while ``write`` copies, other threads run."""
+    """KV store in huge pages. ``read`` returns an alias of the store; while ``write`` copies, other threads run."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(layout, num_blocks, dtype, device)

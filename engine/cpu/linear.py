@@ -1,5 +1,3 @@
-"""Packed linear layers (``engine/cpu/gemm.py``). Other modules with weights run on a fixed number of rows at a time."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -24,10 +22,10 @@ UNSUPPORTED_CALL = (AssertionError, AttributeError, LookupError, RuntimeError, T
 
 
 class PackedLinear(nn.Module):
-    """``nn.Linear`` with weight [out, in]: x [..., in] -> [..., out].
+    """``nn.Linear`` with a packed weight.
 
-    An output whose width is no multiple of LANES is a view of a wider tensor: in a dense one the place of the scalar
-    tail of torch's elementwise loops, with other last bits, depends on the number of rows.
+    An output whose width is no multiple of LANES is a view of a wider tensor. In a dense one, the position of the
+    scalar tail of torch's elementwise loops, with other last bits, would depend on the number of rows.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -39,7 +37,7 @@ class PackedLinear(nn.Module):
 
     @property
     def packed_weight(self) -> PackedWeight | None:
-        """None unless it has exactly the layer's outputs."""
+        """Weight for the compiled kernels; None unless it has exactly the layer's outputs."""
         return self._product if isinstance(self._product, PackedWeight) and not self._is_wider else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +55,7 @@ def _widen(weight: torch.Tensor) -> torch.Tensor:
 class FixedRows(nn.Module):
     """Runs a module in pieces of FIXED_ROWS rows, so that torch always chooses the same kernels.
 
-    hidden [T, H] or [1, T, H]; ``shared`` is the same for all rows. Outputs have rows in the same dimension.
+    hidden [T, H] or [1, T, H]; ``shared`` is the same for all rows.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -91,8 +89,7 @@ EXPERTS_TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-3}
 class PackedExperts(nn.Module):
     """transformers experts (``use_experts_implementation``) with packed weights.
 
-    hidden [T, H], top_k_index [T, k], top_k_weights [T, k] -> [T, H]. A token's experts are added in the router's
-    order.
+    A token's experts are added in the router's order.
     """
 
     def __init__(self, experts: Any) -> None:
@@ -122,7 +119,6 @@ class PackedExperts(nn.Module):
 
 @torch.inference_mode()
 def _pack_experts(experts: Any) -> PackedExperts:
-    """Raises ValueError if results differ from the original on rows for each expert."""
     weight = experts.gate_up_proj if experts.has_gate else experts.up_proj
     count, dtype, width = len(weight), weight.dtype, weight.shape[1 if experts.is_transposed else 2]
     generator = torch.Generator().manual_seed(0)
@@ -181,7 +177,6 @@ def _has_stacked_experts(module: nn.Module) -> bool:
 
 
 def _packed(module: nn.Module) -> nn.Module | None:
-    """None: the module stays, its children are packed."""
     # A router may be a Linear whose forward does more.
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return PackedLinear(module.weight, module.bias)
@@ -202,7 +197,7 @@ def _packed(module: nn.Module) -> nn.Module | None:
 
 @torch.inference_mode()
 def _is_elementwise(module: nn.Module, weight: torch.Tensor) -> bool:
-    """Such a module takes exactly as many rows as ``weight`` [a, b] has; a matrix product takes any number."""
+    """Whether the module takes only as many rows as ``weight`` [a, b] has; a matrix product takes any number."""
     count, width = weight.shape
     try:
         output = module(weight.new_ones(1, count, width))

@@ -4,12 +4,11 @@ Each saves interpreter time between kernels; none changes bits, and a step witho
 
     LookaheadLayer    A call computes the fused layers that follow, too. Relies on transformers calling the layers in
                       order, each with the tensor that the one before returned. A layer returns its precomputed output
-                      only for that tensor, unchanged, the same angles and the same step; else it computes, and the
-                      layer before no longer looks ahead.
-    _Layers           Models slice their layer list in each step: the full slice is the list itself. Relies on models
-                      not changing the slice.
+                      only for that tensor, unchanged, the same angles and the same step.
+    _Layers           The full slice of a layer list, which models take in each step, is the list itself. Relies on
+                      models not changing it.
     patch_rotation    An attention module calls its rotation as a global of its module. It gets a copy of its forward
-                      with another global; other users of the global are unaffected.
+                      with another global.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class _Precomputed(NamedTuple):
     output: torch.Tensor
 
     def matches(self, hidden: torch.Tensor, angles: Any, attention: AttentionBackend | None) -> bool:
-        """The same objects, and nothing was written to ``hidden`` since."""
         return (
             hidden is self.hidden
             and hidden._version == 0

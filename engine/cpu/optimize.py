@@ -6,10 +6,7 @@ from decant.engine.cpu import fused_ops, linear, model_patches
 
 
 def optimize(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """In this order: a fused operation takes packed linear layers, a fused layer both.
-
-    Weights are copied from mapped files.
-    """
+    """Pack linear layers, then fuse: a fused operation takes packed linear layers, a fused layer both."""
     linear.pack(model)
     model_patches.patch_rotation(model, dtype)
     fused_ops.fuse(model, dtype)

@@ -1,5 +1,3 @@
-"""Sampling with compiled kernels (``kernels/sample.h``)."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -25,8 +23,6 @@ _DRAW = np.dtype(
 
 
 class NativeSampler(Sampler):
-    """Dtypes other than bfloat16 and float32 are sampled in tensor operations."""
-
     def __init__(self, kernels: ModuleType) -> None:
         super().__init__(SCORES_AT_ONCE)
         self._kernels = kernels

@@ -18,7 +18,7 @@ _kernel_threads = threading.local()
 
 
 def num_threads() -> int:
-    """For kernels that have the same bits on any number of threads."""
+    """Number of threads for kernels that have the same bits on any number."""
     return getattr(_kernel_threads, "count", None) or torch.get_num_threads()
 
 
@@ -37,7 +37,7 @@ def one_for_torch() -> Iterator[None]:
 
 @contextmanager
 def all_for_torch() -> Iterator[None]:
-    """Within ``one_for_torch``, for a product of torch that has the same bits on any number."""
+    """Run torch on all threads within ``one_for_torch``: for a product that has the same bits on any number."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads())
     try:

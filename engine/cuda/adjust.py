@@ -24,7 +24,6 @@ _PENALTIES: tuple[tuple[str, Any], ...] = (
 
 
 def adjust_all(rows: Sequence[Row], scores: torch.Tensor, eos: frozenset[int], staging: Staging) -> None:
-    """Changes ``scores`` [n, vocabulary]."""
     bias = _entries([(at, row.state.bias_tokens, (row.state.bias,)) for at, row in enumerate(rows) if row.state], 1)
     banned = _entries([(at, sorted(forbidden(row, eos)), ()) for at, row in enumerate(rows)], 0)
     seen = _entries([entry for at, row in enumerate(rows) if (entry := _penalties(at, row))], len(_PENALTIES))

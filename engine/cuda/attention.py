@@ -43,15 +43,11 @@ class LaunchList(NamedTuple):
 
 
 class StepLists(NamedTuple):
-    """``visible`` [T]: the first position that each token sees."""
-
     visible: torch.Tensor
     lists: tuple[LaunchList, ...]
 
 
 class Tables(NamedTuple):
-    """On the host: ``items`` [n, 5], ``merges`` [m, 3]."""
-
     items: npt.NDArray[np.int32]
     merges: npt.NDArray[np.int32]
     num_states: int = 0
@@ -67,7 +63,6 @@ def first_visible(flat: FlatBatch, view: AttentionWindow) -> npt.NDArray[np.int3
 
 
 def make_lists(flat: FlatBatch, view: AttentionWindow, group: int, tile_rows: int, staging: Staging) -> StepLists:
-    """Single tokens get one item per split of their keys, other rows one item per tile of query positions."""
     visible = first_visible(flat, view)
     is_single = flat.ends - flat.starts == 1
     tables: list[tuple[int, Tables]] = []
@@ -86,7 +81,7 @@ def make_lists(flat: FlatBatch, view: AttentionWindow, group: int, tile_rows: in
 
 
 def num_items(flat: FlatBatch) -> int:
-    """Of single tokens that see all keys; no window needs more."""
+    """Number of items of single tokens that see all keys; no window needs more."""
     return int((flat.starts // SPLIT + 1).sum())
 
 
@@ -116,15 +111,14 @@ def _chunks(flat: FlatBatch, rows: Ints, first_split: npt.NDArray[np.int32], til
 
 
 def row_spans(flat: FlatBatch) -> npt.NDArray[np.int32]:
-    """[B, 3]: first flattened position, start, end."""
     return np.stack([flat.firsts, flat.starts, flat.ends], 1).astype(np.int32)
 
 
 class TritonAttention:
-    """The attention of one step: writes its keys and values to their blocks, then attends over the blocks.
+    """Attention of a step: writes keys and values to their blocks, then attends.
 
-    ``tile_rows``: query rows of a tile of a single token. A token has the same bits alone and in a chunk if that is
-    CHUNK_ROWS: one compiled kernel, while a GPU multiplies tiles of other sizes with other instructions.
+    A token has the same bits alone and in a chunk if ``tile_rows`` is CHUNK_ROWS: one compiled kernel computes both,
+    while a GPU multiplies tiles of other sizes with other instructions.
     """
 
     def __init__(
@@ -146,14 +140,13 @@ class TritonAttention:
         return make_lists(self._flat, view, group, self._tile_rows, self.staging)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """-> [1, T, heads, value dim] in the query's dtype. Raises ValueError if the call does not fit the store."""
         self._check(call)
         self._write(call)
         query = call.query if call.query.stride(3) == 1 else call.query.contiguous()
         return self._attend(call._replace(query=query))
 
     def attend_rotated(self, call: AttentionCall, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotates first, by cos and sin [1, T, key dim]: x cos + rotate_half(x) sin."""
+        """Rotate query and key by cos and sin [1, T, key dim], x cos + rotate_half(x) sin, then attend."""
         self._check(call)
         store, spec = self._store, self._store.layout.layers[call.layer]
         query, key, value = (part[0].transpose(0, 1).contiguous() for part in (call.query, call.key, call.value))
@@ -183,7 +176,7 @@ class TritonAttention:
             raise ValueError(f"attention of layer {call.layer}: {tuple(call.query.shape)}, {shapes}, for {expected}")
 
     def _attend(self, call: AttentionCall) -> torch.Tensor:
-        """Expects keys and values in their blocks; the query's last dimension is contiguous."""
+        """Attend over keys and values that are in their blocks; the query's last dimension is contiguous."""
         spec, heads = self._store.layout.layers[call.layer], call.query.shape[1]
         group, view = heads // spec.kv_heads, self._layer_windows[call.layer]
         if (view, group) not in self._lists:
@@ -195,7 +188,6 @@ class TritonAttention:
         return out
 
     def _offsets(self, layer: int) -> tuple[int, int]:
-        """Of keys and values in a block, in elements."""
         spec, keys = self._store.layout.layers[layer], self._store.layout.offsets[layer]
         return keys, keys + self._store.layout.block_size * spec.kv_heads * spec.key_dim
 
@@ -245,7 +237,7 @@ class TritonAttention:
 
 
 class StaticAttention(TritonAttention):
-    """Over buffers at fixed addresses, for a CUDA graph of single tokens."""
+    """Attention over buffers at fixed addresses, for a CUDA graph of single tokens."""
 
     def __init__(
         self,
@@ -264,7 +256,7 @@ class StaticAttention(TritonAttention):
         self._table, self._tables = table, table.unbind()
 
     def fill(self, flat: FlatBatch) -> None:
-        """At most ``size.items`` items."""
+        """Copy a batch of at most ``size.items`` items to the buffers."""
         self._flat = flat
         tables = [self._padded_tables(view) for view, _ in self._lists]
         arrays = [part for entry in tables for part in entry]

@@ -7,13 +7,13 @@ heads of one KV head, position-major::
     chunk tile   [======================================]     one item walks all splits
     decode       [======]        [======]        [==]         one item per split, then ``merge_splits``
 
-Both ways compute the same numbers in the same order: each split by itself, tile after tile of ``TILE`` keys, then
-merged in order of position. A tile or split that a row does not see leaves its state unchanged to the bit. So a row's
-result depends on neither the other rows nor the number of splits of the batch. Online softmax: Milakov and Gimelshein
-2018; tiles: FlashAttention, Dao et al. 2022; splits: Flash-Decoding, Dao et al. 2023. Scores are in units of log2.
+Both compute the same numbers in the same order: each split by itself, tile after tile of ``TILE`` keys, then merged in
+order of position. A tile or split that a row does not see leaves its state unchanged to the bit. So a row's result
+depends on neither the other rows nor the number of splits of the batch. Online softmax: Milakov and Gimelshein 2018;
+tiles: FlashAttention, Dao et al. 2022; splits: Flash-Decoding, Dao et al. 2023. Scores are in units of log2.
 
-``do_not_specialize``: triton compiles a kernel again for an argument that is 1 or a multiple of 16, or an aligned
-pointer. What differs from step to step is left out: a step would wait for the compiler.
+``do_not_specialize`` names what differs from step to step: triton would compile again, within a step, for a number that
+is 1 or a multiple of 16, and for an aligned pointer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ WIDEN = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def product(left, right):
-    """left [m, k] @ right [k, n] in float32."""
     if WIDEN:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, input_precision="ieee")
@@ -46,7 +45,7 @@ def write_kv(
     BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Write a token's key [KEY_DIM] and value [VALUE_DIM] of one head. Grid: (T, KV_HEADS).
+    """Write a token's key and value of one head. Grid: (T, KV_HEADS).
 
     ``slots`` [T]: block * BLOCK + slot in the block.
     """
@@ -67,7 +66,7 @@ def write_kv(
 def merge(highest, total, output, highest_of, total_of, output_of):
     """Add the softmax state of one split to the running state.
 
-    The compiler may contract either product of a * b + c * d, in each kernel another one: the choice is made here.
+    The compiler may contract either product of a * b + c * d, in each kernel another one: ``fma`` makes the choice.
     """
     most = tl.maximum(highest, highest_of)
     decay, weight = tl.exp2(highest - most), tl.exp2(highest_of - most)
@@ -77,7 +76,7 @@ def merge(highest, total, output, highest_of, total_of, output_of):
 
 @triton.jit
 def finish(highest, total, output, sink):
-    """``sink``: a score in the softmax without a value, -inf for none."""
+    """Normalize the output of a state. ``sink``: a score in the softmax without a value, -inf for none."""
     most = tl.maximum(highest, sink)
     decay = tl.exp2(highest - most)
     divisor = tl.fma(total, decay, tl.exp2(sink - most))
@@ -92,10 +91,7 @@ def attend_split(
     KEY_PAD: tl.constexpr, VALUE_PAD: tl.constexpr, TILE_ROWS: tl.constexpr, TILE: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Softmax state (highest, total, output) of a tile of query rows over the keys from ``begin`` to ``end``.
-
-    queries [TILE_ROWS, KEY_PAD], position [TILE_ROWS]; ``first``: first visible key; ``stop``: end of the keys.
-    """
+    """Softmax state (highest, total, output) of a tile of query rows over the keys from ``begin`` to ``end``."""
     key_dims, value_dims = tl.arange(0, KEY_PAD), tl.arange(0, VALUE_PAD)
     highest = tl.full([TILE_ROWS], LOWEST, tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)

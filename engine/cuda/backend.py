@@ -1,9 +1,3 @@
-"""The CUDA backend: the only module of ``engine.cuda`` that the rest of the engine uses.
-
-On request only (``ModelConfig.cuda_kernels``): the kernels have run only in triton's interpreter. torch computes a part
-whose kernels fail a trial at load.
-"""
-
 from __future__ import annotations
 
 import logging
@@ -67,7 +61,7 @@ Attention = Callable[[KvStore, Sequence[AttentionWindow], FlatBatch], AttentionB
 
 
 class CudaBackend(TorchBackend):
-    """CUDA devices with triton.
+    """Backend of CUDA devices with triton: torch computes a part whose kernels fail a trial at load.
 
     With ``exact`` nothing falls back, and linear layers and norms are kernels, too.
     """
@@ -88,7 +82,7 @@ class CudaBackend(TorchBackend):
 
     @property
     def fallbacks(self) -> dict[str, str]:
-        """Why torch computes a part in the place of its kernel, by name."""
+        """Reasons why torch computes a part instead of its kernels, by name of the part."""
         reason = None if self._dtype is None else self._torch_attends.get(self._dtype)
         return self._fallbacks if reason is None else {**self._fallbacks, "attention": reason}
 
@@ -113,7 +107,7 @@ class CudaBackend(TorchBackend):
             raise InvalidConfig("exact", f"off, as torch has to compute {part} ({reason})", True)
 
     def make_store(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> KvStore:
-        """Also tries the kernels on the layout's shapes."""
+        """Make a store, after a trial of the attention kernels on the layout's shapes."""
         with self.around_step():
             for spec in dict.fromkeys(layout.layers):
                 trial = partial(try_attention, spec, layout, dtype, self.device)
@@ -126,7 +120,6 @@ class CudaBackend(TorchBackend):
     def make_runner(
         self, model: torch.nn.Module, store: KvStore, layer_windows: Sequence[AttentionWindow], limits: RunnerLimits
     ) -> ModelRunner:
-        """Without kernels for attention or sampling a step waits for the device, and there are no graphs."""
         if "attention" in self.fallbacks or not isinstance(self.sampler, TritonSampler):
             return super().make_runner(model, store, layer_windows, limits)
         runner = CudaRunner(model, store, layer_windows, limits.eos_token_ids, self, self.tile_rows)
@@ -145,7 +138,7 @@ class CudaBackend(TorchBackend):
 
 
 def _tried(part: str, trial: Callable[[], str | None]) -> str | None:
-    """Why a part is not computed by its kernels, if ``trial`` returns or raises it; logged. Raises DeviceFailed."""
+    """Return why ``trial`` failed and log it, or return None. Raises DeviceFailed."""
     try:
         with translate_device_errors():
             reason = trial()
@@ -158,7 +151,6 @@ def _tried(part: str, trial: Callable[[], str | None]) -> str | None:
 
 @torch.inference_mode()
 def try_attention(spec: LayerSpec, layout: KvLayout, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the kernel can't be used, or None. Raises what its launch raises."""
     actual, expected = (_attend(make, spec, layout, dtype, device) for make in (TritonAttention, PagedAttention))
     difference = float((actual - expected).norm() / expected.norm())
     if difference < TOLERANCE[dtype]:
@@ -192,13 +184,12 @@ def _attend(
 
 
 def _try_layers(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Layers that differ keep torch's operations: no failure."""
+    """Fuse layers; those that differ keep torch's operations, which is no failure."""
     logger.info("%d decoder layers have Triton kernels", fused_layer.fuse(model, dtype))
 
 
 @torch.inference_mode()
 def try_sampler(sampler: Sampler, device: torch.device) -> str | None:
-    """Why the sampler can't be used, or None. Raises what its launch raises."""
     rows = []
     for seed, mix in enumerate(TRIAL_SAMPLING):
         request = Request("trial", (0,), sampling=SamplingParams(seed=seed, **mix))

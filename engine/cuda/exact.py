@@ -1,7 +1,7 @@
 """The option ``exact``: every operation of a model gives a row the same bits in any batch.
 
-Replaces the ``forward`` of linear layers and norms, whose sums torch orders by the shape of the batch. A model with
-other parameters is refused: their sums are unknown.
+Replaces linear layers and norms, whose sums torch orders by the shape of the batch. A model with other parameters is
+refused: their sums are unknown.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ _TRIAL_ROWS = 3
 
 
 class ExactLinear:
-    """x [..., in] -> [..., out]."""
-
     def __init__(self, linear: nn.Linear) -> None:
         self._linear = linear
         self._weight = linear.weight.detach().contiguous()
@@ -61,7 +59,6 @@ def _processors(device: torch.device) -> int:
 
 @torch.inference_mode()
 def make_exact(model: nn.Module, dtype: torch.dtype) -> None:
-    """Raises InvalidConfig for a model with other parameters than of linear layers and norms."""
     replaced: list[tuple[nn.Module, ExactLinear | ExactNorm]] = []
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
@@ -79,7 +76,6 @@ def make_exact(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _exact_norm(module: nn.Module, dtype: torch.dtype) -> ExactNorm | None:
-    """None if it computes no RMS norm."""
     try:
         norm = find_norm(module)
     except LookupError:

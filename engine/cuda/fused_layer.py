@@ -3,8 +3,7 @@
     transformers   norm -> q, k, v -> rotate -> write -> attend -> o -> add -> norm -> gate, up -> silu -> * -> down
     here           norm -> q, k, v -> rotate and write -> attend -> o -> add and norm -> gate, up -> gate -> down
 
-Layers with the expected parts are fused if a trial agrees. Only ``forward`` is replaced; it calls the original for
-calls that it does not support.
+Layers with the expected parts are fused if a trial agrees. The new ``forward`` passes other calls to the original.
 """
 
 from __future__ import annotations
@@ -65,15 +64,13 @@ class Norm(NamedTuple):
 
 
 def gated(gates: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Both [n, width] and contiguous."""
+    """Compute silu(gates) * up, both [n, width] and contiguous."""
     out, count = torch.empty_like(gates), gates.numel()
     kernels.gate[(-(-count // GATE_TILE),)](gates, up, out, count, TILE=GATE_TILE)
     return out
 
 
 class FusedLayer:
-    """hidden [1, T, hidden] -> [1, T, hidden]."""
-
     def __init__(self, original_forward: Forward, parts: Parts, call: AttentionCall) -> None:
         self.original_forward = original_forward
         self._parts = parts
@@ -122,7 +119,6 @@ class FusedLayer:
         return result
 
     def _heads(self, rows: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        """[T, heads * width] -> [1, heads, T, width], each head normalized."""
         heads: torch.Tensor = rows.unflatten(1, (-1, self.width))
         if norm is not None:
             heads = norm(heads.flatten(0, 1)).view_as(heads)
@@ -130,8 +126,6 @@ class FusedLayer:
 
 
 class Parts:
-    """Raises LookupError if a part is missing or of another kind."""
-
     def __init__(self, module: nn.Module) -> None:
         children = dict(module.named_children())
         parts = {name: part for child in children.values() for name, part in child.named_children()} | children
@@ -161,7 +155,7 @@ def _linear(part: nn.Module) -> nn.Linear:
 
 
 def fuse(model: nn.Module, dtype: torch.dtype) -> int:
-    """Fuses the layers that pass the trial; returns how many. Raises what a launch raises."""
+    """Fuse the layers that pass the trial and return their number. If a launch raises, fuse none."""
     layers = []
     for module in model.modules():
         try:
@@ -200,7 +194,6 @@ class _Trial:
         self._step = [Row(Request("trial", tuple(tokens)), tokens, 0, count, (array("i", [0]),), True)]
 
     def run(self, forward: Forward) -> tuple[torch.Tensor, torch.Tensor, AttentionCall | None]:
-        """Output, blocks, attention call (None from a fused layer)."""
         store = KvStore(self._layout, 1, self.rows.dtype, self._device)
         attention = TritonAttention(store, [AttentionWindow()], flatten(self._step, TRIAL_BLOCK, store.null_block))
         recording = _RecordingAttention(attention)
@@ -212,7 +205,6 @@ class _Trial:
 
 @torch.inference_mode()
 def _try_layer(original_forward: Forward, parts: Parts, dtype: torch.dtype) -> FusedLayer | None:
-    """None unless output and written blocks agree up to rounding."""
     trial = _Trial(parts, dtype)
     try:
         expected, expected_blocks, call = trial.run(original_forward)

@@ -1,9 +1,7 @@
 """Triton kernel of a linear layer that gives a row the same bits in any batch.
 
-A tile of the output is the sum over tiles of ``TILE_DEPTH`` inputs, in ascending order, in one accumulator. The tiles
-are of one size for any number of rows, one compiled kernel computes them all (``do_not_specialize``), and no sum is
-split over programs: neither the other rows, nor how many there are, nor the program that takes a tile changes its
-numbers. Programs are persistent: each takes every n-th tile.
+A tile of the output is the sum over tiles of ``TILE_DEPTH`` inputs, in ascending order, in one accumulator. One
+compiled kernel with one size of tiles computes any number of rows, and no sum is split over programs.
 """
 
 from __future__ import annotations
@@ -19,10 +17,9 @@ def linear(
     x, weight, bias, out, rows, columns, depth, x_row, programs,
     HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """out = x @ weight^T + bias. Grid: (programs,).
+    """out = x @ weight^T + bias, with weight [columns, depth]. Grid: (programs,); each takes every n-th tile.
 
-    x [rows, depth] of row stride ``x_row``, weight [columns, depth], bias [columns], out [rows, columns]. Programs that
-    run together share weights: tiles with the same rows are ``row_tiles`` apart.
+    Programs that run together share weights: tiles with the same rows are ``row_tiles`` apart.
     """
     row_tiles = tl.cdiv(rows, TILE_ROWS)
     tile = tl.program_id(0)

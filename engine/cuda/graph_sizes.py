@@ -33,7 +33,7 @@ class GraphSize(NamedTuple):
 
 
 class GraphLimits(NamedTuple):
-    """``rows``: of a graph; the others: of capturing all."""
+    """Most rows of a graph; most seconds and bytes of all captures."""
 
     rows: int = 256
     seconds: float = 20.0
@@ -41,14 +41,14 @@ class GraphLimits(NamedTuple):
 
 
 def graph_sizes(max_rows: int) -> list[GraphSize]:
-    """Small ones first, as launches are a larger share of their time."""
+    """Sizes to capture, small ones first, as launches are a larger share of their time."""
     rows = [count for count in (1, 2, 4, 8) if count < max_rows]
     rows += [*range(_STEP, max_rows, _STEP), max_rows]
     return [GraphSize(count, count * each) for each in ITEMS_PER_ROW for count in rows]
 
 
 def choose_size(captured: Iterable[GraphSize], rows: int, items: int) -> GraphSize | None:
-    """The smallest that holds the rows, the items, and an item per padding row."""
+    """Smallest size that holds the rows, the items, and an item per padding row."""
     fitting = (size for size in captured if size.rows >= rows and size.items >= items + size.rows - rows)
     return min(fitting, default=None)
 
@@ -61,7 +61,6 @@ def capture_all(
     clock: Callable[[], float],
     used_bytes: Callable[[], int],
 ) -> dict[GraphSize, T]:
-    """A size is begun only while seconds and bytes are left."""
     captured: dict[GraphSize, T] = {}
     began, before = clock(), used_bytes()
     for size in sizes:

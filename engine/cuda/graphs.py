@@ -26,9 +26,9 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBackend],
 
 
 class Capture:
-    """Captures functions of tensors at fixed addresses. All graphs share one memory pool.
+    """Captures functions of tensors at fixed addresses. All graphs share one memory pool and one stream.
 
-    And one stream: cuBLAS allocates a workspace, 32 MiB on an H100, for each stream that it is called on, and keeps it.
+    cuBLAS keeps a workspace, 32 MiB on an H100, for each stream that it is called on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,14 +53,11 @@ class Capture:
         return replay
 
     def used_bytes(self) -> int:
-        """Bytes of the device's memory that all processes use."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
 
 class DecodeGraph:
-    """A decode batch of one size, captured while it computes ``flat``."""
-
     def __init__(
         self, flat: FlatBatch, attention: StaticAttention, compute: Compute, capture: Callable[[Replay], Replay]
     ) -> None:
@@ -79,10 +76,10 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """The graphs of a model. ``width``: most blocks of a row; ``tile_rows``: as in ``TritonAttention``.
+    """Graphs of a model for rows of at most ``width`` blocks.
 
-    They write their logits to one buffer: each its own, they would fill the memory of the graphs (a row is 256 KB at a
-    vocabulary of 128,000, and all graphs together have 6,000 rows).
+    They share one buffer of logits. One for each would fill the memory of the graphs: 6,000 rows of 256 KB at a
+    vocabulary of 128,000.
     """
 
     def __init__(
@@ -97,7 +94,7 @@ class DecodeGraphs:
         self.graphs: dict[GraphSize, DecodeGraph] = {}
 
     def capture(self, capture: Callable[[Replay], Replay], limits: GraphLimits, used_bytes: Callable[[], int]) -> None:
-        """After an error, which is logged, batches run without graphs."""
+        """Capture graphs; after an error, which is logged, batches run without them."""
 
         sizes, store = graph_sizes(limits.rows), self._store
         most, groups, block_size = max(size.rows for size in sizes), len(store.layout.groups), store.layout.block_size
@@ -123,7 +120,7 @@ class DecodeGraphs:
         logger.info("captured %d of %d CUDA graphs", len(self.graphs), len(sizes))
 
     def find(self, rows: Sequence[Row], flat: FlatBatch) -> tuple[DecodeGraph, FlatBatch] | None:
-        """Also the batch padded to its size; None if there is none."""
+        """Graph for a batch, and the batch padded to its size; None if no graph fits."""
         if len(flat.tokens) != len(rows):
             return None
         size = choose_size(self.graphs, len(rows), num_items(flat))

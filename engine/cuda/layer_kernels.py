@@ -13,8 +13,8 @@ def add_rms_norm(
 ):  # fmt: skip
     """out = weight * (total / rms(total)), with total = hidden + addend, or hidden if not ADD. Grid: (rows,).
 
-    hidden, addend, total, out [rows, width], weight [width]. The sum and the normalized row are rounded to the dtype,
-    as in transformers. ``total`` is written if ADD.
+    weight [width], the others [rows, width]. The sum, written if ADD, and the normalized row are rounded to the dtype,
+    as in transformers.
     """
     start = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, PAD)
@@ -34,7 +34,7 @@ def add_rms_norm(
 
 @triton.jit
 def gate(gates, up, out, count, TILE: tl.constexpr):
-    """out = silu(gates) * up, with silu rounded to the dtype; ``count`` numbers. Grid: (ceil(count / TILE),)."""
+    """out = silu(gates) * up, with silu rounded to the dtype. Grid: (ceil(count / TILE),)."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     exists = at < count
     number = tl.load(gates + at, exists, other=0.0).to(tl.float32)
@@ -45,7 +45,7 @@ def gate(gates, up, out, count, TILE: tl.constexpr):
 
 @triton.jit
 def rotate_head(source, target, cos, sin, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
-    """Rotate a head [2 * HALF] by angles of that width: dimension i pairs with i + HALF."""
+    """Rotate a head [2 * HALF]: dimension i pairs with i + HALF."""
     low = tl.arange(0, HALF_PAD)
     exists, high = low < HALF, low + HALF
     first = tl.load(source + low, exists, other=0.0).to(tl.float32)
@@ -69,7 +69,7 @@ def rotate_and_write(
     """Rotate queries into ``rotated``, and keys into their slots; copy values there. Grid: (T, HEADS + KV_HEADS).
 
     query, rotated [T, HEADS, KEY_DIM], key [T, KV_HEADS, KEY_DIM], value [T, KV_HEADS, VALUE_DIM], cos and sin
-    [T, KEY_DIM], all contiguous; slots [T]: block * BLOCK + slot in the block.
+    [T, KEY_DIM], all contiguous; ``slots`` as in ``attention_kernels.write_kv``.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cos += token * KEY_DIM

@@ -48,7 +48,6 @@ class CudaRunner(ModelRunner):
         self.graphs: DecodeGraphs | None = None
 
     def capture(self, context_length: int, limits: GraphLimits, capture: Capture | None = None) -> None:
-        """Capture the graphs of decode batches of at most ``context_length`` tokens per row."""
         width = -(-context_length // self._store.layout.block_size)
         self.graphs = DecodeGraphs(self._store, self._layer_windows, width, self._compute, self._tile_rows)
         with torch.inference_mode(), self._backend.around_step():
@@ -60,7 +59,6 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Launch all of a step; the result waits for it. ``Device.submit``."""
         with self._backend.around_step():
             return self._launch(plan)
 
@@ -81,9 +79,6 @@ class CudaRunner(ModelRunner):
         return StepDraw(step, logits, self._eos, self._drawn, self._staging, self._sampler).result
 
     def _upload(self, batch: FlatBatch, step: StepLogits, plan: StepPlan) -> list[torch.Tensor]:
-        """Token ids [T], positions [T] and kept positions on the device; ids of the step before come from its tokens.
-        Clears new blocks.
-        """
         first_of = np.empty(len(batch.rows), np.int64)
         first_of[batch.order] = batch.firsts
         targets, sources = first_of[list(plan.inputs)], np.array(list(plan.inputs.values()), np.int64)

@@ -1,5 +1,3 @@
-"""Sampling in one Triton kernel per step. The host need not wait for the tokens."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -29,7 +27,7 @@ class TritonSampler(Sampler):
     """Draws the tokens of ``Sampler``, up to rounding of sums."""
 
     def launch(self, rows: Sequence[Row], scores: torch.Tensor, eos: frozenset[int], staging: Staging) -> torch.Tensor:
-        """Tokens [n] on the device. Changes scores [n, vocabulary], float32."""
+        """Draw tokens [n] on the device without waiting for it. Changes scores [n, vocabulary], float32."""
         adjust_all(rows, scores, eos, staging)
         params = staging.upload(*_columns(rows))
         tokens = torch.empty(len(rows), dtype=torch.int64, device=scores.device)
@@ -43,7 +41,6 @@ class TritonSampler(Sampler):
 
 
 def _columns(rows: Sequence[Row]) -> list[np.ndarray]:
-    """``_PARAMS``, an array each; 0 is a greedy row's temperature."""
     entries = []
     for row in rows:
         sampling = row.request.sampling

@@ -16,21 +16,19 @@ ONE_BITS = tl.constexpr(0x3F800000)
 
 @triton.jit
 def order_key(numbers):
-    """float32 -> int32 in the same order."""
+    """Map float32 to int32 in the same order."""
     bits = numbers.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def load_scaled(scores, at, vocabulary, highest, temperature):
-    """Scores minus the row's highest, over the temperature; -inf beyond the vocabulary."""
     scaled = tl.div_rn(tl.load(scores + at, at < vocabulary, other=0.0) - highest, temperature)
     return tl.where(at < vocabulary, scaled, float("-inf"))
 
 
 @triton.jit
 def load_probabilities(scores, at, vocabulary, highest, temperature, lowest_key, total):
-    """exp(scaled) / total for scores from ``lowest_key`` on, else 0."""
     scaled = load_scaled(scores, at, vocabulary, highest, temperature)
     return tl.where(order_key(scaled) >= lowest_key, tl.div_rn(tl.exp(scaled), total), 0.0)
 

@@ -14,9 +14,7 @@ _ALIGN = 16
 
 
 class Download:
-    """Copies tensors to host memory, as the kernels launched before leave them; kernels launched later may overwrite
-    the tensors.
-    """
+    """Copy of tensors to the host, as kernels launched before leave them; later ones may overwrite the tensors."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
@@ -29,7 +27,7 @@ class Download:
             self._event.record()
 
     def wait(self) -> list[Array]:
-        """The only call of a step that waits for the device."""
+        """Wait for the copy; no other call of a step waits for the device."""
         if self._event is not None:
             self._event.synchronize()
         return [host.numpy() for host in self._host]
@@ -40,9 +38,7 @@ class Staging:
         self.device = device
 
     def upload(self, *arrays: Array) -> list[torch.Tensor]:
-        """One copy for all arrays, which may change afterwards: torch's pinned allocator keeps the buffer until it has
-        ended.
-        """
+        """Copy all arrays at once. They may change afterwards: torch keeps the pinned buffer until the copy ends."""
         offsets = np.cumsum([0, *(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)])
         packed = torch.empty(int(offsets[-1]), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         host = packed.numpy()

@@ -18,7 +18,7 @@ _LOW = 0xFFFFFFFF
 
 
 class _Logprobs(NamedTuple):
-    """``row``: index in the plan. ``first``: where its ``_FIELDS`` begin in the download; ``part``: its entries."""
+    """Log-probabilities of a row of the plan: entries ``part`` of its ``_FIELDS``, downloads from ``first`` on."""
 
     row: int
     most: int
@@ -28,7 +28,7 @@ class _Logprobs(NamedTuple):
 
 
 class StepDraw:
-    """``drawn`` [rows of the largest plan] on the device gets each row's token, by index in the plan."""
+    """Draw of a step. ``drawn`` [rows of the plan or more], on the device, gets the tokens by index in the plan."""
 
     def __init__(
         self,

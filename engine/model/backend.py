@@ -40,58 +40,51 @@ class Backend(Protocol):
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Type of the device and ``kind``: the part of ``Device.layout`` that names where a model is computed."""
+        """Device type and ``kind``, the part of ``Device.layout`` that names where a model is computed."""
         ...
 
     @property
     def loads_to_device(self) -> bool:
-        """Whether a load puts each weight on the device as it is read, instead of all of them at the end."""
+        """Whether a load puts each weight on the device as it is read."""
         ...
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """That the device multiplies fast enough to serve."""
+        """Dtypes that the device multiplies fast enough to serve."""
         ...
 
     @property
     def exact(self) -> frozenset[str]:
-        """``PARTS`` that give a row the same bits in any batch. With all, the probe requires it."""
+        """The ``PARTS`` that give a row the same bits in any batch."""
         ...
 
     @property
     def sampler(self) -> Sampler: ...
 
     def prepare(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Replace modules in place. Weights are copied from mapped files."""
+        """Replace modules in place, and copy weights that are in mapped files."""
         ...
 
-    def make_store(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> KvStore:
-        """Raises InvalidConfig."""
-        ...
+    def make_store(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> KvStore: ...
 
     def make_runner(
         self, model: torch.nn.Module, store: KvStore, layer_windows: Sequence[AttentionWindow], limits: RunnerLimits
-    ) -> ModelRunner:
-        """The last call of a load."""
-        ...
+    ) -> ModelRunner: ...
 
     def flatten(self, rows: Sequence[Row], block_size: int, null_block: int) -> FlatBatch: ...
 
     def make_attention(
         self, store: KvStore, layer_windows: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
-    ) -> AttentionBackend:
-        """``layer_windows[i]``: what layer i sees; ``keep``: flattened positions that need logits."""
-        ...
+    ) -> AttentionBackend: ...
 
     def memory(self) -> DeviceMemory | None: ...
 
     def kv_bytes_left(self, steps: Callable[[], object]) -> int:
-        """With the weights loaded; ``steps`` runs the largest ones. ``HOST_BYTES`` if it computes in host memory."""
+        """Bytes left beside the weights while ``steps`` runs the largest steps; ``HOST_BYTES`` in host memory."""
         ...
 
     def around_step(self) -> AbstractContextManager[object]:
-        """Entered by the thread that computes a step: makes a CUDA device its current one, where Triton launches, and
-        torch's elementwise loops on a CPU independent of the number of rows."""
+        """Context in which a thread computes a step: its current CUDA device, torch's loops on one CPU thread."""
         ...
 
     def choose_threads(self, device: Device, most: int) -> int:

@@ -49,7 +49,7 @@ def measure(device: Device, *, patience: float = PATIENCE_S, clock: Clock = time
 
 
 def fit(samples: Sequence[tuple[StepWork, float]]) -> StepCostModel:
-    """Non-negative least squares of relative errors over (work, seconds > 0), by every subset of non-zero costs."""
+    """Non-negative least squares of relative errors over (work, seconds > 0), by all subsets of non-zero costs."""
     rows = np.array([[1.0, *work] for work, _ in samples])
     seconds = np.array([took for _, took in samples])
     scaled = rows / seconds[:, None]
@@ -66,7 +66,6 @@ def fit(samples: Sequence[tuple[StepWork, float]]) -> StepCostModel:
 def choose_threads(
     device: Device, cores: int, use: Callable[[int], object], *, clock: Clock = time.perf_counter
 ) -> int:
-    """Try all, half and a quarter of the cores, time allowing; ``use`` and return the fastest."""
     plans = [_plan(device, shape) for shape in (DECODE, CHUNK, DECODES) if _fits(device, shape)]
     chosen, fastest, began = cores, float("inf"), clock()
     for threads in dict.fromkeys(max(1, cores >> halvings) for halvings in range(3)):
@@ -97,7 +96,6 @@ def _seconds(device: Device, plan: StepPlan, clock: Clock) -> float:
 
 
 def _plan(device: Device, shape: Shape) -> StepPlan:
-    """On blocks that no sequence has."""
     rows, first = list[Row](), 0
     for context, tokens in shape:
         ids, blocks = (0,) * (context + tokens), list["array[int]"]()

@@ -10,7 +10,6 @@ from decant.engine.errors import DeviceFailed
 
 @contextmanager
 def translate_device_errors() -> Iterator[None]:
-    """Turn errors of exhausted memory and of a lost device into DeviceFailed."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,8 +1,3 @@
-"""Runs a model in float32 on its weights, whatever their dtype, without a copy.
-
-In bfloat16 an error looks like rounding: near a router's tie the last bit chooses the expert.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +11,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 class Float32(TorchDispatchMode):
-    """Widens this thread's bfloat16 and float16 operands to float32.
+    """Runs a model in float32 on weights of any dtype, without a copy: widens this thread's narrower operands.
 
     Views of weights stay views; writes to a narrow tensor stay narrow.
     """

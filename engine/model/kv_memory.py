@@ -35,13 +35,11 @@ MAX_MEASURED_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """Most tokens and most sequences of a step."""
-
     tokens: int = MAX_TOKEN_BUDGET
     sequences: int = Limits().max_running
 
     def possible(self, context_length: int, slots: int) -> StepSizes:
-        """What can occur: a sequence has at most its context, and each token its own slot. Raises InvalidConfig."""
+        """Limit the sizes to what can occur: a context per sequence, a slot per token. Raises InvalidConfig."""
         sequences = min(self.sequences, slots)
         tokens = min(self.tokens, sequences * context_length, slots)
         for field, most, value in (
@@ -56,9 +54,9 @@ class StepSizes:
 
 
 def largest_steps(sizes: StepSizes, context_length: int, block_size: int, groups: int) -> Sequence[StepPlan]:
-    """The steps that need most memory: prompts of the most tokens, and a drawn token of each of the most sequences.
+    """Plans that need most memory: prompts of the most tokens, and a drawn token of each of the most sequences.
 
-    Prompts are as long as the context. On blocks from 0 on (``blocks_of_largest_steps``), the same for all rows.
+    All rows share blocks 0 to ``blocks_of_largest_steps`` - 1.
     """
     longest = min(sizes.tokens, context_length)
     blocks = (array("i", range(-(-longest // block_size))),) * groups
@@ -78,7 +76,6 @@ def blocks_of_largest_steps(sizes: StepSizes, context_length: int, block_size: i
 
 
 def choose(measure: Callable[[Callable[[], object]], int], steps: Callable[[], object], sizes: StepSizes) -> int:
-    """``measure`` runs the steps, of at most ``sizes``, and returns the bytes left. Raises InvalidConfig."""
     try:
         left = measure(steps)
     except torch.OutOfMemoryError as error:

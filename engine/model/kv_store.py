@@ -67,17 +67,17 @@ class KvStore:
         self.blocks[: PREFAULT_BYTES // self.block_bytes].zero_()
 
     def clear(self, blocks: npt.NDArray[np.int64]) -> None:
-        """Of blocks that are filled in part: masked slots must hold finite numbers."""
+        """Zero blocks that are filled in part: masked slots must hold finite numbers."""
         self.blocks.index_fill_(0, torch.from_numpy(blocks).to(self.blocks.device), 0)
 
     def put(self, layer: int, blocks: torch.Tensor, slots: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """[T, kv heads, dim] each, to (blocks[T], slots[T])."""
+        """Write keys and values [T, kv heads, dim] to (blocks[T], slots[T])."""
         _, keys, values = self._layers[layer]
         keys[blocks, slots] = kv[0]
         values[blocks, slots] = kv[1]
 
     def gather(self, layer: int, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies, table [B, n] -> [B, n * block_size, kv heads, dim] each."""
+        """Copy blocks of table [B, n] to keys and values [B, n * block_size, kv heads, dim]."""
         both, _, _ = self._layers[layer]
         spec, size = self.layout.layers[layer], self.layout.block_size
         copied = torch.index_select(both, 0, table.flatten())
@@ -88,7 +88,6 @@ class KvStore:
         return keys, values
 
     def read(self, block: int) -> memoryview:
-        """May alias the store."""
         data: memoryview = self.blocks[block].view(torch.uint8).cpu().numpy().data
         return data
 

@@ -44,9 +44,9 @@ class ModelConfig:
     device          "auto" (CUDA when there is one), "cpu", "cuda", "cuda:1", ...
     context_length  in tokens; None: the checkpoint's
     kv_bytes        None: what a GPU has left, in the memory of the host 1 GiB
-    block_size      tokens per block: a power of two of at most 128
+    block_size      in tokens: a power of two of at most 128
+    cuda_kernels    "none": torch alone; "triton": own kernels, not measured on a GPU yet
     exact           on CUDA: only kernels that give a row the same bits in any batch; a CPU has no others
-    cuda_kernels    what computes attention on CUDA: torch alone (none), or Triton kernels, not measured on a GPU yet
     step_sizes      the largest steps, for which a GPU keeps memory if ``kv_bytes`` is None
     """
 
@@ -75,8 +75,6 @@ class ModelConfig:
 
 @dataclass(slots=True)
 class ModelDevice:
-    """``costs`` are unknown until ``calibration``."""
-
     store: KvStore
     runner: ModelRunner
     context_length: int
@@ -121,7 +119,7 @@ class ModelDevice:
         return self.submit(plan)()
 
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Raises DeviceFailed, as the result does."""
+        """Begin a step; this call and the returned function raise DeviceFailed."""
         with translate_device_errors():
             result = self.runner.submit(plan)
         return partial(_await, result)
@@ -160,7 +158,7 @@ class ReadModel:
 def make_device(
     read: ReadModel, config: ModelConfig, backend: Backend, progress: Callable[[int], None] = lambda percent: None
 ) -> ModelDevice:
-    """Prepares the model in place. Raises ModelRefused, InvalidConfig, DeviceFailed."""
+    """Make the device of a model, whose modules it replaces. Raises ModelRefused, InvalidConfig, DeviceFailed."""
     model, name, context_length = read.model, read.name, read.context_length
     dtype = token_embeddings(model).weight.dtype
     with checkpoint.refuse_model_on_error(name, "its rotary scaling can't be frozen"):
@@ -207,7 +205,6 @@ def make_device(
 def _free_kv_bytes(
     subject: Subject, layout: KvLayout, layer_windows: Sequence[AttentionWindow], most: StepSizes
 ) -> int:
-    """What is left for blocks while the largest steps run, over blocks of their own. Raises InvalidConfig."""
     dtype = token_embeddings(subject.model).weight.dtype
 
     def steps() -> None:

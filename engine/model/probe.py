@@ -1,12 +1,11 @@
 """Probe: tests at load whether a model is computed correctly.
 
-Three short random sequences in one batch must have the logits that transformers' own attention computes for each alone.
-One is at the end of the context length and sees nothing before its start: it detects models that count rows instead of
-positions. The comparison is made twice:
+Three short random sequences in one batch must have the logits of transformers' own attention. One is at the end of the
+context length and sees nothing before its start: it detects models that count rows instead of positions. The comparison
+is made twice, as an error in bfloat16 looks like rounding:
 
-- In float32, on the model's own modules: equal up to rounding.
-- As served: on an exact backend the same bits alone and in a batch, and about as far from float32 as transformers'
-  own.
+- In float32: equal up to rounding.
+- As served: about as far from float32 as transformers' own; on an exact backend the same bits alone and in a batch.
 """
 
 from __future__ import annotations
@@ -44,15 +43,13 @@ NOISE_FACTOR = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """``exact``: rows have the same bits alone and in a batch. ``difference``: from the reference, in float32."""
-
     exact: bool
     difference: float
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeSequence:
-    """``tokens`` from position ``start`` on, which see nothing before it."""
+    """Tokens from position ``start`` on, which see nothing before it."""
 
     tokens: list[int]
     start: int
@@ -71,9 +68,9 @@ def probe_sequences(model: PreTrainedModel, context_length: int) -> list[ProbeSe
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Logits [length, vocabulary] of each probe sequence, by transformers' own attention in float32.
+    """Float32 logits [length, vocabulary] of each probe sequence by transformers' own attention.
 
-    ``noise``: how far the model's own dtype typically is from them.
+    ``noise``: how far the model's own dtype typically is from them. ``failed``: why the last sequence has none.
     """
 
     logits: list[torch.Tensor]
@@ -83,7 +80,6 @@ class Reference:
 
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel, name: str, context_length: int) -> Reference:
-    """Raises ModelRefused."""
     with refuse_model_on_error(name, "transformers' own attention failed"):
         *early, last = probe_sequences(model, context_length)
         exact, noise = _float32_logits(model, early)
@@ -96,7 +92,6 @@ def reference_logits(model: PreTrainedModel, name: str, context_length: int) -> 
 
 
 def _float32_logits(model: PreTrainedModel, sequences: Sequence[ProbeSequence]) -> tuple[list[torch.Tensor], float]:
-    """In float32, and how far at most the model's own dtype is from it."""
     with Float32():
         exact = _reference_batch(model, sequences)
     if token_embeddings(model).weight.dtype == torch.float32:
@@ -105,7 +100,7 @@ def _float32_logits(model: PreTrainedModel, sequences: Sequence[ProbeSequence]) 
 
 
 def _reference_batch(model: PreTrainedModel, sequences: Sequence[ProbeSequence]) -> list[torch.Tensor]:
-    """All have one start. One batch, as each pass widens all weights."""
+    """Logits of sequences with the same start, in one batch: each pass widens all weights."""
     start, length = sequences[0].start, max(len(sequence.tokens) for sequence in sequences)
     ids = torch.tensor(
         [sequence.tokens + [0] * (length - len(sequence.tokens)) for sequence in sequences], device=model.device
@@ -150,7 +145,7 @@ class _WindowFrom(AttentionWindow):
 def learn_attention(
     model: PreTrainedModel, name: str, context_length: int
 ) -> tuple[tuple[AttentionWindow, ...], tuple[LayerSpec, ...]]:
-    """Also returns what each layer sees and its KV shape. Raises ModelRefused."""
+    """Replace the model's attention; return each layer's window and KV shape. Raises ModelRefused."""
     with refuse_model_on_error(name, "replacing its attention failed"):
         model.set_attn_implementation(NAME)
         layers = model.config.get_text_config().num_hidden_layers
@@ -169,7 +164,6 @@ def learn_attention(
 def _check_window(
     model: PreTrainedModel, name: str, layer_windows: Sequence[AttentionWindow], context_length: int
 ) -> None:
-    """Refuse a model that sees more of a prompt than transformers' own cache keeps."""
     with refuse_model_on_error(name, "making transformers' own cache failed"):
         layers = DynamicCache(config=model.config).layers
     for index, (window, layer) in enumerate(zip(layer_windows, layers, strict=False)):
@@ -194,7 +188,7 @@ class Subject:
 def check_attention(
     subject: Subject, layout: KvLayout, layer_windows: Sequence[AttentionWindow], reference: Reference
 ) -> float:
-    """Returns the largest difference relative to the logits' spread. Raises ModelRefused."""
+    """Return the largest difference in float32 relative to the logits' spread. Raises ModelRefused."""
     float32_layout = KvLayout(layout.layers, layout.block_size, torch.float32.itemsize)
     name, rows = subject.name, subject.rows(layout)
     with refuse_model_on_error(name, "a step of several sequences failed"), Float32():
@@ -213,7 +207,7 @@ def check_attention(
 
 @torch.inference_mode()
 def probe(subject: Subject, layout: KvLayout, layer_windows: Sequence[AttentionWindow], reference: Reference) -> bool:
-    """Returns whether bits are equal alone and in a batch, as served. Raises ModelRefused.
+    """Return whether a row as served has the same bits alone and in a batch. Raises ModelRefused.
 
     Differences are medians over positions: a router near a tie changes a few positions, a wrongly packed weight all.
     """
@@ -257,7 +251,6 @@ def _batched_logits(runner: ModelRunner, rows: Sequence[Row]) -> list[torch.Tens
 
 
 def _separate_logits(runner: ModelRunner, rows: Sequence[Row]) -> tuple[list[torch.Tensor], ...]:
-    """Logits of each row in its own step, and of each last position: in a step that keeps only those, and decoded."""
     separate = [runner.logits([row], np.arange(row.end - row.start)).float() for row in rows]
     inverted = [rows[-1], *rows[:-1]]
     lengths = [row.end - row.start for row in inverted]
@@ -274,7 +267,7 @@ def token_embeddings(model: PreTrainedModel) -> torch.nn.Embedding:
 
 
 def _rows(sequences: Sequence[ProbeSequence], layout: KvLayout) -> list[Row]:
-    """On blocks from 1 on. Positions before a start are in block 0, unseen."""
+    """Rows of the sequences; positions before a start are in block 0, which no row sees."""
     rows, free = [], itertools.count(1)
     for index, sequence in enumerate(sequences):
         end = sequence.start + len(sequence.tokens)
@@ -291,7 +284,6 @@ def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _typical_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the median position."""
     return float((actual - expected).square().mean(-1).sqrt().median() / expected.std().clamp(min=1e-9))
 
 

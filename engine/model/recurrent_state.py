@@ -1,8 +1,3 @@
-"""Refuses models with a state other than keys and values (Mamba, linear attention): only blocks are transferred.
-
-transformers stores it in the caches that a pass returns, or in attributes of modules.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -23,7 +18,10 @@ KV_NAMES = ("keys", "values")
 
 @torch.inference_mode()
 def refuse_other_state(model: PreTrainedModel, name: str, tokens: list[int]) -> None:
-    """Raises ModelRefused. A model whose pass fails is left to the probe."""
+    """Refuse a model with a state other than keys and values (Mamba, linear attention): only blocks are transferred.
+
+    A model whose pass fails is left to the probe.
+    """
     with suppress(*FAILURES):
         for index, layer in enumerate(DynamicCache(config=model.config).layers):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -41,7 +39,6 @@ def refuse_other_state(model: PreTrainedModel, name: str, tokens: list[int]) -> 
 
 
 def _attributes(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Neither parameters nor buffers."""
     for path, module in model.named_modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, torch.Tensor) and value.numel() > 1:
@@ -49,7 +46,6 @@ def _attributes(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors(value: Any, path: str) -> Iterator[str]:
-    """Paths of tensors of more than one element, except keys and values."""
     if isinstance(value, torch.Tensor):
         if value.numel() > 1 and not (path.startswith(KV) and path.rpartition(".")[2] in KV_NAMES):
             yield path

@@ -16,7 +16,7 @@ _EXTENDED = ("yarn", "llama3")
 
 
 def max_positions(config: Any, positions: int) -> int:
-    """``positions``: ``max_position_embeddings``; some checkpoints give the length before scaling, others after it."""
+    """Length after scaling; ``positions`` (``max_position_embeddings``) is before it in some checkpoints."""
     scaling, factor = _scaling(config)
     if scaling.get("rope_type") in ("dynamic", "linear"):
         return int(positions * factor)
@@ -24,7 +24,7 @@ def max_positions(config: Any, positions: int) -> int:
 
 
 def default_length(config: Any, positions: int) -> int:
-    """``max_positions`` for ``_EXTENDED``, else ``positions``. Routers compute the same (runtime/model_files.py)."""
+    """Default context length. Routers compute the same (runtime/model_files.py)."""
     scaling, _ = _scaling(config)
     return max_positions(config, positions) if scaling.get("rope_type") in _EXTENDED else positions
 
@@ -47,7 +47,7 @@ def freeze(model: torch.nn.Module, context_length: int) -> None:
 
 
 def _untyped(module: Any) -> Any:
-    """torch declares a module's attributes as tensors."""
+    """Hide the type, as torch declares a module's attributes as tensors."""
     return module
 
 
@@ -56,7 +56,7 @@ def _depends_on_length(kind: str) -> bool:
 
 
 def _freeze_module(module: Any, context_length: int, layer_type: str | None) -> None:
-    """A call with the last position sets the frequencies."""
+    """Call the module with the last position, which sets its frequencies."""
     device = next(buffer for buffer in module.buffers()).device
     options = {} if layer_type is None else {"layer_type": layer_type}
     module(torch.zeros(1, device=device), torch.tensor([[context_length - 1]], device=device), **options)

@@ -24,8 +24,6 @@ NOT_FINITE = "the model's logits are not finite"
 
 
 class ModelRunner:
-    """``layer_windows[i]`` is what layer i sees."""
-
     overlaps_steps = False
 
     def __init__(
@@ -62,11 +60,11 @@ class ModelRunner:
         return self._backend.flatten(rows, self._store.layout.block_size, self._store.null_block)
 
     def logits(self, rows: Sequence[Row], keep: Ints) -> torch.Tensor:
-        """In ``FlatBatch`` order."""
+        """Logits [kept, vocabulary] in the order of ``FlatBatch``, not of ``rows``."""
         return self.forward(self.flatten(rows), keep)
 
     def forward(self, flat: FlatBatch, keep: Ints) -> torch.Tensor:
-        """-> [kept, vocabulary] at the flattened positions ``keep``; computes all rows' KV."""
+        """Compute the KV of all rows; return logits [kept, vocabulary] of the flattened positions ``keep``."""
         self._store.clear(flat.new_blocks)
         backend = self._backend
         kept = torch.from_numpy(keep).to(self._device)
@@ -90,8 +88,6 @@ class StepLogits:
 
     keep [kept]  flattened positions: the last one of each sampled row, all of a row that needs prompt logprobs
     kept         how many of its last positions each row needs
-    drawing      indexes of the rows that draw; ``prompt_rows``: of those that need prompt logprobs
-    beyond_greedy  indexes of the rows that need more than the likeliest token
     """
 
     def __init__(self, flat: FlatBatch, sampler: Sampler) -> None:
@@ -110,7 +106,6 @@ class StepLogits:
             self.keep = flat.stops[self.drawing] - 1
 
     def result(self, logits: torch.Tensor, eos: frozenset[int]) -> StepResult:
-        """[kept, vocabulary]"""
         best = self._sampler.top_tokens(logits)
         invalid = set() if best.finite else invalid_rows(self.kept, best.scores.isfinite().numpy(force=True))
         prompts = {
@@ -154,7 +149,6 @@ class StepLogits:
 
 
 def invalid_rows(kept: Ints, finite: npt.NDArray[np.bool_]) -> set[int]:
-    """``kept``: logits of each row; ``finite``: of each logit."""
     return set(np.repeat(np.arange(len(kept)), kept)[~finite].tolist())
 
 

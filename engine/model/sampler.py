@@ -21,7 +21,7 @@ PIECE = 1024
 
 
 class TopToken(NamedTuple):
-    """Of each row: highest score (NaN if it has one), first token that has it. ``finite``: all are."""
+    """Highest score of each row (NaN if it has one), and the first token that has it."""
 
     scores: torch.Tensor
     tokens: torch.Tensor
@@ -29,8 +29,6 @@ class TopToken(NamedTuple):
 
 
 class Sampler:
-    """``scores_at_once`` bounds the scores of one call, for a CPU's caches."""
-
     def __init__(self, scores_at_once: int | None = None) -> None:
         self._scores_at_once = scores_at_once
 
@@ -40,7 +38,7 @@ class Sampler:
     def sample(
         self, rows: Sequence[Row], logits: torch.Tensor, eos: frozenset[int], greedy: torch.Tensor | None = None
     ) -> list[int]:
-        """``logits`` [n, vocabulary] are not changed. ``greedy`` [n]: the tokens of ``top_tokens``, if known."""
+        """Draw tokens; ``logits`` [n, vocabulary] are not changed. ``greedy``: tokens of ``top_tokens``, if known."""
         others = [index for index, row in enumerate(rows) if not row.request.is_plain_greedy]
         if others and len(others) == len(rows):
             return self._draw(rows, list(logits), eos)
@@ -52,7 +50,6 @@ class Sampler:
         return tokens
 
     def _draw(self, rows: Sequence[Row], scores: list[torch.Tensor], eos: frozenset[int]) -> list[int]:
-        """Of rows that are not plain greedy; ``scores[i]`` [vocabulary]."""
         count = len(rows)
         if self._scores_at_once is not None:
             count = max(1, self._scores_at_once // len(scores[0]))
@@ -63,7 +60,6 @@ class Sampler:
 
 
 def _sample(rows: Sequence[Row], scores: torch.Tensor, eos: frozenset[int]) -> list[int]:
-    """``scores`` [n, vocabulary] are changed."""
     scores = scores.float()
     for index, row in enumerate(rows):
         adjust(row, scores[index], eos)
@@ -80,7 +76,7 @@ def top_tokens(scores: torch.Tensor) -> TopToken:
 
 
 def highest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """First token of several equal ones; does not wait for the device.
+    """Highest score and first token that has it, of each row; does not wait for the device.
 
     By pieces, as torch's max is many times as fast as argmax.
     """
@@ -91,14 +87,13 @@ def highest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pieces(values: torch.Tensor, filler: float) -> torch.Tensor:
-    """-> [n, pieces, PIECE], padded."""
     padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % PIECE), value=filler)
     pieces: torch.Tensor = padded.unflatten(-1, (-1, PIECE))
     return pieces
 
 
 def adjust(row: Row, scores: torch.Tensor, eos: frozenset[int]) -> None:
-    """Bias, minimum length and penalties in place; ``scores`` [vocabulary]."""
+    """Apply bias, minimum length and penalties in place to ``scores`` [vocabulary]."""
     state = row.state
     assert state is not None, "a request that is not plain greedy has a sampler state"
     if state.bias_tokens:
@@ -111,7 +106,7 @@ def adjust(row: Row, scores: torch.Tensor, eos: frozenset[int]) -> None:
 
 
 def _tensor(values: array[Any], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """May alias ``values``, which can't grow then."""
+    """Copy to the device of ``like``; on a CPU a view of ``values``, which can't grow while it exists."""
     return torch.frombuffer(values, dtype=dtype).to(like.device)
 
 
@@ -126,7 +121,6 @@ def random_number(row: Row) -> float:
 
 
 def _penalise(sampling: SamplingParams, counts: TokenCounts, scores: torch.Tensor) -> None:
-    """In place; ``scores`` [vocabulary]."""
     if not counts.tokens:
         return
     tokens, output = (_tensor(part, torch.int64, scores) for part in (counts.tokens, counts.output))
@@ -156,10 +150,7 @@ def _draw(rows: Sequence[Row], scores: torch.Tensor) -> torch.Tensor:
 
 
 def _inverse(shares: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Index [n] at which the cumulative sum of shares [n, vocabulary] passes ``numbers`` [n, 1] of the total.
-
-    By pieces, as a sum is many times as fast as a cumulative one.
-    """
+    """Index [n] at which the cumulative sum of shares [n, vocabulary] passes ``numbers`` [n, 1] of the total."""
     pieces = _pieces(shares, 0.0)
     sums = pieces.sum(-1)
     ends = sums.cumsum(-1, dtype=torch.float64)
@@ -173,7 +164,6 @@ def _inverse(shares: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_top_k(ks: Sequence[int], scores: torch.Tensor) -> None:
-    """In place; scores equal to the lowest of the k stay."""
     for index, k in enumerate(ks):
         if 0 < k < scores.shape[-1]:
             lowest = scores[index].topk(k).values[-1]
@@ -181,7 +171,7 @@ def _keep_top_k(ks: Sequence[int], scores: torch.Tensor) -> None:
 
 
 def _keep_top_p(ps: Sequence[float], probabilities: torch.Tensor) -> None:
-    """The fewest likeliest tokens that together reach p, in place.
+    """Zero all but the likeliest tokens that together reach p.
 
     Tokens less likely than (1 - p) / (2 x vocabulary) never sum to 1 - p and are not sorted.
     """
@@ -195,10 +185,7 @@ def _keep_top_p(ps: Sequence[float], probabilities: torch.Tensor) -> None:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """``logits`` [n, vocabulary], ``counts[i]`` alternatives in row i.
-
-    An entry depends only on its row and count; equally likely alternatives are ordered by token id.
-    """
+    """Log-probabilities that depend only on row and count; equally likely alternatives are ordered by token id."""
     normal = torch.log_softmax(logits, -1)
     chosen = normal.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
     ranks = (normal > chosen).sum(-1) + 1
@@ -207,7 +194,7 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence
 
 
 def _top_tokens(scores: torch.Tensor, counts: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
-    """Best first, of each row of [n, vocabulary].
+    """Alternatives of each row, best first.
 
     Only the values of ``topk`` are used: its choice among equal scores depends on the batch's largest count.
     """

@@ -62,7 +62,6 @@ class FlatBatch:
 
     @property
     def slot_mapping(self) -> Ints:
-        """[G, T]"""
         return _part(self.flattened, slice(2, None))
 
 
@@ -107,7 +106,6 @@ def cut_before(flat: FlatBatch, keep: Ints) -> tuple[Ints, Ints]:
 
 
 def block_table(rows: Sequence[Row], needed: Ints, null_block: int) -> npt.NDArray[np.int32]:
-    """[G, n, W]: the first ``needed`` blocks of each row, then ``null_block``."""
     table = np.full((len(rows[0].blocks), len(rows), int(needed.max())), null_block, np.int32)
     for index, (row, count) in enumerate(zip(rows, needed.tolist(), strict=True)):
         for entries, blocks in zip(table, row.blocks, strict=True):
@@ -116,6 +114,6 @@ def block_table(rows: Sequence[Row], needed: Ints, null_block: int) -> npt.NDArr
 
 
 def spans(stops: Ints, counts: Ints) -> Ints:
-    """The last ``counts[i]`` flattened positions of each row."""
+    """Last ``counts[i]`` flattened positions of each row, row after row."""
     ends = np.cumsum(counts)
     return np.repeat(stops - ends, counts) + np.arange(int(ends[-1]))

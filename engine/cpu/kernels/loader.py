@@ -1,5 +1,3 @@
-"""Imports the build of the kernels that this CPU runs."""
-
 from __future__ import annotations
 
 import platform
@@ -23,7 +21,6 @@ def load() -> ModuleType | None:
 
 
 def supported_modules() -> list[str]:
-    """Modules that this CPU can run, the best first."""
     has = torch.cpu.get_capabilities()
     match torch.backends.cpu.get_cpu_capability():
         case "AVX512" if all(has.get(f"avx512_{part}") for part in ("bf16", "vbmi", "vbmi2")):
@@ -37,6 +34,5 @@ KERNELS = load()
 
 
 def kind() -> str:
-    """Architecture, capability of the CPU, and kernel module: what can change bits or speed."""
     own = KERNELS.__name__.rpartition(".")[2] if KERNELS else "torch"
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}{' AMX' * AMX} {own}"

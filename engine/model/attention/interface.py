@@ -1,7 +1,7 @@
 """Attention, plugged into transformers' own modelling code through its attention interface.
 
-The registry is one per process, and some architectures pass no keywords to attention, so the function registered here
-calls the thread's current ``AttentionBackend``: a step's attention, or at load a recorder.
+The registry is one per process, and some architectures pass no keywords to attention, so the registered function calls
+the thread's current ``AttentionBackend``.
 """
 
 from __future__ import annotations
@@ -35,10 +35,8 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionBackend(Protocol):
-    """Attention of one pass of the model."""
-
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """-> [1, T, heads, value dim]"""
+        """Output [1, T, heads, value dim] in the query's dtype."""
         ...
 
 
@@ -52,7 +50,6 @@ _current = _Current()
 
 @contextmanager
 def attending(backend: AttentionBackend) -> Iterator[None]:
-    """Within the block, attention calls of this thread go to ``backend``."""
     _current.backend, _current.calls = backend, 0
     try:
         yield
@@ -61,7 +58,6 @@ def attending(backend: AttentionBackend) -> Iterator[None]:
 
 
 def calls_made() -> int:
-    """Attention calls of this thread since ``attending`` began."""
     return _current.calls
 
 

@@ -21,7 +21,6 @@ MaskFunction = Callable[..., torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class AttentionWindow(Window):
     def first(self, positions: torch.Tensor) -> torch.Tensor:
-        """Of each query position; same shape."""
         match self.kind:
             case Kind.FULL:
                 return torch.zeros_like(positions)
@@ -32,7 +31,6 @@ class AttentionWindow(Window):
 
 
 def fit(visible: MaskFunction, context_length: int) -> AttentionWindow | None:
-    """The window that agrees on a sample of query positions, if one does."""
     last = torch.tensor(context_length - 1)
     queries = torch.unique(torch.linspace(0, context_length - 1, 64).long().clamp(max=context_length - 1))
     keys = torch.arange(context_length)
@@ -70,10 +68,7 @@ def _row(visible: MaskFunction, query: torch.Tensor, keys: torch.Tensor) -> torc
 
 @contextmanager
 def mask_markers() -> Iterator[dict[int, MaskFunction]]:
-    """Models with attention ``NAME`` get a marker tensor instead of a mask.
-
-    Yields marker id -> mask function.
-    """
+    """Give models with attention ``NAME`` marker tensors as masks; yield marker id -> mask function."""
     markers: dict[int, MaskFunction] = {}
     kept: list[torch.Tensor] = []
 

@@ -47,7 +47,7 @@ class LengthGroup:
     positions  [B, P]
     in_tile    for each tile, how many of the sequences have keys in it
     table      [G, B, tiles * blocks per tile], padded with the store's null block
-    first_row  flattened position of each first query
+    first_row  flattened position of the first query
     """
 
     start: int
@@ -65,7 +65,7 @@ class LengthGroup:
         return self._tiles[view]
 
     def hidden(self, view: AttentionWindow, tile: int, first: int, group: int) -> torch.Tensor | None:
-        """[B', 1, rows, TILE] of rows from ``first`` on, True where hidden; row p * group + g. None: none is hidden."""
+        """Mask [B', 1, rows, TILE] of hidden keys, rows (p * group + g) from ``first`` on; None: none is hidden."""
         key = (view, tile, first, group)
         if key not in self._hidden:
             queries = self.positions[: self.in_tile[tile]].repeat_interleave(group, dim=1)
@@ -95,7 +95,6 @@ def make_length_groups(flat: FlatBatch, store: KvStore) -> list[LengthGroup]:
 
 
 def _make_group(ends: Ints, count: int, table: npt.NDArray[np.int32], store: KvStore) -> LengthGroup:
-    """``count`` query positions each, up to ``ends``."""
     block_size, device = store.layout.block_size, store.blocks.device
     per_tile, tiles = TILE // block_size, -(-int(ends[0]) // TILE)
     count_in_tile = (ends[:, None] > np.arange(tiles) * TILE).sum(0).tolist()
@@ -107,7 +106,10 @@ def _make_group(ends: Ints, count: int, table: npt.NDArray[np.int32], store: KvS
 
 
 class PagedAttention:
-    """``product_threads`` is entered around products, whose bits do not depend on the number of threads."""
+    """Attention of a step: writes keys and values to their blocks, then attends.
+
+    ``product_threads`` is entered around products: their bits do not depend on the number of threads.
+    """
 
     def __init__(
         self,
@@ -125,7 +127,6 @@ class PagedAttention:
         self._blocks, self._slots = (torch.from_numpy(part).to(store.blocks.device) for part in slots)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Also writes keys and values to their blocks. -> [1, T, heads, value dim], of the query's dtype."""
         group = self._store.layout.group_of[call.layer]
         self._store.put(
             call.layer,
@@ -144,7 +145,6 @@ class PagedAttention:
         return output
 
     def _attend_group(self, call: AttentionCall, lengths: LengthGroup, query: torch.Tensor) -> torch.Tensor:
-        """[B, P, heads, key dim] -> [B, P, heads, value dim]."""
         view, kv_heads = self._layer_windows[call.layer], call.key.shape[1]
         batch, count, heads, width = query.shape
         group = heads // kv_heads
@@ -187,8 +187,6 @@ class PagedAttention:
 
 
 class _Softmax:
-    """Of folded query rows [B, kv heads, rows, key dim]."""
-
     def __init__(
         self, query: torch.Tensor, value_dim: int, product_threads: Callable[[], AbstractContextManager[None]]
     ) -> None:
@@ -199,7 +197,7 @@ class _Softmax:
         self.output = query.new_zeros(*query.shape[:3], value_dim)
 
     def add(self, scores: torch.Tensor, values: torch.Tensor, count_in_tile: int, first: int) -> None:
-        """Scores [B', kv heads, rows', TILE], values [B', kv heads, TILE, value dim]."""
+        """Add a tile: scores [B', kv heads, rows', TILE], values [B', kv heads, TILE, value dim]."""
         part = (slice(count_in_tile), slice(None), slice(first, None))
         before = self.highest[part]
         highest = torch.maximum(before, scores.amax(-1, keepdim=True))
@@ -212,7 +210,6 @@ class _Softmax:
         self.highest[part] = highest
 
     def finish(self, sinks: torch.Tensor | None) -> torch.Tensor:
-        """[B, kv heads, rows, value dim]"""
         if sinks is None:
             return self.output / self.total
         highest = torch.maximum(self.highest, sinks)
