@@ -26,7 +26,7 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 
 def pip_settings(listing: str) -> dict[str, list[str]]:
-    """``listing``: of ``pip config list``. Environment variables (``:env:``) win."""
+    """Parse the output of ``pip config list``; environment variables (``:env:``) win."""
     settings: dict[str, list[str]] = {}
     for line in sorted(listing.splitlines(), key=lambda line: line.startswith(":env:")):
         name, _, value = line.partition("=")
@@ -47,7 +47,6 @@ def has_nvidia_driver() -> bool:
 
 
 def torch_source(installer: str, settings: Mapping[str, list[str]], environment: Mapping[str, str]) -> list[str]:
-    """Empty where the settings or the default index choose the build."""
     if index := environment.get("TORCH_INDEX"):
         if installer == "pip":
             return ["--index-url", index]
@@ -64,7 +63,6 @@ def locked(package: str) -> str:
 
 
 def find_uv() -> str:
-    """On PATH, else in the environment, installed on first use."""
     if on_path := shutil.which("uv"):
         return on_path
     own = Path(sys.executable).with_name("uv")

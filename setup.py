@@ -21,7 +21,7 @@ GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py")
 
 
 def include_paths() -> list[str]:
-    """Our root, then google/rpc (decant/protos/), then google/protobuf (grpc_tools)."""
+    """Import paths in order: our root, google/rpc (decant/protos/), google/protobuf (grpc_tools)."""
     bundled = find_spec("grpc_tools")
     if bundled is None:
         raise ExecError("compiling protos/ needs grpcio-tools")
@@ -87,7 +87,7 @@ CPUS = {
 
 
 def extensions() -> list[Extension]:
-    """Optional: without a compiler for the instructions, workers log it and run without kernels."""
+    """The kernels, optional: without a compiler for the instructions, workers log it and run without kernels."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return []
     # torch's libgomp has the system library's name: loader.py imports torch first, so the kernels use torch's.

@@ -30,7 +30,7 @@ class Arrival:
 
 
 def arrivals(prompts: int, rate: float, shared: float, seed: int) -> list[Arrival]:
-    """``rate``: per second. ``shared``: share of conversations."""
+    """Arrivals in order, ``rate`` per second on average; a share ``shared`` of the prompts belongs to conversations."""
     rng = Random(seed)
     systems = [_text(rng, SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
     turns = sum(TURNS) / 2

@@ -3,9 +3,8 @@
     python -m bench.engine --model qwen2.5-0.5b --baselines all --runs 5 --json OUT.json --plot OUT.svg
     python -m bench.engine --model qwen2.5-0.5b --workload exponential
 
-Without ``--workload`` it measures the whole table of limits. Contenders alternate, each in its own process with the
-same threads and, by default, the same dtype. The report goes to standard error, the JSON to OUT (``-``: standard
-output, only complete) after each workload.
+Contenders alternate, each in its own process with the same threads and, by default, the same dtype. OUT is written
+after each workload.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ DTYPES = ("bfloat16", "float32")
 
 
 class Bench:
-    """All methods raise ChildFailed."""
-
     def __init__(self, args: argparse.Namespace, console: Console) -> None:
         self.folder = shapes.checkpoint(args.model)
         self.job = Job(
@@ -71,10 +68,6 @@ class Bench:
         yield result | {"lines": [line.as_json() for line in table.lines(result)]}
 
     def workload(self, name: str) -> dict[str, Any]:
-        """Every contender's median run by throughput, and all runs, in alternation.
-
-        A baseline that fails is skipped from then on. Raises InvalidWorkload.
-        """
         items = items_of(name, self.folder, self._args.seed)
         job, runs = replace(self.job, items=tuple(items)), dict[str, list[dict[str, Any]]]()
         for index in range(self._args.runs):
@@ -99,7 +92,6 @@ class Bench:
         return {"limits": self._part("bench.machine", "reads and products alone")} if self._args.limits else {}
 
     def _run(self, contender: str, job: Job, progress: Progress, task: TaskID) -> Sequence[dict[str, Any]]:
-        """None for an unavailable baseline."""
         description = progress.tasks[task].description
         if contender != DECANT:
             job = replace(job, dtype=self._args.baseline_dtype)
@@ -145,7 +137,7 @@ def _ratio(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def bench(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
-    """The last result is complete. Raises ChildFailed, InvalidWorkload, FileNotFoundError."""
+    """Yield the result after each workload; only the last one is complete."""
     facts, measuring = machine.facts(), Bench(args, console)
     job = measuring.job
     asked: dict[str, Any] = {"machine": facts, "model_id": args.model, "workload": args.workload}
@@ -157,7 +149,6 @@ def bench(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]
 
 
 def items_of(workload: str, folder: Path, seed: int) -> list[Item]:
-    """Raises InvalidWorkload."""
     config = json.loads((folder / "config.json").read_text())
     config = config.get("text_config", config)
     vocab_size, context_length = config.get("vocab_size"), config.get("max_position_embeddings")

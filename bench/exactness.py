@@ -3,8 +3,7 @@
     python -m bench.exactness [--shape qwen2.5-0.5b] [--dtype float32] [--json OUT]
 
 The plain contender uses torch's linear layers and one ``scaled_dot_product_attention`` per sequence. Both alternate on
-the same blocks; figures are medians. Also counts rows whose logits differ in bits between a batched decode and the same
-decode alone.
+the same blocks. Also counts rows whose logits differ in bits between a batched decode and the same decode alone.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ class PlainAttention:
 
 
 def plain_logits(model: PreTrainedModel, device: ModelDevice, rows: Sequence[Row]) -> torch.Tensor:
-    """[rows, vocabulary]"""
     tokens = [token for row in rows for token in row.tokens[row.start : row.end]]
     positions = [position for row in rows for position in range(row.start, row.end)]
     last = torch.tensor([row.end - row.start for row in rows]).cumsum(0) - 1
@@ -78,14 +76,12 @@ def plain_logits(model: PreTrainedModel, device: ModelDevice, rows: Sequence[Row
 
 
 def exact_logits(device: ModelDevice, rows: Sequence[Row]) -> torch.Tensor:
-    """[rows, vocabulary]"""
     last = np.cumsum([row.end - row.start for row in rows]) - 1
     with torch.inference_mode():
         return device.runner.logits(rows, last)
 
 
 def make_rows(device: ModelDevice, sequences: int, count: int) -> list[Row]:
-    """The last ``count`` tokens are to be computed."""
     generator = torch.Generator().manual_seed(0)
     start = CONTEXT if count == 1 else 0
     needed = -(-(start + count) // device.block_size)

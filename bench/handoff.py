@@ -3,7 +3,7 @@
     python -m bench.handoff [--model qwen2.5-0.5b] [--mib 128] [--runs 15] [--prompts 5] [--json OUT]
 
 moving     only the transfer of a computed prompt, until the sequence has joined; over plaintext and mutual TLS, in turn
-           with the bare stream, which sends as many messages of 1 MiB and discards them.
+           with the bare stream, which sends as many messages of 1 MiB and discards them
 stepping   how much a handoff slows a step. Each side is a real engine on one thread:
            all at once     eight sequences decode on one side: alone, beside bare streams, and beside handoffs of an
                            existing cache at full speed, the worst case
@@ -54,7 +54,7 @@ ENDS = ("sender", "receiver")
 
 
 async def migrate(model: Path, mib: int, tls: ServerTls) -> None:
-    """Until standard input closes. Prints the ports for plaintext and for `tls`."""
+    """Serve as the sender until standard input closes; print the ports for plaintext and for `tls`."""
     end = End("sender", model, mib)
 
     async def offer(name: str, tokens: int, computed: bool) -> wire.Ticket:
@@ -194,7 +194,6 @@ class Length(NamedTuple):
 
 
 async def measure(model: Path, mib: int, length: Length, console: Console) -> dict[str, Any]:
-    """Alternates after one warm-up. Raises InvalidConfig."""
     with tempfile.TemporaryDirectory() as folder:
         return await _measure(model, mib, length, console, certificates.make(Path(folder, "tls")))
 
@@ -238,8 +237,6 @@ async def _measure(
 
 
 async def decodes_beside(stepper: Stepper, moves: dict[str, Move], least: float) -> dict[str, dict[str, float]]:
-    """Median milliseconds of a step alone and beside each move, and seconds of the move. ``least``: seconds."""
-
     async def nothing() -> Span:
         began = time.monotonic()
         await asyncio.sleep(least)
@@ -257,7 +254,6 @@ async def decodes_beside(stepper: Stepper, moves: dict[str, Move], least: float)
 
 
 async def prompt_beside(pair: Pair, steppers: dict[str, Stepper]) -> dict[str, float]:
-    """Seconds of the prompt's steps, milliseconds of a decode step."""
     figures = {}
     for name, move in {"unfetched": pair.unfetched, "fetched": pair.fetched}.items():
         await steppers["receiver"].busy()
@@ -272,7 +268,6 @@ async def prompt_beside(pair: Pair, steppers: dict[str, Stepper]) -> dict[str, f
 
 
 def report(mib: int, figures: dict[str, Any]) -> dict[str, Any]:
-    """Ratios are medians over pairs, with quartiles."""
     ratios = _ratios(figures["bare_s"], figures["handoff_s"])
     at_once, as_read = figures["all_at_once"], figures["as_it_is_read"]
     steps = {end: at_once[end]["step_ms"] for end in ENDS}

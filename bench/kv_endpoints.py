@@ -38,7 +38,7 @@ SWITCH_SECONDS = 0.0005
 
 
 class Span(NamedTuple):
-    """Of the machine's monotonic clock."""
+    """Seconds of the machine's monotonic clock, which both processes share."""
 
     began: float
     ended: float
@@ -66,10 +66,7 @@ class TimedDevice(Prompted):
 
 
 class End:
-    """``tokens`` fill a cache of ``mib``."""
-
     def __init__(self, name: str, model: Path, mib: int) -> None:
-        """Raises InvalidConfig when the model does not support a sequence that long."""
         sys.setswitchinterval(SWITCH_SECONDS)
         torch.set_num_threads(1)  # for all threads that start later
         size = (mib << 20) + DECODE_BYTES
@@ -104,7 +101,7 @@ class End:
         return Request(name, (1,) * tokens, stop=stop, use_prefix_cache=False, park_after=1 if park else None)
 
     async def offer(self, name: str, tokens: int, *, computed: bool) -> wire.Ticket:
-        """The prompt takes no time unless ``computed``."""
+        """Issue the ticket of a new prompt, whose steps skip the model unless ``computed``."""
         self.device.computes_prompts = computed
         ticket = wire.Ticket(run=wire.Run(request=name, epoch=1, attempt=1), sender=self.peer, layout=LAYOUT)
         self.sender.issue(ticket, name, tokens)
@@ -121,8 +118,6 @@ class End:
         await self.loop.call(add)
 
     async def rest(self) -> Steps:
-        """Steps since the last call."""
-
         def cancel(engine: Engine) -> None:
             for number in range(DECODES):
                 engine.cancel(f"busy-{number}")
@@ -133,7 +128,7 @@ class End:
 
 
 def seconds(steps: list[Span], spans: list[Span]) -> list[float]:
-    """Those that overlap a span by at least half: those inside alone would favour short ones."""
+    """Durations of the steps that overlap a span by at least half: those inside alone would favour short ones."""
     return [step.ended - step.began for step in steps if any(_is_beside(step, span) for span in spans)]
 
 

@@ -41,7 +41,6 @@ def facts() -> dict[str, Any]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """Empty except on Linux."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return {}
@@ -50,7 +49,6 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def measure(job: Job, _on_progress: OnProgress) -> dict[str, Any]:
-    """The best of ``TRIES``."""
     import torch
 
     torch.set_num_threads(job.threads)
@@ -65,7 +63,7 @@ def measure(job: Job, _on_progress: OnProgress) -> dict[str, Any]:
 
 
 def read_bytes() -> int:
-    """Beyond every cache."""
+    """Size of a buffer that exceeds every cache."""
     short = psutil.virtual_memory().available < 6 << 30
     return (1 if short else 2) << 30
 

@@ -9,7 +9,6 @@ LONG = ("requests", "schedule", "weights")
 
 
 def of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Medians of the floats; the rest from the first run."""
     return {key: _median([run[key] for run in runs]) for key in runs[0]}
 
 
@@ -20,7 +19,6 @@ def _median(values: Sequence[Any]) -> Any:
 
 
 def run_of_median(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """By output throughput, the lower one of two."""
     ordered = sorted(runs, key=lambda run: run["output_throughput"])
     chosen = ordered[(len(ordered) - 1) // 2]
     brief = [{key: value for key, value in run.items() if key not in LONG} for run in runs]
@@ -28,7 +26,7 @@ def run_of_median(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def in_turn(contenders: Sequence[Callable[[], object]], runs: int) -> list[float]:
-    """Milliseconds, after one warm-up."""
+    """Median milliseconds of each contender, run in turn after one warm-up."""
     times: list[list[float]] = [[] for _ in contenders]
     for run in range(runs + 1):
         for place, contender in enumerate(contenders):

@@ -44,7 +44,6 @@ def placed(workers: Sequence[WorkerSnapshot], tokens: int) -> Incarnation:
 
 
 def by_load(workers: Sequence[WorkerSnapshot], tokens: int) -> Incarnation:
-    """Without knowledge of caches."""
     return placed([replace(worker, cached_tokens=0) for worker in workers], tokens)
 
 
@@ -68,7 +67,6 @@ def policies(routers: int, seed: int) -> Iterator[tuple[str, list[Choose]]]:
 def simulate(
     *, prompts: int, rate: float, workers: int = 8, routers: int = 2, blocks: int = 8192, seed: int = 0
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """By load and policy: cached share of prompt tokens, milliseconds to first token."""
     figures: dict[str, dict[str, dict[str, float]]] = {}
     for name, shared in LOADS.items():
         load = arrivals(prompts, rate, shared, seed)

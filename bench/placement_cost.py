@@ -4,7 +4,7 @@
 
 The router's own pool, half prefill and half decode workers; no process answers. A request is a search for and a
 reservation of each; every eighth placement a heartbeat changes a worker. Figures are this process's CPU time for one
-search, the least of ``--rounds``. Goal: 0.3 ms at 100 workers.
+search, the least of ``--rounds``.
 
     distinct    prompts share nothing
     shared      each prompt begins with the same 512 tokens, which all workers have cached
@@ -120,7 +120,7 @@ def search_ms(workers: int, case: str, rounds: int) -> float:
 
 
 async def measure(workers: Sequence[int], rounds: int) -> dict[str, dict[str, float]]:
-    """A coroutine, as a pool needs an event loop."""
+    """A coroutine, because a pool needs an event loop."""
     return {case: {str(count): search_ms(count, case, rounds) for count in workers} for case in CASES}
 
 

@@ -7,7 +7,7 @@
     measurement    one prefill and one decode worker, ``--rounds`` times: saturation, then both rates
 
 A run continues what OUT holds. Every prompt is handed off. The rates are shares of the first round's saturation.
-Figures are medians of the rounds, whose requests and arrivals differ. Goal: each figure within 20 %.
+Figures are medians of the rounds, whose requests and arrivals differ.
 """
 
 from __future__ import annotations
@@ -62,8 +62,6 @@ class Options:
 
 @dataclass(frozen=True)
 class Figure:
-    """Requests/s or milliseconds."""
-
     name: str
     predicted: float
     measured: Sequence[float]
@@ -80,7 +78,6 @@ def calibrate(options: Options) -> dict[str, Any]:
 
 
 def planned(options: Options, profile: Profile, rate: float) -> Plan:
-    """One worker of each role. Raises InvalidPlan."""
     kv_capacity = KvCapacity(
         parse_size(options.kv_memory), 0, read_shape(Path(options.model)).kv_bytes("bfloat16"), share=1.0
     )
@@ -124,7 +121,7 @@ def measure(options: Options, rounds: list[dict[str, float]], on_round: Callable
 
 
 def throughput(document: Mapping[str, Any]) -> float:
-    """Requests/s, without the first of each client, which begin together, and the last ones."""
+    """Requests/s without the first two rounds of the clients, which begin together, and without the last one."""
     lasts: list[float] = sorted(last for _, _, last in document["spans"])
     ends = lasts[2 * _CLIENTS : -_CLIENTS]
     return (len(ends) - 1) / (ends[-1] - ends[0])

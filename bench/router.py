@@ -12,8 +12,7 @@
     scripts       Redis scripts per running stream and flush interval, and per short request
     idle          CPU of each process without requests
 
-A gRPC server that knows the answers (``bench.deployment.grpc_baseline``) also gives added TTFT and CPU. On few cores,
-times mostly measure waiting for a core.
+Added TTFT and CPU are also measured with gRPC alone. On few cores, times mostly measure waiting for a core.
 """
 
 from __future__ import annotations
@@ -105,7 +104,6 @@ class LoadFailed(RuntimeError):
 
 
 async def load(job: Job, target: Deployment) -> Window:
-    """Raises LoadFailed."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bench.deployment.load", stdin=pipe, stdout=pipe, limit=1 << 26
@@ -134,8 +132,6 @@ async def load(job: Job, target: Deployment) -> Window:
 
 
 class Bench:
-    """``figures`` has the keys of GOALS."""
-
     def __init__(self, target: Deployment, speed: Speed, seconds: float, settle_s: float, warm_s: float) -> None:
         self.figures: dict[str, float] = {}
         self.details: dict[str, Any] = {}

@@ -53,7 +53,7 @@ def make_rows(count: int, vocabulary: int, kind: Mapping[str, Any], written: int
 
 
 def make_logits(count: int, vocabulary: int) -> torch.Tensor:
-    """Some tens of tokens have high values, as in a trained model. bfloat16."""
+    """Random bfloat16 logits; some tens of tokens have high values, as in a trained model."""
     generator = torch.Generator().manual_seed(1)
     logits = 2 * torch.randn(count, vocabulary, generator=generator)
     logits[:, :40] += 8 + 8 * torch.rand(count, 40, generator=generator)
@@ -65,7 +65,6 @@ def in_tensor_operations(rows: list[Row], logits: torch.Tensor) -> list[int]:
 
 
 def measure(count: int, vocabulary: int, runs: int, written: int = WRITTEN) -> dict[str, Any]:
-    """Milliseconds by kind of request and contender."""
     logits = make_logits(count, vocabulary)
     kinds, sampler = {}, make_backend(torch.device("cpu")).sampler
     for name, kind in track(KINDS.items(), "measuring", console=Console(stderr=True), transient=True):

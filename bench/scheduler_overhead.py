@@ -1,10 +1,11 @@
 """The cost of a step without the model, with many running sequences.
 
-    python -m bench.scheduler_overhead --json OUT.json
+python -m bench.scheduler_overhead --json OUT.json
 
-``null`` is the engine's own work. ``laid out`` adds row layout and reading the logits (of a tiny vocabulary): the real
-ModelRunner around a model of constants. ``decode``: every sequence gets one token per step, with contexts about
-``--context``. ``churn``: about one sequence per step ends and a new one starts.
+null        the engine's own work
+laid out    adds row layout and the logits of a tiny vocabulary: the real ModelRunner around a model of constants
+decode      every sequence gets one token per step, with contexts about ``--context``
+churn       about one sequence per step ends and a new one starts
 """
 
 from __future__ import annotations
@@ -104,8 +105,6 @@ DEVICES: dict[str, Callable[[int], Device]] = {"null": NullDevice, "laid out": L
 
 
 class RunningBatch:
-    """Contexts of about ``context`` tokens."""
-
     def __init__(self, device: Callable[[int], Device], running: int, context: int, churn: bool) -> None:
         self._context = context
         self._churn = churn
@@ -119,7 +118,6 @@ class RunningBatch:
             self.engine.step()
 
     def add(self) -> None:
-        """In churn, lengths are spread evenly."""
         spread = self._context // 4
         length = self._context - self._rng.randint(0, spread) - (0 if self._churn else ROUND // 2)
         prompt = tuple(self._rng.choices(range(VOCABULARY), k=length))
@@ -129,7 +127,6 @@ class RunningBatch:
         self._added += 1
 
     def step(self) -> tuple[float, float]:
-        """Seconds by the clock and by this thread's CPU, without replacing ended sequences."""
         began, worked = time.perf_counter(), time.thread_time()
         output = self.engine.step()
         took = (time.perf_counter() - began, time.thread_time() - worked)
@@ -139,7 +136,6 @@ class RunningBatch:
 
 
 def measure(name: str, running: int, context: int, steps: int, *, churn: bool) -> dict[str, Any]:
-    """Milliseconds by the clock and by this thread's CPU."""
     seconds: list[tuple[float, float]] = []
     while len(seconds) < steps:
         batch = RunningBatch(DEVICES[name], running, context, churn)
@@ -151,7 +147,7 @@ def measure(name: str, running: int, context: int, steps: int, *, churn: bool) -
 
 
 class Parts:
-    """CPU seconds."""
+    """Record the CPU seconds of each call of the named methods of a backend or its sampler, while entered."""
 
     def __init__(self, backend: Backend, *names: str) -> None:
         self.seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -177,7 +173,6 @@ class Parts:
 
 
 def parts(running: int, context: int, steps: int) -> dict[str, float]:
-    """Median CPU milliseconds per step."""
     batch = RunningBatch(LaidOutDevice, running, context, churn=False)
     device = batch.engine.device
     assert isinstance(device, LaidOutDevice)

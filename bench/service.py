@@ -5,9 +5,8 @@
 
     python -m bench.service --model qwen2.5-0.5b [--runs 3] [--json OUT] [--profile DIR]
 
-Both alternate, with the same requests, threads, token budget and KV memory. Clients read streams, a message a token.
-The ratio is that of output tokens per second; the service's own cost is all CPU that the engine alone does not need.
-``--profile`` serves the workload once more under py-spy and keeps the samples in DIR.
+Both alternate, with the same requests, threads, token budget and KV memory. The ratio is that of output tokens per
+second; the service's own cost is all CPU that the engine alone does not need.
 """
 
 from __future__ import annotations
@@ -42,13 +41,11 @@ KEYS = ("duration", "output_throughput", "median_ttft_ms", "median_tpot_ms", "p9
 
 
 def engine_alone(job: Job) -> dict[str, Any]:
-    """Raises ChildFailed."""
     result = child.run("bench.comparison.own_engine", job, lambda _: None)
     return {key: result[key] for key in KEYS} | {"cpu_seconds": result["cpu_seconds"]}
 
 
 async def whole_service(job: Job, profile: Path | None = None) -> dict[str, Any]:
-    """Raises LoadFailed, TimeoutError."""
     with tempfile.TemporaryDirectory(prefix="decant-bench-") as folder:
         async with service(job, Path(folder)) as running:
             result = await running.serve(job.items, profile)
@@ -61,7 +58,6 @@ async def whole_service(job: Job, profile: Path | None = None) -> dict[str, Any]
 
 
 def measure(args: argparse.Namespace, notify: Callable[[str], None]) -> dict[str, Any]:
-    """Raises ChildFailed, LoadFailed, InvalidWorkload, FileNotFoundError, TimeoutError."""
     folder = shapes.checkpoint(args.model)
     items = tuple(items_of(args.workload, folder, args.seed))
     job = Job(str(folder), args.dtype, args.threads, items, args.token_budget, args.kv_bytes)
@@ -84,8 +80,6 @@ def measure(args: argparse.Namespace, notify: Callable[[str], None]) -> dict[str
 
 
 def compare(alone: Sequence[Mapping[str, Any]], served: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, Any]:
-    """CPU in microseconds a token."""
-
     def middle(runs: Sequence[Mapping[str, Any]], key: str) -> float:
         return float(statistics.median(run[key] for run in runs))
 

@@ -51,7 +51,6 @@ class Worker:
         self._load = wire.Load()
 
     def begin(self) -> float:
-        """Returns seconds."""
         prompt = self.queue.popleft()
         prefix = self._cached(prompt)
         tokens, cached = prompt.arrival.tokens, prefix.num_blocks * BLOCK_TOKENS
@@ -60,7 +59,6 @@ class Worker:
         return PROMPT_SECONDS + (tokens - cached) / TOKENS_PER_SECOND
 
     def end(self) -> tuple[Prompt, int]:
-        """The prompt and its number of cached tokens."""
         assert self.running is not None
         (prompt, block_table, cached), self.running = self.running, None
         self.pool.publish(0, block_table.blocks[0][: len(prompt.digests)], prompt.digests)

@@ -21,19 +21,16 @@ LONGEST_OUTPUT = 256
 
 
 def exponential(vocab_size: int, seed: int = 0, *, count: int = 64, prompt: int = 128, mean: float = 64) -> list[Item]:
-    """Simultaneous; output lengths exponentially distributed, cut by rejection."""
     rng = Random(seed)
     return [_item(rng, vocab_size, f"exp-{n}", prompt, _output_len(rng, mean), 0.0) for n in range(count)]
 
 
 def long_prompts(vocab_size: int, seed: int = 0, *, count: int = 8, output: int = 128) -> list[Item]:
-    """Simultaneous; prompts of 1,500 to 2,000 tokens."""
     rng = Random(seed)
     return [_item(rng, vocab_size, f"long-{n}", rng.randint(1500, 2000), output, 0.0) for n in range(count)]
 
 
 def mixed(vocab_size: int, seed: int = 0, *, long_at: float = 3.0) -> list[Item]:
-    """Eight decodes (``run-*``); a prompt of 3,000 tokens (``long-0``) arrives after ``long_at`` seconds."""
     rng = Random(seed)
     running = [_item(rng, vocab_size, f"run-{n}", 128, 384, 0.0) for n in range(8)]
     return [*running, _item(rng, vocab_size, "long-0", 3000, 32, long_at)]

@@ -6,5 +6,4 @@ DEFAULT_MODEL = "tiny-python"
 
 
 def path() -> Path:
-    """A folder for ``from_pretrained``."""
     return Path(__file__).resolve().parent / DEFAULT_MODEL

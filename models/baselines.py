@@ -1,12 +1,10 @@
-"""Counting baselines: a unigram model and an interpolated Kneser-Ney 5-gram model."""
-
 from __future__ import annotations
 
 import numpy as np
 
 
 def unigram_loss(train: np.ndarray, held: np.ndarray, scored: np.ndarray, vocab_size: int) -> float:
-    """Nats per token of add-one frequencies. ``scored``: the positions of ``held`` that count."""
+    """Nats per token of add-one frequencies; ``scored`` are the positions of ``held`` that count."""
     counts = np.bincount(train, minlength=vocab_size) + 1.0
     return float(-np.log(counts / counts.sum())[held[scored]].mean())
 
@@ -17,7 +15,7 @@ def ngram_loss(train: np.ndarray, held: np.ndarray, scored: np.ndarray, vocab_si
 
 
 def ngram_probabilities(train: np.ndarray, held: np.ndarray, vocab_size: int, order: int = 5) -> np.ndarray:
-    """``float64[tokens]``: of each token of ``held`` after up to ``order - 1`` before it.
+    """Probability of each token of ``held`` after up to ``order - 1`` before it: ``float64[tokens]``.
 
     Interpolated Kneser-Ney with one absolute discount per order (Ney, Essen and Kneser, 1994; Chen and Goodman, 1998,
     section 2.7); the shortest order mixes with the uniform distribution. Only training positions are counted.
@@ -56,8 +54,8 @@ def _number_grams(stream: np.ndarray, order: int) -> list[np.ndarray]:
 def _interpolate(
     grams: list[np.ndarray], n: int, counts: np.ndarray, at: np.ndarray, split: int, lower: np.ndarray
 ) -> np.ndarray:
-    """Mixed with order n - 1, at the held positions. ``counts``: by number of an n-gram. ``at``: a training position
-    per counted occurrence.
+    """Mix order n with ``lower``, of order n - 1, at the held positions. ``counts``: by number of an n-gram. ``at``: a
+    training position per counted occurrence.
     """
     context = np.concatenate([[0], grams[n - 1][:-1]])
     size = int(context.max()) + 1

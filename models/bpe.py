@@ -23,7 +23,7 @@ PIECES = (
 
 
 def fit(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """With all 256 bytes, so every text round-trips."""
+    """Train a byte-level tokenizer; it has all 256 bytes, so every text round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -46,7 +46,7 @@ def fit(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """``int32[tokens]`` each, between a begin and an end token."""
+    """Encode each text as ``int32[tokens]``, with a begin and an end token."""
     encodings = tokenizer.encode_batch(texts)
     return [np.array([*encoding.ids, END_ID], dtype=np.int32) for encoding in encodings]
 

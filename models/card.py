@@ -1,5 +1,3 @@
-"""Saves a trained model, evaluates the files, and writes the figures."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -52,7 +50,10 @@ EXCERPT_TOKENS = 1500
 
 
 def finish(run: Run, recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], out: Path) -> None:
-    """Figures are of the files as read back, in float32 on the CPU, so a test can repeat them."""
+    """Save the model, its figures and its card.
+
+    Figures are of the files as read back, in float32 on the CPU, so a test can repeat them.
+    """
     out.mkdir(parents=True, exist_ok=True)
     save_model(run.model, tokenizer, recipe, out)
     model = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
@@ -95,7 +96,6 @@ def choose_excerpt(held_out: list[Source], tokenizer: Tokenizer) -> Source:
 def losses(
     model: LlamaForCausalLM, tokenizer: Tokenizer, training: list[Source], held_out: list[Source]
 ) -> dict[str, Any]:
-    """Without begin tokens. ``bits_per_byte``: over UTF-8 bytes."""
     held = bpe.encode(tokenizer, [source.text for source in held_out])
     train_stream = np.concatenate(bpe.encode(tokenizer, [source.text for source in training]))
     held_stream = np.concatenate(held)
@@ -117,7 +117,6 @@ def losses(
 
 
 def greedy_records(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The first prompts whose continuation is robust to rounding differences."""
     records: list[dict[str, Any]] = []
     for prompt in GREEDY_PROMPTS:
         continuation = evaluate.greedy(model, tokenizer.encode(prompt).ids, GREEDY_LENGTH)
@@ -136,7 +135,6 @@ def samples(model: LlamaForCausalLM, tokenizer: Tokenizer) -> list[dict[str, Any
 
 
 def training_facts(run: Run, recipe: Recipe, training: list[Source], held_out: list[Source]) -> dict[str, Any]:
-    """Bytes are UTF-8, tokens are trained positions."""
     return {
         "parameters": run.model.num_parameters(),
         "recipe": dataclasses.asdict(recipe),

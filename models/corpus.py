@@ -25,8 +25,6 @@ LONGEST_CLASS = 120
 
 @dataclass(frozen=True)
 class Source:
-    """The path is below the library's root, with ``/``."""
-
     name: str
     text: str
 
@@ -36,7 +34,7 @@ class Source:
 
     @property
     def held_out(self) -> bool:
-        """Depends only on the name, so it never changes."""
+        """Whether it is never trained on; depends only on the name, so it never changes."""
         digest = hashlib.sha256(self.name.encode()).digest()
         return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
 
@@ -89,7 +87,7 @@ def _segment(lines: list[str], node: ast.stmt) -> str:
 
 
 def windows(documents: list[np.ndarray], length: int, seed: int, number: int) -> np.ndarray:
-    """Pass ``number``: ``int64[n, length + 1]`` in random order, cut at another offset in each pass.
+    """Windows of pass ``number``: ``int64[n, length + 1]`` in random order, cut at another offset in each pass.
 
     Neighbours share one token, so every token but the first is a target once.
     """
@@ -103,7 +101,6 @@ def windows(documents: list[np.ndarray], length: int, seed: int, number: int) ->
 
 
 def batches(documents: list[np.ndarray], length: int, rows: int, seed: int) -> Iterator[np.ndarray]:
-    """Endless ``int64[rows, length + 1]``; drops a pass's incomplete batch."""
     for number in count():
         cut = windows(documents, length, seed, number)
         if len(cut) < rows:

@@ -13,7 +13,7 @@ OVERLAP = 2
 
 @dataclass(frozen=True)
 class Continuation:
-    """``margin``: smallest lead of a chosen token over the next, in logits."""
+    """Greedily decoded tokens; ``margin`` is the smallest lead of a chosen token over the next, in logits."""
 
     prompt: list[int]
     tokens: list[int]
@@ -22,10 +22,7 @@ class Continuation:
 
 @torch.inference_mode()
 def document_nats(model: LlamaForCausalLM, document: np.ndarray) -> float:
-    """Of every token after the first.
-
-    Windows overlap by half; a token counts in the first that contains it.
-    """
+    """Sum of nats over every token after the first; windows overlap by half, and a token counts in the first."""
     ids = torch.from_numpy(document.astype(np.int64)).to(model.device)
     size = model.config.max_position_embeddings
     total, scored = 0.0, 1
@@ -47,7 +44,6 @@ def mean_nats(model: LlamaForCausalLM, documents: list[np.ndarray]) -> float:
 
 @torch.inference_mode()
 def greedy(model: LlamaForCausalLM, prompt: list[int], length: int) -> Continuation:
-    """A full forward pass for each token, up to an end token."""
     ids = torch.tensor([prompt], device=model.device)
     margin = float("inf")
     for _ in range(length):

@@ -63,7 +63,7 @@ def build_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.opti
 
 
 def batches(recipe: Recipe, documents: list[np.ndarray], start: int) -> Iterator[np.ndarray]:
-    """Each depends only on its step, so a resumed run gets the same ones."""
+    """Batches from step ``start`` on; each depends only on its step, so a resumed run gets the same ones."""
     switch = recipe.steps - recipe.long_steps
     for first, last, length in ((0, switch, recipe.context), (switch, recipe.steps, recipe.long_context)):
         rows = recipe.tokens_per_step // length
@@ -79,7 +79,7 @@ def fast_bfloat16(device: torch.device) -> bool:
 
 
 def train_step(run: Run, recipe: Recipe, batch: torch.Tensor) -> float:
-    """``int64[rows, length + 1]`` -> mean loss in nats per token.
+    """Train on ``int64[rows, length + 1]``; return the mean loss in nats per token.
 
     Small pieces of rows limit the logits' memory and keep them in the CPU cache.
     """
@@ -106,9 +106,7 @@ def train_step(run: Run, recipe: Recipe, batch: torch.Tensor) -> float:
 
 
 def train(recipe: Recipe, documents: list[np.ndarray], checkpoint: Path, device: torch.device, report: Report) -> Run:
-    """Resumes from ``checkpoint``, written every ``CHECKPOINT_EVERY`` steps; an interruption does not change the
-    result.
-    """
+    """Train, or resume from ``checkpoint``; an interruption does not change the result."""
     model = build_model(recipe).to(device)  # type: ignore[arg-type]
     run = Run(model, build_optimizers(model, recipe))
     identity = _identity(recipe, documents, device)
@@ -126,7 +124,6 @@ def train(recipe: Recipe, documents: list[np.ndarray], checkpoint: Path, device:
 
 
 def save(run: Run, checkpoint: Path, identity: dict[str, Any]) -> None:
-    """Renames at the end: a kill leaves a complete checkpoint."""
     state = {
         "identity": identity,
         "step": run.step,
@@ -140,7 +137,6 @@ def save(run: Run, checkpoint: Path, identity: dict[str, Any]) -> None:
 
 
 def restore(run: Run, checkpoint: Path, identity: dict[str, Any]) -> None:
-    """Raises CheckpointMismatch."""
     state = torch.load(checkpoint, map_location="cpu", weights_only=True)
     for key, value in identity.items():
         saved = state["identity"].get(key)

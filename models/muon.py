@@ -16,7 +16,7 @@ ITERATIONS = 5
 
 
 def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
-    """Singular values of ``[n, rows, columns]`` approach one by Newton-Schulz iteration."""
+    """Move the singular values of ``[n, rows, columns]`` towards one by Newton-Schulz iteration."""
     a, b, c = QUINTIC
     tall = matrices.size(-2) > matrices.size(-1)
     x: torch.Tensor = matrices.mT if tall else matrices
@@ -28,7 +28,7 @@ def orthogonalise(matrices: torch.Tensor) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, decoupled weight decay. Matrices only."""
+    """Nesterov momentum with decoupled weight decay, for matrices only."""
 
     def __init__(
         self, params: Iterable[torch.Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
@@ -37,7 +37,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Tall matrices get larger steps, so that their outputs change by a similar amount."""
+        """Update all matrices; tall ones get larger steps, so that their outputs change by a similar amount."""
         for group in self.param_groups:
             by_shape = defaultdict(list)
             for param in group["params"]:

@@ -13,8 +13,6 @@ SMOOTHING = 0.1
 
 
 class Bar:
-    """Loss in nats per token. A context manager."""
-
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.rate = 0.0

@@ -5,10 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Two runs of a recipe on one machine agree bit for bit.
-
-    The last ``long_steps`` use windows of ``long_context`` tokens.
-    """
+    """Parameters of a training run; two runs of a recipe on one machine agree bit for bit."""
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -32,7 +29,6 @@ class Recipe:
     seed: int = 0
 
     def learning_rate_factor(self, step: int) -> float:
-        """Linear warm-up, constant, then linear to zero over the last ``decay_fraction``."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         return min(1.0, (self.steps - step) / (self.decay_fraction * self.steps))

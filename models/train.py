@@ -53,7 +53,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def changed(recipe: Recipe, changes: list[str]) -> Recipe:
-    """``changes``: NAME=VALUE. Raises ValueError for a name or value it cannot take."""
     types = {field.name: type(getattr(recipe, field.name)) for field in dataclasses.fields(recipe)}
     values = {}
     for change in changes:
@@ -65,7 +64,7 @@ def changed(recipe: Recipe, changes: list[str]) -> Recipe:
 
 
 def prepare(device: torch.device, threads: int) -> None:
-    """The cuBLAS setting must precede its first use."""
+    """Make training repeatable; call it before the first use of cuBLAS, whose setting must precede it."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Filling fresh memory costs a pass over it and only guards against bugs elsewhere.
@@ -77,7 +76,6 @@ def prepare(device: torch.device, threads: int) -> None:
 
 
 def fit_tokenizer(work: Path, texts: list[str], vocab_size: int) -> Tokenizer:
-    """Cached in the work folder for resumed runs."""
     file = work / f"tokenizer-{vocab_size}.json"
     if not file.exists():
         partial = file.with_suffix(".partial")

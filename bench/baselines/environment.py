@@ -23,7 +23,6 @@ class NotInstallable(RuntimeError):
 
 
 def python(requirements: Path, say: Callable[[str], None]) -> Path:
-    """``say`` gets pip's output. Raises NotInstallable."""
     digest = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
     folder = cache_folder().parent / "baselines" / f"{requirements.stem}-{digest}"
     interpreter = folder / "bin" / "python"

@@ -1,5 +1,3 @@
-"""OpenVINO GenAI's continuous batching pipeline, step by step, on the CPU."""
-
 from __future__ import annotations
 
 import os

@@ -26,8 +26,6 @@ WARM_UP = [Item(f"warm-up-{index}", list(range(64)), 3, 0.0) for index in range(
 
 @dataclass(slots=True)
 class Pace:
-    """Seconds per padded prompt token, and per step after the first."""
-
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
     steps: list[float] = field(default_factory=list)
@@ -38,7 +36,6 @@ class Pace:
         self.steps += [after - before for before, after in pairwise(stamps)]
 
     def predict(self, batch: Sequence[Item]) -> list[float]:
-        """Seconds from the start of the batch to the end of each step."""
         first = _padded(batch) * self.prompt_seconds / self.prompt_tokens
         step = sum(self.steps) / max(1, len(self.steps))
         return [first + step * index for index in range(_longest(batch))]
@@ -91,7 +88,6 @@ def run(model: PreTrainedModel, job: Job, on_progress: OnProgress) -> tuple[list
 
 @torch.inference_mode()
 def generate(model: Any, batch: Sequence[Item], on_progress: OnProgress) -> list[float]:
-    """Seconds from the start to each step's end."""
     width, longest = max(len(item.prompt_token_ids) for item in batch), _longest(batch)
     stamps: list[float] = []
     began = time.perf_counter()

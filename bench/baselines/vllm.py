@@ -1,5 +1,3 @@
-"""vLLM: its engine in this process, step by step, on the CPU."""
-
 from __future__ import annotations
 
 import os

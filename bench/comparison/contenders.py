@@ -11,8 +11,6 @@ from bench.comparison.subprocess_runner import Job, OnProgress
 
 
 class Contender(NamedTuple):
-    """``requirements``: None if ``module`` runs in this environment."""
-
     title: str
     module: str
     requirements: Path | None = None
@@ -41,7 +39,6 @@ class Unavailable(RuntimeError):
 
 
 def run(contender: Contender, job: Job, on_progress: OnProgress, say: Callable[[str], None]) -> dict[str, Any]:
-    """Raises ChildFailed (engine), Unavailable (baseline)."""
     if contender == CONTENDERS[DECANT]:
         return child.run(contender.module, job, on_progress)
     try:

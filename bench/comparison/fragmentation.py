@@ -1,7 +1,4 @@
-"""KV memory lost in partly filled blocks, counted over a random mix of sequences in a real engine.
-
-Contexts average 500 tokens. A new sequence replaces each one that ends. The device computes nothing.
-"""
+"""KV memory lost in partly filled blocks, over random sequences in a real engine whose device computes nothing."""
 
 from __future__ import annotations
 

@@ -19,8 +19,6 @@ from decant.bench.records import TokenTimes
 
 @dataclass(frozen=True, slots=True)
 class Served(TokenTimes):
-    """Times are seconds of one clock."""
-
     id: str
     input_len: int
     sent: float
@@ -28,7 +26,6 @@ class Served(TokenTimes):
 
 
 def summarise(served: Sequence[Served]) -> dict[str, Any]:
-    """Distributions in milliseconds, ``duration`` in seconds."""
     duration = max(one.tokens[-1] for one in served) - min(one.sent for one in served)
     inputs, outputs = sum(one.input_len for one in served), sum(len(one.tokens) for one in served)
     summary: dict[str, Any] = {
@@ -48,7 +45,6 @@ def summarise(served: Sequence[Served]) -> dict[str, Any]:
 
 
 def _disturbed(served: Sequence[Served]) -> dict[str, float | None]:
-    """None if the others have ended."""
     last = max(served, key=lambda one: one.sent)
     if last.sent == min(one.sent for one in served):
         return {}
@@ -61,12 +57,11 @@ def _gaps_after(tokens: Sequence[float], since: float) -> list[float]:
 
 
 def peak_rss() -> int:
-    """Bytes. getrusage would include the parent's memory before the exec."""
+    """Peak resident bytes; getrusage would include the parent's memory before the exec."""
     return resident("VmHWM")
 
 
 def resident(field: str = "VmRSS") -> int:
-    """0 where the platform does not report them."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
@@ -88,7 +83,6 @@ def details(served: Sequence[Served]) -> list[dict[str, Any]]:
 
 
 def distribution(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Milliseconds; zeros for an empty list."""
     values = np.asarray(seconds if len(seconds) else [0.0]) * 1e3
     return {
         f"mean_{name}_ms": float(values.mean()),

@@ -16,11 +16,11 @@ WARM_UP = (Item("warm-up", list(range(96)), 4, 0.0),)
 
 class Server(Protocol):
     def add(self, item: Item) -> None:
-        """Greedy decoding, forced length."""
+        """Start a request with greedy decoding and a forced length."""
         ...
 
     def step(self) -> Iterable[str]:
-        """One request id per new token. Blocks while there are no tokens."""
+        """Return one request id per new token; block while there are no tokens."""
         ...
 
 

@@ -1,5 +1,3 @@
-"""The engine as a contender, on this process's main thread."""
-
 from __future__ import annotations
 
 import time
@@ -137,7 +135,7 @@ def layers(model: torch.nn.Module) -> list[PackedLinear]:
 
 
 def weights(model: Any) -> Weights | None:
-    """None for a model that reads only part of them in a step."""
+    """Sizes of the weights; None for a model that reads only part of them in a step."""
     if any(isinstance(module, PackedExperts | FixedRows) for module in model.modules()):
         return None
     head = model.get_output_embeddings().weight

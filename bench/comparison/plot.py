@@ -1,5 +1,3 @@
-"""A chart of a result as SVG: tokens per second of every contender, and the machine's limit."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """``ended``: seconds after the start. ``rows``: sampled ones."""
+    """A step that ended ``ended`` seconds after the start and sampled ``rows``."""
 
     ended: float
     tokens: int
@@ -21,7 +21,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Elements of a dense model; bytes per element. ``table``: of the embedding, when a tied head has a packed copy."""
+    """Elements of a dense model, and bytes per element; a tied head is a packed copy of the embedding ``table``."""
 
     body: int
     head: int
@@ -41,7 +41,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes and operations of packed products, per second."""
+    """Bytes read, and operations of packed products, per second."""
 
     bandwidth: float
     products: float

@@ -60,7 +60,7 @@ class Prompted:
 
 
 class Profile:
-    """Seconds by part of a step.
+    """Profiler of a step: seconds by part.
 
     Until ``close`` each layer runs module by module, as one compiled call can't be profiled. Probes cost some
     microseconds, so a timing uses other steps.
@@ -106,7 +106,6 @@ class Profile:
 
 
 def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
-    """Raises InvalidConfig when blocks are too few."""
     torch.set_num_threads(job.threads)
     before = resident()
     device = load(ModelConfig(job.model, dtype=job.dtype, device="cpu", kv_bytes=job.kv_bytes))
@@ -122,7 +121,6 @@ def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
 
 
 def decoding(device: ModelDevice, case: Case, written: int) -> Engine:
-    """Decodes ``written`` more steps with a full context. Raises InvalidConfig."""
     # All prompts in one step: no sequence ends before all of them decode.
     engine = make_engine(cast(Device, Prompted(device)), case.sequences * case.context)
     needed = case.sequences * (case.context + written + device.block_size)
@@ -136,7 +134,7 @@ def decoding(device: ModelDevice, case: Case, written: int) -> Engine:
 
 
 def _decode(device: ModelDevice, case: Case) -> dict[str, Any]:
-    """Measures the bandwidth between the steps: a shared machine's varies within seconds."""
+    """Time decode steps, and the bandwidth between them: a shared machine's varies within seconds."""
     engine = decoding(device, case, 1 + WARM_UP + STEPS + PROFILED)
     size = read_bytes()
     read = reader(size)

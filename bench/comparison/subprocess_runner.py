@@ -34,8 +34,6 @@ QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error",
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """``static_batches``: how many are run, the others are predicted; 0: all."""
-
     model: str
     dtype: str
     threads: int
@@ -55,7 +53,7 @@ SILENCE_S = 1800.0
 
 
 class ChildFailed(RuntimeError):
-    """The message has the end of stderr, ``reason`` one line."""
+    """A child ended without a result. The message has the end of its stderr, ``reason`` one line."""
 
     def __init__(self, module: str, status: int, errors: str) -> None:
         last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "")
@@ -67,7 +65,7 @@ class ChildFailed(RuntimeError):
 def run(
     module: str, job: Job, on_progress: OnProgress, python: Path | None = None, silence_s: float = SILENCE_S
 ) -> dict[str, Any]:
-    """Raises ChildFailed, also if the child writes nothing for ``silence_s``."""
+    """Run ``module``'s measurement; ChildFailed also if the child writes nothing for ``silence_s``."""
     env = {**os.environ, **QUIET, "OMP_NUM_THREADS": str(job.threads)}
     with tempfile.TemporaryDirectory(prefix="decant-bench-") as folder, tempfile.TemporaryFile("w+") as errors:
         if python is not None:
@@ -143,7 +141,7 @@ def main() -> None:
 
 
 def _channel() -> TextIO:
-    """Library prints go to standard error instead."""
+    """Reserve standard output for messages; library prints go to standard error instead."""
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return channel

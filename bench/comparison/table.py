@@ -22,8 +22,6 @@ RATE_OF_GOALS = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """``most``: upper bound of ``measured``."""
-
     name: str
     unit: str
     measured: float | None
@@ -34,7 +32,6 @@ class Line:
 
     @property
     def share(self) -> float | None:
-        """1 is the limit; less is worse."""
         if not self.measured or not self.limit:
             return None
         return self.measured / self.limit if self.unit == "tok/s" else self.limit / self.measured
@@ -53,7 +50,6 @@ class Line:
 
 
 def allowed(rates: Rates, figures: Mapping[str, Any], last_sent: float) -> dict[str, float] | None:
-    """``last_sent``: seconds after the start. None for a model that does not read all of its weights."""
     if figures["weights"] is None:
         return None
     weights, steps = Weights(**figures["weights"]), [Step(*step) for step in figures["schedule"]]

@@ -23,8 +23,6 @@ END_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class CpuUse:
-    """``main_thread``: the event loop's; ``switches``: how often the process waited."""
-
     user: float
     system: float
     main_thread: float
@@ -47,7 +45,6 @@ class CpuUse:
 
 
 def _switches(pid: int) -> int:
-    """0 where the platform does not report them."""
     count = 0
     for task in Path(f"/proc/{pid}/task").glob("*"):
         with contextlib.suppress(OSError):
@@ -57,7 +54,6 @@ def _switches(pid: int) -> int:
 
 
 def profiler() -> str:
-    """Raises FileNotFoundError without py-spy."""
     beside = Path(sys.executable).with_name("py-spy")
     found = str(beside) if beside.is_file() else shutil.which("py-spy")
     if found is None:
@@ -67,7 +63,6 @@ def profiler() -> str:
 
 @asynccontextmanager
 async def sampled(processes: Mapping[str, psutil.Process], folder: Path) -> AsyncIterator[None]:
-    """A stack and its count per line."""
     async with AsyncExitStack() as stack:
         for name, process in processes.items():
             await stack.enter_async_context(_sampled(process.pid, folder / f"{name}.txt"))
@@ -86,7 +81,6 @@ async def _sampled(pid: int, out: Path) -> AsyncIterator[None]:
 
 
 def hottest(samples: Path, count: int = 15) -> list[dict[str, Any]]:
-    """By samples of their own."""
     own, within, total = Counter[str](), Counter[str](), 0
     for line in samples.read_text().splitlines():
         stack, _, number = line.rpartition(" ")

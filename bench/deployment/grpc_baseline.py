@@ -19,9 +19,7 @@ from decant.runtime.serving.server import freeze_gc
 
 
 def next_step(now: float, step_s: float, latest: int) -> int:
-    """Number of the next multiple of ``step_s``, never ``latest`` again: a timer may fire early, and a multiple is
-    rounded.
-    """
+    """Number of the next multiple of ``step_s``, above ``latest``: timers may fire early, and multiples are rounded."""
     return max(latest + 1, int(now / step_s) + 1)
 
 

@@ -34,8 +34,6 @@ WARM_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """``clients``: closed and streams only. ``rate``: requests per second, open only."""
-
     name: str  # prefix of the ids of its requests
     address: str
     kind: Literal["closed", "open", "streams"]
@@ -50,8 +48,6 @@ class Job:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Times are seconds of the machine's monotonic clock."""
-
     id: str
     sent: float
     first: float = 0.0
@@ -92,7 +88,6 @@ class Clients:
         self._send({"window": "end"})
 
     async def streams(self) -> None:
-        """Raises ValueError when an answer ends before the window does."""
         began = [asyncio.Event() for _ in range(self._job.clients)]
         asking = [asyncio.create_task(self._ask(event)) for event in began]
         await asyncio.gather(*[event.wait() for event in began])
@@ -134,7 +129,7 @@ class Clients:
         seen.tokens += delta.num_tokens
 
     def _request(self, number: int) -> pb.GenerateRequest:
-        """No prefix is cached."""
+        """Make a request whose prompt begins with its number, so that no prefix is cached."""
         job = self._job
         digits = (job.seed % 1000, number // 1000 % 1000, number % 1000)
         prompt = [2 + digit for digit in digits] + [2 + (7 * k) % 1000 for k in range(job.prompt_tokens - 3)]

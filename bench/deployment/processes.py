@@ -1,5 +1,3 @@
-"""A deployment to measure, each part a process, with engines of known times."""
-
 from __future__ import annotations
 
 import asyncio
@@ -35,8 +33,6 @@ _SCHEDULED = 2
 
 @dataclass(frozen=True)
 class Speed:
-    """Until a prompt's first token, and per decode step."""
-
     first_ms: float = 20.0
     step_ms: float = 10.0
 
@@ -55,20 +51,19 @@ class Deployment:
         return {name: _cpu_seconds(process) for name, process in self._processes.items()}
 
     async def scripts(self) -> tuple[int, float]:
-        """Every write of a router is one. With the time of Redis, in seconds, at which it had run so many."""
+        """Number of scripts that Redis has run, one per write of a router, and its time in seconds then."""
         stats, (seconds, micros) = await self._redis.execute("EVAL", _COUNT_SCRIPTS, 0)
         found = re.search(rb"cmdstat_evalsha:calls=(\d+)", stats)
         return int(found[1]) if found else 0, int(seconds) + int(micros) / 1e6
 
     def engine_ms(self) -> dict[str, float]:
-        """By request id, until the first token."""
         lines = (self._folder / "prefill.times").read_text().splitlines()
         times = [json.loads(line) for line in lines]
         return {one["id"].partition("/")[2]: one["engine_ms"] for one in times}
 
 
 def _cpu_seconds(process: psutil.Process) -> float:
-    """On Linux by the process's clock: those of /proc have ticks of 10 ms."""
+    """CPU seconds; on Linux by the process's clock, as those of /proc have ticks of 10 ms."""
     if sys.platform != "linux":
         times = process.cpu_times()
         return float(times.user + times.system)
@@ -77,7 +72,6 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 @asynccontextmanager
 async def deployment(speed: Speed, folder: Path) -> AsyncIterator[Deployment]:
-    """Raises TimeoutError; the logs in the folder say why."""
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(PrivateRedis())
         client = Client(redis.url, deadline_s=10.0, max_connections=2)
@@ -118,7 +112,6 @@ async def module_process(command: Sequence[str], log: Path, stdout: int | None =
 
 
 async def end(process: Process, by: int = signal.SIGTERM, patience: float = END_SECONDS) -> None:
-    """Kills it after `patience` seconds."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(by)
     try:

@@ -38,8 +38,6 @@ class Replay:
 
 @dataclass(slots=True)
 class Answer:
-    """Seconds since the start. ``messages``: those with tokens."""
-
     id: str
     input_len: int
     sent: float
@@ -48,7 +46,6 @@ class Answer:
 
 
 async def serve(client: AsyncClient, items: Sequence[Item]) -> list[Answer]:
-    """Raises RuntimeError for an answer of another length."""
     began = time.perf_counter()
     answers = await asyncio.gather(*[_serve(client, item, began) for item in items])
     for item, answer in zip(items, answers, strict=True):

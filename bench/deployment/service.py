@@ -36,7 +36,6 @@ class LoadFailed(RuntimeError):
 
 @asynccontextmanager
 async def service(job: Job, folder: Path) -> AsyncIterator[Service]:
-    """Raises LoadFailed, TimeoutError."""
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(PrivateRedis())
         client = Client(redis.url, deadline_s=10.0, max_connections=2)
@@ -66,7 +65,6 @@ class Service:
         self._folder = folder
 
     async def serve(self, items: Sequence[Item], profile: Path | None = None) -> dict[str, Any]:
-        """``profile``: folder of py-spy's samples. Raises LoadFailed."""
         errors = self._folder / "client.log"
         with errors.open("wb") as output:
             client = await asyncio.create_subprocess_exec(
@@ -98,7 +96,6 @@ class Service:
 
 
 async def _while_running(waiting: Coroutine[Any, Any, T], process: Process, log: Path) -> T:
-    """Raises LoadFailed if the process ends first."""
     ready, ended = asyncio.create_task(waiting), asyncio.create_task(process.wait())
     try:
         await asyncio.wait([ready, ended], return_when=asyncio.FIRST_COMPLETED)

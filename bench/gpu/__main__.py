@@ -3,8 +3,7 @@
     python -m bench.gpu --json OUT.json
     python -m bench.gpu --device cpu --tiny        to test this command: the figures mean nothing
 
-Needs torch, transformers, triton and numpy. Weights are random, in the shape of Llama-3.1-8B. The table goes to
-standard error, the JSON to OUT (-: standard output).
+Needs torch, transformers, triton and numpy. Weights are random, in the shape of Llama-3.1-8B.
 """
 
 from __future__ import annotations

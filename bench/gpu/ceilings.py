@@ -1,5 +1,3 @@
-"""Limits of the device, the best of several runs."""
-
 from __future__ import annotations
 
 import time
@@ -16,7 +14,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def bandwidth(device: torch.device, size: int) -> float:
-    """Of a copy, which reads and writes: bytes per second."""
+    """Bytes per second that a copy reads and writes."""
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / _best(lambda: target.copy_(source), device)

@@ -6,7 +6,6 @@ import torch
 
 
 def gaps_share(spans: Iterable[tuple[float, float]]) -> float:
-    """What no span (begin, end) covers; 0 for none."""
     first = last = covered = 0.0
     for index, (begin, end) in enumerate(sorted(spans)):
         if index == 0:
@@ -17,7 +16,7 @@ def gaps_share(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def share(run: Callable[[], object]) -> float:
-    """In the second half of the GPU's work, after the prompts."""
+    """Idle share of the second half of the GPU's work, after the prompts."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
     events = [event for event in profile.events() or () if str(event.device_type).endswith("CUDA")]

@@ -36,7 +36,6 @@ def longest_gap_mixed(device: Device, sizes: Sizes) -> float:
 
 
 def longest_gap_split(device: Device, prefill_device: Device, sizes: Sizes) -> float:
-    """``prefill_device`` shares the weights of ``device``."""
     engine, arrived = make_engine(device, sizes.answers + sizes.long_prompts[0]), SimpleQueue[Payload]()
     thread = threading.Thread(target=_prefill, args=(prefill_device, _prompts(device, sizes), arrived))
     try:
@@ -54,7 +53,6 @@ def _prompts(device: Device, sizes: Sizes) -> list[Request]:
 def _longest_gap(
     engine: Engine, sizes: Sizes, arrive: Callable[[], object], between: Callable[[], object] = lambda: None
 ) -> float:
-    """In seconds."""
     count, trace = sizes.long_prompts[0], Trace()
     length = engine.limits.context_length - 17
     answers = [request(f"answer-{index}", 16, length, engine.device.vocab_size) for index in range(sizes.answers)]

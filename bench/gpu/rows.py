@@ -24,7 +24,7 @@ FAILURES = (AssertionError, AttributeError, EngineError, ImportError, LookupErro
 
 @dataclass(frozen=True)
 class Row:
-    """``least``: to reach, or to stay below if ``is_most``; None: no limit."""
+    """A figure; its goal ``least`` is a minimum, or a maximum if ``is_most``."""
 
     name: str
     value: float | None
@@ -55,7 +55,7 @@ class Bench:
         self._others_throughput = 0.0  # of transformers' continuous batching
 
     def parts(self) -> dict[str, Callable[[], Iterator[Row]]]:
-        """In order: what needs the unchanged model comes first."""
+        """Parts in order: those that need the unchanged model come first."""
         return {
             "transformers": self.transformers,
             "decode": self.decodes,
@@ -218,7 +218,6 @@ class Bench:
             yield Row(title, static / trace.seconds, "times", least, detail=detail | {"static_s": static})
 
     def _static_pace(self, device: ModelDevice, batch: int) -> tuple[float, float]:
-        """Seconds of a batch's prompts, and of a step in the middle of its longest answer."""
         sizes = self.sizes
         output = max(3, min(sizes.queue_most, sizes.steps * 2))
         rows = [request(f"static-{at}", sizes.queue_prompt + sizes.queue_most // 2 - output, output, device.vocab_size)
@@ -229,7 +228,6 @@ class Bench:
 
 
 def measure(bench: Bench, names: Sequence[str], seconds: float) -> Iterator[Row]:
-    """A failed part gives a row with the reason; none begins after ``seconds``."""
     ends = time.monotonic() + seconds
     for name in names:
         if time.monotonic() > ends:

@@ -43,10 +43,7 @@ def request(id: str, prompt: int, output: int, vocabulary: int) -> Request:
 
 @dataclass
 class Trace:
-    """Seconds after the start.
-
-    ``decodes``: seconds and tokens of each step of ``most`` sequences that decode.
-    """
+    """Seconds after the start of each token; ``decodes``: seconds and context tokens of each full decode step."""
 
     tokens: dict[str, list[float]] = field(default_factory=dict)
     decodes: list[tuple[float, int]] = field(default_factory=list)
@@ -58,7 +55,6 @@ class Trace:
 
     @property
     def tpot(self) -> float:
-        """Median of the requests' means, in seconds."""
         return median(fmean(after - before for before, after in pairwise(at)) for at in self.tokens.values())
 
 
@@ -81,7 +77,6 @@ def serve(engine: Engine, requests: Iterable[Request], most: int = 0) -> Trace:
 
 
 def decode_steps(device: Device, sequences: int, context: int, steps: int) -> Sequence[tuple[float, int]]:
-    """Seconds and tokens of steps in which all sequences decode."""
     filling = -(-sequences * context // BUDGET) + 2
     prompt = max(1, context - filling)
     requests = [

@@ -44,8 +44,6 @@ _SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Decode:
-    """``least``: share of the limit to reach."""
-
     sequences: int
     context: int
     least: float
@@ -120,7 +118,7 @@ def make_model(name: str, context_length: int, device: torch.device) -> LlamaFor
 def make_served(
     model: LlamaForCausalLM, name: str, *, kernels: CudaKernels, exact: bool = False, kv_bytes: int | None = None
 ) -> ModelDevice:
-    """Changes the model in place. ``kv_bytes`` None: what the GPU has left."""
+    """Make a device of the model, changing it in place; without ``kv_bytes``, blocks take the GPU's free memory."""
     config = ModelConfig(name, device=str(model.device), kv_bytes=kv_bytes, cuda_kernels=kernels, exact=exact)
     context_length = model.config.max_position_embeddings
     read = ReadModel(model, name, context_length, frozenset(), lambda layout: f"{name} {layout}")
@@ -128,14 +126,13 @@ def make_served(
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Without the rows of the embedding that a decode step does not take."""
+    """Bytes of weights that a decode step reads: all but the embedding, of which it takes few rows."""
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     taken: int = embedding.weight.nbytes
     return sum(p.numel() * p.element_size() for p in model.parameters()) - taken
 
 
 def products(model: torch.nn.Module) -> int:
-    """Multiplications and additions per token."""
     return 2 * sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
 
 
@@ -147,7 +144,6 @@ def kv_bytes(model: torch.nn.Module, tokens: int) -> int:
 
 
 def beside(device: ModelDevice, num_blocks: int) -> ModelDevice:
-    """Has the same weights, and blocks of its own."""
     dtype = device.store.dtype
     store = device.backend.make_store(device.store.layout, num_blocks, dtype)
     limits = RunnerLimits(device.eos_token_ids, device.context_length)

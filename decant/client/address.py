@@ -21,7 +21,7 @@ _WITH_TLS = {"http": False, "grpc": False, "https": True, "grpcs": True}
 
 
 def targets(addresses: str | Sequence[str], *, tls: bool = False) -> tuple[str, ...]:
-    """Comma separated routers; ``ipv4:`` and ``ipv6:`` may list addresses.
+    """Targets of routers separated by commas; ``ipv4:`` and ``ipv6:`` may list addresses.
 
     Raises ValueError without an address, for an invalid one, and for a scheme that contradicts `tls`.
     """
@@ -56,7 +56,6 @@ def _target(text: str, tls: bool) -> str:
 
 
 def _with_port(host: str, text: str) -> str:
-    """Raises ValueError that shows `text`."""
     if host.count(":") > 1 and not host.startswith("["):  # IPv6 without brackets
         return f"[{host}]:{PORT}"
     match = re.fullmatch(r"(\[[^\]]+\]|[^\[\]:/?#\s]+)(?::(\d+))?", host)

@@ -46,7 +46,6 @@ class AsyncClient:
         resume_seconds: float = 30.0,
         backoff: Backoff = DEFAULT_BACKOFF,
     ) -> None:
-        """As `decant.Client`."""
         self._call_seconds = call_seconds
         self._resume_seconds = resume_seconds
         self._routers = AsyncRouters(targets(address, tls=tls is not None), tls, token, backoff)
@@ -178,7 +177,7 @@ class AsyncClient:
         return cast(pb.ServerInfo, await self._call("GetServerInfo", pb.GetServerInfoRequest()))
 
     async def close(self) -> None:
-        """Open calls raise Cancelled."""
+        """Close the connections; open calls raise Cancelled."""
         await self._routers.close()
 
     async def _call(self, method: str, request: Message) -> Any:

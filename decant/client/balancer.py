@@ -4,8 +4,7 @@
     B fails      A  B! C  A     C  A  B    skipped during its backoff, then used again
     all failed   the one whose backoff ends first, and the seconds until then
 
-Backoffs after a lost connection or a drain are shared by all calls; others, such as after a full queue, belong to a
-call. A backoff doubles with each failure in a row, and is at least the router's retry delay.
+A backoff doubles with each failure in a row, and is at least the router's retry delay.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ JITTER = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Seconds; the maximum is short beside the grace period of a lost stream."""
+    """Seconds for which a failed router is skipped; the maximum is short beside the grace period of a lost stream."""
 
     first_s: float = 0.1
     longest_s: float = 1.0
 
     def seconds(self, failures: int) -> float:
-        """`failures` in a row, at least 1."""
         return min(self.longest_s, self.first_s * float(2 ** min(failures - 1, 16)))
 
 
@@ -36,8 +34,6 @@ DEFAULT_BACKOFF = Backoff()
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """`pause`: seconds before the call."""
-
     router: int
     pause: float
 
@@ -62,7 +58,7 @@ class Backoffs:
         return self._health[router].backoff_until
 
     def record_failure(self, router: int, at_least: float = 0.0) -> None:
-        """Failures during a backoff count as the one before it."""
+        """Begin or extend a backoff; failures during a backoff count as the one before it."""
         now, before = self._clock(), self._health[router]
         failures = before.failures + (now >= before.backoff_until)
         seconds = self._backoff.seconds(failures) * (0.5 + self._chance() / 2)
@@ -73,7 +69,7 @@ class Backoffs:
 
 
 class RouterSelector(Backoffs):
-    """Thread-safe; two threads may select the same router."""
+    """Round robin over routers; thread-safe, though two threads may select the same router."""
 
     def __init__(
         self,
@@ -82,7 +78,6 @@ class RouterSelector(Backoffs):
         chance: Callable[[], float] = random.random,
         backoff: Backoff = DEFAULT_BACKOFF,
     ) -> None:
-        """`chance` draws from 0 to 1."""
         super().__init__(count, clock, chance, backoff)
         self.count = count
         self.clock = clock

@@ -50,12 +50,11 @@ class Tls:
             raise ValueError("Tls: certificate and key come together")
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises OSError for a file that can't be read."""
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))
 
 
 def credentials_of(token: str | None) -> tuple[tuple[str, str], ...]:
-    """Metadata of every call. The ValueError does not show the token."""
+    """Metadata of every call. The ValueError for an invalid token does not show it."""
     if token is None:
         return ()
     if not token or not all("!" <= character <= "~" for character in token):
@@ -64,14 +63,12 @@ def credentials_of(token: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def open_blocking(address: str, tls: Tls | None) -> grpc.Channel:
-    """Raises OSError."""
     if tls is None:
         return grpc.insecure_channel(address, _OPTIONS)
     return grpc.secure_channel(address, tls.credentials(), _options(tls))
 
 
 def open_async(address: str, tls: Tls | None) -> grpc.aio.Channel:
-    """Raises OSError."""
     if tls is None:
         return grpc.aio.insecure_channel(address, _OPTIONS)
     return grpc.aio.secure_channel(address, tls.credentials(), _options(tls))

@@ -1,5 +1,3 @@
-"""Every method raises `decant.ServiceError`."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -35,8 +33,8 @@ class Client:
     "dns:///name:port" for all addresses of a name. Threads may share it. Close it, or use ``with``.
 
     Routers are called in turn; one that drains, is not ready or can't be reached is skipped until it is back. Within
-    the deadline, a call is repeated if a connection broke or a router can't take it now. Errors of the caller are
-    raised at once.
+    the deadline, a call is repeated if a connection broke or a router can't take it now. Calls raise
+    `decant.ServiceError`, at once for errors of the caller.
 
     >>> with Client("router-1:50051,router-2:50051") as client:
     ...     print(client.generate("def add(a, b):", max_tokens=40).text)
@@ -140,7 +138,7 @@ class Client:
         return results.generation(self._call("GetGeneration", request))
 
     def cancel(self, request_id: str) -> CancelStatus:
-        """In any state. May be repeated.
+        """Cancel a request in any state; idempotent.
 
         >>> client.cancel("6f9c")
         <CancelStatus.CANCELLED: 'cancelled'>
@@ -151,7 +149,7 @@ class Client:
     def tokenize(
         self, text: str | Sequence[Any], *, model: str = "", add_special_tokens: bool | None = None
     ) -> pb.TokenizeResponse:
-        """Of a text or of messages.
+        """The tokens of a text or of messages.
 
         >>> client.tokenize("def add").token_ids
         [41, 310]
@@ -177,7 +175,7 @@ class Client:
         return tuple(self._call("ListModels", pb.ListModelsRequest()).models)
 
     def model(self, name: str = "") -> pb.Model:
-        """By id or alias; without a name, the server's default. Raises NotFound.
+        """The model of this id or alias; without a name, the server's default. Raises NotFound.
 
         >>> client.model().max_context_length
         2048
@@ -193,7 +191,7 @@ class Client:
         return cast(pb.ServerInfo, self._call("GetServerInfo", pb.GetServerInfoRequest()))
 
     def close(self) -> None:
-        """Open calls raise Cancelled."""
+        """Close the connections; open calls raise Cancelled."""
         self._routers.close()
 
     def _call(self, method: str, request: Message) -> Any:

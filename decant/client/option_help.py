@@ -57,7 +57,7 @@ _WIDTH = max(map(len, OPTION_HELP))
 
 
 def with_options(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """For a method with ``**options: Unpack[Options]``."""
+    """Expand ``**options: Unpack[Options]`` in the docstring and the signature of ``method``."""
     lines = "\n".join(f"    {name:<{_WIDTH}}  {text}" for name, text in OPTION_HELP.items())
     intro = "Options, each of which may be None for its default:"
     method.__doc__ = f"{inspect.cleandoc(method.__doc__ or '')}\n\n{intro}\n\n{lines}\n"

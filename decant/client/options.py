@@ -83,7 +83,7 @@ _GROUP_OF = {field.name: group for group, kind in _GROUPS.items() for field in k
 
 
 def request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
-    """Raises InvalidArgument for a value that its field can't hold, TypeError for an unknown option."""
+    """Make a request. Raises InvalidArgument for a value that its field can't hold, TypeError for an unknown option."""
     message = pb.GenerateRequest()
     _set_input(message, prompt)
     for name, value in options.items():
@@ -93,8 +93,8 @@ def request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
 
 
 def named_request(prompt: Prompt | None, messages: Messages | None, options: Options) -> pb.GenerateRequest:
-    """With an id, so that repeated calls run once. Raises as `request`, and TypeError unless exactly one of `prompt`
-    and `messages` is set.
+    """Make a request with an id, so that repeated calls run once. Raises as `request`, and TypeError unless exactly one
+    of `prompt` and `messages` is set.
     """
     if prompt is None and messages is None:
         request("", options)  # raises for token ids that are passed as token_ids=
@@ -110,7 +110,6 @@ def named_request(prompt: Prompt | None, messages: Messages | None, options: Opt
 
 
 def tokenize_request(text: str | Sequence[Any], model: str, add_special_tokens: bool | None) -> pb.TokenizeRequest:
-    """Raises InvalidArgument."""
     message = fill(pb.TokenizeRequest(return_tokens=True), model=model, add_special_tokens=add_special_tokens)
     if isinstance(text, str):
         _set_field(message, "text", text, "text")
@@ -122,14 +121,12 @@ def tokenize_request(text: str | Sequence[Any], model: str, add_special_tokens: 
 
 
 def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens: bool | None) -> pb.DetokenizeRequest:
-    """Raises InvalidArgument."""
     message = fill(pb.DetokenizeRequest(), model=model, skip_special_tokens=skip_special_tokens)
     _set_field(message, "token_ids", token_ids, "token_ids")
     return message
 
 
 def fill(message: M, **values: Any) -> M:
-    """Set the fields that are not None. Raises InvalidArgument."""
     for name, value in values.items():
         if value is not None:
             _set_field(message, name, value, name)
@@ -137,7 +134,6 @@ def fill(message: M, **values: Any) -> M:
 
 
 def add_messages(target: pb.Messages, messages: Sequence[Any]) -> None:
-    """Raises InvalidArgument."""
     for index, message in enumerate(messages):
         field = f"messages[{index}]"
         if not isinstance(message, Mapping) or not message.keys() <= {"role", "content"}:
@@ -196,7 +192,6 @@ def _to_field_value(name: str, value: object) -> object:
 
 
 def _set_field(message: Message, name: str, value: Any, option: str, original: object = None) -> None:
-    """An error names `option` and shows `original`."""
     field = message.DESCRIPTOR.fields_by_name[name]
     try:
         if field.message_type is not None and field.message_type.GetOptions().map_entry:

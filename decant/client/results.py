@@ -34,7 +34,7 @@ class CancelStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """`token_ids` and `logprobs` are empty unless requested."""
+    """New text and tokens of an output; `token_ids` and `logprobs` are empty unless requested."""
 
     index: int
     text: str
@@ -45,7 +45,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """`stop` is the stop string, or the id of the stop token or EOS."""
+    """End of an output; `stop` is the stop string, or the id of the stop token or EOS."""
 
     reason: FinishReason
     stop: str | int | None = None
@@ -83,8 +83,6 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """`finished` is None while it is generated."""
-
     index: int
     text: str
     token_ids: tuple[int, ...]
@@ -94,7 +92,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`text`, `token_ids`, `logprobs` and `finished` are those of the first output."""
+    """Result of a request; `text`, `token_ids`, `logprobs` and `finished` are those of the first output."""
 
     request_id: str
     model: str
@@ -122,7 +120,7 @@ class Answer:
 
 
 class GenerationState(StrEnum):
-    """See `Generation.State` in protos/inference.proto."""
+    """State of a request, as drawn at `Generation.State` in protos/inference.proto."""
 
     UNSPECIFIED = "unspecified"
     QUEUED = "queued"
@@ -140,7 +138,7 @@ class GenerationState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """`attempt` counts from 1."""
+    """Change of state of a request; `attempt` counts from 1."""
 
     state: GenerationState
     time: datetime
@@ -169,7 +167,6 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """Of the first output, so far."""
         return self.answer.text
 
 
@@ -205,7 +202,6 @@ def cancel_status(message: pb.CancelGenerationResponse) -> CancelStatus:
 
 
 def plain(kind: type[_T], message: Message) -> _T:
-    """Unset fields are None."""
     values: dict[str, Any] = {}
     for field in fields(kind):  # type: ignore[arg-type]
         has = not message.DESCRIPTOR.fields_by_name[field.name].has_presence or message.HasField(field.name)

@@ -49,7 +49,6 @@ _MOVED_REASONS = frozenset({Reason.DRAINING, Reason.OWNER_CHANGED, Reason.SLOW_R
 
 
 def is_retryable(error: ServiceError) -> bool:
-    """At another router, or later."""
     if error.reason is Reason.UNSPECIFIED:
         return error.code in _LOST_CODES
     return error.retryable or error.reason in _MOVED_REASONS
@@ -59,9 +58,7 @@ class RetryState:
     """Retry state of a call, or of a stream with its resumptions."""
 
     def __init__(self, selector: RouterSelector, seconds: float | None = None, patience: float = 0.0) -> None:
-        """`seconds` until the deadline; `patience` 0: no resumption. The first try ignores backoffs. Raises
-        InvalidArgument unless `seconds` is finite.
-        """
+        """The first try ignores backoffs. Raises InvalidArgument unless `seconds`, the timeout, is finite."""
         if seconds is not None and not (isinstance(seconds, int | float) and math.isfinite(seconds)):
             limit = "a finite number of seconds, or None for no deadline"
             raise InvalidArgument("timeout", limit, repr(seconds))
@@ -85,11 +82,10 @@ class RetryState:
         return self._router
 
     def remaining(self) -> float | None:
-        """At least 0; None without a deadline."""
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
     def mark_progress(self) -> None:
-        """Call for each response or new message of a stream."""
+        """Reset backoffs and patience; call it for each response or new message of a stream."""
         if not self._is_healthy:
             self._is_healthy = self._has_begun = True
             self._broke_at = None

@@ -40,7 +40,6 @@ def closed_error() -> Cancelled:
 
 
 def call_span(method: str, request: Message, retries: RetryState) -> tracing.Span:
-    """Only for calls that generate or resume; its context goes to the router."""
     if method not in ("Generate", "GenerateStream", "ResumeStream"):
         return tracing.Span()
     span = tracing.span(f"client.{method}", kind="client", request_id=request.request_id)  # type: ignore[attr-defined]
@@ -67,10 +66,9 @@ class CancelSignal:
 
 
 class Routers:
-    """Blocking; thread-safe."""
+    """Blocking calls to several routers; thread-safe."""
 
     def __init__(self, addresses: tuple[str, ...], tls: Tls | None, token: str | None, backoff: Backoff) -> None:
-        """Connects with the first call. Raises OSError for a TLS file, ValueError for a token."""
         self.addresses = addresses
         self._metadata = credentials_of(token)
         self._has_tls = tls is not None
@@ -82,7 +80,6 @@ class Routers:
         self._lock = threading.RLock()  # reentrant: garbage collection may close a stream at any point
 
     def cancel_signal(self) -> CancelSignal:
-        """`close` sets it too."""
         signal = CancelSignal()
         with self._lock:
             if self._is_closed:
@@ -92,7 +89,6 @@ class Routers:
         return signal
 
     def call(self, method: str, request: Message, seconds: float | None) -> Any:
-        """A unary call to any router. Raises ServiceError."""
         retries, signal = RetryState(self.selector, seconds), self.cancel_signal()
         with call_span(method, request, retries):
             while True:
@@ -117,12 +113,11 @@ class Routers:
         return with_advice(error, self.addresses[retries.router], tls=self._has_tls, seconds=retries.seconds)
 
     def cancel_request(self, request_id: str) -> None:
-        """Ignores errors: the end of the call cancels it later."""
+        """Cancel a request, ignoring errors: the end of its call cancels it later."""
         with contextlib.suppress(ServiceError):
             self.call("CancelGeneration", pb.CancelGenerationRequest(request_id=request_id), CANCEL_SECONDS)
 
     def close(self) -> None:
-        """End every call and wait."""
         with self._lock:
             self._is_closed = True
             for signal in self._signals:
@@ -165,7 +160,7 @@ class AsyncCancelSignal:
 
 @contextlib.contextmanager
 def typed_errors_until(signal: AsyncCancelSignal) -> Iterator[None]:
-    """Raises Cancelled, not CancelledError, for a call that `signal` ended."""
+    """Raise Cancelled, not CancelledError, for a call that `signal` ended."""
     try:
         with typed_errors():
             yield
@@ -177,10 +172,9 @@ def typed_errors_until(signal: AsyncCancelSignal) -> Iterator[None]:
 
 
 class AsyncRouters:
-    """For one event loop."""
+    """`Routers` for one event loop."""
 
     def __init__(self, addresses: tuple[str, ...], tls: Tls | None, token: str | None, backoff: Backoff) -> None:
-        """See `Routers`."""
         self.addresses = addresses
         self._metadata = credentials_of(token)
         self._has_tls = tls is not None
@@ -211,14 +205,12 @@ class AsyncRouters:
                     await self.wait(retries, signal, error)
 
     def start_call(self, method: str, request: Message, retries: RetryState) -> Any:
-        """Raises Cancelled after `close`."""
         if self._is_closed:
             raise closed_error()
         call = getattr(self._stubs[retries.router], method)
         return call(request, timeout=retries.remaining(), metadata=(*self._metadata, *retries.metadata))
 
     async def wait(self, retries: RetryState, signal: AsyncCancelSignal, error: ServiceError) -> None:
-        """Raises as `Routers.wait`."""
         if not signal.is_set:
             await signal.wait(retries.pause_after(self._with_advice(error, retries)))
         if signal.is_set:

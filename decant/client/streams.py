@@ -41,12 +41,10 @@ class ResumableStream(Transcript):
 
     @property
     def router(self) -> str:
-        """Address of the current router."""
         return self._addresses[self._retries.router]
 
     @property
     def _cancels(self) -> bool:
-        """Closing a resumed or detached stream does not cancel."""
         request = self._request
         return (
             isinstance(request, pb.GenerateRequest)
@@ -54,7 +52,7 @@ class ResumableStream(Transcript):
         )
 
     def _next_call(self) -> tuple[str, Message]:
-        """Before the first message the first request, to which a router attaches or which it starts."""
+        """Repeat the first request until a message arrives: a router attaches to it or starts it."""
         if not self.seq and isinstance(self._request, pb.GenerateRequest):
             return "GenerateStream", self._request
         return "ResumeStream", pb.ResumeStreamRequest(request_id=self.request_id, after_seq=self.seq)
@@ -73,10 +71,11 @@ class ResumableStream(Transcript):
 
 
 class Stream(ResumableStream):
-    """Iterate for deltas. `text` and `outputs` grow; after the end it has `finished`, `usage` and `receipt`.
+    """Iterate for deltas; iterating raises the stream's error. `text` and `outputs` grow; after the end it has
+    `finished`, `usage` and `receipt`.
 
     A broken stream resumes at another router; `resumed_at` lists them. Leaving it early (a break, an exception, the end
-    of a ``with``) cancels the request, unless it is detached.
+    of a ``with``) cancels the request, unless it is detached or `Client.resume` made the stream.
     """
 
     def __init__(self, routers: Routers, request: StreamRequest, retries: RetryState) -> None:
@@ -86,7 +85,6 @@ class Stream(ResumableStream):
         self._call = routers.start_call(*self._next_call(), retries)
 
     def __iter__(self) -> Iterator[Delta]:
-        """Raises the stream's error."""
         try:
             while not self.is_complete:
                 try:
@@ -106,7 +104,7 @@ class Stream(ResumableStream):
             self.close()
 
     def close(self) -> None:
-        """Cancel the request unless it has ended or is detached. May be repeated."""
+        """Leave the stream; idempotent."""
         if not self._is_over:
             self._is_over = True
             self._signal.set()
@@ -124,7 +122,6 @@ class Stream(ResumableStream):
         self._call.cancel()
 
     def _resume_after(self, error: ServiceError) -> None:
-        """Raises `error` if there is no next call."""
         if self.is_complete:  # only the call's end was missing
             return
         self._routers.wait(self._retries, self._signal, error)
@@ -151,7 +148,6 @@ class AsyncStream(ResumableStream):
         self._call = routers.start_call(*self._next_call(), retries)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Raises the stream's error."""
         try:
             while not self.is_complete:
                 try:
@@ -171,7 +167,6 @@ class AsyncStream(ResumableStream):
             await self.close()
 
     async def close(self) -> None:
-        """See `Stream.close`."""
         if not self._is_over:
             self._is_over = True
             self._signal.set()

@@ -18,17 +18,14 @@ class Transcript:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last message, with the usage, was received."""
         return self.usage is not None
 
     @property
     def text(self) -> str:
-        """Of the first output, so far."""
         return "".join(delta.text for delta in self._deltas.get(0, ()))
 
     @property
     def finished(self) -> Finished | None:
-        """Of the first output."""
         return self._finished.get(0)
 
     @property

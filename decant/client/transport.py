@@ -22,7 +22,7 @@ _OTHER_NAME = "Hostname Verification Check failed"
 
 
 def with_advice(error: ServiceError, router: str, *, tls: bool, seconds: float | None) -> ServiceError:
-    """Adds a typed deadline, or advice on a failed connection, to errors of gRPC itself."""
+    """Add a typed deadline, or advice on a failed connection, to errors of gRPC itself."""
     if error.reason is not Reason.UNSPECIFIED:
         return error
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED and seconds is not None:

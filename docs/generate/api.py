@@ -1,5 +1,3 @@
-"""docs/reference/api.md: every method, message and enum of decant.v1, from the comments of protos/inference.proto."""
-
 from __future__ import annotations
 
 import re
@@ -51,7 +49,6 @@ def render() -> str:
 
 @cache
 def defaults_of_limits() -> dict[str, str]:
-    """Of a router without options."""
     fields = RouterSettings.model_fields
     message = limits(
         max_queued_requests=fields["queue_limit"].default,
@@ -90,7 +87,6 @@ def _examples() -> list[Path]:
 
 
 def _elements(file: CommentedFile) -> Iterator[Element]:
-    """Nested ones after what they are nested in."""
     top = [Element(message, (proto.MESSAGES, index)) for index, message in enumerate(file.file.message_type)]
     top += [Element(enum, (proto.ENUMS, index)) for index, enum in enumerate(file.file.enum_type)]
     spans = {tuple(location.path): location.span[0] for location in file.file.source_code_info.location}
@@ -130,7 +126,6 @@ def _element(file: CommentedFile, element: Element, comment: Comment) -> list[st
 
 
 def _type(message: DescriptorProto, field: FieldDescriptorProto) -> str:
-    """A message or an enum of this page is a link."""
     entry = next((nested for nested in message.nested_type if nested.name == _name(field.type_name)), None)
     if entry is not None and entry.options.map_entry:
         key, value = entry.field
@@ -157,7 +152,6 @@ def _cell(text: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """Lines indented by four become a block of code."""
     parts, block = [], False
     for line in text.splitlines():
         if line.startswith("    ") != block and (block or line.strip()):

@@ -1,5 +1,3 @@
-"""docs/reference/cli.md: the command `decant`, from its typer app."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -34,7 +32,6 @@ def render() -> str:
 
 
 def _commands(group: TyperGroup, prefix: str = "") -> Iterator[tuple[str, TyperCommand | TyperGroup]]:
-    """A group's own options come before its subcommands."""
     for name, command in group.commands.items():
         if isinstance(command, TyperGroup):
             yield f"{prefix}{name}", command

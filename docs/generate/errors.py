@@ -1,5 +1,3 @@
-"""docs/reference/errors.md: every reason of an error, from protos/inference.proto and decant.runtime.errors."""
-
 from __future__ import annotations
 
 import re
@@ -89,7 +87,6 @@ def _example() -> str:
 
 
 def _exceptions() -> Iterator[tuple[str, str]]:
-    """RESOURCE_EXHAUSTED has two."""
     faults = [ErrorDetail(status.value[0], "", Reason.UNSPECIFIED) for status in grpc.StatusCode]
     faults += [ErrorDetail(EXHAUSTED.value[0], "", reason) for reason in (Reason.QUOTA_EXCEEDED, Reason.QUEUE_FULL)]
     for fault in faults:

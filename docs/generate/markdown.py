@@ -17,7 +17,7 @@ def code(text: object) -> str:
 
 
 def sentence(text: str) -> str:
-    """Adds a full stop, and a capital letter unless it starts with a value or a name."""
+    """Add a full stop, and a capital letter unless the text starts with a value or a name."""
     text = text.strip()
     first = text.partition(" ")[0]
     if first.isalpha():

@@ -1,5 +1,3 @@
-"""docs/reference/metrics.md: the metrics of each process, from the classes that define them."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
@@ -93,7 +91,7 @@ def render() -> str:
 
 
 def all_metrics() -> list[Defined]:
-    """A name may occur twice."""
+    """Metrics of all processes; a name may occur twice."""
     return [metric for define in DEFINITIONS.values() for metric in _defined(define)]
 
 

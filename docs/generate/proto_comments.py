@@ -25,7 +25,7 @@ FilePath = tuple[int, ...]
 
 
 class Comment(NamedTuple):
-    """Above an element, beside it, and above it with an empty line between."""
+    """Comments above an element, beside it, and above it with an empty line between."""
 
     above: str
     beside: str
@@ -37,7 +37,6 @@ class Comment(NamedTuple):
 
     @property
     def section(self) -> str:
-        """Title of the section that starts here, or nothing."""
         match = TITLE.search(self.apart)
         return match[1].strip() if match else ""
 
@@ -46,8 +45,6 @@ NONE = Comment("", "", "")
 
 
 class CommentedFile:
-    """By path of the element."""
-
     def __init__(self, name: str = "inference.proto") -> None:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "set"

@@ -28,7 +28,6 @@ NOT_SHOWN = re.compile(r"_pb2|_lock|-lock|^\.|^__")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds pages for files that a page links to, and for those that these link to."""
     waiting = [_repository_path(file.src_uri) for file in files.documentation_pages()]
     while waiting:
         for target in _targets(waiting.pop()):
@@ -66,7 +65,6 @@ def _targets(path: str) -> Iterator[str]:
 
 
 def _parts(text: str) -> Iterator[tuple[str, bool]]:
-    """Prose (False) and code (True)."""
     end = 0
     for match in CODE.finditer(text):
         yield text[end : match.start()], False
@@ -76,7 +74,6 @@ def _parts(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _resolve(page: str, link: str) -> str | None:
-    """Relative to the repository; None if it does not exist. A folder with an index or README stands for it."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
     if path.startswith("..") or not (ROOT / path).exists():
         return None

@@ -1,5 +1,3 @@
-"""docs/reference/settings.md: the settings of each process, from their classes."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -66,7 +64,6 @@ def _meaning(field: FieldInfo) -> str:
 
 
 def _allowed(field: FieldInfo) -> str:
-    """Unless the type says so."""
     kinds = [field.annotation, *get_args(field.annotation)]
     choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
     if choices:
