@@ -37,14 +37,7 @@ Notify = Callable[[str, Record | None, int], None]
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Unset `rate` and `concurrency`: all at once. `slos` in seconds.
-
-    dataset       JSON lines, or ShareGPT's conversations (.json)
-    trace         send at the arrival times of the dataset
-    multi_turn    all turns of each conversation; then `requests` counts conversations
-    ramp_to       rate at the end of the run
-    sweep         search the highest rate that keeps the objectives, from `rate` on
-    """
+    """Options of `decant bench`, `slos` in seconds; without `rate` and `concurrency` all requests are sent at once."""
 
     model: str = ""
     workload: str = "random"
@@ -75,14 +68,12 @@ class Target:
 
 @dataclass(frozen=True)
 class Result:
-    """Documents of all runs, by rate."""
-
     runs: Sequence[dict[str, Any]]
     sentence: str
 
 
 def check(options: BenchOptions) -> None:
-    """Raises InvalidBenchmark."""
+    """Raise InvalidBenchmark for options that are invalid or exclude each other."""
     if options.workload not in ("random", "anyscale"):
         raise InvalidBenchmark("--workload", "random or anyscale", options.workload)
     if options.workload == "anyscale" and options.dataset is not None:
@@ -106,7 +97,7 @@ def check(options: BenchOptions) -> None:
 
 
 async def run(target: Target, options: BenchOptions, notify: Notify) -> Result:
-    """Raises InvalidBenchmark and ServiceError."""
+    """Measure a deployment. Raises InvalidBenchmark and ServiceError."""
     check(options)
     async with _client(target) as client:
         model = await client.model(options.model)
@@ -130,8 +121,8 @@ def _client(target: Target) -> AsyncClient:
 
 
 class RequestSource:
-    """`first`: requests of the first run. In a sweep the others last as long, to fill the deployment; random prompts
-    always differ, as earlier ones may be cached.
+    """Requests of each run. Later runs of a sweep last as long as the first; their random prompts are new, as earlier
+    ones may be cached.
     """
 
     def __init__(self, model: pb.Model, options: BenchOptions, first: Sequence[BenchRequest]) -> None:
@@ -168,7 +159,6 @@ class _Benchmark:
         self._notify = notify
 
     async def warm_up(self) -> None:
-        """Raises InvalidBenchmark if a request fails."""
         size, options = self._model.vocab_size, self._options
         for index, request in enumerate(self._requests[: options.warm_up]):
             length = len(request.prompt) if not isinstance(request.prompt, str) else 16
@@ -238,7 +228,6 @@ async def _requests(client: AsyncClient, model: pb.Model, options: BenchOptions)
 async def _conversation(
     client: AsyncClient, model: pb.Model, options: BenchOptions, turns: Turns
 ) -> BenchRequest | None:
-    """Turns up to the first beyond the context; None without any."""
     requests = []
     chosen = turns if options.multi_turn else turns[:1]
     for prompt, (_, answer) in zip(prompts(chosen), chosen, strict=True):
@@ -265,7 +254,7 @@ def _random(model: pb.Model, options: BenchOptions) -> list[BenchRequest]:
 
 
 def parse_slos(text: str) -> dict[str, float]:
-    """ "ttft=500ms,tpot=50ms" in seconds. Raises InvalidBenchmark."""
+    """Parse "ttft=500ms,tpot=50ms" to seconds. Raises InvalidBenchmark."""
     slos: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition("=")

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def busy(document: Mapping[str, Any]) -> str:
-    """Empty unless the load average exceeds the cores."""
+    """Return a warning if the load average exceeds the cores, else an empty text."""
     load, cores = document["load_average"], document["cores"]
     if load <= cores + 0.5:
         return ""

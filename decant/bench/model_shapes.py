@@ -1,8 +1,6 @@
 """Checkpoints in known shapes with random weights, on which speed does not depend.
 
 python -m decant.bench.model_shapes --shape qwen2.5-0.5b --out DIR
-
-The tokenizer has a token for every byte, and a made-up word for every other id.
 """
 
 from __future__ import annotations
@@ -75,8 +73,8 @@ def cache_folder() -> Path:
 
 
 def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
-    """Bfloat16, determined by seed and torch version; an existing one is kept. Raises KeyError for an unknown shape,
-    FileExistsError for a folder with other content.
+    """Make a checkpoint in bfloat16, determined by `seed` and the version of torch; an existing one is kept. Raises
+    KeyError for an unknown shape, FileExistsError for a folder with other content.
     """
     config = SHAPES[shape]
     folder = folder or cache_folder() / f"{shape}-{seed}"
@@ -100,12 +98,11 @@ def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
 
 
 def source(model: str) -> str:
-    """Any other model is returned as it is."""
     return str(make(model)) if model in SHAPES and not Path(model).is_dir() else model
 
 
 def checkpoint(model: str) -> Path:
-    """A folder is returned as it is. Raises FileNotFoundError."""
+    """Return the folder of a checkpoint, made for a known shape. Raises FileNotFoundError."""
     folder = Path(source(model))
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"--model {model}: neither a checkpoint's folder nor one of {', '.join(SHAPES)}")
@@ -126,7 +123,6 @@ def _write(config: dict[str, Any], folder: Path, seed: int) -> None:
 
 
 def _write_tokenizer(vocab_size: int, folder: Path) -> None:
-    """Byte-level, without merges. Words begin with a space."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -8,7 +8,7 @@ from decant.client.results import Receipt
 
 
 class TokenTimes:
-    """Seconds from the sending of a request to its tokens."""
+    """Latencies in seconds, from times of one clock."""
 
     __slots__ = ()
 
@@ -25,7 +25,6 @@ class TokenTimes:
 
     @property
     def tpot(self) -> float | None:
-        """None for a single token."""
         return (self.tokens[-1] - self.tokens[0]) / (len(self.tokens) - 1) if len(self.tokens) > 1 else None
 
     @property
@@ -35,12 +34,8 @@ class TokenTimes:
 
 @dataclass(slots=True)
 class Record(TokenTimes):
-    """Seconds of one monotonic clock.
-
-    tokens   when each arrived; those of one message share a time
-    due      when it was to be sent
-    error    reason of its failure, or empty
-    receipt  None unless it succeeded
+    """Times of a request in seconds of one monotonic clock; `due` is when it was to be sent, tokens of one message
+    share a time.
     """
 
     due: float
@@ -53,5 +48,4 @@ class Record(TokenTimes):
 
     @property
     def second_token(self) -> float | None:
-        """The gap that a handoff can delay."""
         return self.tokens[1] - self.tokens[0] if len(self.tokens) > 1 else None

@@ -9,7 +9,6 @@ _EXTRA_OF = dict.fromkeys(_ROUTER, "router") | dict.fromkeys(
 
 
 def main() -> None:
-    """The console script. Names the extra to install if one is missing."""
     try:
         from decant.command.app import app
 

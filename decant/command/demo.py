@@ -11,7 +11,6 @@ _END_SECONDS = 120.0
 
 
 def run() -> None:
-    """Raises CommandFailed."""
     print("decant up --port 0      (a private Redis, a prefill worker, a decode worker, a router)", flush=True)
     with temporary_deployment() as running:
         print(f"ready on {running.addresses[0]}\n\ndecant generate --temperature 0.7 --seed {SEED} --max-tokens 60\n")

@@ -8,7 +8,7 @@ from decant.runtime.errors import ServiceError
 
 
 class CommandFailed(Exception):
-    """Shown as one line on standard error."""
+    """Failure that ends a command with `status` and one line on standard error."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)

@@ -6,13 +6,11 @@ from decant.command.errors import CommandFailed
 
 
 def check_report(file: Path | None) -> None:
-    """Before a measurement that a wrong path would waste. Raises CommandFailed."""
     if file is not None and (file.is_dir() or not file.parent.is_dir()):
         raise CommandFailed(f"--html: a file in a folder that exists, got {file}", status=2)
 
 
 def write_report(file: Path, text: str) -> None:
-    """Raises CommandFailed."""
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

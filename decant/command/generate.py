@@ -26,8 +26,6 @@ UNSET: tuple[Any, ...] = (None, [], ())
 
 @dataclass
 class Clock:
-    """Seconds."""
-
     sent: float
     first: float | None = None
     last: float | None = None
@@ -46,7 +44,6 @@ class Clock:
         return None if self.last is None else (self.last - self.sent) * 1000
 
     def tpot_ms(self, tokens: int) -> float | None:
-        """Without the first token."""
         if self.first is None or self.last is None or tokens < 2:
             return None
         return (self.last - self.first) * 1000 / (tokens - 1)
@@ -54,8 +51,6 @@ class Clock:
 
 @dataclass(frozen=True)
 class GenerateArgs:
-    """`address` as in `decant.Client`."""
-
     address: str | Sequence[str]
     tls: Tls | None = None
     timeout: float | None = None
@@ -87,7 +82,7 @@ def _read_prompt(argument: str | None) -> str:
 
 
 def run(args: GenerateArgs, prompt: Prompt, options: Options) -> str:
-    """Returns the summary. Raises Unavailable before any output, CommandFailed after; other ServiceErrors."""
+    """Print the output; return the summary. Raises Unavailable only before any output, then CommandFailed instead."""
     try:
         client = Client(args.address, tls=args.tls, token=os.environ.get(TOKEN) or None)
     except ValueError as error:
@@ -113,7 +108,6 @@ def run(args: GenerateArgs, prompt: Prompt, options: Options) -> str:
 
 
 def run_here(args: GenerateArgs, prompt: Prompt, options: Options, waiting: Waiting) -> str:
-    """Waits while a deployment or a process of it starts."""
     while True:
         deployment = waiting.deployment()
         try:
@@ -142,8 +136,8 @@ def _print_status(line: str) -> None:
 
 @contextlib.contextmanager
 def _until_ctrl_c(client: Client, stream: Stream) -> Iterator[None]:
-    """Cancels the request, then raises KeyboardInterrupt; a second one is raised at once. Inside gRPC it could be lost,
-    or leave a lock locked.
+    """Cancel the request at Ctrl-C, then raise KeyboardInterrupt; a second one is raised at once. Raised inside gRPC it
+    could be lost, or leave a lock locked.
     """
     is_interrupted = False
 

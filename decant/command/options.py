@@ -1,4 +1,4 @@
-"""A command's signature sets the defaults."""
+"""Options of commands; a command's signature sets the defaults."""
 
 from __future__ import annotations
 
@@ -90,13 +90,11 @@ Slo = Annotated[str, Option(help="Objectives, such as ttft=500ms,tpot=50ms.", sh
 
 
 def from_params(kind: type[T], params: Mapping[str, Any], **others: Any) -> T:
-    """Fields that are not in `others` are parameters of their name."""
     names = [field.name for field in fields(kind) if field.name not in others]  # type: ignore[arg-type]
     return kind(**{name: params[name] for name in names}, **others)
 
 
 def tls_from(params: dict[str, Any]) -> Tls | None:
-    """None without any. Raises CommandFailed."""
     files = {"ca": params["ca"], "certificate": params["certificate"], "key": params["key"]}
     name = params["server_name"]
     if not any(files.values()) and not name:

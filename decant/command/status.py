@@ -34,7 +34,6 @@ _NO_TERMINAL = 240  # columns
 
 
 def run(redis_url: str, *, as_json: bool, deployment: Deployment | None = None, watch: bool = False) -> None:
-    """Once, or every `WATCH_S` until an interrupt. Raises CommandFailed without Redis."""
     console = new_console()
     while True:
         workers, routers = directory(redis_url)
@@ -53,7 +52,6 @@ def run(redis_url: str, *, as_json: bool, deployment: Deployment | None = None, 
 
 
 def directory(redis_url: str) -> tuple[Workers, Routers]:
-    """Raises CommandFailed."""
     try:
         return asyncio.run(_directory(redis_url))
     except (StateError, ValueError) as error:
@@ -67,8 +65,6 @@ async def _directory(redis_url: str) -> tuple[Workers, Routers]:
 
 @dataclass(frozen=True)
 class Row:
-    """In Redis, known to a `decant up` on this machine, or both."""
-
     name: str
     role: str
     state: str
@@ -77,7 +73,6 @@ class Row:
 
 
 def rows_of(workers: Workers, routers: Routers, deployment: Deployment | None) -> list[Row]:
-    """Routers, workers, then unregistered processes of `deployment`."""
     processes = dict(deployment.processes) if deployment is not None else {}
     listed: list[tuple[str, DirectoryEntry[Any]]] = [("router", one) for one in routers.present]
     listed += [(role_name(one.facts.role), one) for one in workers.present]
@@ -97,7 +92,7 @@ def _host_of(deployment: Deployment | None) -> str:
 
 
 def _state(one: DirectoryEntry[Any], process: Process | None) -> str:
-    """`decant up` reports ends first; only a registration shows that a process hangs."""
+    """Return a state: `decant up` reports ends first, but only a registration shows that a process hangs."""
     if process is not None and process.lost_at is not None:
         return process.describe()
     if one.renewed_ago_s > SILENT_S:
@@ -143,7 +138,7 @@ def show(rows: list[Row], console: Console, deployment: Deployment | None = None
 
 
 def new_console() -> Console:
-    """Text such as "[fe80::1]:9090" is no markup; without a terminal no line is wrapped."""
+    """Make a console on which text such as "[fe80::1]:9090" is no markup; without a terminal no line is wrapped."""
     return Console(width=None if sys.stdout.isatty() else _NO_TERMINAL, markup=False, emoji=False)
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 
 class InvalidPlan(Exception):
-    """The message says what is possible instead."""
+    """Invalid or impossible plan; the message names what is possible."""
 
     def __init__(self, field: str, limit: str, value: object) -> None:
         super().__init__(f"{field}: {limit}, got {value}")

@@ -25,8 +25,6 @@ DEFAULT_OUTPUT_TOKENS = "500"
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """As typed. `model` or `shape`; a preset `device`, or memory with bandwidth and flops or a profile."""
-
     model: str | None = None
     shape: str | None = None
     device: str | None = None
@@ -57,8 +55,6 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """`lengths`: for which the report counts what fits."""
-
     shape: ModelShape
     device: Device
     dtype: str
@@ -76,7 +72,7 @@ class Inputs:
 
 
 def parse(options: PlanOptions) -> Inputs:
-    """Raises InvalidPlan, and what a calibration raises."""
+    """Parse and check options. Raises InvalidPlan, and ModelRefused if the model of a calibration is refused."""
     shape = _shape(options)
     kv_dtype = options.kv_dtype or options.dtype
     _one_of("--dtype", options.dtype, FLOATS)

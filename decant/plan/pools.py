@@ -1,7 +1,7 @@
-"""Pools of workers of one speed under a workload.
+"""Pools of equal workers under a workload; times in seconds.
 
-A worker at r requests/s runs b = r x output x seconds of a token sequences: Little's law. A sequence shares its steps
-with the mean number of others, as sequences arrive at random.
+A decode worker at r requests/s runs r x output x seconds of a token sequences at a time: Little's law. A sequence
+shares its steps with the mean number of others, as sequences arrive at random.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class Pools:
 
     @cached_property
     def service(self) -> ServiceTime:
-        """Seconds of a prefill and its sending."""
         prefill, sending = self.speed.prefill, self._overheads.sending
 
         def moment(power: int) -> float:
@@ -39,20 +38,16 @@ class Pools:
 
     @property
     def prefill_mean(self) -> float:
-        """Seconds."""
         return self._workload.prompt.mean_of(self.speed.prefill)
 
     def prefill_use(self, workers: int, rate: float) -> float:
-        """Above 1 where they can't keep up."""
         return rate * self.service.mean / workers
 
     def ttft(self, workers: int, rate: float) -> float:
-        """Seconds that `quantile` of the requests keep, for the longest prompt."""
         wait = Wait(workers, rate, self.service).quantile(self._workload.quantile)
         return self._overheads.latency + self.speed.prefill(self._workload.prompt.high) + wait
 
     def median_ttft(self, workers: int, rate: float) -> float:
-        """Seconds that half of the requests keep."""
         wait = Wait(workers, rate, self.service)
         if not wait.is_bounded:
             return math.inf
@@ -66,7 +61,7 @@ class Pools:
         return self._overheads.latency + high
 
     def running(self, rate: float) -> float:
-        """On one worker; infinite where it can't keep up."""
+        """Return the mean sequences of one decode worker at `rate`; infinite where it can't keep up."""
         tokens = rate * self._workload.output.mean
         low, high = 0.0, float(self._fit)
         if high < tokens * self._token(high):
@@ -77,7 +72,6 @@ class Pools:
         return high
 
     def tpot(self, running: float) -> float:
-        """Seconds, beside `running` others, with a share of the handoff."""
         gaps = max(self._workload.output.mean - 1, 1.0)
         return self._token(running) + self._overheads.handoff / gaps
 
@@ -86,7 +80,7 @@ class Pools:
         return ttft < math.inf and (objective is None or ttft <= objective)
 
     def decode_fits(self, rate: float, objective: float | None) -> bool:
-        """For one worker, with its sequences in memory."""
+        """Return whether one worker keeps the objective at `rate`, with its sequences in memory."""
         running = self.running(rate)
         if math.isinf(running):
             return False
@@ -94,7 +88,6 @@ class Pools:
         return is_in_memory and (objective is None or self.tpot(running) <= objective)
 
     def batch_limit(self, objective: float | None) -> int:
-        """Sequences of one worker, also within its memory."""
         context = self._workload.context
         if objective is None or self.speed.step(self._fit, context) <= objective:
             return self._fit

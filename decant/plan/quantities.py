@@ -15,7 +15,7 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0}
 
 
 class Lengths(Protocol):
-    """In tokens."""
+    """Distribution of lengths in tokens; the `share` of a quantile is below 1."""
 
     @property
     def low(self) -> int: ...
@@ -31,16 +31,14 @@ class Lengths(Protocol):
 
     def mean_of(self, function: Callable[[float], float]) -> float: ...
 
-    def quantile(self, share: float) -> int:
-        """`share` is below 1."""
-        ...
+    def quantile(self, share: float) -> int: ...
 
     def draw(self, rng: Random) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Uniform, both ends included."""
+    """Uniform distribution of lengths, both ends included."""
 
     low: int
     high: int
@@ -54,7 +52,7 @@ class Tokens:
         return ((self.high - self.low + 1) ** 2 - 1) / 12 + self.mean**2
 
     def mean_of(self, function: Callable[[float], float]) -> float:
-        """Simpson's rule over two halves."""
+        """Return the mean of a function by Simpson's rule over two halves."""
         step = (self.high - self.low) / 4
         values = [function(self.low + step * number) for number in range(5)]
         return sum(weight * value for weight, value in zip((1, 4, 2, 4, 1), values, strict=True)) / 12
@@ -71,14 +69,13 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Seconds; None: no objective."""
+    """Objectives in seconds; None is no objective."""
 
     ttft: float | None = None
     tpot: float | None = None
 
 
 def parse_tokens(field: str, text: str) -> Tokens:
-    """ "500" or "1500-2000". Raises InvalidPlan."""
     match = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", text.replace(",", "").strip())
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
@@ -87,7 +84,7 @@ def parse_tokens(field: str, text: str) -> Tokens:
 
 
 def parse_bytes(field: str, text: str) -> int:
-    """ "40GB" is decimal; "40GiB" and "40G" are binary. Raises InvalidPlan."""
+    """Parse a size: "40GB" is decimal, "40GiB" and "40G" are binary. Raises InvalidPlan."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*(?:([KMGT])(iB|B)?)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise InvalidPlan(field, "a size such as 40GiB or 40GB", text)
@@ -97,7 +94,6 @@ def parse_bytes(field: str, text: str) -> int:
 
 
 def parse_count(field: str, text: str) -> int:
-    """ "13B", "494M" or a plain number. Raises InvalidPlan."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([KMGTB]?)", text.strip(), re.IGNORECASE)
     if match is None:
         raise InvalidPlan(field, "a number such as 13B or 494M", text)
@@ -105,14 +101,12 @@ def parse_count(field: str, text: str) -> int:
 
 
 def require_positive(field: str, value: int, text: str) -> int:
-    """Returns the value. Raises InvalidPlan."""
     if value <= 0:
         raise InvalidPlan(field, "above 0", text)
     return value
 
 
 def parse_slo(text: str) -> Slo:
-    """ "ttft=500ms,tpot=50ms". Raises InvalidPlan."""
     values: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition("=")
@@ -124,7 +118,6 @@ def parse_slo(text: str) -> Slo:
 
 
 def show_bytes(count: float) -> str:
-    """ "1.5 GiB"."""
     for unit in ("T", "G", "M", "K"):
         if count >= _BINARY[unit]:
             return f"{count / _BINARY[unit]:,.1f} {unit}iB"
@@ -132,7 +125,6 @@ def show_bytes(count: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """Three digits, in milliseconds below a second."""
     if math.isinf(seconds):
         return "without bound"
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -1,8 +1,8 @@
-"""Poisson arrivals at several servers with one queue; any distribution of service times.
+"""Waits at several servers with one queue, for Poisson arrivals and any distribution of service times.
 
-Erlang's C gives the probability of a wait. Such waits have the first two moments of one server that is `servers` times
-as fast (Takács; exact for one server), and are taken as a gamma distribution, exponential for exponential service
-times.
+Erlang's C formula gives the probability of a wait. Such waits have the first two moments of one server that is
+`servers` times as fast (Takács; exact for one server), and are taken as a gamma distribution, which is exponential for
+exponential service times.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SMALLEST_TERM = 1e-15
 
 
 class ServiceTime(NamedTuple):
-    """In seconds."""
+    """Raw moments of a service time in seconds."""
 
     mean: float
     square: float
@@ -23,7 +23,7 @@ class ServiceTime(NamedTuple):
 
 
 def wait_probability(servers: int, load: float) -> float:
-    """Erlang C; `load` in servers, below `servers`."""
+    """Return the probability of a wait (Erlang C); `load` is in servers, below `servers`."""
     blocking = 1.0
     for count in range(1, servers + 1):  # Erlang B by its recursion, which cannot overflow
         blocking = load * blocking / (count + load * blocking)
@@ -31,8 +31,6 @@ def wait_probability(servers: int, load: float) -> float:
 
 
 class Wait:
-    """In seconds."""
-
     def __init__(self, servers: int, rate: float, service: ServiceTime) -> None:
         load = rate * service.mean
         self.is_bounded = load < servers
@@ -53,14 +51,13 @@ class Wait:
         return self._scale * _gamma_quantile(self._shape, 1 - (1 - quantile) / self._waits)
 
     def share(self, seconds: float) -> float:
-        """Share of arrivals that wait at most so long."""
+        """Return the share of arrivals that wait at most `seconds`."""
         if not self.is_bounded or seconds < 0:
             return 0.0
         return 1 - self._waits * (1 - _gamma_share(self._shape, seconds / self._scale))
 
 
 def _gamma_quantile(shape: float, share: float) -> float:
-    """With scale 1."""
     low, high = 0.0, 1.0
     while _gamma_share(shape, high) < share:
         low, high = high, 2 * high
@@ -71,7 +68,7 @@ def _gamma_quantile(shape: float, share: float) -> float:
 
 
 def _gamma_share(shape: float, x: float) -> float:
-    """Regularized incomplete gamma function, by its series, whose terms are all positive."""
+    """Regularized lower incomplete gamma function, by its series, whose terms are all positive."""
     term = total = math.exp(shape * math.log(x) - x - math.lgamma(shape + 1)) if x else 0.0
     count = 0
     while term > _SMALLEST_TERM * total:

@@ -1,10 +1,6 @@
-"""Arrivals and lengths of recorded requests.
+"""Arrivals and lengths of recorded requests, as JSON lines or CSV; a time is in seconds or ISO 8601.
 
-    JSON lines    {"arrival_s": 0.25, "prompt_tokens": 1500, "output_tokens": 300}
-    CSV           arrival_s,prompt_tokens,output_tokens         with these names in its first line
-
-Also read: the Azure LLM inference traces (TIMESTAMP, ContextTokens, GeneratedTokens) and datasets of `decant bench`
-(prompt_token_ids, output_len). A time is in seconds or ISO 8601.
+Columns have the names of this package, of Azure's LLM inference traces or of datasets of `decant bench`.
 """
 
 from __future__ import annotations
@@ -27,8 +23,6 @@ _OUTPUT = ("output_tokens", "GeneratedTokens", "output_len")
 
 
 class TraceRequest(NamedTuple):
-    """Seconds after the first request."""
-
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
@@ -36,7 +30,7 @@ class TraceRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecordedLengths:
-    """Sorted."""
+    """Recorded lengths; `values` are sorted."""
 
     values: tuple[int, ...]
 
@@ -71,18 +65,16 @@ class RecordedLengths:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """At least two requests, in order of arrival, not all at once."""
+    """At least two requests in order of arrival, not all at once; arrivals count from the first."""
 
     requests: tuple[TraceRequest, ...]
 
     @property
     def rate(self) -> float:
-        """Requests per second."""
         return (len(self.requests) - 1) / self.requests[-1].arrival_s
 
     @property
     def longest(self) -> int:
-        """Tokens."""
         return max(request.prompt_tokens + request.output_tokens for request in self.requests)
 
     @property
@@ -95,7 +87,6 @@ class Trace:
 
 
 def read(path: Path) -> Trace:
-    """Raises InvalidPlan with the line and the column."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

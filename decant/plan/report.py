@@ -18,7 +18,6 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def document(inputs: Inputs, plan: Plan, outcome: Outcome | None = None) -> dict[str, Any]:
-    """What ``--json`` prints."""
     workload, kv_capacity = inputs.workload, inputs.kv_capacity
     return {
         "model": {**asdict(inputs.shape), "params": inputs.shape.params},
@@ -53,7 +52,6 @@ def _lengths(lengths: Lengths) -> dict[str, float]:
 
 
 def tpots(inputs: Inputs) -> list[tuple[int, float]]:
-    """Step seconds by batch size, as far as it fits."""
     context = inputs.workload.context
     fit = inputs.kv_capacity.sequences(round(context))
     return [(batch, inputs.speed.step(batch, context)) for batch in BATCHES if batch <= fit]

@@ -1,11 +1,10 @@
-"""The fewest workers of each role.
+"""Fewest workers of each role.
 
-prefill   at which `quantile` of the prompts wait and prefill within the TTFT objective
-decode    at which a token takes at most the TPOT objective and the running sequences fit, with three standard
-          deviations to spare (their number is about Poisson)
+prefill   `quantile` of the prompts wait and prefill within the TTFT objective, which ends before the handoff
+decode    tokens keep the TPOT objective, and the running sequences fit with three standard deviations to spare
 
-TTFT ends before the handoff. On a shared machine, numbers of workers are for pools that compute all the time, latencies
-for pools as busy as they will be.
+Pools on a shared machine slow each other down: numbers of workers assume that the other pool computes all the time,
+latencies that it is as busy as planned.
 """
 
 from __future__ import annotations
@@ -31,14 +30,8 @@ _ROUNDS = 40
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Seconds; `goodput` in requests/s within all objectives.
-
-    ttft           that `quantile` of the requests keep, for the longest prompt
-    ttft_median    that half of the requests keep
-    running        mean sequences of each decode worker
-    batch_limit    sequences of a decode worker within objective and memory
-    kv_use         mean share of a decode worker's blocks
-    pool_bytes     bytes/s of KV cache between the pools
+    """Workers of a plan; times in seconds, `goodput` and `pool_bytes` per second. `ttft` is that of `quantile` of the
+    requests with the longest prompt; `running` and `batch_limit` count sequences of one decode worker.
     """
 
     prefill_workers: int
@@ -68,7 +61,7 @@ class Sizing:
         self._overheads = overheads
 
     def plan(self) -> Plan:
-        """The smallest. Raises InvalidPlan where none is large enough."""
+        """Return the smallest plan. Raises InvalidPlan where none is large enough."""
         self._kv_capacity.check(self._workload.longest)
         rate, slo, busy = self._workload.rate, self._slo, self._pools(1.0, 1.0)
         self._check_objectives(busy)
@@ -125,7 +118,6 @@ class Sizing:
         )
 
     def _check_objectives(self, busy: Pools) -> None:
-        """By the most workers at the least rate."""
         is_alone, prompt, slo = self._overheads == NO_OVERHEADS, self._workload.prompt.high, self._slo
         ttft, prefill = busy.ttft(MAX_WORKERS, _LEAST_RATE), busy.speed.prefill(prompt)
         if slo.ttft is not None and ttft > slo.ttft:
@@ -140,14 +132,12 @@ class Sizing:
 
 
 def _least(what: str, takes: float, computing: float, objective: float, remedy: str) -> str:
-    """`remedy`: for the seconds of `takes` that a device computes, if these alone are too many."""
     left = objective - (takes - computing)
     faster = f", {remedy.format(computing / left)}" if left > 0 else ""
     return f"{what} takes {show_seconds(takes)}: at least that{faster}"
 
 
 def _fewest(role: str, rate: float, fits: Callable[[int, float], bool]) -> int:
-    """Fitting is monotonic. Raises InvalidPlan."""
     high = 1
     while not fits(high, rate):
         if high >= MAX_WORKERS:
@@ -163,7 +153,7 @@ def _fewest(role: str, rate: float, fits: Callable[[int, float], bool]) -> int:
 
 
 def _highest(fits: Callable[[float], bool], begin: float) -> float:
-    """At least `begin`, which fits."""
+    """Return the highest rate that fits; `begin` has to fit."""
     low, high = begin, 2 * begin
     while fits(high):
         low, high = high, 2 * high

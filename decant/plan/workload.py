@@ -8,9 +8,7 @@ from decant.plan.recorded_workload import Trace
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`rate` in requests/s; `quantile` of them have to meet the TTFT objective. `trace`: recorded requests, if rate and
-    lengths are theirs.
-    """
+    """Requests to plan for, `rate` per second; `trace` gives their lengths and, scaled to `rate`, their arrivals."""
 
     prompt: Lengths
     output: Lengths
@@ -20,10 +18,9 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Tokens."""
         return self.trace.longest if self.trace else self.prompt.high + self.output.high
 
     @property
     def context(self) -> float:
-        """Mean over time: a long output is running for longer."""
+        """Mean context of a running sequence over time: a long output runs for longer."""
         return self.prompt.mean + self.output.mean_square / self.output.mean / 2

@@ -34,8 +34,6 @@ STATIC_SAMPLE = 5
 
 @dataclass(frozen=True)
 class Run:
-    """Answers are in the queue's order, without padding. `measured` of `batches` ran."""
-
     contender: str
     answers: Sequence[Answer]
     seconds: float
@@ -47,7 +45,6 @@ class Run:
     batches: int = 1
 
     def summary(self, queue: Queue) -> dict[str, Any]:
-        """Latency counts from the start of the queue."""
         tokens = sum(len(one.tokens) for one in self.answers)
         later_tokens = tokens - len(self.answers)
         return {
@@ -71,8 +68,6 @@ class Run:
 
 @dataclass(frozen=True)
 class Setup:
-    """`token_budget`: of a mixed step."""
-
     device: Device
     token_budget: int
     seed: int

@@ -17,7 +17,6 @@ def kv_tokens(block_size: int) -> int:
 
 
 def measure(size: int, setup: Setup) -> dict[str, Any]:
-    """TPOT is the median step in which all sequences decode."""
     rng, device = Random(setup.seed), setup.device
     engine = make_engine(
         device, kv_tokens(device.block_size), max(setup.token_budget, PROMPT), size, separate_prefill=True

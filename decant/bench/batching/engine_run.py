@@ -22,8 +22,10 @@ OnTokens = Callable[[int], None]
 
 @dataclass(slots=True)
 class Answer:
-    """Seconds after the start. `begun_at`: first step with its prompt; `freed_at`: its slot is free, in a static
-    batch later than the last token.
+    """Times of an answer, in seconds after the start.
+
+    begun_at    first step with its prompt
+    freed_at    its slot is free, in a static batch later than the last token
     """
 
     begun_at: float = 0.0
@@ -37,8 +39,11 @@ class Answer:
 
 @dataclass(slots=True)
 class Trace:
-    """`decode_steps`: seconds of each step with a token after the first. By step, `used_tokens`: in KV memory;
-    `allocated_tokens`: those that have blocks.
+    """Record of a run.
+
+    decode_steps        seconds of each step with a token after the first
+    used_tokens         in KV memory, by step
+    allocated_tokens    those that have blocks, by step
     """
 
     answers: dict[str, Answer]
@@ -78,7 +83,6 @@ class _PartOfDevice:
 def make_engine(
     device: Device, kv_tokens: int, token_budget: int, max_running: int, *, separate_prefill: bool = False
 ) -> Engine:
-    """Only tokens limit a step."""
     num_blocks = kv_tokens // device.block_size * len(device.windows)
     part = cast(Device, _PartOfDevice(device, num_blocks))
     context_length = longest_sequence(device.windows, num_blocks, device.block_size, device.context_length)
@@ -95,7 +99,7 @@ def request(id: str, prompt: Sequence[int], output_len: int) -> Request:
 
 
 def serve(engine: Engine, requests: Sequence[Request], own: Sequence[int], on_tokens: OnTokens) -> Trace:
-    """`own`: each output length, without padding."""
+    """Serve all requests; `own` are their output lengths without padding."""
     trace = Trace({one.id: Answer() for one in requests})
     ends = {one.id: one.prompt_len + length for one, length in zip(requests, own, strict=True)}
     for one in requests:

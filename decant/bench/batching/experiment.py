@@ -34,8 +34,6 @@ Notify = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class BatchingOptions:
-    """`token_budget`: of a mixed step. The others: of the exponential queues."""
-
     caps: tuple[int, ...] = (32, 128, 512, 1536)
     prompt_tokens: int = 512
     kv_tokens: int = 8704
@@ -46,7 +44,6 @@ class BatchingOptions:
 
 
 def parse_caps(text: str) -> tuple[int, ...]:
-    """ "32,128" in ascending order. Raises InvalidBenchmark."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) >= 2 for part in parts):
         raise InvalidBenchmark("--caps", "whole numbers from 2, separated by commas", text)
@@ -54,7 +51,6 @@ def parse_caps(text: str) -> tuple[int, ...]:
 
 
 def plan(options: BatchingOptions, context_length: int) -> list[Queue]:
-    """Raises InvalidBenchmark."""
     planned = [queues.every_eighth_long(QUEUE_PROMPT, SHORT, LONG), queues.uniform(QUEUE_PROMPT, EQUAL)]
     planned += [_exponential(options, cap, options.requests) for cap in options.caps]
     for queue in planned:
@@ -63,7 +59,7 @@ def plan(options: BatchingOptions, context_length: int) -> list[Queue]:
 
 
 def measure(model: str, device: Device, options: BatchingOptions, notify: Notify) -> dict[str, Any]:
-    """Raises InvalidBenchmark."""
+    """Run the experiment and return its document. Raises InvalidBenchmark."""
     planned = plan(options, device.context_length)
     _check_memory(planned, device)
     points = []
@@ -96,7 +92,6 @@ def sentence(measured: Sequence[Mapping[str, Any]]) -> str:
 
 
 def total_tokens(contender: str, queue: Queue) -> int:
-    """With padding, of measured batches."""
     batches = queue.batches
     if contender not in (STATIC_ALL, STATIC_BATCH):
         return sum(queue.outputs)
@@ -135,7 +130,6 @@ def _queue(queue: Queue, device: Device, options: BatchingOptions, notify: Notif
 
 
 def _spans(one: Run) -> list[list[float]]:
-    """Seconds, by answer: prompt, first token, last token, free slot."""
     return [[answer.begun_at, answer.tokens[0], answer.tokens[-1], answer.freed_at] for answer in one.answers]
 
 

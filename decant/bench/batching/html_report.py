@@ -35,7 +35,6 @@ _STATIC = (("over_all", "padded to the longest of all"), ("over_batch", "padded 
 
 
 def timeline(queue: _Document, contender: str) -> Chart:
-    """Padding is the time until the slot is free."""
     spans = queue["spans"][contender]
     slots = assign_slots(spans)
     chart = Chart(

@@ -4,7 +4,7 @@ from decant.engine.plan import Device
 
 
 def load_device(folder: str, dtype: str, kv_bytes: int, threads: int) -> Device:
-    """Raises ModelRefused, InvalidConfig."""
+    """Load a model in this process. Raises ModelRefused and InvalidConfig."""
     import torch
     from transformers.utils import logging
 

@@ -1,5 +1,3 @@
-"""Requests that all wait at the start, with prompts of one length."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ BATCH_MULTIPLE = 4
 
 @dataclass(frozen=True)
 class Queue:
-    """`limit`: longest possible output. `kv_tokens`: the same for all contenders."""
+    """Requests that all wait at the start, with prompts of one length; `limit` is the longest possible output."""
 
     name: str
     prompt_len: int
@@ -31,18 +29,16 @@ class Queue:
 
     @property
     def reserved(self) -> int:
-        """With each worst case reserved."""
         return self.kv_tokens // (self.prompt_len + self.limit)
 
     @property
     def batch_size(self) -> int:
-        """What fits, as a multiple of 4 like the published 16, 12, 8 and 4."""
+        """Sequences of a static batch: those that fit, as a multiple of 4 like the published 16, 12, 8 and 4."""
         fit = self.reserved
         return fit // BATCH_MULTIPLE * BATCH_MULTIPLE or fit
 
     @property
     def batches(self) -> list[Sequence[int]]:
-        """Outputs, in order of arrival."""
         size = self.batch_size
         return [self.outputs[at : at + size] for at in range(0, len(self.outputs), size)]
 
@@ -57,14 +53,12 @@ def uniform(prompt_len: int, output: int) -> Queue:
 
 
 def exponential(prompt_len: int, kv_tokens: int, cap: int, count: int, seed: int) -> Queue:
-    """Mean 128; outputs above `cap` are drawn again."""
     rng, lengths = Random(seed), Exponential(MEAN_OUTPUT, cap)
     outputs = [lengths.draw(rng) for _ in range(count)]
     return Queue(f"exponential, at most {cap:,}", prompt_len, outputs, cap, kv_tokens, True)
 
 
 def check(queue: Queue, context_length: int) -> None:
-    """Raises InvalidBenchmark."""
     longest = queue.prompt_len + queue.limit
     if longest > context_length:
         limit = f"at most {context_length:,} tokens with the prompt ({queue.name}; context length of the model)"

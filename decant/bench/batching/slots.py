@@ -13,7 +13,6 @@ def static(queue: Queue, *, pad_to_all: bool) -> float:
 
 
 def paged(queue: Queue, block: int = BLOCK) -> float:
-    """A sequence without a block for its next token waits, the newest first."""
     total = queue.kv_tokens // block
     waiting = [(0, length) for length in reversed(queue.outputs)]
     running: list[tuple[int, int]] = []
@@ -31,7 +30,6 @@ def paged(queue: Queue, block: int = BLOCK) -> float:
 
 
 def ratios(queue: Queue) -> tuple[float, float]:
-    """Paged over static, padded to the longest of all, and to their own."""
     useful = paged(queue)
     return useful / static(queue, pad_to_all=True), useful / static(queue, pad_to_all=False)
 

@@ -29,14 +29,14 @@ class StepSample(NamedTuple):
 
 @dataclass(frozen=True)
 class Samples:
-    """Seconds, measured through the client.
+    """Measurements through the client, in seconds.
 
     lone           TTFT, deployment idle
     prefills       of a prefill worker that always has a prompt, nothing else running
     steps          of a decode worker, nothing else running
     handoffs       from first to second token, deployment idle
     beside         as `prefills`, without handoffs, beside running answers
-    both           all prompts are handed off beside running answers
+    both           prompts that are all handed off beside running answers: prefill, step, first to second token
     """
 
     lone: Sequence[PromptSample]
@@ -48,14 +48,7 @@ class Samples:
 
 
 def costs(samples: Samples) -> dict[str, Any]:
-    """Seconds, and factors from 1.
-
-    prefill, decode    cost models
-    latency            of a first token, beside its prefill
-    handoff            pause before the second token, beside a step
-    sending            of a prefill worker for a handoff, per token
-    contention         how much longer each takes while the other pool computes
-    """
+    """Return a profile in the second format of `decant.plan.costs.cost_profile`; contention is at least 1."""
     prefill = fit([(chunk(0, tokens), seconds) for tokens, seconds in samples.prefills])
     decode = fit([(one.work, one.seconds) for one in samples.steps])
     alone = decode.seconds(StepSample(1, max(one.tokens for one in samples.lone), 0.0).work)

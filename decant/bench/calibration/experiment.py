@@ -1,5 +1,3 @@
-"""One prefill and one decode worker, through a client."""
-
 from __future__ import annotations
 
 import time
@@ -34,8 +32,6 @@ Notify = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """The longest prompt, and the mean output."""
-
     prompt_tokens: int = 2000
     output_tokens: int = 500
     timeout: float = 600.0
@@ -48,12 +44,11 @@ class CalibrationOptions:
 
     @property
     def context(self) -> int:
-        """Mean of a running answer."""
         return self.prompt_tokens + self.output_tokens // 2
 
 
 async def measure(client: AsyncClient, options: CalibrationOptions, notify: Notify) -> dict[str, Any]:
-    """Raises InvalidBenchmark and ServiceError."""
+    """Measure one prefill and one decode worker. Raises InvalidBenchmark and ServiceError."""
     model = await client.model("")
     if model.max_context_length and options.prompt_tokens + options.output_tokens > model.max_context_length:
         limit = f"at most {model.max_context_length:,} with the output (context length of {model.id})"
@@ -106,7 +101,7 @@ class _Calibration:
         )
 
     def _batch(self, prefill: float, step: float) -> int:
-        """By Little's law. Costs are fitted up to it."""
+        """Return the number of running answers by Little's law; costs are fitted up to it."""
         running = self._options.output_tokens * step / prefill
         return min(max(2, ceil(running)), LARGEST_BATCH)
 
@@ -133,7 +128,7 @@ class _Calibration:
     async def _both(
         self, batch: int, prefill: PromptSample, step: StepSample
     ) -> tuple[PromptSample, tuple[PromptSample, StepSample, float]]:
-        """Beside running answers: prompts that end with their first token, then prompts that are handed off."""
+        """Measure prompts beside running answers, first without handoffs, then with them."""
         tokens, count = self._options.lengths[-1], _QUEUED
         async with RunningAnswers(self._client, self._model, batch, tokens, self._next_seed()) as answers:
             beside = await self._queue(tokens)
@@ -155,7 +150,6 @@ class _Calibration:
         return PromptSample(tokens, _interval(firsts))
 
     async def _send(self, tokens: int, count: int, output: int, clients: int) -> list[Record]:
-        """Raises InvalidBenchmark if a request fails."""
         lengths = Uniform(tokens, tokens), Uniform(output, output)
         requests = random_requests(count, self._model.vocab_size, lengths, SharedPrefix(), self._next_seed())
         records = await self._load.closed(requests, clients)
@@ -174,5 +168,5 @@ def _parts(begin: float, end: float) -> Sequence[float]:
 
 
 def _interval(times: Sequence[float]) -> float:
-    """Mean seconds from one to the next: a step may complete several prompts, or none."""
+    """Return the mean seconds from one to the next: a step may complete several prompts, or none."""
     return (max(times) - min(times)) / (len(times) - 1)

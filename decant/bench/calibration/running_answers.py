@@ -19,7 +19,7 @@ _POLL_SECONDS = 0.005
 
 
 class RunningAnswers:
-    """The end of the ``async with`` cancels them."""
+    """Answers that run until the end of the ``async with``."""
 
     def __init__(self, client: AsyncClient, model: pb.Model, count: int, prompt_tokens: int, seed: int) -> None:
         rng = Random(seed)
@@ -46,14 +46,12 @@ class RunningAnswers:
         await self._cancel()
 
     async def wait_for_more(self, tokens: int) -> None:
-        """Wait for `tokens` more of each answer."""
         goals = [len(arrived) + tokens for arrived in self._tokens]
         while any(len(arrived) < goal for arrived, goal in zip(self._tokens, goals, strict=True)):
             self.check()
             await asyncio.sleep(_POLL_SECONDS)
 
     def step(self, times: Sequence[float]) -> StepSample:
-        """A median over intervals of monotonic `times`."""
         means = []
         for begin, end in pairwise(times):
             steps = sum(begin < at <= end for arrived in self._tokens for at in arrived) / len(self._tokens)
@@ -68,7 +66,6 @@ class RunningAnswers:
                     arrived += [time.monotonic()] * delta.num_tokens
 
     def check(self) -> None:
-        """Raises the error of an answer that failed."""
         for task in self._tasks:
             if task.done():
                 task.result()

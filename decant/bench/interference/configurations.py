@@ -14,8 +14,6 @@ SPLIT, UNCHUNKED, BY_TIME = "split", "mixed, unchunked", "mixed, chunks by predi
 
 @dataclass(frozen=True)
 class Configuration:
-    """`chunk`: tokens; None: no limit."""
-
     name: str
     prefill: int
     decode: int
@@ -29,10 +27,6 @@ class Configuration:
 
 @dataclass(frozen=True)
 class InterferenceOptions:
-    """`running` answers, and a prompt of `prompt_tokens` beside them. Mixed deployments, with `chunks`, have one worker
-    with all cores.
-    """
-
     running: int = 8
     prompt_tokens: int = 1500
     chunks: Sequence[int] = (64, 128, 256, 512, 1024, 2048)
@@ -44,7 +38,6 @@ class InterferenceOptions:
 
 
 def parse_chunks(text: str) -> tuple[int, ...]:
-    """ "64,256" in ascending order. Raises InvalidBenchmark."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) >= 1 for part in parts):
         raise InvalidBenchmark("--chunks", "whole numbers from 1, separated by commas", text)
@@ -52,7 +45,6 @@ def parse_chunks(text: str) -> tuple[int, ...]:
 
 
 def configurations(options: InterferenceOptions) -> list[Configuration]:
-    """Raises InvalidBenchmark."""
     whole = options.prompt_tokens + options.running
     least = options.running + 1
     if options.chunks[0] < least:

@@ -22,7 +22,7 @@ Notify = Callable[[str, int, int], None]
 
 
 def measure(model: str, options: InterferenceOptions, start: Start, notify: Notify) -> dict[str, Any]:
-    """Raises InvalidBenchmark, ServiceError, TimeoutError."""
+    """Measure each configuration and return the document. Raises InvalidBenchmark, ServiceError, TimeoutError."""
     chosen = configurations(options)
     parts, done = len(chosen) * (1 + options.trials), 0
     rows = []
@@ -51,7 +51,7 @@ def measure(model: str, options: InterferenceOptions, start: Start, notify: Noti
 
 
 def figures(configuration: Configuration, trials: Sequence[Trial]) -> dict[str, Any]:
-    """Medians, in milliseconds. `gaps`: of the first trial, by end after the send."""
+    """Return medians in milliseconds; `gaps` of the first trial are (seconds after the send, milliseconds)."""
     first = trials[0]
     return {
         "name": configuration.name,

@@ -53,7 +53,6 @@ def _tradeoff(document: _Document) -> Chart:
 
 
 def _gaps(row: _Document, highest: float) -> Chart:
-    """Of the first trial; the prompt is sent at 0."""
     gaps: Sequence[Sequence[float]] = row["gaps"]
     begin = gaps[0][0]
     x = Axis(f"seconds (the prompt is sent at {-begin:.2g})", gaps[-1][0] - begin)

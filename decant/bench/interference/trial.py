@@ -21,8 +21,8 @@ LONG_OUTPUT = 8
 
 @dataclass(frozen=True)
 class Trial:
-    """Seconds. Gaps are (end after the send, duration); those of `during` overlap `window`, from the send to the
-    prompt's second token.
+    """Result of a trial in seconds. Gaps are (end after the send, duration); those of `during` overlap `window`, from
+    the send to the prompt's second token.
     """
 
     ttft: float
@@ -35,8 +35,6 @@ class Trial:
 
 @dataclass(frozen=True)
 class Stamps:
-    """Seconds of one clock, by token."""
-
     running: Sequence[Sequence[float]]
     settled: float
     sent: float
@@ -44,7 +42,6 @@ class Stamps:
 
 
 async def measure(client: AsyncClient, options: InterferenceOptions, number: int) -> Trial:
-    """Raises InvalidBenchmark if the running answers end first, ServiceError, TimeoutError."""
     model = await client.model("")
     check(model, options)
     async with asyncio.timeout(options.timeout):
@@ -52,7 +49,6 @@ async def measure(client: AsyncClient, options: InterferenceOptions, number: int
 
 
 def check(model: pb.Model, options: InterferenceOptions) -> None:
-    """Raises InvalidBenchmark."""
     longest = options.prompt_tokens + LONG_OUTPUT
     if model.max_context_length and longest > model.max_context_length:
         limit = f"at most {model.max_context_length - LONG_OUTPUT:,} (context length of {model.id})"
@@ -94,7 +90,6 @@ async def _stamps(client: AsyncClient, model: pb.Model, options: InterferenceOpt
 
 
 async def _receive(client: AsyncClient, prompt: Sequence[int], output: int, tokens: list[float]) -> None:
-    """The caller limits its time."""
     stream = client.stream(prompt, max_tokens=output, ignore_eos=True)
     async with stream:
         async for delta in stream:
@@ -108,7 +103,6 @@ async def _until(running: Sequence[Sequence[float]], count: int, tasks: Sequence
 
 
 def _check_running(tasks: Sequence[asyncio.Task[None]], output: int) -> None:
-    """Raises InvalidBenchmark, or an answer's own error."""
     for task in tasks:
         if task.done():
             task.result()

@@ -17,7 +17,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From 0 to `end`. `names`: of its unit ranges, instead of numbers."""
+    """Axis from 0 to `end`, with numbers or with the `names` of its unit ranges."""
 
     title: str
     end: float
@@ -25,7 +25,6 @@ class Axis:
 
     @property
     def step(self) -> float:
-        """1, 2 or 5 times a power of ten; 1 between names."""
         if self.names:
             return 1.0
         rough = max(self.end, 1e-9) / _TICKS
@@ -39,8 +38,6 @@ class Axis:
 
 
 class Chart:
-    """x and y are in the units of its axes."""
-
     def __init__(self, title: str, x: Axis, y: Axis) -> None:
         self._shapes: list[str] = []
         self._legend = 0

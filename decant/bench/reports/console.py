@@ -10,7 +10,6 @@ from rich.table import Table
 
 
 def make_table(title: str, columns: Sequence[str]) -> Table:
-    """Columns without a name are aligned to the left, others to the right."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column, justify="right" if column else "left")
@@ -18,8 +17,6 @@ def make_table(title: str, columns: Sequence[str]) -> Table:
 
 
 class Bars:
-    """Shows nothing without a terminal."""
-
     def __init__(self, console: Console, *columns: ProgressColumn) -> None:
         self.progress = Progress(*columns, console=console)
         self.progress.disable = not console.is_terminal

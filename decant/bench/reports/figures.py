@@ -24,7 +24,6 @@ _Slos = Mapping[str, float]
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Linear interpolation; 0 for none."""
     if not ordered:
         return 0.0
     position = (len(ordered) - 1) * percent / 100
@@ -45,13 +44,13 @@ def distribution(name: str, values: Sequence[float], scale: float = 1e3, unit: s
 
 
 def meets(record: Record, slos: _Slos) -> bool:
-    """`slos` in seconds, by ttft, tpot or e2el. A failed request meets none."""
+    """Return whether a request that succeeded meets all objectives."""
     values = {"ttft": record.ttft, "tpot": record.tpot, "e2el": record.e2el}
     return all((value := values[name]) is None or value <= limit for name, limit in slos.items())
 
 
 def summarise(records: Sequence[Record], slos: _Slos) -> dict[str, Any]:
-    """Rates count from the first send to the last success."""
+    """Return the figures of a run; rates count from the first send to the last success."""
     done = [record for record in records if not record.error]
     duration = max((one.tokens[-1] for one in done), default=0.0) - min((one.sent for one in records), default=0.0)
     per_second: Callable[[float], float] = lambda count: count / duration if done else 0.0  # noqa: E731
@@ -84,7 +83,7 @@ def summarise(records: Sequence[Record], slos: _Slos) -> dict[str, Any]:
 
 
 def details(records: Sequence[Record]) -> dict[str, list[Any]]:
-    """As ``vllm bench serve``, in seconds; ``spans``: sent, first and last token, after the first send."""
+    """Return lists by request, in seconds; ``spans`` are sent, first and last token, after the first send."""
     began = min((one.sent for one in records), default=0.0)
     return {
         "spans": [[at - began for at in (one.sent, one.tokens[0], one.tokens[-1])] for one in records if not one.error],
@@ -98,7 +97,6 @@ def details(records: Sequence[Record]) -> dict[str, list[Any]]:
 
 
 def _most_in_a_second(ordered: Sequence[float]) -> float:
-    """Times within any second."""
     most = first = 0
     for last, at in enumerate(ordered):
         while at - ordered[first] >= 1:
@@ -113,7 +111,6 @@ def _most_at_once(spans: Sequence[tuple[float, float]]) -> int:
 
 
 def _phases(receipts: Sequence[Receipt]) -> dict[str, float]:
-    """Without phases that no request entered."""
     figures: dict[str, float] = {}
     for phase in PHASES:
         values = [getattr(receipt, f"{phase}_ms") for receipt in receipts]

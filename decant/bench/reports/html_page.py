@@ -1,5 +1,3 @@
-"""One HTML file, which loads nothing."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ caption,th:first-child{text-align:left}caption{font-weight:bold;white-space:nowr
 
 
 def page(title: str, answer: str, charts: Sequence[Chart], tables: Sequence[str], note: str = "") -> str:
-    """`tables` are made by `table`."""
+    """Make a page; `tables` come from `table`, all other text is escaped."""
     note = f"<p>{escape(note)}</p>\n" if note else ""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'

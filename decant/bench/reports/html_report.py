@@ -76,7 +76,6 @@ def _tradeoff(runs: Sequence[_Run]) -> Chart:
 
 
 def _ttft_split(runs: Sequence[_Run]) -> Chart:
-    """The rest of TTFT is router and network."""
     x = Axis("runs", len(runs), [_label(run) for run in runs])
     y = Axis("mean, ms", max(run["mean_ttft_ms"] for run in runs))
     chart = Chart("Time to first token by phase", x, y)
@@ -92,7 +91,7 @@ def _ttft_split(runs: Sequence[_Run]) -> Chart:
 
 
 def _gaps(run: _Run) -> Chart:
-    """Up to a little above its p99, so that gaps that are all equal are within the end."""
+    """Chart gaps up to a little above their p99, so that equal gaps are within the end."""
     gaps = sorted(gap * 1e3 for gaps in run["itls"] for gap in gaps)
     end = Axis("ITL, ms", 1.02 * percentile(gaps, 99)).ticks[-1]
     counts = [0] * BINS

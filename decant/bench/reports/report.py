@@ -20,7 +20,6 @@ _COLUMNS = ("mean", "p50", "p90", "p95", "p99")
 
 
 def to_json(result: Result) -> str:
-    """An infinite rate is "inf". A sweep has its documents in "runs"."""
     runs = [{**run, "request_rate": _rate(run["request_rate"])} for run in result.runs]
     document = runs[0] if len(runs) == 1 else {"runs": runs}
     return dump({**document, "sentence": result.sentence})

@@ -7,7 +7,6 @@ _NAMES = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2E"}
 
 
 def missed(summary: Mapping[str, Any], slos: Mapping[str, float]) -> list[str]:
-    """All of them if a request failed."""
     if summary["failed"]:
         return list(slos)
     return [name for name, limit in slos.items() if summary[f"p99_{name}_ms"] > limit * 1e3]

@@ -1,5 +1,3 @@
-"""Arrivals in seconds after the start."""
-
 from __future__ import annotations
 
 import math
@@ -9,12 +7,12 @@ from random import Random
 
 
 def random_arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Gamma-distributed gaps of mean 1 / rate, with the coefficient of variation 1 / sqrt(burstiness)."""
+    """Return arrivals in seconds; gaps are gamma-distributed with mean 1 / rate and shape `burstiness`."""
     return list(accumulate(_gaps(count, rate, burstiness, Random(seed))))
 
 
 def ramp_arrivals(count: int, rates: tuple[float, float], burstiness: float, seed: int) -> list[float]:
-    """The rate changes linearly in time up to the second, and stays."""
+    """Return arrivals in seconds at a rate that changes linearly in time up to the second, and stays."""
     begin, end = rates
     seconds = 2 * count / (begin + end)
     return [

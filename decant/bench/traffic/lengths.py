@@ -12,8 +12,6 @@ _FORMS = "a number, a range such as 100-200, or exp:MEAN:LONGEST"
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Inclusive."""
-
     low: int
     high: int
 
@@ -23,13 +21,13 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Exponential:
-    """Rounded up; cut at `high`."""
+    """Exponential lengths, rounded up and cut at `high`."""
 
     mean: float
     high: int
 
     def draw(self, rng: Random) -> int:
-        """By the inverse of the cut distribution: drawing again would not end where `high` is far below `mean`."""
+        """Draw by the inverse of the cut distribution: to draw again would not end where `high` is far below `mean`."""
         share = -math.expm1(-self.high / self.mean)
         length = math.ceil(-self.mean * math.log1p(-share * rng.random()))
         return min(max(length, 1), self.high)
@@ -39,7 +37,6 @@ Lengths = Uniform | Exponential
 
 
 def parse_lengths(field: str, text: str) -> Lengths:
-    """ "128", "100-200" or "exp:128:1536". Raises InvalidBenchmark."""
     if match := re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text):
         low, high = int(match[1]), int(match[2] or match[1])
         if 1 <= low <= high:

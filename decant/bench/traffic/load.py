@@ -1,6 +1,6 @@
 """Open loop: requests are sent at their times. Closed loop: a client sends its next when its last has ended.
 
-No client of a closed loop sends after `LOST_IN_A_ROW` requests that reached no router.
+A client of a closed loop stops after `LOST_IN_A_ROW` requests that reached no router.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ Notify = Callable[[Record], None]
 
 
 class Load:
-    """`timeout` in seconds."""
-
     def __init__(self, client: AsyncClient, model: str, timeout: float, notify: Notify) -> None:
         self._client = client
         self._model = model
@@ -34,7 +32,7 @@ class Load:
         self._notify = notify
 
     async def open(self, requests: Sequence[BenchRequest], arrivals: Sequence[float]) -> list[Record]:
-        """`arrivals` in seconds from now."""
+        """Send requests at `arrivals`, in seconds from now."""
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
             tasks = []
@@ -59,7 +57,6 @@ class Load:
         return [record for task in tasks for record in task.result()]
 
     async def _converse(self, request: BenchRequest, due: float) -> list[Record]:
-        """A failed turn is the last."""
         records = [await self._send(request, due)]
         for follow_up in request.follow_ups:
             if records[-1].error:

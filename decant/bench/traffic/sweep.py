@@ -1,5 +1,3 @@
-"""Doubles the rate, then halves the interval."""
-
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
@@ -13,7 +11,9 @@ Run = dict[str, Any]
 
 
 async def sweep(begin: float, run: Callable[[float], Awaitable[Run]], keeps: Callable[[Run], bool]) -> list[Run]:
-    """Runs by rate. The first that misses ends the doublings; if `begin` misses, the sweep."""
+    """Double the rate until a run misses, then halve the interval; return the runs by rate. Only `begin` runs if it
+    misses.
+    """
     runs = [await run(begin)]
     low = high = begin
     for _ in range(MAX_DOUBLINGS):

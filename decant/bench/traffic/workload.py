@@ -17,7 +17,7 @@ ANYSCALE = (Uniform(512, 512), Exponential(128, 1536))
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """`arrival_s` is of a trace. `follow_ups`: next turns, each sent when the last has ended."""
+    """Request with a forced output length. Each of `follow_ups` is sent when the turn before it has ended."""
 
     prompt: Sequence[int] | str
     output_len: int
@@ -31,8 +31,6 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Beside a prompt's own length."""
-
     tokens: int = 0
     count: int = 1
 
@@ -54,7 +52,6 @@ def _tokens(rng: Random, vocab_size: int, count: int) -> list[int]:
 
 
 def read_trace(path: Path, vocab_size: int | None, context_length: int | None) -> list[BenchRequest]:
-    """In order of arrival, which counts from the first. Raises InvalidBenchmark."""
     try:
         items = workload_file.read(path, vocab_size, context_length)
     except (workload_file.InvalidWorkload, OSError, UnicodeDecodeError) as error:
@@ -69,7 +66,6 @@ Turns = list[tuple[str, str]]
 
 
 def read_sharegpt(path: Path) -> list[Turns]:
-    """Up to where question and answer stop alternating, or are no UTF-8 (lone surrogates). Raises InvalidBenchmark."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -111,6 +107,6 @@ def _is_utf8(text: str) -> bool:
 
 
 def prompts(turns: Turns) -> list[str]:
-    """Each question after all earlier ones and their answers in the file."""
+    """Return each question after all earlier ones and their answers in the file."""
     lines = [text for turn in turns for text in turn]
     return ["\n".join(lines[: 2 * index + 1]) for index in range(len(turns))]

@@ -1,5 +1,6 @@
-"""JSON lines: {"id", "prompt_token_ids", "output_len", "arrival_s"}. Lengths are forced; arrival is in seconds after
-the start.
+"""Workload as JSON lines: {"id", "prompt_token_ids", "output_len", "arrival_s"}.
+
+Lengths are forced; arrival is in seconds after the start.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def write(items: Iterable[Item], path: Path) -> None:
 
 
 def read(path: Path, vocab_size: int | None = None, context_length: int | None = None) -> list[Item]:
-    """Blank lines are skipped. Raises InvalidWorkload, OSError, UnicodeDecodeError."""
+    """Read a workload. Raises InvalidWorkload, OSError, UnicodeDecodeError."""
     items: list[Item] = []
     seen: set[str] = set()
     with path.open(encoding="utf-8") as file:
@@ -49,7 +50,6 @@ def read(path: Path, vocab_size: int | None = None, context_length: int | None =
 
 
 def check(items: Iterable[Item], vocab_size: int | None, context_length: int | None) -> None:
-    """Raises InvalidWorkload."""
     for number, item in enumerate(items, start=1):
         _check(number, item, vocab_size, context_length)
 

@@ -110,7 +110,6 @@ _OF_RANDOM = ("prompt_tokens", "output_tokens", "prefix_tokens")
 
 
 def _refuse_unused(set_options: set[str], params: dict[str, Any]) -> None:
-    """Raises CommandFailed for an option that would have no effect."""
     for name, needed in _NEEDS.items():
         if name in set_options and needed not in set_options:
             raise CommandFailed(f"{_flag(name)}: with {_flag(needed)}, got {params[name]}", status=2)
@@ -154,7 +153,6 @@ def _measure(params: dict[str, Any]) -> None:
 
 
 def _up_arguments(params: dict[str, Any]) -> list[str] | None:
-    """None without --up."""
     if not params["up"]:
         return None
     from decant.bench import model_shapes
@@ -185,7 +183,6 @@ def _options(params: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _target(address: str | None, tls: Tls | None, up_arguments: list[str] | None) -> Iterator[Any]:
-    """At `address`, new with `up_arguments`, or the newest here."""
     from decant.bench.benchmark import Target
     from decant.command.deployment import deployments
     from decant.command.deployment.temporary_deployment import temporary_deployment

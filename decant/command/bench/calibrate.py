@@ -47,7 +47,6 @@ def calibrate(
 
 
 def measure(model: str | None, kv_memory: str | None, options: Any, notify: Any) -> dict[str, Any]:
-    """Of a new deployment, ended on return."""
     from decant.bench import model_shapes
     from decant.command.deployment.temporary_deployment import temporary_deployment
 

@@ -84,7 +84,7 @@ def _show(document: Any, html: Path | None, *, as_json: bool) -> None:
 
 
 def _starter(model: str | None, kv_memory: str | None) -> tuple[str, Any]:
-    """The model's name, and an `experiment.Start`."""
+    """Return the model's name and an `experiment.Start`."""
     from decant import models
     from decant.bench import model_shapes
     from decant.command.deployment.temporary_deployment import temporary_deployment

@@ -29,13 +29,8 @@ _STOP_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Deployment:
-    """A running deployment, for other commands.
-
-    addresses    of its routers; none before they listen
-    peers        fields of the `Tls` for calls to its workers
-    has_started  all processes were ready
-    began        wall clock, in seconds
-    is_ending    `decant up` got a signal
+    """Running deployment, as other commands see it: without `addresses` until its routers listen; `peers` are fields of
+    the `Tls` for calls to its workers, `began` is wall clock in seconds.
     """
 
     pid: int
@@ -57,13 +52,12 @@ def folder() -> Path:
 
 
 def running() -> list[Deployment]:
-    """This user's, the newest first."""
     records = (_read(path) for path in folder().glob(f"{_PREFIX}*.json"))
     return sorted((one for one in records if one is not None), key=lambda one: one.began, reverse=True)
 
 
 def latest(option: str) -> Deployment:
-    """The newest, perhaps still starting. Raises CommandFailed, which names `option`."""
+    """Return the newest deployment, perhaps still starting. Raises CommandFailed, which names `option`."""
     deployments = running()
     if not deployments:
         raise CommandFailed(f"no deployment runs on this machine: start one with `decant up`, or give {option}")
@@ -71,7 +65,6 @@ def latest(option: str) -> Deployment:
 
 
 def of(pid: int) -> Deployment | None:
-    """None after its end."""
     return _read(_path(pid))
 
 
@@ -84,7 +77,7 @@ def _path(pid: int) -> Path:
 
 
 class DeploymentRecord:
-    """Until the end of the ``with`` or of the process; so is the folder `temporary`."""
+    """Record and folder `temporary`, kept until the end of the ``with`` or of the process."""
 
     def __init__(self) -> None:
         self.path = _path(os.getpid())
@@ -93,7 +86,7 @@ class DeploymentRecord:
         self._keeper: subprocess.Popen[bytes] | None = None
 
     def write(self, deployment: Deployment) -> None:
-        """Atomically. Raises CommandFailed."""
+        """Replace the record atomically. Raises CommandFailed."""
         new = f"{self.path}.new"
         try:
             descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -123,7 +116,6 @@ class DeploymentRecord:
 
 
 def _read(path: Path) -> Deployment | None:
-    """None if stale, missing, or of another user or version."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -142,7 +134,7 @@ def _read(path: Path) -> Deployment | None:
 
 
 def _is_replaced(path: Path, descriptor: int) -> bool:
-    """A newer record of the same process was written meanwhile."""
+    """Return whether the same process has written a newer record meanwhile."""
     with suppress(OSError):
         return not os.path.samestat(os.lstat(path), os.fstat(descriptor))
     return False

@@ -22,12 +22,7 @@ STARTING, LOADING, WARMING_UP, READY, DRAINING, LOST = (
 
 @dataclass(frozen=True)
 class Process:
-    """Times are wall clock, in seconds.
-
-    percent     of loading its model; else None
-    lost_at     unexpected end; None if ready again
-    admin_port  on loopback; None while it does not listen
-    """
+    """Process of a deployment; `lost_at` is its unexpected end in wall clock seconds, None once it is ready again."""
 
     pid: int
     state: str = STARTING

@@ -24,7 +24,9 @@ _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 @contextmanager
 def temporary_deployment(*arguments: str, variables: Mapping[str, str] = _NO_VARIABLES) -> Iterator[Deployment]:
-    """SIGTERM ends it and this process. Raises CommandFailed if it does not start. Main thread only."""
+    """Run a deployment for the ``with``, in the main thread; SIGTERM ends it and this process. Raises CommandFailed if
+    it does not start.
+    """
     up = ("up", "--port", "0", "--log-format", "json")
     command = [sys.executable, "-P", "-m", "decant.command", *up, *arguments]
     started: list[subprocess.Popen[str]] = []
@@ -55,7 +57,7 @@ def temporary_deployment(*arguments: str, variables: Mapping[str, str] = _NO_VAR
 
 
 def _end_process(started: Sequence[subprocess.Popen[str]]) -> NoReturn:
-    """Raises nothing: gRPC crashes an interpreter that an exception leaves with open calls."""
+    """End without an exception: gRPC crashes an interpreter that one leaves with open calls."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         _stop(started)
@@ -70,7 +72,6 @@ def _stop(started: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def _await_ready(process: subprocess.Popen[str]) -> None:
-    """Raises CommandFailed with its last output."""
     lines: list[str] = []
     is_known = threading.Event()
 

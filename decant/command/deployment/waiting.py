@@ -15,8 +15,8 @@ REPORT_S = 2.0
 
 
 class Waiting:
-    """Waits at most `seconds` in all; None: `STARTING_S`, only for a deployment with a record. Errors name `option`;
-    `report` receives the reason of a wait.
+    """Wait for a deployment, at most `seconds` in all; None is `STARTING_S`, only for a deployment with a record.
+    Errors name `option`; `report` receives the reason of a wait.
     """
 
     def __init__(
@@ -31,7 +31,6 @@ class Waiting:
         self._next_report = 0.0
 
     def deployment(self) -> Deployment:
-        """Raises CommandFailed."""
         while True:
             try:
                 deployment = deployments.latest(self._option)
@@ -50,9 +49,7 @@ class Waiting:
             self._pause(text)
 
     def for_restart(self, deployment: Deployment) -> bool:
-        """Until all processes are ready; False if they were, or the time is over. Raises CommandFailed if the
-        deployment is ending.
-        """
+        """Wait until all processes are ready; return False if none was missing, or if the time is over."""
         waited = False
         while (current := deployments.of(deployment.pid)) is not None:
             if current.is_ending:

@@ -22,8 +22,6 @@ _NO_TERMINAL = 140  # columns
 
 @dataclass(frozen=True)
 class TopOptions:
-    """Options of `decant top`. ``addresses``: of admin ports; empty: those of the deployment on this machine."""
-
     addresses: tuple[str, ...] = ()
     once: bool = False
     interval: float = 1.0
@@ -31,7 +29,6 @@ class TopOptions:
 
 
 def run(options: TopOptions) -> None:
-    """Show the deployment until an interrupt, or once. Raises CommandFailed if there is none, or none answers."""
     asyncio.run(_run(options))
 
 
@@ -54,7 +51,6 @@ async def _run(options: TopOptions) -> None:
 
 
 def _explicit(addresses: Sequence[str]) -> Callable[[], tuple[list[Target], str]]:
-    """Raises CommandFailed for an invalid address."""
     for address in addresses:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -64,7 +60,6 @@ def _explicit(addresses: Sequence[str]) -> Callable[[], tuple[list[Target], str]
 
 
 def _local() -> Callable[[], tuple[list[Target], str]]:
-    """Raises CommandFailed if there is no deployment, and later when it has ended."""
     pid = deployments.latest("addresses of admin ports").pid
 
     def now() -> tuple[list[Target], str]:
@@ -83,7 +78,6 @@ def _local() -> Callable[[], tuple[list[Target], str]]:
 
 @contextlib.contextmanager
 def _output(options: TopOptions) -> Iterator[Callable[[Snapshot], None]]:
-    """Shows a snapshot: in place on a terminal, else one after the other."""
     if options.as_json:
         yield lambda snapshot: print(json.dumps(document(snapshot)), flush=True)
         return
@@ -96,5 +90,4 @@ def _output(options: TopOptions) -> Iterator[Callable[[Snapshot], None]]:
 
 
 def document(snapshot: Snapshot) -> dict[str, object]:
-    """What ``--json`` prints."""
     return {"at": round(time.time(), 3), **asdict(snapshot)}

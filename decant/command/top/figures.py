@@ -1,4 +1,4 @@
-"""Seconds; rates are of each process's window."""
+"""Figures of `decant top`: times in seconds, rates over each process's window."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ ROUTER, PREFILL, DECODE = "router", "prefill", "decode"
 
 @dataclass(frozen=True)
 class Latency:
-    """None without an observation. Quantiles are estimates."""
-
     mean: float | None
     p50: float | None
     p99: float | None
@@ -26,7 +24,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """``ttft``: from acceptance; ``itl``: its mean is the mean TPOT, weighted by tokens; ``cached_share``: of prompt
+    """Figures of a model on all routers. ``ttft`` is from acceptance; the mean of ``itl`` is the mean TPOT, weighted by
     tokens.
     """
 
@@ -49,7 +47,7 @@ class ModelFigures:
 
 @dataclass(frozen=True)
 class RouterFigures:
-    """``unwritten``: ended requests whose end is not in Redis yet."""
+    """Figures of a router; ``unwritten`` are ended requests whose end is not in Redis yet."""
 
     window_s: float
     is_store_available: bool
@@ -64,8 +62,6 @@ class RouterFigures:
 
 @dataclass(frozen=True)
 class WorkerFigures:
-    """``prefill_tokens_per_s``: computed here; ``kv_usage``: share of the blocks, 0 to 1."""
-
     window_s: float
     model: str
     running: float
@@ -84,7 +80,7 @@ class WorkerFigures:
 
 @dataclass(frozen=True)
 class ProcessFigures:
-    """``figures``: None without an answer. ``role``: empty if there never was one."""
+    """State of a process; ``figures`` are None without an answer, ``role`` is empty while it is unknown."""
 
     name: str
     role: str
@@ -95,7 +91,7 @@ class ProcessFigures:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """``requests``: as their routers list them, with "router", the oldest first."""
+    """One reading; ``requests`` are as their routers list them, with "router", the oldest first."""
 
     title: str
     processes: Sequence[ProcessFigures]
@@ -108,7 +104,6 @@ class Snapshot:
 
 
 def role_of(sample: Sample) -> str:
-    """Empty for any other process."""
     if sample.has("decant_state_store_available"):
         return ROUTER
     return next(iter(sample.label_values("decant_worker_info", "role")), "")

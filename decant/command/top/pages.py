@@ -21,7 +21,7 @@ class PageUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """``address``: of its admin port; None while it does not listen. ``process``: of `decant up`."""
+    """Process to read; ``address`` is that of its admin port, None while it does not listen."""
 
     name: str
     address: str | None
@@ -46,14 +46,12 @@ class Reader:
         self._watched: dict[str, _Watched] = {}
 
     async def read(self, targets: Sequence[Target], title: str = "") -> Snapshot:
-        """All at once, for at most `ANSWER_S`."""
         known = self._watched
         self._watched = {one.name: known.get(one.name) or _Watched(History(), _role_in(one.name)) for one in targets}
         await asyncio.gather(*(self._read_one(one, self._watched[one.name]) for one in targets))
         return self._snapshot(targets, title)
 
     def error(self, target: Target) -> str:
-        """Empty if it answered."""
         return self._watched[target.name].error
 
     async def _read_one(self, target: Target, watched: _Watched) -> None:
@@ -95,7 +93,6 @@ class Reader:
 
 
 def _role_in(name: str) -> str:
-    """ "decode" of "decode-1"."""
     role = name.rpartition("-")[0]
     return role if role in (ROUTER, "prefill", "decode") else ""
 
@@ -110,7 +107,6 @@ def _state(target: Target, watched: _Watched) -> str:
 
 
 async def get(address: str, path: str, *, only_ok: bool = True) -> bytes:
-    """Raises PageUnavailable, by default also for a status other than 200."""
     host, _, port = address.rpartition(":")
     try:
         reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))

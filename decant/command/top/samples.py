@@ -1,10 +1,7 @@
 """Rates and distributions of the last minute.
 
-    sample    sample    sample    sample          oldest dropped when another is at least as old as the window
-    |------------------ Window ----------|        counters: difference / seconds; histograms: difference of buckets
-
-Quantiles are interpolated within a bucket. Means are exact. A Prometheus server computes the same with PromQL, but
-`decant top` needs none, and prometheus_client only parses.
+sample    sample    sample    sample          oldest dropped when another is at least as old as the window
+|------------------ Window ----------|        counters: difference / seconds; histograms: difference of buckets
 """
 
 from __future__ import annotations
@@ -26,21 +23,18 @@ _START = "process_start_time_seconds"
 
 @dataclass(frozen=True)
 class Sample:
-    """``at``: monotonic seconds."""
-
     at: float
     series: Mapping[_Key, float]
 
     @classmethod
     def parse(cls, at: float, text: str) -> Sample:
-        """From Prometheus' text format. Raises ValueError."""
+        """Parse Prometheus' text format. Raises ValueError."""
         families = text_string_to_metric_families(text)
         return cls(
             at, {(one.name, frozenset(one.labels.items())): one.value for family in families for one in family.samples}
         )
 
     def matching(self, name: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
-        """With at least these labels."""
         for (series, series_labels), value in self.series.items():
             if series == name and labels.items() <= series_labels:
                 yield dict(series_labels), value
@@ -57,14 +51,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Distribution:
-    """``buckets``: cumulative, by bound."""
+    """Histogram; ``buckets`` are cumulative, by bound."""
 
     count: float = 0.0
     sum: float = 0.0
     buckets: Mapping[float, float] = field(default_factory=dict)
 
     def __add__(self, other: Distribution) -> Distribution:
-        """Without bounds that only one of them has."""
         if not self.count or not other.count:
             return self if self.count else other
         both = {bound: self.buckets[bound] + other.buckets[bound] for bound in self.buckets.keys() & other.buckets}
@@ -75,7 +68,7 @@ class Distribution:
         return self.sum / self.count if self.count else None
 
     def quantile(self, share: float) -> float | None:
-        """As PromQL's histogram_quantile; at most the last finite bound."""
+        """Interpolate within a bucket, as PromQL's histogram_quantile; at most the last finite bound."""
         if not self.count:
             return None
         rank, low, below = share * self.count, 0.0, 0.0
@@ -101,7 +94,6 @@ class Window:
         return self.last.total(name, **labels) - self.first.total(name, **labels)
 
     def rate(self, name: str, **labels: str) -> float:
-        """Per second; 0 for an empty window."""
         return self.increase(name, **labels) / self.seconds if self.seconds else 0.0
 
     def distribution(self, name: str, **labels: str) -> Distribution:
@@ -111,7 +103,7 @@ class Window:
 
 
 class History:
-    """A restart begins a new history."""
+    """Samples of one process; a restart begins a new history."""
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque()
@@ -126,5 +118,4 @@ class History:
 
     @property
     def window(self) -> Window | None:
-        """None before the first sample."""
         return Window(self._samples[0], self._samples[-1]) if self._samples else None

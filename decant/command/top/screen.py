@@ -1,5 +1,3 @@
-"""`decant top` for 80 columns and more."""
-
 from __future__ import annotations
 
 import re
@@ -33,7 +31,6 @@ _GOOD, _WARNING, _BAD = "green", "yellow", "red"
 
 
 def render(snapshot: Snapshot, width: int, height: int | None) -> RenderableType:
-    """``height``: lines; None: no terminal."""
     is_wide = width >= WIDE
     parts: list[RenderableType] = [_title(snapshot), Text()]
     tables = [_models(snapshot, is_wide), _routers(snapshot, is_wide), _workers(snapshot, is_wide)]
@@ -67,7 +64,7 @@ def _add_row(table: Table, *cells: str | Text) -> None:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Foreign text: neither markup nor control sequences."""
+    """Make text of another program's words: neither markup nor control sequences."""
     return Text("".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text), style)
 
 
@@ -155,7 +152,6 @@ def _state(one: ProcessFigures) -> Text:
 
 
 def _short(state: str) -> str:
-    """ "no answer", "lost 3 s ago"."""
     return re.split("[:,]", state)[0]
 
 

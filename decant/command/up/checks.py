@@ -1,5 +1,6 @@
-"""Checks before a process starts, without torch. Of a hub model without local weights only the small files are
-downloaded.
+"""Checks before a process starts, without torch.
+
+Of a hub model without local weights only the small files are downloaded.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ PROCESS_BYTES = 256 << 20
 
 
 def check_model(options: UpOptions) -> None:
-    """Raises CommandFailed."""
     model = model_of(options)
     if not model:
         raise CommandFailed("--model: a folder or a hub name, got ''", status=2)
@@ -49,7 +49,6 @@ def check_model(options: UpOptions) -> None:
 
 
 def check_peers(plan: Plan) -> None:
-    """Of the user's certificate files. Raises CommandFailed."""
     if plan.peers is None:
         return
     try:
@@ -60,7 +59,6 @@ def check_peers(plan: Plan) -> None:
 
 
 def check_memory(options: UpOptions, plan: Plan) -> None:
-    """Raises CommandFailed."""
     weights = resources.weights_size(model_of(options), options.dtype)
     needed, free = len(plan.workers) * (weights + plan.kv_bytes + PROCESS_BYTES), resources.available_memory()
     if needed > free:
@@ -72,7 +70,6 @@ def check_memory(options: UpOptions, plan: Plan) -> None:
 
 
 def check_redis(url: str) -> None:
-    """Raises CommandFailed."""
     try:
         asyncio.run(_ping(StoreSettings(url)))
     except StateError as error:
@@ -85,7 +82,6 @@ async def _ping(settings: StoreSettings) -> None:
 
 
 def check_ports(plan: Plan, host: str) -> None:
-    """Raises CommandFailed."""
     for spec in plan.routers:
         _check_port(host.strip("[]"), spec.port)
 

@@ -23,8 +23,6 @@ _REST_SECONDS = 2.0  # for the rest of its output, once it has ended
 
 
 class Child:
-    """Its log shows address, progress and readiness."""
-
     def __init__(
         self, spec: Spec, process: asyncio.subprocess.Process, output: Output, on_change: Callable[[], None]
     ) -> None:
@@ -44,7 +42,9 @@ class Child:
 
     @classmethod
     async def start(cls, spec: Spec, output: Output, on_change: Callable[[], None] = lambda: None) -> Child:
-        """In its own process group: Ctrl-C is for `up`. `on_change`: of state or address."""
+        """Start a process in a group of its own: Ctrl-C is for `up`. `on_change` is called after each change of state
+        or address.
+        """
         exec_child = (sys.executable, "-I", "-S", str(_EXEC_CHILD), str(os.getpid()), ",".join(map(str, spec.cores)))
         process = await asyncio.create_subprocess_exec(
             *exec_child,
@@ -67,11 +67,11 @@ class Child:
 
     @property
     def recent_output(self) -> str:
-        """Outside the log, with the reason of a failed start."""
+        """Last lines that are no log events, such as the reason of a failed start."""
         return "\n".join(self._unstructured)
 
     async def ready(self) -> bool:
-        """Whether it is ready, once it is or has ended."""
+        """Wait until the process is ready or has ended; return whether it is ready."""
         being_ready = asyncio.create_task(self._ready.wait())
         try:
             await asyncio.wait([being_ready, self._ending], return_when=asyncio.FIRST_COMPLETED)
@@ -80,7 +80,7 @@ class Child:
         return self.is_ready
 
     async def ended(self) -> int:
-        """Exit status, negative for a signal, after all output."""
+        """Wait for the end and all output; return the exit status, negative for a signal."""
         return await asyncio.shield(self._ending)
 
     def terminate(self) -> None:
@@ -131,7 +131,7 @@ class Child:
         self._on_change()
 
     async def _lines(self) -> AsyncIterator[str]:
-        """An endless line is cut: a process never blocks on output."""
+        """Yield lines, an endless one in parts: a process never blocks on output."""
         assert self._subprocess.stdout is not None
         rest = b""
         while chunk := await self._subprocess.stdout.read(_CHUNK):

@@ -1,7 +1,3 @@
-"""Starts Redis unless --redis-url names one, workers with cores and memory of their own, routers when those are ready,
-and a keeper that removes the temporary files even if this process is killed.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -22,7 +18,7 @@ from decant.state.private_redis import PrivateRedis
 
 
 def run(options: UpOptions) -> int:
-    """Return the exit status, 0 after a graceful end. Raises CommandFailed if the start fails."""
+    """Run a deployment; return the exit status, 0 after a graceful end. Raises CommandFailed if the start fails."""
     if options.log_format not in ("auto", "json", "console"):
         raise CommandFailed(f"--log-format: auto, json or console, got {options.log_format}", status=2)
     console = options.log_format == "console" or (options.log_format == "auto" and sys.stdout.isatty())
@@ -31,7 +27,6 @@ def run(options: UpOptions) -> int:
 
 
 def check(options: UpOptions) -> None:
-    """Raises CommandFailed."""
     checks.check_model(options)
     try:
         plan = make_plan(options, options.redis_url or "redis://")
@@ -45,7 +40,6 @@ def check(options: UpOptions) -> None:
 
 
 def supervise(plan_for: Callable[[str], Plan], redis_url: str | None, output: Output) -> int:
-    """`redis_url`: None for a private one. Raises CommandFailed."""
     logs.start("up", LogSettings(log_format="json"), stream=output.stream("up"))
     try:
         return asyncio.run(_supervise(plan_for, redis_url, output))

@@ -2,9 +2,8 @@
 
     python exec_child.py PARENT CORES PROGRAM ARGUMENTS...
 
-PARENT is a process id; CORES "0,1", or "" for all, is ignored on platforms without CPU affinity. With prctl the kernel
-kills this process, and the program that replaces it, when the parent ends; elsewhere a forked process watches both.
-Imports only the standard library, to start fast.
+PARENT is a process id; CORES "0,1", or "" for all, is ignored on platforms without CPU affinity. Imports only the
+standard library, to start fast.
 """
 
 import ctypes
@@ -27,7 +26,6 @@ def main(parent: int, cores: str, command: list[str]) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Have this process killed when `parent` ends, also after it has replaced itself by exec. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "prctl"):
         watch(parent)
@@ -36,8 +34,8 @@ def end_with(parent: int) -> None:
 
 
 def watch(parent: int) -> None:
-    """Fork a process that kills this one within `_WATCH_S` of the end of `parent`, and ends with this one. It
-    polls: platforms without prctl have no common event for that.
+    """Fork a process that kills this one within `_WATCH_S` of the end of `parent`, and ends with this one. It polls:
+    platforms without prctl have no common event for that.
     """
     watched = os.getpid()
     if os.fork():

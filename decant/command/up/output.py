@@ -1,5 +1,3 @@
-"""JSON lines with ``process`` added, or columns."""
-
 from __future__ import annotations
 
 import io
@@ -15,7 +13,7 @@ _SHOWN_APART = {"time", "level", "event", "service", "module", "process", "excep
 
 
 class Output:
-    """Writes nothing after a broken pipe."""
+    """Output as JSON lines with ``process`` added, or as columns; nothing is written after a broken pipe."""
 
     def __init__(self, out: TextIO, *, console: bool) -> None:
         self._out = out
@@ -24,7 +22,7 @@ class Output:
         self._broken = False
 
     def line(self, process: str, raw: str) -> Mapping[str, Any]:
-        """The line's fields. One that is not JSON becomes an event."""
+        """Write a line and return its fields. One that is not JSON becomes an event."""
         fields = _fields(raw)
         text = self._columns(process, fields) if self._console else json.dumps({"process": process, **fields})
         self._write(text + "\n")

@@ -23,7 +23,7 @@ _NEEDED = tuple(variable_name(f"peer_{name}") for name in ("ca", "certificate", 
 
 @dataclass(frozen=True)
 class PeerCredentials:
-    """PEM files. `name` in the certificate, None: the address."""
+    """PEM files; `name` is that in the certificate, None if it is the address."""
 
     ca: str
     certificate: str
@@ -39,7 +39,6 @@ class PeerCredentials:
 
 
 def make(folder: Path) -> PeerCredentials:
-    """In a new `folder`. Raises CommandFailed."""
     try:
         from decant.runtime.connections import certificates
     except ModuleNotFoundError as error:
@@ -50,7 +49,6 @@ def make(folder: Path) -> PeerCredentials:
 
 
 def from_environment(environment: Mapping[str, str]) -> PeerCredentials | None:
-    """None without any. Raises CommandFailed for an incomplete set."""
     variables = OF_PEERS & environment.keys()
     if not variables:
         return None

@@ -1,5 +1,3 @@
-"""Settings are parsed as each process does, to find errors early."""
-
 from __future__ import annotations
 
 import os
@@ -31,8 +29,6 @@ _EVERY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
 
 @dataclass(frozen=True)
 class UpOptions:
-    """`kv_memory` as typed; None: a share of the memory."""
-
     model: str | None = None
     router: int = 1
     prefill: int = 1
@@ -48,7 +44,7 @@ class UpOptions:
 
 @dataclass(frozen=True)
 class Spec:
-    """`port` 0: a free one; `cores`: empty for all."""
+    """Process to start; `port` 0 is a free one, empty `cores` are all."""
 
     name: str
     module: str
@@ -65,8 +61,6 @@ class Spec:
 
 @dataclass(frozen=True)
 class Plan:
-    """Workers first. `facts`: for the log."""
-
     workers: tuple[Spec, ...]
     routers: tuple[Spec, ...]
     redis_url: str
@@ -80,7 +74,9 @@ class Plan:
 
 
 def make_plan(options: UpOptions, redis_url: str, environ: Mapping[str, str] | None = None) -> Plan:
-    """Raises InvalidSettings, and CommandFailed for resources that can't be divided."""
+    """Make a plan; settings are parsed as each process does, to find errors early. Raises InvalidSettings, and
+    CommandFailed for resources that can't be divided.
+    """
     environment = dict(os.environ if environ is None else environ)
     _check_variables(environment)
     workers = _workers(options, redis_url, environment)
@@ -149,7 +145,7 @@ def _routers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
 
 
 def _id(options: UpOptions, name: str) -> str:
-    """Unique among deployments with a common Redis."""
+    """Return an id that is unique among deployments with a common Redis."""
     return name if options.redis_url is None else f"{name}@{os.uname().nodename}:{os.getpid()}"
 
 
@@ -174,7 +170,6 @@ def _check_variables(environment: Mapping[str, str]) -> None:
 
 
 def _only(environment: Mapping[str, str], kind: type[Settings], without: Set[str]) -> dict[str, str]:
-    """Without DECANT_* variables that `kind` refuses."""
     names = _names(kind) - without
     return {name: value for name, value in environment.items() if not name.startswith(PREFIX) or name in names}
 

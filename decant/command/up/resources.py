@@ -21,7 +21,6 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def divide_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
-    """The rest goes to the first workers; with too few cores one each in turn."""
     if len(cores) < workers:
         return [(cores[index % len(cores)],) for index in range(workers)]
     each, more = divmod(len(cores), workers)
@@ -34,7 +33,6 @@ def divide_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
 
 
 def kv_share(available: int, weights: int, workers: int) -> int:
-    """Bytes, at most `KV_CAP`. Raises CommandFailed if too few are left."""
     share = int(available * (1 - _KEPT_FREE) / workers - weights * _COPIES)
     if share < KV_FLOOR:
         text = f"memory: {workers} workers with {size(weights)} of weights each, got {size(available)} that are free"
@@ -43,14 +41,12 @@ def kv_share(available: int, weights: int, workers: int) -> int:
 
 
 def available_memory() -> int:
-    """Bytes of machine and control group."""
     machine = _machine_memory()
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     return machine if limit is None or used is None else min(machine, limit - used)
 
 
 def _machine_memory() -> int:
-    """Half of it on platforms other than Linux."""
     try:
         words = _MEMINFO.read_text().split()
     except OSError:
@@ -59,7 +55,6 @@ def _machine_memory() -> int:
 
 
 def folder_of(model: str) -> Path | None:
-    """None if not on this machine."""
     folder = Path(model)
     if folder.is_dir():
         return folder
@@ -74,7 +69,7 @@ def folder_of(model: str) -> Path | None:
 
 
 def weights_size(model: str, dtype: str = "auto") -> int:
-    """Bytes as `dtype`; 0 if unknown."""
+    """Return the bytes of the weights as `dtype`; 0 if they are unknown."""
     folder = folder_of(model)
     if folder is None:
         return 0
@@ -90,7 +85,6 @@ def weights_size(model: str, dtype: str = "auto") -> int:
 
 
 def parse_size(text: str) -> int:
-    """ "512M", "2G", "1073741824". Raises CommandFailed."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:iB|B)?", text.strip(), re.IGNORECASE)
     count = int(float(match[1]) * _UNITS[match[2].upper()]) if match is not None else 0
     if not count:
@@ -99,7 +93,6 @@ def parse_size(text: str) -> int:
 
 
 def size(count: int) -> str:
-    """ "1.5 GiB"."""
     for unit in ("G", "M", "K"):
         if count >= _UNITS[unit]:
             return f"{count / _UNITS[unit]:.1f} {unit}iB"

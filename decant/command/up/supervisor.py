@@ -40,8 +40,6 @@ _log = logs.get("up")
 
 
 class StartFailed(Exception):
-    """`status`: of `decant up`."""
-
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
@@ -64,7 +62,7 @@ class Supervisor:
         self._changed = asyncio.Event()
 
     async def run(self) -> int:
-        """Returns 0 after a graceful end. Raises StartFailed."""
+        """Run the deployment until it ends; return 0 after a graceful end. Raises StartFailed."""
         self._shutdown.on_signals()
         with self._record:
             self._peers = self._plan.peers or peers.make(self._record.temporary / "peers")
@@ -106,7 +104,6 @@ class Supervisor:
         return child
 
     async def _ready(self, child: Child) -> None:
-        """Raises StartFailed if it ends before."""
         if not await child.ready():
             status = await child.ended()
             detail = child.recent_output or f"ended with {status} before it was ready"
@@ -128,7 +125,7 @@ class Supervisor:
                 self._changed.set()
 
     def _again(self, child: Child) -> Spec:
-        """A router keeps its port; a worker registers a new one."""
+        """Return the spec of a restart: a router keeps its port, a worker registers a new one."""
         if child.spec.name in self._router_names and child.address is not None:
             return replace(child.spec, port=int(child.address.rpartition(":")[2]))
         return child.spec
@@ -143,7 +140,6 @@ class Supervisor:
                 _log.warning("can't be announced to other commands", reason=str(error))
 
     def _write_record(self) -> None:
-        """Raises CommandFailed."""
         deployment = Deployment(
             os.getpid(),
             self._addresses(),
@@ -157,7 +153,6 @@ class Supervisor:
         self._record.write(deployment)
 
     def _processes(self) -> dict[str, Process]:
-        """During the end only running ones."""
         return {
             name: replace(child.process, lost_at=self._lost_at.get(name, child.process.lost_at))
             for name, child in self._children.items()
@@ -170,7 +165,6 @@ class Supervisor:
         return tuple(address_of(self._plan, int(port)) for port in ports)
 
     async def _drain(self) -> int:
-        """Routers first, while the workers finish running requests."""
         self._is_ending = True
         self._changed.set()
         await self._stop_restarts()
@@ -178,7 +172,6 @@ class Supervisor:
         return 0 if all(stopped) else 1
 
     async def _stop(self, specs: Sequence[Spec]) -> bool:
-        """Those that exceed their time are killed. Returns whether all ended in order."""
         children = [self._children[spec.name] for spec in specs if spec.name in self._children]
         ending = {asyncio.create_task(child.ended()): child for child in children if child.running}
         for child in ending.values():

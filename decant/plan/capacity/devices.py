@@ -23,7 +23,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Bytes, bytes/s read, and bfloat16 operations/s; peak rates."""
+    """Memory in bytes, and peak rates: bytes/s read and bfloat16 operations/s."""
 
     name: str
     memory: int

@@ -8,8 +8,10 @@ from decant.plan.quantities import show_bytes
 
 @dataclass(frozen=True, slots=True)
 class KvCapacity:
-    """Bytes of one worker; `share` of `memory` is for weights and KV cache, in blocks of `block_size` tokens.
-    `kv_token`: bytes of all layers per token. `kv_windows`: tokens, and bytes per token of the layers with each.
+    """Memory of one worker in bytes, of which `share` is for weights and KV cache, in blocks of `block_size` tokens.
+
+    kv_token      bytes per token of all layers
+    kv_windows    tokens of a window, and bytes per token of the layers with it
     """
 
     memory: int
@@ -25,11 +27,11 @@ class KvCapacity:
 
     @property
     def tokens(self) -> int:
-        """Of sequences shorter than any window."""
+        """Tokens that fit, of sequences shorter than any window."""
         return self.kv_bytes // (self.kv_token * self.block_size) * self.block_size
 
     def sequence_bytes(self, length: int) -> int:
-        """A layer with a window keeps the window and the next block."""
+        """Return the bytes of a sequence; a layer with a window keeps the window and the next block."""
         count = -(-length // self.block_size)
         full = self.kv_token - sum(size for _, size in self.kv_windows)
         kept = sum(min(count, -(-window // self.block_size) + 2) * size for window, size in self.kv_windows)
@@ -39,7 +41,7 @@ class KvCapacity:
         return self.kv_bytes // self.sequence_bytes(length)
 
     def check(self, longest: int) -> None:
-        """Raises InvalidPlan unless the weights and one sequence of `longest` tokens fit."""
+        """Raise InvalidPlan unless the weights and one sequence of `longest` tokens fit."""
         usable = int(self.memory * self.share)
         if self.weights >= usable:
             needed = show_bytes(self.weights / self.share)

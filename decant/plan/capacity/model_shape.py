@@ -21,12 +21,11 @@ _KEYS = (*_REQUIRED, "kv_heads", "head_dim", "intermediate", "vocab", "params")
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Dimensions in elements.
+    """Dimensions of a model, in elements.
 
     linear     parameters of the layers, and of an untied head
     table      parameters of the embedding; `tied`: also the head
     active     parameters that a token is multiplied with
-    context    most tokens of a sequence
     windows    tokens of sliding or chunked attention, and layers with each
     """
 
@@ -48,29 +47,24 @@ class ModelShape:
 
     @property
     def kv_elements(self) -> int:
-        """Per token, all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     def weight_bytes(self, dtype: str, quantization: str | None = None) -> int:
-        """The table is not quantized."""
         return int(self.linear * BYTES[quantization or dtype] + self.table * BYTES[dtype])
 
     def step_bytes(self, dtype: str, quantization: str | None = None) -> int:
-        """Weights that one step reads: no table for look-ups alone."""
+        """Return the bytes of weights that a step reads: without a table that only serves look-ups."""
         return int(self.linear * BYTES[quantization or dtype] + (self.table * BYTES[dtype] if self.tied else 0))
 
     def kv_bytes(self, kv_dtype: str) -> int:
-        """Per token, all layers."""
         return int(self.kv_elements * BYTES[kv_dtype])
 
     def kv_windows(self, kv_dtype: str) -> tuple[tuple[int, int], ...]:
-        """Tokens, and bytes per token of the layers with each."""
         layer = 2 * self.kv_heads * self.head_dim * BYTES[kv_dtype]
         return tuple((window, int(count * layer)) for window, count in self.windows)
 
 
 def find_shape(model: str) -> ModelShape:
-    """`model`: a folder, a config.json, or a name on the Hugging Face hub. Raises InvalidPlan."""
     if Path(model).exists() or not _HUB_NAME.fullmatch(model):
         return read_shape(Path(model))
     try:
@@ -87,7 +81,6 @@ def find_shape(model: str) -> ModelShape:
 
 
 def read_shape(path: Path) -> ModelShape:
-    """`path`: a config.json or its folder. Raises InvalidPlan."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -101,7 +94,6 @@ def read_shape(path: Path) -> ModelShape:
 
 
 def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
-    """Raises InvalidPlan."""
     if "kv_lora_rank" in config:
         raise InvalidPlan("--model", "attention with one key and one value per KV head", "kv_lora_rank (latent KV)")
     hidden, layers = _number(config, "hidden_size", "n_embd"), _number(config, "num_hidden_layers", "n_layer")
@@ -127,7 +119,6 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[tuple[int, int], ...]:
-    """Tokens and layers. Without `layer_types`, every `sliding_window_pattern`-th layer is full."""
     names = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     sizes = {kind: config.get(name) and _number(config, name) for kind, name in names.items()}
     kinds = config.get("layer_types")
@@ -142,9 +133,6 @@ def _windows(config: Mapping[str, Any], layers: int) -> tuple[tuple[int, int], .
 
 
 def parse_shape(text: str) -> ModelShape:
-    """ "layers=40,hidden=5120,heads=40,params=13B". Unset: kv_heads = heads, head_dim = hidden / heads,
-    intermediate = 4 x hidden (three matrices), vocab = 32,000. Raises InvalidPlan.
-    """
     dims: dict[str, int] = {}
     for part in text.split(","):
         key, _, value = part.strip().partition("=")
@@ -172,7 +160,6 @@ def parse_shape(text: str) -> ModelShape:
 def _assemble(
     name: str, dims: Mapping[str, int], mlp: int, experts: tuple[int, int], *, tied: bool, context: int | None
 ) -> ModelShape:
-    """`mlp`: parameters of one expert; `experts`: all, and those of a token."""
     layers, hidden, heads = dims["layers"], dims["hidden"], dims["heads"]
     kv_heads, head_dim = dims["kv_heads"], dims["head_dim"]
     if not head_dim:

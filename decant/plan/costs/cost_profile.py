@@ -1,16 +1,12 @@
-"""A measured profile: what work costs one worker on one machine, in seconds, as JSON.
+"""Measured costs of a worker on one machine, in seconds, as JSON.
 
-The engine alone, from `--calibrate measure`; a worker logs the same costs as `step costs measured`:
-
-{"model": "Qwen2.5-0.5B", "dtype": "bfloat16", "threads": 1,
- "costs": {"fixed": 0.0004, "token": 0.0012, "logits": 0.002, "pair": 1.1e-07}}
-
-Workers as their clients see them, from `decant bench calibrate`:
+{"model": "Qwen2.5-0.5B", "costs": {"fixed": 0.0004, "token": 0.0012, "logits": 0.002, "pair": 1.1e-07}}
 
 {"model": "Qwen2.5-0.5B", "prefill": {"fixed": ...}, "decode": {"fixed": ...}, "latency": 0.005, "handoff": 0.01,
  "sending": 2e-5, "contention": {"prefill": 1.4, "decode": 1.1, "handoff": 2.0}}
 
-Output of `decant plan --json`, with its "profile", is accepted too.
+The first are costs of the engine alone, the second those that clients see, from `decant bench calibrate`. Output of
+`decant plan --json`, with its "profile", is accepted too.
 """
 
 from __future__ import annotations
@@ -51,7 +47,6 @@ class Profile:
 
 
 def read(path: Path) -> Profile:
-    """Raises InvalidPlan."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -66,7 +61,6 @@ def read(path: Path) -> Profile:
 
 
 def from_document(document: dict[str, Any]) -> Profile:
-    """Raises InvalidPlan."""
     names = ("costs", "costs") if "costs" in document else ("prefill", "decode")
     prefill, decode = (_costs(document, name) for name in names)
     contention = document.get("contention", {})
@@ -104,7 +98,6 @@ def _costs(document: dict[str, Any], name: str) -> StepCostModel:
 
 
 def _number(values: dict[str, Any], name: str, least: float | None, parent: str = "") -> float:
-    """`least`: also the default; None: 0, required."""
     value: Any = values.get(name, least)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not (least or 0.0) <= value <= sys.float_info.max:
@@ -113,7 +106,7 @@ def _number(values: dict[str, Any], name: str, least: float | None, parent: str 
 
 
 def measure(model: str, dtype: str, threads: int) -> Profile:
-    """Needs the worker's packages. Raises ModelRefused."""
+    """Measure step costs of the engine on this machine's CPU, with the worker's packages. Raises ModelRefused."""
     import torch
     from transformers.utils import logging
 

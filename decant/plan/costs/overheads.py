@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """Factors on each's time while the other pool computes on the same machine."""
+    """Factors on each of these times while the other pool computes on the same machine."""
 
     prefill: float = 1.0
     decode: float = 1.0
@@ -14,11 +14,11 @@ class Contention:
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Seconds.
+    """Seconds beside those of prefills and decode steps.
 
     latency    of a first token, beside its prefill and its wait for a worker
-    handoff    that an output pauses before its second token, beside a step
-    sending    that a handoff delays a prompt which follows at once on the same worker, per token
+    handoff    pause of an output before its second token, beside a step
+    sending    delay of a prompt that follows a handoff at once on the same worker, per token
     """
 
     latency: float = 0.0

@@ -1,9 +1,7 @@
-"""Seconds of a prefill and of a decode step.
+"""Speed of a worker.
 
-    roofline    max(bytes read / bandwidth, operations / product rate)     a step without overhead
-    profile     fixed + token x tokens + logits x rows + pair x pairs      the engine's cost model
-
-A decode step reads the weights once, and the KV of all contexts.
+roofline    max(bytes read / bandwidth, operations / product rate)     a step without overhead
+profile     fixed + token x tokens + logits x rows + pair x pairs      the engine's cost model
 """
 
 from __future__ import annotations
@@ -17,18 +15,16 @@ from decant.plan.capacity.model_shape import BYTES, ModelShape
 
 
 class Speed(Protocol):
-    """Seconds on one worker."""
+    """Seconds of work on one worker; `context` is the mean of the sequences."""
 
     def prefill(self, tokens: float) -> float: ...
 
-    def step(self, sequences: float, context: float) -> float:
-        """`context`: mean tokens."""
-        ...
+    def step(self, sequences: float, context: float) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """`bandwidth`, `flops`: per second, as reached."""
+    """Roofline at rates per second that are reached, not the peaks of the device."""
 
     shape: ModelShape
     step_bytes: int
@@ -47,7 +43,6 @@ class Roofline:
         return max(bytes_read / self.bandwidth, self._operations(sequences, pairs) / self.flops)
 
     def _operations(self, tokens: float, pairs: float) -> float:
-        """Two per parameter and token, four per (query, key) pair and dimension."""
         return 2 * self.shape.active * tokens + 4 * self.shape.layers * self.shape.heads * self.shape.head_dim * pairs
 
 
@@ -79,18 +74,12 @@ class Slowed:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of peak rates: about 0.8 of the bandwidth in a large model's decode step, 0.6 of the products in a
-    prefill.
-    """
-
     bandwidth: float
     flops: float
 
 
 def roofline(shape: ModelShape, device: Device, dtypes: tuple[str, str | None, str], share: Efficiency) -> Roofline:
-    """`dtypes`: of activations and table, quantized weights or None, KV cache. Products of float32 run at half the rate
-    of bfloat16; quantized weights are converted first and gain nothing.
-    """
+    """Return a roofline; float32 products run at half the rate of bfloat16, quantized weights are converted first."""
     dtype, quantization, kv_dtype = dtypes
     rate = device.flops * share.flops * min(1.0, 2 / BYTES[dtype])
     bandwidth = device.bandwidth * share.bandwidth

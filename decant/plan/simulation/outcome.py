@@ -10,7 +10,7 @@ from decant.plan.simulation.simulation import Simulation
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Seconds; None without values."""
+    """Percentiles in seconds, by nearest rank; None without values."""
 
     p50: float | None
     p90: float | None
@@ -22,15 +22,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Seconds.
-
-    within_objectives   share of the requests
-    prefill_use         share of the time from the first arrival to the last first token
-    prefill_balance     seconds computed by the busiest prefill worker over the mean
-    decode_balance      sequences of the decode worker with the most over the mean
-    cached_share        of the prompt tokens, in a prefill worker's cache
-    placement_cpu       measured CPU time of a request's two searches
-    """
+    """Result of a simulation; times in seconds, a balance is the busiest worker over the mean."""
 
     requests: int
     seconds: float
@@ -72,7 +64,6 @@ def outcome(simulation: Simulation, slo: Slo) -> Outcome:
 
 
 def percentiles(values: Iterable[float]) -> Percentiles:
-    """By nearest rank."""
     ordered = sorted(values)
     if not ordered:
         return Percentiles(None, None, None)
@@ -81,6 +72,5 @@ def percentiles(values: Iterable[float]) -> Percentiles:
 
 
 def _imbalance(loads: Sequence[float]) -> float:
-    """1 where all are 0."""
     mean = sum(loads) / len(loads)
     return max(loads) / mean if mean else 1.0

@@ -35,9 +35,7 @@ _LAYOUT = 1
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`burstiness`: 1 is a Poisson process, less comes in bursts. Prompts share one of `prefixes` texts of
-    `prefix_tokens`.
-    """
+    """Workers and requests of a simulation; `burstiness` 1 is a Poisson process, less comes in bursts."""
 
     prefill_workers: int
     decode_workers: int
@@ -49,7 +47,6 @@ class Scenario:
     seed: int = 0
 
     def check(self, shortest_prompt: int) -> None:
-        """Raises InvalidPlan."""
         for name in ("routers", "requests", "prefixes"):
             if getattr(self, name) < 1:
                 raise InvalidPlan(f"--{name}", "at least 1", getattr(self, name))
@@ -61,7 +58,7 @@ class Scenario:
 
 
 class SimulatedRouter:
-    """Worker numbers are the ids."""
+    """Router with the product's placement; ids are worker numbers, those of prefill workers come first."""
 
     def __init__(self, prefill: int, decode: int, kv_capacity: KvCapacity) -> None:
         self.placement_seconds = 0.0
@@ -92,7 +89,6 @@ class SimulatedRouter:
         return number, reservation
 
     def place_cache(self, request: SimulatedRequest) -> tuple[int, LoadReservation]:
-        """The number is among all workers."""
         began = time.process_time()
         sender = self.loads[request.prefill_worker].incarnation
         need = PlacementRequest(request.prompt_tokens + 1)
@@ -109,7 +105,7 @@ class SimulatedRouter:
 
 
 class Simulation:
-    """Runs once. Raises InvalidPlan for an impossible scenario."""
+    """Simulation that runs once. Raises InvalidPlan for an impossible scenario."""
 
     def __init__(self, speed: Speed, kv_capacity: KvCapacity, workload: Workload, scenario: Scenario) -> None:
         scenario.check(workload.prompt.low)
@@ -193,7 +189,6 @@ class Simulation:
 
 
 def _requests(workload: Workload, scenario: Scenario) -> Iterator[SimulatedRequest]:
-    """In order of arrival."""
     rng = Random(scenario.seed)
     prefixes = [rng.randbytes(4 * scenario.prefix_tokens) for _ in range(scenario.prefixes)]
     arrivals = itertools.islice(_arrivals(workload, scenario, rng), scenario.requests)
@@ -205,7 +200,6 @@ def _requests(workload: Workload, scenario: Scenario) -> Iterator[SimulatedReque
 
 
 def _arrivals(workload: Workload, scenario: Scenario, rng: Random) -> Iterator[tuple[float, int, int]]:
-    """Seconds, and tokens."""
     if workload.trace is not None:
         slower = workload.trace.rate / workload.rate
         for recorded in workload.trace.requests:

@@ -1,5 +1,3 @@
-"""Computed blocks stay in an LRU prefix cache. As many sequences decode as fit in memory; the others wait."""
-
 from __future__ import annotations
 
 import heapq
@@ -18,8 +16,6 @@ from decant.router.placement.worker_load import LoadReservation
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """Times in seconds, set as they become known."""
-
     arrival: float
     prompt_tokens: int
     output_tokens: int
@@ -35,13 +31,10 @@ class SimulatedRequest:
 
     @property
     def tpot(self) -> float:
-        """Seconds; NaN for a single token."""
         return (self.end - self.first_token) / (self.output_tokens - 1) if self.output_tokens > 1 else math.nan
 
 
 class PrefillWorker:
-    """In order of arrival."""
-
     def __init__(self, speed: Speed, kv_capacity: KvCapacity) -> None:
         self.busy_seconds = 0.0
         self.queue = deque[SimulatedRequest]()
@@ -54,7 +47,7 @@ class PrefillWorker:
         self._dropped: dict[int, None] = {}
 
     def begin(self, now: float) -> float:
-        """Returns the prompt's duration."""
+        """Begin the next prompt of the queue; return its seconds."""
         request = self.current = self.queue.popleft()
         request.cached_tokens, request.prefill_began = self._cached_tokens(request), now
         seconds = self._seconds(request)
@@ -62,7 +55,6 @@ class PrefillWorker:
         return seconds
 
     def finish(self) -> SimulatedRequest:
-        """The prompt's full blocks are cached."""
         request, self.current = self.current, None
         assert request is not None
         for digest in request.blocks.hashes(self._block_size):
@@ -79,7 +71,7 @@ class PrefillWorker:
         return request
 
     def heartbeat(self) -> wire.Heartbeat:
-        """Load, and changes of the prefix cache since the last one."""
+        """Return the load, and changes of the prefix cache since the last call."""
         queued = sum(request.prompt_tokens - self._cached_tokens(request) for request in self.queue)
         current = self.current.prompt_tokens - self.current.cached_tokens if self.current else 0
         load = wire.Load(
@@ -97,12 +89,12 @@ class PrefillWorker:
         return wire.Heartbeat(load=load, cache=wire.PrefixCacheUpdate(published=published, dropped=dropped))
 
     def _cached_tokens(self, request: SimulatedRequest) -> int:
-        """Never all: one token is always computed."""
+        """Return the cached tokens of a prompt; its last token is always computed."""
         hashes = request.blocks.hashes(self._block_size)[: (request.prompt_tokens - 1) // self._block_size]
         return sum(1 for _ in itertools.takewhile(self._cache.__contains__, hashes)) * self._block_size
 
     def _seconds(self, request: SimulatedRequest) -> float:
-        """Of the uncached tokens, which attend to the cached ones too."""
+        """Return the seconds of the uncached tokens, which attend to the cached ones too."""
         tokens, cached, prefill = request.prompt_tokens, request.cached_tokens, self._speed.prefill
         return max(prefill(tokens - cached), prefill(tokens) - prefill(cached)) if cached else prefill(tokens)
 
@@ -129,7 +121,7 @@ class DecodeWorker:
         self._start_waiting()
 
     def next_end(self) -> float | None:
-        """If no sequence is added before; None: nothing runs."""
+        """Return when a sequence ends if none is added before; None if nothing runs."""
         return self._now + (self._running[0][0] - self._steps) * self._step_seconds() if self._running else None
 
     def finish(self, now: float) -> SimulatedRequest:
