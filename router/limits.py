@@ -28,7 +28,6 @@ _ABOVE_ZERO = {"top_p": 1.0, "repetition_penalty": 10.0}
 
 
 def check_sampling(params: pb.SamplingParams) -> None:
-    """Raises InvalidArgument. Leaves out `n`, `seed` and the logit bias."""
     for name, (low, high) in _RANGES.items():
         check_range(f"sampling.{name}", getattr(params, name), low, high)
     for name, high in _ABOVE_ZERO.items():
@@ -38,31 +37,27 @@ def check_sampling(params: pb.SamplingParams) -> None:
 
 
 def check_size(request: pb.GenerateRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> None:
-    """Raises InvalidArgument. Comes first: other checks are slow on large messages."""
+    """Check the sizes of a message; call it before other checks, which are slow on large messages."""
     check_count(request.DESCRIPTOR.name, request.ByteSize(), MAX_REQUEST_BYTES, "bytes")
     if not isinstance(request, pb.DetokenizeRequest):
         check_count("messages.messages", len(request.messages.messages), MAX_MESSAGES, "messages")
 
 
 def check_id(request_id: str) -> None:
-    """Raises InvalidArgument."""
     check_count("request_id", len(request_id.encode()), MAX_REQUEST_ID_BYTES, "bytes")
 
 
 def check_range(field: str, value: float, low: float, high: float) -> None:
-    """Raises InvalidArgument."""
     if not (math.isfinite(value) and low <= value <= high):
         raise InvalidArgument(field, f"{low:.10g} to {high:.10g}", value)
 
 
 def check_count(field: str, count: int, limit: int, what: str) -> None:
-    """Raises InvalidArgument."""
     if count > limit:
         raise InvalidArgument(field, f"at most {limit} {what}", count)
 
 
 def limits(*, max_queued_requests: int, resume_grace_ms: int, result_ttl_ms: int) -> pb.Limits:
-    """As clients see them; 0 for unimplemented fields."""
     return pb.Limits(
         max_request_bytes=MAX_REQUEST_BYTES,
         max_request_id_bytes=MAX_REQUEST_ID_BYTES,

@@ -62,7 +62,7 @@ _log = logs.get(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 after a graceful end, 1 when something was cut off, 2 for unusable settings or models."""
+    """Run a router; return 0 after a graceful end, 1 if something was cut off, 2 for unusable settings or models."""
     settings = load_or_exit(RouterSettings, sys.argv[1:] if arguments is None else arguments, program=PROGRAM)
     logs.start("router", settings)
     try:
@@ -87,7 +87,6 @@ def _refuse(error: object) -> int:
 
 
 async def _serve(settings: RouterSettings, models: Models, callers: Authenticator) -> bool:
-    """Whether every call ended by itself. Raises SettingError, StoreFault."""
     async with Store(StoreSettings(settings.redis_url)) as store, AsyncExitStack() as stack:
         process = RouterProcess(settings, models, callers, store)
         stack.push_async_callback(process.close)
@@ -152,7 +151,6 @@ class RouterProcess:
         self._registrar: RouterRegistrar | None = None
 
     async def start(self, server: Server) -> None:
-        """Returns when requests can be answered. Waits for Redis; raises StoreFault where waiting won't help."""
         await self._reach_store()
         address = self._settings.advertise or join_address(_reached_at(self._settings.host), server.port)
         facts = RouterRegistration(peer=self.peer, address=address, version=VERSION)

@@ -1,6 +1,4 @@
-"""Intervals and patience of a router, in seconds unless a name says otherwise. Those of heartbeats are in
-`runtime.connections.heartbeat`.
-"""
+"""Intervals and timeouts of a router, in seconds unless a name has another unit."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ WAIT_SHARE = 0.75
 
 
 def check_wait(settings: RouterSettings, waiting: int, predicted_s: float, deadline: Deadline) -> None:
-    """Raises QueueFull with the predicted wait."""
     if waiting >= settings.queue_limit:
         raise QueueFull(settings.queue_limit, retry_after=max(predicted_s, RETRY_AFTER_SECONDS))
     left = deadline.remaining()

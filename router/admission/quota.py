@@ -1,7 +1,4 @@
-"""Quotas of tenants with limits: leases in Redis, counted over all routers and charged for the tokens used.
-
-While Redis is unavailable no request is refused: those that run are held here and counted by the next renewal.
-"""
+"""Quotas of tenants with limits: leases in Redis, counted over all routers and charged for the tokens used."""
 
 from __future__ import annotations
 
@@ -20,9 +17,7 @@ _log = logs.get(__name__)
 
 
 class QuotaLeases:
-    """`limits`: by tenant. Only `run`, a background task of the owner, writes renewals and releases; `close` comes
-    after it.
-    """
+    """Leases of this router; `run` is a background task of the owner, and `close` writes once more after it."""
 
     def __init__(self, quotas: Quotas, limits: Mapping[str, TenantLimits]) -> None:
         self._quotas = quotas
@@ -33,7 +28,6 @@ class QuotaLeases:
         self._has_work = asyncio.Event()
 
     async def acquire(self, key: RequestKey, tokens: int) -> None:
-        """Raises QuotaExceeded."""
         limits = self._limits.get(key.tenant)
         if limits is None:
             return
@@ -53,7 +47,7 @@ class QuotaLeases:
 
     @asynccontextmanager
     async def during(self, key: RequestKey) -> AsyncIterator[None]:
-        """For a call without tokens. The release is written when the block ends. Raises QuotaExceeded."""
+        """Hold a lease for a call without tokens; the release is written when the block ends."""
         await self.acquire(key, 0)
         try:
             yield
@@ -80,7 +74,6 @@ class QuotaLeases:
             self._has_work.set()
 
     def release(self, key: RequestKey, tokens: int) -> None:
-        """No effect on a request that is not held here."""
         if key in self._held:
             self._held.remove(key)
             self._write_soon(QuotaUsage(key, tokens, self._limits[key.tenant]))
@@ -89,7 +82,6 @@ class QuotaLeases:
         self._held.discard(key)
 
     async def close(self) -> None:
-        """Write once more, after `run` was cancelled."""
         await self._write()
 
     def _write_soon(self, used: QuotaUsage) -> None:
@@ -110,7 +102,7 @@ class QuotaLeases:
             await self._write()
 
     async def _write(self) -> None:
-        """What can't be written expires with its lease."""
+        """Write renewals and releases once: what can't be written expires with its lease."""
         releases, self._unwritten_releases = self._unwritten_releases, []
         renewed = list(self._held) if self._is_renewal_due else []
         self._is_renewal_due = False

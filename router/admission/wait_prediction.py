@@ -1,6 +1,6 @@
-"""Predicts a new request's wait: the line through recent waits over the number of requests ahead.
+"""Prediction of a new request's wait: the line through recent waits over the number of requests ahead.
 
-No prediction while no request has waited for long: short waits at low load do not extrapolate.
+Nothing is predicted while no request has waited for long: short waits at low load do not extrapolate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LONG_SECONDS = 1.0
 
 
 class Wait:
-    """Methods may be repeated."""
+    """Wait of one request; the first of ``mark_scheduled`` and ``discard`` counts."""
 
     def __init__(self, waits: WaitPredictor, position: tuple[float, int], ahead: int, since: float) -> None:
         self._waits: WaitPredictor | None = waits
@@ -37,8 +37,6 @@ class Wait:
 
 
 class WaitPredictor:
-    """Waiting requests of one model, and the line through the waits that have ended. ``now``: monotonic, in seconds."""
-
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._measured = DecayedRegression()
@@ -65,7 +63,6 @@ class WaitPredictor:
             self._measured.add(wait.ahead, now - wait.since, now)
 
     def predict(self, priority: int) -> float:
-        """In seconds; 0 where unknown."""
         now = self._now()
         oldest = next(iter(self._oldest), None)
         if oldest is None or now - oldest.since < LONG_SECONDS or not self._measured.is_known(now):

@@ -1,7 +1,4 @@
-"""Tenants, and authentication of calls by the SHA-256 digest of a bearer secret.
-
-The TOML file (docs/guides/tenants-and-tls.md) is read once.
-"""
+"""Tenants, and authentication of calls by the SHA-256 digest of a bearer secret (docs/guides/tenants-and-tls.md)."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ class Authenticator(Protocol):
     tenants: Sequence[str]
 
     def tenant_of(self, metadata: Metadata) -> Tenant:
-        """Raises Unauthenticated."""
+        """Return the caller's tenant, or raise Unauthenticated."""
 
 
 class NoAuthentication:
@@ -67,7 +64,7 @@ class NoAuthentication:
 
 
 class Credentials:
-    """The time of a lookup by digest reveals nothing about the secret."""
+    """Tenants by digest: the time of a lookup reveals nothing about the secret."""
 
     def __init__(self, tenants: Mapping[str, Tenant]) -> None:
         self.limits: Mapping[str, TenantLimits] = {
@@ -90,8 +87,6 @@ class AuthenticatedService(Protocol):
 
 
 def authenticated(method: Callable[[Any, Any, AuthenticatedCall], Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Raises Unauthenticated."""
-
     @wraps(method)
     async def authenticate(service: AuthenticatedService, request: Any, context: Any) -> Any:
         tenant = service.authenticator.tenant_of(context.invocation_metadata())
@@ -101,7 +96,6 @@ def authenticated(method: Callable[[Any, Any, AuthenticatedCall], Awaitable[Any]
 
 
 def load(path: Path | None, models: Models) -> Authenticator:
-    """Raises InvalidSettings for an invalid file."""
     if path is None:
         return NoAuthentication(models)
     try:

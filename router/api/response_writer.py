@@ -1,7 +1,4 @@
-"""Response messages of a token stream: deltas of all new tokens, up to MAX_DELTA_TOKENS, or one response.
-
-The text of a token depends on the tokens and the request alone: a reader may start after any token.
-"""
+"""Response messages of a token stream: deltas of all new tokens, up to MAX_DELTA_TOKENS, or one response."""
 
 from __future__ import annotations
 
@@ -21,8 +18,6 @@ MAX_DELTA_TOKENS = 1024
 
 
 class ResponseWriter:
-    """Reads a token stream once, from ``after_seq`` on."""
-
     __slots__ = ("_model", "_num_read", "_options", "_stream", "_text")
 
     def __init__(self, stream: TokenStream, model: ServedModel, after_seq: int = 0) -> None:
@@ -33,7 +28,9 @@ class ResponseWriter:
         self._text = new_output_text(model, options, stream.request.engine_request.stopping) if options.text else None
 
     async def stream(self, write: Write, meter: RequestMeter) -> Finish:
-        """Raises the stream's error, errors of `write`, and InvalidArgument if the stream ends before `after_seq`."""
+        """Write all messages. Raises the stream's error, errors of `write`, and InvalidArgument if the stream ends
+        before `after_seq`.
+        """
         stream = self._stream
         message = pb.GenerateStreamResponse(request_id=stream.request.key.id, seq=self._num_read)
         chunk = min(self._options.min_chunk_tokens, MAX_DELTA_TOKENS)
@@ -59,7 +56,6 @@ class ResponseWriter:
         return finish
 
     async def collect(self, meter: RequestMeter) -> tuple[pb.GenerateResponse, Finish]:
-        """Raises the stream's error."""
         stream, options = self._stream, self._options
         while stream.end is None:
             await stream.wait_beyond(len(stream.tokens))
@@ -97,7 +93,6 @@ class ResponseWriter:
             self._text.add(tokens[:count])
 
     def _fill_delta(self, message: pb.GenerateStreamResponse) -> int:
-        """The path of every token: it reuses the message's parts."""
         options, read = self._options, self._num_read
         tokens = self._stream.tokens[read : read + MAX_DELTA_TOKENS]
         count = len(tokens)
@@ -140,7 +135,6 @@ class ResponseWriter:
         return [_logprob(table, token, logprobs) for token, logprobs in pairs]
 
     def _prompt_logprobs(self) -> list[pb.TokenLogprob]:
-        """One per token of the prompt; the first has no logprob."""
         request, known, table = self._stream.request, self._stream.prompt_logprobs, self._model.token_table
         if request.output_options.prompt_logprobs is None:
             return []

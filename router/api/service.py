@@ -55,8 +55,6 @@ class ServerInfoSource:
 
 
 class InferenceService:
-    """The server's interceptor turns errors into statuses."""
-
     def __init__(
         self,
         models: Models,
@@ -138,9 +136,6 @@ class InferenceService:
 
     @contextmanager
     def _attached_reader(self, stream: TokenStream) -> Iterator[_ReaderResult]:
-        """If the client leaves before the end, the stream is lost, unless its deadline is over or a newer client reads
-        it.
-        """
         lease = ReaderLease(stream, self._unread_s)
         reader = _ReaderResult(lease, meter_of(stream, self._metrics[stream.request.engine_request.model]))
         outcome = _LEFT
@@ -208,7 +203,6 @@ class InferenceService:
         return self._model_proto(call.tenant.models.find(request.model))
 
     def _model_proto(self, model: ServedModel) -> pb.Model:
-        """Lengths are 0 where the model does not define them and no worker serves it."""
         length = context_length_of(model, self._registry.max_context_length) or 0
         return pb.Model(
             id=model.id,
@@ -249,7 +243,6 @@ def _span(method: str, request_id: str, call: AuthenticatedCall) -> Span:
 
 
 def _key_of(request: _ById, call: AuthenticatedCall) -> RequestKey:
-    """Raises InvalidArgument for an id that no request can have."""
     check_known(request)
     if not request.request_id:
         raise InvalidArgument("request_id", "at least 1 byte", 0)

@@ -11,7 +11,6 @@ from decant.runtime.errors import InvalidArgument
 async def tokenize(
     request: pb.TokenizeRequest, model: ServedModel, context_length: int, deadline: Deadline
 ) -> pb.TokenizeResponse:
-    """Raises InvalidArgument, QueueFull, DeadlineExceeded."""
     match request.WhichOneof("input"):
         case "messages":
             if request.HasField("add_special_tokens"):
@@ -36,7 +35,6 @@ async def tokenize(
 async def detokenize(
     request: pb.DetokenizeRequest, model: ServedModel, context_length: int, deadline: Deadline
 ) -> pb.DetokenizeResponse:
-    """Raises InvalidArgument, QueueFull, DeadlineExceeded."""
     check_count("token_ids", len(request.token_ids), context_length, "tokens, as the model's context")
     ids = await checked_ids("token_ids", request.token_ids, model, deadline)
     skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True

@@ -1,5 +1,3 @@
-"""Usage and times of a request. Times are of this router's event loop; workers report durations."""
-
 from __future__ import annotations
 
 import asyncio
@@ -15,7 +13,7 @@ _log = logs.get(__name__)
 
 
 class RequestMeter:
-    """With several readers in turn, each token is counted once."""
+    """Metrics and receipt of a stream; with several readers in turn, each token is counted once."""
 
     __slots__ = ("_last_at", "_metrics", "_now", "_stream")
 
@@ -26,7 +24,6 @@ class RequestMeter:
         self._last_at: float | None = None
 
     def record_sent(self, tokens: int) -> None:
-        """The gap before a message is observed once, divided by its tokens."""
         now, stream = self._now(), self._stream
         if stream.first_sent_at is None:
             stream.first_sent_at = now
@@ -93,8 +90,6 @@ class RequestMeter:
 
 
 class RecordedMeter(RequestMeter):
-    """Counts nothing; repeats the recorded usage and receipt."""
-
     __slots__ = ()
 
     def __init__(self, stream: TokenStream) -> None:

@@ -60,8 +60,10 @@ _LIMITS = {"SamplingParams.n": f"{MAX_OUTPUTS} is all this server does"}
 async def validate(
     request: pb.GenerateRequest, models: Models, max_context_length: ContextLengthOf, deadline: Deadline, tenant: str
 ) -> ValidRequest:
-    """Raises InvalidArgument, Unimplemented, NotFound, PermissionDenied; Unavailable if no worker gives the context
-    length; QueueFull and DeadlineExceeded while a long input waits to be tokenized.
+    """Validate and tokenize a request.
+
+    Raises InvalidArgument, Unimplemented, NotFound, PermissionDenied; Unavailable if no worker gives the context
+    length; QueueFull or DeadlineExceeded for a long input.
     """
     accepted_at = asyncio.get_running_loop().time()
     check_size(request)
@@ -108,7 +110,7 @@ async def validate(
 
 
 def salt_of(tenant: str, cache_salt: str) -> bytes:
-    """Blocks are shared within a tenant and ``cache_salt``."""
+    """Salt that confines shared blocks to a tenant and ``cache_salt``."""
     name = tenant.encode()
     return hashlib.blake2b(struct.pack("<I", len(name)) + name + cache_salt.encode(), digest_size=16).digest()
 
@@ -126,7 +128,7 @@ def _check_supported(request: pb.GenerateRequest) -> None:
 
 
 def check_known(message: Message) -> None:
-    """Raises Unimplemented for an unknown field: ignoring it may change the answer.
+    """Refuse an unknown field with Unimplemented: ignoring it may change the answer.
 
     In a large message their bytes are counted: listing millions of fields would block the event loop for seconds.
     """
@@ -249,7 +251,6 @@ def _check_bias(bias: Mapping[int, float], model: ServedModel) -> None:
 
 
 def _stopping(params: pb.StoppingParams, model: ServedModel, max_output_tokens: int) -> wire.Stopping:
-    """``max_output_tokens``: output tokens that fit the context."""
     if params.HasField("max_tokens") and params.max_tokens < 1:
         raise InvalidArgument("stopping.max_tokens", "from 1", params.max_tokens)
     is_capped = not params.HasField("max_tokens") or params.max_tokens > max_output_tokens

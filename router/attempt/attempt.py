@@ -1,12 +1,10 @@
 """One try at one request: which workers run it, and in which order.
 
-    split      prefill worker    ticket ------------> first token(s) ----------------> over
-               decode worker        '-- Start(ticket) --> scheduled --> joined --> frames --> ended
-    local      Start --------------------------------> scheduled --> joined --> frames --> ended
-    adopted    Adopt --------------------------------> scheduled, joined -----> frames --> ended
-    migration  offer --> Start(ticket) at a target --> scheduled --> joined: the target has the run
-
-Each way is a coroutine; `Legs.until` names the legs whose failures matter then.
+split      prefill worker    ticket ------------> first token(s) ----------------> over
+           decode worker        '-- Start(ticket) --> scheduled --> joined --> frames --> ended
+local      Start --------------------------------> scheduled --> joined --> frames --> ended
+adopted    Adopt --------------------------------> scheduled, joined -----> frames --> ended
+migration  offer --> Start(ticket) at a target --> scheduled --> joined: the target has the run
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ from decant.state.ids import Incarnation
 
 
 class Attempt:
-    """Runs once. ``close`` releases all that it began, at any time."""
-
     def __init__(self, context: AttemptContext, pool: WorkerPool, router: wire.Peer) -> None:
         self._context = context
         self._pool = pool
@@ -48,7 +44,7 @@ class Attempt:
         self._migration = Migration(context, pool, self._run, self._legs)
 
     async def run(self) -> Finish:
-        """Raises AttemptFailed, NoWorker, OwnedElsewhere, or a ServiceError that is final for the request."""
+        """Run once. Raises AttemptFailed, NoWorker, OwnedElsewhere, or a ServiceError that is final for the request."""
         self._context.writer.begin_attempt(self._legs)
         with self._span:
             try:
@@ -85,7 +81,7 @@ class Attempt:
         self._recorder.record(failure)
 
     def close(self, reason: wire.Cancel.Reason) -> None:
-        """Workers are sent ``reason`` unless a stop string was found."""
+        """Release all that the attempt holds; may be called at any time."""
         cancel = wire.Cancel(run=self._run, reason=reason)
         writer = self._context.writer
         if writer.stopped is not None:

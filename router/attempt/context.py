@@ -1,4 +1,4 @@
-"""What one request keeps from one attempt to the next."""
+"""State that one request keeps from one attempt to the next."""
 
 from __future__ import annotations
 
@@ -73,7 +73,6 @@ class AttemptContext:
         decode_worker: WorkerHandle | None,
         failure: wire.Failure | None = None,
     ) -> None:
-        """An adopting router looks for the run there."""
         attempts = self.owned.record.attempts
         if not attempts or attempts[-1].attempt != self.owned.attempt:
             attempts.add(attempt=self.owned.attempt)

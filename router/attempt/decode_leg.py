@@ -13,11 +13,10 @@ from decant.router.workers.worker_handle import WorkerHandle
 
 
 class DecodeLegOwner(LegOwner, Protocol):
-    def on_draining(self, leg: DecodeLeg) -> None:
-        """With each heartbeat of a draining worker."""
+    def on_draining(self, leg: DecodeLeg) -> None: ...
 
     def on_resumed(self, leg: DecodeLeg) -> None:
-        """What the worker sent while the session was broken may be lost."""
+        """Called after a break: messages of the worker, offers too, may be lost."""
 
 
 class DecodeLeg(Leg):
@@ -55,7 +54,6 @@ class DecodeLeg(Leg):
         return self._ticket is not None
 
     def is_scheduled(self) -> bool:
-        """Its fetch is open, or its first chunk is computed."""
         return self._is_scheduled
 
     def is_joined(self) -> bool:
@@ -65,7 +63,6 @@ class DecodeLeg(Leg):
         return self.offer is not None
 
     def request_offer(self) -> None:
-        """May be repeated."""
         self.worker.session.migrate(wire.Migrate(run=self._subscription.run))
 
     def withdraw_offer(self) -> None:
@@ -73,7 +70,7 @@ class DecodeLeg(Leg):
         self.worker.session.migrate(wire.Migrate(run=self._subscription.run, withdrawn=True))
 
     def retire(self) -> None:
-        """Another worker has the run, with all its tokens."""
+        """Release the leg once another worker has the run with all its tokens."""
         self._is_closed = True
         self._release()
         self.worker.session.runs.retire(self._subscription)

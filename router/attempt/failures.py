@@ -40,7 +40,7 @@ _BLAMELESS = frozenset(
 
 
 class AttemptFailed(Exception):
-    """Another attempt may succeed. ``blamed``: the worker at fault, if any."""
+    """Failure after which another attempt may succeed; ``blamed`` is the worker at fault, if any."""
 
     def __init__(self, failure: wire.Failure, blamed: Incarnation | None) -> None:
         super().__init__(f"{enum_name(wire.Cause, failure.cause)}: {failure.detail}")
@@ -63,8 +63,6 @@ class NothingToFetch(AttemptFailed):
 
 
 class NoCapacity(Exception):
-    """A worker refused for now: the same attempt goes elsewhere."""
-
     def __init__(self, leg: Leg) -> None:
         super().__init__(f"{leg.worker.incarnation.id} has no capacity")
         self.leg = leg
@@ -75,7 +73,7 @@ class NoWorker(Exception):
 
 
 def error_for(failure: wire.Failure, sender: Incarnation) -> ServiceError | AttemptFailed:
-    """For causes outside RETRY_ELSEWHERE."""
+    """Map a failure with a cause outside RETRY_ELSEWHERE to an error."""
     match failure.cause:
         case wire.CAUSE_INVALID:
             return InvalidArgument(*_violation(failure))

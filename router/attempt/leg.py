@@ -1,10 +1,9 @@
-"""One worker's part of an attempt; it releases all that it holds there.
+"""One worker's part of an attempt.
 
     PrefillLeg   called --> scheduled --> ticket, first tokens (in either order) --> over
     DecodeLeg    started, or adopted --> scheduled (blocks reserved) --> joined (in the batch) --> ended
 
-A milestone implies those before it: reports may be lost with a session. The attempt raises a leg's failure
-where it waits for that leg.
+A milestone implies those before it: reports may be lost with a session.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ class Leg(ABC):
 
     @property
     def failure(self) -> Exception | None:
-        """NoCapacity, AttemptFailed, or a ServiceError that is final for the request."""
+        """First failure: NoCapacity, AttemptFailed, or a ServiceError that is final for the request."""
         return self._failure
 
     def close(self, cancel: wire.Cancel | None) -> None:
-        """Release everything at the worker now; send it ``cancel`` if it may still work. May be repeated."""
+        """Release everything at the worker, and send it ``cancel`` if it may still work; idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._release()
@@ -60,7 +59,7 @@ class Leg(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """May be repeated."""
+        """Release what the leg holds; idempotent."""
 
     @abstractmethod
     def _leave(self, cancel: wire.Cancel | None) -> None: ...
@@ -75,7 +74,6 @@ class Leg(ABC):
         self._fail_attempt(OwnedElsewhere(superseded.epoch))
 
     def _fail(self, error: Exception) -> None:
-        """The first failure counts."""
         self._failure = self._failure or error
         self._owner.wake()
 
@@ -84,7 +82,6 @@ class Leg(ABC):
         self._owner.wake()
 
     def _error(self, cause: wire.Cause, detail: str) -> AttemptFailed:
-        """Blames this leg's worker."""
         return AttemptFailed(wire.Failure(cause=cause, detail=detail), self.worker.incarnation)
 
     def _finish_with(self, end: wire.OutputEnd) -> None:

@@ -47,13 +47,14 @@ class Legs:
         self._changed.set()
 
     async def until(self, milestone: Callable[[], bool], *legs: Leg) -> None:
-        """Raises Complete, what is fatal for the attempt, and the failure of one of ``legs``: those that matter now."""
+        """Wait for ``milestone``. Raises Complete if the output ends, a leg's fatal error, and the failure of one of
+        ``legs``.
+        """
         while not milestone():
             self.check(*legs)
             await self._wait_for_change()
 
     async def until_search_ends(self, search: Search[_T], *legs: Leg) -> _T:
-        """Raises the search's failure when patience ends, and as ``until``."""
         line, kind = search.line, search.kind
         is_first = not line.has_waiter(kind)
         if is_first and (choice := search.choose()) is not None:
@@ -100,7 +101,6 @@ class Legs:
                 raise leg.failure
 
     async def until_over(self, is_over: Callable[[], bool]) -> None:
-        """Raises what is fatal for the attempt."""
         while not is_over():
             self.check_fatal()
             await self._wait_for_change()
@@ -111,7 +111,6 @@ class Legs:
                 raise leg.fatal
 
     def close(self, cancel: wire.Cancel) -> None:
-        """A prefill worker is sent no cancel for an output that ended by itself."""
         is_over = self.finish is not None and self._writer.stopped is None
         for leg in self._legs:
             leg.close(None if is_over and isinstance(leg, PrefillLeg) else cancel)

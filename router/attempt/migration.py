@@ -1,5 +1,3 @@
-"""Moves a run from a draining worker, as often as needed."""
-
 from __future__ import annotations
 
 from decant.protos import worker_pb2 as wire
@@ -14,7 +12,7 @@ from decant.state.ids import Incarnation
 
 
 class Migration:
-    """``source`` may move now; None while a target takes its run over."""
+    """Moves of a run from draining workers. ``source`` is None while a target takes the run over."""
 
     def __init__(self, context: AttemptContext, pool: WorkerPool, run: wire.Run, legs: Legs) -> None:
         self.source: DecodeLeg | None = None

@@ -32,21 +32,19 @@ class Search(ABC, Generic[_T]):
         self.kind = self._kind()
 
     def patience_ends(self, since: float, unanswered: float | None) -> float:
-        """``since``: when the search began; ``unanswered``: since when no worker that may be chosen answers."""
+        """Time at which a search that began at ``since`` ends; no eligible worker answers since ``unanswered``."""
         timings = self._pool.timings
         ends = since + timings.no_capacity_patience_s
         return ends if unanswered is None else min(ends, unanswered + timings.no_worker_patience_s)
 
     def failure(self) -> Exception:
-        """When patience has ended."""
         return NoWorker()
 
     def is_answered(self) -> bool:
         return self._pool.has_usable(self._context.model)
 
     @abstractmethod
-    def choose(self) -> _T | None:
-        """None while no worker has capacity."""
+    def choose(self) -> _T | None: ...
 
     @abstractmethod
     def _kind(self) -> Kind: ...
@@ -90,7 +88,7 @@ class CacheSearch(Search[Incarnation]):
         return super().patience_ends(since, unanswered) if self._receivers() else since
 
     def failure(self) -> Exception:
-        """Without a receiver, the next attempt computes the prompt where it can be decoded."""
+        """Without a receiver, have another attempt compute the prompt where it can be decoded."""
         if self.is_answered():
             return NoWorker()
         failure = wire.Failure(cause=wire.CAUSE_PEER_LOST, detail="no worker that could fetch the KV cache answers")
@@ -112,7 +110,6 @@ class CacheSearch(Search[Incarnation]):
 def choose_migration_target(
     context: AttemptContext, pool: WorkerPool, source: WorkerHandle, excluded: set[Incarnation]
 ) -> Incarnation | None:
-    """Not in ``excluded``, and without a recent failure."""
     workers = pool.snapshot(context.model, context.excluded_workers | excluded, context.prefix)
     candidates = [worker for worker in workers if not worker.is_avoided]
     return choose_decode_worker(

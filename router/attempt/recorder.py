@@ -16,8 +16,6 @@ _LOCAL = (Generation.STATE_DECODING,)
 
 
 class AttemptRecorder:
-    """A report also records the states before it: reports may be lost with a session."""
-
     def __init__(self, context: AttemptContext, pool: WorkerPool) -> None:
         self.is_split = False
         self.prefill_worker: WorkerHandle | None = None
@@ -101,7 +99,7 @@ class AttemptRecorder:
             self._costs.add_prefill(self._tokens - cached_tokens, trace.prefill_s, on_decode_worker=True)
 
     def _add_transfer_cost(self, seconds: float, cached_tokens: int) -> None:
-        """At most the time since the first token: earlier transfers and waits for free blocks are no cost."""
+        """Count at most the time since the first token: what ended before it did not pause the output."""
         paused = 0.0 if self._first_token_at is None else self._now() - self._first_token_at
         self._costs.add_transfer(self._tokens - cached_tokens, min(seconds, paused))
 

@@ -26,8 +26,6 @@ _log = logs.get(__name__)
 
 
 class Adoptions:
-    """An adoption is a task of its own: it ends even if its caller is cancelled."""
-
     def __init__(
         self, router: RouterServices, table: ExecutionTable, on_disconnect: Callable[[TokenStream], None]
     ) -> None:
@@ -40,7 +38,6 @@ class Adoptions:
         return key in self._tasks.values()
 
     async def read(self, key: RequestKey) -> StoredRequest:
-        """Raises NotFound, Unavailable, Internal."""
         try:
             stored = await self._router.requests.read(key)
             finish_from_record(stored)  # raises if it is unreadable
@@ -63,11 +60,10 @@ class Adoptions:
             raise store_error(error, stored.key) from None
 
     async def adopt(self, stored: StoredRequest, adopt: Adopt, on_adopted: OnAdopted | None = None) -> Execution | None:
-        """None: the request has ended meanwhile.
+        """Continue a stored request here; return None if it has ended meanwhile.
 
-        If the caller is cancelled, the adoption continues, and the grace of a request without a reader starts.
-
-        Raises StateError, Unavailable, and the error for a model that is not served here.
+        If the caller is cancelled, the adoption continues, and the grace of a request without a reader starts. Raises
+        StateError, and ServiceError where it can't run here.
         """
         request = await self._restore(stored)
         task = asyncio.create_task(self._adopt(request, adopt, on_adopted))
@@ -93,7 +89,6 @@ class Adoptions:
         return execution
 
     async def _restore(self, stored: StoredRequest) -> ValidRequest:
-        """Raises UnreadableRequest, and as `adopt` for its model."""
         request = await self._router.restore(stored)
         check_stored(stored, request)
         return request

@@ -43,7 +43,7 @@ _log = logs.get(__name__)
 
 
 class Phase(IntEnum):
-    """Never goes back, except from RECORDED when the store refuses it."""
+    """Progress of a request; it never goes back, except from RECORDED when the store refuses it."""
 
     QUEUED = 0
     RECORDED = 1
@@ -54,9 +54,9 @@ class Phase(IntEnum):
 
 
 class Execution:
-    """``run`` is the body of a task; ``end`` may be called at any time.
+    """A request in this router: ``run`` is the body of a task; ``end`` may be called at any time.
 
-    ``adopted``: it continues on the worker that runs it, else from its tokens.
+    An ``adopted`` request continues on the worker that runs it, else from its tokens.
     """
 
     def __init__(
@@ -98,7 +98,6 @@ class Execution:
 
     @property
     def can_restart(self) -> bool:
-        """It failed before its first token."""
         return self.owned.state == Generation.STATE_FAILED and not self.stream.tokens
 
     @property
@@ -146,7 +145,6 @@ class Execution:
             self.mark_persisted()
 
     def _release(self, reason: wire.Cancel.Reason) -> None:
-        """All but its quota."""
         if self._context.wait is not None:
             self._context.wait.discard()
         self.reattach_reader()
@@ -189,7 +187,6 @@ class Execution:
         return self.stream
 
     def leave_to_peers(self) -> None:
-        """Another router continues the request, and its reader resumes there."""
         self.end(interruption_error(self.stream, Reason.DRAINING, "this router ends"))
 
     def on_superseded(self, error: Displaced) -> None:
@@ -247,7 +244,6 @@ class Execution:
             raise AlreadyExists(key.id)
 
     def _accept_unrecorded(self, why: str) -> None:
-        """Raises Unavailable unless the settings allow requests without the store."""
         if not self._router.settings.serve_without_redis:
             detail = f"the state store is unavailable: {why}"
             raise Unavailable(Reason.STATE_STORE_UNAVAILABLE, detail, retry_after=RETRY_AFTER_SECONDS)
@@ -275,7 +271,6 @@ class Execution:
                 return end
 
     def _prepare_next(self, attempt: Attempt, failed: AttemptFailed) -> None:
-        """Raises the client's error after the last attempt."""
         context, failure = self._context, failed.failure
         attempt.close(wire.Cancel.REASON_ATTEMPT)
         attempt.record(failure)
@@ -294,17 +289,17 @@ class Execution:
         self.owned.start_attempt(datetime.now(UTC))
 
     def _exclude_other_request(self, attempt: Attempt) -> None:
-        """Raises AlreadyExists unless the store has this request."""
+        """Avoid workers that have another request with this id; raise AlreadyExists unless the store has this one."""
         if self.owned.synced_state is None:
             self.is_superseded = True
             raise AlreadyExists(self.owned.key.id)
         self._context.excluded_workers.update(worker.incarnation for worker in attempt.workers)
 
     async def _owned_elsewhere(self, error: OwnedElsewhere) -> ServiceError:
-        """The client's error, from the owner and state in the store.
+        """Error for the client of a request that another router owns.
 
-        While the store is unavailable, an equal epoch means that a client's stream on another router started it again;
-        a higher one a takeover, after which a client may resume.
+        While the store is unavailable, an equal epoch means that a client's stream on another router restarted the
+        request; a higher one means a takeover.
         """
         self.is_superseded = True
         try:

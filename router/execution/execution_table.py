@@ -14,7 +14,7 @@ _log = logs.get(__name__)
 
 
 class ExecutionTable:
-    """Owns executions from their start until the store knows their end."""
+    """Owner of executions from their start until the store knows their end."""
 
     def __init__(self, router: RouterServices) -> None:
         self.open: dict[RequestKey, Execution] = {}
@@ -26,7 +26,6 @@ class ExecutionTable:
 
     @property
     def running(self) -> int:
-        """Scheduled by a worker."""
         return sum(execution.is_scheduled for execution in self.open.values())
 
     @property
@@ -47,7 +46,7 @@ class ExecutionTable:
         return execution
 
     def track(self, task: asyncio.Task[Any]) -> None:
-        """``close`` cancels the task; the table is not idle before it ends."""
+        """Own a task: ``close`` cancels it, and the table is not idle before it ends."""
         self._tasks.add(task)
         self._idle.clear()
         task.add_done_callback(self._untrack)

@@ -15,12 +15,11 @@ def interruption_error(stream: TokenStream, reason: Reason, message: str) -> Ser
 
 
 def owner_changed_error(stream: TokenStream, *, by_client: bool) -> ServiceError:
-    """``by_client``: a newer stream of the client's own made another router the owner."""
+    """Error for a changed owner; ``by_client`` if the client's own newer stream changed it."""
     if by_client:
         return Aborted(Reason.SUPERSEDED, "a newer stream of this request is open at another router")
     return interruption_error(stream, Reason.OWNER_CHANGED, "another router took over the request")
 
 
 def workers_lost_error(stream: TokenStream, reason: Reason, message: str) -> ServiceError:
-    """``reason`` applies before the first token."""
     return interruption_error(stream, Reason.WORKERS_LOST if stream.tokens else reason, message)

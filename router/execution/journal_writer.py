@@ -1,7 +1,7 @@
-"""Writes requests to Redis behind their tokens: changes every flush_ms, an end at once. No token waits for a write.
+"""Writer of requests to Redis, behind their tokens: changes every flush_ms, an end at once. No token waits for a write.
 
-While Redis is unavailable, changes stay here and are retried after a growing pause, in round trips of limited
-size, each of which counts. A request that Redis refuses with an error is retried alone.
+While Redis is unavailable, changes stay here and are retried after a growing pause. A request that Redis refuses with
+an error is retried alone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Fault:
 
 
 class JournalWriter:
-    """The only writer of requests. `close` comes after `run`."""
+    """Only writer of this router's accepted requests; `close` writes once more, after `run`."""
 
     def __init__(self, requests: Requests, flush_ms: int, timings: JournalTimings = JournalTimings()) -> None:
         self.is_unavailable = False
@@ -78,7 +78,6 @@ class JournalWriter:
         self._has_work.set()
 
     def end(self, request: JournaledRequest) -> None:
-        """No effect on an unknown request."""
         if self._running.pop(request.owned, None) is not None:
             self._ended[request.owned] = request
             while len(self._ended) > MAX_ENDED:
@@ -94,7 +93,7 @@ class JournalWriter:
         request.mark_persisted()
 
     def resync_all(self) -> None:
-        """After Redis was emptied."""
+        """Write everything again, after Redis was emptied."""
         for owned in (*self._running, *self._ended):
             owned.synced_entries, owned.synced_state = 0, None
         self._faults.clear()
@@ -105,7 +104,6 @@ class JournalWriter:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Write once more."""
         await self._flush([*self._running, *self._ended])
 
     async def run(self) -> None:
@@ -139,7 +137,7 @@ class JournalWriter:
         return True
 
     async def _flush(self, requests: Collection[OwnedRequest]) -> None:
-        """Replies before an outage count."""
+        """Write what is due; replies before an outage count."""
         self._has_ended.clear()
         now = asyncio.get_running_loop().time()
         for owned in requests:
@@ -211,7 +209,6 @@ class JournalWriter:
 
 
 def _doubled(seconds: float, times: int, max_seconds: float) -> float:
-    """At most ``max_seconds``. Bounded doublings: a float overflows after 1,023."""
     return min(seconds * float(2 ** min(times, MAX_DOUBLINGS)), max_seconds)
 
 

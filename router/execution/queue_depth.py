@@ -17,8 +17,6 @@ ASSUMED_PREFILL_S_PER_TOKEN = 0.001
 
 @dataclass(slots=True)
 class QueueDepth:
-    """``oldest_at``: acceptance of the oldest waiting request, by the event loop's clock."""
-
     running: int = 0
     waiting: int = 0
     oldest_at: float | None = None
@@ -36,7 +34,6 @@ class QueueDepth:
 
 
 def set_queue_metrics(metrics: QueueMetrics, executions: Iterable[Execution], pool: WorkerPool, now: float) -> None:
-    """``now``: by the event loop's clock."""
     depths = {model: QueueDepth() for model in pool.costs}
     for execution in executions:
         depths[execution.stream.request.engine_request.model].add(execution)

@@ -38,12 +38,12 @@ class RequestRegistry:
         return wire.Load(running=table.running, waiting=table.waiting, draining=self.is_draining)
 
     async def begin(self, request: ValidRequest) -> TokenStream:
-        """Returns once the request is admitted and recorded; then it runs, with or without a reader.
+        """Return a request's stream once it is admitted and recorded; then it runs, with or without a reader.
 
-        Returns the stream of an equal request with the same id, live or stored, but restarts one that failed before its
-        first token. Cancelling this call while it waits ends the request.
+        An equal request with the same id, live or stored, keeps its stream, but one that failed before its first token
+        is restarted. Cancelling this call while it waits ends the request.
 
-        Raises QueueFull, AlreadyExists, Unavailable, DeadlineExceeded, Cancelled.
+        Raises QueueFull, QuotaExceeded, AlreadyExists, Unavailable, DeadlineExceeded, Cancelled.
         """
         epoch = 1
         while (execution := self.executions.find(request.key)) is not None:
@@ -66,14 +66,13 @@ class RequestRegistry:
         return await self._attach(execution)
 
     async def resume(self, key: RequestKey) -> TokenStream:
-        """From the first token. Raises NotFound, Unavailable, and the error that the request was refused with."""
+        """Return the stream from its first token. Raises NotFound, Unavailable, and the error that refused it."""
         execution = self.executions.find(key)
         if execution is not None:
             return await self._attach(execution)
         return await self._attach_stored(await self._adoptions.read(key))
 
     async def get(self, key: RequestKey) -> RequestSnapshot:
-        """Raises NotFound, Unavailable."""
         execution = self.executions.find(key)
         if execution is not None and execution.is_recorded:
             owned = execution.owned
@@ -84,7 +83,7 @@ class RequestRegistry:
         return RequestSnapshot(stream, stored.state, stored.record, stored.expires_in_s if stored.ended else None)
 
     async def cancel(self, key: RequestKey) -> Finish | ServiceError:
-        """How the request has ended, by this call or before. Raises NotFound, Unavailable."""
+        """Cancel a request; return how it has ended, by this call or before. Raises NotFound, Unavailable."""
         execution = self.executions.find(key)
         if execution is None:
             stored = await self._adoptions.read(key)
@@ -104,8 +103,7 @@ class RequestRegistry:
         return execution.stream.end
 
     async def take_over(self, key: RequestKey) -> None:
-        """Continue a request whose router is lost, or that this router owns and does not run. Its grace begins,
-        unless a client resumed it.
+        """Continue a request whose router is lost, or that this router owns and does not run.
 
         Raises StateError, OwnerAlive and Superseded among them, and ServiceError where it can't run here.
         """
@@ -122,13 +120,10 @@ class RequestRegistry:
         )
 
     def has_request(self, key: RequestKey) -> bool:
-        """Whether the request runs or is being adopted here, or ended here and is not yet persisted."""
         return self.executions.find(key) is not None or self._adoptions.is_adopting(key)
 
     def on_disconnect(self, stream: TokenStream) -> None:
-        """Cancel the request after its grace or detach time; at once if its id was generated, as no client can resume
-        it.
-        """
+        """Cancel the request after its grace or detach time; at once if its id was generated: it can't be resumed."""
         execution = self.executions.open.get(stream.request.key)
         if execution is None or execution.stream is not stream or execution.disconnect_timer is not None:
             return
@@ -143,15 +138,12 @@ class RequestRegistry:
         return self._router.pool.max_context_length(model)
 
     def hold_quota(self, tenant: str) -> AbstractAsyncContextManager[None]:
-        """Counts a call that needs no worker as in flight. Raises QuotaExceeded."""
         if self._router.journal_writer.is_unavailable:
             return nullcontext()
         return self._router.quota_leases.during(RequestKey(tenant, f"call-{uuid.uuid4()}"))
 
     async def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
-        """Raises QueueFull for a request that would wait behind too many others, or too long, unless a router has
-        accepted it.
-        """
+        """Raise QueueFull for a request that would wait too long or behind too many, unless it is already accepted."""
         if self.executions.find(key) is not None:
             return
         try:
@@ -167,7 +159,7 @@ class RequestRegistry:
     async def drain(self, seconds: float | None = None) -> None:
         """Accept no more requests; return when none is left, and all are persisted as far as Redis is available.
 
-        After ``seconds`` those left go to other routers: their readers get an error that says so.
+        After ``seconds`` those left go to other routers.
         """
         self.is_draining = True
         try:
@@ -210,7 +202,6 @@ class RequestRegistry:
         check_wait(router.settings, num_waiting, router.pool.wait_predictors[model].predict(priority), deadline)
 
     async def _read_accepted(self, request: ValidRequest) -> StoredRequest | None:
-        """Raises AlreadyExists."""
         try:
             stored = await self._adoptions.read(request.key)
         except ServiceError:
@@ -222,7 +213,6 @@ class RequestRegistry:
         return stored
 
     async def _attach(self, execution: Execution) -> TokenStream:
-        """Once it is accepted. The last waiting caller that is cancelled ends a request without a reader."""
         execution.num_waiting_callers += 1
         try:
             stored = await asyncio.shield(execution.accepted)

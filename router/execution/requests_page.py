@@ -1,5 +1,3 @@
-"""The page /requests of a router's admin port, without texts."""
-
 from __future__ import annotations
 
 import json
@@ -15,7 +13,7 @@ MAX_LISTED = 200
 
 
 def requests_page(executions: Collection[Execution], now: float) -> bytes:
-    """JSON. ``executions``: in the order of acceptance; ``now``: by the event loop's clock."""
+    """Page /requests of the admin port as JSON, without texts; ``executions`` in the order of acceptance."""
     listed = [_describe(execution, now) for execution in islice(executions, MAX_LISTED)]
     return json.dumps({"total": len(executions), "requests": listed}).encode()
 

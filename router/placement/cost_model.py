@@ -1,8 +1,7 @@
 """Recent costs of computing a prompt and of transferring its KV cache, and from which length a handoff pays.
 
-Compute is proportional to uncached tokens; transfer has a fixed part, and less per token. The weight of a
-measurement halves each minute; all together weigh at most 16. While a cost is unknown, prompts are handed off.
-If none is, the transfer cost is forgotten within minutes and measured again.
+Compute is proportional to uncached tokens; transfer has a fixed part, and less per token. While a cost is unknown,
+prompts are handed off. If none is handed off, the transfer cost is forgotten within minutes and measured again.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class DecayedRegression:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
 
     def add(self, tokens: int, seconds: float, now: float) -> None:
-        """``now`` never decreases."""
+        """Add a measurement; ``now`` must not decrease."""
         kept = min(self._factor(now), (MAX_WEIGHT - 1) / max(self._weight, 1.0))
         self._age(kept if self.is_known(now) else 0.0)
         self._at = now
@@ -38,7 +37,7 @@ class DecayedRegression:
 
     @property
     def per_token(self) -> float:
-        """Seconds, fixed part included."""
+        """Seconds per token, fixed part included."""
         return self._seconds / self._tokens if self._tokens else 0.0
 
     @property
@@ -63,8 +62,6 @@ class DecayedRegression:
 
 
 class PrefillTransferCosts:
-    """``now``: monotonic, in seconds."""
-
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._on_prefill_worker = DecayedRegression()
@@ -72,22 +69,22 @@ class PrefillTransferCosts:
         self._transfer = DecayedRegression()
 
     def add_prefill(self, tokens: int, seconds: float, *, on_decode_worker: bool) -> None:
-        """``tokens``: uncached."""
+        """Add a prefill of ``tokens`` uncached tokens."""
         measured = self._on_decode_worker if on_decode_worker else self._on_prefill_worker
         measured.add(max(1, tokens), seconds, self._now())
 
     def add_transfer(self, tokens: int, seconds: float) -> None:
-        """``seconds``: the pause of an output. ``tokens``: uncached."""
+        """Add a transfer of ``tokens`` uncached tokens that paused an output for ``seconds``."""
         self._transfer.add(max(0, tokens), max(0.0, seconds), self._now())
 
     @property
     def prefill_s_per_token(self) -> float | None:
-        """The last measurement: of prefill workers, else of decode workers. None before the first prompt."""
+        """Last known cost on prefill workers, else on decode workers; None before the first prompt."""
         return self._on_prefill_worker.per_token or self._on_decode_worker.per_token or None
 
     @property
     def handoff_min_tokens(self) -> int:
-        """0: none, or the costs are unknown."""
+        """Uncached tokens from which a handoff pays; 0 while the costs are unknown."""
         now = self._now()
         has_local = self._on_decode_worker.is_known(now)
         prefill = self._on_decode_worker if has_local else self._on_prefill_worker

@@ -9,11 +9,8 @@
     a suitable one     no                             any                   from tokens, on that one
     some               yes                            any                   from tokens, on a decode worker
 
-"From tokens": the decode worker computes the prompt. One is suitable if it would be done before a transferred
-KV cache arrives. A role is a preference.
-
-Prefill workers by least work before the first token: queued plus uncached tokens. Decode workers by free blocks
-for the uncached tokens, then sequences, then uncached tokens.
+"From tokens": the decode worker computes the prompt. A suitable one would be done before a transferred KV cache
+arrives. A role is a preference.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from decant.state.ids import Incarnation
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
-    """Includes what this router has just sent there."""
+    """Load of a worker, including what this router has just sent there."""
 
     incarnation: Incarnation
     role: wire.Role
@@ -64,7 +61,6 @@ def blocks_for(tokens: int, block_tokens: int, group_blocks: Sequence[int]) -> i
 
 
 def choose_first_worker(workers: Sequence[WorkerSnapshot], request: PlacementRequest) -> Placement | None:
-    """None while no worker has capacity."""
     decode = [worker for worker in workers if worker.role != wire.ROLE_PREFILL]
     layouts = {worker.layout for worker in decode}
     prefill = [worker for worker in workers if worker.role == wire.ROLE_PREFILL and worker.layout in layouts]
@@ -84,7 +80,6 @@ def choose_first_worker(workers: Sequence[WorkerSnapshot], request: PlacementReq
 def choose_decode_worker(
     workers: Sequence[WorkerSnapshot], request: PlacementRequest, layout: int, sender: Incarnation
 ) -> Incarnation | None:
-    """None: no worker can now."""
     candidates = [worker for worker in workers if worker.layout == layout and worker.incarnation != sender]
     decode = [worker for worker in candidates if worker.role != wire.ROLE_PREFILL] or candidates
     choice = _least_loaded_decode(decode, request, _session_affinity_worker(decode, request))
@@ -126,8 +121,9 @@ def _uncached(worker: WorkerSnapshot, request: PlacementRequest, preferred: Work
 
 
 def _session_affinity_worker(workers: Sequence[WorkerSnapshot], request: PlacementRequest) -> WorkerSnapshot | None:
-    """Counts as having the prompt cached while no worker is known to. Rendezvous hashing: the same at all routers, and
-    few sessions move when workers come and go.
+    """Worker that counts as having the prompt cached while no worker is known to.
+
+    Rendezvous hashing: it is the same at all routers, and few sessions move when workers come and go.
     """
     if not request.session or any(worker.cached_tokens for worker in workers):
         return None

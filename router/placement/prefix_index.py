@@ -37,12 +37,10 @@ class PromptBlocks:
         self.may_hit = self.is_shared and not request.HasField("prompt_logprobs")
 
     async def prepare(self, block_tokens: int) -> None:
-        """In a thread if it is long."""
         if self.is_shared and len(self._request.prompt) // 4 > MAX_INLINE_TOKENS:
             await asyncio.to_thread(self.hashes, block_tokens)
 
     def hashes(self, block_tokens: int) -> Sequence[int]:
-        """Of the full blocks; none where they are not shared."""
         if not self.is_shared:
             return ()
         hashes = self._hashes.get(block_tokens)
@@ -53,14 +51,13 @@ class PromptBlocks:
         return hashes
 
     def cached_tokens(self, cache: WorkerPrefixCache, block_tokens: int) -> int:
-        """Never all: the last token is computed for its logits."""
+        """Prompt tokens in ``cache``, never all: the last token is computed for its logits."""
         if not self.may_hit:
             return 0
         max_blocks = (len(self._request.prompt) // 4 - 1) // block_tokens
         return min(cache.count_leading(self.hashes(block_tokens)), max_blocks) * block_tokens
 
     def cached_by_worker(self, index: PrefixIndex) -> dict[int, int]:
-        """`cached_tokens` by worker number, without workers that have none."""
         cached: dict[int, int] = {}
         if self.may_hit:
             for block_tokens in index.block_sizes:
@@ -71,8 +68,6 @@ class PromptBlocks:
 
 
 class PrefixIndex:
-    """A lookup costs as much as the prompt has cached blocks."""
-
     def __init__(self) -> None:
         self.block_sizes = Counter[int]()
         self._holders: dict[int, int] = {}  # bit n: worker n has the block
@@ -80,7 +75,7 @@ class PrefixIndex:
         self._workers = 0
 
     def add_worker(self, block_tokens: int) -> int:
-        """Discard its blocks before ``remove_worker``."""
+        """Return the number of a new worker; discard its blocks before ``remove_worker``."""
         self.block_sizes[block_tokens] += 1
         if self._free:
             return self._free.pop()
@@ -128,7 +123,7 @@ class ExpectedBlocks:
         self._cache = cache
 
     def release(self) -> None:
-        """Blocks that the worker has not reported are forgotten after two heartbeats."""
+        """Forget the blocks that the worker does not report in the next two heartbeats."""
         self._cache.expiring.append((HEARTBEATS_UNTIL_REPORTED, self))
 
 
@@ -145,7 +140,7 @@ class WorkerPrefixCache:
         return len(list(takewhile(self._cached.__contains__, hashes)))
 
     def expect(self, hashes: Sequence[int]) -> ExpectedBlocks:
-        """``release`` the result when the request has left."""
+        """Count blocks as cached; ``release`` the result when the request has left."""
         expected = ExpectedBlocks(self, hashes)
         new = [digest for digest in hashes if digest not in self._cached or digest in self._expected]
         self._cached.update(new)

@@ -1,5 +1,5 @@
-"""The load of one worker: its last report, corrected by what this router has sent and finished since, and never less
-than what this router has there.
+"""Load of one worker: its last report, corrected by what this router has sent and finished since, and never less than
+what this router has there.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class WorkerLoad:
         return self._load.takes_prompts
 
     def may_reach(self, router: Incarnation) -> bool:
-        """Meaningless while this router has no session there."""
+        """Whether the worker has a session with ``router`` or has not reported yet; outdated if this router has no
+        session there.
+        """
         return self._routers is None or router in self._routers
 
     @property
@@ -106,7 +108,9 @@ class WorkerLoad:
         return prefix.cached_tokens(self._cached, self.block_tokens)
 
     def reserve(self, prefix: PromptBlocks, tokens: int, *, computes_prompt: bool) -> LoadReservation:
-        """``release`` the result when the sequence has left. ``computes_prompt``: else it fetches."""
+        """Count a sequence just sent, which fetches unless ``computes_prompt``; ``release`` the result when it has
+        left.
+        """
         fresh = max(0, tokens - self.cached_tokens(prefix))
         self._sent_sequences += 1
         self._sent_blocks += blocks_for(fresh, self.block_tokens, self._group_blocks)
@@ -137,7 +141,6 @@ class WorkerLoad:
         self._snapshots.clear()
 
     def reset(self) -> None:
-        """For a new session."""
         self._cached.close()
         self._cached, self._routers = WorkerPrefixCache(self._index, self.number), None
 
@@ -153,7 +156,7 @@ class WorkerLoad:
 
 
 class LoadReservation:
-    """Methods may be repeated."""
+    """One sequence in the load of a worker; both methods are idempotent."""
 
     def __init__(self, load: WorkerLoad, queued_tokens: int, expected: ExpectedBlocks) -> None:
         self._load = load

@@ -1,7 +1,3 @@
-"""Removes entries from this router's open set whose removal was lost, because Redis was unavailable or the request
-expired.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -16,7 +12,10 @@ _log = logs.get(__name__)
 
 
 class OpenEntries:
-    """An entry without an open request in two sweeps is removed: it may be written a moment before its request."""
+    """Sweep of this router's open set for entries whose removal was lost.
+
+    An entry without an open request in two sweeps is removed: it may be written a moment before its request.
+    """
 
     def __init__(self, store: Store, router: Incarnation, sweep_every_s: float = RouterTimings().sweep_every_s) -> None:
         self._store = store
@@ -25,7 +24,6 @@ class OpenEntries:
         self._stale = set[RequestKey]()
 
     async def sweep(self) -> None:
-        """Raises StoreUnavailable."""
         stale = await self._store.requests.stale_entries(self._router)
         to_remove = list(stale & self._stale)
         await self._store.open.remove(self._router, to_remove)

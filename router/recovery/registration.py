@@ -1,4 +1,4 @@
-"""Registers this router, and notices when Redis was emptied: then all requests here are written again."""
+"""Registration of this router. If Redis was emptied, all requests here are written again."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ _log = logs.get(__name__)
 
 
 class RouterRegistrar:
-    """``load`` is read at each renewal."""
-
     def __init__(
         self,
         store: Store,
@@ -36,7 +34,6 @@ class RouterRegistrar:
         self.is_store_available = False
 
     async def close(self) -> None:
-        """After `run` was cancelled."""
         if self._registration is not None:
             try:
                 await self._registration.remove()
@@ -60,7 +57,6 @@ class RouterRegistrar:
             await asyncio.sleep(renew_every_s)
 
     async def _renew(self) -> None:
-        """Raises IncarnationReplaced, StoreUnavailable, StoreFault."""
         if self._registration is None:
             self._registration = await self._store.routers.register(self._facts, self._load())
         else:

@@ -1,5 +1,3 @@
-"""Makes a stored request a valid one again."""
-
 from __future__ import annotations
 
 import asyncio
@@ -40,6 +38,5 @@ def _deadline(record: RequestRecord) -> Deadline:
 
 
 def _accepted_at(record: RequestRecord) -> float:
-    """On the event loop's clock, as precise as the routers' wall clocks agree."""
     age = (datetime.now(UTC) - record.create_time.ToDatetime(UTC)).total_seconds()
     return asyncio.get_running_loop().time() - max(0.0, age)

@@ -1,8 +1,8 @@
-"""Takes over the requests of dead routers; one remaining router adopts each.
+"""Takeover of the requests of dead routers; one remaining router adopts each.
 
-A registration also expires when its router can't reach the store, or the store stalled. So a router counts as
-dead only if this router has read the directory without a break for the time of a registration (a live router
-that the same fault cut off has had time to register again), and no worker has a session with it.
+A registration also expires when its router can't reach the store, or the store stalled. So a router counts as dead only
+if no worker has a session with it, and this router has read the directory without a break for the time of a
+registration: a live router that the same fault cut off would have registered again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class OrphanRecovery:
                 await asyncio.sleep(self._timings.retry_s)
 
     async def _watch(self) -> None:
-        """Raises StateError when the directory can't be read; what is known of dead routers is then outdated."""
         clock, poll_s = asyncio.get_running_loop().time, self._ttls.renew_every_s
         listing = await self._store.routers.listing()
         readable_since = clock()
@@ -66,7 +65,7 @@ class OrphanRecovery:
                 readable_since = clock()
 
     async def _take_over_dead(self) -> None:
-        """After Redis was emptied none counts as dead until live routers had time to register."""
+        """Take over, unless Redis was emptied and live routers have not had time to register."""
         if (await self._store.instance.current()).refill_left_s:
             return
         orphaned = await self._store.open.orphaned() - {self._router}
@@ -77,7 +76,6 @@ class OrphanRecovery:
                 await self._take_over(dead)
 
     async def _take_over(self, dead: Incarnation) -> None:
-        """Raises StoreUnavailable."""
         left = await self._store.open.of(dead)
         failures = [error for key in left if (error := await self._take(dead, key)) is not None]
         if failures:
@@ -90,13 +88,12 @@ class OrphanRecovery:
                 await self._store.open.take(dead, self._router)  # forgets a router that has no entries
 
     async def _reclaim(self) -> None:
-        """Requests that this router owns in the store and does not run: a reply was lost. Raises StoreUnavailable."""
+        """Continue requests that this router owns in the store and does not run: a reply was lost."""
         for key in await self._store.open.of(self._router):
             if not self._registry.has_request(key) and (error := await self._take(self._router, key)) is not None:
                 _log.warning("a request can't be continued", request_id=key.id, error=str(error))
 
     async def _take(self, owner: Incarnation, key: RequestKey) -> Exception | None:
-        """Returns why the request stays with its owner. Raises StoreUnavailable."""
         try:
             await self._registry.take_over(key)
         except StoreUnavailable:

@@ -9,7 +9,7 @@ from decant.runtime.errors import DeadlineExceeded
 
 
 def finish_from_tokens(stream: TokenStream) -> Finish | None:
-    """From tokens alone: the worker's report may be lost. None: not ended."""
+    """Finish that the tokens alone imply, if any: the worker's report may be lost."""
     request, tokens = stream.request, stream.tokens
     stopping = request.engine_request.stopping
     if not tokens or not stream.has_prompt_logprobs:
@@ -20,7 +20,6 @@ def finish_from_tokens(stream: TokenStream) -> Finish | None:
 
 
 def finish_from_worker(end: wire.OutputEnd, stopping: wire.Stopping, tokens: Sequence[int]) -> Finish | None:
-    """None: cancelled. Raises DeadlineExceeded."""
     match end.reason:
         case wire.OutputEnd.REASON_STOP:
             return _stopped(stopping, tokens)

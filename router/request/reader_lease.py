@@ -1,8 +1,3 @@
-"""A stream has one reader: the newest call. The one before is ended with ABORTED (SUPERSEDED).
-
-A call is ended by cancelling its task, because it may wait for tokens or for a client that does not read.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -21,10 +16,10 @@ Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
 
 
 async def wait_for_resume_point(stream: TokenStream, after_seq: int) -> None:
-    """Wait until a client that has ``after_seq`` tokens can go on here.
+    """Wait until a client that has ``after_seq`` tokens can continue here.
 
-    Raises OutOfRange if no client was sent as many, Aborted(TAIL_UNCERTAIN) if its last tokens may differ from
-    those here, and the stream's error if it ended before.
+    Raises OutOfRange if no client was sent so many, Aborted(TAIL_UNCERTAIN) if its last tokens may differ from those
+    here, and the stream's error if it ended before.
     """
     await stream.wait_until_caught_up(after_seq)
     certain = stream.certain_tokens
@@ -39,10 +34,11 @@ async def wait_for_resume_point(stream: TokenStream, after_seq: int) -> None:
 
 
 class ReaderLease:
-    """The right to read a stream while the block runs. It ends with a newer call, or when the client has taken no
-    message for ``unread_s`` after the end.
+    """Right to read a stream while the block runs, until a newer call reads it, or until a ``watched`` write takes
+    ``unread_s`` after the request's end.
 
-    The block then raises Aborted(SUPERSEDED) or Aborted(SLOW_READER), unless the call itself was cancelled too.
+    The call's task is then cancelled, because it may wait for tokens or for its client, and the block raises
+    Aborted(SUPERSEDED) or Aborted(SLOW_READER), unless the call itself was cancelled too.
     """
 
     def __init__(self, stream: TokenStream, unread_s: float = RouterTimings().unread_s) -> None:
@@ -67,8 +63,6 @@ class ReaderLease:
         self._stop(Aborted(Reason.SUPERSEDED, "a newer stream of this request is open"))
 
     def watched(self, write: Write) -> Write:
-        """``write`` with a limited time once the request has ended."""
-
         async def send(message: pb.GenerateStreamResponse) -> None:
             self._sending_since = self._now()
             await write(message)

@@ -1,4 +1,4 @@
-"""A request as stored. ``finish_to_record`` and ``finish_from_record`` are inverse."""
+"""Stored form of a request. ``finish_to_record`` and ``finish_from_record`` are inverse."""
 
 from __future__ import annotations
 
@@ -35,8 +35,6 @@ RestoreRequest = Callable[[StoredRequest], Awaitable[ValidRequest]]
 
 @dataclass(frozen=True, slots=True)
 class RequestSnapshot:
-    """``expires_in_s``: from now; None before its end."""
-
     stream: TokenStream
     state: State
     record: RequestRecord
@@ -44,7 +42,6 @@ class RequestSnapshot:
 
 
 def check_stored(stored: StoredRequest, request: ValidRequest) -> None:
-    """Raises UnreadableRequest."""
     highest = max((entry.token for entry in stored.entries), default=0)
     if highest >= request.vocab_size:
         raise UnreadableRequest(stored.key, f"token ids below {request.vocab_size}, got {highest}")
@@ -96,7 +93,6 @@ def finish_to_record(end: Finish | ServiceError) -> tuple[State, pb.Finished | N
 
 
 def finish_from_record(stored: StoredRequest) -> Finish | ServiceError | None:
-    """None while the request runs. Raises UnreadableRequest if the record has no end."""
     if not stored.ended:
         return None
     if stored.state == Generation.STATE_CANCELLED:  # the router that cancelled it may not have recorded the error yet
@@ -138,9 +134,7 @@ def recorded_decode_worker(stored: StoredRequest) -> Incarnation | None:
 
 
 def recorded_layout(stored: StoredRequest, pool: WorkerPool) -> int:
-    """Of the last attempt's workers; 0 where they don't give equal bits, or without a recorded attempt though there are
-    tokens. Without attempt and tokens: of all workers, if they have one.
-    """
+    """Layout of the workers that generated the stored tokens; 0 if unknown or without equal bits."""
     attempts = stored.record.attempts
     if attempts:
         return attempts[-1].layout
@@ -148,7 +142,7 @@ def recorded_layout(stored: StoredRequest, pool: WorkerPool) -> int:
 
 
 def record_end(owned: OwnedRequest, stream: TokenStream, end: Finish | ServiceError) -> None:
-    """Call it when all tokens are recorded."""
+    """Record a request's end, after all its tokens were recorded."""
     record = owned.record
     if stream.certain_tokens is None:  # later readers get the tokens of this router
         record.ClearField("certain_seq")

@@ -1,7 +1,4 @@
-"""The output of one request: attempts write it, one client reads it at its own pace.
-
-Keeps token ids, never messages: about four bytes per unread token.
-"""
+"""Output of one request: attempts write it, one client reads it at its own pace. It holds token ids, never messages."""
 
 from __future__ import annotations
 
@@ -34,8 +31,6 @@ class Finish:
 
 @dataclass(slots=True)
 class AttemptTrace:
-    """In seconds; ``*_at`` by the event loop's clock. None: did not happen."""
-
     attempts: int = 1
     prefill_worker: str = ""
     decode_worker: str = ""
@@ -92,14 +87,13 @@ class TokenStream:
             await self._wait_for_change()
 
     async def wait_until_caught_up(self, seq: int) -> None:
-        """If an earlier owner may have sent as many; not beyond ``certain_tokens``."""
         while self.may_lag_client and len(self.tokens) < seq and self.end is None:
             if self.certain_tokens is not None and seq > self.certain_tokens:
                 return
             await self._wait_for_change()
 
     def mark_tail_uncertain(self) -> int:
-        """The next tokens may differ from an earlier owner's. Returns ``certain_tokens``."""
+        """Mark what follows the present tokens as uncertain; return ``certain_tokens``."""
         count = len(self.tokens)
         self.certain_tokens = certain = count if self.certain_tokens is None else min(count, self.certain_tokens)
         self.notify()
@@ -107,7 +101,7 @@ class TokenStream:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Complete, or not requested."""
+        """Whether they are complete or were not requested."""
         is_requested = self.request.output_options.prompt_logprobs is not None
         return not is_requested or len(self.prompt_logprobs) >= self.request.prompt_tokens - 1
 

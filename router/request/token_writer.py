@@ -1,8 +1,7 @@
-"""Writes the tokens of workers into a stream: the first token for a position counts.
+"""Writer of workers' tokens into a stream: the first token for a position counts.
 
-Duplicates are dropped; after a gap the session asks for the missing tokens; another token for a known position
-is an error, never sent. The token that completes a stop string is the last. The path of every token: it avoids
-calls.
+A duplicate is dropped, a gap is requested again, and another token for a known position is an error. Nothing is written
+after the end or a stop string. ``write`` runs for every token, so it avoids calls.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ class StopListener(Protocol):
 
 
 class TokenWriter:
-    """The only writer of a stream. Writes nothing after the end, or after a stop string."""
-
     def __init__(self, stream: TokenStream) -> None:
         self.stream = stream
         self.stopped: Finish | None = None
@@ -40,7 +37,6 @@ class TokenWriter:
             self._search_stop_string(token)
 
     def begin_attempt(self, listener: StopListener) -> None:
-        """``listener`` takes the place of the last attempt's."""
         self._listener = listener
 
     @property
@@ -72,7 +68,7 @@ class TokenWriter:
         return None if index >= 0 and tokens[index] == token else WriteError.CONFLICT
 
     def add_prompt_logprobs(self, message: wire.PromptLogprobs) -> WriteError | None:
-        """Parts in order; a later attempt repeats them."""
+        """Add the next part; parts arrive in order, and a later attempt repeats them."""
         known = self.stream.prompt_logprobs
         next = 1 + len(known)  # the first token has none
         if message.first_position <= next < self._base:

@@ -1,4 +1,4 @@
-"""Times are those of this router's event loop; workers report durations."""
+"""Usage and receipt of a request: times are of this router's event loop; workers report durations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ def usage_of(stream: TokenStream) -> pb.Usage:
 
 
 def receipt_of(stream: TokenStream, now: float) -> pb.Receipt:
-    """``now``: by the event loop's clock."""
     trace, accepted_at = stream.trace, stream.request.accepted_at
     return pb.Receipt(
         queue_ms=_ms(queue_s(stream)),
@@ -36,7 +35,6 @@ def receipt_of(stream: TokenStream, now: float) -> pb.Receipt:
 
 
 def queue_s(stream: TokenStream) -> float | None:
-    """None before a worker has scheduled the request."""
     trace = stream.trace
     return _between(stream.request.accepted_at, trace.scheduled_at) if trace.queue_s is None else trace.queue_s
 

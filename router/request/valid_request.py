@@ -13,7 +13,7 @@ from decant.state.journal import TOKEN_LIMIT
 
 @dataclass(frozen=True, slots=True)
 class ValidRequest:
-    """An attempt adds age, remaining time, and the tokens of earlier attempts to ``engine_request``."""
+    """Validated request; each attempt adds age, remaining time and earlier tokens to a copy of ``engine_request``."""
 
     key: RequestKey
     payload: pb.GenerateRequest

@@ -1,7 +1,7 @@
-"""Renders chat messages with the model's own template, in a confined process (`template_process.py`).
+"""Renderer of chat messages with the model's own template, in a confined process (`template_process.py`).
 
-Even in jinja2's sandbox a template may loop or allocate without end. A process that does not reply in
-RENDER_SECONDS is killed; the next request starts another.
+Even in jinja2's sandbox a template may loop or allocate without end. A process that does not reply in RENDER_SECONDS is
+killed; the next request starts another.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ _ENVIRONMENT = ("TZ", "LANG", "LC_ALL", "LC_TIME")
 
 
 class ChatTemplate:
-    """``tokens``: special tokens by name, such as "bos_token"."""
-
     def __init__(
         self,
         template: str,
@@ -56,7 +54,6 @@ class ChatTemplate:
     async def render(
         self, messages: Sequence[pb.Message], *, add_generation_prompt: bool, deadline: Deadline = NO_DEADLINE
     ) -> str:
-        """Raises InvalidArgument if the template rejects the messages or fails; QueueFull, DeadlineExceeded."""
         texts = [text.encode() for message in messages for text in (message.role, message.content)]
         head = {
             "template": self._template,
@@ -79,7 +76,6 @@ class ChatTemplate:
         return text
 
     def _render(self, head: bytes, texts: bytes) -> tuple[Mapping[str, Any], str]:
-        """In a thread, one call at a time."""
         limit_s = START_SECONDS
         try:
             if self._process is None:
@@ -120,7 +116,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _exchange(process: subprocess.Popen[bytes], head: bytes, texts: bytes, ends_at: float) -> tuple[bytes, bytes]:
-    """Raises OSError without a reply in time, or if the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     for part in (struct.pack(">II", len(head), len(texts)), head, texts):
@@ -145,7 +140,6 @@ def _read(pipe: int, count: int, ends_at: float) -> bytes:
 
 
 def _wait_ready(pipe: int, event: int, ends_at: float) -> None:
-    """Raises TimeoutError."""
     poll = select.poll()
     poll.register(pipe, event)
     if not poll.poll(max(0.0, ends_at - time.monotonic()) * 1000):

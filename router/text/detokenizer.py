@@ -7,7 +7,7 @@
       Strip, none                     lack its space
     BPEDecoder                      text and a space       the space: the last token has none
 
-All pieces together are what ``Tokenizer.decode`` returns. Other decoders are refused when the model is loaded.
+All pieces together are what ``Tokenizer.decode`` returns.
 An emoji that may continue (a joiner, a skin tone, half a flag) is held back until the next character.
 
 Not `tokenizers.decoders.DecodeStream`: it loses what it holds back at the end, and it divides emoji.
@@ -53,7 +53,7 @@ class Detokenizer(ABC):
     def add(self, ids: Sequence[int]) -> str: ...
 
     def end(self) -> str:
-        """Text held back, with U+FFFD for an incomplete character."""
+        """Return the text held back, with U+FFFD for an incomplete character."""
         text, self._held = self._held + self._last(), ""
         return text
 
@@ -61,7 +61,6 @@ class Detokenizer(ABC):
     def _last(self) -> str: ...
 
     def _hold_back_emoji(self, new: str) -> str:
-        """Without an emoji at the end that may continue."""
         text = self._held + new
         unfinished = _UNFINISHED.search(text) if text and text[-1] >= _JOINER else None
         end = len(text) if unfinished is None else unfinished.start(unfinished.lastgroup or 0)
@@ -88,7 +87,6 @@ class TokenTable(ABC):
 
 
 def make_token_table(tokenizer: Tokenizer) -> TokenTable:
-    """Raises UnsupportedDecoder."""
     steps = list(_steps(_described(tokenizer.decoder)))
     names = [step["type"] for step in steps]
     if names == ["ByteLevel"]:
@@ -109,7 +107,7 @@ def make_token_table(tokenizer: Tokenizer) -> TokenTable:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Radford et al., 2019."""
+    """Letters of GPT-2's vocabulary that stand for bytes (Radford et al., 2019)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -172,7 +170,7 @@ class _ByteDetokenizer(Detokenizer):
 
 
 class _Piece(NamedTuple):
-    """Text, and text that is added only if another token follows."""
+    """Text of a token, and text that is added only if another token follows."""
 
     text: str
     then: str
@@ -183,7 +181,7 @@ _Entry = _Piece | int | None
 
 
 class _PieceTable(dict[int, _Entry]):
-    """Anywhere but at the beginning."""
+    """Pieces of tokens anywhere but at the beginning, by id."""
 
     def __init__(self, token_table: _PieceTokenTable, skip_special_tokens: bool) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
-"""The text of one output, as its client may get it after each token. Incomplete characters and beginnings of stop
-strings are held back.
+"""Text of one output after each token; incomplete characters and beginnings of stop strings are held back.
 
-The text after k tokens depends on these and the request alone. A token that ends the output has no text, unless
-the request includes stops. The last possible token completes what was held back.
+The text after k tokens depends on these and the request alone. A token that ends the output has no text, unless the
+request includes stops. The last possible token completes what was held back.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from decant.router.text.stop_strings import StopStrings
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """``logprobs``, ``prompt_logprobs``: alternatives per token."""
-
     text: bool = True
     token_ids: bool = False
     logprobs: int | None = None
@@ -37,7 +34,7 @@ def new_output_text(model: ServedModel, options: OutputOptions, stopping: wire.S
 
 
 class OutputText:
-    """Takes tokens in order, none after one that ends the output."""
+    """Text of tokens that are added in order, none after one that ends the output."""
 
     stop: str | None = None
 
@@ -50,7 +47,9 @@ class OutputText:
         self._is_over = False
 
     def add(self, tokens: Sequence[int]) -> str:
-        """A stop token can only be the last: none is sampled before ``min_tokens``."""
+        """Add tokens and return their text; only the last can be a stop token, as none is sampled before
+        ``min_tokens``.
+        """
         self._remaining_tokens -= len(tokens)
         if tokens and tokens[-1] in self._end_tokens:
             visible = tokens[:-1] if tokens[-1] in self._hidden_end_tokens else tokens
@@ -59,7 +58,6 @@ class OutputText:
         return text if self._remaining_tokens else text + OutputText.end(self)
 
     def end(self) -> str:
-        """The text held back, where the output ends before `max_tokens`."""
         self._is_over = True
         return self._detokenizer.end()
 
@@ -87,7 +85,6 @@ class StoppableText(OutputText):
         return self._release(super().end(), may_stop=True) if self.stop is None else ""
 
     def _release(self, new: str, *, may_stop: bool) -> str:
-        """Held text begins where a stop string may begin: no match begins in what the client has."""
         text = self._held + new
         match = self._stops.find(text, len(self._held)) if may_stop else None
         if match is not None:

@@ -1,7 +1,3 @@
-"""Token ids of a prompt. One that can't fit the context is refused early. Long inputs are processed in threads
-(``TextWork``).
-"""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,9 +17,6 @@ ASSUMED_CONTEXT_LENGTH = 1 << 20
 
 
 def context_length_of(model: ServedModel, max_context_length: ContextLengthOf) -> int | None:
-    """As the workers serve it, which may be less than the model's files say, or more, with rotary scaling. None if
-    unknown without workers.
-    """
     of_workers = max_context_length(model.id)
     return model.max_context_length if of_workers is None else of_workers
 
@@ -31,9 +24,7 @@ def context_length_of(model: ServedModel, max_context_length: ContextLengthOf) -
 async def prompt_of(
     request: pb.GenerateRequest, model: ServedModel, context_length: int, deadline: Deadline
 ) -> list[int]:
-    """At least one, fewer than ``context_length``, all in the vocabulary. Raises InvalidArgument, QueueFull,
-    DeadlineExceeded.
-    """
+    """Token ids of a request's prompt: at least one, fewer than ``context_length``, all in the vocabulary."""
     match request.WhichOneof("input"):
         case "messages":
             ids = await chat_tokens(request.messages, model, context_length, deadline)
@@ -50,7 +41,6 @@ async def prompt_of(
 
 
 async def chat_tokens(messages: pb.Messages, model: ServedModel, context_length: int, deadline: Deadline) -> list[int]:
-    """Raises InvalidArgument, QueueFull, DeadlineExceeded."""
     if model.chat is None:
         advice = f"{model.id} has no chat template: send a text"
         raise InvalidArgument("messages", "a model with a chat template", model.id, advice=advice)
@@ -64,9 +54,6 @@ async def chat_tokens(messages: pb.Messages, model: ServedModel, context_length:
 async def text_tokens(
     field: str, text: str, model: ServedModel, context_length: int, deadline: Deadline, *, special: bool = True
 ) -> list[int]:
-    """``special``: with the tokens that the model wants around a prompt. Raises InvalidArgument for a text too long in
-    any tokenization; QueueFull, DeadlineExceeded.
-    """
     if not text:
         return []
     check_fits(field, await model.least_tokens(text, context_length), context_length, at_least=True)
@@ -84,8 +71,6 @@ async def _checked_prompt_ids(
 
 
 async def checked_ids(field: str, ids: Sequence[int], model: ServedModel, deadline: Deadline) -> list[int]:
-    """Raises InvalidArgument, QueueFull, DeadlineExceeded."""
-
     def checked() -> list[int]:
         listed: list[int] = []
         for start in range(0, len(ids), SLICE):  # one call would hold the interpreter's lock for too long
@@ -98,7 +83,6 @@ async def checked_ids(field: str, ids: Sequence[int], model: ServedModel, deadli
 
 
 def check_fits(field: str, tokens: int, context_length: int, *, at_least: bool = False) -> None:
-    """Raises InvalidArgument without a position for an output token. ``at_least``: ``tokens`` is a lower bound."""
     if tokens >= context_length:
         limit = f"at most {context_length - 1} tokens, so that one more fits the context length of {context_length}"
         value = f"at least {tokens}" if at_least else tokens
@@ -106,7 +90,6 @@ def check_fits(field: str, tokens: int, context_length: int, *, at_least: bool =
 
 
 def check_vocabulary(field: str, ids: Iterable[int], model: ServedModel) -> None:
-    """Raises InvalidArgument."""
     highest = max(ids, default=0)
     if highest >= model.vocab_size:
         raise InvalidArgument(field, f"token ids below {model.vocab_size}", highest)

@@ -1,8 +1,7 @@
-"""The models of this router: tokenizer, chat template and limits.
+"""Models of this router: tokenizer, chat template and limits.
 
-Tokenizing equals that of transformers where it uses tokenizer.json, as it does unless a class builds another
-pipeline (LlamaTokenizer, for older files). tokenizer_config.json adds special tokens, and says whether a
-special token spelt out in a text stays text.
+Tokenizing equals that of transformers, except for classes that build another pipeline than tokenizer.json
+(LlamaTokenizer, for older files).
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ _MORE_SPECIAL = ("extra_special_tokens", "additional_special_tokens")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedModel:
-    """``max_context_length``: None where the model's files name none. ``default_sampling`` has every field but the
-    seed.
-    """
+    """A model to serve; ``default_sampling`` has every field but the seed and the logit bias."""
 
     id: str
     revision: str
@@ -55,7 +52,6 @@ class ServedModel:
     bound: TextBound | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Raises UnsupportedDecoder."""
         object.__setattr__(self, "token_table", make_token_table(self.tokenizer))
         object.__setattr__(self, "bound", text_bound(self.tokenizer))
 
@@ -64,7 +60,6 @@ class ServedModel:
         return self.chat is not None
 
     async def encode(self, text: str, *, special: bool = True, deadline: Deadline = NO_DEADLINE) -> list[int]:
-        """``special``: with the model's tokens around a prompt. Raises QueueFull, DeadlineExceeded."""
         if len(text) <= MAX_INLINE_LENGTH:
             return self._encode(text, special)
         return await self.texts.run(len(text), deadline, self._encode, text, special)
@@ -77,7 +72,7 @@ class ServedModel:
     async def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, deadline: Deadline = NO_DEADLINE
     ) -> str:
-        """Skips ids without a token. Raises QueueFull, DeadlineExceeded."""
+        """Detokenize ``ids``, skipping ids without a token."""
         if len(ids) <= MAX_INLINE_LENGTH:
             return self._decode(ids, skip_special_tokens)
         return await self.texts.run(4 * len(ids), deadline, self._decode, ids, skip_special_tokens)
@@ -87,7 +82,6 @@ class ServedModel:
         return text
 
     async def least_tokens(self, text: str, enough: int) -> int:
-        """A lower bound, without tokenizing; 0 where there is none. Stops at ``enough``; other tasks run meanwhile."""
         least = 0
         for least in () if self.bound is None else self.bound.growing(text):
             if least >= enough:
@@ -97,7 +91,7 @@ class ServedModel:
 
 
 class Models:
-    """The first is the default. Those `withheld` are served to other tenants."""
+    """The first model is the default; those `withheld` are served to other tenants."""
 
     def __init__(self, models: Iterable[ServedModel], withheld: Collection[str] = ()) -> None:
         listed = list(models)
@@ -108,7 +102,6 @@ class Models:
             raise ValueError(f"models: each id once, got {', '.join(model.id for model in listed)}")
 
     def find(self, name: str) -> ServedModel:
-        """Empty: the default. Raises NotFound, PermissionDenied."""
         if not name:
             return self.default
         if name in self._withheld:
@@ -124,9 +117,7 @@ class Models:
 
 
 def load(sources: Iterable[str]) -> Models:
-    """Each source is SOURCE or ID=SOURCE; a hub's files are downloaded. Raises ModelUnreadable, also for an id that
-    occurs twice.
-    """
+    """Load models given as SOURCE or ID=SOURCE, downloading a hub's files. Raises ModelUnreadable."""
     models: dict[str, ServedModel] = {}
     texts = TextWork()
     for source in sources:
@@ -148,7 +139,6 @@ def _split_source(source: str) -> tuple[str | None, str]:
 
 
 def served(files: ModelFiles, texts: TextWork | None = None) -> ServedModel:
-    """Raises ModelUnreadable for a tokenizer that can't be used."""
     config = _config(files)
     tokenizer = _tokenizer(files, config)
     sampling = _default_sampling(files)
@@ -170,7 +160,6 @@ def served(files: ModelFiles, texts: TextWork | None = None) -> ServedModel:
 
 
 def _chat(files: ModelFiles, config: Mapping[str, Any]) -> ChatTemplate | None:
-    """chat_template.jinja overrides tokenizer_config.json; of several templates there, "default" counts."""
     file = files.folder / "chat_template.jinja"
     template = config.get("chat_template")
     if file.is_file():
@@ -204,7 +193,6 @@ def _default_sampling(files: ModelFiles) -> pb.SamplingParams:
 
 
 def _config(files: ModelFiles) -> Mapping[str, Any]:
-    """With special_tokens_map.json for older models."""
     config = _read(files, "tokenizer_config.json")
     return config if "added_tokens_decoder" in config else {**config, **_read(files, "special_tokens_map.json")}
 
@@ -244,7 +232,7 @@ def _from_file(model: str, path: Path) -> Tokenizer:
 
 
 def _added(config: Mapping[str, Any]) -> Iterator[AddedToken]:
-    """In the order of transformers."""
+    """Tokens to add, in the order of transformers, which decides their ids."""
     listed: Mapping[str, Any] = config.get("added_tokens_decoder") or {}
     for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
         yield _token(token)

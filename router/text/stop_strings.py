@@ -26,7 +26,7 @@ class StopStrings:
         self._longest_prefix = max(map(len, self._stops), default=1) - 1
 
     def find(self, text: str, start: int) -> Match | None:
-        """Ends after ``text[:start]``; may begin before."""
+        """Find a stop string that ends after ``text[:start]``; it may begin before."""
         best = None
         for stop in self._stops:
             begin = text.find(stop, max(0, start - len(stop) + 1))
@@ -37,7 +37,6 @@ class StopStrings:
         return best
 
     def held_length(self, text: str) -> int:
-        """Characters at the end of `text` that may begin a stop string."""
         for begin in range(max(0, len(text) - self._longest_prefix), len(text)):
             if text[begin] in self._first and text[begin:] in self._prefixes:
                 return len(text) - begin

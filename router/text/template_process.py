@@ -1,15 +1,14 @@
-"""A confined process that renders chat templates: ``python -I template_process.py``, used through stdin and stdout.
+"""Confined process that renders chat templates: ``python -I template_process.py``, used through stdin and stdout.
 
-It has little memory and opens no file and no socket.
+It has little memory, and opens no file and no socket. It imports only jinja2.
 
     request and reply      | length of head: u32, big-endian | length of text: u32 | head: JSON | text: UTF-8 |
     request                {"template", "variables", "max_characters": characters, "lengths": bytes of the text's parts}
                            text: role and content of each message, concatenated
     reply                  {} and the text; or {"refused"}: by the template itself; or {"failed"}: the error
 
-Texts are not part of the JSON: encoding megabytes would stop the router's event loop.
-
-Imports jinja2 alone. Templates get the functions that transformers gives them.
+Texts are not part of the JSON: encoding megabytes would stop the router's event loop. Templates get
+the functions that transformers gives them.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class TooLong(Exception):
 
 
 class Generation(jinja2.ext.Extension):
-    """``generation`` marks the assistant's text for training; here it renders its content."""
+    """Tag ``generation``, which marks the assistant's text for training: it renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
 
@@ -65,7 +64,6 @@ class Generation(jinja2.ext.Extension):
 
 
 def render(template: str, variables: dict[str, Any], max_characters: int) -> str:
-    """Raises Refused, TooLong, TemplateError, and whatever a template's own mistakes raise."""
     parts, length = [], 0
     for part in _compiled(template).generate(variables):
         length += len(part)
@@ -100,12 +98,11 @@ def _dict(*args: Any, **more: Any) -> dict[Any, Any]:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Without jinja2's escapes for HTML."""
+    """Filter ``tojson`` as transformers has it, without jinja2's escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def reply_to(request: dict[str, Any], texts: bytes) -> tuple[dict[str, str], bytes]:
-    """Removes ``lengths`` from the request."""
     try:
         request["variables"]["messages"] = list(_messages(request.pop("lengths"), texts))
         return {}, render(**request).encode()

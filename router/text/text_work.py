@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class TextWork:
-    """``max_concurrent``: calls, each in its own thread. For one event loop at a time."""
+    """Bounded threads, used from one event loop at a time."""
 
     def __init__(
         self, max_concurrent: int = MAX_CONCURRENT, queue_limit: int = QUEUE_LIMIT, max_bytes: int = MAX_BYTES
@@ -41,9 +41,10 @@ class TextWork:
         self._max_bytes = max_bytes
 
     async def run(self, size: int, deadline: Deadline, work: Callable[..., T], *args: Any) -> T:
-        """``size``: bytes of text. Work that runs keeps its slot until done, even if the caller is cancelled.
+        """Run ``work`` on ``size`` bytes of text in a thread; it keeps its slot until done, even if the caller is
+        cancelled.
 
-        Raises QueueFull, DeadlineExceeded, and the error of the work.
+        Raises QueueFull, DeadlineExceeded.
         """
         if self._bytes and self._bytes + size > self._max_bytes:
             raise QueueFull(f"at most {self._max_bytes} bytes of text wait", retry_after=RETRY_AFTER_SECONDS)
@@ -68,6 +69,5 @@ class TextWork:
 
 
 def _release(loop: asyncio.AbstractEventLoop, resources: ExitStack, _: Future[Any]) -> None:
-    """Called in the work's thread; the slots belong to the event loop."""
     with suppress(RuntimeError):  # the loop is closed, and its slots with it
         loop.call_soon_threadsafe(resources.close)

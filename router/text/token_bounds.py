@@ -20,13 +20,12 @@ _SLICE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class TextBound:
-    """At most ``characters`` of a text become one token; ``skips_spaces``: spaces don't count."""
+    """Bound by length: at most ``characters`` of a text become one token, spaces not counted if ``skips_spaces``."""
 
     characters: int
     skips_spaces: bool
 
     def growing(self, text: str) -> Iterator[int]:
-        """For longer and longer parts of the text; each takes some milliseconds."""
         if not self.skips_spaces:
             yield -(-len(text) // self.characters)
             return
@@ -40,7 +39,7 @@ class TextBound:
 
 
 def text_bound(tokenizer: Tokenizer) -> TextBound | None:
-    """None where a token may stand for any number of characters."""
+    """Bound of a tokenizer; None if a token may stand for any number of characters."""
     described = json.loads(tokenizer.to_str())
     joined = _joined(described["normalizer"])
     splits = list(_steps(described["pre_tokenizer"], "pretokenizers"))
@@ -60,7 +59,6 @@ def text_bound(tokenizer: Tokenizer) -> TextBound | None:
 
 
 def _joined(normalizer: Any) -> int | None:
-    """None: no limit."""
     joined = 1
     for step in _steps(normalizer, "normalizers"):
         match step:

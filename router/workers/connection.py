@@ -1,5 +1,3 @@
-"""One connection of a session: from the hello to the break."""
-
 from __future__ import annotations
 
 import asyncio
@@ -45,7 +43,7 @@ class ConnectionOwner(Protocol):
 
 
 class Connection:
-    """Runs once. ``outgoing`` is open from the welcome to the break."""
+    """One connection of a session; ``outgoing`` is open from the welcome to the break."""
 
     def __init__(self, call: Any, outgoing: Outgoing, owner: ConnectionOwner, timings: WorkerTimings) -> None:
         self.silence = Silence(timings.heartbeat_s)
@@ -60,7 +58,7 @@ class Connection:
         return not (self.steps.is_stuck or self.silence.is_suspect)
 
     async def run(self) -> None:
-        """Returns when the worker has ended the session. Raises StreamBroken, TimeoutError; ValueError for a malformed
+        """Run once, until the worker ends the session. Raises StreamBroken, TimeoutError; ValueError for a malformed
         message.
         """
         await self._open()

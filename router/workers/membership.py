@@ -1,7 +1,7 @@
-"""Follows the directory, and keeps a session with each worker, which shows whether it is alive.
+"""Workers in the directory, and a session with each, which shows whether it is alive.
 
-A worker is removed when its session breaks and this router has no runs there. A new incarnation of an id is a
-new worker.
+A worker that is not registered is removed when its session breaks and this router has no runs there. A new incarnation
+of an id is a new worker. While Redis is unavailable, the known workers stay.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MembershipObserver(SessionObserver, Protocol):
 
 
 class WorkerMembership:
-    """``tokenizers``: hashes by model id. `close` comes after `run`."""
+    """`close` comes after `run`; ``tokenizers`` are hashes by model id."""
 
     def __init__(
         self,
@@ -65,13 +65,12 @@ class WorkerMembership:
         return self._workers.get(incarnation)
 
     async def wait_settled(self) -> None:
-        """Until the directory was read and each session was opened, or could not be."""
         await self._is_listed.wait()
         for worker in list(self):
             await worker.session.attempted.wait()
 
     async def close(self) -> None:
-        """Also has workers forget ended runs, which they would keep for a lease."""
+        """End all sessions, and have workers forget ended runs, which they would keep for a lease."""
         open_workers = [worker for worker in self if worker.session.is_open]
         finishing = [self._tasks[worker.incarnation] for worker in open_workers]
         for worker in open_workers:
@@ -85,7 +84,6 @@ class WorkerMembership:
             await asyncio.wait(tasks)
 
     async def run(self) -> None:
-        """Follow the directory; keep the known workers while Redis is unavailable."""
         is_unavailable = False
         while True:
             try:
@@ -112,7 +110,6 @@ class WorkerMembership:
         self._is_listed.set()
 
     def _is_compatible(self, facts: WorkerRegistration) -> bool:
-        """Logs once why not."""
         tokenizer = self._tokenizers.get(facts.model)
         if tokenizer is None:
             return False  # another router's model
@@ -152,5 +149,4 @@ class WorkerMembership:
             self._add(worker.facts)
 
     def _is_outdated(self, worker: WorkerHandle) -> bool:
-        """TLS files are newer than its channel."""
         return not worker.session.is_busy and worker.generation != self._connector.generation()

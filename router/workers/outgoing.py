@@ -9,10 +9,7 @@ from decant.router.workers.subscription import RunKey, key_of
 
 
 class Outgoing:
-    """``begin`` makes the queue of a new session; messages may be sent between ``open`` and ``close``.
-
-    A cancel is never lost: without an open session it is kept, and the next one sends it after the welcome.
-    """
+    """Messages to a worker, sent between ``open`` and ``close``; cancels are kept for the next session."""
 
     def __init__(self, forget_batch: int) -> None:
         self.is_open = False
@@ -22,12 +19,11 @@ class Outgoing:
         self._cancels: dict[RunKey, wire.Cancel] = {}
 
     def begin(self) -> None:
-        """Drops what to forget: a run that the hello does not name is an orphan at the worker."""
+        """Make a new queue, without runs to forget: a run that the hello does not name is an orphan at the worker."""
         self._queue = asyncio.Queue()
         self._to_forget.clear()
 
     def open(self, orphans: list[wire.Run]) -> None:
-        """Cancel ``orphans``, and the runs that ended while no session was open."""
         self.is_open = True
         for run in orphans:
             self._cancels.setdefault(key_of(run), wire.Cancel(run=run, reason=wire.Cancel.REASON_ATTEMPT))
@@ -39,7 +35,6 @@ class Outgoing:
         self.is_open = False
 
     def finish(self) -> None:
-        """Send what is queued, then the runs to forget, then nothing more."""
         self._send_to_forget()
         self._queue.put_nowait(None)
 
@@ -53,7 +48,6 @@ class Outgoing:
             self._cancels[key_of(cancel.run)] = cancel
 
     def forget(self, run: wire.Run) -> None:
-        """Queue a run for ForgetRuns, sent with the next heartbeat or when a batch is full."""
         self._to_forget.append(run)
         if len(self._to_forget) >= self._forget_batch:
             self._send_to_forget()
@@ -63,7 +57,7 @@ class Outgoing:
         self.send(wire.RouterMessage(heartbeat=message))
 
     async def write(self, call: Any) -> None:
-        """Returns when the worker has ended a half-closed session. Raises StreamBroken."""
+        """Write until the worker has ended a half-closed session. Raises StreamBroken."""
         queue = self._queue
         while (message := await queue.get()) is not None:
             await write(call, message)

@@ -21,8 +21,6 @@ from decant.state.ids import Incarnation
 
 
 class WorkerPool:
-    """``handoff_min_tokens`` replaces the measured number."""
-
     def __init__(
         self,
         router: wire.Peer,
@@ -53,7 +51,7 @@ class WorkerPool:
     def snapshot(
         self, model: str, excluded: AbstractSet[Incarnation], prefix: PromptBlocks | None = None
     ) -> list[WorkerSnapshot]:
-        """Those in ``excluded`` are avoided."""
+        """Snapshots of the usable workers; those in ``excluded`` are avoided, not left out."""
         cached = {} if prefix is None else prefix.cached_by_worker(self.membership.prefix_indexes[model])
         return [
             worker.snapshot(cached.get(worker.load.number, 0), is_avoided=worker.incarnation in excluded)
@@ -70,12 +68,10 @@ class WorkerPool:
         return {worker.load.block_tokens for worker in self.of(model)}
 
     def layout_of(self, model: str) -> int:
-        """If all its workers have one that gives equal bits; else 0."""
         layouts = {worker.facts.layout if worker.facts.equal_bits else 0 for worker in self.of(model)}
         return layouts.pop() if len(layouts) == 1 else 0
 
     def max_context_length(self, model: str) -> int | None:
-        """The least of all usable workers; None while there are none."""
         usable = [worker for worker in self.of(model) if worker.is_usable]
         return min((worker.facts.capacity.max_context_length for worker in usable), default=None)
 
@@ -83,7 +79,6 @@ class WorkerPool:
         return any(worker.is_usable for worker in self.of(model))
 
     def receivers(self, model: str, layout: int, sender: Incarnation) -> list[WorkerHandle]:
-        """Of a KV cache. Some may not answer now."""
         return [
             worker
             for worker in self.of(model)
@@ -91,7 +86,7 @@ class WorkerPool:
         ]
 
     def can_receive(self, source: WorkerHandle, excluded: AbstractSet[Incarnation]) -> bool:
-        """Whether a worker can take a migrated run now. Cheap: called at every heartbeat for every sequence."""
+        """Whether a worker can take a migrated run now; cheap, as each sequence asks at every heartbeat."""
         candidates = [
             worker
             for worker in self.of(source.facts.model)
@@ -104,7 +99,6 @@ class WorkerPool:
     # One worker
 
     def worker(self, incarnation: Incarnation) -> WorkerHandle:
-        """Raises KeyError for one that is gone."""
         worker = self.membership.get(incarnation)
         if worker is None:
             raise KeyError(incarnation)
@@ -119,7 +113,6 @@ class WorkerPool:
             worker.session.cancel(wire.Cancel(run=run, reason=reason))
 
     def is_connected(self, router: Incarnation) -> bool:
-        """A worker without a report counts as connected to any router."""
         return any(worker.session.is_open and worker.load.may_reach(router) for worker in self.membership)
 
     # Events of sessions

@@ -9,8 +9,6 @@ from decant.runtime.connections.peer import UnknownMessages
 
 
 class PrefillListener(Protocol):
-    """Receives the events of one prefill call; ``on_call_ended`` is the last."""
-
     def on_ticket(self, ticket: wire.Ticket) -> None: ...
 
     def on_first_tokens(self, message: wire.FirstTokens) -> None: ...
@@ -24,11 +22,11 @@ class PrefillListener(Protocol):
     def on_superseded(self, superseded: wire.Superseded) -> None: ...
 
     def on_call_ended(self, broken: StreamBroken | None) -> None:
-        """``broken`` unless the worker ended it."""
+        """Last event; ``broken`` is None if the worker ended the call."""
 
 
 class PrefillCall:
-    """Its listener receives nothing after ``close``."""
+    """Call of a prefill worker; its listener receives nothing after ``close``."""
 
     def __init__(self, stub: Any, request: wire.PrefillRequest, listener: PrefillListener) -> None:
         self._listener = listener
@@ -37,7 +35,7 @@ class PrefillCall:
         self._reading = asyncio.create_task(self._read())
 
     def close(self) -> None:
-        """Ends the prefill too, unless its KV cache is being fetched."""
+        """End the call, and with it the prefill, unless its KV cache is being fetched."""
         self._reading.cancel()
         self._call.cancel()
 

@@ -83,7 +83,7 @@ class WorkerSession:
     # What the router sends
 
     def start(self, run: RunSubscription) -> None:
-        """Starts or adopts; while no session is open, the next one does."""
+        """Start or adopt a run; without an open session the next one does."""
         self.runs.table.add(run)
         if self.is_open:
             self._outgoing.send(run.opening_message())
@@ -98,14 +98,14 @@ class WorkerSession:
         self._outgoing.cancel(cancel)
 
     def finish(self) -> None:
-        """End the session once the worker has received all that is queued; it is not opened again."""
+        """Send all that is queued, then end the session for good."""
         self.is_final = True
         self._outgoing.finish()
 
     # Its connections
 
     async def run(self, is_wanted: Callable[[], bool]) -> None:
-        """Keep the session open until it is final or not wanted, or the task is cancelled."""
+        """Keep the session open while it is wanted, which is checked after each break; then fail what is left."""
         timings = self._timings
         backoff = timings.first_backoff_s
         try:
@@ -120,7 +120,6 @@ class WorkerSession:
             self._give_up()
 
     async def _run_connection(self) -> bool:
-        """Returns whether it was ever open."""
         connection = self._connection = Connection(self._stub.Session(), self._outgoing, self, self._timings)
         is_lost = False
         try:

@@ -1,8 +1,3 @@
-"""Messages about the runs of one session go to their streams and listeners.
-
-The path of every token: one lookup a token, no task switch.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -17,7 +12,10 @@ _log = logs.get(__name__)
 
 
 class SessionRuns:
-    """Has the worker forget a run with all its tokens here. A wrong message fails its run alone."""
+    """Runs of one session; messages about them go to their sinks and listeners.
+
+    The path of every token: one lookup a token, no task switch.
+    """
 
     def __init__(self, worker_id: str, outgoing: Outgoing) -> None:
         self.conflicts = 0
@@ -34,14 +32,13 @@ class SessionRuns:
             self._outgoing.cancel(cancel)
 
     def retire(self, run: RunSubscription) -> None:
-        """Another worker has the run."""
         if self.table.remove(run):
             self._outgoing.forget(run.run)
 
     # What happens to all runs
 
     def on_welcome(self, welcome: wire.Welcome, hello_runs: Collection[RunKey]) -> None:
-        """``hello_runs``: those in the hello. The worker may never have received what was started before the break."""
+        """Start again what the worker may never have received: runs unknown to it or started after the hello."""
         for status in welcome.runs:
             self._on_run_status(status)
         for unknown in welcome.unknown_runs:
@@ -58,7 +55,6 @@ class SessionRuns:
             run.listener.on_draining()
 
     def fail_all(self, detail: str) -> None:
-        """Requests go to other workers; what this one still runs is cancelled."""
         for run in self.table:
             self._cancel(run)
             self._fail(run, wire.CAUSE_PEER_LOST, detail)
@@ -137,7 +133,7 @@ class SessionRuns:
         self._fail(run, wire.CAUSE_CORRUPT, detail)
 
     def _request_resend(self, run: RunSubscription) -> None:
-        """Once for each position: the connection loses nothing."""
+        """Request a resend once for each position: the connection loses nothing."""
         if run.last_resend_position != run.position:
             run.last_resend_position = run.position
             resend = wire.Resend(run=run.run, resume=run.resume_position)

@@ -12,7 +12,7 @@ from decant.runtime.errors import from_call
 
 
 class StreamBroken(Exception):
-    """A stream ended with an error, or was silent for too long. ``reason``: of the worker's status.
+    """Stream that ended with an error or was silent for too long; ``reason`` is that of the worker's status.
 
     ``is_of_dead_process``: its port refuses connections, or another process starts there.
     """
@@ -24,14 +24,13 @@ class StreamBroken(Exception):
 
 
 async def read(call: Any) -> Any:
-    """None at the end. Raises StreamBroken."""
+    """Read a message; None at the end. Raises StreamBroken."""
     with _broken_stream():
         message = await call.read()
     return None if message is grpc.aio.EOF else message
 
 
 async def write(call: Any, message: Any) -> None:
-    """Raises StreamBroken."""
     with _broken_stream():
         await call.write(message)
 

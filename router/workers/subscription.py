@@ -25,11 +25,11 @@ class WriteError(Enum):
 class TokenSink(Protocol):
     @property
     def position(self) -> int:
-        """Of the first missing token."""
+        """Position of the first missing token."""
 
     @property
     def end_limit(self) -> int:
-        """After the last token that may be written."""
+        """Position after the last token that may be written."""
 
     def write(self, position: int, token: int, logprobs: wire.TokenLogprobs | None = None) -> WriteError | None: ...
 
@@ -38,33 +38,32 @@ class TokenSink(Protocol):
 
 class SessionObserver(Protocol):
     def on_opened(self, session: WorkerSession) -> None:
-        """The worker takes new work. Its next heartbeats list its whole prefix cache."""
+        """The worker takes new work; its next heartbeats list its whole prefix cache."""
 
     def on_heartbeat(self, session: WorkerSession, heartbeat: wire.Heartbeat) -> None: ...
 
 
 class SessionDependent(Protocol):
-    def on_session_lost(self) -> None:
-        """The session broke and was not opened again in time."""
+    def on_session_lost(self) -> None: ...
 
 
 class RunListener(Protocol):
-    """``on_ended``, ``on_refused``, ``on_failed`` and ``on_superseded`` are final."""
+    """Events of one run. ``on_ended``, ``on_refused``, ``on_failed`` and ``on_superseded`` are final."""
 
     def on_scheduled(self, message: wire.Scheduled) -> None: ...
 
     def on_decode_started(self, message: wire.DecodeStarted) -> None: ...
 
     def on_run_status(self, status: wire.RunStatus) -> None:
-        """After a break, or once the run is adopted: reports that were lost are implied."""
+        """State after a break or an adoption; it implies reports that were lost."""
 
     def on_offer(self, ticket: wire.Ticket) -> None: ...
 
     def on_draining(self) -> None:
-        """With each heartbeat of a draining worker."""
+        """Called with each heartbeat of a draining worker."""
 
     def on_ended(self, ended: wire.Ended) -> None:
-        """Every token has been written."""
+        """Called once every token has been written."""
 
     def on_refused(self, refused: wire.Refused) -> None: ...
 
@@ -120,7 +119,7 @@ class RunTable:
         return len(self._by_key)
 
     def __iter__(self) -> Iterator[RunSubscription]:
-        """A copy: runs may be removed meanwhile."""
+        """Iterate over a copy: runs may be removed meanwhile."""
         return iter(list(self._by_key.values()))
 
     def get(self, run: wire.Run) -> RunSubscription | None:
@@ -142,7 +141,6 @@ class RunTable:
         self._by_key[run.key] = run
 
     def remove(self, run: RunSubscription) -> bool:
-        """Whether the run was here."""
         if self._by_key.get(run.key) is not run:
             return False
         del self._by_key[run.key]
@@ -158,7 +156,7 @@ class RunTable:
             run.slots.add(slot.slot)
 
     def clear_slots(self) -> None:
-        """Slots are those of one connection."""
+        """Forget slots and resends, which belong to one connection."""
         self.by_slot.clear()
         for run in self:
             run.slots.clear()

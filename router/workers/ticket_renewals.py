@@ -1,4 +1,4 @@
-"""Renews tickets over the sessions with the workers that issued them, until the decode worker renews them."""
+"""Renewals of tickets at their issuers; once a decode worker has a ticket, its renewals are passed on."""
 
 from __future__ import annotations
 

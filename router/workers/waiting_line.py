@@ -1,4 +1,4 @@
-"""Requests that wait for capacity at a worker: one line for each model, woken in order.
+"""Requests that wait for capacity at a worker: one line for each model, woken in order, at most one at a time.
 
 A worker with capacity of a kind wakes the first of that kind; if it is placed, the next; if not, the kind is
 closed. Among the open kinds the first by order goes first: arrival, moved forward by priority.
@@ -23,15 +23,13 @@ class WaitsFor(Enum):
 
 
 class Kind(NamedTuple):
-    """``layout``, ``sender``: of a KV cache."""
-
     waits_for: WaitsFor
     layout: int = 0
     sender: Incarnation | None = None
 
 
 class Waiter:
-    """After ``wake``, call ``WaitingLine.leave`` once placed, else ``WaitingLine.end_turn``."""
+    """A waiting request; after ``wake`` it calls ``WaitingLine.leave`` once placed, else ``WaitingLine.end_turn``."""
 
     def __init__(self, order: float, kind: Kind, wake: Callable[[], None]) -> None:
         self.order = order
@@ -41,8 +39,6 @@ class Waiter:
 
 
 class WaitingLine:
-    """At most one waiter is awake."""
-
     def __init__(self) -> None:
         self.wake_ups = 0
         self._queues: dict[Kind, list[tuple[float, int, Waiter]]] = {}  # sorted, none empty
@@ -58,7 +54,6 @@ class WaitingLine:
         return tuple(self._queues)
 
     def has_waiter(self, kind: Kind) -> bool:
-        """Whether a waiter of this kind exists; a later one must wait behind it."""
         return kind in self._queues
 
     def join(self, waiter: Waiter) -> None:
@@ -66,7 +61,7 @@ class WaitingLine:
         insort(self._queues.setdefault(waiter.kind, []), (waiter.order, waiter.number, waiter))
 
     def notify_all(self) -> None:
-        """Wake all waiters to check their patience again; no waiter gets a turn."""
+        """Wake all waiters to check their patience; no waiter gets a turn."""
         for queue in self._queues.values():
             for _, _, waiter in queue:
                 waiter.wake()
@@ -79,7 +74,7 @@ class WaitingLine:
         return waiter is self._awake
 
     def leave(self, waiter: Waiter) -> None:
-        """May be repeated."""
+        """Remove a waiter, placed or not; idempotent."""
         queue = self._queues.get(waiter.kind, [])
         index = bisect_left(queue, (waiter.order, waiter.number, waiter))
         if index < len(queue) and queue[index][2] is waiter:

@@ -16,7 +16,7 @@ _MAX_DOUBLINGS = 10
 
 
 class WorkerHandle:
-    """``generation``: of its channel's TLS files."""
+    """A known worker; ``generation`` is that of its channel's TLS files."""
 
     def __init__(
         self,
@@ -56,7 +56,6 @@ class WorkerHandle:
         return self.load.snapshot_with(cached_tokens, is_avoided or self.is_avoided)
 
     def record_failure(self) -> None:
-        """Prefer other workers for a time that doubles with each failure."""
         seconds = min(self._timings.avoided_s * 2**self._failures, self._timings.max_avoided_s)
         self._failures = min(self._failures + 1, _MAX_DOUBLINGS)
         self._avoided_until = asyncio.get_running_loop().time() + seconds
