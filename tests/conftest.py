@@ -36,7 +36,6 @@ hypothesis.settings.load_profile("decant")
 
 
 def pytest_configure() -> None:
-    """Run no test if the kernels are not of the build that DECANT_KERNELS names."""
     if BUILD == "auto":
         return
     from decant.engine.cpu.kernels import loader as native  # imports torch
@@ -51,12 +50,11 @@ LONGEST = "tests/build/test_kernels.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests start first; other processes run the rest meanwhile."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Among tests that fork processes only slow ones run engines on torch."""
+    """Preload no torch for forks: of the tests that fork processes, only slow ones use it."""
     if not any(item.get_closest_marker("slow") for item in session.items):
         fork_server.preload_without_torch()
 

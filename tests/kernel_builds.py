@@ -21,8 +21,9 @@ def is_taken(build: str) -> bool:
 
 
 def why_not(build: str) -> str:
-    """Why this machine can't run a build, else empty. Also empty if only one of two modules was not built, so that
-    tests with the build fail.
+    """Return why this machine can't run a build, or an empty string.
+
+    If only this build is missing, the string is empty, so that its tests fail.
     """
     if build == "none":
         return ""

@@ -13,8 +13,9 @@ T = TypeVar("T")
 
 @contextmanager
 def on_a_thread(server: AbstractAsyncContextManager[T]) -> Iterator[T]:
-    """Start and stop a server on a thread and event loop of its own. Raises its error, or TimeoutError after PATIENCE_S
-    of either.
+    """Run a server on a thread and event loop of its own until the block ends.
+
+    Raises the server's error, or TimeoutError if its start or its end takes PATIENCE_S.
     """
     started, stop = Future[tuple[T, asyncio.AbstractEventLoop]](), asyncio.Event()
 

@@ -9,7 +9,7 @@ LAST = 55_000  # the bus of a Redis cluster takes the port 10,000 above
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port that the kernel gives to no one who asks for any port, until the end of the block.
+    """Reserve a port until the end of the block: the kernel gives it to no socket that binds to port 0.
 
     Only a server that names it, with SO_REUSEADDR as Redis does, can listen on it; until then it refuses connections.
     """
@@ -25,8 +25,9 @@ def reserved_port() -> Iterator[int]:
 
 @contextmanager
 def kept(address: str) -> Iterator[None]:
-    """Reserve the port of a server that listens with SO_REUSEPORT, also after its end: its clients must not reach
-    another test's server.
+    """Reserve the port of a server that listens with SO_REUSEPORT, also after its end.
+
+    Its clients must not reach another test's server.
     """
     host, _, port = address.rpartition(":")
     with socket.socket() as holder:

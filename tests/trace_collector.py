@@ -13,8 +13,6 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps what is exported to it."""
-
     def __init__(self) -> None:
         self.address = ""
         self.exports: list[Any] = []
@@ -24,7 +22,6 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return otlp.ExportTraceServiceResponse()
 
     def spans(self) -> list[tuple[str, Any]]:
-        """Each with the name of its service, in order of their begin."""
         found = []
         for resource in self.exports:
             (service,) = (one.value.string_value for one in resource.resource.attributes if one.key == "service.name")

@@ -21,7 +21,6 @@ _CONTEXT.set_forkserver_preload(["tests.e2e.loaded"])
 
 
 def run(module: str, job: Job, on_progress: OnProgress, python: Path | None = None) -> dict[str, Any]:
-    """Raises ChildFailed."""
     assert python is None
     receiver, sender = _CONTEXT.Pipe(duplex=False)
     process = _CONTEXT.Process(target=_measure, args=(module, json.dumps(asdict(job)), sender))

@@ -44,7 +44,6 @@ def bench(*arguments: str | Path, timeout: float = 800) -> subprocess.CompletedP
 
 @pytest.fixture(scope="module")
 def measured(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Five requests, one late, in static batches of two; one batch is predicted."""
     path = tmp_path_factory.mktemp("bench") / "w.jsonl"
     lengths = [(20, 6), (9, 3), (33, 5), (4, 1)]
     items = [Item(f"r{n}", list(range(prompt)), output, 0.0) for n, (prompt, output) in enumerate(lengths)]

@@ -31,7 +31,6 @@ def test_a_tiny_model_is_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_the_command_needs_no_package_of_the_servers() -> None:
-    """It runs where torch, transformers, triton and numpy are all that is installed."""
     loaded = "import sys, bench.gpu.__main__; print(*{name.partition('.')[0] for name in sys.modules})"
     run = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=120, check=True)
     servers = {"grpc", "redis", "pydantic", "structlog", "xxhash", "prometheus_client", "cryptography"}

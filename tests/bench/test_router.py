@@ -70,8 +70,6 @@ async def test_closed_clients_send_their_next_request_when_the_last_is_answered(
 
 
 class Gated(services.InferenceServiceServicer):
-    """Answers with one token, none of them before ``count`` requests have come."""
-
     def __init__(self, count: int) -> None:
         self._count = count
         self._open = asyncio.Event()
@@ -127,7 +125,6 @@ class Watched(load.Clients):
 
 
 async def test_only_tokens_within_the_window_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The warm-up and the window last until a message comes, or an answer ends."""
     monkeypatch.setattr(load, "Clients", Watched)
     async with server(1, 5) as address:
         monkeypatch.setattr(load, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": Watched.next_message}))

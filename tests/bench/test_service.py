@@ -21,7 +21,6 @@ def spent(user: float, system: float) -> dict[str, float]:
 
 
 def served(throughput: float, worker: float) -> dict[str, object]:
-    """``worker``: its CPU seconds; the other three processes need one second together."""
     cpu = {"client": spent(0.2, 0.1), "router": spent(0.5, 0.1), "worker": spent(worker, 0.0), "redis": spent(0.0, 0.1)}
     return {"output_throughput": throughput, "cpu": cpu}
 

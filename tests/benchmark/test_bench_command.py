@@ -44,7 +44,7 @@ def measured(address: str, *arguments: str) -> dict[str, Any]:
 
 
 def test_up_starts_a_deployment_and_prints_tables_and_the_answer() -> None:
-    """Enough requests for their logs to fill a pipe."""
+    """The logs of 400 requests fill a pipe."""
     done = bench("--up", "--rate", "100", "--slo", "ttft=30s,tpot=10s", *SMALL, "--requests", "400")
     assert done.returncode == 0, done.stderr
     for text in ("400 completed, 0 failed", "TTFT", "second token", "handoff", "100% of the requests meet"):

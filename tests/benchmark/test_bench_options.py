@@ -1,5 +1,3 @@
-"""Options of `decant bench` that would have no effect, or waste a measurement, are refused before it begins."""
-
 from __future__ import annotations
 
 from pathlib import Path

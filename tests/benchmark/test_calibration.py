@@ -89,8 +89,6 @@ def test_lengths_beyond_the_context_are_refused() -> None:
 
 
 class ShortAnswers:
-    """A client whose answers have three tokens; the one after ``most`` answers fails."""
-
     def __init__(self, most: int) -> None:
         self.left = most
 

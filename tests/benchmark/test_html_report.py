@@ -68,7 +68,7 @@ def test_each_run_is_a_point_of_each_percentile() -> None:
 
 
 def test_equal_gaps_are_all_in_the_distribution() -> None:
-    """To about half a bit, 10 ms."""
+    """The gaps are 10 ms but for rounding, so that they may be in two bars."""
     _, latency, _ = charts(4.0)
     heights = [float(bar.get("height", 0)) for bar in latency.iter(f"{SVG}rect")]
     assert max(heights) > 0.9 * (HEIGHT - TOP - BOTTOM)

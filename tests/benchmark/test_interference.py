@@ -41,7 +41,6 @@ OPTIONS = InterferenceOptions(running=8, prompt_tokens=3000)
 
 
 def test_gaps_and_rates_are_those_computed_by_hand() -> None:
-    """The prompt is sent at 2.0 and has its second token at 5.5."""
     running = [[0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 5.0, 6.0, 7.0], [0.25, 1.25, 2.5, 5.25, 8.0]]
     trial = summarise(Stamps(running, settled=1.0, sent=2.0, long=[5.0, 5.5, 6.0]))
     assert (trial.ttft, trial.window) == (3.0, 3.5)
@@ -84,7 +83,6 @@ def test_every_process_accepts_the_settings_of_each_deployment() -> None:
 
 
 def rows(split: tuple[float, float], mixed: tuple[float, float]) -> list[dict[str, Any]]:
-    """`split` and `mixed`: longest gap and TTFT in seconds."""
     made = configurations(InterferenceOptions(chunks=(64, 256)))
     by_name = {UNCHUNKED: (2.0, 3.0), "mixed, chunks of 64": (mixed[0] * 2, 9.0), "mixed, chunks of 256": mixed}
     by_name |= {BY_TIME: (mixed[0] * 3, 4.0), SPLIT: split}

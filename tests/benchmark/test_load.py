@@ -40,7 +40,6 @@ def test_gaps_have_the_mean_and_spread_of_their_process(burstiness: float) -> No
 
 
 def test_a_burstiness_of_one_is_a_poisson_process() -> None:
-    """Arrivals per second are Poisson: mean and variance equal the rate."""
     counts = [0] * 5000
     for arrival in random_arrivals(60_000, 10.0, 1.0, seed=5):
         if arrival < 5000:
@@ -51,7 +50,7 @@ def test_a_burstiness_of_one_is_a_poisson_process() -> None:
 
 @pytest.mark.parametrize("rates", [(2.0, 18.0), (18.0, 2.0), (10.0, 10.0)])
 def test_a_ramp_has_the_area_under_its_rate_as_arrivals(rates: tuple[float, float]) -> None:
-    """The count in each tenth of the ramp is Poisson: mean and variance equal the integral of the rate."""
+    """The count in each tenth is Poisson: mean and variance equal the integral of the rate."""
     count, parts, runs = 400, 10, 150
     begin, end = rates
     seconds = 2 * count / (begin + end)
@@ -138,8 +137,6 @@ def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
 
 
 class Gone:
-    """A client, and the stream, of a deployment that is lost."""
-
     usage = receipt = None
 
     def __init__(self) -> None:
@@ -187,7 +184,6 @@ def test_a_trace_begins_with_its_first_request(tmp_path: Path) -> None:
     ],
 )
 def test_a_line_of_a_trace_that_can_not_be_sent_is_named(line: str, message: str, tmp_path: Path) -> None:
-    """Blank lines count."""
     file = tmp_path / "trace.jsonl"
     file.write_text("\n" + REQUEST.replace('"a"', '"b"') + "\n" + line, encoding="utf-8")
     with pytest.raises(InvalidBenchmark) as refused:

@@ -22,7 +22,6 @@ _BUILT = shutil.ignore_patterns("*_pb2*", "*.so", "__pycache__")
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs without this process's import path; standard error goes to standard output."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
         [str(part) for part in command],
@@ -43,7 +42,6 @@ def succeed(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 
 def copy_sources(names: Iterable[str], tree: Path) -> Path:
-    """Build results are left out; links stay links."""
     tree.mkdir(parents=True, exist_ok=True)
     for name in names:
         if (ROOT / name).is_dir():
@@ -96,7 +94,6 @@ def install(python: Path, source: Path, *, editable: bool = False) -> subprocess
 
 
 def build_wheel(source: Path, folder: Path) -> Path:
-    """From a source tree or an archive, without kernels."""
     command: list[str | Path] = [sys.executable, "-m", "pip", "wheel", "-q", *OFFLINE, "-w", folder, source]
     succeed(*command, cwd=source.parent, **WITHOUT_KERNELS)
     (wheel,) = folder.glob("*.whl")

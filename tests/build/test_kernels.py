@@ -1,5 +1,3 @@
-"""Each build of the CPU kernels that this machine can run; the suite's last line lists them."""
-
 from __future__ import annotations
 
 import os

@@ -1,7 +1,3 @@
-"""The generated pages equal the generators' output. A table of the API page describes the message, enum or service in
-its first header.
-"""
-
 from __future__ import annotations
 
 import re
@@ -64,7 +60,6 @@ def type_of(field: FieldDescriptor) -> str:
 
 
 def tables(page: str) -> Iterator[tuple[str, list[list[str]]]]:
-    """The first header of each table, and the cells of its rows."""
     for block in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
         header, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in block.splitlines()]
         yield header[0], rows

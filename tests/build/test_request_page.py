@@ -12,7 +12,6 @@ STOPS = [match for section in SECTIONS for match in STOP.findall(section)]
 
 
 def definition(body: list[ast.stmt], name: str) -> ast.stmt | None:
-    """A method is named `Class.method`."""
     head, _, rest = name.partition(".")
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == head:

@@ -52,7 +52,6 @@ def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the wheel and the client's dependencies, including transitive ones."""
     environment = tmp_path_factory.mktemp("client") / "environment"
     python = make_environment(environment)
     for name in (*DEPENDENCIES, "typing-extensions"):
@@ -130,7 +129,6 @@ def test_an_editable_install_follows_the_links(tree: Path, tmp_path: Path) -> No
 
 
 def test_links_lead_to_folders_beside_decant() -> None:
-    """Relative links survive COPY in an image and a git checkout."""
     links = [path for path in (ROOT / "decant").iterdir() if path.is_symlink()]
     assert {link.name for link in links} == {*SERVERS, "models"}
     assert all(os.readlink(link) == f"../{link.name}" for link in links)

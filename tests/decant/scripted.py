@@ -27,8 +27,6 @@ Answering = Callable[[pb.GenerateRequest, Any], AsyncIterator[pb.GenerateStreamR
 
 @dataclass(frozen=True)
 class Break:
-    """Ends a stream after a number of messages: with a service error, or with the bare status of a lost connection."""
-
     after: int
     error: ServiceError | grpc.StatusCode
 
@@ -183,7 +181,6 @@ async def short_answer(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.
 
 
 async def with_a_tail(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
-    """The final message has text but no new token."""
     yield started(request)
     for seq, letter in enumerate("abc", 1):
         yield delta(request, seq, letter)
@@ -192,7 +189,6 @@ async def with_a_tail(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.G
 
 
 async def endless_answer(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
-    """Sends two tokens and then waits without end."""
     yield started(request)
     yield delta(request, 1, "a")
     yield delta(request, 2, "b")
@@ -222,6 +218,5 @@ async def _serving(script: Script, port: int) -> AsyncIterator[str]:
 
 @contextmanager
 def serving(script: Script, port: int = 0) -> Iterator[str]:
-    """Serve a script on a thread of its own; yields the address."""
     with on_a_thread(_serving(script, port)) as address:
         yield address

@@ -61,7 +61,7 @@ class Up:
             self._changed.notify_all()
 
     def until(self, process: str, event: str, count: int = 1, **fields: object) -> dict[str, Any]:
-        """The `count`-th matching line. Raises AssertionError at the end of the output or after PATIENCE_S."""
+        """Return the `count`-th matching line; fail at the end of the output or after PATIENCE_S."""
         wanted = {"process": process, "event": event, **fields}
         ends = time.monotonic() + PATIENCE_S
         with self._changed:
@@ -84,7 +84,6 @@ class Up:
         return found
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal, read all output, and return the exit status."""
         self.process.send_signal(number)
         return self.ended()
 
@@ -110,7 +109,6 @@ def _listens(process: psutil.Process, port: int) -> bool:
 
 
 def nothing_left(descendants: list[psutil.Process], folder: Path) -> None:
-    """Wait until no process and no file is left. Raises AssertionError after PATIENCE_S."""
     _, alive = psutil.wait_procs(descendants, timeout=PATIENCE_S)
     assert not alive
     ends = time.monotonic() + PATIENCE_S
@@ -130,7 +128,7 @@ def _processes_with(folder: Path) -> list[psutil.Process]:
 
 @contextmanager
 def up(folder: Path, command: list[str], **variables: str) -> Iterator[Up]:
-    """All temporary files are in `folder`; ends with the block."""
+    """Run `decant up` with all temporary files in `folder`; kill it at the end of the block."""
     environment = os.environ | {"TMPDIR": str(folder), "XDG_RUNTIME_DIR": str(folder)} | variables
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -24,7 +24,7 @@ class Clock:
 
 
 def make_selector(count: int, clock: Clock) -> RouterSelector:
-    """Starts with router 0, full backoffs and the largest jitter."""
+    """Selector that starts at router 0 and then draws the largest jitter."""
     draws = iter([(count - 1) / count])
     return RouterSelector(count, clock, lambda: next(draws, 1.0))
 

@@ -185,7 +185,7 @@ def test_memory_is_compared_with_what_is_free(monkeypatch: pytest.MonkeyPatch, m
 
 @contextmanager
 def taken_port() -> Iterator[int]:
-    """The one below it is free."""
+    """Take a port; the one below it is free."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as below:
             port: int = taken.getsockname()[1]
@@ -231,7 +231,6 @@ def test_a_redis_that_does_not_answer_is_refused() -> None:
 
 @pytest.fixture
 def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets the DECANT_PEER_* variables, by default to complete certificates."""
     made = Certificates(tmp_path)
 
     def name(**changes: Path | str) -> None:

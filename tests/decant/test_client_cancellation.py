@@ -87,7 +87,7 @@ def test_a_stream_abandoned_before_its_first_message_ends_its_call(client: Clien
 
 
 def test_a_signal_just_before_a_wait_for_the_next_try_ends_it() -> None:
-    """One that another thread receives does not wake the main thread either."""
+    """The timer's thread receives the signal: like one just before the wait, it does not wake the main thread."""
     closing = CancelSignal()
     before = signal.signal(signal.SIGUSR1, lambda *_: closing.set())
     sending = threading.Timer(0.05, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR1))

@@ -58,7 +58,6 @@ with temporary_deployment():
     ids=["before its id is known", "just before a wait"],
 )
 def test_a_signal_at_any_instant_of_a_start_ends_the_deployment(sent: str) -> None:
-    """A signal that another thread receives does not wake the main thread, like one that comes just before its wait."""
     command = [sys.executable, "-c", PROGRAM.format(signal=sent)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

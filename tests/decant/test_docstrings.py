@@ -74,7 +74,6 @@ def examples() -> list[doctest.DocTest]:
 
 
 async def run(test: doctest.DocTest, names: dict[str, Any]) -> None:
-    """Like doctest, with ``await`` at the top level."""
     for example in test.examples:
         printed = io.StringIO()
         code = compile(example.source, test.name, "single", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)

@@ -46,7 +46,6 @@ async def read_async(address: str) -> Any:
 
 
 async def test_a_dns_name_is_one_address(two: Two) -> None:
-    """A headless Service has such a name; here it is localhost."""
     two.reset([Break(2, LOST)])
     port = two.address.split(",")[0].rpartition(":")[2]
     name = f"dns:///localhost:{port}"
@@ -78,7 +77,6 @@ async def test_a_break_after_any_message_changes_nothing(some: Two, after: int, 
 )
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_sequence_of_breaks_changes_anything(both: Two, breaks: list[Break], routers: int) -> None:
-    """Too many breaks before the first message end in an error; all others go unnoticed."""
     tries, begun = routers + MORE_TRIES, False
     for one in breaks:
         begun = begun or one.after > 0

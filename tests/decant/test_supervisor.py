@@ -270,7 +270,6 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def without(name: str) -> list[str]:
-    """A command that runs exec_child where the C library or `os` lacks the function."""
     patch = "ctypes.CDLL = lambda *_, **__: object()" if name == "prctl" else f"del os.{name}"
     code = f"import ctypes, os, runpy, sys; {patch}; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
     return [sys.executable, "-I", "-S", "-c", code, lifelines.__file__]

@@ -30,7 +30,6 @@ NOW = 1_000.0
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the states of processes."""
     monkeypatch.setattr(processes, "time", SimpleNamespace(time=lambda: NOW))
 
 
@@ -39,7 +38,6 @@ def sample(at: float, *lines: str) -> Sample:
 
 
 def histogram(model: str, sum: float, **counts: float) -> list[str]:
-    """Lines of the buckets up to 0.1, 0.5 and +Inf."""
     bounds = dict(zip(("0.1", "0.5", "+Inf"), counts.values(), strict=True))
     lines = [f'{LATENCY}_bucket{{model="{model}",le="{bound}"}} {count}' for bound, count in bounds.items()]
     return [*lines, f'{LATENCY}_count{{model="{model}"}} {bounds["+Inf"]}', f'{LATENCY}_sum{{model="{model}"}} {sum}']
@@ -148,7 +146,6 @@ REQUEST = {
 
 
 async def read_pair() -> Snapshot:
-    """A router and a decode worker that were active between the readings, and a dead process."""
     worker, engine = worker_registry()
     router, requests = router_registry({"total": 1, "requests": [REQUEST]})
     async with admin(worker) as at_worker, admin(router) as at_router:

@@ -10,7 +10,6 @@ PROGRAM = Path(__file__).with_name("user_program.py")
 
 
 def mypy(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs outside the project, without its settings: `decant` resolves as an installed package."""
     command = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--config-file=", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
 

@@ -46,7 +46,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Up]:
-    """Ends `up` with SIGKILL; nothing may be left afterwards."""
     with up(folder, UP) as running:
         running.until("up", "ready")
         descendants = running.descendants()

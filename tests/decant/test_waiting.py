@@ -22,8 +22,6 @@ from tests.decant.scripted import Script, serving
 
 
 class Here:
-    """Announcements of `decant up` in order; the last one stays."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.states: list[Deployment | None] = []
         monkeypatch.setattr(deployments, "latest", lambda _: self._next())

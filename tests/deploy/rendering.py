@@ -16,7 +16,6 @@ Object = dict[str, Any]
 
 
 def rendered() -> list[Object]:
-    """By kubectl if it is on PATH, else by `plainly`."""
     if shutil.which("kubectl") is None:
         return plainly(BASE)
     return by_kubectl(BASE)
@@ -28,7 +27,6 @@ def by_kubectl(folder: Path) -> list[Object]:
 
 
 def plainly(folder: Path) -> list[Object]:
-    """Supports only resources and a namespace. Raises AssertionError for anything else."""
     (kustomization,) = _documents((folder / "kustomization.yaml").read_text())
     assert kustomization.keys() == {"apiVersion", "kind", "namespace", "resources"}
     objects = [one for name in kustomization["resources"] for one in _documents((folder / name).read_text())]

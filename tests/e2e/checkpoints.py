@@ -9,7 +9,6 @@ from decant import models
 
 
 def small_with(folder: Path, name: str, **entries: Any) -> Path:
-    """Its JSON file ``name`` is updated with ``entries``. ``folder`` must not exist."""
     shutil.copytree(models.path(), folder)
     file = folder / name
     file.write_text(json.dumps(json.loads(file.read_text()) | entries))

@@ -51,13 +51,15 @@ def generate_request(
 
 
 async def ask(stub: inference_pb2_grpc.InferenceServiceStub, request: pb.GenerateRequest) -> Answer:
-    """The whole answer. Raises AioRpcError; AssertionError for an invalid stream."""
     call = stub.GenerateStream(request, timeout=PATIENCE_S)
     return decode_started([message async for message in call])
 
 
 def decode_started(messages: Iterable[pb.GenerateStreamResponse]) -> Answer:
-    """Checks: started delta* (delta* finished)+, usage and receipt in the last message, seq never decreasing."""
+    """Check the protocol and collect the answer.
+
+    The messages are: started delta* (delta* finished)+, usage and receipt in the last, seq never decreasing.
+    """
     first, *middle, last = messages
     assert first.WhichOneof("event") == "started"
     answer = Answer(first.started)
@@ -80,7 +82,6 @@ def decode_started(messages: Iterable[pb.GenerateStreamResponse]) -> Answer:
 
 @functools.cache
 def plain_model() -> Any:
-    """transformers' own, in float32."""
     return AutoModelForCausalLM.from_pretrained(models.path(), dtype=torch.float32).eval()
 
 
@@ -103,7 +104,7 @@ def device(dtype: str) -> ModelDevice:
 def run_alone(
     dtype: str, ids: Sequence[int], sampling: SamplingParams, max_tokens: int, logprobs: int | None = None
 ) -> list[Token]:
-    """The engine's output without batch, chunks or handoff."""
+    """Return the engine's output without batch, chunks or handoff."""
     engine = Engine(device(dtype))
     stop = StopParams(max_tokens=max_tokens)
     engine.add(Request("alone", tuple(ids), sampling=sampling, stop=stop, logprobs=logprobs, use_prefix_cache=False))

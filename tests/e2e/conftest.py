@@ -9,7 +9,6 @@ from tests.e2e.deployment import Deployment, deployment
 
 @pytest.fixture(scope="package")
 def pair() -> Iterator[Deployment]:
-    """One worker of each kind, float32, no grace for lost streams."""
     with deployment(router=("--resume-grace-ms", "0")) as running:
         yield running
 

@@ -54,9 +54,7 @@ class Process:
         return self._process.pid
 
     def until(self, event: str, **fields: object) -> dict[str, Any]:
-        """The first line with this event and these fields. Raises AssertionError if the process ends first or
-        PATIENCE_S pass.
-        """
+        """Return the first line with this event and these fields; fail at the process's end or after PATIENCE_S."""
         wanted = {"event": event, **fields}
         ends = time.monotonic() + PATIENCE_S
         with self._changed:
@@ -79,14 +77,14 @@ class Process:
         os.kill(self.pid, signal.SIGKILL)
 
     def ask_to_end(self, *, excused: bool = False) -> None:
-        """Send SIGTERM once. Excused, it may exit with another status than 0: it left work to others."""
+        """Send SIGTERM once. If `excused`, the exit status may be other than 0."""
         self._is_excused |= excused
         if not self._asked and self._process.poll() is None:
             self._asked = True
             self._process.terminate()
 
     def end(self) -> int:
-        """SIGTERM, then the exit status. After PATIENCE_S sends SIGKILL and raises AssertionError."""
+        """Send SIGTERM and return the exit status. After PATIENCE_S, send SIGKILL and fail."""
         self.ask_to_end()
         try:
             return self._process.wait(PATIENCE_S)
@@ -133,8 +131,6 @@ class Worker:
 
 @dataclass
 class Deployment:
-    """`address` is the first router's."""
-
     redis: PrivateRedis
     routers: list[Process] = field(default_factory=list)
     workers: list[Worker] = field(default_factory=list)
@@ -150,7 +146,10 @@ class Deployment:
             yield inference_pb2_grpc.InferenceServiceStub(channel)
 
     def settled(self) -> list[worker_pb2.AuditResponse]:
-        """Audits of all workers, none with violations, once no block is held. Waits PATIENCE_S for leases to expire."""
+        """Return audits of all workers, none with violations, once no block is held.
+
+        Waits up to PATIENCE_S for leases to expire.
+        """
         ends = time.monotonic() + PATIENCE_S
         while True:
             audits = [worker.audit() for worker in self.workers]
@@ -184,7 +183,7 @@ def deployment(
     between: Sequence[Proxy] = (),
     another: str = "",
 ) -> Iterator[Deployment]:
-    """Starts a deployment and waits until it is ready; its processes end with it and must exit with 0.
+    """Start a deployment and wait until it is ready; its processes end with it and must exit with 0.
 
     `handoff_min_tokens`: 0 hands over every prompt if both pools exist, None as measured. `redis`: one that a test
     stops and starts. `between`: in front of the first workers, prefill workers first. `another`: a second model,

@@ -33,8 +33,6 @@ SENDER, RECEIVER = "p", "d"
 
 
 class CallDirection(NamedTuple):
-    """One direction of a method's calls at a worker."""
-
     worker: str
     method: str
     direction: Direction
@@ -57,7 +55,7 @@ CALL_DIRECTIONS = tuple(
 
 
 class CutPoint(NamedTuple):
-    """A message of a direction. Of two points the second is counted from the moment of the first."""
+    """Message at which a call is cut. The second of two points is counted from the moment of the first."""
 
     calls: CallDirection
     number: int
@@ -67,7 +65,7 @@ class CutPoint(NamedTuple):
 
 @dataclass
 class FaultInjection:
-    """`one` and `other` share a store: each can take over the other's requests."""
+    """Two routers, `one` and `other`, that share a store: each can take over the other's requests."""
 
     one: Core
     other: Core
@@ -80,7 +78,6 @@ class FaultInjection:
         return _request(number), run_alone(_work(number))
 
     def arm(self, *points: CutPoint) -> list[Cut]:
-        """Replaces all earlier points."""
         cuts: list[Cut] = []
         for proxy in self.proxies.values():
             proxy.cuts = ()
@@ -92,8 +89,9 @@ class FaultInjection:
         return cuts
 
     async def answered(self, *points: CutPoint) -> list[Cut]:
-        """Send a request, cut calls at these points, and check the output. Returns the cuts after the last message of
-        the request except renewals of leases.
+        """Send a request, cut calls at these points, and check the output.
+
+        Returns the cuts once no message of the request is left to send, except renewals of leases.
         """
         request, expected = self.request()
         cuts = self.arm(*points)
@@ -111,7 +109,6 @@ class FaultInjection:
         await self.workers[SENDER].until(lambda seen: not seen.fetches)
 
     async def settle(self) -> None:
-        """Wait until both workers hold nothing; check that every block is accounted for."""
         self.arm()
         for worker_harness in self.workers.values():
             seen = await worker_harness.emptied()

@@ -22,12 +22,11 @@ _CONTEXT.set_forkserver_preload(["tests.e2e.loaded"])
 
 
 def preload_without_torch() -> None:
-    """For sessions without engines on torch."""
     _CONTEXT.set_forkserver_preload(["tests.e2e.loaded_without_torch"])
 
 
 class Forked:
-    """``python -m module arguments``, with methods of subprocess.Popen. ``environ`` is added to this process's."""
+    """Process ``python -m module arguments`` with subprocess.Popen's methods; ``environ`` extends this process's."""
 
     def __init__(
         self,
@@ -68,7 +67,6 @@ class Forked:
 
 
 def completed(module: str, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Runs ``python -m module arguments``. Raises subprocess.TimeoutExpired."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = Forked(module, arguments, output.fileno(), errors.fileno())
         try:

@@ -41,8 +41,7 @@ OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_leng
 
 @dataclass(slots=True)
 class Cut:
-    """Both ends lose a call at message `number`, counted from 0 and from now on, in one direction and without
-    heartbeats.
+    """Loss of a call at both ends, at message `number` of one direction, counted from 0 and without heartbeats.
 
     ``arrives``: that message still arrives. ``after``: count from when that cut happened. ``instead``: call this and do
     not cut.
@@ -57,7 +56,7 @@ class Cut:
     happened: bool = False
 
     def falls_on(self, method: str, direction: Direction, message: bytes) -> bool:
-        """Call once per message."""
+        """Count a message; return whether to cut at it. Call once per message."""
         if self.happened or (method, direction) != (self.method, self.direction):
             return False
         if (self.after is not None and not self.after.happened) or _is_heartbeat(method, direction, message):
@@ -73,7 +72,7 @@ def _is_heartbeat(method: str, direction: Direction, message: bytes) -> bool:
 
 
 class Proxy(grpc.GenericRpcHandler):
-    """Forwards bytes. `target` and `tamper` apply to later calls, `cuts` also to open ones."""
+    """Proxy that forwards bytes. `target` and `tamper` apply to later calls, `cuts` also to open ones."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -143,7 +142,6 @@ def _changed(tamper: Tamper | None, answer: bytes) -> Iterable[bytes]:
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[Proxy]:
-    """On the running event loop."""
     made = Proxy()
     server = grpc.aio.server(options=OPTIONS)
     server.add_generic_rpc_handlers((made,))
@@ -157,6 +155,5 @@ async def serving() -> AsyncIterator[Proxy]:
 
 @contextmanager
 def proxy() -> Iterator[Proxy]:
-    """A proxy on a thread and event loop of its own."""
     with on_a_thread(serving()) as made:
         yield made

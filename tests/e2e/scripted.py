@@ -1,5 +1,3 @@
-"""A router's process before scripted workers, called over gRPC."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
@@ -52,7 +50,6 @@ class Harness:
 
     @property
     def memory(self) -> int:
-        """Resident bytes of the router."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         (line,) = (line for line in status.splitlines() if line.startswith("VmRSS"))
         return int(line.split()[1]) * 1024
@@ -85,7 +82,6 @@ async def scripted(
 
 
 async def read(call: Any) -> list[int]:
-    """The remaining tokens of a stream. Raises AioRpcError."""
     ids: list[int] = []
     while (message := await call.read()) is not grpc.aio.EOF:
         ids += message.delta.token_ids

@@ -70,7 +70,6 @@ def processes() -> Iterator[tuple[Deployment, Proxy]]:
 
 @pytest.fixture
 async def harness(processes: tuple[Deployment, Proxy]) -> AsyncIterator[Harness]:
-    """At its end nothing is active, and a plain request is handed over."""
     running, between = processes
     channel, stub = open_stub(running.address)
     async with channel:
@@ -83,7 +82,6 @@ async def harness(processes: tuple[Deployment, Proxy]) -> AsyncIterator[Harness]
 
 
 async def is_handed_over(stub: InferenceServiceStub) -> bool:
-    """Whether a plain request, which must be answered, was handed over."""
     request = generate_request("x = 1\n", max_tokens=4)
     request.stopping.ignore_eos = True
     answer = await ask(stub, request)
@@ -96,7 +94,6 @@ def holding(phase: int) -> Callable[[wire.AuditResponse], bool]:
 
 
 def without_runs(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
-    """Only heartbeats: the sender lives, but the cache never arrives."""
     return [message] if message.HasField("heartbeat") else []
 
 

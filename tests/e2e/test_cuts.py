@@ -1,5 +1,3 @@
-"""Calls of real processes break at every message. `test_every_cut.py` tests more cuts in one process."""
-
 from __future__ import annotations
 
 import asyncio
@@ -29,15 +27,13 @@ LINES += [(FETCH, TO_WORKER), (FETCH, TO_CALLER), (RELEASE, TO_WORKER), (RELEASE
 
 @dataclass
 class Harness:
-    """One worker of each kind, each behind a proxy, and two routers."""
-
     running: Deployment
     proxies: tuple[Proxy, Proxy]
     one: InferenceServiceStub
     other: InferenceServiceStub
 
     def between(self, method: str) -> Proxy:
-        """The decode worker's proxy for sessions, else the prefill worker's."""
+        """Return the decode worker's proxy for sessions, else the prefill worker's."""
         return self.proxies[method == SESSION]
 
 
@@ -69,7 +65,7 @@ def request(number: int) -> pb.GenerateRequest:
 
 
 async def undisturbed(harness: Harness, number: int) -> Answer:
-    """Its output, under another salt so that nothing is cached for the disturbed request."""
+    """Ask under another salt, so that nothing is cached for the disturbed request."""
     plain = request(number)
     plain.cache.cache_salt = "undisturbed"
     return await ask(harness.one, plain)

@@ -1,5 +1,3 @@
-"""Details are read with google.rpc's messages, as clients do."""
-
 from __future__ import annotations
 
 import asyncio
@@ -69,7 +67,6 @@ class ReceivedError:
 
     @property
     def violation(self) -> tuple[str, str, str]:
-        """Field, limit and value."""
         (bad,) = self.details[BadRequest].field_violations
         about = self.details[ErrorInfo].metadata
         assert (bad.field, bad.reason) == (about["field"], self.reason)
@@ -79,7 +76,6 @@ class ReceivedError:
 
     @property
     def retry_ms(self) -> int:
-        """Sent in the details and for gRPC's retries."""
         delay = self.details[RetryInfo].retry_delay.ToMilliseconds()
         assert delay == self.pushback_ms
         return int(delay)

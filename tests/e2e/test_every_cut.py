@@ -33,7 +33,6 @@ SESSIONS = [calls for calls in CALL_DIRECTIONS if calls.method == SESSION and ca
 
 @pytest.fixture
 async def harness(store: Store) -> AsyncIterator[FaultInjection]:
-    """Broken sessions reopen and ended runs retire at once."""
     timings = RouterTimings(workers=WorkerTimings(first_backoff_s=0.005, forget_batch=1))
     async with fault_injection(store, timings) as made:
         yield made
@@ -74,7 +73,7 @@ async def resume(core: Core, request: ValidRequest) -> object:
 
 
 async def resume_once_known(core: Core, request: ValidRequest) -> object:
-    """Retries while the store doesn't know the request: a session that reopens may reach the point first."""
+    """Retry while the store doesn't know the request: a session that reopens may reach the point first."""
     async with asyncio.timeout(30):
         while True:
             try:
@@ -92,7 +91,6 @@ async def attach(core: Core, request: ValidRequest) -> object:
 async def done_at(
     harness: FaultInjection, doing: Doing, core: Core, *points: CutPoint
 ) -> tuple[TokenStream, list[int], object, list[Cut]]:
-    """Start `doing` at the first point. Returns the stream, its expected tokens, the result of `doing`, the cuts."""
     request, expected = harness.request()
     tasks: list[asyncio.Task[object]] = []
 

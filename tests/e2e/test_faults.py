@@ -69,7 +69,6 @@ def swapped() -> Tamper:
 
 
 def of_another() -> Tamper:
-    """Sends what an earlier fetch received."""
     stale: list[wire.FetchResponse] = []
 
     def change(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
@@ -82,8 +81,6 @@ def of_another() -> Tamper:
 
 
 def resealed() -> Tamper:
-    """The commit names another token."""
-
     def change(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
         if message.HasField("commit"):
             tokens = bytearray(message.commit.outputs[0].tokens)
@@ -140,5 +137,5 @@ async def test_a_silent_sender_is_lost_and_the_output_is_right(harness: tuple[De
 
 
 async def _spoil(stub: InferenceServiceStub, prompt: str) -> None:
-    """A fetch whose first run a later fetch receives; it is itself unchanged."""
+    """Fetch a cache, itself unchanged, whose first chunk `of_another` sends in a later fetch."""
     await ask(stub, generate_request(prompt, max_tokens=4))

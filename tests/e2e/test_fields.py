@@ -36,8 +36,6 @@ CHECKS: dict[str, Check] = {}
 
 
 def field(*names: str) -> Callable[[Check], Check]:
-    """Registers the check of these fields, each named "Message.field"."""
-
     def add(check: Check) -> Check:
         CHECKS.update(dict.fromkeys(names, check))
         return check
@@ -175,7 +173,6 @@ async def test_the_user_is_logged_and_changes_nothing(running: Deployment, stub:
 
 @field("CacheOptions.session_id")
 async def _session(stub: Stub) -> None:
-    """A hint, whose effect is tested in tests/router/test_placement.py."""
     hinted = await ask(stub, request(cache=pb.CacheOptions(session_id="s")))
     assert hinted.ids == (await plain(stub)).ids
 

@@ -1,5 +1,3 @@
-"""Slow and hostile clients. Workers are scripted: the router's load comes from the clients alone."""
-
 from __future__ import annotations
 
 import asyncio

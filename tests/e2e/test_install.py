@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the wheel; dependencies come from a path entry, this checkout is not visible."""
     folder = tmp_path_factory.mktemp("install")
     build = [
         sys.executable,

@@ -26,7 +26,6 @@ async def owner_of_a_run(running: Deployment) -> Worker | None:
 
 
 async def tokens(stub: InferenceServiceStub, running: Deployment | None = None) -> list[int]:
-    """With ``running``, kills its decode worker after some of them."""
     request = generate_request(PROMPT, max_tokens=TOKENS)
     request.stopping.ignore_eos = True
     messages = []
@@ -50,7 +49,6 @@ def of_the_trace(collector: Collector) -> list[tuple[str, Any]]:
 
 
 def check_trace(collector: Collector) -> None:
-    """Of the interrupted answer: both attempts, each with the spans of its workers."""
     spans = of_the_trace(collector)
     assert PROMPT[:20] not in str(spans)
     ((_, request),) = ((service, span) for service, span in spans if span.name == "GenerateStream")

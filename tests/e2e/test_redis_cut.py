@@ -94,7 +94,7 @@ async def member(store: Store, id: str) -> AsyncIterator[Core]:
 
 
 async def stepping(worker_harness: WorkerHarness) -> None:
-    """Steps the worker less often than any stream needs: none ends during the fault."""
+    """Step the worker less often than any stream needs: none ends during the fault."""
     for _ in range(WANTED - 10):
         worker_harness.device.let(1)
         await asyncio.sleep(0.2)

@@ -63,7 +63,6 @@ def request(id: str | None = None) -> pb.GenerateRequest:
 
 
 async def read(call: Any, tokens: int) -> list[pb.GenerateStreamResponse]:
-    """Messages with the first `tokens` tokens."""
     messages: list[pb.GenerateStreamResponse] = []
     async with asyncio.timeout(PATIENCE_S):
         while not messages or messages[-1].seq < tokens:
@@ -149,7 +148,6 @@ async def test_both_parts_of_a_cut_stream_are_the_complete_output(
 
 
 async def ended_generation(stub: InferenceServiceStub, asking: pb.GenerateRequest, whole: Answer) -> pb.Generation:
-    """GetGeneration once the end is stored, which may follow the last message."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             generation: pb.Generation = await stub.GetGeneration(pb.GetGenerationRequest(request_id=asking.request_id))
@@ -239,7 +237,6 @@ async def test_detached_requests_of_a_router_that_dies_are_finished_by_the_other
 
 
 async def test_a_tail_that_only_its_reader_has_comes_out_the_same_again() -> None:
-    """Router and decode worker die together; tokens since the last journal write are lost."""
     with (
         deployment(routers=2, worker=(*SMALL_KV, "--lease-ms", "3000")) as running,
         sync_redis.Redis.from_url(running.redis.url, protocol=2) as bare,
@@ -304,7 +301,7 @@ async def test_streams_outlive_a_redis_that_comes_back_empty(tmp_path: Path) -> 
 
 
 async def taken_over(stub: InferenceServiceStub, asking: pb.ResumeStreamRequest) -> list[pb.GenerateStreamResponse]:
-    """The rest of a stream. Until its takeover, resuming is UNAVAILABLE, never NOT_FOUND."""
+    """Return the rest of a stream. Until its takeover, resuming is UNAVAILABLE, never NOT_FOUND."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             try:

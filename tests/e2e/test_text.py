@@ -125,7 +125,6 @@ def half() -> Any:
 
 @pytest.mark.parametrize("seeded", [False, True])
 async def test_bfloat16_text_equals_the_engine_s_own(half: Deployment, seeded: bool) -> None:
-    """Log-probabilities are equal floats, because the logits' bits are."""
     channel, stub = open_stub(half.address)
     async with channel:
         requests = []

@@ -18,7 +18,6 @@ class MakeDevice(Protocol):
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Of torch's operations."""
     import torch
 
     before = torch.get_num_threads()
@@ -29,7 +28,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Logits are spread, so that output depends on all earlier tokens."""
+    """Checkpoint with spread logits, so that output depends on all earlier tokens."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,5 +1,3 @@
-"""Small engines that run out of blocks, requests, and a log that checks the order of output."""
-
 from __future__ import annotations
 
 from array import array
@@ -40,7 +38,7 @@ def make_engine(
     context_length: int = CONTEXT_LENGTH,
     device: Device | None = None,
 ) -> Engine:
-    """On a fake device by default; the context length is at most the capacity of the blocks."""
+    """Engine on a fake device by default; the context length is at most the capacity of the blocks."""
     device = device or make_device(num_blocks)
     room = longest_sequence(device.windows, device.num_blocks, device.block_size, device.context_length)
     limits = Limits(token_budget=budget, max_running=min(budget, max_running), context_length=min(context_length, room))
@@ -48,7 +46,6 @@ def make_engine(
 
 
 def ticking() -> Callable[[], float]:
-    """Advances by one second per call."""
     now = 0.0
 
     def read() -> float:
@@ -73,7 +70,6 @@ def make_request(
     sampling: SamplingParams | None = None,
     **more: object,
 ) -> Request:
-    """``tokens``: a prompt or its length."""
     ids = prompt(tokens) if isinstance(tokens, int) else tuple(tokens)
     request = Request(id, ids, stop=stop or StopParams(max_tokens=max_tokens), sampling=sampling or SamplingParams())
     return replace(request, **more)  # type: ignore[arg-type]
@@ -100,7 +96,7 @@ class SequenceOutput:
 
 
 class OutputLog:
-    """Checks each step: positions without gap or repeat; one end, last."""
+    """Output by sequence. Recording checks each step: positions without gap or repeat; one end, last."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, SequenceOutput] = {}
@@ -135,7 +131,6 @@ class OutputLog:
 
 
 def run(engine: Engine, *requests: Request, log: OutputLog | None = None, steps: int = 2000) -> OutputLog:
-    """Add ``requests`` and step until no work is left, at most ``steps`` times."""
     log = log or OutputLog()
     for request in requests:
         engine.add(request)
@@ -151,7 +146,7 @@ def run_alone(request: Request, make: Callable[[], Engine] = make_engine) -> Seq
 
 
 def recompute_each_step(device: Device, request: Request, context_length: int = CONTEXT_LENGTH) -> SequenceOutput:
-    """Recomputes all tokens for each new one, without engine, cache or other rows."""
+    """Recompute all tokens for each new one, without engine, cache or other rows."""
     output, tokens, stop = SequenceOutput(), list(request.token_ids), request.stop
     reason = None
     while reason is None:
@@ -184,7 +179,6 @@ class Payload:
 
 
 def export_sequence(engine: Engine, id: str, cached_blocks: int = 0) -> Payload:
-    """Exports a parked sequence from block ``cached_blocks`` on, and releases it."""
     export = engine.transfers.export(id, cached_blocks)
     commit = engine.transfers.finalize(id)
     payload = Payload([(run.address, bytes(export.read(run.address)), run.checksum) for run in export.runs], commit)
@@ -193,7 +187,6 @@ def export_sequence(engine: Engine, id: str, cached_blocks: int = 0) -> Payload:
 
 
 def import_sequence(engine: Engine, request: Request, payload: Payload) -> None:
-    """Reserve, write all blocks, join. Aborts an arrival that fails."""
     arrival = engine.transfers.reserve(replace(request, park_after=None))
     try:
         arrival.extend(request.prompt_len + len(payload.commit.output))
@@ -205,7 +198,7 @@ def import_sequence(engine: Engine, request: Request, payload: Payload) -> None:
 
 
 def forged(payload: Payload, blocks: dict[BlockAddress, bytes]) -> Payload:
-    """Other bytes in some blocks, with matching checksums."""
+    """Replace the bytes of some blocks, with matching checksums."""
     changed = [(address, blocks.get(address, data)) for address, data, _ in payload.runs]
     runs = [(address, data, block_checksum(default_checksum, address, data)) for address, data in changed]
     sums = [total for _, _, total in runs]

@@ -30,7 +30,6 @@ def parked(engine: Engine) -> list[str]:
 
 
 def plan_keeps_the_limits(engine: Engine, plan: StepPlan) -> None:
-    """The token budget, the number of rows, and a slot for each token."""
     limits = engine.limits
     spent = sum(row.end - row.start for row in plan.rows)
     assert spent == plan.num_tokens, f"the plan says {plan.num_tokens} tokens and has {spent}"
@@ -46,7 +45,7 @@ def plan_keeps_the_limits(engine: Engine, plan: StepPlan) -> None:
 
 
 def plan_is_in_order(engine: Engine, plan: StepPlan, ran: Collection[str]) -> None:
-    """Each sequence once: decodes, prompts in progress, new ones (not among ``ran``); most urgent first in each."""
+    """Require decodes, then prompts in progress, then new ones (not among ``ran``); in each the most urgent first."""
     running = {sequence.id: sequence for sequence in engine.scheduler.running}
     rows = [running[row.request.id] for row in plan.rows]
     assert len({sequence.id for sequence in rows}) == len(rows), "a sequence has two rows"
@@ -58,7 +57,6 @@ def plan_is_in_order(engine: Engine, plan: StepPlan, ran: Collection[str]) -> No
 
 
 def no_prompt_follows_one_that_was_cut(plan: StepPlan) -> None:
-    """Only the last row may leave prompt tokens to be computed."""
     for index, row in enumerate(plan.rows[:-1]):
         assert row.end == len(row.tokens) + (index in plan.inputs), f"a row is behind {row.request.id}, which was cut"
 
@@ -71,7 +69,6 @@ def running_keeps_the_limit(engine: Engine) -> None:
 def changes_are_in_order(
     before: Iterable[EngineSequence], running: Iterable[EngineSequence], waiting: Iterable[EngineSequence]
 ) -> None:
-    """A step admits the most urgent and preempts the least urgent. ``before``: those that ran before it."""
     ran = {sequence.id for sequence in before}
     admitted = [sequence.order for sequence in running if sequence.id not in ran]
     stayed = [sequence.order for sequence in running if sequence.id in ran]
@@ -98,7 +95,6 @@ def holders(engine: Engine) -> dict[int, list[tuple[EngineSequence, BlockAddress
 
 
 def shared_blocks_are_published_prefixes(engine: Engine, forked: Set[str] = frozenset()) -> None:
-    """Sequences share only blocks that are published or of a fork, and only with the same prefix."""
     size = engine.pool.block_size
     for block, found in holders(engine).items():
         if len(found) > 1:
@@ -126,7 +122,7 @@ def published_blocks_are_filled(engine: Engine) -> None:
 
 
 def _meaning(sequence: EngineSequence, end: int) -> tuple[bytes, tuple[int, ...]]:
-    """What the KV of a position depends on: all tokens up to it, and the salt."""
+    """Return what the KV of a position depends on: all tokens up to it, and the salt."""
     assert end <= len(sequence.tokens), f"{sequence.id} shares a block that it does not fill"
     return sequence.request.salt, tuple(sequence.tokens[:end])
 
@@ -167,7 +163,7 @@ def _slots(sequence: EngineSequence, group: int, window: Window) -> list[bytes]:
 
 
 def no_unseen_block_is_held(engine: Engine) -> None:
-    """A sequence's next token sees its first block, or no block border was crossed since."""
+    """Require that the next token sees a sequence's first block, unless no block border was crossed since."""
     pool = engine.pool
     for sequence in live(engine).values():
         if sequence.block_table:
@@ -196,7 +192,6 @@ def nothing_is_held(engine: Engine) -> None:
 
 
 def same_output_as_alone(result: SequenceOutput, expected: SequenceOutput) -> None:
-    """One end; equal tokens and log-probabilities."""
     assert result.ended is not None, "a sequence has no end"
     id, text, whole = result.ended.id, result.text, expected.text
     if result.reason is FinishReason.CANCELLED:
@@ -209,7 +204,6 @@ def same_output_as_alone(result: SequenceOutput, expected: SequenceOutput) -> No
 
 
 def instants_are_in_order(timeline: Timeline, written: int) -> None:
-    """added <= scheduled <= first token <= the others <= finished."""
     assert timeline.finished is not None, "a sequence that ended has no end"
     named = (timeline.added, timeline.scheduled, timeline.first_token, *timeline.tokens, timeline.finished)
     instants = [instant for instant in named if instant is not None]
@@ -218,5 +212,5 @@ def instants_are_in_order(timeline: Timeline, written: int) -> None:
 
 
 def steps_needed(requests: Sequence[Request], context_length: int) -> int:
-    """An upper bound: the most urgent running sequence computes a token per step and is never preempted."""
+    """Upper bound: the most urgent running sequence computes a token per step and is never preempted."""
     return len(requests) * context_length * 2 + 20

@@ -80,7 +80,7 @@ class Move:
 
 
 class World:
-    """In each action ``n`` picks one of the candidates."""
+    """Two engines and the actions on them; in each action ``n`` picks one of the candidates."""
 
     def __init__(
         self,
@@ -155,12 +155,11 @@ class World:
                 self._publish(engine)
 
     def _publish(self, engine: Engine) -> None:
-        """Record what a command committed before it returned."""
         if engine.committed_output is not None:
             self.log.record(engine.step())
 
     def fork(self, n: int) -> None:
-        """A copy of a live sequence. What its source emitted so far counts as the copy's, too."""
+        """Copy a live sequence. What its source emitted so far counts as the copy's, too."""
         id = _pick(self._alive(), n)
         if not id:
             return
@@ -182,7 +181,6 @@ class World:
         self.forked |= {id, child}
 
     def open(self, n: int) -> None:
-        """Reserve blocks in the other engine, and lease those that it lacks."""
         id = _pick([id for id in self._alive() if id not in self.moves], n)
         if not id:
             return
@@ -209,7 +207,6 @@ class World:
                 move.sent += 1
 
     def finalize(self, n: int) -> None:
-        """Of a parked sequence; refused in its prompt."""
         id = _pick([id for id, move in self.moves.items() if self._parked(id, move) and not move.commit], n)
         if not id:
             return
@@ -222,7 +219,6 @@ class World:
             sender.resume(id)
 
     def join(self, n: int) -> None:
-        """Send the rest, run on in the other engine, and release the sequence here."""
         id = _pick([id for id, move in self.moves.items() if move.commit and self._parked(id, move)], n)
         if not id:
             return
@@ -238,7 +234,6 @@ class World:
         del self.moves[id]
 
     def give_up(self, n: int, *, by_cancel: bool = False) -> None:
-        """End a handoff; a living sequence continues at its source."""
         id = _pick(list(self.moves), n)
         if not id:
             return
@@ -263,7 +258,6 @@ class World:
             contents.check(engine)
 
     def finish(self) -> None:
-        """Abort all handoffs and run to the end. All output must be complete and nothing held."""
         while self.moves:
             self.give_up(0)
             self.check()
@@ -305,7 +299,7 @@ def make_world_request(
     seed: int | None = None,
     **more: object,
 ) -> Request:
-    """Prompts of a family are prefixes of each other but for a ``last`` token; families differ in one block."""
+    """Request whose prompt extends its family's shorter ones but for a ``last`` token; families differ in one block."""
     tokens = [((family * 29 if index < BLOCK else 0) + index * 7) % VOCABULARY for index in range(length)]
     tokens[-1] = (tokens[-1] + last) % VOCABULARY
     sampling = SamplingParams() if seed is None else SamplingParams(temperature=1.0, seed=seed)

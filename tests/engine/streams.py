@@ -13,8 +13,6 @@ Event = Token | PromptLogprobs | SequenceFinished
 
 
 class Streams:
-    """``async with Streams(engine) as streams`` starts and stops the thread."""
-
     def __init__(self, engine: Engine) -> None:
         self.loop = EngineLoop(engine, self._on_step, self._fail)
         self._queues: dict[str, asyncio.Queue[Event | EngineStopped]] = {}
@@ -53,7 +51,7 @@ class Streams:
             self._leave(request.id, over)
 
     def _leave(self, id: str, over: bool) -> None:
-        """At once if it has ended, else once it is cancelled: a later one of that id must not get its end."""
+        """Free the id at once after an end, else once it is cancelled: a later sequence must not get its end."""
         if over:
             del self._queues[id]
         else:

@@ -246,7 +246,6 @@ PROMPTS = [tiny.prompt(length, length, 300) for length in (3, 45, 100)]
 
 
 def _configurations(kind: str) -> Iterator[Any]:
-    """Small configurations of a model type, from SMALL; some can't be made."""
     default = AutoConfig.for_model(kind)
     known = {name: value for name, value in SMALL.items() if hasattr(default, name)}
     known.pop("tie_word_embeddings", None)
@@ -259,7 +258,6 @@ def _configurations(kind: str) -> Iterator[Any]:
 
 
 def _small_checkpoint(kind: str, folder: Path) -> Path | None:
-    """None if no attempt could be made."""
     try:
         attempts = list(_configurations(kind))
     except Exception:  # noqa: BLE001 - whatever transformers raises: this type can't be made here
@@ -277,7 +275,6 @@ def _small_checkpoint(kind: str, folder: Path) -> Path | None:
 
 
 def _verdict(kind: str, folder: Path) -> str:
-    """ "served" if load accepts it and generate agrees, else how it ended."""
     made = _small_checkpoint(kind, folder)
     if made is None:
         return "not made"

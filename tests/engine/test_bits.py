@@ -109,7 +109,6 @@ class Bench:
         return Row(request, self.tokens[index], start, end, (self.tables[index],), True)
 
     def step(self, *spans: tuple[int, int, int]) -> dict[int, torch.Tensor]:
-        """Logits of every position of each (sequence, start, end), by sequence."""
         rows = [self.row(*span) for span in spans]
         rows.sort(key=lambda row: (row.end - row.start > 1, -row.end))
         total = sum(row.end - row.start for row in rows)
@@ -186,8 +185,6 @@ def test_the_blocks_that_a_sequence_gets_do_not_change_a_bit(device: ModelDevice
 
 
 class Tap(ModelRunner):
-    """Keeps the logits of every read position, by (request, position)."""
-
     def __init__(self, device: ModelDevice) -> None:
         self.__dict__.update(device.runner.__dict__)
         self.seen: dict[tuple[str, int], torch.Tensor] = {}
@@ -242,7 +239,6 @@ def logprobs_of(device: ModelDevice, batch: Sequence[Request], running: int, bud
 
 
 def test_logprobs_are_the_same_bits_at_any_concurrency(device: ModelDevice) -> None:
-    """Of output and prompt tokens, beside other numbers of alternatives; equal logits have one order."""
     batch = [
         dataclasses.replace(request, logprobs=index % 6, prompt_logprobs=index % 3 if index % 5 == 0 else None)
         for index, request in enumerate(requests(device.vocab_size, (90, 3, 150, 40, 64, 31) * 4, 12))
@@ -314,7 +310,6 @@ def hand_over(sender: Engine, receiver: Engine, request: Request) -> None:
 
 @pytest.fixture(scope="module")
 def half_a_billion(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Qwen2.5-0.5B's shape with four of its 24 equal layers."""
     folder = tmp_path_factory.mktemp("qwen")
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{**shapes.SHAPES["qwen2.5-0.5b"], "num_hidden_layers": 4})

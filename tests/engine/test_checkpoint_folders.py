@@ -139,7 +139,6 @@ def test_a_file_with_more_layers_than_the_configuration_is_refused_by_name(copy)
 
 
 def test_biases_of_another_model_type_are_refused_by_name(tmp_path):
-    """A Llama without biases would load Qwen's weights and drop their biases."""
     folder = tiny.save(tiny.config("qwen2"), tmp_path)
     edit(folder, model_type="llama", architectures=["LlamaForCausalLM"])
     with pytest.raises(ModelRefused, match=r"model\.layers\.0\.self_attn\.k_proj\.bias among them"):
@@ -256,7 +255,6 @@ def test_offline_a_hub_name_is_refused_without_a_connection_or_a_wait(monkeypatc
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """``org/tiny`` has two commits in it, the second on its main branch."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--org--tiny"

@@ -34,7 +34,6 @@ def engine_of(make: MakeDevice, num_blocks: int = 64, **limits: int) -> Engine:
 
 
 def forked(make: MakeDevice, request: Request, tokens: int) -> tuple[Engine, OutputLog]:
-    """The source is forked after ``tokens`` output tokens; both run to their ends."""
     engine, log = engine_of(make), OutputLog()
     engine.add(request)
     step_until(engine, lambda: len(log["source"].text) >= tokens, log)

@@ -49,7 +49,6 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def quantize(folder: Path, scale_of: Scale, suffix: str) -> dict[str, torch.Tensor]:
-    """Store the projections as fp8; returns the tensors that they represent."""
     stored, model = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, tensor in load_file(folder / "model.safetensors").items():
         stored[name] = model[name] = tensor
@@ -114,7 +113,6 @@ def test_a_missing_scale_or_one_of_another_shape_is_refused_by_name(
 
 
 def test_another_device_gets_each_weight_as_it_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host never has the model: a slice of it is let go when the device has it."""
     pytest.importorskip("accelerate")
     alive, most = set[int](), []
     convert = fp8._Matrix.__getitem__

@@ -87,7 +87,6 @@ def test_a_gated_layer_is_what_transformers_computes(width: int, inner: int, dty
 
 @torch.inference_mode()
 def test_silu_is_recognised_in_every_form_of_the_activation() -> None:
-    """Through a gate of ones and an identity the output is silu, at all magnitudes."""
     theirs = mlp(1, 1, torch.float32)
     for linear in (theirs.gate_proj, theirs.up_proj, theirs.down_proj):
         linear.weight.data.fill_(1.0)
@@ -132,7 +131,7 @@ class Twice(LlamaMLP):
 
 
 class Unrounded(LlamaRMSNorm):
-    """Multiplies by its weight before it rounds, not after."""
+    """Norm that multiplies by its weight before it rounds, not after."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         wide = hidden_states.float()
@@ -183,7 +182,6 @@ def angles(tokens: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, t
 
 
 def laid_out(heads: int, tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """[1, heads, tokens, width] in a linear layer's memory layout."""
     return rows(tokens, heads * width, dtype).view(1, tokens, heads, width).transpose(1, 2)
 
 

@@ -52,7 +52,6 @@ def build(name: str) -> ModuleType:
 
 @st.composite
 def tensors(draw: st.DrawFn, *shape: int, dtypes: list[torch.dtype] = ODD) -> torch.Tensor:
-    """Contiguous, part of a wider tensor, or transposed in memory."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 9)))
     dtype = draw(st.sampled_from(dtypes))
     match draw(st.sampled_from(["contiguous", "part", "transposed"])):
@@ -192,7 +191,6 @@ sampler = make_backend(CPU).sampler
 def test_attention_names_the_operand_that_does_not_fit(
     kernels: str, part: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """The step has 3 tokens with 4 heads over 2 KV heads, all of width 8."""
     store = KvStore(KvLayout((LayerSpec(2, 8, 8),), BLOCK, 4), BLOCKS, torch.float32, CPU)
     row = Row(Request("r", (1,)), [1, 2, 3], 0, 3, (array("i", [0]),), True)
     attention = NativeAttention(build(kernels), store, [AttentionWindow()], flatten(build(kernels), [row], BLOCK, 99))
@@ -236,7 +234,7 @@ MIXED = sampled_row({"top_k": 5, "top_p": 0.9}).request.sampling
 @every_build
 @given(data=st.data())
 def test_invalid_sizes_are_refused(kernels: str, data: st.DataObject) -> None:
-    """Memory for sizes up to 4; sizes that are negative, zero, or without memory."""
+    """The memory is enough for sizes up to 4."""
     module = build(kernels)
     memory = torch.zeros(1 << 14, dtype=torch.uint8)
     at = -(-memory.data_ptr() // 64) * 64
@@ -325,7 +323,6 @@ for make, small, large in cases:
 @pytest.mark.slow
 @every_build
 def test_no_memory_within_a_parallel_region_is_a_memory_error(kernels: str) -> None:
-    """An exception that leaves such a region would end the process."""
     command, plain = (
         [sys.executable, "-c", _WITH_LITTLE_MEMORY, kernels],
         {**os.environ, "LD_PRELOAD": ""},

@@ -48,8 +48,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 class AttentionInputs:
-    """LENGTH tokens with fixed random queries, keys and values, computed in pieces."""
-
     def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(5)
         self.shape = shape
@@ -66,7 +64,7 @@ class AttentionInputs:
         self.sinks = torch.randn(shape.heads, generator=generator) if shape.sinks else None
 
     def step(self, kind: type, *pieces: tuple[int, int, int]) -> torch.Tensor:
-        """[T, heads, value dim] of (sequence, first, end); all sequences have the same tokens."""
+        """Return [T, heads, value dim] of (sequence, first, end); all sequences have the same tokens."""
         rows = [
             Row(Request(f"{name}", tuple(range(end))), list(range(end)), first, end, (self._blocks(name, end),), True)
             for name, first, end in pieces

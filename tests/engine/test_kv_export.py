@@ -70,7 +70,6 @@ def test_an_unknown_sequence_is_not_finalized() -> None:
 
 
 def test_blocks_found_after_a_preemption_are_exported_with_their_own_checksums() -> None:
-    """The prefix cache may have other bits of a block than the sequence computed before."""
     sender, receiver = make_engine(max_running=1), make_engine()
     sender.add(replace(LIVE, park_after=3))
     sender.step()

@@ -120,7 +120,7 @@ def test_steps_that_exhaust_the_memory_are_refused_with_their_settings(
 
 
 def exhausted(monkeypatch: pytest.MonkeyPatch, then: Callable[..., int], *arguments: object) -> int:
-    """Only for the steps after the probes."""
+    """Let steps exhaust the memory from now on, after the probes; then call ``then``."""
     monkeypatch.setattr(ModelRunner, "run", raising(torch.OutOfMemoryError("CUDA out of memory.")))
     return then(*arguments)
 

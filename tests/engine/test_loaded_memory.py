@@ -53,7 +53,6 @@ print(json.dumps({"peak": max(seen) - before, "end": held() - before}))
 @LINUX
 @pytest.mark.slow
 def test_a_checkpoint_that_changes_its_dtype_is_never_in_memory_twice(tmp_path: Path) -> None:
-    """Modules are freed as they are replaced, and the allocator returns their memory."""
     import torch
 
     made = tiny.config("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=16, head_dim=64)

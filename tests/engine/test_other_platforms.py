@@ -1,5 +1,3 @@
-"""Without kernels, and with a build of torch without oneDNN, as on macOS."""
-
 from __future__ import annotations
 
 import os
@@ -77,7 +75,6 @@ def test_a_row_has_the_same_bits_alone_and_among_others_without_onednn(dtype: to
 
 
 def test_workers_on_cpus_of_two_architectures_are_of_two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their bits differ: they must not exchange KV blocks."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     monkeypatch.setattr(kernels, "KERNELS", None)
     kinds = set()

@@ -43,7 +43,7 @@ class Tally:
     narrow: list[str] = field(default_factory=list)
 
     def compare(self, label: str, ours: Sequence[int], theirs: tiny.Written) -> None:
-        """Equal up to a first difference at which the reference's margin is narrow."""
+        """Require equal tokens up to a first difference at which the reference's margin is narrow."""
         self.compared += 1
         assert len(ours) == len(theirs.tokens), label
         for position, (one, other) in enumerate(zip(ours, theirs.tokens, strict=True)):
@@ -130,7 +130,6 @@ def test_any_chunking_generates_the_tokens_of_generate(name, budget, subjects, t
 
 @pytest.mark.parametrize("name", tiny.SERVED)
 def test_the_torch_backend_generates_the_tokens_of_generate(name, subjects, tally):
-    """As on CUDA: nothing packed or compiled, attention in torch's operations."""
     subject, backend = subjects(name), TorchBackend(torch.device("cpu"))
     source, layout = checkpoint.open(str(subject.folder)), subject.device.store.layout
     model = source.read(torch.float32, torch.device("cpu"))
@@ -262,7 +261,6 @@ def test_longrope_is_frozen_by_the_served_context_length(subjects):
 
 
 def test_dynamic_scaling_is_frozen_by_the_served_context_length(subjects, tmp_path):
-    """No scaling up to the checkpoint's own length; at four times that, another base for any length."""
     subject = subjects("llama_dynamic_rope")
     short = load(ModelConfig(str(subject.folder), dtype="float32", device="cpu", kv_bytes=ROOM))
     assert (short.context_length, subject.device.context_length) == (tiny.CONTEXT_LENGTH // 4, tiny.CONTEXT_LENGTH)

@@ -118,7 +118,6 @@ def test_nothing_leaks_and_all_end_as_if_alone_in_long_runs() -> None:
 
 
 def test_random_scripts_reach_every_finish_reason_preemptions_and_handoffs() -> None:
-    """The properties would hold of an empty world, too."""
     worlds = [play(seed) for seed in range(60)]
     reasons = {result.reason for machine in worlds for result in machine.log.by_id.values()}
     assert reasons >= set(FinishReason) - {FinishReason.FAILED}
@@ -231,7 +230,6 @@ def test_no_sequence_overtakes_one_that_waits_for_blocks() -> None:
 
 
 def test_a_low_priority_is_not_starved_by_a_stream_of_higher_ones() -> None:
-    """It waits the steps that the difference is worth, and not much longer."""
     engine, levels = make_engine(budget=4, max_running=1), 2
     engine.add(make_request("low", 4, max_tokens=1, priority=-levels))
     for step in range(levels * STEPS_PER_PRIORITY + 20):

@@ -27,7 +27,6 @@ def make(costs: StepCostModel = COSTS, *, budget: int = 512, slower: float = 1.0
 
 
 def begin(engine: Engine, device: Timed, decodes: int) -> None:
-    """Add sequences that decode to the end of the test; drop the plans so far."""
     run(engine, *(make_request(f"d{n}", prompt(4, n + 1), 1500) for n in range(decodes)), steps=decodes + 1)
     device.plans.clear()
 

@@ -158,7 +158,6 @@ def distribution(device: FakeDevice, **sampling: Any) -> Counter[int]:
 
 
 def exact(temperature: float = 1.0, keep: int = CANDIDATES) -> list[float]:
-    """Shares of the ranks: each has half the weight of the one before."""
     weights = [math.exp(-rank * math.log(2) / temperature) for rank in range(keep)]
     return [weight / sum(weights) for weight in weights]
 

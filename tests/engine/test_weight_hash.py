@@ -20,7 +20,6 @@ digest_files = partial(weight_hash.digest_files, min_cached_bytes=0, min_cached_
 
 @pytest.fixture(autouse=True)
 def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Names of the files that were read, in order."""
     read, names = weight_hash.read_digest, []
 
     def noted(file: Path) -> str:

@@ -7,7 +7,7 @@ from tests.engine.factories import BLOCK
 
 
 class Timed(FakeDevice):
-    """Records its plans; each step advances ``now`` by ``truth`` (default: its costs) times ``slower``."""
+    """Device that records its plans; each step advances ``now`` by ``truth`` (default: its costs) times ``slower``."""
 
     def __init__(
         self, costs: StepCostModel, slower: float = 1.0, *, context_length: int = 2048, num_slots: int = 8192

@@ -1,5 +1,3 @@
-"""Tiny random checkpoints of many architectures, and transformers' output with them."""
-
 from __future__ import annotations
 
 import itertools
@@ -218,7 +216,7 @@ SERVED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def config(name: str, **changes: Any) -> PreTrainedConfig:
-    """Of an entry of SERVED or of a model type. A change to ``...`` leaves an entry out."""
+    """Configuration of an entry of SERVED or of a model type; a change to ``...`` leaves an entry out."""
     kind, own = SERVED.get(name, (name, {}))
     base = {} if "text_config" in own else _BASE
     entries = {**base, **own, **changes}
@@ -234,7 +232,6 @@ def kinds() -> list[str]:
 
 
 def save(made: PreTrainedConfig, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """With random weights, as safetensors."""
     torch.manual_seed(seed)
     model = _auto_class(made).from_config(made, attn_implementation="eager", dtype=torch.float32)
     enliven(model, seed)
@@ -290,7 +287,7 @@ def _vocabulary(model: PreTrainedModel) -> int:
 
 
 def prompt(length: int, seed: int, vocabulary: int = VOCAB - 8) -> tuple[int, ...]:
-    """Random; depends on ``seed``, and shorter prompts are prefixes of longer ones."""
+    """Random tokens; with one ``seed``, shorter prompts are prefixes of longer ones."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(vocabulary, (1024,), generator=generator)[:length].tolist())
 
@@ -333,12 +330,11 @@ class Run:
 
 
 def greedy(id: str, tokens: Sequence[int], count: int, **options: Any) -> Request:
-    """Ignores end tokens."""
     return Request(id, tuple(tokens), stop=StopParams(max_tokens=count, ignore_eos=True), **options)
 
 
 def run(engine: Engine, requests: Sequence[Request], *, cancel: Mapping[int, str] | None = None) -> Run:
-    """``cancel``: step -> ids to cancel before it. Checks the pool at the end."""
+    """Run requests to their ends and check the pool; ``cancel`` maps a step to the id to cancel before it."""
     done = Run({request.id: [] for request in requests}, {}, [])
     for request in requests:
         engine.add(request)

@@ -29,7 +29,7 @@ Cost = Callable[[StepPlan], float] | None
 
 
 class Worker:
-    """``tokens``: output by sequence."""
+    """Engine, KV sender and KV receiver of a worker, without a server; ``tokens`` is the output by sequence."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Worker:
         return self.tokens.get(id, [])
 
     async def offer(self, request: Request) -> wire.Ticket:
-        """Take a prompt up as a prefill worker does; return a ticket for its cache."""
+        """Start a prompt as a prefill worker does; return a ticket for its cache."""
         run = wire.Run(request=request.id, epoch=1, attempt=1)
         ticket = wire.Ticket(run=run, sender=self.peer, layout=LAYOUT, salt=request.salt, tokens=len(request.token_ids))
         issued = self.sender.issue(ticket, request.id, request.prompt_len)

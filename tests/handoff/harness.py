@@ -53,8 +53,6 @@ def connect(address: str) -> grpc.aio.Channel:
 
 
 class LocalAgent:
-    """A ``MemoryAgent`` for senders in this process."""
-
     def __init__(self, blocks: BlockMemory) -> None:
         self.memory = wire.BlockMemory(agent=b"local", address=blocks.address, bytes=blocks.nbytes)
         self.readers: list[LocalReader] = []
@@ -65,7 +63,7 @@ class LocalAgent:
 
 
 class LocalReader:
-    """``gate``: reads wait for it. ``count``: bytes read."""
+    """Reader whose reads wait for ``gate``; ``count`` sums their bytes."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -89,8 +87,6 @@ class LocalReader:
 
 
 class Messages:
-    """A transport of messages to one sender."""
-
     memory = None
 
     def __init__(self, source: Wire) -> None:
@@ -101,7 +97,6 @@ class Messages:
 
 
 def reads(sender: Worker, agent: MemoryAgent, tamper: Tamper = lambda message: [message]) -> MemoryReads:
-    """A transport that reads ``sender`` through ``agent``."""
     return MemoryReads(Messages(Wire(sender.sender, tamper)), agent, sender.transfer_layout)
 
 
@@ -114,7 +109,6 @@ async def local_memory(sender: Worker) -> AsyncIterator[KvSource]:
 
 @asynccontextmanager
 async def nixl_memory(sender: Worker) -> AsyncIterator[KvSource]:
-    """An agent for each end."""
     blocks = sender.engine.device.block_memory
     async with aclosing(NixlAgent("p", blocks, 1)) as owner, aclosing(NixlAgent("d", blocks, 1 << 20)) as reader:
         sender.sender.memory = owner.memory

@@ -14,7 +14,6 @@ GROUPS = (FULL, Window(Kind.SLIDING, 9), Window(Kind.CHUNKED, 6))
 @pytest.mark.parametrize("message_bytes", [MESSAGE_BYTES, 20])
 @pytest.mark.parametrize("length", [1, 5, 30, 64])
 async def test_the_blocks_that_later_tokens_see_are_sent_of_each_group(length: int, message_bytes: int) -> None:
-    """Many blocks in a message, and one in two."""
     request, sent = ask(length=length), set[tuple[int, int]]()
 
     def note(message: wire.FetchResponse) -> list[wire.FetchResponse]:

@@ -85,7 +85,6 @@ async def test_a_fetch_lasts_longer_than_a_lease_while_its_runs_are_acknowledged
 
 
 async def test_a_joined_sequence_does_not_wait_for_its_sender() -> None:
-    """Only the end of the receiver waits for notifying the sender."""
     received = asyncio.Event()
 
     class Deaf(Wire):

@@ -178,7 +178,7 @@ async def test_a_stall_of_the_receivers_own_loop_is_not_silence_of_the_sender() 
 
 @pytest.mark.parametrize("message_bytes", [64, 20])
 async def test_nothing_is_read_once_the_lease_is_over(message_bytes: int) -> None:
-    """Blocks of 32 bytes, two in a message and one in two."""
+    """Blocks have 32 bytes: two in a message, or one in two messages."""
     async with Worker("p", message_bytes=message_bytes) as sender, Worker("d", message_bytes=message_bytes) as receiver:
         ticket, arrival = await sender.offer(ask(length=60)), await receiver.reserve(ask(length=60))
 

@@ -1,5 +1,3 @@
-"""A receiver reads blocks from its sender's memory: the same sequences, the same refusals, nothing left behind."""
-
 from __future__ import annotations
 
 import asyncio
@@ -28,7 +26,7 @@ def agent_of(sender: Worker) -> LocalAgent:
 
 @pytest.mark.parametrize("message_bytes", [MESSAGE_BYTES, 64, 20])
 async def test_blocks_of_each_group_are_read_and_none_is_sent(message_bytes: int) -> None:
-    """Many blocks in a message, two, and one in two."""
+    """Blocks have 32 bytes: many in a message, two, or one in two messages."""
     request, sent = ask(length=64), list[wire.KvChunk]()
 
     def note(message: wire.FetchResponse) -> list[wire.FetchResponse]:
@@ -63,7 +61,7 @@ async def test_where_one_end_has_no_agent_blocks_come_in_messages(offers: bool) 
 
 
 async def test_bytes_that_changed_before_they_were_read_are_refused() -> None:
-    """As if the lease were over, and the block another sequence's. The next blocks come in messages."""
+    """The change is as if the lease were over and the block another sequence's."""
 
     def overwrite(message: wire.FetchResponse) -> list[wire.FetchResponse]:
         for offset in message.kv_chunk.block_offsets[:1]:
@@ -195,7 +193,7 @@ async def test_a_fetch_cancelled_in_a_read_frees_both_ends() -> None:
 
 @pytest.mark.parametrize("length", [20, 240])
 async def test_the_commit_waits_for_no_heartbeat(length: int) -> None:
-    """Blocks of 4 tokens, one in two messages: fewer and more than are acknowledged at once where they are sent."""
+    """The prompts have fewer and more chunks than ACK_CHUNKS."""
     request = ask(length=length)
     workers = [Worker(name, message_bytes=20) for name in "pd"]
     async with workers[0] as sender, workers[1] as receiver:
@@ -207,7 +205,6 @@ async def test_the_commit_waits_for_no_heartbeat(length: int) -> None:
 
 
 async def test_the_commit_waits_until_every_chunk_was_read() -> None:
-    """Blocks of 32 bytes, one in two messages."""
     count = 8
     request = ask(length=count * 2)
     async with Worker("p", message_bytes=20) as sender, Worker("d") as receiver:
@@ -240,7 +237,6 @@ async def test_the_commit_waits_until_every_chunk_was_read() -> None:
 
 
 async def test_a_receiver_that_stops_reading_loses_the_blocks_with_its_lease_and_gets_no_commit() -> None:
-    """It is alive: its heartbeats come."""
     async with Worker("p", lease_ms=300) as sender, Worker("d") as receiver:
         agent_of(sender)
         ticket, arrival = await sender.offer(ask()), await receiver.reserve(ask())

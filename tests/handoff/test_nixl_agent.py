@@ -1,5 +1,3 @@
-"""Reads through NIXL between two processes on host memory, and what a lost one leaves behind."""
-
 from __future__ import annotations
 
 import asyncio
@@ -36,8 +34,6 @@ sys.stdin.read()
 
 
 class Owner:
-    """A process whose memory can be read."""
-
     def __init__(self) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
@@ -53,7 +49,7 @@ class Owner:
 
 @pytest.fixture
 def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
-    """Over TCP, where a read needs its owner's help."""
+    """Owner over TCP, where a read needs the help of its process."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     owner = Owner()
     yield owner
@@ -76,8 +72,6 @@ def open_reader(agent: NixlAgent, memory: wire.BlockMemory) -> NixlReader:
 
 
 class Failing:
-    """NIXL's agent, whose calls are counted; those named fail after they were made, or have another result."""
-
     def __init__(self, agent: Any, *calls: str, **results: Any) -> None:
         self._agent = agent
         self._failing = calls
@@ -173,7 +167,7 @@ async def test_an_address_beyond_64_bits_is_a_connection_error(owner: Owner) -> 
 
 @NEEDS_NIXL
 async def test_a_long_read_is_looked_at_less_often(owner: Owner) -> None:
-    """Every 5 ms at last, not every half."""
+    """The interval between looks grows from 0.5 ms to 5 ms."""
     async with reader_of(owner) as (agent, memory):
         reader = open_reader(agent, memory)
         await reader.read([range(5)])

@@ -1,5 +1,3 @@
-"""Shared values: a closed owner opens no more of them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -10,7 +8,6 @@ from decant.handoff.shared import Shared
 
 
 async def test_nothing_is_opened_after_the_owner_is_closed() -> None:
-    """A receiver that ends later may still release: what that opened would never be closed."""
     opened: list[str] = []
 
     async def close(value: str) -> None:

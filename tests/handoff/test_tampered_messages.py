@@ -102,7 +102,7 @@ TAMPERS = [
 @pytest.mark.parametrize("message_bytes", [MESSAGE_BYTES, 20])
 @pytest.mark.parametrize("tamper", TAMPERS)
 async def test_a_tampered_message_is_refused_and_everything_is_freed(tamper: Tamper, message_bytes: int) -> None:
-    """Blocks of 32 bytes: many in a message, and one in two."""
+    """Blocks have 32 bytes: many in a message, or one in two messages."""
     request = ask()
     async with Worker("p", message_bytes=message_bytes) as sender, Worker("d", message_bytes=message_bytes) as receiver:
         with pytest.raises(HandoffFailed) as failed:

@@ -1,5 +1,3 @@
-"""The committed model, loaded by transformers without network."""
-
 from __future__ import annotations
 
 import json

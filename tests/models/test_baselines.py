@@ -11,7 +11,6 @@ VOCAB = 6
 
 
 def make_stream(length: int = 400) -> np.ndarray:
-    """Each token often follows from the two before it."""
     random = np.random.default_rng(1)
     stream = [0, 1]
     for _ in range(length):

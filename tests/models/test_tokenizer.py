@@ -12,7 +12,7 @@ FAST = Tokenizer.from_file(str(models.path() / "tokenizer.json"))
 
 
 def byte_letters() -> dict[int, str]:
-    """Of a byte-level vocabulary (Radford et al., 2019)."""
+    """Letters of bytes in a byte-level vocabulary (Radford et al., 2019)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -23,7 +23,6 @@ BYTES = {letter: byte for byte, letter in LETTERS.items()}
 
 
 def bytes_of(ids: list[int]) -> bytes:
-    """A special token gives the bytes of its name."""
     pieces = (FAST.id_to_token(token) for token in ids)
     return bytes(BYTES[letter] for piece in pieces for letter in piece or "")
 

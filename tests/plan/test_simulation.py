@@ -26,8 +26,6 @@ SMALL = KvCapacity(memory=1 << 20, weights=0, kv_token=1 << 10, share=1.0)
 
 
 class Linear:
-    """A millisecond per prompt token; a step takes a millisecond plus a tenth per sequence."""
-
     def prefill(self, tokens: float) -> float:
         return tokens / 1e3
 

@@ -36,7 +36,7 @@ def pools() -> Pools:
 
 
 def waits(servers: int, rate: float, service: Tokens, seed: int = 1, arrivals: int = 60_000) -> list[float]:
-    """Sorted seconds of waiting in a queue with uniform service times (milliseconds)."""
+    """Return sorted waits in seconds in a queue with uniform service times in milliseconds."""
     rng, now, free, seconds = Random(seed), 0.0, [0.0] * servers, []
     for _ in range(arrivals):
         now += rng.expovariate(rate)
@@ -101,7 +101,6 @@ def test_the_median_ttft_is_that_of_a_simulated_queue_of_the_same_prompts(rate: 
 
 def test_a_pool_is_as_slow_as_the_use_of_the_other_one_makes_it() -> None:
     def at(rate: float) -> tuple[float, float]:
-        """Seconds of a prefill and of a token."""
         made = Sizing(SPEED, KV_CAPACITY, WORKLOAD, Slo(), Overheads(contention=Contention(1.5, 2.0)))
         slowed = made.slowed(1, 1, rate).speed
         return slowed.prefill(1000), slowed.step(1, 1000)

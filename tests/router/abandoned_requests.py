@@ -30,9 +30,9 @@ KEY = RequestKey("default", "r")
 
 
 async def left_behind(store: Store, *tokens: int, layout: int | None = None, **asked: Any) -> None:
-    """A stored request with output `tokens`, whose router is not registered.
+    """Store a request with output `tokens`, whose router is not registered.
 
-    `layout`: of the worker that ran it, which is gone too; 0 if that promised no equal bits. None: it ran nowhere.
+    `layout` is of the worker that ran it, which is gone too; 0 if that promised no equal bits, None if it ran nowhere.
     """
     request = make_request(**asked)
     record = RequestRecord(model=MODEL, seed=4, prompt_tokens=3)
@@ -54,7 +54,6 @@ async def watching(
     is_connected: Callable[[Incarnation], bool] = lambda _: False,
     timings: TakeoverTimings = TIMINGS,
 ) -> AsyncIterator[None]:
-    """The router is registered, and takes over requests of dead routers."""
     incarnation, ttls = Incarnation.of(harness.router.peer), Ttls(refill_s=refill_s, registration_s=registration_s)
     store.instance = StoreInstance(store._client, ttls)
     registration = await store.routers.register(router_facts(incarnation))

@@ -51,7 +51,7 @@ class Case:
 
 @dataclass
 class Listener:
-    """Stands for the registry, the store and the quotas; counts reports of the request's end."""
+    """Stand-in for the registry, the store and the quotas; counts reports of the request's end."""
 
     is_unavailable: bool = False
     ends: int = 0
@@ -108,8 +108,6 @@ class Connector:
 
 
 class StopString:
-    """Complete with token number `at`."""
-
     def __init__(self, at: int) -> None:
         self.stop: str | None = None
         self._left = at
@@ -165,7 +163,6 @@ class Scenario:
         self.execution.task = asyncio.create_task(self.execution.run())
 
     async def finish(self) -> None:
-        """No more faults: every worker is reachable and does all it can."""
         for worker in self.world.workers.values():
             worker.is_reachable = True
         for number in range(ROUNDS):
@@ -237,7 +234,6 @@ class Scenario:
         return self.pool.worker(Incarnation.of(worker.facts.peer)).session
 
     def check_tickets(self) -> None:
-        """No ticket that waits for free blocks expires."""
         for worker in self.decode_workers:
             for waiting in worker.runs.values():
                 if waiting.phase == RunStatus.PHASE_WAITING and waiting.start.HasField("ticket"):

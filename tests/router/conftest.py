@@ -15,6 +15,6 @@ __all__ = ["bare", "server", "store"]
 
 @pytest.fixture
 async def store(server: PrivateRedis, bare: sync_redis.Redis) -> AsyncIterator[Store]:
-    """Nothing renews the registrations of scripted workers and routers: they outlast the test."""
+    """Store whose registrations outlast the test: nothing renews those of scripted workers and routers."""
     async with make_store(server.url, registration_s=600.0) as store:
         yield store

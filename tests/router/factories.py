@@ -53,7 +53,7 @@ async def valid(
 
 
 def write(stream: TokenStream, *tokens: int, end: Finish | ServiceError | None = None) -> None:
-    """As dispatch does when tokens arrive."""
+    """Append tokens and an end to a stream, as dispatch does when they arrive."""
     stream.tokens += tokens
     if stream.request.output_options.logprobs is not None:
         stream.logprobs.extend(logprobs(stream.request.output_options.logprobs, token) for token in tokens)
@@ -74,8 +74,6 @@ AT_LENGTH = Finish(pb.FINISH_REASON_LENGTH)
 
 
 class ScriptedRegistry:
-    """Starts any request; a test writes its tokens."""
-
     def __init__(self) -> None:
         self.streams: asyncio.Queue[TokenStream] = asyncio.Queue()
         self.lost: asyncio.Queue[TokenStream] = asyncio.Queue()

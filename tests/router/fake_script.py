@@ -86,7 +86,7 @@ def output_logprobs(work: wire.EngineRequest, entry: int, token: int) -> wire.To
 def prompt_logprobs(
     run: wire.Run, work: wire.EngineRequest
 ) -> tuple[list[wire.PromptLogprobs], list[wire.PromptLogprobs]]:
-    """In two parts, if requested; position n has the logprob -n."""
+    """Logprobs of the prompt in two parts, if requested; position n has the logprob -n."""
     if not work.HasField("prompt_logprobs"):
         return [], []
     positions = range(1, len(work.prompt) // 4)

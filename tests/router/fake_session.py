@@ -124,7 +124,7 @@ class FakeSession(WorkerState, services.DecodeServicer):
         self._resend(run, adopt.resume[0].position)
 
     def _claimed(self, named: wire.Run) -> FakeRun | None:
-        """A newer epoch moves the run to the session that sent it; other sessions get `superseded`."""
+        """Find a run. A newer epoch moves it to the session that sent it; other sessions get `superseded`."""
         for epoch in range(1, named.epoch):
             if (run := self.runs.pop((named.request, epoch, named.attempt), None)) is not None:
                 for out in self._outs - {self._out}:
@@ -150,7 +150,6 @@ class FakeSession(WorkerState, services.DecodeServicer):
             self.fleet.caches[run.start.ticket.id].released.set()
 
     def _send(self, message: wire.WorkerMessage, run: FakeRun | None = None) -> None:
-        """To the run's session if it is open, else to the one that sent a message last."""
         out = self._out if run is None or run.out not in self._outs else run.out
         if out is not None:
             out.put_nowait(message)
@@ -199,7 +198,6 @@ class FakeSession(WorkerState, services.DecodeServicer):
             await asyncio.sleep(0)
 
     async def _fetch(self, run: FakeRun) -> list[int] | None:
-        """The committed tokens; None after a failure, which is sent."""
         cache = self.fleet.caches[run.start.ticket.id]
         run.phase = wire.RunStatus.PHASE_ARRIVING
         self._send(wire.WorkerMessage(scheduled=wire.Scheduled(run=run.run)), run)

@@ -54,8 +54,6 @@ class Fleet:
 
 
 class WorkerState:
-    """Shared by the prefill service and the session."""
-
     def __init__(self, fleet: Fleet, name: str, role: wire.Role, layout: int = LAYOUT) -> None:
         self.fleet = fleet
         self.script = Script()

@@ -43,7 +43,7 @@ class FakeWorker(FakePrefill, FakeSession):
             await server.stop(None)
 
     async def restart(self) -> None:
-        """As after a network loss: streams broke, the incarnation is the same."""
+        """Restart the server as after a network loss: streams broke, the incarnation is the same."""
         assert self._server is not None
         await self._server.stop(None)
         await self.start(int(self.facts.address.rpartition(":")[2]))

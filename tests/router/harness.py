@@ -97,7 +97,6 @@ def make_request(
 
 
 async def restore_request(found: StoredRequest) -> ValidRequest:
-    """The request that make_request makes, from the store."""
     payload, record = found.payload, found.record
     left = record.deadline.ToDatetime(UTC) - datetime.now(UTC) if record.HasField("deadline") else None
     made = make_request(
@@ -120,7 +119,6 @@ class Core:
         return await until_ended(await self.requests.begin(request))
 
     def owned(self, id: str) -> OwnedRequest:
-        """The router's view of an active request."""
         return self.requests.executions.open[RequestKey("default", id)].owned
 
     @property
@@ -143,7 +141,6 @@ async def until_written(stream: TokenStream, count: int) -> None:
 async def begin_paused(
     harness: Core, worker: FakeWorker, tokens: int, *, request: ValidRequest | None = None, is_stored: bool = False
 ) -> TokenStream:
-    """The decode worker pauses after so many tokens. Returns once these arrived, and are stored if `is_stored`."""
     worker.script.pause_at = tokens
     request = request or make_request()
     stream = await harness.requests.begin(request)
@@ -154,14 +151,13 @@ async def begin_paused(
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Polls; raises TimeoutError after PATIENCE."""
     async with asyncio.timeout(PATIENCE):
         while not condition():  # noqa: ASYNC110 - what tests look at has no event of its own
             await asyncio.sleep(0.005)
 
 
 def jump(patch: pytest.MonkeyPatch, seconds: float) -> None:
-    """The event loop's clock goes on by so much: a deadline passes, however long it took to get there."""
+    """Advance the event loop's clock: a deadline passes, however long it took to get there."""
     loop = asyncio.get_running_loop()
     before = loop.time
     patch.setattr(loop, "time", lambda: before() + seconds)
@@ -178,7 +174,7 @@ async def core(
     timings: RouterTimings = RouterTimings(),
     **settings: Any,
 ) -> AsyncIterator[Core]:
-    """Starts when it has found the registered workers; checks at its end that nothing is left anywhere."""
+    """Run a router that has found the registered workers; at its end nothing may be left anywhere."""
     registrations = [await store.workers.register(worker.facts) for worker in workers]
     options = {"models": (MODEL,), "flush_ms": 10, "handoff_min_tokens": 0, **settings}
     peer = new_peer(id)
@@ -229,7 +225,6 @@ def ended_run() -> Finish:
 
 
 async def read_stored(store: Store, harness: Core, id: str = "r") -> StoredRequest:
-    """As stored once the router is idle."""
     async with asyncio.timeout(PATIENCE):
         await harness.requests.drain()
     return await store.requests.read(RequestKey("default", id))
@@ -244,7 +239,6 @@ def incarnation_of(worker: FakeWorker) -> Incarnation:
 
 
 def pass_on(worker: FakeWorker, until: int) -> None:
-    """A paused worker goes on to that output token, and pauses there."""
     worker.script.pause_at = until
     worker.go.set()
     worker.go = asyncio.Event()

@@ -14,8 +14,6 @@ EOS = 1
 
 
 class Reader:
-    """Keeps copies of what is sent; awaits `pace` before each message."""
-
     def __init__(self, stream: TokenStream, pace: Any = None, after_seq: int = 0) -> None:
         self.stream = stream
         self.messages: list[pb.GenerateStreamResponse] = []

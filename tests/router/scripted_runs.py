@@ -72,8 +72,9 @@ class Connection:
 
 @dataclass(eq=False)
 class Export:
-    """The KV cache that a ticket offers. `tokens` are committed: its source decodes no more. Closed when the target
-    owns or abandoned the sequence, or when there will be no commit; `cause` says why.
+    """The KV cache that a ticket offers. `tokens` are committed: its source decodes no more.
+
+    Closed when the target owns or abandoned the sequence, or when there will be no commit; `cause` says why.
     """
 
     ticket: wire.Ticket
@@ -334,7 +335,6 @@ class ScriptedRun:
             self.worker.send(**message)
 
     def catch_up(self, position: int) -> None:
-        """Send what a session may have lost."""
         self.send_prompt_logprobs()
         self.send_tokens(position - len(PROMPT))
 

@@ -238,7 +238,6 @@ class _Handler:
             run.catch_up(adopt.resume[0].position)
 
     def _claimed(self, named: wire.Run) -> ScriptedRun | None:
-        """The run, which is the named epoch's from now on."""
         for epoch in range(1, named.epoch):
             if (run := self._worker.runs.pop((named.request, epoch, named.attempt), None)) is not None:
                 run.run.epoch, run.is_attached = named.epoch, True

@@ -102,7 +102,6 @@ async def error_of_call(call: Awaitable[Any]) -> ServiceError:
 
 
 async def all_of(call: Any) -> list[pb.GenerateStreamResponse]:
-    """The remaining messages of a stream."""
     messages = []
     while (message := await call.read()) is not grpc.aio.EOF:
         messages.append(message)

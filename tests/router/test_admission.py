@@ -14,7 +14,6 @@ NEVER = Deadline()
 
 
 async def settle() -> None:
-    """Run all that needs no time to pass."""
     for _ in range(5):
         await asyncio.sleep(0)
 

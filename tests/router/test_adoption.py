@@ -166,7 +166,7 @@ def has_prompt_logprobs(stream: TokenStream) -> bool:
 
 
 async def stored_prompt_logprobs(owned: OwnedRequest) -> None:
-    """The prefill worker sends them over another connection than the tokens."""
+    """Wait for the prompt's logprobs: they come over another connection than the tokens."""
     await until(lambda: owned.has_prompt_logprobs and not owned.needs_write)
 
 

@@ -40,7 +40,6 @@ async def follow(case: Case, roles: dict[str, wire.Role], *, drains: int | None 
 
 
 async def play(scenario: Scenario, drains: int | None = None) -> None:
-    """Runs the schedule, then finishes; workers begin to drain at step `drains`."""
     await settle()
     scenario.check()
     for number, choice in enumerate(scenario.case.schedule):
@@ -119,7 +118,7 @@ def test_an_adopted_request_survives_any_schedule(
 
 
 async def follow_adopted(case: Case, phase: wire.RunStatus.Phase | None, written: int, drains: int | None) -> None:
-    """`phase` of the run at its worker, None if unknown there; `written` tokens are stored."""
+    """Adopt a run in `phase` at its worker, None if unknown there, of which `written` tokens are stored."""
     scenario = Scenario(replace(case, stop_string_at=None), DECODE)
     await scenario.connect()
     world = scenario.world

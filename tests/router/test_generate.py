@@ -50,7 +50,6 @@ async def test_a_stream_arrives_as_it_is_written():
 
 
 async def test_nothing_is_sent_before_the_first_token():
-    """Metadata commits the call: a client's gRPC could not retry elsewhere."""
     async with harness() as s:
         call = s.stub.GenerateStream(generate_request())
         stream = await s.stream()

@@ -38,7 +38,6 @@ def own() -> Iterator[PrivateRedis]:
 
 
 def writes(bare: sync_redis.Redis) -> int:
-    """Commands so far that change or read a request."""
     stats: Any = bare.info("commandstats")
     return sum(int(each["calls"]) for name, each in stats.items() if name == "cmdstat_evalsha")
 

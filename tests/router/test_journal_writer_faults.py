@@ -68,8 +68,6 @@ async def flushing(
 
 
 class Trips:
-    """Bytes of each round trip; from trip `away_from` on none is answered."""
-
     def __init__(self, patch: Patch, away_from: int | None = None) -> None:
         self.sizes: list[int] = []
         self.writes: list[int] = []

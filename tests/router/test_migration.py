@@ -47,7 +47,6 @@ class Harness:
         await self._servers[name].aclose()
 
     def drain(self, name: str) -> None:
-        """As at SIGTERM: it takes nothing new, and its next heartbeat says so."""
         self.workers[name].host.draining = True
 
     def runs(self, name: str) -> int:
@@ -273,7 +272,6 @@ async def test_losing_the_target_before_the_commit_costs_no_attempt(store: Store
 
 @pytest.mark.slow
 async def test_a_ticket_is_renewed_while_its_receiver_waits_for_free_blocks(store: Store) -> None:
-    """The receiver is full for three leases; nothing is done twice."""
     async with moving(store, decode="d", prefill="p", lease_ms=1000) as harness:
         worker_harness, prefill = harness.workers["d"], harness.workers["p"]
         crowd = [await worker_harness.host.loop.call(partial(_reserve, number=number)) for number in range(8)]

@@ -28,7 +28,6 @@ Patch = pytest.MonkeyPatch
 
 
 def lose_removals(patch: Patch, lost: object) -> None:
-    """Removals from open sets fail while ``lost`` is true."""
     original = Client._send
 
     async def send(client: Client, commands: Sequence[Command]) -> list[object]:

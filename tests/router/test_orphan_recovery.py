@@ -51,7 +51,6 @@ async def test_a_taken_over_request_without_a_reader_ends_after_its_grace(store:
 async def test_no_router_counts_as_dead_before_live_routers_had_time_to_register(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Routers write their requests to an emptied Redis before they register again."""
     orphaned, lookups = store.open.orphaned, []
 
     async def look_up() -> set[Incarnation]:

@@ -102,7 +102,7 @@ def test_a_cache_goes_where_it_fits_then_where_the_fewest_sequences_run() -> Non
 def test_a_worker_needs_free_blocks_for_each_cache_group_of_a_sequence(
     group_blocks: tuple[int, ...], tokens: int, blocks: int
 ) -> None:
-    """With a window, at most `group_blocks` of the group."""
+    """A group with a window needs at most its `group_blocks`."""
     crowded = snapshot("crowded", sequences=50, free_blocks=100_000)
     for free, chosen in ((blocks, "calm"), (blocks - 1, "crowded")):
         calm = snapshot("calm", free_blocks=free, group_blocks=group_blocks)

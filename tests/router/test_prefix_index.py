@@ -45,7 +45,6 @@ def test_a_router_knows_a_block_by_the_hash_that_workers_report(tokens: list[int
 
 
 def test_the_hash_of_a_block_is_that_of_the_protocol() -> None:
-    """Routers and workers of two versions must agree."""
     assert list(reported_hashes(pack([1, 2, 3, 4]), b"s", 2)) == [0xBDA8A3AA5B7C1DF9, 0xF56AE48234592E45]
 
 

@@ -26,7 +26,6 @@ class Gauges:
         self._executions = executions
 
     def of(self, model: str) -> tuple[float | None, ...]:
-        """Running, waiting, age of the oldest, prompt tokens, prompt seconds."""
         pool: Any = SimpleNamespace(costs=self.costs)
         set_queue_metrics(self._metrics, self._executions, pool, NOW)
         names = ["requests_running", "requests_waiting", "oldest_waiting_request_seconds"]

@@ -1,4 +1,4 @@
-"""Leases are long here: whatever is free again was given back."""
+"""Quotas with long leases: what is free again was given back, not expired."""
 
 from __future__ import annotations
 

@@ -76,7 +76,6 @@ def generate_request(prompt: int, count: int, id: str = "") -> pb.GenerateReques
 
 @asynccontextmanager
 async def worker(server: PrivateRedis, kind: str, name: str) -> AsyncIterator[Forked]:
-    """`kind`: prefill or decode, and further arguments after it."""
     words = [*kind.split(), "--model", str(trained.path()), "--model-id", "m", "--id", name, "--port", "0"]
     words += ["--redis-url", server.url]
     process = await asyncio.to_thread(Forked, "tests.router.real_worker", words, 2, 2)

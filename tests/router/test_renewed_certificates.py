@@ -40,7 +40,6 @@ def replace(old: PeerFiles, new: PeerFiles) -> None:
 
 
 def usable(pool: WorkerPool) -> dict[str, int]:
-    """Workers with an open session, and the generation of the files that each was reached with."""
     return {worker.incarnation.id: worker.generation for worker in pool.of(MODEL) if worker.is_usable}
 
 

@@ -28,7 +28,7 @@ PAGE = [Stop("decant." + file.removeprefix("decant/")[:-3].replace("/", "."), na
 
 
 class CallRecorder:
-    """Calls of the page's functions. A coroutine is called again each time that it continues."""
+    """Recorder of calls. A coroutine is called again each time that it continues."""
 
     def __init__(self) -> None:
         self.calls: list[Stop] = []
@@ -43,7 +43,6 @@ class CallRecorder:
 
     @contextmanager
     def profiling(self) -> Iterator[None]:
-        """This thread and those that start meanwhile."""
         before, before_threads = sys.getprofile(), threading.getprofile()
         threading.setprofile(self)
         sys.setprofile(self)
@@ -55,7 +54,7 @@ class CallRecorder:
 
 
 def follow(calls: Sequence[Stop], page: Sequence[Stop]) -> bool:
-    """By their first calls. The last stop begins early, in the task of the second: it is the last to end."""
+    """Compare the order of first calls; the last stop begins early and is the last to end."""
     *others, last = page
     instants = [calls.index(stop) for stop in others]
     in_router = [stop for stop in calls if stop.module.startswith("decant.router.")]
@@ -63,8 +62,6 @@ def follow(calls: Sequence[Stop], page: Sequence[Stop]) -> bool:
 
 
 async def streamed(harness: Harness, address: str, recorder: CallRecorder) -> str:
-    """The cache is fetched while the prompt is computed, and arrives after the first token."""
-
     def ask() -> str:
         with recorder.profiling(), Client(address) as client:
             return "".join(

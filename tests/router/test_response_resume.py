@@ -49,7 +49,6 @@ async def test_a_reader_that_starts_later_gets_the_rest_of_the_same_text(data):
 
 
 async def test_a_reader_with_more_tokens_than_the_stream_waits():
-    """What a lost router wrote last may have to be computed again."""
     reader = Reader(TokenStream(await valid(**options(token_ids=True))), after_seq=3)
     write(reader.stream, 5, 6)
     task = asyncio.create_task(reader.read())

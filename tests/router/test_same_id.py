@@ -81,7 +81,6 @@ async def test_the_same_payload_is_answered_once_while_the_store_is_unavailable(
 async def test_of_two_payloads_the_unstored_one_ends_when_the_store_is_back(
     store: Store, harness: FaultInjection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its stream is not resumed: it would continue with the other's tokens."""
     first, expected, other = pair(harness)
     stream = await harness.one.answer(first)
     assert tokens_of(stream) == expected

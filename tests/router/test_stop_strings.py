@@ -33,7 +33,6 @@ STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=4
 
 
 def plain_end(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """The first place after which a stop string is complete, and the longest there."""
     for end in range(len(text) + 1):
         if here := [stop for stop in stops if text[:end].endswith(stop)]:
             return end, max(here, key=len)
@@ -84,14 +83,11 @@ def test_text_before_min_tokens_completes_no_stop_string_but_may_begin_one(early
 
 
 class Plain:
-    """A reference: decodes everything again after each token."""
-
     def __init__(self, request: ValidRequest, stops: Sequence[str]) -> None:
         self.request = request
         self.stops = stops
 
     def certain(self, tokens: list[int]) -> str:
-        """Ignores stop strings."""
         stopping, wanted = self.request.engine_request.stopping, self.request.output_options
         detokenizer = tiny().token_table.detokenizer(skip_special_tokens=wanted.skip_special_tokens)
         kept = tokens[-1] not in {EOS, *stopping.stop_token_ids}
@@ -104,7 +100,6 @@ class Plain:
         return len(tokens) == stopping.max_tokens or tokens[-1] in {EOS, *stopping.stop_token_ids}
 
     def texts(self, tokens: list[int]) -> tuple[list[str], str | None]:
-        """Text shown after each token up to the last that counts, and the stop string."""
         shown: list[str] = []
         seen = 0
         for count in range(1, len(tokens) + 1):

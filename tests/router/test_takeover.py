@@ -33,7 +33,6 @@ async def has_state(store: Store, state: State) -> bool:
 
 
 def record_lookups(store: Store, patch: pytest.MonkeyPatch) -> list[float]:
-    """Times of the event loop at which dead routers were looked for."""
     orphaned, lookups = store.open.orphaned, list[float]()
 
     async def look_up() -> set[Incarnation]:

@@ -23,7 +23,6 @@ def with_tokens(*added: AddedToken, normalizer: Any = None) -> Tokenizer:
 
 
 def characters() -> Tokenizer:
-    """One token per character; unknown ones are ``<unk>``."""
     tokenizer = Tokenizer(kinds.BPE({"<unk>": 0, "a": 1, "é": 2}, [], unk_token="<unk>"))
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -74,7 +74,6 @@ async def spans_of(exporter: InMemorySpanExporter, count: int) -> list[ReadableS
 
 
 def tree(spans: list[ReadableSpan]) -> dict[str, str]:
-    """Name of each span's parent, by name; "" for a root."""
     names = {span.context.span_id: span.name for span in spans}
     return {span.name: names[span.parent.span_id] if span.parent else "" for span in spans}
 

@@ -147,7 +147,6 @@ async def test_a_prompt_that_fills_the_context_is_refused(tokens, fits, whose):
 
 
 async def test_the_workers_context_length_overrides_the_models():
-    """Rotary scaling may reach beyond the positions that its configuration names."""
     made = await valid(
         served=model(max_context_length=16), workers_context_length=64, token_ids=pb.TokenIds(ids=[3] * 40)
     )

@@ -41,7 +41,6 @@ class Clock:
 
 
 def queue(clock: Clock, each: float, arriving: int, begun: int) -> tuple[WaitPredictor, list[Wait]]:
-    """`arriving` requests at once at a server that begins one every ``each`` seconds."""
     waits = WaitPredictor(clock)
     entered = [waits.enter(0) for _ in range(arriving)]
     for wait in entered[:begun]:

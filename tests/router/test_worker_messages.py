@@ -53,7 +53,6 @@ class Views:
 
 @asynccontextmanager
 async def unconnected_session() -> AsyncIterator[WorkerSession]:
-    """Tests call what its reader calls."""
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         yield WorkerSession(wire.Peer(id="r"), wire.Peer(id="w"), channel, Views())
 
@@ -277,8 +276,6 @@ def messages(seed: int, runs: list[wire.Run], count: int) -> Iterator[wire.Worke
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 1 << 32))
 def test_a_session_handles_any_message_or_breaks_cleanly(seed: int) -> None:
-    """ValueError breaks the session, after which its runs move elsewhere."""
-
     async def main() -> None:
         async with unconnected_session() as session:
             streams = [follow(session, request, slot, logprobs=1)[0] for slot, request in enumerate("ab")]

@@ -18,7 +18,7 @@ SPECIAL = ["<s>", "</s>", "<|tool|>"]
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2, Llama 3, Qwen."""
+    """Tokenizer as of GPT-2, Llama 3 and Qwen."""
     tokenizer = Tokenizer(kinds.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,7 +37,7 @@ def _begin(tokenizer: Tokenizer) -> None:
 
 
 def byte_fallback(*, strip: bool = True) -> Tokenizer:
-    """As Llama 2 (with the strip) and Gemma (without): what has no token is written in bytes."""
+    """Tokenizer as of Llama 2 (with the strip) and Gemma (without): what has no token is written in bytes."""
     special = ["<unk>", *SPECIAL]
     words = ["▁", "a", "b", "x", "▁the", "▁a", "th", "e", "é", "日", "▁▁", "�", "<0x4>"]
     listed = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
@@ -56,7 +56,7 @@ def byte_fallback(*, strip: bool = True) -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """As T5 and XLNet."""
+    """Tokenizer as of T5 and XLNet."""
     tokenizer = Tokenizer(kinds.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -68,7 +68,7 @@ def metaspace() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """As BERT."""
+    """Tokenizer as of BERT."""
     tokenizer = Tokenizer(kinds.WordPiece(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -79,7 +79,7 @@ def word_piece() -> Tokenizer:
 
 
 def end_of_word() -> Tokenizer:
-    """As CLIP's text side and GPT: a word's last token contains its end."""
+    """Tokenizer as of CLIP's text side and GPT: a word's last token contains its end."""
     tokenizer = Tokenizer(kinds.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.BPEDecoder()
@@ -91,7 +91,6 @@ def end_of_word() -> Tokenizer:
 
 
 def words() -> Tokenizer:
-    """Without a decoder: words with spaces between."""
     tokenizer = Tokenizer(kinds.WordLevel(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.train_from_iterator(TEXT, trainers.WordLevelTrainer(special_tokens=["<unk>", *SPECIAL]))
@@ -110,7 +109,6 @@ MADE = {
 
 
 def folder(path: Path, tokenizer: Tokenizer, config: Mapping[str, Any] | None = None) -> Path:
-    """A model's folder without weights."""
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))
     size = tokenizer.get_vocab_size()

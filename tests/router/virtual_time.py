@@ -11,8 +11,6 @@ _T = TypeVar("_T")
 
 
 class _Selector(selectors.SelectSelector):
-    """Never waits: adds the timeout to the clock."""
-
     def __init__(self) -> None:
         super().__init__()
         self.now = 1000.0
@@ -34,7 +32,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """As `asyncio.run`, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(coroutine)
 

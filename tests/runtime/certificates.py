@@ -6,8 +6,6 @@ from typing import Any
 
 
 class Certificates:
-    """An authority, and a certificate that it signed for this machine."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.ca, ca_key = folder / "ca.pem", folder / "ca.key"

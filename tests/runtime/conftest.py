@@ -8,7 +8,7 @@ import structlog
 
 @pytest.fixture
 def out() -> Iterator[StringIO]:
-    """For `logs.start`, whose process-wide changes are undone."""
+    """Stream for `logs.start`, whose process-wide changes are undone."""
     root, transformers = logging.getLogger(), logging.getLogger("transformers")
     before = root.handlers[:], root.level, transformers.__class__, transformers.handlers[:]
     stream = StringIO()

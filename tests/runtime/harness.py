@@ -28,7 +28,7 @@ async def _unscripted(*_: object) -> Any:
 
 @dataclass
 class Script:
-    """Each method gets the request (or its iterator) and the context."""
+    """Methods of a service; each gets the request (or its iterator) and the context."""
 
     unary: Callable[[Any, Any], Awaitable[Any]] = _unscripted
     stream: Callable[[Any, Any], AsyncIterator[Any]] | None = None

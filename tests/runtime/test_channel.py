@@ -139,7 +139,7 @@ def test_a_certificate_without_its_key_is_refused(arguments: list[str], reason: 
 
 
 class Both(ServerSettings, PeerTls):
-    """A process that serves and calls, like a worker."""
+    """Settings of a process that serves and calls, like a worker."""
 
 
 def test_a_peer_certificate_without_its_key_is_refused() -> None:
@@ -200,7 +200,6 @@ def test_a_call_waits_in_grpc_for_longer_than_its_default_of_30_s() -> None:
 
 @pytest.mark.slow
 async def test_pings_during_a_long_silence_do_not_end_the_connection() -> None:
-    """A server with gRPC's defaults disconnects clients that ping so often."""
     every = 7.0
     sent_away = asyncio.Event()
 

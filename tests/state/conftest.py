@@ -1,5 +1,3 @@
-"""One private Redis for all tests of state/, emptied before each."""
-
 from __future__ import annotations
 
 import tempfile
@@ -35,6 +33,6 @@ async def store(server: PrivateRedis, bare: sync_redis.Redis) -> AsyncIterator[S
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """For sockets: pytest's paths are too long."""
+    """Folder for sockets: pytest's paths are too long."""
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         yield Path(folder)

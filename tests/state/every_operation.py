@@ -36,7 +36,6 @@ class Step:
 
 
 async def walk(store: Store) -> list[Step]:
-    """Steps in a valid order; creates what they need."""
     request, doomed = make_request(), make_request(RequestKey("tenant", "doomed"))
     shown = make_request(RequestKey("tenant", "shown"), shown=ResponseOptions(logprobs=1, prompt_logprobs=0))
     failing = make_request(RequestKey("tenant", "failing"))

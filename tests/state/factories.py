@@ -29,7 +29,7 @@ SUCCEEDED, FAILED, CANCELLED = Generation.STATE_SUCCEEDED, Generation.STATE_FAIL
 
 
 def make_store(url: str, deadline_s: float = 10.0, connections: int = 16, **ttls: float) -> Store:
-    """The deadline is long because other tests share the cores."""
+    """Store with a long deadline, because other tests share the cores."""
     return Store(StoreSettings(url, deadline_s, connections, Ttls(**ttls)))
 
 
@@ -51,7 +51,6 @@ def make_request(
 
 
 def continued(request: OwnedRequest, *tokens: int) -> None:
-    """Append tokens, with logprobs if requested."""
     alternatives = request.logprobs_options.output
     found = [] if alternatives is None else [logprobs(token, alternatives) for token in tokens]
     request.append(written(*tokens), packed(found, alternatives or 0))
@@ -84,7 +83,6 @@ def worker_facts(incarnation: Incarnation, address: str = "host:2") -> WorkerReg
 
 
 def everything(bare: Any) -> dict[bytes, Any]:
-    """Without times."""
     found: dict[bytes, Any] = {}
     for key in bare.keys("*"):
         match bare.type(key):
@@ -100,7 +98,7 @@ def everything(bare: Any) -> dict[bytes, Any]:
 
 
 def pass_time(bare: Any, seconds: float) -> None:
-    """Age everything in Redis, so that tests of ttls do not wait."""
+    """Age everything in Redis, so that tests of TTLs do not wait."""
     ms = round(seconds * 1000)
     for key in bare.keys("*"):
         if bare.type(key) == b"zset":

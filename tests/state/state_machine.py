@@ -65,8 +65,6 @@ class Write:
 
 @dataclass
 class Model:
-    """The expected content of Redis: the greatest write that arrived."""
-
     owner: OwnedRequest
     attempt: int
     state: State
@@ -159,7 +157,6 @@ class Writers:
             write.owner.synced_entries, write.owner.synced_state = 0, None
 
     def expect(self, write: Write) -> tuple[bytes, int]:
-        """Updates the model; returns the expected answer and journal length."""
         now, owner = self.model, write.owner
         if now is None or owner.epoch > now.owner.epoch:
             if not write.whole:
@@ -203,7 +200,7 @@ class Writers:
             now.owner = new
 
     async def ask_again(self) -> None:
-        """An equal request starts anew if Redis has no trace of the earlier one."""
+        """Send an equal request: it starts anew if Redis has none, or one that failed without output."""
         incarnation, now = router(self.random.randrange(4)), self.model
         begins = now is None or (now.state == FAILED and not now.length)
         epoch = now.owner.epoch + 1 if now else 1

@@ -21,8 +21,6 @@ Patch = pytest.MonkeyPatch
 
 
 class CommandRecorder:
-    """Commands that a client sends, one list per round trip."""
-
     def __init__(self, patch: Patch) -> None:
         self.trips: list[Sequence[Command]] = []
         original = Client._send
@@ -64,7 +62,6 @@ async def test_each_operation_has_its_documented_round_trips(store: Store, monke
 
 
 def calls(bare: sync_redis.Redis) -> Counter[str]:
-    """Commands since the last call, including those in scripts."""
     stats: Any = bare.info("commandstats")
     counted = Counter({name.removeprefix("cmdstat_"): value["calls"] for name, value in stats.items()})
     bare.config_resetstat()
@@ -114,7 +111,6 @@ async def test_only_requests_with_logprobs_send_them(store: Store, bare: sync_re
 
 
 async def test_a_cluster_takes_every_operation() -> None:
-    """A cluster of one node rejects a script whose keys are in several slots."""
     options = ("--cluster-enabled", "yes")
     with reserved_port() as port, PrivateRedis(port=port, options=options) as server:
         bare: Any = sync_redis.Redis.from_url(server.url, protocol=2)

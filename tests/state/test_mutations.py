@@ -1,5 +1,3 @@
-"""One deliberate fault per invariant, and the test that detects it."""
-
 from __future__ import annotations
 
 import inspect

@@ -36,7 +36,7 @@ ASKS: list[Callable[[Store], Coroutine[Any, Any, object]]] = [
 
 
 async def all_unavailable(store: Store, deadline_s: float | None = None) -> None:
-    """After the deadline; if None, by a connection error."""
+    """Require that every operation fails: at the deadline, or by a connection error if it is None."""
     async with asyncio.timeout(PATIENCE_S):
         results = await asyncio.gather(*(ask(store) for ask in ASKS * 3), return_exceptions=True)
     assert [type(result) for result in results] == [StoreUnavailable] * len(results)
@@ -45,7 +45,6 @@ async def all_unavailable(store: Store, deadline_s: float | None = None) -> None
 
 
 async def all_well(store: Store) -> None:
-    """Concurrent calls would reveal an answer to another call."""
     held = [make_request(RequestKey("t", str(n)), tokens=[n]) for n in range(30)]
     await asyncio.gather(*(store.requests.write(request) for request in held))
     found = await asyncio.gather(*(store.requests.read(request.key) for request in held))

@@ -39,7 +39,6 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def processes_in(folder: Path) -> list[psutil.Process]:
-    """The shell and Redis: both have the folder on their command line."""
     others = (process for process in psutil.process_iter(["cmdline"]) if process.pid != os.getpid())
     return [one for one in others if any(str(folder) in word for word in one.info["cmdline"] or ())]
 

@@ -50,7 +50,6 @@ async def test_the_newest_stream_owns_the_request_and_the_previous_owner_is_supe
 
 @pytest.mark.parametrize("epoch", [1, 2])
 async def test_an_id_belongs_to_the_payload_that_was_stored_first(store: Store, epoch: int) -> None:
-    """Two routers accept one id for two payloads during a store outage."""
     first, second = make_request(tokens=[1]), make_request(owner=router(2), prompt="another", tokens=[2])
     second.epoch = epoch
     await store.requests.write(first)

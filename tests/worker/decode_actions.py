@@ -104,7 +104,7 @@ class RouterActions:
         await self.scenario.routers["ab"[value % 2]].leave()
 
     async def open(self, value: int) -> None:
-        """A new session; runs that its hello omits are orphans."""
+        """Open a session; runs that its hello omits are orphans."""
         router = self.scenario.routers["ab"[value % 2]]
         mine = [run for run in self.scenario.runs.values() if run.owner == router.name and run.end is None]
         named = mine if value % 3 else mine[::2]
@@ -155,7 +155,6 @@ class WorkerActions:
         await asyncio.sleep([0.01, 0.1, 0.3, 1.1, LEASE_S + 0.1][value % 5])
 
     def stall(self, _: int) -> None:
-        """Stop or resume the messages of fetches."""
         if self.scenario.network.flows.is_set():
             self.scenario.network.flows.clear()
         else:

@@ -37,7 +37,7 @@ Windows = tuple[Window, ...]
 
 
 class Device(FakeDevice):
-    """A step takes ``seconds``, also if they are changed during it, and raises if the device is ``broken``."""
+    """Device whose steps take ``seconds``, also if they change during a step, and raise if it is ``broken``."""
 
     def __init__(self, blocks: int, eos: Sequence[int] = (), windows: Windows = (FULL,)) -> None:
         self.windows = windows
@@ -63,7 +63,6 @@ class Device(FakeDevice):
             self._changed.notify()
 
     def _wait(self, _: StepPlan) -> float:
-        """The seconds that are left to sleep: none."""
         began = time.monotonic()
         with self._changed:
             while (left := began + self._seconds - time.monotonic()) > 0:
@@ -77,7 +76,7 @@ class Device(FakeDevice):
 
 
 class Node:
-    """An engine, its hub, and its services on a port. ``async with`` opens and audits it."""
+    """Engine, host and decode services of a worker on a port; ``async with`` opens and audits it."""
 
     def __init__(
         self,
@@ -138,7 +137,7 @@ class Node:
         assert self.host.waiting_arrivals == 0
 
     def _record(self, error: ServiceError) -> None:
-        """Ignores WRONG_PEER: another test's router may look for a worker that had this port."""
+        """Ignore WRONG_PEER: another test's router may look for a worker that had this port."""
         if error.reason is not Reason.WRONG_PEER:
             self.errors.append(error)
 
@@ -146,7 +145,6 @@ class Node:
         return (await self.host.loop.call(lambda engine: engine.load())).held_blocks
 
     async def audit(self) -> None:
-        """Wait until nothing is held; check every account."""
         try:
             await eventually(self.is_empty)
         except TimeoutError:
@@ -157,7 +155,7 @@ class Node:
         return not await self.num_held_blocks()
 
     async def offer(self, run: wire.Run, work: wire.EngineRequest) -> wire.Ticket:
-        """Take a prompt up as a prefill worker does; return a ticket for its cache."""
+        """Start a prompt as a prefill worker does; return a ticket for its cache."""
         request = to_request(f"prefill/{run.request}/{run.attempt}", work, model="m", park_after=True)
         ticket = wire.Ticket(run=run, sender=self.peer, address=self.address, layout=self.host.layout, salt=work.salt)
         ticket.tokens = len(request.token_ids)
@@ -173,7 +171,6 @@ def make_run(request: str = "t/r", epoch: int = 1, attempt: int = 1) -> wire.Run
 def make_work(
     length: int = 10, wanted: int = 8, *, seed: int = 0, written: Sequence[int] = (), **more: Any
 ) -> wire.EngineRequest:
-    """Prompts differ by ``seed``; ``wanted`` tokens of output."""
     return wire.EngineRequest(
         model="m",
         prompt=pack([(7 * position + 3 * seed + 1) % 64 for position in range(length)]),
@@ -186,7 +183,6 @@ def make_work(
 
 
 def run_alone(work: wire.EngineRequest, eos: Sequence[int] = (), windows: Windows = (FULL,)) -> list[int]:
-    """Its output on one engine, including what it came with."""
     return run_request_alone(to_request("alone", work, model="m"), eos, windows)
 
 
@@ -208,6 +204,6 @@ async def routed(**node: Any) -> AsyncIterator[tuple[Node, Router]]:
 
 
 def owned(run: wire.Run, position: int | None = None) -> wire.Hello.Owned:
-    """``position`` of the first token that the router lacks."""
+    """Name a run in a hello; ``position`` is of the first token that the router lacks."""
     next = [] if position is None else [wire.ResumePosition(output=0, position=position)]
     return wire.Hello.Owned(run=run, resume=next)

@@ -45,7 +45,6 @@ class DecodeScenario(Scenario):
         self.router_of(run).send(forget=wire.ForgetRuns(runs=[run.ref]))
 
     async def finish(self) -> None:
-        """No more faults: each run ends for its owner, then nothing of it is left."""
         self.end_faults()
         for router in self.routers.values():
             await router.open([run for run in self.runs.values() if run.owner == router.name and run.end is None])

@@ -32,7 +32,6 @@ class Device(FakeDevice):
 
 
 def load(settings: WorkerSettings) -> Device:
-    """Uses the settings that a fake device can honour."""
     if slow := os.environ.get("SLOW_LOAD"):
         logs.get(__name__).info("loading slowly")
         time.sleep(float(slow))

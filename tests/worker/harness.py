@@ -46,7 +46,7 @@ ROUTER = wire.Peer(id="router", incarnation=7, protocol=PROTOCOL)
 
 
 class Device(FakeDevice):
-    """Its steps wait while it is held, and raise if it is ``broken``."""
+    """Device whose steps wait while it is held, and raise if it is ``broken``."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(block_size=BLOCK, vocab_size=VOCABULARY, **settings)
@@ -63,7 +63,6 @@ class Device(FakeDevice):
         return super().run(plan)
 
     def hold(self) -> None:
-        """Steps wait from now on; ``let`` releases a number of them."""
         self.free.clear()
 
     def let(self, steps: int) -> None:
@@ -84,7 +83,6 @@ class WorkerHarness(HostHandler):
         limits: WorkerLimits,
         session_limits: SessionLimits | None = None,
     ) -> None:
-        """Without an address in ``identity`` it advertises its own port."""
         self.engine = engine
         self.device: Device = engine.device  # type: ignore[assignment]
         self.server = server
@@ -116,7 +114,6 @@ class WorkerHarness(HostHandler):
                 self.ends.setdefault(event.id, asyncio.Event()).set()
 
     async def written(self, id: str) -> list[int]:
-        """The engine's output of that id, once it has ended."""
         async with asyncio.timeout(PATIENCE):
             await self.ends.setdefault(id, asyncio.Event()).wait()
         return self.outputs.get(id, [])
@@ -131,13 +128,11 @@ class WorkerHarness(HostHandler):
         )
 
     async def audit(self) -> wire.AuditResponse:
-        """Over the wire. Raises AssertionError for violations."""
         answer: wire.AuditResponse = await services.AuditStub(self.channel).Audit(wire.AuditRequest())
         assert not answer.violations, list(answer.violations)
         return answer
 
     async def until(self, holds: Callable[[wire.AuditResponse], bool]) -> wire.AuditResponse:
-        """Polls; the first audit for which ``holds`` is true."""
         answer = await self.audit()
         async with asyncio.timeout(PATIENCE):
             while not holds(answer):
@@ -172,7 +167,6 @@ class Call:
         self._early: wire.PrefillEvent | None = None
 
     async def next(self) -> wire.PrefillEvent | None:
-        """None at a graceful end."""
         async with asyncio.timeout(PATIENCE):
             event = await self.call.read()
         if event == grpc.aio.EOF:
@@ -182,7 +176,7 @@ class Call:
         return event
 
     async def expect(self, kind: str) -> Any:
-        """Content of the next event, which must be of that kind. A ticket may follow the first token."""
+        """Return the next event's content, which must be of that kind. A ticket may follow the first token."""
         event, self._early = self._early or await self.next(), None
         assert event is not None, f"the call ended before {kind}"
         if {kind, event.WhichOneof("event")} == {"ticket", "first"}:
@@ -246,7 +240,7 @@ async def worker(
     session_limits: SessionLimits | None = None,
     load_interval_s: float = HEARTBEAT_SECONDS,
 ) -> AsyncIterator[WorkerHarness]:
-    """At its end it may hold only leases that expire."""
+    """Serve a worker until the block ends; then it may hold only leases that expire."""
     stops = frozenset(() if eos is None else (eos,))
     device = Device(num_blocks=blocks, eos_token_ids=stops, cost=lambda _: step_s)
     engine = Engine(device, Limits(budget, min(8, budget), blocks * BLOCK), checksum=checksum)
@@ -280,7 +274,7 @@ def tokens(length: int, seed: int = 0) -> list[int]:
 def make_work(
     length: int = 30, wanted: int = 10, *, seed: int = 0, written: list[int] | None = None
 ) -> wire.EngineRequest:
-    """Sampled, so that a wrong position, seed or history shows in the text."""
+    """Sampled work, so that a wrong position, seed or history shows in the text."""
     return wire.EngineRequest(
         model=MODEL,
         prompt=pack(tokens(length, seed)),
@@ -292,7 +286,6 @@ def make_work(
 
 
 def run_alone(work: wire.EngineRequest, *, eos: int | None = None) -> list[int]:
-    """Its output on an engine of its own."""
     stops = frozenset(() if eos is None else (eos,))
     device = FakeDevice(num_blocks=256, block_size=BLOCK, vocab_size=VOCABULARY, eos_token_ids=stops)
     engine = Engine(device)

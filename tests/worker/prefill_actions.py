@@ -48,7 +48,7 @@ class CallActions:
         self._call(wire.Run(request=f"t/{number}", epoch=1, attempt=1), work, text, handoff=handoff)
 
     def invalid(self, value: int) -> None:
-        """A token outside the vocabulary, which only the engine knows."""
+        """Call with a token outside the vocabulary, which only the engine knows."""
         work = make_work(1 + value % 9)
         work.prompt = pack([1000])
         self._call(
@@ -125,7 +125,6 @@ class WorkerActions:
         await asyncio.sleep([0.01, 0.1, 0.3, 1.1, LEASE_S + 0.1][value % 5])
 
     def stall(self, _: int) -> None:
-        """Stop or resume the messages of fetches."""
         self._disturb()
         if self.scenario.network.flows.is_set():
             self.scenario.network.flows.clear()

@@ -19,7 +19,7 @@ from tests.worker.stepped_worker import Node
 
 
 class PrefillCall:
-    """Checks the order and content of its events."""
+    """Call of a router that checks the order and content of its events."""
 
     def __init__(self, node: Node, request: wire.PrefillRequest, text: list[int]) -> None:
         self.node = node
@@ -52,7 +52,7 @@ class PrefillCall:
         return lease is not None and lease.is_opened
 
     async def break_off(self) -> None:
-        """The connection breaks. The worker frees the run at once, unless its fetch is open."""
+        """Break the connection. The worker frees the run at once, unless its fetch is open."""
         if self.is_open:
             self.end = self.end or "broken"
             self._task.cancel()
@@ -159,7 +159,6 @@ class PrefillScenario(Scenario):
             assert list(transfer.output) == call.text[:1]
 
     async def finish(self) -> None:
-        """No more faults: each call ends without another message, and nothing of it is left."""
         self.end_faults()
         await self.until(
             lambda: not any(call.is_open for call in self.calls) and all(fetch.done() for fetch in self.fetches),

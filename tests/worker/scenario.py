@@ -14,8 +14,6 @@ ROUNDS = 400
 
 
 class Scenario:
-    """Nodes on one network. A subclass adds what happens between them."""
-
     def __init__(self) -> None:
         self.network = Network()
         self.network.flows.set()
@@ -39,7 +37,7 @@ class Scenario:
         self.network.flows.set()
 
     async def until(self, reached: Callable[[], bool], missing: Callable[[], str]) -> None:
-        """Raises AssertionError with ``missing`` if ROUNDS do not suffice."""
+        """Play rounds until ``reached``; fail with ``missing`` after ROUNDS."""
         for _ in range(ROUNDS):
             if reached():
                 return
@@ -64,7 +62,6 @@ class Scenario:
                 await self.drain
 
     async def assert_closed(self) -> None:
-        """Close the hosts: no task is left, and no exception was lost."""
         for node in self.nodes.values():
             await node.host.__aexit__(None, None, None)
         await settle()

@@ -63,7 +63,7 @@ class RouterClient:
         return self._task is not None and not self._task.done()
 
     async def open(self, runs: list[Expected]) -> None:
-        """A session that names these runs; also in place of an open one."""
+        """Open a session that names these runs, also in place of an open one."""
         older = self._task
         self._slots.clear()
         self._has_welcome = False

@@ -1,5 +1,3 @@
-"""Schedules: lists of method names with one number each, drawn by hypothesis."""
-
 from __future__ import annotations
 
 import inspect
@@ -32,7 +30,6 @@ def schedules(*names: str, size: int = 60) -> st.SearchStrategy[list[tuple[str, 
 
 
 async def perform(schedule: Schedule, *performers: object) -> None:
-    """Call each action's method at the first performer that has it."""
     for name, value in schedule:
         performer = next(each for each in performers if hasattr(each, name))
         result = getattr(performer, name)(value)

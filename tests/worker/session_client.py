@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunRecord:
-    """``tokens`` and ``logprobs`` are by position."""
+    """Messages about a run; ``tokens`` and ``logprobs`` are by position."""
 
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, wire.TokenLogprobs] = field(default_factory=dict)
@@ -31,12 +31,10 @@ class RunRecord:
 
     @property
     def outcome(self) -> str | None:
-        """The kind of message that ended the run."""
         kinds = ("ended", "failed", "refused", "superseded")
         return next((kind for kind in kinds if kind in self.last), None)
 
     def text(self, prompt: int) -> list[int]:
-        """The output from its first position on. Fails at a gap."""
         positions = sorted(self.tokens)
         assert positions == list(range(positions[0], positions[0] + len(positions))) if positions else True
         assert not positions or positions[0] >= prompt
@@ -44,8 +42,6 @@ class RunRecord:
 
 
 class ReceivedMessages:
-    """The messages of a session, by run. Raises AssertionError for one that the protocol forbids."""
-
     def __init__(self) -> None:
         self.records: dict[tuple[str, int], RunRecord] = {}
         self.scheduled: list[tuple[str, int]] = []
@@ -59,7 +55,6 @@ class ReceivedMessages:
         return self.records.setdefault((run.request, run.attempt), RunRecord())
 
     def begin_session(self) -> None:
-        """Forgets slots of an earlier session; keeps records of runs."""
         self.welcome = None
         self._slots.clear()
 
@@ -114,7 +109,7 @@ class ReceivedMessages:
 
 
 class Router(ReceivedMessages):
-    """``async with`` opens the session, and raises what the worker sent against the protocol."""
+    """Router with one session. ``async with`` opens it, and raises what the worker sent against the protocol."""
 
     def __init__(self, node: Node, name: str = "router", incarnation: int = 1) -> None:
         super().__init__()
@@ -128,7 +123,6 @@ class Router(ReceivedMessages):
         self._writing = asyncio.Lock()
 
     async def open(self, *owned: wire.Hello.Owned, worker: wire.Peer | None = None) -> wire.Welcome:
-        """Send hello and wait for the welcome. Raises AssertionError if the session ends instead."""
         self.channel = grpc.aio.insecure_channel(self.node.address, [("grpc.use_local_subchannel_pool", 1)])
         self.call = services.DecodeStub(self.channel).Session()
         self.begin_session()
@@ -165,11 +159,9 @@ class Router(ReceivedMessages):
         return session is not None and session.router.incarnation != self.peer.incarnation
 
     async def send(self, **message: Any) -> None:
-        """No effect when the session is over."""
         await self.write(wire.RouterMessage(**message))
 
     async def write(self, message: wire.RouterMessage) -> None:
-        """As `send`. A call takes one message at a time."""
         async with self._writing:
             with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
                 await self.call.write(message)
@@ -196,7 +188,6 @@ class Router(ReceivedMessages):
         return [self.record_of(run) for run in runs]
 
     async def until_message(self, run: wire.Run, kind: str) -> Any:
-        """The latest message of that kind about the run, once there is one."""
         await self.until(lambda: kind in self.record_of(run).last)
         return self.record_of(run).last[kind]
 

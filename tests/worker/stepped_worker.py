@@ -27,7 +27,7 @@ LEASE_S = 2.0
 
 
 class SteppedLoop(EngineLoop):
-    """Has no thread: `turn` makes one step, `deliver` passes its result to the event loop."""
+    """Engine loop without a thread: `turn` makes one step, `deliver` passes its result to the event loop."""
 
     def start(self) -> None:
         self._event_loop = asyncio.get_running_loop()
@@ -73,7 +73,7 @@ class SteppedLoop(EngineLoop):
 
 @dataclass
 class Network:
-    """``flows``: messages pass; ``breaks``: the next message breaks its fetch."""
+    """Network whose messages pass while ``flows`` is set; with ``breaks`` the next message breaks its fetch."""
 
     flows: asyncio.Event = field(default_factory=asyncio.Event)
     breaks: bool = False
@@ -103,8 +103,6 @@ class LocalSource:
 
 
 class Node:
-    """A worker without a server."""
-
     memory = None
 
     def __init__(self, name: str, nodes: dict[str, Node], network: Network, blocks: int) -> None:

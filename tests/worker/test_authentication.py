@@ -66,7 +66,6 @@ async def worker(files: PeerFiles) -> AsyncIterator[tuple[Server, Worker]]:
 
 
 async def call(channel: grpc.aio.Channel, method: MethodDescriptor) -> grpc.aio.AioRpcError | None:
-    """Sends one empty message; returns the error."""
     name = f"/{method.containing_service.full_name}/{method.name}"
     requests: Any = iter([b""]) if method.client_streaming else b""
     kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
@@ -83,7 +82,7 @@ async def call(channel: grpc.aio.Channel, method: MethodDescriptor) -> grpc.aio.
 
 
 def served(one: Worker) -> float:
-    """Calls that reached a handler, which refused them because the worker is starting."""
+    """Count calls that reached a handler, which refused them because the worker is starting."""
     samples = (sample for metric in one.registry.collectors.collect() for sample in metric.samples)
     return sum(
         one.value for one in samples if one.name == "decant_errors_total" and one.labels["reason"] == "no_worker"

@@ -40,7 +40,6 @@ class Queue:
         self.admitted.append((run.request.id, arrival))
 
     async def step(self, *between: Callable[[Engine], object]) -> None:
-        """The posted commands, ``between``, then a step, reported in the engine loop's order."""
         posted, self.posted = self.posted, []
         for command, _ in posted:
             command(self.engine)

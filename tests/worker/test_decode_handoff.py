@@ -63,8 +63,6 @@ async def test_an_output_that_ended_with_its_first_token_leaves_nothing_to_fetch
 
 
 class Tampered:
-    """A transport that changes the messages of senders."""
-
     memory = None
 
     def __init__(self, transport: Transport, tamper: Callable[[Received], Received]) -> None:

@@ -55,6 +55,5 @@ def test_runs_end_once_and_leave_nothing_when_the_worker_drains_or_its_engine_cr
     st.integers(0, 255), st.integers(0, 40), st.sampled_from([*MESSAGES, "leave", "cut", "stall"]), st.integers(0, 255)
 )
 def test_a_fetched_run_survives_one_event_at_any_instant(size: int, instant: int, event: str, value: int) -> None:
-    """From the Start to the end, in half steps of each engine."""
     steps = [("deliver" if half % 2 else "step", half // 2) for half in range(60)]
     run(play([("fetch", size), *steps[:instant], (event, value), *steps[instant:]]))

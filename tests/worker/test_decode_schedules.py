@@ -97,7 +97,6 @@ class Schedule:
         await asyncio.sleep(self.rng.choice((0, 0.001, 0.01, 0.05)))
 
     async def _break(self) -> None:
-        """Lose the session for a moment, or for longer than anything waits."""
         await self.router.leave()
         await asyncio.sleep(self.rng.choice((0, 0, 0.02, 0.7)))
         await self._reconnect(everything=self.rng.random() < 0.7)
@@ -122,8 +121,6 @@ def is_over(record: RunRecord, prompt: int) -> bool:
 
 
 async def owners_are_known(node: Node, others: set[str]) -> bool:
-    """Each sequence and arrival belongs to a held run, or to ``others``."""
-
     def alive(engine: Engine) -> set[str]:
         engine.check_integrity()
         return {*engine.sequences, *engine.transfers.arrivals}

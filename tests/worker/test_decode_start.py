@@ -82,7 +82,6 @@ async def test_a_step_is_one_frame_for_all() -> None:
 
 
 async def until_all_are_admitted(node: Node, runs: Sequence[wire.Run]) -> None:
-    """Until the engine has all of them before its next step."""
     await eventually(lambda: len(node.decode.run_manager.executor.admission._answers) == len(runs))
 
 

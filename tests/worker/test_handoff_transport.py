@@ -1,5 +1,3 @@
-"""The start of NIXL: announced, limited, and refused in words."""
-
 from __future__ import annotations
 
 import threading

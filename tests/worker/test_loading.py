@@ -61,7 +61,6 @@ def test_the_time_of_a_step_is_that_of_the_settings() -> None:
 
 
 async def test_a_device_is_loaded_in_a_thread_that_ends_and_its_error_is_raised() -> None:
-    """Its OpenMP threads would stay beside those of the engine."""
     threads: list[threading.Thread] = []
 
     def load(settings: WorkerSettings) -> FakeDevice:
@@ -80,7 +79,6 @@ async def test_a_device_is_loaded_in_a_thread_that_ends_and_its_error_is_raised(
 
 
 def test_the_reading_of_tensors_is_reported() -> None:
-    """With transformers' own loop over the tensors, which the report depends on."""
     with capture_logs() as logged, loading._reporting(set_tqdm_hook, 10, 30, interval_s=0):
         AutoModelForCausalLM.from_pretrained(path())
     percents = [line["percent"] for line in logged if line["event"] == "loading steps"]

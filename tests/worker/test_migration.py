@@ -49,7 +49,6 @@ def with_written(work: wire.EngineRequest, old: Router, prompt: int) -> wire.Eng
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 async def test_source_and_target_generate_one_text_wherever_the_run_migrates(seed: int) -> None:
-    """Every third model has two cache groups."""
     rng, windows = random.Random(seed), (FULL, Window(Kind.SLIDING, 9)) if seed % 3 == 2 else (FULL,)
     prompt, wanted = rng.randint(1, 60), 200
     work = make_work(prompt, wanted, seed=seed)
@@ -135,7 +134,6 @@ async def test_the_lease_is_renewed_by_heartbeats_while_the_target_waits_for_blo
 
 
 async def test_after_the_commit_the_loss_of_the_target_fails_the_run() -> None:
-    """The commit is the sender's last message, even if it is lost."""
     work = make_work(10, 300)
     async with pair() as (old, new):
         await old.start(RUN, work)

@@ -27,7 +27,7 @@ async def test_a_former_owner_cannot_affect_a_live_run_however_old_the_adoption_
 
 
 async def test_runs_of_an_earlier_incarnation_of_a_router_continue_until_they_are_adopted() -> None:
-    """Its hello lists none of them: it has yet to read what it can adopt."""
+    """The new hello lists none of them: the router has yet to read what it can adopt."""
     run, adopted, work = make_run(), make_run(epoch=2), make_work(8, 200)
     async with Node("d") as node:
         node.device.seconds = 0.02
@@ -69,7 +69,6 @@ async def test_a_worker_names_all_routers_with_a_live_session_when_that_changes(
 
 
 def other(run: wire.Run) -> wire.Run:
-    """The same id, epoch and attempt, of another payload."""
     return wire.Run(request=run.request, epoch=run.epoch, attempt=run.attempt, digest=b"b" * 32)
 
 

@@ -57,7 +57,6 @@ def test_calls_end_once_and_leave_nothing_when_the_worker_drains_or_its_engine_c
     st.integers(0, 255),
 )
 def test_a_handoff_survives_one_event_at_any_instant(size: int, instant: int, event: str, value: int) -> None:
-    """From the call to its end, in half steps of each engine."""
     steps = [("deliver" if half % 2 else "step", 2 * (half // 2 % 2)) for half in range(60)]
     fetch = [("receive", 0)] if size % 2 else []
     run(play([("handoff", size), *steps[:8], *fetch, *steps[8 : 8 + instant], (event, value), *steps[8 + instant :]]))

@@ -36,7 +36,7 @@ SMALL = ("--kv-bytes", str(1 << 16))
 
 
 class Process:
-    """An interpreter of its own if ``whole``, else a fork. Ends with the test."""
+    """Process of a worker: an interpreter of its own if ``whole``, else a fork. Ends with the test."""
 
     def __init__(self, module: Sequence[str], *arguments: str, whole: bool = False, **environ: str) -> None:
         name, words = module[0], [*module[1:], "--log-format", "json", "--port", "0", *arguments]

@@ -24,7 +24,6 @@ EVERY_S = 0.05
 
 @pytest.fixture
 def server() -> Iterator[PrivateRedis]:
-    """On a reserved port, so that another can take its place."""
     with reserved_port() as port, PrivateRedis(port=port) as server:
         yield server
 

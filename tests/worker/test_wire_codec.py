@@ -14,7 +14,7 @@ from decant.worker.wire_codec import RequestRejected, end_reason, logprobs_to_wi
 
 
 def whole_work() -> wire.EngineRequest:
-    """Every field that this build honours, none at its neutral value."""
+    """Work with every field that this build honours, none at its neutral value."""
     return wire.EngineRequest(
         model="m",
         prompt=pack([5, 6, 7]),

@@ -9,7 +9,7 @@ PATIENCE = 60.0
 
 
 async def eventually(reached: Callable[[], Any]) -> None:
-    """Polls; ``reached`` may return a coroutine."""
+    """Poll until ``reached``, which may return a coroutine, is true."""
     async with asyncio.timeout(PATIENCE):
         while True:
             result = reached()
@@ -19,7 +19,7 @@ async def eventually(reached: Callable[[], Any]) -> None:
 
 
 def advance(seconds: float) -> None:
-    """The event loop's clock: what is due by then runs in the next turn, however long the test took before."""
+    """Advance the event loop's clock: what is due by then runs in the next turn, however long the test took before."""
     loop = asyncio.get_running_loop()
     clock = loop.time
     loop.time = lambda: clock() + seconds  # type: ignore[method-assign]

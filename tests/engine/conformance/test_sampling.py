@@ -56,7 +56,6 @@ def test_a_bias_forces_a_token_and_forbids_one(make: MakeDevice) -> None:
     "penalty", [{"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 10.0}]
 )
 def test_a_penalty_ends_a_repetition(make: MakeDevice, penalty: dict[str, Any]) -> None:
-    """The least bias that makes a token repeat; the penalty outweighs it."""
     biases: Iterator[Any] = ({7: step * 1.5} for step in range(40))
     bias, text = next((bias, text) for bias in biases if (text := written(make, logit_bias=bias)).count(7) > 2)
     changed = written(make, logit_bias=bias, **penalty)

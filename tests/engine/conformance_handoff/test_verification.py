@@ -97,7 +97,6 @@ def test_an_inconsistent_transfer_is_rejected(make: MakeDevice, fault: str) -> N
 
 
 def test_a_byte_that_flips_before_the_export_is_detected(make: MakeDevice) -> None:
-    """The checksum is computed when the block is filled."""
     sender, _ = parked_sender(make)
     table = sender.sequences["moved"].block_table
     assert table is not None

@@ -29,7 +29,7 @@ from decant.engine.cuda import (
 
 
 def shapes() -> dict[str, tuple[Any, str, dict[str, Any]]]:
-    """By name: kernel, types of its arguments in order, constants. Shapes of Llama-3.1-8B, then the widest heads."""
+    """Return kernels by name, with argument types in order: shapes of Llama-3.1-8B, then the widest heads."""
     heads = {"BLOCK": 16, "KV_HEADS": 8, "KEY_DIM": 128, "VALUE_DIM": 128}
     kernels: dict[str, tuple[Any, str, dict[str, Any]]] = {
         "add_rms_norm": (

@@ -1,4 +1,4 @@
-"""Against a float64 reference; in triton's interpreter if there is no GPU."""
+"""Attention against a float64 reference, in triton's interpreter if there is no GPU."""
 
 from __future__ import annotations
 
@@ -55,8 +55,6 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 
 class AttentionInputs:
-    """Random keys and values; the step computes the last positions of each sequence."""
-
     def __init__(self, case: Case, seed: int = 0) -> None:
         self.case = case
         generator = torch.Generator().manual_seed(seed)
@@ -70,7 +68,7 @@ class AttentionInputs:
         self.sinks = normal(case.heads) if case.sinks else None
 
     def run(self, chosen: Sequence[int]) -> dict[int, torch.Tensor]:
-        """Output [tokens, heads, value dim] of each chosen row, in one step over blocks of NaN."""
+        """Return the output [tokens, heads, value dim] of each chosen row, in one step over blocks of NaN."""
         case = self.case
         layer = LayerSpec(case.kv_heads, case.key_dim, case.value_dim)
         layout = KvLayout((layer, layer), BLOCK, case.dtype.itemsize)
@@ -113,7 +111,6 @@ class AttentionInputs:
         return dict(zip(order, out.split(lengths), strict=True))
 
     def _check_written(self, store: KvStore, before: torch.Tensor, slots: Sequence[int]) -> None:
-        """Only the step's slots of layer 1 changed."""
         expected = before
         start = store.layout.offsets[1]
         width = self.case.kv_heads * self.case.key_dim, self.case.kv_heads * self.case.value_dim

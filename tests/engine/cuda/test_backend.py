@@ -37,7 +37,7 @@ LAYOUT = KvLayout((LayerSpec(1, 16, 16),), 16, 4)
 
 
 class InterpretedBackend(CudaBackend):
-    """The backend, whatever device the tensors are on. ``inside``: how often ``around_step`` is entered now."""
+    """Backend for tensors on any device; ``inside`` counts open ``around_step`` blocks."""
 
     inside = 0
 
@@ -121,7 +121,6 @@ def attention_of(backend: CudaBackend, store: KvStore, monkeypatch: pytest.Monke
 def test_a_kernel_that_fails_in_the_dtype_of_the_comparison_computes_the_served_one(
     exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A load compares in float32, which needs twice the shared memory: a GPU may have too little for it."""
     fails = {torch.float32: "out of shared memory"}
     monkeypatch.setattr(cuda_backend, "try_attention", lambda spec, layout, dtype, device: fails.get(dtype))
     monkeypatch.setattr(cuda_backend, "try_sampler", lambda *_: None)
@@ -135,7 +134,6 @@ def test_a_kernel_that_fails_in_the_dtype_of_the_comparison_computes_the_served_
 
 
 def test_a_missing_compiler_is_a_reason_and_a_lost_device_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton builds a launcher for each kernel with the machine's C compiler."""
     errors: list[Exception] = [
         subprocess.CalledProcessError(1, "gcc"),
         torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700),

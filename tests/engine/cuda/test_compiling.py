@@ -53,6 +53,5 @@ def test_products_run_on_tensor_cores() -> None:
 
 @pytest.mark.slow
 def test_no_kernel_is_compiled_again_for_another_batch() -> None:
-    """In ``linear`` that would be another kernel for a row alone, whose bits are promised."""
     for name, fact in compiled("90").items():
         assert not set(fact["specialized"]) & DIFFERENT_IN_EVERY_STEP.get(name.split()[0], set()), name

@@ -78,7 +78,6 @@ def test_a_model_with_other_parts_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_model_is_exact_by_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe refuses an exact backend whose rows depend on their neighbours. Norms of heads are included."""
     monkeypatch.setattr(cuda_backend, "TRIAL_SAMPLING", cuda_backend.TRIAL_SAMPLING[:1])
     for name, size in {"TILE_ROWS": 64, "TILE_COLUMNS": 256, "TILE_DEPTH": 64}.items():
         monkeypatch.setattr(exact, name, size)
@@ -95,7 +94,6 @@ def test_a_model_is_exact_by_the_probe(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_decoded_tokens_and_chunks_have_one_compiled_kernel() -> None:
-    """Tiles of other sizes have other tensor-core instructions, which sum in another order: wgmma from 64 rows on."""
     rows = [Row(Request(str(start), (1,) * 9), [1] * 9, start, 9, (array("i", [start]),), True) for start in (0, 8)]
     for is_exact, count in ((True, 1), (False, 2)):
         backend = InterpretedBackend(DEVICE, exact=is_exact)

@@ -37,7 +37,6 @@ def test_a_batch_runs_in_the_smallest_graph_that_was_captured() -> None:
 
 @pytest.mark.parametrize(("limits", "most"), [(GraphLimits(seconds=3.5), 4), (GraphLimits(bytes=250), 3)])
 def test_capturing_ends_when_seconds_or_bytes_are_spent(limits: GraphLimits, most: int) -> None:
-    """Each capture takes a second and 100 bytes of the simulated device."""
     done: list[GraphSize] = []
     captured = capture_all(
         sizes := graph_sizes(64),

@@ -30,7 +30,6 @@ def random(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def assert_close(result: torch.Tensor, expected: torch.Tensor) -> None:
-    """Per row, relative to its norm."""
     difference = (result.double() - expected).norm(dim=-1)
     assert bool((difference <= TOLERANCE[result.dtype] * expected.norm(dim=-1)).all())
 
@@ -82,7 +81,6 @@ def test_a_gated_activation_writes_its_numbers_alone() -> None:
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """heads [n, T, width] by cos and sin [T, width], in float64."""
     first, second = heads.double().chunk(2, -1)
     return heads.double() * cos.double() + torch.cat([-second, first], -1) * sin.double()
 

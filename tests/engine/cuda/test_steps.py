@@ -41,7 +41,7 @@ EOS = frozenset({7})
 
 
 class Rerun:
-    """Its replay computes again over the same buffers, as a graph does."""
+    """Capture whose replay computes again over the same buffers, as a graph does."""
 
     replays = 0
 
@@ -94,7 +94,6 @@ def rows_of_a_step() -> list[Row]:
 
 
 def test_a_step_draws_what_the_plain_sampler_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens, log-probabilities with ties, and rows whose logits are not finite."""
     monkeypatch.setattr(step_draw, "LOGPROB_ROWS", 2)
     rows = rows_of_a_step()
     flat = flatten(rows, 16, 99)
@@ -132,7 +131,6 @@ def load_interpreted(
 
 
 def host_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of called tensor methods that make the host wait for a device."""
     calls: list[str] = []
 
     def counted(name: str) -> Any:
@@ -153,10 +151,6 @@ def host_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_batches_replayed_with_padding_generate_what_transformers_generates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The decodes of 3 rows in a graph of 4, in overlapping steps, with no wait but that for each result.
-
-    All launches, of trials, captures and steps, are made where ``around_step`` has chosen the device.
-    """
     launches = recorded(monkeypatch, Staging, "upload", lambda *_: InterpretedBackend.inside)
     config = tiny.config("llama")
     config.num_hidden_layers = 1
@@ -191,8 +185,6 @@ def test_batches_replayed_with_padding_generate_what_transformers_generates(
 
 
 class Outputs(Rerun):
-    """Keeps what the captured functions return."""
-
     def __init__(self) -> None:
         self.outputs: list[torch.Tensor] = []
 
@@ -202,7 +194,6 @@ class Outputs(Rerun):
 
 
 def test_all_graphs_write_their_logits_to_one_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph keeps the memory of what it returns."""
     config = tiny.config("llama")
     config.num_hidden_layers = 1
     monkeypatch.setattr("decant.engine.cuda.graphs.graph_sizes", lambda rows: [GraphSize(1, 2), GraphSize(3, 6)])
@@ -214,8 +205,6 @@ def test_all_graphs_write_their_logits_to_one_buffer(tmp_path: Path, monkeypatch
 
 
 class FakeCuda:
-    """torch.cuda as ``Capture`` uses it: the current stream, and a capture that may fail when it ends."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current: list[Any] = ["default"]
         self.streams = 0
@@ -245,7 +234,7 @@ class FakeCuda:
 
     @contextmanager
     def graph(self, graph: Any, pool: Any, stream: Any) -> Iterator[None]:
-        """As torch's: after a failure the stream is left current."""
+        """Capture as torch does: after a failure the stream is left current."""
         self.current.append(stream)
         self.captured_on.append(stream)
         yield

@@ -45,8 +45,6 @@ def test_other_layers_are_not_fused(name: str, changes: dict[str, Any], tmp_path
 
 
 class DistanceScaled(LlamaDecoderLayer):
-    """Scales distant tokens; the fused layer ignores positions."""
-
     def forward(self, *given: Any, **named: Any) -> torch.Tensor:
         answer: torch.Tensor = super().forward(*given, **named)
         positions: torch.Tensor = named["position_ids"]
@@ -88,7 +86,6 @@ CHANGES = [_more_values, _narrower_norm, _head_width_that_does_not_divide]
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
 def test_parts_with_other_widths_are_not_tried(change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel takes addresses: it would read outside the tensors."""
     tried: list[Any] = []
     run = _Trial.run
 

@@ -20,8 +20,6 @@ STEP_SECONDS = 0.02
 
 
 class Device(FakeDevice):
-    """Counts its steps, records their thread, sleeps and crashes on request."""
-
     def __init__(self, num_blocks: int = 64) -> None:
         super().__init__(num_blocks=num_blocks, block_size=BLOCK, context_length=96, cost=lambda _: self.seconds)
         self.before: Callable[[], object] = lambda: None
@@ -77,7 +75,7 @@ class Harness:
         return next(ended for output in self.outputs for ended in output.ended if ended.id == id)
 
     async def stays_asleep(self) -> bool:
-        """Whether, after the current work, the thread runs no step and uses no CPU for a while."""
+        """Return whether, after the current work, the thread runs no step and uses no CPU for a while."""
         for _ in range(40):
             before = self._spent()
             await asyncio.sleep(0.05)
@@ -106,7 +104,6 @@ async def running(num_blocks: int = 64) -> AsyncIterator[Harness]:
 
 
 async def fails_as_stopped(call: Callable[[], Awaitable[object]]) -> BaseException | None:
-    """Check that the call raises EngineStopped; return its cause."""
     with pytest.raises(EngineStopped) as stopped:
         await asyncio.wait_for(call(), 20)
     return stopped.value.__cause__

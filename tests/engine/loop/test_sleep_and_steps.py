@@ -36,7 +36,6 @@ async def test_with_no_work_the_thread_sleeps() -> None:
 
 
 async def test_a_stalled_engine_sleeps() -> None:
-    """A lease holds the blocks that a waiting sequence needs."""
     async with running(num_blocks=8) as harness:
         await harness.add(make_request("holder", prompt(24), 4, park_after=1))
         await harness.until(lambda: bool(harness.text("holder")))

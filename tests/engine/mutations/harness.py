@@ -14,7 +14,6 @@ SEEDS = range(60)
 
 
 def first_failure(windows: Windows = (FULL,)) -> str:
-    """Message of the first script that breaks a property; empty if none does."""
     for seed in SEEDS:
         try:
             play(seed, windows=windows)
@@ -24,7 +23,6 @@ def first_failure(windows: Windows = (FULL,)) -> str:
 
 
 def check_found(fault: Callable[[Patch], None], expected: str, patch: Patch, windows: Windows = (FULL,)) -> None:
-    """Require that a script breaks a property with the ``expected`` message."""
     patch.setattr(machine, "MEMORY", {})  # a fault may change the expected output too
     fault(patch)
     message = first_failure(windows)

@@ -42,8 +42,6 @@ def ask_too_much_of_a_prefix_hit(patch: Patch) -> None:
 
 
 def allocate_some_groups_only(patch: Patch) -> None:
-    """The first group keeps its block when the second gets none."""
-
     def allocate(
         pool: BlockPool, owner: str, count: int, prefix: Sequence[GroupBlocks] = (), reserved_blocks: int = 0
     ) -> BlockTable:

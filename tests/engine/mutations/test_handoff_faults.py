@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 def swap_two_blocks(patch: Patch) -> None:
-    """All checksums match."""
+    """Swap two blocks; all checksums match."""
 
     def accept(arrival: IncomingSequence, commit: TransferCommit) -> EngineSequence:
         received, store = sorted(arrival._checksums), arrival._store
@@ -64,7 +64,7 @@ def flip_a_byte_and_forge_the_sum(patch: Patch) -> None:
 
 
 def end_a_lease_early(patch: Patch) -> None:
-    """Blocks are freed with their sequence; the export reads later contents."""
+    """Free blocks with their sequence, so that the export reads later contents."""
 
     def offer(
         export: KvExport, sequence: EngineSequence, address: BlockAddress, checksum: transfer.Checksum
@@ -108,7 +108,6 @@ def continued(log: OutputLog, payload: Payload) -> OutputLog:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_fault_with_matching_checksums_changes_the_output(change: str) -> None:
-    """Only comparing outputs finds such faults."""
     sender = make_engine()
     log = run(sender, REQUEST)
     payload = export_sequence(sender, REQUEST.id)

@@ -18,8 +18,6 @@ pytestmark = pytest.mark.slow
 
 
 def publish_too_early(patch: Patch) -> None:
-    """All full blocks of the tokens, computed or not."""
-
     def commit(engine: Engine, *step: Any) -> None:
         original(engine, *step)
         for sequence in engine.scheduler.running:
@@ -31,7 +29,7 @@ def publish_too_early(patch: Patch) -> None:
 
 
 def publish_an_output_block_too_early(patch: Patch) -> None:
-    """On release, when the slot of the last token is empty."""
+    """Publish on release, when the slot of the last token is empty."""
 
     def release(scheduler: Scheduler, sequence: EngineSequence) -> None:
         computed, sequence.num_computed = sequence.num_computed, len(sequence.tokens)
@@ -55,8 +53,6 @@ def spend_one_token_too_many(patch: Patch) -> None:
 
 
 def fill_by_time_alone(patch: Patch) -> None:
-    """If seconds are known, tokens are not counted."""
-
     def spend(budget: _Budget, sequence: EngineSequence, slots: int) -> Row:
         limits = budget._limits
         if budget._predictor.costs != StepCostModel():

@@ -11,9 +11,9 @@ from tests.engine.state_machine import Watched
 
 
 class Overlapping(FakeDevice):
-    """Computes a step when it is submitted, when its result is awaited, or in between.
+    """Device that computes a step when it is submitted, when its result is awaited, or in between.
 
-    ``rng`` chooses. ``ahead`` counts steps submitted before the last was awaited.
+    ``rng`` chooses. ``ahead`` counts the steps that were submitted before the last was awaited.
     """
 
     overlaps_steps = True
@@ -74,7 +74,6 @@ class WatchedOverlapping(Overlapping, Watched):
 
 
 def make_overlapping(num_blocks: int = 64, eos: Iterable[int] = (), seed: int = 0) -> Overlapping:
-    """As ``factories.make_device``."""
     device = Overlapping(
         num_blocks=num_blocks,
         block_size=BLOCK,

@@ -17,8 +17,6 @@ from tests.engine.properties import nothing_is_held
 
 
 class Unreliable(Overlapping):
-    """``bad``: ids whose rows have no valid logits. ``error``: raised once, by the wait for a step's result."""
-
     bad: frozenset[str] = frozenset()
     error: Exception | None = None
 

@@ -13,7 +13,7 @@ from tests.engine.overlap.harness import Overlapping
 
 
 class Eager(Overlapping):
-    """Computes on submission: the next submission delays what is delivered after it."""
+    """Device that computes on submission: the next submission delays what is delivered after it."""
 
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         wait = super().submit(plan)

@@ -14,7 +14,6 @@ from tests.engine.sampler.harness import SAMPLER, serve
 
 @pytest.fixture(params=["compiled", "torch"])
 def each_sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled, if there are kernels, and in tensor operations."""
     if request.param == "torch":
         monkeypatch.setitem(SAMPLER, "sampler", Sampler(SCORES_AT_ONCE))
     elif KERNELS is None:

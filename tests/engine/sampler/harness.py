@@ -72,7 +72,7 @@ both_samplers = pytest.mark.usefixtures("each_sampler")
 
 
 def exact(drawn: Row, logits: torch.Tensor) -> np.ndarray:
-    """The documented distribution, in float64 and step by step."""
+    """Compute the documented distribution in float64, step by step."""
     sampling, stop = drawn.request.sampling, drawn.request.stop
     scores: np.ndarray = logits.double().numpy().copy()
     output = drawn.tokens[drawn.request.prompt_len :]
@@ -101,14 +101,13 @@ def exact(drawn: Row, logits: torch.Tensor) -> np.ndarray:
 
 
 def logits_of(seed: int, count: int = 1, vocabulary: int = VOCAB) -> torch.Tensor:
-    """The rows' tokens are likely, so that penalties change them."""
+    """Logits that make the rows' tokens likely, so that penalties change them."""
     logits = torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(seed)) * 1.5
     logits[:, list({*PROMPT, *OUTPUT})] += 2.0
     return logits
 
 
 def row(mix: dict[str, Any], output: Sequence[int] = OUTPUT, min_tokens: int = 0, **more: Any) -> Row:
-    """Not greedy by default."""
     sampling = SamplingParams(**{"temperature": 1.0, **mix, **more})
     stop = StopParams(min_tokens=min_tokens, stop_token_ids=frozenset({4}))
     request = Request("r", PROMPT, sampling=sampling, stop=stop)

@@ -37,7 +37,7 @@ def draws(drawn: dict[str, Any], logits: torch.Tensor, **options: Any) -> np.nda
 
 
 def chi_square(counts: np.ndarray, shares: np.ndarray) -> float:
-    """p-value; 0 if a token with probability 0 was drawn. Tokens expected fewer than 5 times share one bin."""
+    """Return the p-value, or 0 if a token with probability 0 was drawn."""
     if counts[shares == 0].any():
         return 0.0
     expected = shares * counts.sum()
@@ -131,7 +131,6 @@ def test_tokens_with_scores_beyond_the_float_range_are_drawn(mix, narrow):
 @both_samplers
 @pytest.mark.parametrize("name", ["repetition", "presence", "frequency"])
 def test_only_the_repetition_penalty_counts_the_prompt(name):
-    """Tokens 5 and 11 are only in the prompt."""
     plain, changed = (exact(row(mix, output=()), logits_of(1)[0]) for mix in ({}, RANDOM[name]))
     logits = logits_of(1)
     counts = draws(RANDOM[name], logits, output=())

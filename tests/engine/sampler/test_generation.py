@@ -38,7 +38,6 @@ def test_a_seed_gives_the_same_output_in_any_chunking_and_batch(device):
 
 
 def test_logits_that_are_not_finite_fail_only_their_sequence(folder):
-    """One token's embedding is NaN; a sequence with it in its prompt fails."""
     device = serve(folder)
     prompts = {f"p{length}": tiny.prompt(length, length) for length in (3, 20, 45, 130)}
     poison = next(token for token in range(tiny.VOCAB) if all(token not in tokens for tokens in prompts.values()))

@@ -25,7 +25,6 @@ def test_a_draw_depends_only_on_seed_output_index_and_position():
 
 
 def test_a_position_counts_output_tokens_only(monkeypatch):
-    """A request restarted with its output so far draws with the same numbers."""
     batch: list[tuple[int, ...]] = []
 
     def number(*where: int) -> float:
