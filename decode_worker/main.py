@@ -1,4 +1,4 @@
-"""A decode worker. It can also compute prompts; only the defaults of its settings differ from a prefill worker's."""
+"""A decode worker, which can also compute prompts."""
 
 from __future__ import annotations
 

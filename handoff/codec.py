@@ -19,14 +19,11 @@ _DATA = wire.KvChunk.DATA_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """``data`` replaces the data of its ``kv_chunk``, which may be empty."""
-
     response: wire.FetchResponse
     data: memoryview
 
 
 def encode(response: wire.FetchResponse, data: Sequence[bytes | memoryview] = ()) -> bytes:
-    """Copies ``data`` once; ``response`` has none."""
     head = response.SerializeToString()
     if not data:
         return head
@@ -36,7 +33,6 @@ def encode(response: wire.FetchResponse, data: Sequence[bytes | memoryview] = ()
 
 
 def decode(message: bytes) -> Received:
-    """Decodes any encoding; copies no data of ``encode``'s. Raises protobuf's DecodeError."""
     view = memoryview(message)
     head, data = _borders(view)
     if head:
@@ -46,7 +42,7 @@ def decode(message: bytes) -> Received:
 
 
 def _borders(view: memoryview) -> tuple[int, int]:
-    """End of the first ``kv_chunk`` and start of the data; zeros for any other encoding."""
+    """Return the end of the first ``kv_chunk`` and the start of the data; zeros for any other encoding."""
     head = _content(view, 0, _RUN)
     tail = head and _content(view, head.stop, _RUN)
     data = tail and _content(view, tail.start, _DATA)
@@ -56,7 +52,6 @@ def _borders(view: memoryview) -> tuple[int, int]:
 
 
 def _content(view: memoryview, at: int, tag: int) -> slice | None:
-    """None for another tag."""
     if at >= len(view) or view[at] != tag:
         return None
     length = shift = 0

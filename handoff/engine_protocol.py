@@ -1,6 +1,4 @@
-"""The operations of an engine that a handoff needs. From the engine it imports only the records that travel
-(``engine.transfer``) and its errors.
-"""
+"""Operations of an engine that a handoff needs."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ T = TypeVar("T")
 
 
 class SequenceTransfers(Protocol):
-    """Each raises EngineError for a sequence that it cannot serve."""
+    """Transfers of sequences; each method raises EngineError for a sequence that it cannot serve."""
 
     def export(self, id: str, cached_blocks: int = 0) -> KvExport: ...
 
@@ -39,7 +37,7 @@ class EngineThread(Protocol):
     async def call(
         self, command: Callable[[TransferEngine], T], undo: Callable[[TransferEngine, T], object] | None = None
     ) -> T:
-        """If the caller is cancelled after the command ran, ``undo`` gets the result."""
+        """Run a command on the engine's thread. If the caller is cancelled after it ran, ``undo`` gets the result."""
         ...
 
     def post(self, command: Callable[[TransferEngine], object]) -> None: ...

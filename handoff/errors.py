@@ -5,8 +5,6 @@ from decant.runtime.connections.peer import enum_name
 
 
 class HandoffFailed(Exception):
-    """``cause`` says whether and where a retry makes sense."""
-
     def __init__(self, cause: wire.Cause, detail: str, peer: wire.Peer | None = None) -> None:
         super().__init__(f"{enum_name(wire.Cause, cause)}: {detail}")
         self.cause = cause
@@ -22,4 +20,4 @@ class HandoffFailed(Exception):
 
 
 class SequenceAlreadyFinished(Exception):
-    """Every output ended before the commit."""
+    """The sequence ended before the commit: nothing is left to fetch."""

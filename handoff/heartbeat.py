@@ -13,7 +13,6 @@ T = TypeVar("T")
 async def with_heartbeat_timeout(
     messages: AsyncIterator[T], peer: str, seconds: float = SILENT_SECONDS
 ) -> AsyncIterator[T]:
-    """Raises HandoffFailed (PEER_LOST) after ``seconds`` of silence."""
     while True:
         try:
             async with loop_timeout(seconds):  # wait_for may lose a cancellation that comes with a message

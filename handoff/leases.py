@@ -36,8 +36,6 @@ class Lease:
 
 
 class LeaseTable:
-    """On one event loop. ``on_end`` is called with each ended lease, then ``on_expired`` if its time was over."""
-
     def __init__(
         self,
         lease_ms: int,
@@ -58,7 +56,6 @@ class LeaseTable:
         return ticket
 
     def renew_unopened(self, id: bytes) -> None:
-        """An open fetch renews by its acks instead."""
         lease = self._leases.get(id)
         if lease is not None and not lease.is_opened:
             self.renew(id)
@@ -72,12 +69,10 @@ class LeaseTable:
         return True
 
     def commit(self, lease: Lease) -> None:
-        """Call it when the commit is sent."""
         lease.is_committed = True
         self.renew(lease.ticket.id)
 
     def open(self, message: wire.Open) -> Lease:
-        """Raises HandoffFailed for a ticket that is unknown, used, or does not match the message."""
         lease = self._leases.get(message.ticket)
         if lease is None or lease.is_opened:
             raise HandoffFailed(wire.CAUSE_LEASE_OVER, "unknown ticket: its lease is over, or it was used")
@@ -97,7 +92,6 @@ class LeaseTable:
         return lease
 
     def close(self, id: bytes, failure: wire.Failure | None = None) -> Lease | None:
-        """``failure``: None if the receiver released the ticket. Returns None for an unknown one."""
         lease = self._leases.pop(id, None)
         if lease is not None:
             lease.timer.cancel()

@@ -7,8 +7,8 @@
     read ····· of registered memory, no message ·········>
     the chunk with its data, as if it had come in it
 
-What is read is verified as what is sent. The commit is sent after the Ack of the last chunk. If the lease or the call
-ends before, the sender takes the blocks back during a read, which finds other bytes: the checksums refuse them.
+The commit is sent after the Ack of the last chunk. If the sender frees the blocks during a read, the checksums reject
+what was read.
 """
 
 from __future__ import annotations
@@ -36,33 +36,29 @@ class NoBuffer(Exception):
 
 
 class MemoryReader(Protocol):
-    """Reads the memory of one sender, for one fetch. ``close`` releases it, also during a read."""
+    """Reader of one sender's memory, for one fetch. ``close`` releases it, also during a read."""
 
     def connect(self, memory: wire.BlockMemory) -> None:
-        """Before the first read. Raises ConnectionError."""
+        """Connect before the first read. Raises ConnectionError."""
         ...
 
     async def read(self, parts: Sequence[range]) -> memoryview:
-        """The bytes of these parts of it, valid until the next read or ``close``. Raises ConnectionError."""
+        """Return the bytes of these parts, valid until the next read or ``close``. Raises ConnectionError."""
         ...
 
     def close(self) -> None: ...
 
 
 class MemoryAgent(Protocol):
-    """Offers this process's blocks to receivers, and reads those of senders."""
-
     @property
     def memory(self) -> wire.BlockMemory: ...
 
     def reader(self) -> MemoryReader:
-        """Raises NoBuffer."""
+        """Return a reader for one fetch. Raises NoBuffer."""
         ...
 
 
 class MemoryReads:
-    """A ``Transport`` over another, which moves the messages."""
-
     def __init__(self, messages: Transport, agent: MemoryAgent, layout: TransferLayout) -> None:
         self.memory = agent.memory
         self.agent = agent

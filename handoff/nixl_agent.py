@@ -46,19 +46,16 @@ class NixlUnusable(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Peer:
-    """A connection; others may have been opened to the same agent."""
-
     name: str
 
 
 class NixlAgent:
-    """``blocks`` are registered until ``aclose``, which must come before they are freed. ``name`` must be unique.
+    """NIXL agent of this process, used by one thread at a time.
 
-    Used by one thread at a time.
+    ``name`` must be unique. ``blocks`` are registered until ``aclose``, which must come before they are freed.
     """
 
     def __init__(self, name: str, blocks: BlockMemory, buffer_bytes: int, read_seconds: float = READ_SECONDS) -> None:
-        """Raises NixlUnusable."""
         try:
             self.api: Any = importlib.import_module("nixl._bindings")
         except ImportError as error:
@@ -89,7 +86,6 @@ class NixlAgent:
         return NixlReader(self)
 
     def run(self, read: Any) -> asyncio.Task[None]:
-        """Run a read until its end, which ``aclose`` awaits."""
         task: asyncio.Task[None] = asyncio.create_task(read)
         self._reads.add(task)
         task.add_done_callback(self._reads.discard)
@@ -104,7 +100,6 @@ class NixlAgent:
         self.suppress_errors(self.agent.deregisterMem, self._blocks, self.ucx)
 
     def suppress_errors(self, call: Callable[..., object], *arguments: Any) -> bool:
-        """A call to NIXL for clean-up. Returns whether it succeeded."""
         try:
             call(*arguments)
         except self.errors as error:
@@ -123,7 +118,7 @@ class NixlAgent:
         return _Peer(name)
 
     def _disconnect(self, peer: _Peer) -> Coroutine[Any, Any, None]:
-        """At once, as an agent of that name may be loaded again; NIXL removes it from all its connections."""
+        """Disconnect before the coroutine runs: an agent of that name may be loaded again meanwhile."""
         self._loaded[peer.name] -= 1
         if not self._loaded[peer.name]:
             del self._loaded[peer.name]
@@ -133,10 +128,7 @@ class NixlAgent:
 
 
 class NixlReader:
-    """A ``MemoryReader``: reads into one registered buffer, which is released when the last read has ended."""
-
     def __init__(self, agent: NixlAgent) -> None:
-        """Raises NoBuffer."""
         self._agent = agent
         self._memory = wire.BlockMemory()
         self._peer = _Peer("")  # until ``connect``
@@ -189,7 +181,6 @@ class NixlReader:
         )
 
     async def _transfer(self, local: list[tuple[int, int, int]], remote: list[tuple[int, int, int]]) -> None:
-        """Raises ConnectionError; the next fetch connects again."""
         limit = self._agent.read_seconds
         try:
             await self._post(local, remote, limit)
@@ -203,7 +194,6 @@ class NixlReader:
     async def _post(
         self, local: list[tuple[int, int, int]], remote: list[tuple[int, int, int]], seconds: float
     ) -> None:
-        """Raises TimeoutError, and NIXL's errors."""
         api, agent = self._agent.api, self._agent.agent
         segment = api.VRAM_SEG if self._memory.HasField("gpu") else api.DRAM_SEG
         pause, longest = POLL_SECONDS

@@ -37,8 +37,6 @@ _POSITION = struct.Struct("<QIIIII")
 
 @dataclass(frozen=True, slots=True)
 class TransferLayout:
-    """Equal on both sides. ``hash``: the ticket carries it as its layout."""
-
     block_size: int
     block_bytes: int
     hash: int
@@ -51,8 +49,6 @@ class TransferLayout:
 
 @dataclass(frozen=True, slots=True)
 class FilledBlock:
-    """``checksum``: over ``address`` and ``data``."""
-
     address: BlockAddress
     data: bytes | memoryview
     checksum: int
@@ -68,14 +64,13 @@ class LocatedBlock:
 
 
 def message_checksum(run: wire.Run, layout: TransferLayout, message: wire.KvChunk, size: int) -> int:
-    """Over run, group, position, size and the checksums of the blocks that end in this message."""
     position = _POSITION.pack(layout.hash, run.attempt, message.group, message.first_position, message.offset, size)
     checksums = message.block_checksums
     return checksum(run.request.encode() + position + struct.pack(f"<{len(checksums)}Q", *checksums))
 
 
 def pack(run: wire.Run, layout: TransferLayout, blocks: Sequence[FilledBlock | LocatedBlock]) -> Iterator[bytes]:
-    """Encoded messages of consecutive blocks of a group. Bytes are copied when the iterator yields their message."""
+    """Encode consecutive blocks of one group. Bytes are copied when the iterator yields their message."""
     if layout.block_bytes > layout.message_bytes:
         for block in blocks:
             yield from _pieces(run, layout, block)
@@ -110,7 +105,6 @@ def _message(
 
 
 def located_parts(layout: TransferLayout, chunk: wire.KvChunk) -> list[range]:
-    """The parts of a ``_message`` that has ``block_offsets``. Raises HandoffFailed (CORRUPT)."""
     size = min(layout.block_bytes - chunk.offset, layout.message_bytes)
     if size <= 0 or len(chunk.block_offsets) > layout.blocks_per_message:
         raise _corrupt(f"{len(chunk.block_offsets)} block offsets with {size} bytes each")
@@ -118,7 +112,7 @@ def located_parts(layout: TransferLayout, chunk: wire.KvChunk) -> list[range]:
 
 
 class Unpacker:
-    """Rejects messages of another run, position or order. The caller compares block checksums."""
+    """Unpacks a fetch; rejects messages of another run, position or order. The caller compares block checksums."""
 
     def __init__(self, run: wire.Run, layout: TransferLayout) -> None:
         self.received_bytes = 0  # of cache
@@ -129,7 +123,7 @@ class Unpacker:
         self._num_filled = 0
 
     def unpack(self, message: wire.KvChunk, data: memoryview) -> list[FilledBlock]:
-        """The blocks that it completes, valid until the next message. Raises HandoffFailed (CORRUPT)."""
+        """Return the blocks that a message completes, valid until the next. Raises HandoffFailed (CORRUPT)."""
         index, rest = divmod(message.first_position, self._layout.block_size)
         if message_checksum(self._run, self._layout, message, len(data)) != message.checksum:
             raise _corrupt(f"the message at position {message.first_position} does not match its checksum")

@@ -3,8 +3,6 @@
 reserved ──> Open ──> kv_chunk: verify, write, acknowledge ... ──> commit: join ──> result, and Release(owned)
                             │ corrupt, silent, closed
                             └────────────> abort: the blocks are free ──> HandoffFailed, and Release(abandoned)
-
-The Release is sent in the background: a joined sequence does not wait for its sender.
 """
 
 from __future__ import annotations
@@ -38,9 +36,7 @@ ACK_CHUNKS = 32
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """``received_bytes``: of cache. ``opened_at``, ``owned_at``: event loop time. ``entry`` of ``logprobs``: index in
-    ``output``.
-    """
+    """Result of a fetch. Times are of the event loop; ``entry`` of ``logprobs`` is an index in ``output``."""
 
     output: tuple[int, ...]
     logprobs: tuple[wire.TokenLogprobs, ...]
@@ -66,10 +62,9 @@ class KvReceiver:
         self._releases: set[asyncio.Task[None]] = set()
 
     async def receive(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
-        """Owns the arrival: joins or aborts it.
+        """Fetch a cache into the arrival, and join or abort it.
 
-        Raises HandoffFailed, SequenceAlreadyFinished. Then, and when cancelled, it frees the blocks and sends a
-        Release.
+        Raises HandoffFailed, SequenceAlreadyFinished. Then, and when cancelled, blocks are freed and a Release is sent.
         """
         outcome = wire.ReleaseRequest.OUTCOME_ABANDONED
         try:
@@ -82,7 +77,6 @@ class KvReceiver:
             self._send_release(source, ticket, outcome)
 
     def decline(self, source: KvSource, ticket: wire.Ticket) -> None:
-        """Release an unused ticket before its lease ends. May be repeated."""
         self._send_release(source, ticket, wire.ReleaseRequest.OUTCOME_ABANDONED)
 
     async def close(self) -> None:
@@ -137,7 +131,6 @@ class KvReceiver:
             await self._loop.call(lambda _: arrival.extend(filled * size - 1))
 
     async def _join(self, arrival: IncomingSequence, commit: EngineCommit) -> tuple[int, ...]:
-        """If the caller is cancelled, so is the sequence."""
         await self._loop.call(
             lambda engine: engine.transfers.join(arrival, commit), undo=lambda engine, _: engine.cancel(arrival.id)
         )
@@ -167,10 +160,9 @@ class _Fetch:
     async def requests(
         self, opening: wire.Open, heartbeat: Callable[[], wire.Heartbeat], interval: float
     ) -> AsyncIterator[wire.FetchRequest]:
-        """Open, then at every interval, and when one is due, an Ack of the new chunks; without any, a heartbeat.
+        """Send Open, then Acks and heartbeats.
 
-        A lease is much longer than the interval; an Ack per chunk would cost more than a checksum. A chunk that was
-        read from the sender's memory is acknowledged at once, as the commit waits for that.
+        Chunks that were read from the sender's memory are acknowledged at once: the commit waits for that.
         """
         yield wire.FetchRequest(open=opening)
         while True:
@@ -185,7 +177,6 @@ class _Fetch:
                 yield wire.FetchRequest(ack=wire.Ack(kv_chunks=self._acknowledged))
 
     def handle(self, received: Received) -> EngineCommit | None:
-        """Raises HandoffFailed, SequenceAlreadyFinished, TransferRejected."""
         response = received.response
         match response.WhichOneof("message"):
             case "kv_chunk":

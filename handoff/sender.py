@@ -4,13 +4,10 @@ Open ──> export ──> kv_chunk, kv_chunk ... (as blocks fill) ──> park
             │            acks renew the lease                               │
             └── the sequence ended first: closed                            └── lease over: freed
 
-The commit of blocks that the receiver reads itself waits until it has acknowledged all of them.
-
 A prefill sequence parks after its first token. A live sequence decodes until only its last, partial block is unsent,
 then parks; if its fetch or lease ends without a commit, it continues here.
 
-A fetch that breaks before the commit ends its ticket at once. After the commit the receiver may own the sequence; then
-a Release or the lease ends the ticket.
+A fetch that breaks before the commit ends its ticket at once; after the commit, the receiver may own the sequence.
 """
 
 from __future__ import annotations
@@ -68,7 +65,7 @@ class _SendState:
 
 
 class KvSender:
-    """Used on the event loop only."""
+    """Sender of handoffs, for the event loop only."""
 
     def __init__(
         self,
@@ -100,8 +97,9 @@ class KvSender:
         is_live: bool = False,
         is_parked: bool = False,
     ) -> wire.Ticket:
-        """``is_live``: a sequence without ``park_after``. ``is_parked``: the step that parked it is over. ``logprobs``
-        is called at the commit.
+        """Issue a ticket for a sequence; ``logprobs`` is called at the commit.
+
+        ``is_live``: the sequence has no ``park_after``. ``is_parked``: the step that parked it is over.
         """
         state = self._states[sequence] = _SendState(prompt_tokens, logprobs, is_live)
         if is_parked:
@@ -129,7 +127,6 @@ class KvSender:
                 state.progressed.set()
 
     async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[bytes, None]:
-        """Answers a refused Open with ``closed``."""
         incoming = aiter(requests)
         try:
             opened = await self._receive_open(incoming)
@@ -159,13 +156,12 @@ class KvSender:
         self.reclaim(lease.ticket.id, failure)
 
     def reclaim(self, ticket: bytes, failure: wire.Failure) -> None:
-        """An open fetch gets ``failure``. Ignores a ticket that has ended."""
+        """End a ticket and free its blocks; an open fetch gets ``failure``. Ignores a ticket that has ended."""
         lease = self.leases.close(ticket, failure)
         if lease is not None:
             self._free(lease)
 
     async def release(self, request: wire.ReleaseRequest) -> None:
-        """May be repeated."""
         lease = self.leases.find(request.ticket)
         if lease is not None:
             lease.is_owned = request.outcome == wire.ReleaseRequest.OUTCOME_OWNED
@@ -193,7 +189,6 @@ class KvSender:
         state.changed.set()
 
     async def _final_message(self, lease: Lease, state: _SendState, cached_blocks: int) -> bytes:
-        """Waits until the sequence is parked or has ended. Raises EngineError."""
         name = lease.sequence
         if not state.has_ended:
             state.export = await self._loop.call(
@@ -210,7 +205,6 @@ class KvSender:
         return _commit_message(await self._loop.call(lambda engine: engine.transfers.finalize(name)), state)
 
     async def _commit_live(self, name: str, state: _SendState) -> EngineCommit | None:
-        """None if the sequence ended first. Raises EngineError."""
         while not state.has_ended:
             state.progressed.clear()
             sent = state.sent_blocks
@@ -270,7 +264,6 @@ class KvSender:
         return self._states.get(lease.sequence) is state
 
     async def _receive_acks(self, lease: Lease, state: _SendState, incoming: AsyncIterator[wire.FetchRequest]) -> None:
-        """Each Ack renews the lease, and heartbeats once all sent chunks are acknowledged."""
         unknown = UnknownMessages(lease.receiver.id if lease.receiver else "")
         try:
             async for message in with_heartbeat_timeout(incoming, "the receiver", self._timing.silent_s):
@@ -294,7 +287,7 @@ class KvSender:
         self._free(lease)
 
     def _free(self, lease: Lease) -> None:
-        """Wakes the fetch first, which reads no more blocks."""
+        """Wake the fetch, which then reads no more blocks, before the engine frees them."""
         self._wake(lease.sequence, ended=True)
         state = self._states.pop(lease.sequence, None)
         if state is not None:
@@ -313,7 +306,6 @@ def _finalize_running(engine: TransferEngine, id: str, sent: int) -> EngineCommi
 
 
 def _consecutive(runs: list[BlockRun]) -> list[BlockRun]:
-    """The first blocks of one group without a gap: one message."""
     group, index = runs[0].address
     return [run for at, run in enumerate(runs) if run.address == (group, index + at)]
 
@@ -324,7 +316,6 @@ async def _stop(task: asyncio.Task[None]) -> None:
 
 
 def _closed_message(failure: wire.Failure | None) -> bytes:
-    """None: the sequence ended first."""
     return encode(wire.FetchResponse(closed=wire.ExportClosed(failure=failure)))
 
 

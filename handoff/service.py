@@ -12,7 +12,7 @@ DESCRIPTOR = wire.DESCRIPTOR.services_by_name["KvSource"]
 
 
 class KvSourceService:
-    """Sends encoded responses, which generated code does not support."""
+    """The KvSource service, which sends encoded responses; generated code cannot."""
 
     def __init__(self, sender: KvSender) -> None:
         self._sender = sender

@@ -1,5 +1,3 @@
-"""Connections that calls share."""
-
 from __future__ import annotations
 
 import asyncio
@@ -39,12 +37,10 @@ class Shared(Generic[K, T]):
         self._closed = False
 
     def __len__(self) -> int:
-        """Open values."""
         return len(self._entries)
 
     @contextmanager
     def borrow(self, key: K) -> Iterator[T]:
-        """Raises ConnectionError after ``close``: nothing would close what it opens."""
         if self._closed:
             raise ConnectionError("the transport is closed")
         entry = self._entries.get(key)
@@ -61,7 +57,7 @@ class Shared(Generic[K, T]):
                 self._leave(key, entry)
 
     def evict(self, key: K, value: T) -> None:
-        """The next user of the key opens another value; this one is closed when its last user has left."""
+        """Open another value at the next use of the key; close this one when its last user has left."""
         entry = self._entries.get(key)
         if entry is None or entry.value is not value:
             return
@@ -86,7 +82,6 @@ class Shared(Generic[K, T]):
         closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """Used values too."""
         self._closed = True
         entries = [*self._entries.values(), *self._evicted]
         self._entries.clear()

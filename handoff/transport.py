@@ -20,15 +20,13 @@ FETCH = f"/{wire.DESCRIPTOR.services_by_name['KvSource'].full_name}/Fetch"
 
 class KvSource(Protocol):
     def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncIterator[Received]:
-        """Ends when either side ends the call. Raises ConnectionError when it breaks."""
+        """Yield responses until either side ends the call. Raises ConnectionError when it breaks."""
         ...
 
-    def record_corruption(self, detail: str) -> None:
-        """Call it when bytes that were fetched do not match their checksum."""
-        ...
+    def record_corruption(self, detail: str) -> None: ...
 
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
-        """Raises ConnectionError."""
+        """Release a ticket within ``seconds``. Raises ConnectionError."""
         ...
 
 
@@ -58,7 +56,7 @@ class GrpcSource:
                 call.cancel()
 
     def record_corruption(self, detail: str) -> None:
-        """The next fetch is no different."""
+        pass
 
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
         with self._borrow() as channel:
@@ -69,8 +67,6 @@ class GrpcSource:
 
 
 class GrpcTransport:
-    """Channels by address, closed ``idle_seconds`` after their last call. Blocks come in messages."""
-
     memory: wire.BlockMemory | None = None
 
     def __init__(self, connect: ChannelFactory, idle_seconds: float = IDLE_SECONDS) -> None:

@@ -1,4 +1,4 @@
-"""A prefill worker. It can also decode; only the defaults of its settings differ from a decode worker's."""
+"""A prefill worker, which can also decode."""
 
 from __future__ import annotations
 

@@ -17,8 +17,9 @@ _log = logs.get(__name__)
 
 
 class BackgroundTask:
-    """Runs `run()`, which may return, from `start` (once) to `close` (repeatable). A crash is logged and passed to
-    `on_crash`; without one, `close` raises it.
+    """A task from `start` (once) to `close` (idempotent); `run` may return earlier.
+
+    A crash is logged and passed to `on_crash`; without one, `close` raises it.
     """
 
     def __init__(

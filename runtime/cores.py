@@ -4,7 +4,6 @@ import os
 
 
 def usable_cores() -> list[int]:
-    """The affinity mask, or all on a platform without masks."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

@@ -60,8 +60,6 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A violated limit (BadRequest) or an exhausted quota (QuotaFailure)."""
-
     field: str
     limit: str
     value: str
@@ -75,7 +73,7 @@ class Resource:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The earliest ``after_seq``, and the certain tokens."""
+    """Where a stream can resume: the least ``after_seq``, and the last seq that is certain."""
 
     first_seq: int
     last_seq: int
@@ -83,7 +81,7 @@ class ResumePoint:
 
 @dataclass(frozen=True, slots=True)
 class ErrorDetail:
-    """`code` is gRPC's number, `retry_after` in seconds, `subject` the tenant of an exhausted quota."""
+    """Details of an error. `code` is gRPC's, `retry_after` in seconds, `subject` the tenant of an exhausted quota."""
 
     code: int
     message: str
@@ -96,7 +94,6 @@ class ErrorDetail:
 
 
 def shorten(value: object) -> str:
-    """Printable, at most `MAX_PART` characters."""
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
     text = value if isinstance(value, str) else repr(value)
@@ -123,7 +120,6 @@ def trailers(fault: ErrorDetail) -> tuple[tuple[str, str | bytes], ...]:
 
 
 def from_trailers(code: int, message: str, metadata: Iterable[tuple[str, str | bytes]]) -> ErrorDetail:
-    """Ignores invalid details."""
     for key, value in metadata:
         if key == DETAILS_KEY and isinstance(value, bytes):
             try:

@@ -1,4 +1,4 @@
-"""The typed errors of the service.
+"""The typed errors of the service. Times are in seconds.
 
 ServiceError                     any status without a subclass
 ├── InvalidArgument              a field, its limit, the value              INVALID_ARGUMENT
@@ -15,10 +15,7 @@ ServiceError                     any status without a subclass
 ├── Cancelled                    the request was cancelled                  CANCELLED
 ├── Aborted                      a stream that can't continue here          ABORTED
 ├── FailedPrecondition           incompatible router and worker             FAILED_PRECONDITION
-└── Internal                     a bug, without details                     INTERNAL
-
-An error wraps an ``ErrorDetail``. ``from_fault`` and ``from_call`` make the typed error at the client. Times are in
-seconds.
+└── Internal                     a bug; only the log has details            INTERNAL
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class FaultOwner(StrEnum):
-    """Only SERVER is a failure of this service."""
+    """Side that caused an error; only SERVER is a failure of this service."""
 
     CLIENT = "client"
     CAPACITY = "capacity"
@@ -76,7 +73,7 @@ _CAPACITY_REASONS = frozenset(
 
 
 class ServiceError(Exception):
-    """Also a status without a subclass."""
+    """Base of the service's errors; also a status without a subclass."""
 
     def __init__(self, fault: ErrorDetail) -> None:
         super().__init__(fault.message)
@@ -92,7 +89,6 @@ class ServiceError(Exception):
 
     @property
     def label(self) -> str:
-        """Metric label."""
         return self.fault.reason.value.lower()
 
     @property
@@ -139,7 +135,7 @@ class _FieldError(ServiceError):
 
 
 class InvalidArgument(_FieldError):
-    """`reason` may also be EMPTY_PROMPT or PROMPT_TOO_LONG. `advice` replaces the message."""
+    """An invalid field. `reason` may also be EMPTY_PROMPT or PROMPT_TOO_LONG; `advice` replaces the message."""
 
     def __init__(
         self, field: str, limit: str, value: object, *, reason: Reason = Reason.INVALID_FIELD, advice: str = ""
@@ -156,8 +152,6 @@ class Unimplemented(_FieldError):
 
 
 class NotFound(ServiceError):
-    """`kind` is "model" or "request"."""
-
     REASONS: ClassVar = {"model": Reason.MODEL_NOT_FOUND, "request": Reason.REQUEST_NOT_FOUND}
 
     def __init__(self, kind: str, name: str) -> None:
@@ -173,8 +167,6 @@ class AlreadyExists(ServiceError):
 
 
 class OutOfRange(ServiceError):
-    """Valid are `first_seq` to `last_seq`; earlier ones are no longer kept."""
-
     def __init__(self, after_seq: int, first_seq: int, last_seq: int) -> None:
         text = f"after_seq: from {first_seq} to {last_seq}, got {after_seq}"
         fault = _fault(grpc.StatusCode.OUT_OF_RANGE, Reason.SEQ_NOT_KEPT, text)
@@ -182,7 +174,7 @@ class OutOfRange(ServiceError):
 
 
 class Unauthenticated(ServiceError):
-    """Does not say whether credentials are missing or wrong."""
+    """Missing or unknown credentials; the message does not distinguish them."""
 
     def __init__(self) -> None:
         text = "no credentials that are known here"
@@ -196,7 +188,7 @@ class PermissionDenied(ServiceError):
 
 
 class QuotaExceeded(_FieldError):
-    """`subject` is the tenant, `quota` a name ("in_flight"), `value` the use with this request."""
+    """An exhausted quota ("in_flight") of the tenant `subject`; `value` is the use with this request."""
 
     def __init__(self, subject: str, quota: str, limit: int, value: int, *, retry_after: float) -> None:
         code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.QUOTA_EXCEEDED
@@ -205,8 +197,6 @@ class QuotaExceeded(_FieldError):
 
 
 class QueueFull(ServiceError):
-    """`limit` requests wait, or the reason is the text `limit`."""
-
     def __init__(self, limit: int | str, *, retry_after: float) -> None:
         detail = limit if isinstance(limit, str) else f"at most {limit} requests wait"
         fault = _fault(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.QUEUE_FULL, f"queue: {detail}")
@@ -214,7 +204,7 @@ class QueueFull(ServiceError):
 
 
 class Unavailable(ServiceError):
-    """`reason` is NO_WORKER, DRAINING, OWNER_CHANGED, WORKERS_LOST or STATE_STORE_UNAVAILABLE."""
+    """Not possible now. `reason` is NO_WORKER, DRAINING, OWNER_CHANGED, WORKERS_LOST or STATE_STORE_UNAVAILABLE."""
 
     def __init__(self, reason: Reason, message: str, *, retry_after: float) -> None:
         fault = _fault(grpc.StatusCode.UNAVAILABLE, reason, message)
@@ -248,8 +238,6 @@ class FailedPrecondition(ServiceError):
 
 
 class Internal(ServiceError):
-    """A bug. Only the log has details."""
-
     def __init__(self) -> None:
         super().__init__(_fault(grpc.StatusCode.INTERNAL, Reason.INTERNAL, "internal error"))
 

@@ -33,7 +33,7 @@ class ModelFiles:
 
     id                hub name, or the folder's name
     revision          hub commit, or a hash of a folder's small files
-    context_length            context length in tokens
+    context_length    in tokens
     vocab_size        rows of the embedding; may exceed the tokenizer's
     default_sampling  as transformers' ``generate``: greedy unless do_sample is set
     tokenizer         64-bit hash of tokenizer and limits, which routers and workers compare
@@ -114,7 +114,7 @@ def _count(config: Mapping[str, Any], name: str) -> int | None:
 
 
 def _context_length(config: Mapping[str, Any]) -> int | None:
-    """As engine/model/rope.py: some checkpoints have the length before scaling."""
+    """Compute it as engine/model/rope.py does: some checkpoints have the length before scaling."""
     positions = _count(config, "max_position_embeddings")
     scaling = config.get("rope_parameters") or config.get("rope_scaling")
     if positions is None or not isinstance(scaling, dict):

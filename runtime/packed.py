@@ -8,7 +8,6 @@ from collections.abc import Iterable
 
 
 def pack(numbers: Iterable[int]) -> bytes:
-    """Raises OverflowError."""
     packed = array("I", numbers)
     if sys.byteorder == "big":
         packed.byteswap()

@@ -7,5 +7,5 @@ SECONDS_PER_PRIORITY = 2.5
 
 
 def queue_key(arrived_at: float, priority: int) -> float:
-    """Smallest first; `arrived_at` in seconds. It never changes, so no request starves."""
+    """Sort key, smallest first, with `arrived_at` in seconds. It never changes, so no request starves."""
     return arrived_at - priority * SECONDS_PER_PRIORITY

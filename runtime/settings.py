@@ -37,8 +37,6 @@ class Settings(BaseModel):
 
 
 class SettingError(ValueError):
-    """Raised by validators of several fields."""
-
     def __init__(self, field: str, limit: str, value: object) -> None:
         super().__init__(f"{field}: {limit}, got {shorten(value)}")
         self.field = field
@@ -47,8 +45,6 @@ class SettingError(ValueError):
 
 
 class InvalidSettings(Exception):
-    """Each violation has the name of its flag, variable or key."""
-
     def __init__(self, violations: Sequence[Violation]) -> None:
         super().__init__("\n".join(_line(violation) for violation in violations))
         self.violations = tuple(violations)

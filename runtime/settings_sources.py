@@ -39,7 +39,10 @@ def load(
     program: str = "decant",
     ignore: Collection[str] = (),
 ) -> _S:
-    """`ignore`: variables of other programs. ``--help`` ends the process. Raises InvalidSettings."""
+    """Read the settings; ``--help`` ends the process. Raises InvalidSettings.
+
+    `ignore` names variables of other programs.
+    """
     flags = _flags(kind, arguments, program)
     variables = _variables(kind, os.environ if environ is None else environ, ignore)
     path = flags.pop(CONFIG, None) or variables.pop(CONFIG, None)
@@ -54,7 +57,6 @@ def load(
 
 
 def load_or_exit(kind: type[_S], arguments: Sequence[str], *, program: str = "decant") -> _S:
-    """Prints errors and ends the process with status 2."""
     try:
         return load(kind, arguments, program=program)
     except InvalidSettings as error:
@@ -63,8 +65,6 @@ def load_or_exit(kind: type[_S], arguments: Sequence[str], *, program: str = "de
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print and exit."""
-
     def error(self, message: str) -> NoReturn:
         raise InvalidSettings([Violation("command line", message, "")])
 
@@ -101,7 +101,6 @@ def _variable_kind(name: str) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Raises InvalidSettings."""
     try:
         return tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -1,7 +1,4 @@
-"""Client of Redis with deadlines and reconnection. Loads missing scripts.
-
-Raises StoreUnavailable if Redis is unreachable, starting, or a read-only replica. A broken connection is retried once.
-"""
+"""Client of Redis with deadlines and reconnection. Loads missing scripts."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ _REFUSED = (
 
 class Client:
     def __init__(self, url: str, deadline_s: float, max_connections: int) -> None:
-        """`deadline_s` includes the wait for a connection. Raises ValueError for an invalid URL."""
+        """Make a client; `deadline_s` of a call includes the wait for a connection."""
         self._deadline_s = deadline_s
         self._pool = BlockingConnectionPool.from_url(
             url,
@@ -55,12 +52,11 @@ class Client:
         return await self.run(Command(args))
 
     async def run(self, command: Command) -> Reply:
-        """One round trip. Raises StoreFault."""
         (reply,) = await self.run_all([command])
         return reply
 
     async def run_all(self, commands: Sequence[Command]) -> list[Reply]:
-        """One round trip, in order. Raises StoreFault; some commands may have run."""
+        """Run commands in order, in one round trip. Raises the first error; other commands may have run."""
         replies = await self.try_all(commands)
         for reply in replies:
             if isinstance(reply, StateError):
@@ -68,15 +64,15 @@ class Client:
         return replies
 
     async def try_all(self, commands: Sequence[Command], deadlines: float = 1.0) -> list[Reply]:
-        """As `run_all`, but a failed command's reply is its StoreFault or StoreUnavailable.
+        """Run commands in order; the reply to a failed one is its StoreFault or StoreUnavailable.
 
-        `deadlines`: factor, for large commands. Raises StoreUnavailable without any reply, StoreFault if the connection
-        is refused.
+        `deadlines` multiplies the deadline, for large commands. Raises StoreUnavailable without any reply, StoreFault
+        if the connection is refused.
         """
         return await self._within(deadlines * self._deadline_s, commands) if commands else []
 
     async def wait_for_entry(self, stream: str, after: bytes, timeout_s: float) -> None:
-        """Occupies a connection for at most `timeout_s`."""
+        """Wait at most `timeout_s` for an entry, and occupy a connection meanwhile."""
         block_ms = max(1, round(timeout_s * 1000))
         command = Command(("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", stream, after))
         (reply,) = await self._within(timeout_s + self._deadline_s, [command])

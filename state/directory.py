@@ -51,12 +51,10 @@ class Directory(Generic[Facts]):
         self._lasts = (round(ttls.registration_s * 1000), round(ttls.directory_s * 1000))
 
     async def register(self, facts: Facts, load: Load | None = None) -> Registration[Facts]:
-        """Once per process: become the present incarnation of the id."""
         since = await self._client.run(scripts.DIRECTORY_REGISTER.call(self._names, *self._args(facts, load)))
         return Registration(self, facts, since)
 
     async def listing(self) -> Listing[Facts]:
-        """Skips unreadable registrations."""
         reply = await self._client.run(scripts.DIRECTORY_LIST.call(self._names))
         version, next_end_ms, *rest = reply
         parsed = map(self._parsed, rest[::3], rest[1::3], rest[2::3])
@@ -64,7 +62,7 @@ class Directory(Generic[Facts]):
         return Listing(version, next_end_ms / 1000 if next_end_ms >= 0 else None, present)
 
     async def wait_for_change(self, known: Listing[Facts], timeout_s: float) -> Listing[Facts]:
-        """Wait at most `timeout_s` for a change. Raises StoreUnavailable at once."""
+        """Wait at most `timeout_s` for a change since `known`. Raises StoreUnavailable at once."""
         clock = asyncio.get_running_loop().time
         ends = clock() + timeout_s
         listing = known
@@ -79,7 +77,6 @@ class Directory(Generic[Facts]):
         return bool(await self._client.run(call))
 
     async def renew(self, facts: Facts, load: Load | None, since: int) -> bool:
-        """False if a later incarnation is registered."""
         args = self._args(facts, load)
         return bool(await self._client.run(scripts.DIRECTORY_RENEW.call(self._names, *args, since)))
 
@@ -106,20 +103,17 @@ class Directory(Generic[Facts]):
 
 
 class Registration(Generic[Facts]):
-    """Renewed every `Ttls.renew_every_s`."""
-
     def __init__(self, directory: Directory[Facts], facts: Facts, since: int) -> None:
         self.facts = facts  # the owner may replace it, except for the peer
         self._directory = directory
         self._since = since  # microseconds by the clock of Redis: orders the incarnations of one id
 
     async def renew(self, load: Load | None = None) -> None:
-        """Writes it again if it expired or Redis was emptied. Raises IncarnationReplaced."""
+        """Renew, or write again what expired or was lost with Redis. Raises IncarnationReplaced."""
         if not await self._directory.renew(self.facts, load, self._since):
             raise IncarnationReplaced(Incarnation.of(self.facts.peer))
 
     async def remove(self) -> None:
-        """No effect on a later incarnation."""
         await self._directory.remove(Incarnation.of(self.facts.peer))
 
 

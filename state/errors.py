@@ -1,8 +1,8 @@
 """Errors of the state store.
 
 StateError
-├── StoreUnavailable    Redis is unreachable, or exceeds the deadline; retry later
-├── StoreFault          Redis answered with a permanent error
+├── StoreUnavailable    Redis is unreachable, or exceeds the deadline; the command may have run; retry later
+├── StoreFault          a permanent error of Redis: wrong password, keys of another program, or an old version
 │   └── UnreadableRequest   the stored data of one request is invalid
 ├── Superseded          another router owns the request
 ├── IncarnationReplaced another incarnation is registered under the caller's id
@@ -24,11 +24,11 @@ class StateError(Exception):
 
 
 class StoreUnavailable(StateError):
-    """The command may have run."""
+    pass
 
 
 class StoreFault(StateError):
-    """Wrong password, keys of another program, or an old version."""
+    pass
 
 
 class UnreadableRequest(StoreFault):
@@ -38,7 +38,7 @@ class UnreadableRequest(StoreFault):
 
 
 class Superseded(StateError):
-    """Nothing was written. `stream_epoch`: the last epoch that a client's stream on another router started; 0: none."""
+    """Another router owns the request; nothing was written. `stream_epoch` is as in `StoredRequest`."""
 
     def __init__(self, key: RequestKey, epoch: int, owner: Incarnation, state: State, stream_epoch: int = 0) -> None:
         super().__init__(f"request {key}: epoch {epoch} is owned by {owner}")
@@ -81,8 +81,6 @@ class OwnerAlive(StateError):
 
 
 class QuotaExceeded(StateError):
-    """Nothing was acquired."""
-
     def __init__(self, quota: str, limit: int, value: int, retry_after_s: float) -> None:
         super().__init__(f"{quota}: the limit is {limit}, this would make {value}")
         self.quota = quota

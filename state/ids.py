@@ -17,7 +17,6 @@ _FOLLOWS = {
 
 
 def is_valid_transition(new: State, old: State, *, new_attempt: bool) -> bool:
-    """A new attempt starts QUEUED."""
     if old in ENDED:
         return False
     if new_attempt:
@@ -26,13 +25,10 @@ def is_valid_transition(new: State, old: State, *, new_attempt: bool) -> bool:
 
 
 class RequestKey(NamedTuple):
-    """Ids are unique per tenant."""
-
     tenant: str
     id: str
 
     def __str__(self) -> str:
-        """Both quoted for a hash tag."""
         return f"{quote(self.tenant, safe='')}/{quote(self.id, safe='')}"
 
     @classmethod
@@ -46,7 +42,7 @@ class Incarnation(NamedTuple):
     incarnation: int  # 64 bits, drawn when the process starts
 
     def __str__(self) -> str:
-        """Digits first, as an id may contain a slash."""
+        """Put the digits first, as an id may contain a slash."""
         return f"{self.hex}/{self.id}"
 
     @property

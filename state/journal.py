@@ -31,7 +31,6 @@ class Entry(NamedTuple):
 
 
 def pack(entries: Iterable[Entry]) -> bytes:
-    """Raises ValueError for a token or output beyond its bits."""
     words = []
     for output, token in entries:
         if not (0 <= token < TOKEN_LIMIT and 0 <= output < OUTPUT_LIMIT):
@@ -43,7 +42,6 @@ def pack(entries: Iterable[Entry]) -> bytes:
 
 
 def unpack(data: bytes | bytearray) -> list[Entry]:
-    """Raises ValueError for a partial entry."""
     count, rest = divmod(len(data), ENTRY_BYTES)
     if rest:
         raise ValueError(f"journal: {len(data)} bytes are not whole entries of {ENTRY_BYTES}")
@@ -62,7 +60,7 @@ class Journal:
         self._instance = instance
 
     async def read(self, key: RequestKey, first: int, max_entries: int) -> Part:
-        """At most `max_entries` entries. Raises UnknownRequest, StoreRefilling."""
+        """Read at most `max_entries` entries from `first` on. Raises UnknownRequest, StoreRefilling."""
         if first < 0 or max_entries < 1:
             raise ValueError(f"journal: first from 0, max_entries from 1, got {first}, {max_entries}")
         names = [keys.request(key), keys.journal(key)]

@@ -44,7 +44,7 @@ OWNERS = "decant:{routers}:owners"
 
 @dataclass(frozen=True)
 class Ttls:
-    """Seconds since the last write or renewal."""
+    """Lifetimes in seconds since the last write or renewal."""
 
     open_s: float = 24 * 3600.0  # an unfinished request
     ended_s: float = 3600.0  # a result
@@ -55,7 +55,7 @@ class Ttls:
 
     @property
     def renew_every_s(self) -> float:
-        """Three renewals may be lost."""
+        """Interval of renewals; three may be lost."""
         return self.registration_s / 4
 
 

@@ -2,8 +2,7 @@
 
     | logprob f4 | rank u4 | id u4, logprob f4 of the likeliest token | ... of each alternative |
 
-Those of the output are appended as the journal is; those of the prompt are written once. A missing alternative (of a
-small vocabulary) has the id NONE.
+A missing alternative (of a small vocabulary) has the id NONE.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ def entry_bytes(alternatives: int) -> int:
 
 
 class Logprobs:
-    """Values are copied, as a protobuf sub-message keeps its whole message in memory."""
+    """Packed logprobs of a request. Values are copied, as a protobuf submessage keeps its whole message in memory."""
 
     __slots__ = ("_alternatives", "_data", "_layout")
 
     def __init__(self, alternatives: int = 0, data: bytes = b"") -> None:
-        """`data`: packed. Raises ValueError for a partial entry or too many alternatives."""
         if alternatives > MAX_ALTERNATIVES:
             raise ValueError(f"logprobs: at most {MAX_ALTERNATIVES} alternatives, got {alternatives}")
         size = entry_bytes(alternatives)
@@ -52,13 +50,10 @@ class Logprobs:
     __hash__ = None  # type: ignore[assignment]
 
     def append(self, token: TokenLogprobs) -> None:
-        """Drops surplus alternatives. Raises ValueError if ids and logprobs differ in number, or for an id out of
-        range.
-        """
+        """Append an entry without surplus alternatives. Raises ValueError for an invalid one."""
         self._data += self._layout.pack(token.logprob, token.rank, *self._top(token))
 
     def extend(self, tokens: Iterable[TokenLogprobs]) -> None:
-        """Raises ValueError for the first invalid token; those before it are copied."""
         for token in tokens:
             self.append(token)
 

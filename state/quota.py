@@ -23,8 +23,6 @@ RETRY_IN_FLIGHT_S = 1.0  # it is unknown when one of the tenant's requests ends
 
 @dataclass(frozen=True)
 class TenantLimits:
-    """None: no limit."""
-
     in_flight: int | None = None  # requests
     tokens_per_minute: int | None = None  # of prompt and output, from 1
 
@@ -59,21 +57,19 @@ class Quotas:
         return bool(reply[1])
 
     async def renew(self, requests: Iterable[RequestKey]) -> None:
-        """Call it every `renew_every_s`."""
         by_tenant = defaultdict[str, list[str]](list)
         for key in requests:
             by_tenant[key.tenant].append(key.id)
         await self._client.run_all([self._renew_command(tenant, ids) for tenant, ids in by_tenant.items()])
 
     async def release(self, key: RequestKey, tokens: int, limits: TenantLimits) -> None:
-        """Charges the tokens used."""
         await self.release_all([QuotaUsage(key, tokens, limits)])
 
     async def release_all(self, ended: Iterable[QuotaUsage]) -> None:
         await self._client.run_all([_release_command(*used) for used in ended])
 
     async def in_flight(self, tenant: str) -> int:
-        """May include expired leases."""
+        """Count a tenant's leases, which may include expired ones."""
         count: int = await self._client.execute("ZCARD", keys.quota(tenant)[0])
         return count
 

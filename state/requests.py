@@ -62,7 +62,7 @@ class Requests:
         self._ended_ms = round(ttls.ended_s * 1000)
 
     async def accept(self, request: OwnedRequest) -> StoredRequest | None:
-        """One round trip. Returns None, or the request with this id and an equal payload.
+        """Store a new request. Returns None, or the stored request with this id and an equal payload.
 
         An equal request that failed without a token is replaced, in a greater epoch. Raises AlreadyExists.
         """
@@ -86,12 +86,12 @@ class Requests:
         return await self._keep_entry_if_owned(parse(request.key, reply[1]), request.owner)
 
     async def write(self, request: OwnedRequest) -> None:
-        """Raises Superseded, AlreadyExists, StoreFault."""
+        """Write one request; raise what `flush` would return."""
         for error in (await self.flush([request])).values():
             raise error
 
     async def flush(self, requests: Sequence[OwnedRequest]) -> dict[OwnedRequest, WriteFailure]:
-        """In round trips of limited size; what Redis lost is written whole. Returns what is not written.
+        """Write requests, entirely where Redis lost them; return the failures for which a retry does not help.
 
         After StoreUnavailable, requests that were answered count as written.
         """
@@ -108,21 +108,20 @@ class Requests:
         return failures
 
     async def read(self, key: RequestKey, first: int = 0) -> StoredRequest:
-        """From journal entry `first` on. Raises UnknownRequest, StoreRefilling."""
+        """Read a request with its entries from `first` on. Raises UnknownRequest, StoreRefilling."""
         reply = await self._reads.run(scripts.REQUEST_READ.call(_names(key), first))
         if reply[0] == b"unknown":
             raise await self._instance.unknown_error(key)
         return parse(key, reply[1])
 
     async def exists(self, key: RequestKey) -> bool:
-        """Cheaper than `read`."""
         return bool(await self._reads.execute("EXISTS", keys.request(key)))
 
     async def adopt(self, key: RequestKey, router: Incarnation, epoch: int | None = None) -> StoredRequest:
-        """Make `router` the owner, because the client's newest stream is there. Two round trips.
+        """Make `router` the owner, because the client's newest stream is there.
 
-        `epoch`: only if this is the request's, so one of several routers wins. No effect on an ended or own request.
-        Raises Superseded, UnknownRequest, StoreRefilling.
+        With `epoch`, only if it is the request's, so that one of several routers wins. No effect on an ended or own
+        request. Raises Superseded, UnknownRequest, StoreRefilling.
         """
         reply = await self._with_open_entry(
             key, router, self._adopt_command(key, router, "" if epoch is None else epoch, "")
@@ -137,9 +136,9 @@ class Requests:
         raise _superseded_error(key, reply)
 
     async def cancel(self, key: RequestKey, router: Incarnation) -> StoredRequest:
-        """Make `router` the owner and the request CANCELLED, in one step. Returns the request as before.
+        """Make `router` the owner and the request CANCELLED, in one step; return it with its state before.
 
-        The owner writes the record of the end. Raises UnknownRequest, StoreRefilling.
+        The new owner writes the record of the end. Raises UnknownRequest, StoreRefilling.
         """
         reply = await self._client.run(self._adopt_command(key, router, "", self._ended_ms))
         if reply[0] == b"unknown":
@@ -149,8 +148,9 @@ class Requests:
         return stored
 
     async def stale_entries(self, router: Incarnation) -> set[RequestKey]:
-        """Open entries of requests that have ended, expired, or another owner. Stale only if found twice: an entry may
-        be written before its request.
+        """Return open entries of requests that have ended, expired, or another owner.
+
+        An entry is stale only if found twice: it may be written before its request.
         """
         stale = set[RequestKey]()
         for batch in split_batches(list(await self._open.of(router))):
@@ -166,8 +166,9 @@ class Requests:
         return stale
 
     async def adopt_orphan(self, key: RequestKey, router: Incarnation) -> StoredRequest:
-        """Only if the owner is not registered. Raises OwnerAlive, and as `adopt`: Superseded when another router was
-        faster.
+        """Adopt a request whose owner is not registered.
+
+        Raises OwnerAlive, and what `adopt` raises: Superseded when another router was faster.
         """
         epoch, owner = await self._client.execute("HMGET", keys.request(key), "epoch", "owner")
         if epoch is None:
@@ -183,7 +184,7 @@ class Requests:
         return scripts.REQUEST_ADOPT.call(_names(key), str(router), self._open_ms, epoch, ended_ms)
 
     async def _with_open_entry(self, key: RequestKey, router: Incarnation, command: Command) -> Reply:
-        """The entry first: a request without one is never found."""
+        """Write the open entry first: without one, a request is never found."""
         replies = await self._client.run_all([self._open.add_command(router, [key]), command])
         return replies[1]
 
@@ -201,7 +202,7 @@ class Requests:
     async def _write_batches(
         self, requests: Iterable[OwnedRequest], failures: dict[OwnedRequest, WriteFailure]
     ) -> list[OwnedRequest]:
-        """Small writes first: a large one delays no other."""
+        """Write small requests first: a large one delays no other."""
         to_rewrite: list[OwnedRequest] = []
         for batch in _batches(sorted(requests, key=lambda request: request.write_bytes)):
             to_rewrite += await self._write_all(batch, failures)
@@ -210,7 +211,6 @@ class Requests:
     async def _write_all(
         self, requests: Sequence[OwnedRequest], failures: dict[OwnedRequest, WriteFailure]
     ) -> list[OwnedRequest]:
-        """Adds to `failures`; returns those to be written whole."""
         sent = [(request.attempt, request.state, request.prompt_logprobs_unsynced) for request in requests]
         adds = self._open.add_commands(each for each in requests if each.is_listed and not each.synced_state)
         size = sum(request.write_bytes for request in requests)

@@ -18,7 +18,6 @@ class Script:
     sha: str = field(repr=False)
 
     def call(self, keys: list[str], *args: Argument) -> Command:
-        """`keys` share one hash tag."""
         return Command(("EVALSHA", self.sha, len(keys), *keys, *args), self)
 
 

@@ -19,7 +19,7 @@ SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 class BadUrl(ValueError):
-    """``value`` never contains a password."""
+    """An invalid URL; ``value`` never contains a password."""
 
     def __init__(self, limit: str, value: str) -> None:
         super().__init__(f"url: {limit}, got {value}")
@@ -28,7 +28,6 @@ class BadUrl(ValueError):
 
 
 def check_url(url: str) -> None:
-    """Raises BadUrl."""
     if not url.startswith(SCHEMES):
         raise BadUrl(f"begins with one of {', '.join(SCHEMES)}", url.partition("://")[0])
     try:
@@ -53,7 +52,7 @@ class StoreSettings:
 
 
 class Store:
-    """Belongs to the event loop that uses it first.
+    """Access to Redis, for the event loop that uses it first.
 
     Registrations with quotas, writes, and reads have separate connections: reads delay no registration.
     """
@@ -72,7 +71,6 @@ class Store:
         self.requests = Requests(self._client, self._reads, self.routers, self.open, self.instance, ttls)
 
     async def ping(self) -> None:
-        """Raises StoreFault for a wrong password."""
         await self._client.execute("PING")
 
     async def close(self) -> None:

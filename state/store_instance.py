@@ -28,7 +28,6 @@ class StoreInstance:
         self._refill_s = ttls.refill_s
 
     async def current(self) -> InstanceStatus:
-        """Creates it if there is none."""
         id_, age_ms = await self._client.run(scripts.STORE_INSTANCE.call([keys.STORE_INSTANCE], secrets.token_hex(8)))
         age_s = max(0, age_ms) / 1000
         return InstanceStatus(id_.decode(), age_s, max(0.0, self._refill_s - age_s))

@@ -1,4 +1,4 @@
-"""Parses and checks a stored request; invalid data affects it alone."""
+"""Parser of a stored request; invalid data affects it alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ _NUMBER_LIMIT = 1 << 31
 
 
 def parse(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
-    """`snapshot` is from lua/common.lua. Raises UnreadableRequest."""
     try:
         stored = _parse(key, snapshot)
         _check(stored)
@@ -53,7 +52,6 @@ def _parse(key: RequestKey, snapshot: list[Reply]) -> StoredRequest:
 
 
 def _check(stored: StoredRequest) -> None:
-    """Raises ValueError."""
     if stored.state not in Generation.State.values() or stored.state == Generation.STATE_UNSPECIFIED:
         raise ValueError(f"state: one of {Generation.State.keys()}, got {stored.state}")
     for name, number in (("epoch", stored.epoch), ("attempt", stored.attempt)):

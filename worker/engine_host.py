@@ -1,8 +1,4 @@
-"""One engine on its thread, with everything that the services of a worker share.
-
-Events go to the event loop, commands to the engine's thread. The load is sampled there at each heartbeat
-interval, between two steps.
-"""
+"""One engine on its thread, with everything that the services of a worker share."""
 
 from __future__ import annotations
 
@@ -34,8 +30,6 @@ from decant.worker.prefix_cache_feed import PrefixCacheFeed
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """``address``: host:port."""
-
     peer: wire.Peer
     role: wire.Role
     model: str
@@ -51,8 +45,6 @@ class WorkerLimits:
 
 @dataclass(frozen=True, slots=True)
 class _LoadSample:
-    """``leased_blocks``: kept by tickets."""
-
     engine: Load
     leased_blocks: int
 
@@ -67,16 +59,16 @@ class HostHandler:
         pass
 
     def on_new_owner(self, ref: wire.Run) -> None:
-        """The new owner names this attempt, under a higher epoch."""
+        """A new owner named this attempt, under a higher epoch."""
 
     def on_lease_end(self, lease: Lease) -> None:
-        """``lease.failure``: why a ticket has ended, unless the receiver released it."""
+        pass
 
     def on_fetch(self, arrival: IncomingSequence) -> None:
         pass
 
     def on_fetched(self, arrival: IncomingSequence, outcome: TransferResult | HandoffFailed | None) -> None:
-        """None: nothing was left to fetch, or the run was cancelled."""
+        """A fetch ended; ``outcome`` is None if nothing was left to fetch, or the run was cancelled."""
 
 
 class ObservedReceiver(KvReceiver):
@@ -98,7 +90,7 @@ class ObservedReceiver(KvReceiver):
 
 
 class EngineHost:
-    """``async with`` starts and stops the engine's thread.
+    """Host of an engine; ``async with`` starts and stops its thread.
 
     The services set ``waiting_arrivals``, ``waiting_prompts`` and ``waiting_tokens``: runs that wait outside the
     engine, and their tokens still to compute.
@@ -155,13 +147,12 @@ class EngineHost:
 
     @property
     def group_blocks(self) -> list[int]:
-        """Most blocks of a sequence in each cache group; 0: as many as its tokens need."""
         return [0 if window == FULL else window.max_blocks(self.block_size) for window in self.windows]
 
     # -- load ---------------------------------------------------------------------------------------------------
 
     def load(self) -> wire.Load:
-        """The engine's part is as of the last sample."""
+        """Load of the worker; the engine's part is as of the last sample."""
         engine, leased = self._last_load.engine, self._last_load.leased_blocks
         return wire.Load(
             total_blocks=engine.total_blocks,
@@ -177,7 +168,6 @@ class EngineHost:
         )
 
     def step_heartbeat(self) -> wire.Heartbeat:
-        """For fetches: without the load."""
         age, longest = self.loop.step_age, self.loop.longest_step
         heartbeat = wire.Heartbeat(step=self._step, longest_step_ms=round(longest * 1000))
         if age:
@@ -185,18 +175,15 @@ class EngineHost:
         return heartbeat
 
     def heartbeat(self) -> wire.Heartbeat:
-        """For sessions: with the load."""
         heartbeat = self.step_heartbeat()
         heartbeat.load.CopyFrom(self.load())
         return heartbeat
 
     @property
     def last_load(self) -> Load:
-        """As of the last sample."""
         return self._last_load.engine
 
     async def sample_load(self) -> None:
-        """Raises EngineStopped."""
         ticketed = [lease.sequence for lease in self.sender.leases.all()]
 
         def sample(engine: Engine) -> _LoadSample:
@@ -217,10 +204,7 @@ class EngineHost:
     # -- events -------------------------------------------------------------------------------------------------
 
     def connect(self, *handlers: HostHandler) -> None:
-        """Replaces the handlers before; each event goes to these in order.
-
-        No handler depends on the order: it changes its own runs, and their coroutines continue after all handlers.
-        """
+        """Replace the handlers. Each event goes to them in order, on which none may depend."""
         self._handlers = handlers
 
     def _on_step(self, output: StepOutput) -> None:

@@ -1,7 +1,6 @@
-"""Which router owns a request: a worker keeps the highest epoch that it saw and answers a lower one with Superseded.
+"""Ownership of requests: a worker keeps the highest epoch that it saw and answers a lower one with Superseded.
 
-A request with a run or prompt here is live: its epoch is kept, and its id stands for one payload. Later its
-epoch is kept for a while, to refuse late messages of a former owner.
+A request with a run or prompt here is live: its id stands for one payload, and its epoch is kept without limit.
 """
 
 from __future__ import annotations
@@ -22,16 +21,12 @@ MAX_KEPT = 100_000
 
 @dataclass(slots=True)
 class _LiveRequest:
-    """``digest``: of the payload; empty if no sender named one."""
-
     epoch: int
     digest: bytes = b""
     runs: int = 0
 
 
 class Epochs:
-    """``on_new_owner`` is called with the run that raised a request's epoch."""
-
     def __init__(
         self,
         on_new_owner: Callable[[wire.Run], None] = lambda _: None,
@@ -51,8 +46,9 @@ class Epochs:
         return len(self._live) + len(self._past)
 
     def check(self, run: wire.Run) -> wire.Superseded | None:
-        """None if the sender owns the request. Check `is_other_request` first: epochs of two requests with one id are
-        not comparable.
+        """Record the epoch of a message; None if its sender owns the request.
+
+        Check `is_other_request` first: epochs of two requests with one id are not comparable.
         """
         self._remove()
         live = self._live.get(run.request)
@@ -73,7 +69,7 @@ class Epochs:
         return live is not None and bool(live.digest and run.digest) and live.digest != run.digest
 
     def hold(self, run: wire.Run) -> None:
-        """Its request is live until each `hold` has its `release`."""
+        """Keep the run's request live until each `hold` has its `release`."""
         live = self._live.get(run.request)
         if live is None:
             epoch, _ = self._past.pop(run.request, (run.epoch, 0.0))

@@ -72,7 +72,7 @@ class WorkerRole:
 
 
 def main(kind: WorkerRole, arguments: Sequence[str] | None, load_device: LoadDevice | None = None) -> int:
-    """Returns 0 in order, 1 after a failure, 2 for invalid settings or an unusable model."""
+    """Run a worker; return 0 in order, 1 after a failure, 2 for invalid settings or an unusable model."""
     argv = sys.argv[1:] if arguments is None else arguments
     settings = load_or_exit(kind.settings, argv, program=kind.program)
     logs.start(kind.program, settings)
@@ -99,10 +99,6 @@ def _refused(kind: WorkerRole, reason: str) -> int:
 
 
 async def run(settings: WorkerSettings, role: wire.Role, load_device: LoadDevice) -> bool:
-    """Returns whether every call ended by itself.
-
-    Raises SettingError, InvalidConfig, ModelRefused, ModelUnreadable, StoreFault; EngineStopped if the warm-up fails.
-    """
     sys.setswitchinterval(SWITCH_S)
     _check(settings)
     if settings.is_open:
@@ -132,8 +128,6 @@ class _Parts:
 
 
 class Worker:
-    """``stack`` closes its parts in reverse order."""
-
     def __init__(
         self, settings: WorkerSettings, role: wire.Role, load_device: LoadDevice, stack: AsyncExitStack
     ) -> None:
@@ -150,7 +144,7 @@ class Worker:
         }
 
     def services(self) -> list[Service]:
-        """None is refused during a drain: a prompt is answered with Refused, and routers may reconnect."""
+        """Return services that stay open in a drain: a prompt is answered with Refused, and routers may reconnect."""
         descriptors = wire.DESCRIPTOR.services_by_name
         return [Service(descriptors[name], service.add_to) for name, service in self._deferred.items()]
 
@@ -260,17 +254,13 @@ class _WarmUpHandler(HostHandler):
 
 
 def _check(settings: WorkerSettings) -> None:
-    """Raises SettingError, InvalidConfig."""
     Limits(settings.token_budget or settings.max_running, settings.max_running)
     if settings.advertise is None and settings.host in EVERY_ADDRESS:
         raise SettingError("advertise", "needed where host is every address", "nothing")
 
 
 async def _warm_up_engine(host: EngineHost) -> None:
-    """Run the largest and the smallest step: allocates memory, measures durations.
-
-    Raises EngineStopped, ModelRefused.
-    """
+    """Run the largest and the smallest step, which allocates memory and measures durations."""
     handler = _WarmUpHandler()
 
     def begin(engine: Engine) -> None:

@@ -1,7 +1,7 @@
 """Changes of the prefix cache, for the heartbeats of each router's session.
 
-Unsent is the difference between what a session was sent and what is cached: at most two pools of blocks. A
-block that is published and evicted between two heartbeats is not sent.
+Unsent is the difference between what a session was sent and what is cached. A block that is published and evicted
+between two heartbeats is not sent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BLOCKS_PER_HEARTBEAT = 4096
 
 
 class PrefixCacheFeed:
-    """Not thread-safe, except ``record``."""
+    """Feed of all sessions; not thread-safe, except ``record``."""
 
     def __init__(self, blocks_per_heartbeat: int = BLOCKS_PER_HEARTBEAT) -> None:
         self._max_blocks = blocks_per_heartbeat
@@ -27,7 +27,6 @@ class PrefixCacheFeed:
         self._recorded = deque[list[BlockHash]]()
 
     def record(self, changed: list[BlockHash]) -> None:
-        """From any thread."""
         self._recorded.append(changed)
 
     def collect(self) -> None:
@@ -38,15 +37,13 @@ class PrefixCacheFeed:
                 apply_changes(unsent, changed)
 
     def begin(self, session: Hashable) -> None:
-        """All cached blocks are unsent."""
         self._unsent[session] = dict(self._cached)
 
     def end(self, session: Hashable) -> None:
-        """May be repeated."""
         self._unsent.pop(session, None)
 
     def next_update(self, session: Hashable) -> wire.PrefixCacheUpdate | None:
-        """For the next heartbeat; None: nothing has changed."""
+        """Take the changes for the next heartbeat; None if nothing has changed."""
         unsent = self._unsent.get(session)
         if not unsent:
             return None

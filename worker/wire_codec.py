@@ -1,5 +1,3 @@
-"""Conversion between wire messages and the engine's types."""
-
 from __future__ import annotations
 
 from decant.engine.errors import InvalidRequest
@@ -39,7 +37,6 @@ class RequestRejected(Exception):
 
     @classmethod
     def of(cls, error: InvalidRequest) -> RequestRejected:
-        """The field has its name in ``EngineRequest``."""
         name = error.field.partition("[")[0]
         known = name in _SAMPLING or name.endswith("_penalty")
         return cls.because(f"sampling.{error.field}" if known else _FIELDS.get(name, name), error.limit, error.value)
@@ -50,7 +47,7 @@ def other_request() -> wire.Failure:
 
 
 def to_request(sequence_id: str, message: wire.EngineRequest, *, model: str, park_after: bool = False) -> Request:
-    """``park_after``: park the sequence after its next token. Raises RequestRejected."""
+    """Convert a request; ``park_after`` parks the sequence after its next token. Raises RequestRejected."""
     _check_supported(message, model)
     prior_tokens = _unpacked("outputs.tokens", message.outputs[0].tokens)
     prompt = _unpacked("prompt", message.prompt)
@@ -110,21 +107,18 @@ def _stop(stopping: wire.Stopping) -> StopParams:
 
 
 def end_reason(reason: FinishReason, stopping: wire.Stopping) -> wire.OutputEnd.Reason:
-    """FAILED has none, because the run fails instead."""
+    """Convert a finish reason other than FAILED, for which the run fails instead."""
     if reason is FinishReason.LENGTH and stopping.capped_by_context_length:
         return wire.OutputEnd.REASON_CONTEXT_LENGTH
     return _ENDS[reason]
 
 
 def queue_key(message: wire.EngineRequest, now: float) -> float:
-    """Smallest first. ``now``: of the reception, in seconds. Priority counts as waiting time, and so does the time of
-    earlier attempts.
-    """
     return priority.queue_key(now - message.age_ms / 1000, message.priority)
 
 
 def logprobs_to_wire(entry: int, logprobs: TokenLogprobs) -> wire.TokenLogprobs:
-    """``entry``: index of the token in the message's array."""
+    """Convert logprobs; ``entry`` is the index of the token in the message's array."""
     ids, values = zip(*logprobs.top, strict=True) if logprobs.top else ((), ())
     return wire.TokenLogprobs(
         entry=entry, logprob=logprobs.logprob, rank=logprobs.rank, top_ids=ids, top_logprobs=values

@@ -24,15 +24,12 @@ _LOOPBACK = ("127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class PeerFiles:
-    """PEM files, named as in a Kubernetes TLS Secret."""
-
     ca: Path
     certificate: Path
     key: Path
 
 
 def make(folder: Path) -> PeerFiles:
-    """Create `folder` (mode 0700; the key 0600). Raises FileExistsError."""
     folder.mkdir(mode=0o700)
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     ca = _authority(ca_key)

@@ -37,19 +37,18 @@ NAME_OVERRIDE = "grpc.ssl_target_name_override"
 
 
 class Connector:
-    """Opens channels with the newest valid TLS files. Raises SettingError."""
+    """Opens channels with the newest valid TLS files. The constructor raises SettingError."""
 
     def __init__(self, tls: PeerTls) -> None:
         self._name = tls.peer_name
         self._files = channel_files(tls)
 
     def generation(self) -> int:
-        """A channel keeps its TLS files."""
+        """Number of reloads of the TLS files; an open channel keeps those that it was opened with."""
         self._files.reload()
         return self._files.generation
 
     def open(self, target: str) -> grpc.aio.Channel:
-        """The caller closes it."""
         self._files.reload()
         options: list[tuple[str, str | int]] = list(CHANNEL_OPTIONS)
         credentials = self._files.loaded
@@ -61,7 +60,6 @@ class Connector:
 
 
 def open_channel(target: str, tls: PeerTls) -> grpc.aio.Channel:
-    """Raises SettingError for unusable TLS files."""
     return Connector(tls).open(target)
 
 
@@ -70,15 +68,13 @@ class HasTime(Protocol):
 
 
 def remaining(context: HasTime) -> float | None:
-    """Seconds, at least 0. gRPC rounds a sent timeout up by a few percent; messages carry exact deadlines."""
+    """Return the seconds left. gRPC rounds a sent timeout up by a few percent; messages carry exact deadlines."""
     left = context.time_remaining()
     return None if left is None else max(0.0, left)
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A time on this process's monotonic clock, or none."""
-
     at: float | None = None
 
     @classmethod
@@ -90,11 +86,9 @@ class Deadline:
         return cls.after(remaining(context))
 
     def remaining(self) -> float | None:
-        """Seconds, at least 0; None without a deadline."""
         return None if self.at is None else max(0.0, self.at - time.monotonic())
 
     def remaining_ms(self) -> int | None:
-        """Rounded down; None without a deadline."""
         left = self.remaining()
         return None if left is None else int(left * 1000)
 
@@ -103,6 +97,5 @@ class Deadline:
         return self.remaining() == 0.0
 
     def check(self) -> None:
-        """Raises DeadlineExceeded."""
         if self.has_passed:
             raise DeadlineExceeded

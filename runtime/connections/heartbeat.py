@@ -44,8 +44,6 @@ class Silence:
 
 
 class LoopTimer:
-    """Calls `then` after `seconds` in ticks of the event loop."""
-
     def __init__(self, seconds: float, then: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
         self._left = max(1, ceil(seconds / HEARTBEAT_SECONDS))
@@ -66,7 +64,7 @@ class LoopTimer:
 
 @asynccontextmanager
 async def loop_timeout(seconds: float) -> AsyncIterator[None]:
-    """As `asyncio.timeout`, in ticks. Raises TimeoutError."""
+    """Limit a block as `asyncio.timeout` does, in ticks. Raises TimeoutError."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as limit:
         timer = LoopTimer(seconds, lambda: limit.reschedule(loop.time()))

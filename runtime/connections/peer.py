@@ -21,7 +21,6 @@ class UnknownMessages:
         self._peer = peer
 
     def ignore(self) -> None:
-        """The first is logged."""
         self.count += 1
         if self.count == 1:
             _log.warning("messages of an unknown kind are ignored", peer=self._peer)

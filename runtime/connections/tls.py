@@ -60,8 +60,9 @@ class PeerTls(Settings):
 
 
 class TlsFiles(Generic[T]):
-    """Reloaded when the files change. Thread-safe. The constructor raises SettingError of `load`; a reload keeps the
-    last valid result.
+    """TLS files that are reloaded when they change; thread-safe.
+
+    The constructor raises SettingError of `load`; a reload keeps the last valid result.
     """
 
     def __init__(self, paths: Iterable[Path | None], load: Callable[[], T]) -> None:
@@ -74,7 +75,6 @@ class TlsFiles(Generic[T]):
         self.loaded = load()
 
     def reload(self) -> T | None:
-        """None if the files are unchanged, unusable, or changed meanwhile."""
         with self._lock:
             version = self._stat()
             if version in (None, self._version):
@@ -92,7 +92,6 @@ class TlsFiles(Generic[T]):
             return loaded
 
     def _stat(self) -> list[tuple[int, int, int]] | None:
-        """None while a file is missing."""
         try:
             stats = [path.stat() for path in self._paths]
         except OSError:
@@ -101,7 +100,7 @@ class TlsFiles(Generic[T]):
 
 
 def server_credentials(tls: ServerTls) -> grpc.ServerCredentials | None:
-    """None for plaintext. Reads changed files before a handshake. Raises SettingError."""
+    """Make credentials that read changed files before a handshake; None for plaintext. Raises SettingError."""
     if tls.tls_certificate is None:
         return None
     files = TlsFiles((tls.tls_certificate, tls.tls_key, tls.tls_client_ca), partial(_server_configuration, tls))
@@ -113,7 +112,7 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials | None:
 
 
 def check_peers(tls: PeerTls) -> None:
-    """Two processes with these files authenticate each other. Raises SettingError."""
+    """Check that two processes with these files authenticate each other. Raises SettingError."""
     for field in ("peer_ca", "peer_certificate", "peer_key"):
         if (path := getattr(tls, field)) is not None:
             _read(field, path)
@@ -138,7 +137,7 @@ def check_peers(tls: PeerTls) -> None:
 
 
 def _peer_context(protocol: int, tls: PeerTls) -> ssl.SSLContext:
-    """As lenient as gRPC's."""
+    """Make a context as lenient as gRPC's."""
     assert tls.peer_certificate is not None
     context = ssl.SSLContext(protocol)
     context.check_hostname = False
@@ -151,12 +150,10 @@ def _peer_context(protocol: int, tls: PeerTls) -> ssl.SSLContext:
 
 
 def channel_files(tls: PeerTls) -> TlsFiles[grpc.ChannelCredentials | None]:
-    """None for plaintext. Raises SettingError."""
     return TlsFiles((tls.peer_ca, tls.peer_certificate, tls.peer_key), partial(_channel_credentials, tls))
 
 
 def _server_configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
-    """Raises SettingError."""
     assert tls.tls_certificate is not None
     assert tls.tls_key is not None
     _check_pair("tls_certificate", tls.tls_certificate, tls.tls_key)
@@ -167,7 +164,6 @@ def _server_configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration
 
 
 def _channel_credentials(tls: PeerTls) -> grpc.ChannelCredentials | None:
-    """None for plaintext. Raises SettingError."""
     if tls.peer_ca is None:
         return None
     _check_roots("peer_ca", tls.peer_ca)
@@ -188,7 +184,7 @@ def _pair(one: str, first: Path | None, other: str, second: Path | None) -> None
 
 
 def _check_pair(field: str, chain: Path, key: Path) -> None:
-    """Raises SettingError unless they belong together; gRPC would report a bad address."""
+    """Check that they belong together; gRPC would report a bad address."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key, password="")
     except OSError as error:  # ssl.SSLError too
@@ -197,7 +193,6 @@ def _check_pair(field: str, chain: Path, key: Path) -> None:
 
 
 def _check_roots(field: str, roots: Path | None) -> None:
-    """Raises SettingError unless the file has certificates."""
     try:
         if roots is not None:
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(roots)

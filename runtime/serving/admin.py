@@ -4,8 +4,6 @@ GET /alive      200, or 503 after a failure
 GET /ready      200 while READY, else 503
 GET /metrics    Prometheus' text format
 GET /NAME       a page of the Registry, in JSON
-
-prometheus_client's own server would answer from a thread, also while the event loop hangs.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ class AdminServer:
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Return the bound port. Raises OSError."""
         self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST_BYTES)
         return int(self._server.sockets[0].getsockname()[1])
 

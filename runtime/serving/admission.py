@@ -36,7 +36,7 @@ class Admission:
         return len(self._queue)
 
     async def enter(self, priority: int, deadline: Deadline) -> AdmissionSlot:
-        """The caller must ``leave`` the slot. Raises QueueFull, DeadlineExceeded."""
+        """Wait for a slot, which the caller must ``leave``. Raises QueueFull, DeadlineExceeded."""
         deadline.check()
         if self.active < self._max_active:
             self.active += 1
@@ -47,7 +47,7 @@ class Admission:
         return AdmissionSlot(self)
 
     def enter_at_once(self) -> AdmissionSlot:
-        """For a request that another router admitted, also beyond ``max_active``."""
+        """Take a slot for a request that another router admitted, also beyond ``max_active``."""
         self.active += 1
         return AdmissionSlot(self)
 
@@ -83,8 +83,6 @@ class Admission:
 
 
 class AdmissionSlot:
-    """``leave`` may be repeated."""
-
     def __init__(self, admission: Admission) -> None:
         self._admission: Admission | None = admission
 

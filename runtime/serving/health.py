@@ -34,7 +34,7 @@ class State(Enum):
 
 
 class Readiness:
-    """Only for the event loop's thread."""
+    """State of a process, for the event loop's thread only."""
 
     def __init__(self) -> None:
         self.state = State.STARTING
@@ -50,7 +50,6 @@ class Readiness:
         return self.state is State.READY
 
     def mark_ready(self) -> None:
-        """No effect after a drain or failure."""
         if self.state is State.STARTING:
             self._become(State.READY)
 
@@ -59,13 +58,11 @@ class Readiness:
             self._become(State.DRAINING)
 
     def mark_failed(self, reason: str) -> None:
-        """`reason` is for the log."""
         if self.state in (State.STARTING, State.READY, State.DRAINING):
             self.reason = reason
             self._become(State.FAILED)
 
     def mark_stopped(self) -> None:
-        """End health watches before the server ends."""
         if self.state is not State.STOPPED:
             self._become(State.STOPPED)
 

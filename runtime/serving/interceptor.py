@@ -33,9 +33,7 @@ Gate = Callable[[str], None]
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """`count` gets every error that ends a call. Calls of `services` (full names) are active until their handlers'
-    cleanup.
-    """
+    """Gives `count` every error that ends a call; calls of `services` (full names) are active until their cleanup."""
 
     def __init__(
         self, count: Callable[[ServiceError], None], *, gate: Gate | None = None, services: Iterable[str] = ()
@@ -147,14 +145,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True, slots=True)
 class _Unreadable:
-    """gRPC itself would log a stack."""
+    """A request that cannot be decoded; gRPC itself would log a stack."""
 
     bytes: int
 
 
 class _Readable:
-    """Raises InvalidArgument for a message that can't be decoded."""
-
     def __init__(self, messages: AsyncIterator[Any]) -> None:
         self._messages = messages
 
@@ -192,7 +188,6 @@ def _checked(message: Any) -> Any:
 
 
 async def _write(context: grpc.aio.ServicerContext[Any, Any], answer: Any) -> None:
-    """Raises ClientDisconnected."""
     try:
         await context.write(answer)
     except (grpc.aio.InternalError, grpc.aio.UsageError) as error:

@@ -16,7 +16,6 @@ V1 = "grpc.reflection.v1.ServerReflection"
 
 
 def add_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
-    """`services`: full names."""
     _describe_v1()
     servicer = alpha.ReflectionServicer((*services, V1, V1ALPHA))
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
@@ -29,7 +28,7 @@ def add_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
 
 
 def _describe_v1() -> None:
-    """`grpcurl describe` needs it in the pool."""
+    """Add v1 to the pool, where `grpcurl describe` needs it."""
     pool = descriptor_pool.Default()
     try:
         pool.FindFileContainingSymbol(V1)

@@ -71,7 +71,7 @@ async def serve(
 ) -> bool:
     """Run a process from listening to its end. Returns False if calls had to be cancelled.
 
-    Raises what `warm_up` or `drain` raises, and SettingError for an address or TLS file that can't be used.
+    Raises SettingError for an address or TLS file that can't be used.
     """
 
     async def warm(server: Server) -> None:
@@ -85,7 +85,7 @@ async def serve(
 
 
 def freeze_gc() -> None:
-    """A full collection with torch stops every stream for 0.25 s."""
+    """Exclude present objects from collection: a full one with torch stops every stream for 0.25 s."""
     gc.collect()
     gc.freeze()
 
@@ -111,11 +111,9 @@ class Server:
 
     @property
     def address(self) -> str:
-        """After ``start``."""
         return join_address(self._settings.host, self.port)
 
     async def start(self) -> None:
-        """Alive, not ready. Raises SettingError."""
         names = [service.name for service in self._services]
         for service in self._services:
             service.add(self._server)

@@ -46,7 +46,6 @@ class ServerSettings(ServerTls):
 
 
 def bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
-    """Return the port. Raises SettingError, also for unreadable TLS files."""
     address = join_address(settings.host, settings.port)
     credentials = server_credentials(settings)
     try:
@@ -84,7 +83,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Names other than localhost may be any address: False."""
+    """Whether an address is loopback; False for names other than localhost, which may be any address."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -14,8 +14,6 @@ _log = logs.get(__name__)
 
 
 class Shutdown:
-    """The second request ends the process at once."""
-
     def __init__(self) -> None:
         self.ends_process = False
         """With status 0, at the next request: set while another thread holds the GIL, which delays the event loop."""
@@ -23,7 +21,6 @@ class Shutdown:
         self._forced = asyncio.Event()
 
     def request(self, why: str) -> None:
-        """`why` is for the log."""
         _log.info("shutdown", why=why, at_once=self.ends_process or self._requested.is_set())
         if self.ends_process:
             _log.info("ended")
@@ -31,7 +28,6 @@ class Shutdown:
         (self._forced if self._requested.is_set() else self._requested).set()
 
     def on_signals(self) -> None:
-        """On SIGTERM and SIGINT. Main thread only."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request, number.name)
@@ -44,7 +40,7 @@ class Shutdown:
 
 
 async def race(*coroutines: Coroutine[Any, Any, _T]) -> _T:
-    """The first result. The other coroutines are cancelled and awaited."""
+    """Return the first result; the other coroutines are cancelled and awaited."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -48,12 +48,11 @@ def start(service: str, settings: LogSettings, *, stream: TextIO | None = None) 
 
 
 def get(name: str) -> Any:
-    """A structlog logger; `name` is logged as ``module``."""
     return structlog.get_logger(module=name)
 
 
 def bound(**values: object) -> AbstractContextManager[None]:
-    """For every line of the block, and of tasks started inside."""
+    """Add values to every line of the block, and of tasks started inside."""
     return bound_contextvars(**values)
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a process. Seconds and bytes; counters, not rates; labels from closed sets, never ids."""
+"""Metrics of a process, in seconds and bytes: counters, not rates; labels from closed sets, never ids."""
 
 from __future__ import annotations
 
@@ -47,8 +47,6 @@ class PromptSource(StrEnum):
 
 
 class Registry:
-    """`process` adds CPU seconds, memory and open files."""
-
     def __init__(self, *, process: bool = True) -> None:
         # Creation times would double the number of series, and no dashboard uses them.
         disable_created_metrics()
@@ -60,7 +58,6 @@ class Registry:
             ProcessCollector(registry=self.collectors)
 
     def before_scrape(self, update: Callable[[], None]) -> None:
-        """For gauges that are computed together."""
         self._updates.append(update)
 
     def text(self) -> bytes:
@@ -99,8 +96,6 @@ class ProcessMetrics:
 
 
 class TenantMetrics:
-    """The first MAX_TENANTS of ``tenants`` get a label value each."""
-
     def __init__(self, registry: Registry, tenants: Iterable[str]) -> None:
         label = ("tenant",)
         self._requests = registry.counter(
@@ -150,8 +145,6 @@ class ModelMetrics:
 
 
 class QueueMetrics:
-    """Set before each scrape."""
-
     def __init__(self, registry: Registry) -> None:
         label = ("model",)
         self.running = registry.gauge("requests_running", "Requests that a worker has scheduled.", label)
@@ -175,8 +168,6 @@ class QueueMetrics:
 
 
 class RequestMetrics:
-    """Only models for which `of` was called get a label. ``causes``: of failovers."""
-
     SOURCES = (PromptSource.COMPUTED, PromptSource.CACHED)
     """A router does not learn what came with a handoff."""
 
@@ -260,7 +251,7 @@ class RequestMetrics:
         )
 
     def of(self, model: str) -> ModelMetrics:
-        """Keep the result: looking up labels costs more than counting."""
+        """Metrics of a model. Keep the result: looking up labels costs more than counting."""
         self.adopted.labels(model)
         for cause in self._causes:  # else the first failovers of a cause would be no increase from 0
             self.failovers.labels(model, cause)
@@ -268,8 +259,6 @@ class RequestMetrics:
 
 
 class EngineMetrics:
-    """A worker's. `causes`: of failed handoffs."""
-
     def __init__(self, registry: Registry, causes: Iterable[str]) -> None:
         self.info = registry.gauge(
             "worker_info", "Always 1. Its labels are the model and the role of this worker.", ("model", "role")

@@ -48,14 +48,13 @@ class CannotExport(Exception):
 
 
 class Span:
-    """Records nothing. ``traceparent``: of its children; may be empty."""
+    """A span that records nothing. ``traceparent`` is that of its children and may be empty."""
 
     def __init__(self, traceparent: str = "") -> None:
         self.traceparent = traceparent
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """For calls to other processes."""
         return ((KEY, self.traceparent),) if self.traceparent else ()
 
     def set(self, **attributes: Value) -> None: ...
@@ -63,7 +62,7 @@ class Span:
     def event(self, name: str, seconds_ago: float = 0.0, **attributes: Value) -> None: ...
 
     def end(self, error: str = "") -> None:
-        """``error``: a reason, no text of users. May be repeated."""
+        """End the span; idempotent. ``error`` is a reason without text of users."""
 
     def __enter__(self) -> Self:
         return self
@@ -71,7 +70,6 @@ class Span:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A cancellation is an event, any other exception an error: its ``label``, else its type."""
         if error is None:
             self.end()
         elif isinstance(error, Exception):
@@ -104,8 +102,9 @@ class _RecordingSpan(Span):
 
 
 def span(name: str, parent: str = "", kind: str = "internal", **attributes: Value) -> Span:
-    """Use in a ``with``, or call ``end``. ``parent``: a traceparent; empty: the program's current span. ``kind``:
-    internal, client or server.
+    """Start a span, for a ``with`` or until ``end``.
+
+    ``parent`` is a traceparent, empty for the program's current span; ``kind`` is internal, client or server.
     """
     if _provider is None and "opentelemetry.trace" not in sys.modules:
         return Span(parent)
@@ -123,7 +122,6 @@ def span(name: str, parent: str = "", kind: str = "internal", **attributes: Valu
 
 
 def parent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """Empty if there is none, or an invalid one."""
     values = [value for key, value in metadata or () if key == KEY]
     return values[0] if len(values) == 1 and isinstance(values[0], str) and _VALID.fullmatch(values[0]) else ""
 
@@ -132,7 +130,7 @@ def parent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
 def exporting(service: str, flush_s: float = FLUSH_SECONDS) -> Iterator[None]:
     """Export this process's spans over OTLP, if the environment names an endpoint.
 
-    Everything else is also read from OpenTelemetry's variables. Raises CannotExport.
+    OpenTelemetry's variables configure it. Raises CannotExport.
     """
     environment = os.environ
     exporter = environment.get("OTEL_TRACES_EXPORTER") or "otlp"

@@ -1,8 +1,7 @@
 """Admission of runs to the engine: by queue key, then first come, first served; no run overtakes another.
 
 A run without free blocks waits here until a step, an end or a release changes them. A run without a ticket
-waits only behind such a run, which would starve otherwise. Preempted sequences go first: the engine raises
-OutOfBlocks meanwhile.
+waits only behind such a run, which would starve otherwise.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class DecodeAdmission:
         self._available = 0  # blocks, after the last step
 
     async def enter(self, run: DecodeRun) -> IncomingSequence | None:
-        """Wait until the engine has the run. None: the engine computes its prompt itself.
+        """Wait until the engine has the run; None if it computes the prompt itself.
 
         Raises InvalidRequest, EngineStopped. A cancelled caller must also cancel the run in the engine, which may still
         add it.
@@ -99,15 +98,15 @@ class DecodeAdmission:
 
 
 class _AdmissionGate:
-    """Closed while a run waits for blocks. For the engine's thread only."""
+    """Closed while a run waits for blocks; for the engine's thread only."""
 
     is_closed = False
 
 
 class _AdmitCommand:
-    """Admits runs in order, up to the first without blocks.
+    """Admit runs in order, up to the first without blocks.
 
-    ``is_retry``: these are all waiting runs. Others would overtake them while the gate is closed.
+    With ``is_retry`` these are all waiting runs; others would overtake them while the gate is closed.
     """
 
     def __init__(self, runs: list[DecodeRun], gate: _AdmissionGate, is_retry: bool) -> None:

@@ -28,7 +28,7 @@ _log = logs.get(__name__)
 
 
 class RunExecutor:
-    """Cancel all runs before ``close``, which waits for them."""
+    """Executor of runs. Cancel all of them before ``close``, which waits for them."""
 
     def __init__(self, host: EngineHost, runs: RunTable) -> None:
         self.admission = DecodeAdmission(host)
@@ -41,7 +41,6 @@ class RunExecutor:
 
     @property
     def executing(self) -> list[DecodeRun]:
-        """Also those that are no longer in the table."""
         return list(self._tasks)
 
     def start(self, run: DecodeRun, remaining_ms: int | None) -> None:
@@ -52,7 +51,6 @@ class RunExecutor:
         task.add_done_callback(lambda done: self._on_done(run, done))
 
     async def execute(self, run: DecodeRun) -> None:
-        """At its return the run has nothing in the engine."""
         try:
             with run_span(run):
                 finished = await self._until_finished(run)
@@ -75,7 +73,7 @@ class RunExecutor:
                 self._finish(run)
 
     async def _until_finished(self, run: DecodeRun) -> SequenceFinished:
-        """The only part that `cancel` interrupts."""
+        """Wait until the run is finished: the only part that `cancel` interrupts."""
         if run.cancel_reason is not None:  # cancelled before the coroutine began
             raise asyncio.CancelledError
         self._interruptible.add(run)
@@ -88,7 +86,6 @@ class RunExecutor:
             self._interruptible.discard(run)
 
     async def _fetch(self, run: DecodeRun, arrival: IncomingSequence) -> None:
-        """At its return the run is in the batch."""
         assert run.ticket is not None
         run.phase = wire.RunStatus.PHASE_ARRIVING
         run.notify.scheduled(arrival.cached_blocks * self._host.transfer_layout.block_size)
@@ -112,7 +109,6 @@ class RunExecutor:
             self.migrations.issue_ticket(run)
 
     async def _release(self, run: DecodeRun) -> None:
-        """Also frees the ticket at the sender of the cache."""
         if run.ticket is not None and run.phase != wire.RunStatus.PHASE_RUNNING and not run.keeps_ticket:
             self._host.receiver.decline(self._host.transport.source(run.ticket.address), run.ticket)
         self.migrations.end(run, by_itself=False)
@@ -121,7 +117,6 @@ class RunExecutor:
         await is_done.wait()
 
     def _finish(self, run: DecodeRun) -> None:
-        """Without an event of the engine the run was cancelled."""
         if run.end is not None or run not in self._runs:
             return
         reason = _end_reason(run)
@@ -149,7 +144,7 @@ class RunExecutor:
     # -- from outside the coroutine -----------------------------------------------------------------------------
 
     def cancel(self, run: DecodeRun, reason: wire.OutputEnd.Reason) -> None:
-        """In any phase. Ended is sent once nothing of the run is left. The first reason wins."""
+        """Cancel the run in any phase. Ended follows once all it held is released; the first reason counts."""
         if run.end is None and run.cancel_reason is None:
             run.cancel_reason = reason
             if run in self._interruptible:
@@ -163,19 +158,18 @@ class RunExecutor:
             self._remove(run)
 
     def refuse(self, run: DecodeRun, failure: wire.Failure) -> None:
-        """For a run that the engine has not begun; its ticket stays valid."""
+        """End and forget a run that the engine has not begun; its ticket stays valid."""
         if run in self._runs and run.end is None:
             run.notify.refused(failure)
             self._remove(run)
 
     def drop(self, run: DecodeRun) -> None:
-        """Sends the owner no message."""
+        """Cancel and forget a run, without a message to its owner."""
         run.detach()
         self.cancel(run, wire.OutputEnd.REASON_CANCELLED)
         self._runs.remove(run)
 
     def start_orphan_timer(self, run: DecodeRun) -> None:
-        """Drop the run after one lease."""
         run.stop_orphan_timer()
         run.orphan_timer = asyncio.get_running_loop().call_later(self._host.lease_s, self.drop, run)
 
@@ -184,7 +178,6 @@ class RunExecutor:
         self._host.loop.post(lambda engine: engine.evict_cached(tokens, run.request.salt, position))
 
     async def close(self) -> None:
-        """Also waits for the messages to the senders of the caches."""
         while self._tasks:
             await asyncio.wait(self._tasks.values())
         await self._host.receiver.close()

@@ -27,11 +27,10 @@ class Frame:
         self.logprobs: list[wire.TokenLogprobs] = []
 
     def add_logprobs(self, logprobs: TokenLogprobs) -> None:
-        """Of the token added last."""
         self.logprobs.append(logprobs_to_wire(len(self.tokens) - 1, logprobs))
 
     def message(self, step: int) -> wire.WorkerMessage:
-        """In place: protobuf copies an assigned submessage."""
+        """Build the message in place, as protobuf copies an assigned submessage."""
         message = wire.WorkerMessage()
         frame = message.frame
         frame.step = step
@@ -44,7 +43,6 @@ class Frame:
 
 
 def replay_frames(run: DecodeRun, start: int, step: int) -> Iterator[wire.WorkerMessage]:
-    """From output index ``start`` on."""
     for first in range(start, len(run.tokens), MAX_TOKENS):
         frame = Frame()
         frame.tokens = run.tokens[first : first + MAX_TOKENS]

@@ -1,7 +1,6 @@
 """The source's side of a migration: a run continues here until its commit is sent to the target.
 
-It also continues after a withdrawn offer, the end of the lease or a broken fetch. If the target is lost after
-the commit, it fails.
+If the target is lost after the commit, the run fails.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from decant.worker.wire_codec import logprobs_to_wire
 
 
 class MigrationSource:
-    """``fail`` ends a committed run whose target was lost."""
-
     def __init__(self, host: EngineHost, runs: RunTable, fail: Callable[[DecodeRun, wire.Failure], None]) -> None:
         self._host = host
         self._runs = runs
@@ -46,7 +43,6 @@ class MigrationSource:
             run.session.send(wire.WorkerMessage(ticket=run.migration_ticket))
 
     def withdraw(self, run: DecodeRun) -> None:
-        """The run continues, or fails if it was committed."""
         run.migration_requested = False
         if run.migration_ticket is None:
             return
@@ -57,14 +53,13 @@ class MigrationSource:
         self._host.sender.reclaim(run.migration_ticket.id, failure)
 
     def is_committed(self, run: DecodeRun) -> bool:
-        """The target may run it now."""
         if run.migration_ticket is None:
             return False
         lease = self._host.sender.leases.find(run.migration_ticket.id)
         return lease is None or lease.is_committed
 
     def end(self, run: DecodeRun, *, by_itself: bool) -> None:
-        """``by_itself``: an open fetch reports that nothing is left."""
+        """End the offer of a run; if that ended ``by_itself``, an open fetch reports that nothing is left."""
         lease = None if run.migration_ticket is None else self._host.sender.leases.find(run.migration_ticket.id)
         if lease is not None and not (by_itself and lease.is_opened):
             failure = wire.Failure(cause=wire.CAUSE_RECLAIMED, detail="the run has ended at its source")

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def microseconds(seconds: float) -> int:
-    """Negative durations become 0."""
     return max(0, round(seconds * 1e6))
 
 
@@ -30,7 +29,7 @@ class RunNotifier:
         self._send(scheduled=wire.Scheduled(run=self._run.ref, cached_tokens=cached_tokens, waited_us=waited))
 
     def decode_started(self, position: int) -> None:
-        """Sent once, to the first owner with a session; frames from ``position`` on follow."""
+        """Send DecodeStarted once, to the first owner with a session; frames from ``position`` on follow."""
         run = self._run
         if run.session is not None and run.decode_started is not None:
             message, run.decode_started = run.decode_started, None
@@ -39,7 +38,6 @@ class RunNotifier:
             self._send(decode_started=message)
 
     def first_token(self) -> None:
-        """For a run whose prompt was computed here, before its first frame."""
         run = self._run
         run.sent_first_token = True
         timeline = run.timeline
@@ -49,7 +47,6 @@ class RunNotifier:
             self.decode_started(run.position - 1)
 
     def prompt_logprobs(self, part: PromptLogprobs) -> None:
-        """Also kept for later owners."""
         entries = [logprobs_to_wire(entry, logprobs) for entry, logprobs in enumerate(part.entries)]
         message = wire.PromptLogprobs(run=self._run.ref, first_position=part.position, logprobs=entries)
         self._run.prompt_logprobs.append(message)
@@ -92,7 +89,6 @@ class RunNotifier:
 
 
 def send_step_tokens(runs: Mapping[str, DecodeRun], tokens: Iterable[Token], step: int) -> None:
-    """Send one frame to each session. ``runs``: by sequence id. The hot path."""
     frames: dict[RouterSession, Frame] = {}
     running = wire.RunStatus.PHASE_RUNNING
     for token in tokens:

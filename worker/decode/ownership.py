@@ -23,7 +23,6 @@ class RunOwnership:
     def attach(
         self, run: DecodeRun, session: RouterSession, ref: wire.Run, resume: Iterable[wire.ResumePosition] = ()
     ) -> wire.RunStatus:
-        """Under the epoch of ``ref``. Returns the status for the session."""
         if run.session is not session:
             run.notify.superseded(ref.epoch)
             run.detach()
@@ -33,14 +32,13 @@ class RunOwnership:
         return run.status(resume)
 
     def ensure_attached(self, run: DecodeRun, session: RouterSession, ref: wire.Run) -> None:
-        """For messages other than Start, Adopt and Hello; a new session gets the run's status."""
+        """Attach a run for messages other than Start, Adopt and Hello; a new session gets the run's status."""
         is_new = run.session is not session
         status = self.attach(run, session, ref)
         if is_new:
             session.send(wire.WorkerMessage(run_status=status))
 
     def catch_up(self, run: DecodeRun, resume: Iterable[wire.ResumePosition]) -> None:
-        """Also withdraws a migration that an earlier owner began."""
         run.notify.catch_up(resume, self._executor.step)
         if run.migration_ticket is not None and run.migration_ticket.run.epoch != run.ref.epoch:
             self._executor.migrations.withdraw(run)
@@ -52,11 +50,10 @@ class RunOwnership:
                 self._executor.start_orphan_timer(run)
 
     def orphans_of(self, router: wire.Peer) -> list[DecodeRun]:
-        """Of earlier sessions of this incarnation; those of earlier incarnations can be adopted."""
+        """Orphans of earlier sessions of this incarnation; those of earlier incarnations can be adopted."""
         return [run for run in self._runs if run.session is None and same_incarnation(run.router, router)]
 
     def unopened_tickets_of(self, session: RouterSession) -> list[bytes]:
-        """Of its runs that wait for blocks."""
         waiting = wire.RunStatus.PHASE_WAITING
         runs = (run for run in self._runs if run.session is session and run.phase == waiting)
         return [run.ticket.id for run in runs if run.ticket is not None]
@@ -68,6 +65,5 @@ class RunOwnership:
                 self.supersede(run, ref.epoch)
 
     def supersede(self, run: DecodeRun, epoch: int) -> None:
-        """Drop a run; notify its owner if connected."""
         run.notify.superseded(epoch)
         self._executor.drop(run)

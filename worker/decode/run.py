@@ -35,7 +35,7 @@ def key_of(ref: wire.Run) -> Key:
 
 @dataclass(slots=True, eq=False)
 class DecodeRun:
-    """``tokens``: of the output, with those of earlier attempts."""
+    """State of a run; ``tokens`` are of the output, with those of earlier attempts."""
 
     ref: wire.Run  # with the present owner's epoch
     request: Request  # ``request.id`` identifies the sequence in the engine
@@ -81,7 +81,7 @@ class DecodeRun:
 
     @property
     def num_cacheable(self) -> int | None:
-        """Leading tokens that may stay in the prefix cache; None: all."""
+        """Number of leading tokens that may stay in the prefix cache; None for all."""
         return None if self.truncated_at is None else self.request.prompt_len + self.truncated_at
 
     @property
@@ -93,11 +93,10 @@ class DecodeRun:
         return self.request.prompt_len + len(self.tokens)
 
     def index_of(self, position: int) -> int:
-        """Index in ``tokens``, clamped to 0 .. len(tokens)."""
         return min(max(0, position - self.request.prompt_len), len(self.tokens))
 
     def status(self, resume: Iterable[wire.ResumePosition]) -> wire.RunStatus:
-        """For an owner that has the tokens before ``resume``; default: all."""
+        """Status for an owner that has the tokens before ``resume``, by default all."""
         indexes = [self.index_of(each.position) for each in resume if each.output == self.output]
         position = self.request.prompt_len + (indexes[0] if indexes else len(self.tokens))
         slot = wire.Slot(slot=self.slot, output=self.output, position=position)
@@ -114,7 +113,7 @@ class DecodeRun:
             self.finished.set_result(event)
 
     def attach(self, session: RouterSession) -> None:
-        """The run must be detached."""
+        """Attach the run to a session; it must be detached."""
         self.session, self.router, self.slot = session, session.router, session.take_slot()
 
     def detach(self) -> None:

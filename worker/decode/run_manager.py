@@ -1,6 +1,6 @@
 """Applies routers' commands and the engine's events to the runs of a decode worker.
 
-Methods run on the event loop and wait for nothing; the engine gets commands by ``EngineLoop.post``.
+Methods run on the event loop and wait for nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class DecodeRunManager(HostHandler):
     # -- messages -----------------------------------------------------------------------------------------------
 
     def start(self, session: RouterSession, start: wire.Start) -> None:
-        """A repeated Start is answered with the run's status."""
         run = self.runs.get(start.run)
         if run is not None and run.ref.epoch == start.run.epoch:
             session.send(wire.WorkerMessage(run_status=self.ownership.attach(run, session, start.run)))
@@ -51,7 +50,6 @@ class DecodeRunManager(HostHandler):
         self.executor.start(run, request.remaining_ms if request.HasField("remaining_ms") else None)
 
     def cancel(self, session: RouterSession, cancel: wire.Cancel) -> None:
-        """An unknown run leaves a tombstone for one lease."""
         run = self.runs.get(cancel.run)
         if run is None:
             self.runs.add_tombstone(cancel.run, self._host.lease_s)
@@ -82,7 +80,6 @@ class DecodeRunManager(HostHandler):
             run.notify.resend([resend.resume], self.executor.step)
 
     def migrate(self, session: RouterSession, migrate: wire.Migrate) -> None:
-        """No effect on an ended run."""
         run = self._find(session, migrate.run)
         if run is None or migrate.output != run.output:
             return
@@ -102,7 +99,6 @@ class DecodeRunManager(HostHandler):
             run.migration_requested = True  # its cache is being fetched
 
     def forget(self, ref: wire.Run) -> None:
-        """A run that has neither ended nor migrated is cancelled first; its owner gets Ended."""
         run = self.runs.get(ref)
         if run is None:
             return
@@ -113,7 +109,6 @@ class DecodeRunManager(HostHandler):
             self.executor.cancel(run, wire.OutputEnd.REASON_CANCELLED)
 
     def _find(self, session: RouterSession, ref: wire.Run) -> DecodeRun | None:
-        """Notifies the sender of an unknown run."""
         run = self.runs.get(ref)
         if run is None:
             failure = wire.Failure(cause=wire.CAUSE_UNKNOWN_RUN, detail="this worker does not have the run")

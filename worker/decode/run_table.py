@@ -9,7 +9,7 @@ from decant.worker.epochs import Epochs
 
 
 class RunTable:
-    """Safe to iterate while runs are added and removed."""
+    """Runs of a worker; safe to iterate while they are added and removed."""
 
     def __init__(self, epochs: Epochs) -> None:
         self.cancel_tombstones: dict[Key, tuple[int, asyncio.TimerHandle]] = {}  # epoch and expiry
@@ -33,7 +33,6 @@ class RunTable:
 
     @property
     def by_sequence(self) -> dict[str, DecodeRun]:
-        """Read-only."""
         return self._by_sequence
 
     def add(self, run: DecodeRun) -> None:
@@ -46,7 +45,6 @@ class RunTable:
         self._by_sequence.pop(run.request.id, None)
 
     def remove(self, run: DecodeRun) -> None:
-        """May be repeated."""
         run.stop_timers()
         self.stop_events(run)
         if run in self:

@@ -1,5 +1,3 @@
-"""The Decode service: opens sessions and dispatches their messages."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -28,8 +26,6 @@ _log = logs.get(__name__)
 
 
 class DecodeService(services.DecodeServicer):
-    """``run_manager`` handles the host's events."""
-
     def __init__(self, host: EngineHost, session_limits: SessionLimits | None = None) -> None:
         self._host = host
         self._session_limits = session_limits
@@ -92,7 +88,7 @@ class DecodeService(services.DecodeServicer):
             session.end()
 
     async def close(self) -> None:
-        """The engine must still run."""
+        """End all sessions and runs; the engine must still run."""
         self._is_drained = True
         for session in self._sessions.values():
             session.end(_draining_error())
@@ -111,7 +107,6 @@ class DecodeService(services.DecodeServicer):
             raise InvalidArgument("hello.router.id", "not empty", "")
 
     def _open_session(self, hello: wire.Hello) -> RouterSession:
-        """Replaces the router's older session, whose runs are orphans until the welcome."""
         session = RouterSession(hello.router, self._make_heartbeat, self._session_limits)
         older = self._sessions.get(hello.router.id)
         self._sessions[hello.router.id] = session
@@ -168,7 +163,6 @@ class DecodeService(services.DecodeServicer):
             raise InvalidArgument("message", "hello once, as the first", kind)
 
     def _owns(self, session: RouterSession, ref: wire.Run) -> bool:
-        """Notifies a router that does not."""
         refusal = self._refusal(ref)
         if refusal is not None:
             session.send(refusal)
@@ -196,7 +190,6 @@ class DecodeService(services.DecodeServicer):
 
 
 async def _hello(requests: AsyncIterator[wire.RouterMessage]) -> wire.Hello | None:
-    """None if the stream ends without one."""
     try:
         async with loop_timeout(HELLO_SECONDS):
             message = await anext(requests)

@@ -35,8 +35,6 @@ _log = logs.get(__name__)
 
 
 class RouterSession:
-    """``send`` does nothing after the end."""
-
     def __init__(
         self,
         router: wire.Peer,
@@ -68,7 +66,7 @@ class RouterSession:
             self.end(Aborted(Reason.QUEUE_FULL, detail))
 
     def end(self, error: ServiceError | None = None) -> None:
-        """With ``error`` at once, else after the queued messages."""
+        """End the session: with ``error`` at once, else after the queued messages."""
         if error is None:
             self._outgoing.put_nowait(None)
         elif not self._ended.is_set():
@@ -90,7 +88,6 @@ class RouterSession:
         write: Write,
         handle: Callable[[RouterSession, wire.RouterMessage], None],
     ) -> None:
-        """Raises the error of ``end`` or ``handle``."""
         writing = asyncio.create_task(self._write(write))
         parts = (self._ended.wait(), self._read(requests, handle), self._send_heartbeats())
         jobs: list[asyncio.Task[object]] = [writing, *[asyncio.create_task(part) for part in parts]]

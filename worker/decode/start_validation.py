@@ -13,8 +13,6 @@ from decant.worker.wire_codec import RequestRejected, queue_key, to_request
 
 
 class StartValidator:
-    """``stopped`` is set once the engine has crashed."""
-
     def __init__(self, host: EngineHost, runs: RunTable) -> None:
         self.stopped: EngineStopped | None = None
         self._host = host
@@ -22,7 +20,6 @@ class StartValidator:
         self._numbers = count(1)
 
     def validate(self, start: wire.Start) -> DecodeRun:
-        """The run is not yet in the table. Raises RequestRejected."""
         self._check_now(start)
         if start.HasField("ticket"):
             self._check_ticket(start)

@@ -22,8 +22,6 @@ _log = logs.get(__name__)
 
 
 class PrefillExecutor:
-    """``close`` stops the coroutines and waits for all."""
-
     def __init__(self, host: EngineHost) -> None:
         self.queue = PrefillQueue(host)
         self._host = host
@@ -36,7 +34,6 @@ class PrefillExecutor:
         task.add_done_callback(partial(self._on_done, run))
 
     async def execute(self, run: PrefillRun) -> None:
-        """At its return nothing of the run is left, and its call ends."""
         failure: wire.Failure | None = None
         last_event: dict[str, object] = {}
         try:
@@ -71,7 +68,7 @@ class PrefillExecutor:
         run.close(**last_event)
 
     def _add_to_engine(self, run: PrefillRun) -> None:
-        """Does not wait for the answer, which comes with a step: the deadline may be earlier."""
+        """Add the run without waiting for the answer, which comes with a step: the deadline may be earlier."""
 
         def add(engine: Engine) -> None:
             try:
@@ -101,7 +98,6 @@ class PrefillExecutor:
         run.send(ticket=run.ticket)
 
     def _release(self, run: PrefillRun, failure: wire.Failure | None) -> None:
-        """``failure`` goes to an open fetch."""
         self.queue.remove(run)
         # The ticket of a finished sequence stays: a late fetch is answered that nothing is left.
         if run.ticket is not None and run.finished is None:
@@ -110,7 +106,6 @@ class PrefillExecutor:
             self._host.loop.post(lambda engine: engine.cancel(run.id))
 
     def _on_done(self, run: PrefillRun, task: asyncio.Task[None]) -> None:
-        """After an unexpected exception or the end of the process."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:

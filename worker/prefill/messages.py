@@ -7,7 +7,6 @@ from decant.worker.wire_codec import end_reason, logprobs_to_wire
 
 
 def first_tokens(run: PrefillRun) -> wire.FirstTokens:
-    """Marked if the token is also the last."""
     begun, token = run.begun, run.first_token
     assert begun is not None
     assert token is not None

@@ -1,7 +1,6 @@
 """The prefill runs of a worker, and their order.
 
-A prompt is admitted only while the admitted ones keep at most half of the pool: caches that wait for receivers
-keep blocks.
+A prompt is admitted only while the admitted ones keep at most half of the pool.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from decant.worker.prefill.run import PrefillRun
 
 
 class PrefillQueue:
-    """Sorted. Keeps the host's counts of waiting prompts and tokens."""
-
     def __init__(self, host: EngineHost) -> None:
         self._host = host
         self._waiting: list[PrefillRun] = []
@@ -38,7 +35,6 @@ class PrefillQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Runs that wait, here or in the engine."""
         return sum(run.begun is None and run.error is None for run in self._runs.values())
 
     def add(self, run: PrefillRun) -> None:
@@ -70,7 +66,6 @@ class PrefillQueue:
         return 2 * blocks > self._host.total_blocks
 
     def _blocks(self, run: PrefillRun) -> int:
-        """Beyond its cached prefix."""
         cached = 0 if run.begun is None else run.begun.cached
         return self._host.blocks_for(len(run.request.token_ids) + 1 - cached)
 

@@ -13,8 +13,6 @@ from decant.worker.wire_codec import RequestRejected
 
 
 class PrefillFailed(Exception):
-    """``failure`` goes to the run's call and to an open fetch."""
-
     def __init__(self, failure: wire.Failure) -> None:
         super().__init__(failure.detail)
         self.failure = failure
@@ -31,7 +29,7 @@ class StaleOwner(Exception):
 
 @dataclass(slots=True, eq=False)
 class PrefillRun:
-    """Call `wake` after a change of a fact."""
+    """Facts of a run; call `wake` after a change."""
 
     ref: wire.Run
     request: Request  # ``request.id`` identifies the sequence in the engine
@@ -69,7 +67,7 @@ class PrefillRun:
         return self.is_parked or self.finished is not None
 
     async def until(self, reached: Callable[[], bool]) -> None:
-        """Raises the error of `stop` unless the fact came first."""
+        """Wait for a fact. Raises the error of `stop` unless the fact came first."""
         while not reached():
             if self.error is not None:
                 raise self.error
@@ -85,11 +83,10 @@ class PrefillRun:
         self.wake()
 
     def send(self, **event: object) -> None:
-        """Ignored after the end of the call."""
         self.events.put_nowait(wire.PrefillEvent(**event))  # type: ignore[arg-type]
 
     def close(self, **event: object) -> None:
-        """With ``event`` as the last. May be repeated."""
+        """End the call, with ``event`` as the last; idempotent."""
         if event:
             self.send(**event)
         self.events.put_nowait(None)

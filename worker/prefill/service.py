@@ -1,7 +1,7 @@
 """The Prefill service: computes a prompt, sends its first token, and keeps its KV cache for a receiver.
 
 A call that breaks, or whose owner is superseded, cancels its run unless a fetch is open: then the run continues
-under the lease, and only the deadline is enforced here.
+under the lease.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class PrefillService(services.PrefillServicer, HostHandler):
         await self._runs.wait_empty()
 
     async def close(self) -> None:
-        """Waits until the runs have released what they had."""
         await self._executor.close()
 
     async def Prefill(  # noqa: N802 - the name on the wire

@@ -19,7 +19,6 @@ class CallValidator:
         self._numbers = count()
 
     def validate(self, call: wire.PrefillRequest) -> PrefillRun:
-        """The run is not yet in the queue. Raises RequestRejected, StaleOwner."""
         host, engine_request = self._host, call.engine_request
         self._check_now(call)
         name = f"prefill-{next(self._numbers)}:{call.run.request}"  # never reused: a late event belongs to no other run

@@ -69,7 +69,6 @@ class AuditService(services.AuditServicer):
         return await self.audit()
 
     async def audit(self) -> wire.AuditResponse:
-        """Raises EngineStopped."""
         before = self._tables()
         pool = await self._host.loop.call(_sample)
         after = self._tables()

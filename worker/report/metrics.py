@@ -11,8 +11,6 @@ from decant.worker.engine_host import EngineHost, HostHandler
 
 
 class WorkerMetrics(HostHandler):
-    """Gauges are read at a scrape; counters follow the host's events."""
-
     def __init__(self, registry: Registry, host: EngineHost) -> None:
         self._metrics = metrics = EngineMetrics(
             registry, [_label(wire.Cause.Name(cause)) for cause in wire.Cause.values()]
@@ -32,7 +30,6 @@ class WorkerMetrics(HostHandler):
         metrics.cache_usage.set_function(lambda: host.last_load.held_blocks / host.total_blocks)
 
     def _count_preemptions(self) -> None:
-        """As of the last load sample, which comes after the last step too."""
         preemptions = self._host.last_load.preemptions
         self._metrics.preemptions.inc(preemptions - self._preemptions)
         self._preemptions = preemptions

@@ -1,7 +1,6 @@
 """Selects the build of the CPU kernels, and with it the instructions of torch and oneDNN.
 
-By default the best that the CPU supports. Another build reproduces the results of such a CPU: sums are rounded
-differently.
+The default is the best for this CPU. Another build reproduces the results of such a CPU: sums are rounded differently.
 """
 
 from __future__ import annotations
@@ -23,18 +22,16 @@ _MODULES = {"avx512": "_kernels_avx512", "avx2": "_kernels", "none": "torch"}
 
 
 def choose(build: Build, cpu_info: Path = Path("/proc/cpuinfo")) -> None:
-    """Call it before torch is imported. Raises InvalidConfig for a CPU without AVX2."""
+    """Set the environment; call it before torch is imported. Raises InvalidConfig for a CPU without AVX2."""
     if build == "avx2" and not _has_avx2(cpu_info):
         raise InvalidConfig("kernels", "auto or none on a CPU without AVX2", build)
     os.environ.update(_ENVIRONMENT.get(build, {}))
 
 
 def _has_avx2(cpu_info: Path) -> bool:
-    """False without /proc/cpuinfo: the kernels are for x86-64 Linux only."""
     return cpu_info.exists() and "avx2" in cpu_info.read_text(encoding="utf-8").split()
 
 
 def check(build: Build, kind: str) -> None:
-    """``kind``: from ``decant.engine.cpu.kernels.loader.kind``. Raises InvalidConfig."""
     if build != "auto" and kind.split()[-1] != _MODULES[build]:
         raise InvalidConfig("kernels", f"a build that this CPU and installation can run, not {kind}", build)

@@ -1,7 +1,6 @@
 """gRPC services that are registered before the server listens, and attached once the model is loaded.
 
-A gRPC server takes no services after its start, and none can be made before: the parts of a service are built for
-the engine's host, which exists once the model is loaded. Until ``attach`` every call is refused with UNAVAILABLE.
+A gRPC server takes no services after its start. Until ``attach`` every call is refused with UNAVAILABLE.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class DeferredService(grpc.GenericRpcHandler):
         self._handlers.extend(handlers)
 
     def add_registered_method_handlers(self, name: str, handlers: Mapping[str, Handler]) -> None:
-        """For servers with a faster look-up."""
+        """Do nothing: this registration only allows a faster look-up."""
 
 
 async def _refuse(*_: object) -> NoReturn:

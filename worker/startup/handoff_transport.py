@@ -1,5 +1,3 @@
-"""The transport of handoffs, as ``--handoff`` chooses it."""
-
 from __future__ import annotations
 
 import asyncio
@@ -33,7 +31,7 @@ async def make_transport(
     stack: AsyncExitStack,
     start_seconds: float = START_SECONDS,
 ) -> Transport:
-    """``stack`` closes it. Raises SettingError."""
+    """Make the transport, which ``stack`` closes. Raises SettingError."""
     messages = GrpcTransport(Connector(settings).open)
     stack.push_async_callback(messages.close)
     if settings.handoff == "grpc":
@@ -50,7 +48,7 @@ async def make_transport(
 
 
 async def _start(name: str, device: Device, buffer_bytes: int, seconds: float) -> NixlAgent:
-    """Raises NixlUnusable, after which a thread may still run: the end of the process does not wait for it."""
+    """Start NIXL in a daemon thread, which may still run after NixlUnusable."""
     started: Future[NixlAgent] = Future()
     started.set_running_or_notify_cancel()  # cannot be cancelled
 

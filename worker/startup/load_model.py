@@ -33,10 +33,10 @@ _log = logs.get(__name__)
 
 
 async def in_own_thread(load: Callable[[_Settings], _Loaded], settings: _Settings) -> _Loaded:
-    """In a thread that ends with ``load``, as does the pool of OpenMP threads that it makes.
+    """Load in a thread that ends with ``load``, as does the pool of OpenMP threads that it makes.
 
-    The engine's thread makes another pool. With more pooled threads than cores, libgomp puts the engine's to sleep
-    at every barrier.
+    The engine's thread makes another pool. With more pooled threads than cores, libgomp puts the engine's to sleep at
+    every barrier.
     """
     executor = ThreadPoolExecutor(1, "load")
     try:
@@ -46,7 +46,6 @@ async def in_own_thread(load: Callable[[_Settings], _Loaded], settings: _Setting
 
 
 def load_model(settings: WorkerSettings) -> Device:
-    """Also measures its steps. Raises ModelRefused, InvalidConfig."""
     cpu_build.choose(settings.kernels)
     import torch
     from transformers.utils import logging
@@ -88,7 +87,7 @@ def load_model(settings: WorkerSettings) -> Device:
 
 
 def _report(percent: int) -> None:
-    """`decant up` shows it."""
+    """Log progress for `decant up`, which shows it."""
     _log.info("loading steps", percent=percent)
 
 
@@ -96,8 +95,6 @@ def _report(percent: int) -> None:
 def _reporting(
     set_hook: Callable[[Any], Any], first: int, last: int, interval_s: float = _REPORT_INTERVAL_S
 ) -> Iterator[None]:
-    """Report tensors as `first` to `last` percent, every ``interval_s``."""
-
     def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and kwargs.get("desc") == _WEIGHTS:
             return _with_progress(args[0], first, last, interval_s)
@@ -120,9 +117,6 @@ def _with_progress(tensors: Collection[_T], first: int, last: int, interval_s: f
 
 
 def limits_of(settings: WorkerSettings, device: Device) -> Limits:
-    """Default context length: what model and KV memory allow. Default token budget: what fits a step's time, at least a
-    token per sequence of a batch.
-    """
     context_length = settings.context_length or longest_sequence(
         device.windows, device.num_blocks, device.block_size, device.context_length
     )
@@ -132,7 +126,6 @@ def limits_of(settings: WorkerSettings, device: Device) -> Limits:
 
 
 def available_cores(quota: Path = _CPU_QUOTA) -> int:
-    """Limited by the CPU quota of the control group."""
     cores = len(usable_cores())
     try:
         share, period = (int(word) for word in quota.read_text().split())

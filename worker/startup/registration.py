@@ -1,8 +1,4 @@
-"""A worker's registration in the directory: renewed with its load, removed when it drains.
-
-While Redis is unavailable the worker keeps serving and retries at each renewal. Another incarnation that
-registers ends this one.
-"""
+"""A worker's registration in the directory: renewed with its load, removed when it drains."""
 
 from __future__ import annotations
 
@@ -23,8 +19,6 @@ _log = logs.get(__name__)
 
 
 class Registrar:
-    """Keeps a worker registered inside its ``async with``. ``on_replaced``: another incarnation has registered."""
-
     def __init__(
         self,
         workers: Workers,
@@ -44,7 +38,7 @@ class Registrar:
         self._renewal_task = BackgroundTask("registration", self._renew_always)
 
     async def __aenter__(self) -> Self:
-        """Raises StoreFault for an unsuitable Redis; an unavailable one is retried later."""
+        """Register. Raises StoreFault for an unsuitable Redis; an unavailable one is retried later."""
         try:
             await self._renew()
         except StoreUnavailable as error:
@@ -58,7 +52,7 @@ class Registrar:
         await self.leave()
 
     async def leave(self) -> None:
-        """If Redis is available. May be repeated."""
+        """Remove the registration if Redis is available; idempotent."""
         await self._renewal_task.close()
         registration, self._registration = self._registration, None
         if registration is not None:
@@ -69,7 +63,6 @@ class Registrar:
         self._renewal_requested.set()
 
     async def _renew_always(self) -> None:
-        """Returns when another incarnation has registered."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._every_s):
@@ -88,7 +81,6 @@ class Registrar:
                 self._log_availability(None)
 
     async def _renew(self) -> None:
-        """Raises IncarnationReplaced, StoreUnavailable, StoreFault."""
         if self._registration is None:
             self._registration = await self._workers.register(self._facts, self._load())
             _log.info("registered", peer=self._facts.peer.id, address=self._facts.address)
