@@ -1,3 +1,5 @@
+"""Limits of requests, and checks of them, which raise InvalidArgument."""
+
 from __future__ import annotations
 
 import math

@@ -50,7 +50,7 @@ class _LoadSample:
 
 
 class HostHandler:
-    """Receives a host's events, on the event loop."""
+    """Receiver of a host's events, on the event loop."""
 
     def on_step(self, output: StepOutput) -> None:
         pass
@@ -59,7 +59,7 @@ class HostHandler:
         pass
 
     def on_new_owner(self, ref: wire.Run) -> None:
-        """A new owner named this attempt, under a higher epoch."""
+        """Called when a new owner has named this attempt, under a higher epoch."""
 
     def on_lease_end(self, lease: Lease) -> None:
         pass
@@ -68,7 +68,7 @@ class HostHandler:
         pass
 
     def on_fetched(self, arrival: IncomingSequence, outcome: TransferResult | HandoffFailed | None) -> None:
-        """A fetch ended; ``outcome`` is None if nothing was left to fetch, or the run was cancelled."""
+        """Called when a fetch has ended; ``outcome`` is None if nothing was left to fetch, or the run was cancelled."""
 
 
 class ObservedReceiver(KvReceiver):
@@ -204,7 +204,7 @@ class EngineHost:
     # -- events -------------------------------------------------------------------------------------------------
 
     def connect(self, *handlers: HostHandler) -> None:
-        """Replace the handlers. Each event goes to them in order, on which none may depend."""
+        """Replace the handlers. Each event goes to them in this order; none may depend on it."""
         self._handlers = handlers
 
     def _on_step(self, output: StepOutput) -> None:

@@ -46,7 +46,7 @@ class Epochs:
         return len(self._live) + len(self._past)
 
     def check(self, run: wire.Run) -> wire.Superseded | None:
-        """Record the epoch of a message; None if its sender owns the request.
+        """Record the epoch of a message; return Superseded unless its sender owns the request.
 
         Check `is_other_request` first: epochs of two requests with one id are not comparable.
         """

@@ -114,6 +114,7 @@ def end_reason(reason: FinishReason, stopping: wire.Stopping) -> wire.OutputEnd.
 
 
 def queue_key(message: wire.EngineRequest, now: float) -> float:
+    """Queue key of a request received at ``now``, in seconds; the smallest goes first."""
     return priority.queue_key(now - message.age_ms / 1000, message.priority)
 
 

@@ -9,6 +9,7 @@ WAIT_SHARE = 0.75
 
 
 def check_wait(settings: RouterSettings, waiting: int, predicted_s: float, deadline: Deadline) -> None:
+    """Raise QueueFull if too many requests wait or the predicted wait is too long."""
     if waiting >= settings.queue_limit:
         raise QueueFull(settings.queue_limit, retry_after=max(predicted_s, RETRY_AFTER_SECONDS))
     left = deadline.remaining()

@@ -28,6 +28,7 @@ class QuotaLeases:
         self._has_work = asyncio.Event()
 
     async def acquire(self, key: RequestKey, tokens: int) -> None:
+        """Acquire a lease if the tenant has limits and Redis is available. Raises QuotaExceeded."""
         limits = self._limits.get(key.tenant)
         if limits is None:
             return
@@ -47,7 +48,7 @@ class QuotaLeases:
 
     @asynccontextmanager
     async def during(self, key: RequestKey) -> AsyncIterator[None]:
-        """Hold a lease for a call without tokens; the release is written when the block ends."""
+        """Hold a lease for a call without tokens; the release is written when the block ends. Raises QuotaExceeded."""
         await self.acquire(key, 0)
         try:
             yield

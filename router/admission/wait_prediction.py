@@ -63,6 +63,7 @@ class WaitPredictor:
             self._measured.add(wait.ahead, now - wait.since, now)
 
     def predict(self, priority: int) -> float:
+        """Predict the wait of a new request in seconds; 0 if unknown."""
         now = self._now()
         oldest = next(iter(self._oldest), None)
         if oldest is None or now - oldest.since < LONG_SECONDS or not self._measured.is_known(now):

@@ -96,6 +96,7 @@ def authenticated(method: Callable[[Any, Any, AuthenticatedCall], Awaitable[Any]
 
 
 def load(path: Path | None, models: Models) -> Authenticator:
+    """Load the file of tenants, if any. Raises InvalidSettings."""
     if path is None:
         return NoAuthentication(models)
     try:

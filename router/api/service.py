@@ -55,6 +55,8 @@ class ServerInfoSource:
 
 
 class InferenceService:
+    """Implementation of the service; an interceptor of the server turns its errors into statuses."""
+
     def __init__(
         self,
         models: Models,

@@ -63,7 +63,7 @@ async def validate(
     """Validate and tokenize a request.
 
     Raises InvalidArgument, Unimplemented, NotFound, PermissionDenied; Unavailable if no worker gives the context
-    length; QueueFull or DeadlineExceeded for a long input.
+    length; QueueFull or DeadlineExceeded where a text waits for a thread.
     """
     accepted_at = asyncio.get_running_loop().time()
     check_size(request)
@@ -128,7 +128,7 @@ def _check_supported(request: pb.GenerateRequest) -> None:
 
 
 def check_known(message: Message) -> None:
-    """Refuse an unknown field with Unimplemented: ignoring it may change the answer.
+    """Refuse unknown fields with Unimplemented: ignoring one may change the answer.
 
     In a large message their bytes are counted: listing millions of fields would block the event loop for seconds.
     """

@@ -16,7 +16,7 @@ class DecodeLegOwner(LegOwner, Protocol):
     def on_draining(self, leg: DecodeLeg) -> None: ...
 
     def on_resumed(self, leg: DecodeLeg) -> None:
-        """Called after a break: messages of the worker, offers too, may be lost."""
+        """Called after a break or an adoption: messages of the worker, offers too, may be lost."""
 
 
 class DecodeLeg(Leg):

@@ -32,7 +32,7 @@ class Search(ABC, Generic[_T]):
         self.kind = self._kind()
 
     def patience_ends(self, since: float, unanswered: float | None) -> float:
-        """Time at which a search that began at ``since`` ends; no eligible worker answers since ``unanswered``."""
+        """Time at which a search that began at ``since`` ends; since ``unanswered`` no eligible worker answers."""
         timings = self._pool.timings
         ends = since + timings.no_capacity_patience_s
         return ends if unanswered is None else min(ends, unanswered + timings.no_worker_patience_s)

@@ -38,10 +38,10 @@ class JournaledRequest(Protocol):
     stream: TokenStream
 
     def on_superseded(self, error: Displaced) -> None:
-        """Another router owns it, or another request has its id."""
+        """Called if another router owns the request, or another request has its id."""
 
     def mark_persisted(self) -> None:
-        """Nothing more of it will be written."""
+        """Called once nothing more of the request will be written."""
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ class JournalWriter:
         return True
 
     async def _flush(self, requests: Collection[OwnedRequest]) -> None:
-        """Write what is due; replies before an outage count."""
+        """Write what is due; a request with a reply before an outage counts as written."""
         self._has_ended.clear()
         now = asyncio.get_running_loop().time()
         for owned in requests:

@@ -1,5 +1,5 @@
-"""A request waits until a worker has scheduled its present attempt; its prompt includes the output tokens of earlier
-attempts.
+"""Queue metrics: a request waits until a worker has scheduled its present attempt; its prompt includes the output
+tokens of earlier attempts.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class RequestRegistry:
     async def begin(self, request: ValidRequest) -> TokenStream:
         """Return a request's stream once it is admitted and recorded; then it runs, with or without a reader.
 
-        An equal request with the same id, live or stored, keeps its stream, but one that failed before its first token
-        is restarted. Cancelling this call while it waits ends the request.
+        For an equal request with the same id, live or stored, return its stream, but restart one that failed before its
+        first token. Cancelling this call while it waits ends the request.
 
         Raises QueueFull, QuotaExceeded, AlreadyExists, Unavailable, DeadlineExceeded, Cancelled.
         """
@@ -66,13 +66,14 @@ class RequestRegistry:
         return await self._attach(execution)
 
     async def resume(self, key: RequestKey) -> TokenStream:
-        """Return the stream from its first token. Raises NotFound, Unavailable, and the error that refused it."""
+        """Return the stream from its first token. Raises NotFound, Unavailable, or the request's refusal."""
         execution = self.executions.find(key)
         if execution is not None:
             return await self._attach(execution)
         return await self._attach_stored(await self._adoptions.read(key))
 
     async def get(self, key: RequestKey) -> RequestSnapshot:
+        """Return a request as it is here or in the store. Raises NotFound, Unavailable, Internal."""
         execution = self.executions.find(key)
         if execution is not None and execution.is_recorded:
             owned = execution.owned
@@ -120,6 +121,7 @@ class RequestRegistry:
         )
 
     def has_request(self, key: RequestKey) -> bool:
+        """Whether the request runs here, is being adopted, or ended here and is not yet persisted."""
         return self.executions.find(key) is not None or self._adoptions.is_adopting(key)
 
     def on_disconnect(self, stream: TokenStream) -> None:
@@ -138,6 +140,7 @@ class RequestRegistry:
         return self._router.pool.max_context_length(model)
 
     def hold_quota(self, tenant: str) -> AbstractAsyncContextManager[None]:
+        """Count a call that needs no worker as in flight during the block, which raises QuotaExceeded at its start."""
         if self._router.journal_writer.is_unavailable:
             return nullcontext()
         return self._router.quota_leases.during(RequestKey(tenant, f"call-{uuid.uuid4()}"))

@@ -1,4 +1,4 @@
-"""Chooses workers for a request from a snapshot.
+"""Choice of workers for a request from a snapshot.
 
                        output tokens exist already,
     decode workers     or a handoff failed            prefill workers       the prompt is computed
@@ -61,6 +61,7 @@ def blocks_for(tokens: int, block_tokens: int, group_blocks: Sequence[int]) -> i
 
 
 def choose_first_worker(workers: Sequence[WorkerSnapshot], request: PlacementRequest) -> Placement | None:
+    """Choose the worker that begins a request; None while no worker has capacity."""
     decode = [worker for worker in workers if worker.role != wire.ROLE_PREFILL]
     layouts = {worker.layout for worker in decode}
     prefill = [worker for worker in workers if worker.role == wire.ROLE_PREFILL and worker.layout in layouts]
@@ -80,6 +81,7 @@ def choose_first_worker(workers: Sequence[WorkerSnapshot], request: PlacementReq
 def choose_decode_worker(
     workers: Sequence[WorkerSnapshot], request: PlacementRequest, layout: int, sender: Incarnation
 ) -> Incarnation | None:
+    """Choose the receiver of a KV cache; None while no worker can receive it."""
     candidates = [worker for worker in workers if worker.layout == layout and worker.incarnation != sender]
     decode = [worker for worker in candidates if worker.role != wire.ROLE_PREFILL] or candidates
     choice = _least_loaded_decode(decode, request, _session_affinity_worker(decode, request))

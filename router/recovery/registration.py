@@ -34,6 +34,7 @@ class RouterRegistrar:
         self.is_store_available = False
 
     async def close(self) -> None:
+        """Remove the registration; `run` must have ended."""
         if self._registration is not None:
             try:
                 await self._registration.remove()

@@ -20,6 +20,7 @@ def finish_from_tokens(stream: TokenStream) -> Finish | None:
 
 
 def finish_from_worker(end: wire.OutputEnd, stopping: wire.Stopping, tokens: Sequence[int]) -> Finish | None:
+    """Finish that a worker reports; None if the output was cancelled. Raises DeadlineExceeded."""
     match end.reason:
         case wire.OutputEnd.REASON_STOP:
             return _stopped(stopping, tokens)

@@ -34,7 +34,7 @@ async def wait_for_resume_point(stream: TokenStream, after_seq: int) -> None:
 
 
 class ReaderLease:
-    """Right to read a stream while the block runs, until a newer call reads it, or until a ``watched`` write takes
+    """Right to read a stream in a ``with`` block, until a newer call reads it, or until a ``watched`` write takes
     ``unread_s`` after the request's end.
 
     The call's task is then cancelled, because it may wait for tokens or for its client, and the block raises

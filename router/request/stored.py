@@ -35,6 +35,8 @@ RestoreRequest = Callable[[StoredRequest], Awaitable[ValidRequest]]
 
 @dataclass(frozen=True, slots=True)
 class RequestSnapshot:
+    """A request as it is now; ``expires_in_s`` is None before its end."""
+
     stream: TokenStream
     state: State
     record: RequestRecord
@@ -42,6 +44,7 @@ class RequestSnapshot:
 
 
 def check_stored(stored: StoredRequest, request: ValidRequest) -> None:
+    """Raise UnreadableRequest for tokens or outputs that the request can't have."""
     highest = max((entry.token for entry in stored.entries), default=0)
     if highest >= request.vocab_size:
         raise UnreadableRequest(stored.key, f"token ids below {request.vocab_size}, got {highest}")
@@ -93,6 +96,7 @@ def finish_to_record(end: Finish | ServiceError) -> tuple[State, pb.Finished | N
 
 
 def finish_from_record(stored: StoredRequest) -> Finish | ServiceError | None:
+    """End of a stored request; None while it runs. Raises UnreadableRequest if the record has no end."""
     if not stored.ended:
         return None
     if stored.state == Generation.STATE_CANCELLED:  # the router that cancelled it may not have recorded the error yet
@@ -134,7 +138,7 @@ def recorded_decode_worker(stored: StoredRequest) -> Incarnation | None:
 
 
 def recorded_layout(stored: StoredRequest, pool: WorkerPool) -> int:
-    """Layout of the workers that generated the stored tokens; 0 if unknown or without equal bits."""
+    """Layout of the last attempt's workers, or of all workers before the first; 0 if unknown or without equal bits."""
     attempts = stored.record.attempts
     if attempts:
         return attempts[-1].layout

@@ -31,6 +31,8 @@ class Finish:
 
 @dataclass(slots=True)
 class AttemptTrace:
+    """Course of the last attempt: seconds, and ``*_at`` in event loop time; None for what did not happen."""
+
     attempts: int = 1
     prefill_worker: str = ""
     decode_worker: str = ""
@@ -101,7 +103,7 @@ class TokenStream:
 
     @property
     def has_prompt_logprobs(self) -> bool:
-        """Whether they are complete or were not requested."""
+        """Whether the prompt's logprobs are complete or were not requested."""
         is_requested = self.request.output_options.prompt_logprobs is not None
         return not is_requested or len(self.prompt_logprobs) >= self.request.prompt_tokens - 1
 

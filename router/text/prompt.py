@@ -1,3 +1,7 @@
+"""Token ids of prompts. Functions raise InvalidArgument for a prompt that can't run, and QueueFull or DeadlineExceeded
+where a text waits for a thread.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +21,7 @@ ASSUMED_CONTEXT_LENGTH = 1 << 20
 
 
 def context_length_of(model: ServedModel, max_context_length: ContextLengthOf) -> int | None:
+    """Context length that the workers serve, else that of the model's files; None if both are unknown."""
     of_workers = max_context_length(model.id)
     return model.max_context_length if of_workers is None else of_workers
 
@@ -54,6 +59,7 @@ async def chat_tokens(messages: pb.Messages, model: ServedModel, context_length:
 async def text_tokens(
     field: str, text: str, model: ServedModel, context_length: int, deadline: Deadline, *, special: bool = True
 ) -> list[int]:
+    """Tokenize a text, with the model's tokens around a prompt if ``special``."""
     if not text:
         return []
     check_fits(field, await model.least_tokens(text, context_length), context_length, at_least=True)

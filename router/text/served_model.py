@@ -72,7 +72,7 @@ class ServedModel:
     async def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, deadline: Deadline = NO_DEADLINE
     ) -> str:
-        """Detokenize ``ids``, skipping ids without a token."""
+        """Detokenize ``ids``, skipping ids without a token. Raises QueueFull, DeadlineExceeded."""
         if len(ids) <= MAX_INLINE_LENGTH:
             return self._decode(ids, skip_special_tokens)
         return await self.texts.run(4 * len(ids), deadline, self._decode, ids, skip_special_tokens)
@@ -102,6 +102,7 @@ class Models:
             raise ValueError(f"models: each id once, got {', '.join(model.id for model in listed)}")
 
     def find(self, name: str) -> ServedModel:
+        """Find a model by name, the default if empty. Raises NotFound, PermissionDenied."""
         if not name:
             return self.default
         if name in self._withheld:
@@ -139,6 +140,7 @@ def _split_source(source: str) -> tuple[str | None, str]:
 
 
 def served(files: ModelFiles, texts: TextWork | None = None) -> ServedModel:
+    """Load tokenizer and chat template of a model. Raises ModelUnreadable."""
     config = _config(files)
     tokenizer = _tokenizer(files, config)
     sampling = _default_sampling(files)

@@ -1,4 +1,4 @@
-"""Finds stop strings in generated text, however tokens divide it.
+"""Search for stop strings in generated text, however tokens divide it.
 
     stop strings "abc", "bd"    text  x a b ...   "ab" is held back: it may become "abc", or hold "b" of "bd"
 

@@ -1,14 +1,14 @@
 """Confined process that renders chat templates: ``python -I template_process.py``, used through stdin and stdout.
 
-It has little memory, and opens no file and no socket. It imports only jinja2.
+It has little memory, and opens no file and no socket. Outside the standard library it imports only jinja2.
 
     request and reply      | length of head: u32, big-endian | length of text: u32 | head: JSON | text: UTF-8 |
     request                {"template", "variables", "max_characters": characters, "lengths": bytes of the text's parts}
                            text: role and content of each message, concatenated
     reply                  {} and the text; or {"refused"}: by the template itself; or {"failed"}: the error
 
-Texts are not part of the JSON: encoding megabytes would stop the router's event loop. Templates get
-the functions that transformers gives them.
+Texts are not part of the JSON: encoding megabytes would stop the router's event loop. Templates get the
+functions that transformers gives them.
 """
 
 from __future__ import annotations

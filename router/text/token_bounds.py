@@ -26,6 +26,7 @@ class TextBound:
     skips_spaces: bool
 
     def growing(self, text: str) -> Iterator[int]:
+        """Yield the bounds of longer and longer parts of ``text``."""
         if not self.skips_spaces:
             yield -(-len(text) // self.characters)
             return

@@ -34,7 +34,7 @@ class MembershipObserver(SessionObserver, Protocol):
 
 
 class WorkerMembership:
-    """`close` comes after `run`; ``tokenizers`` are hashes by model id."""
+    """Known workers; `close` comes after `run`, and ``tokenizers`` are hashes by model id."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from decant.router.workers.subscription import RunKey, key_of
 
 
 class Outgoing:
-    """Messages to a worker, sent between ``open`` and ``close``; cancels are kept for the next session."""
+    """Messages to a worker between ``open`` and ``close``; a cancel at another time waits for the next ``open``."""
 
     def __init__(self, forget_batch: int) -> None:
         self.is_open = False
@@ -57,7 +57,7 @@ class Outgoing:
         self.send(wire.RouterMessage(heartbeat=message))
 
     async def write(self, call: Any) -> None:
-        """Write until the worker has ended a half-closed session. Raises StreamBroken."""
+        """Write until ``finish``, then wait until the worker has ended the session. Raises StreamBroken."""
         queue = self._queue
         while (message := await queue.get()) is not None:
             await write(call, message)

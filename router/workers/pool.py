@@ -99,6 +99,7 @@ class WorkerPool:
     # One worker
 
     def worker(self, incarnation: Incarnation) -> WorkerHandle:
+        """Return a known worker. Raises KeyError if it is gone."""
         worker = self.membership.get(incarnation)
         if worker is None:
             raise KeyError(incarnation)
@@ -113,6 +114,7 @@ class WorkerPool:
             worker.session.cancel(wire.Cancel(run=run, reason=reason))
 
     def is_connected(self, router: Incarnation) -> bool:
+        """Whether a worker has a session with ``router``, or has not reported yet."""
         return any(worker.session.is_open and worker.load.may_reach(router) for worker in self.membership)
 
     # Events of sessions

@@ -83,7 +83,7 @@ class WorkerSession:
     # What the router sends
 
     def start(self, run: RunSubscription) -> None:
-        """Start or adopt a run; without an open session the next one does."""
+        """Start or adopt a run, in the next session if none is open."""
         self.runs.table.add(run)
         if self.is_open:
             self._outgoing.send(run.opening_message())

@@ -38,13 +38,14 @@ class TokenSink(Protocol):
 
 class SessionObserver(Protocol):
     def on_opened(self, session: WorkerSession) -> None:
-        """The worker takes new work; its next heartbeats list its whole prefix cache."""
+        """Called when the worker takes new work; its next heartbeats list its whole prefix cache."""
 
     def on_heartbeat(self, session: WorkerSession, heartbeat: wire.Heartbeat) -> None: ...
 
 
 class SessionDependent(Protocol):
-    def on_session_lost(self) -> None: ...
+    def on_session_lost(self) -> None:
+        """Called when the session is given up, not at each break."""
 
 
 class RunListener(Protocol):
@@ -55,7 +56,7 @@ class RunListener(Protocol):
     def on_decode_started(self, message: wire.DecodeStarted) -> None: ...
 
     def on_run_status(self, status: wire.RunStatus) -> None:
-        """State after a break or an adoption; it implies reports that were lost."""
+        """Called after a break or an adoption; the status implies reports that were lost."""
 
     def on_offer(self, ticket: wire.Ticket) -> None: ...
 

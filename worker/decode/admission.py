@@ -98,13 +98,13 @@ class DecodeAdmission:
 
 
 class _AdmissionGate:
-    """Closed while a run waits for blocks; for the engine's thread only."""
+    """Gate that is closed while a run waits for blocks; for the engine's thread only."""
 
     is_closed = False
 
 
 class _AdmitCommand:
-    """Admit runs in order, up to the first without blocks.
+    """Command that admits runs in order, up to the first without blocks.
 
     With ``is_retry`` these are all waiting runs; others would overtake them while the gate is closed.
     """

@@ -1,4 +1,4 @@
-"""Applies routers' commands and the engine's events to the runs of a decode worker.
+"""Runs of a decode worker, as changed by routers' commands and the engine's events.
 
 Methods run on the event loop and wait for nothing.
 """

@@ -1,6 +1,7 @@
 """The prefill runs of a worker, and their order.
 
-A prompt is admitted only while the admitted ones keep at most half of the pool.
+A prompt is admitted only while the admitted ones keep at most half of the pool: caches that wait for receivers keep
+blocks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Selects the build of the CPU kernels, and with it the instructions of torch and oneDNN.
+"""Choice of the build of the CPU kernels, and with it of the instructions of torch and oneDNN.
 
-The default is the best for this CPU. Another build reproduces the results of such a CPU: sums are rounded differently.
+The default is the best for this CPU. Another build reproduces the results of a lesser CPU, which
+rounds sums differently.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MODULES = {"avx512": "_kernels_avx512", "avx2": "_kernels", "none": "torch"}
 
 
 def choose(build: Build, cpu_info: Path = Path("/proc/cpuinfo")) -> None:
-    """Set the environment; call it before torch is imported. Raises InvalidConfig for a CPU without AVX2."""
+    """Set the environment; call it before torch is imported. Raises InvalidConfig for avx2 on a CPU without it."""
     if build == "avx2" and not _has_avx2(cpu_info):
         raise InvalidConfig("kernels", "auto or none on a CPU without AVX2", build)
     os.environ.update(_ENVIRONMENT.get(build, {}))

@@ -1,4 +1,4 @@
-"""Loads and measures the model: the only place where a worker imports torch."""
+"""Loading and measuring of the model: the only place where a worker imports torch."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ async def in_own_thread(load: Callable[[_Settings], _Loaded], settings: _Setting
 
 
 def load_model(settings: WorkerSettings) -> Device:
+    """Load the model and measure its steps. Raises ModelRefused, InvalidConfig, DeviceFailed."""
     cpu_build.choose(settings.kernels)
     import torch
     from transformers.utils import logging
