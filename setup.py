@@ -1,4 +1,4 @@
-"""Compiles protos/*.proto and the C++ kernels during the build.
+"""Compile protos/*.proto and the C++ kernels during the build.
 
 A wheel gets the stubs in its build folder, an editable install beside the sources. The compiler is a build step of its
 own: in an editable install setuptools turns an error of a customised `build_py` into a warning.
@@ -37,7 +37,7 @@ def compile_proto(source: Path, out: Path) -> None:
 
 
 class CompileProtos(Command):
-    """setuptools sets `editable_mode` when the stubs belong beside the sources."""
+    """Build step of the stubs; setuptools sets `editable_mode` when they belong beside the sources."""
 
     description = "compile protos/*.proto to Python"
     user_options: ClassVar[list[tuple[str, str | None, str]]] = []

@@ -149,6 +149,7 @@ def bench(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]
 
 
 def items_of(workload: str, folder: Path, seed: int) -> list[Item]:
+    """Make or read a workload. Raises InvalidWorkload."""
     config = json.loads((folder / "config.json").read_text())
     config = config.get("text_config", config)
     vocab_size, context_length = config.get("vocab_size"), config.get("max_position_embeddings")

@@ -66,6 +66,8 @@ class TimedDevice(Prompted):
 
 
 class End:
+    """One side, whose ``tokens`` fill ``mib`` of cache. Raises InvalidConfig if the model's context is too short."""
+
     def __init__(self, name: str, model: Path, mib: int) -> None:
         sys.setswitchinterval(SWITCH_SECONDS)
         torch.set_num_threads(1)  # for all threads that start later

@@ -19,7 +19,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def write_result(result: Any, out: str | None, show: Callable[[], None]) -> None:
-    """`out` is the value of `--json`: a file, "-" for JSON instead of what `show` prints, or None."""
+    """Write or show a result. `out` is `--json`: a file, "-" for JSON instead of what `show` prints, or None."""
     text = json.dumps(result, indent=1)
     if out == "-":
         print(text)

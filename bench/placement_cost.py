@@ -120,7 +120,7 @@ def search_ms(workers: int, case: str, rounds: int) -> float:
 
 
 async def measure(workers: Sequence[int], rounds: int) -> dict[str, dict[str, float]]:
-    """A coroutine, because a pool needs an event loop."""
+    """Measure all cases; a coroutine, because a pool needs an event loop."""
     return {case: {str(count): search_ms(count, case, rounds) for count in workers} for case in CASES}
 
 

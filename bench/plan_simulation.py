@@ -2,9 +2,9 @@
 
     python -m bench.plan_simulation [--workers 1 10 100 1000] [--routers 10] [--json OUT]
 
-As `decant plan --simulate`, with ``--workers`` of each role. Llama-3-8B's shape, on an H100 each; prompts of 1,500 to
-2,000 tokens, the first 1,000 one of 50 prefixes; outputs of 500. The rate is 70 % of what the workers could serve
-without a prefix cache.
+Simulates as `decant plan --simulate` does, with ``--workers`` of each role. Llama-3-8B's shape, on an H100 each;
+prompts of 1,500 to 2,000 tokens, the first 1,000 one of 50 prefixes; outputs of 500. The rate is 70 % of what the
+workers could serve without a prefix cache.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def measure(options: Options, rounds: list[dict[str, float]], on_round: Callable
 
 
 def throughput(document: Mapping[str, Any]) -> float:
-    """Requests/s without the first two rounds of the clients, which begin together, and without the last one."""
+    """Requests/s without the first two rounds of the clients, which begin together, and without the last round."""
     lasts: list[float] = sorted(last for _, _, last in document["spans"])
     ends = lasts[2 * _CLIENTS : -_CLIENTS]
     return (len(ends) - 1) / (ends[-1] - ends[0])

@@ -2,7 +2,8 @@
 
     python -m bench.sampling [--rows 64] [--vocabulary 151936] [--written 200] [--json OUT]
 
-In turn with one softmax, the lower bound in tensor operations, and the fallback without kernels; figures are medians.
+Sampling alternates with one softmax, the lower bound in tensor operations, and with the fallback without kernels.
+Figures are medians.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ _DATA = wire.KvChunk.DATA_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 
 @dataclass(frozen=True, slots=True)
 class Received:
+    """A response; ``data`` is that of its ``kv_chunk``, whose own may be empty."""
+
     response: wire.FetchResponse
     data: memoryview
 

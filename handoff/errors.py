@@ -5,6 +5,8 @@ from decant.runtime.connections.peer import enum_name
 
 
 class HandoffFailed(Exception):
+    """A failed handoff; ``cause`` decides whether and where to retry."""
+
     def __init__(self, cause: wire.Cause, detail: str, peer: wire.Peer | None = None) -> None:
         super().__init__(f"{enum_name(wire.Cause, cause)}: {detail}")
         self.cause = cause

@@ -56,6 +56,7 @@ class LeaseTable:
         return ticket
 
     def renew_unopened(self, id: bytes) -> None:
+        """Renew a ticket that is not opened; an open fetch renews its own by acks."""
         lease = self._leases.get(id)
         if lease is not None and not lease.is_opened:
             self.renew(id)

@@ -52,7 +52,8 @@ class _Peer:
 class NixlAgent:
     """NIXL agent of this process, used by one thread at a time.
 
-    ``name`` must be unique. ``blocks`` are registered until ``aclose``, which must come before they are freed.
+    ``name`` must be unique. ``blocks`` are registered until ``aclose``, which must come before they are freed. The
+    constructor raises NixlUnusable.
     """
 
     def __init__(self, name: str, blocks: BlockMemory, buffer_bytes: int, read_seconds: float = READ_SECONDS) -> None:

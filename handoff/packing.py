@@ -1,4 +1,4 @@
-"""Packs blocks into messages of at most 1 MiB, and unpacks them; every byte is verified exactly once.
+"""Blocks in messages of at most 1 MiB, packed and unpacked; every byte is verified exactly once.
 
     block checksum     over cache group, index, bytes                 computed when the block was filled
     message checksum   over run, group, position, size, block checksums   computed when it is sent
@@ -112,7 +112,7 @@ def located_parts(layout: TransferLayout, chunk: wire.KvChunk) -> list[range]:
 
 
 class Unpacker:
-    """Unpacks a fetch; rejects messages of another run, position or order. The caller compares block checksums."""
+    """Unpacker of a fetch: rejects messages of another run, position or order; the caller compares block checksums."""
 
     def __init__(self, run: wire.Run, layout: TransferLayout) -> None:
         self.received_bytes = 0  # of cache

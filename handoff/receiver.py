@@ -77,6 +77,7 @@ class KvReceiver:
             self._send_release(source, ticket, outcome)
 
     def decline(self, source: KvSource, ticket: wire.Ticket) -> None:
+        """Release an unused ticket before its lease ends; idempotent."""
         self._send_release(source, ticket, wire.ReleaseRequest.OUTCOME_ABANDONED)
 
     async def close(self) -> None:

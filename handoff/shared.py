@@ -1,3 +1,5 @@
+"""Connections that calls share."""
+
 from __future__ import annotations
 
 import asyncio

@@ -23,7 +23,9 @@ class KvSource(Protocol):
         """Yield responses until either side ends the call. Raises ConnectionError when it breaks."""
         ...
 
-    def record_corruption(self, detail: str) -> None: ...
+    def record_corruption(self, detail: str) -> None:
+        """Note that fetched bytes do not match their checksum."""
+        ...
 
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
         """Release a ticket within ``seconds``. Raises ConnectionError."""
@@ -33,7 +35,7 @@ class KvSource(Protocol):
 class Transport(Protocol):
     @property
     def memory(self) -> wire.BlockMemory | None:
-        """Where receivers with the same transport can read this process's blocks."""
+        """Where receivers with the same transport can read this process's blocks; None if they can't."""
         ...
 
     def source(self, address: str) -> KvSource: ...

@@ -89,7 +89,7 @@ def _segment(lines: list[str], node: ast.stmt) -> str:
 def windows(documents: list[np.ndarray], length: int, seed: int, number: int) -> np.ndarray:
     """Windows of pass ``number``: ``int64[n, length + 1]`` in random order, cut at another offset in each pass.
 
-    Neighbours share one token, so every token but the first is a target once.
+    Neighbours share one token, so every token of the cut but the first is a target once.
     """
     random = np.random.default_rng([seed, number, length])
     stream = np.concatenate([documents[index] for index in random.permutation(len(documents))])

@@ -22,7 +22,7 @@ class Continuation:
 
 @torch.inference_mode()
 def document_nats(model: LlamaForCausalLM, document: np.ndarray) -> float:
-    """Sum of nats over every token after the first; windows overlap by half, and a token counts in the first."""
+    """Sum of nats of all tokens after the first. Windows overlap by half; a token counts in the first that has it."""
     ids = torch.from_numpy(document.astype(np.int64)).to(model.device)
     size = model.config.max_position_embeddings
     total, scored = 0.0, 1

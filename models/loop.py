@@ -23,7 +23,7 @@ Report = Callable[[int, float, float], None]
 
 
 class CheckpointMismatch(Exception):
-    """The checkpoint belongs to another recipe, corpus or device."""
+    """The checkpoint belongs to another recipe, corpus, device, number of threads or version of torch."""
 
 
 @dataclasses.dataclass
@@ -149,7 +149,7 @@ def restore(run: Run, checkpoint: Path, identity: dict[str, Any]) -> None:
 
 
 def _identity(recipe: Recipe, documents: list[np.ndarray], device: torch.device) -> dict[str, Any]:
-    """What must agree for a resumed run to equal an uninterrupted one."""
+    """Facts that must agree for a resumed run to equal an uninterrupted one."""
     return {
         "recipe": dataclasses.asdict(recipe),
         "tokens": sum(len(document) for document in documents),

@@ -1,6 +1,7 @@
 """Muon: momentum whose update is the nearest orthogonal matrix (Jordan et al., 2024).
 
-Unlike ``torch.optim.Muon`` in float32, as a CPU may lack bfloat16 products, and on all matrices of a shape at once.
+Unlike ``torch.optim.Muon`` it works in float32, as a CPU may lack bfloat16 products, and on all matrices of a shape at
+once.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def changed(recipe: Recipe, changes: list[str]) -> Recipe:
 
 
 def prepare(device: torch.device, threads: int) -> None:
-    """Make training repeatable; call it before the first use of cuBLAS, whose setting must precede it."""
+    """Make training repeatable; call it before the first use of cuBLAS."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Filling fresh memory costs a pass over it and only guards against bugs elsewhere.

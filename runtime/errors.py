@@ -188,7 +188,7 @@ class PermissionDenied(ServiceError):
 
 
 class QuotaExceeded(_FieldError):
-    """An exhausted quota ("in_flight") of the tenant `subject`; `value` is the use with this request."""
+    """An exhausted quota, such as "in_flight", of the tenant `subject`; `value` is the use with this request."""
 
     def __init__(self, subject: str, quota: str, limit: int, value: int, *, retry_after: float) -> None:
         code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.QUOTA_EXCEEDED
@@ -204,7 +204,10 @@ class QueueFull(ServiceError):
 
 
 class Unavailable(ServiceError):
-    """Not possible now. `reason` is NO_WORKER, DRAINING, OWNER_CHANGED, WORKERS_LOST or STATE_STORE_UNAVAILABLE."""
+    """A call that can't be served now.
+
+    `reason` is NO_WORKER, DRAINING, OWNER_CHANGED, WORKERS_LOST or STATE_STORE_UNAVAILABLE.
+    """
 
     def __init__(self, reason: Reason, message: str, *, retry_after: float) -> None:
         fault = _fault(grpc.StatusCode.UNAVAILABLE, reason, message)
@@ -222,8 +225,9 @@ class Cancelled(ServiceError):
 
 
 class Aborted(ServiceError):
-    """A stream can't continue here. `reason` is DRAINING, OWNER_CHANGED, WORKERS_LOST, SLOW_READER or TAIL_UNCERTAIN
-    with `resume`, SUPERSEDED without.
+    """A stream that can't continue here.
+
+    `reason` is DRAINING, OWNER_CHANGED, WORKERS_LOST, SLOW_READER or TAIL_UNCERTAIN with `resume`, SUPERSEDED without.
     """
 
     def __init__(self, reason: Reason, message: str, *, resume: ResumePoint | None = None) -> None:

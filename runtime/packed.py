@@ -15,7 +15,7 @@ def pack(numbers: Iterable[int]) -> bytes:
 
 
 def unpack(data: bytes) -> array[int]:
-    """Raises ValueError if the bytes end within a number."""
+    """Unpack all numbers. Raises ValueError if the bytes end within one."""
     numbers = array("I")
     numbers.frombytes(data)
     if sys.byteorder == "big":

@@ -1,4 +1,4 @@
-"""Reads settings; an unknown name in any source is refused, and errors name the source, unlike in pydantic-settings.
+"""Reader of settings: refuses an unknown name in any source, and errors name the source, unlike pydantic-settings.
 
 flags  >  environment (DECANT_...)  >  file (TOML, --config or DECANT_CONFIG)  >  defaults of the class
 """
@@ -101,6 +101,7 @@ def _variable_kind(name: str) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file. Raises InvalidSettings."""
     try:
         return tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

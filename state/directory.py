@@ -51,6 +51,7 @@ class Directory(Generic[Facts]):
         self._lasts = (round(ttls.registration_s * 1000), round(ttls.directory_s * 1000))
 
     async def register(self, facts: Facts, load: Load | None = None) -> Registration[Facts]:
+        """Become the present incarnation of the id; call it once per process."""
         since = await self._client.run(scripts.DIRECTORY_REGISTER.call(self._names, *self._args(facts, load)))
         return Registration(self, facts, since)
 

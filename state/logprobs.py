@@ -54,6 +54,7 @@ class Logprobs:
         self._data += self._layout.pack(token.logprob, token.rank, *self._top(token))
 
     def extend(self, tokens: Iterable[TokenLogprobs]) -> None:
+        """Append entries. Raises ValueError for the first invalid one, after those before it were appended."""
         for token in tokens:
             self.append(token)
 

@@ -48,6 +48,7 @@ class OpenRequests:
         return set(_readable(RequestKey.parse, await self._client.execute("SMEMBERS", keys.open_set(router))))
 
     async def orphaned(self) -> set[Incarnation]:
+        """Return unregistered routers that have entries."""
         names = [keys.OWNERS, keys.expiry("routers"), keys.peers("routers")]
         return set(_readable(Incarnation.parse, await self._client.run(scripts.OPEN_ORPHANED.call(names))))
 

@@ -62,7 +62,7 @@ class LogprobsOptions(NamedTuple):
 
 
 class OwnedRequest:
-    """A request of its owner: enough to write it to an empty Redis.
+    """A request as its owner keeps it: enough to write it to an empty Redis.
 
     Only the owner changes it: the record directly, the rest through methods.
     """
@@ -101,6 +101,7 @@ class OwnedRequest:
 
     @classmethod
     def from_stored(cls, stored: StoredRequest) -> OwnedRequest:
+        """Continue a stored request. Raises ValueError unless it is whole and unfinished."""
         if stored.ended or stored.length != len(stored.entries):
             raise ValueError(f"{stored.key}: only a whole, unfinished request can be continued")
         request = cls(stored.key, stored.owner, stored.payload, stored.record)
@@ -120,7 +121,7 @@ class OwnedRequest:
 
     @property
     def needs_write(self) -> bool:
-        """Whether Redis lacks something; changes of the record alone do not count."""
+        """Whether `Requests.flush` has something to do; changes of the record alone do not count."""
         return self.is_unsynced or (self.ended and self.is_listed)
 
     @property
@@ -175,9 +176,11 @@ class OwnedRequest:
         return journal.unpack(self._journal[first * ENTRY_BYTES :])
 
     def transition(self, state: State, at: datetime) -> None:
+        """Enter a state; `at` is in UTC. Raises ValueError for an invalid transition."""
         self._enter(state, at, new_attempt=False)
 
     def start_attempt(self, at: datetime) -> None:
+        """Enter QUEUED in a new attempt. Raises ValueError after the end."""
         self._enter(Generation.STATE_QUEUED, at, new_attempt=True)
 
     def _enter(self, state: State, at: datetime, *, new_attempt: bool) -> None:

@@ -52,7 +52,7 @@ def find_redis_server() -> str:
 
 class PrivateRedis:
     def __init__(self, *, port: int | None = None, options: Sequence[str] = (), deadline_s: float = 10.0) -> None:
-        """Listen on a Unix socket of this user, or on loopback `port`, which is open to every user."""
+        """Make a Redis for `start`: on a Unix socket of this user, or loopback `port`, which every user can reach."""
         self._port = port
         self._options = options
         self._deadline_s = deadline_s

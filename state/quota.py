@@ -23,6 +23,8 @@ RETRY_IN_FLIGHT_S = 1.0  # it is unknown when one of the tenant's requests ends
 
 @dataclass(frozen=True)
 class TenantLimits:
+    """Limits of a tenant; None for no limit."""
+
     in_flight: int | None = None  # requests
     tokens_per_minute: int | None = None  # of prompt and output, from 1
 
@@ -57,6 +59,7 @@ class Quotas:
         return bool(reply[1])
 
     async def renew(self, requests: Iterable[RequestKey]) -> None:
+        """Renew leases; call it every `renew_every_s`."""
         by_tenant = defaultdict[str, list[str]](list)
         for key in requests:
             by_tenant[key.tenant].append(key.id)

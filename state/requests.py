@@ -86,7 +86,7 @@ class Requests:
         return await self._keep_entry_if_owned(parse(request.key, reply[1]), request.owner)
 
     async def write(self, request: OwnedRequest) -> None:
-        """Write one request; raise what `flush` would return."""
+        """Write one request. Raises Superseded, AlreadyExists, StoreFault."""
         for error in (await self.flush([request])).values():
             raise error
 
@@ -118,7 +118,7 @@ class Requests:
         return bool(await self._reads.execute("EXISTS", keys.request(key)))
 
     async def adopt(self, key: RequestKey, router: Incarnation, epoch: int | None = None) -> StoredRequest:
-        """Make `router` the owner, because the client's newest stream is there.
+        """Make `router` the owner. Without `epoch`, because the client's newest stream is there.
 
         With `epoch`, only if it is the request's, so that one of several routers wins. No effect on an ended or own
         request. Raises Superseded, UnknownRequest, StoreRefilling.

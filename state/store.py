@@ -28,6 +28,7 @@ class BadUrl(ValueError):
 
 
 def check_url(url: str) -> None:
+    """Check the form of a URL. Raises BadUrl."""
     if not url.startswith(SCHEMES):
         raise BadUrl(f"begins with one of {', '.join(SCHEMES)}", url.partition("://")[0])
     try:
@@ -71,6 +72,7 @@ class Store:
         self.requests = Requests(self._client, self._reads, self.routers, self.open, self.instance, ttls)
 
     async def ping(self) -> None:
+        """Wait for an answer of Redis. Raises StoreFault for a wrong password."""
         await self._client.execute("PING")
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Parser of a stored request; invalid data affects it alone."""
+"""Parser of stored requests; invalid data of one affects it alone."""
 
 from __future__ import annotations
 

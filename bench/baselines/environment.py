@@ -23,6 +23,7 @@ class NotInstallable(RuntimeError):
 
 
 def python(requirements: Path, say: Callable[[str], None]) -> Path:
+    """Return the interpreter of a baseline's environment; ``say`` gets pip's output. Raises NotInstallable."""
     digest = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
     folder = cache_folder().parent / "baselines" / f"{requirements.stem}-{digest}"
     interpreter = folder / "bin" / "python"

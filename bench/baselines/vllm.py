@@ -13,7 +13,7 @@ from decant.runtime.cores import usable_cores
 
 
 class Server:
-    """vLLM repeats all tokens of a request at every step."""
+    """vLLM, which repeats all tokens of a request at every step."""
 
     def __init__(self, engine: Any, sampling: Any) -> None:
         self._engine = engine

@@ -39,6 +39,7 @@ class Unavailable(RuntimeError):
 
 
 def run(contender: Contender, job: Job, on_progress: OnProgress, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run a contender. Raises ChildFailed for the engine, Unavailable for a baseline."""
     if contender == CONTENDERS[DECANT]:
         return child.run(contender.module, job, on_progress)
     try:

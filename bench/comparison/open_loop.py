@@ -1,4 +1,4 @@
-"""Drives a server in this process: sends every request at its time, regardless of open answers."""
+"""Open loop over a server in this process: every request is sent at its time, regardless of open answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a measurement in its own process.
+"""Run a measurement in its own process.
 
 parent                                  python -m bench.comparison.subprocess_runner MODULE
   job, one JSON object  ── stdin ──>    MODULE.measure(job, on_progress)
@@ -65,7 +65,7 @@ class ChildFailed(RuntimeError):
 def run(
     module: str, job: Job, on_progress: OnProgress, python: Path | None = None, silence_s: float = SILENCE_S
 ) -> dict[str, Any]:
-    """Run ``module``'s measurement; ChildFailed also if the child writes nothing for ``silence_s``."""
+    """Run ``module``'s measurement. Raises ChildFailed, also if the child writes nothing for ``silence_s``."""
     env = {**os.environ, **QUIET, "OMP_NUM_THREADS": str(job.threads)}
     with tempfile.TemporaryDirectory(prefix="decant-bench-") as folder, tempfile.TemporaryFile("w+") as errors:
         if python is not None:

@@ -54,6 +54,7 @@ def _switches(pid: int) -> int:
 
 
 def profiler() -> str:
+    """Find py-spy. Raises FileNotFoundError."""
     beside = Path(sys.executable).with_name("py-spy")
     found = str(beside) if beside.is_file() else shutil.which("py-spy")
     if found is None:

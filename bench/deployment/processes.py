@@ -1,3 +1,5 @@
+"""A deployment to measure: each part a process, with engines of known times."""
+
 from __future__ import annotations
 
 import asyncio
@@ -72,6 +74,7 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 @asynccontextmanager
 async def deployment(speed: Speed, folder: Path) -> AsyncIterator[Deployment]:
+    """Run a deployment while entered. Raises TimeoutError; the logs in ``folder`` tell why."""
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(PrivateRedis())
         client = Client(redis.url, deadline_s=10.0, max_connections=2)

@@ -36,6 +36,7 @@ class LoadFailed(RuntimeError):
 
 @asynccontextmanager
 async def service(job: Job, folder: Path) -> AsyncIterator[Service]:
+    """Run the service while entered. Raises LoadFailed, TimeoutError."""
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(PrivateRedis())
         client = Client(redis.url, deadline_s=10.0, max_connections=2)
@@ -65,6 +66,7 @@ class Service:
         self._folder = folder
 
     async def serve(self, items: Sequence[Item], profile: Path | None = None) -> dict[str, Any]:
+        """Send the requests; ``profile`` is a folder for py-spy's samples. Raises LoadFailed."""
         errors = self._folder / "client.log"
         with errors.open("wb") as output:
             client = await asyncio.create_subprocess_exec(

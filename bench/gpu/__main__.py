@@ -1,4 +1,4 @@
-"""Measures the engine on one GPU, in less than 8 minutes.
+"""Measure the engine on one GPU, in less than 8 minutes.
 
     python -m bench.gpu --json OUT.json
     python -m bench.gpu --device cpu --tiny        to test this command: the figures mean nothing

@@ -43,7 +43,10 @@ def request(id: str, prompt: int, output: int, vocabulary: int) -> Request:
 
 @dataclass
 class Trace:
-    """Seconds after the start of each token; ``decodes``: seconds and context tokens of each full decode step."""
+    """Times of each request's tokens in seconds after the start.
+
+    ``decodes`` has the seconds and context tokens of each step in which all sequences decode.
+    """
 
     tokens: dict[str, list[float]] = field(default_factory=dict)
     decodes: list[tuple[float, int]] = field(default_factory=list)

@@ -59,7 +59,7 @@ class AsyncClient:
         timeout: float | None = None,  # noqa: ASYNC109 - the request's deadline: it travels to the workers
         **options: Unpack[Options],
     ) -> Answer:
-        """The whole answer. `timeout`: deadline in seconds; cancelling the task cancels the request.
+        """The whole answer. `timeout` is its deadline in seconds; cancelling the task cancels the request.
 
         >>> answer = await client.generate([5, 17, 9], temperature=0, max_tokens=16, token_ids=True)
         >>> answer.token_ids, answer.finished.reason, answer.receipt.ttft_ms

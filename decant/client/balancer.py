@@ -1,4 +1,4 @@
-"""Selects the next of several routers.
+"""Selection of the next of several routers.
 
     round robin  A  B  C  A  B  C
     B fails      A  B! C  A     C  A  B    skipped during its backoff, then used again
@@ -58,7 +58,7 @@ class Backoffs:
         return self._health[router].backoff_until
 
     def record_failure(self, router: int, at_least: float = 0.0) -> None:
-        """Begin or extend a backoff; failures during a backoff count as the one before it."""
+        """Begin or extend a backoff; failures during a backoff count as one."""
         now, before = self._clock(), self._health[router]
         failures = before.failures + (now >= before.backoff_until)
         seconds = self._backoff.seconds(failures) * (0.5 + self._chance() / 2)

@@ -51,7 +51,7 @@ class Client:
         resume_seconds: float = 30.0,
         backoff: Backoff = DEFAULT_BACKOFF,
     ) -> None:
-        """Connects with the first call; plaintext without `tls`.
+        """Make a client, which connects with the first call; plaintext without `tls`.
 
         token           secret of this tenant
         call_seconds    deadline of calls that do not generate
@@ -73,7 +73,7 @@ class Client:
         timeout: float | None = None,
         **options: Unpack[Options],
     ) -> Answer:
-        """The whole answer. `timeout`: deadline in seconds.
+        """The whole answer. `timeout` is its deadline in seconds.
 
         >>> answer = client.generate([5, 17, 9], temperature=0, max_tokens=16, token_ids=True)
         >>> answer.token_ids, answer.finished.reason, answer.receipt.ttft_ms

@@ -83,6 +83,8 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Output:
+    """Text and tokens of an output; `finished` is None while it is generated."""
+
     index: int
     text: str
     token_ids: tuple[int, ...]

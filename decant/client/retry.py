@@ -1,4 +1,4 @@
-"""Decides whether an error leads to another try. No waiting.
+"""Decision whether an error leads to another try; nothing here waits.
 
     error                                                   another try
     lost connection: a status without ErrorInfo             yes
@@ -58,7 +58,7 @@ class RetryState:
     """Retry state of a call, or of a stream with its resumptions."""
 
     def __init__(self, selector: RouterSelector, seconds: float | None = None, patience: float = 0.0) -> None:
-        """The first try ignores backoffs. Raises InvalidArgument unless `seconds`, the timeout, is finite."""
+        """Begin with a try that ignores backoffs. Raises InvalidArgument unless timeout `seconds` is finite or None."""
         if seconds is not None and not (isinstance(seconds, int | float) and math.isfinite(seconds)):
             limit = "a finite number of seconds, or None for no deadline"
             raise InvalidArgument("timeout", limit, repr(seconds))

@@ -48,7 +48,7 @@ def call_span(method: str, request: Message, retries: RetryState) -> tracing.Spa
 
 
 class CancelSignal:
-    """`set` is safe in any thread and signal handler, also inside `wait`: that needs a SimpleQueue, not an Event."""
+    """Signal to end calls. `set` is safe in any thread and signal handler, also inside `wait`, unlike an Event's."""
 
     def __init__(self) -> None:
         self.is_set = False

@@ -71,8 +71,8 @@ class ResumableStream(Transcript):
 
 
 class Stream(ResumableStream):
-    """Iterate for deltas; iterating raises the stream's error. `text` and `outputs` grow; after the end it has
-    `finished`, `usage` and `receipt`.
+    """Iterate for deltas; iterating raises the stream's error. `text`, of the first output, and `outputs` grow; after
+    the end it has `finished`, `usage` and `receipt`.
 
     A broken stream resumes at another router; `resumed_at` lists them. Leaving it early (a break, an exception, the end
     of a ``with``) cancels the request, unless it is detached or `Client.resume` made the stream.

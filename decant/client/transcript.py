@@ -58,7 +58,7 @@ class Transcript:
         return None
 
     def _add(self, delta: Delta) -> Delta | None:
-        """None for text received before: a last delta may have text without tokens, which a seq does not count."""
+        """Return None for text received before: a seq does not count the text without tokens of a last delta."""
         deltas = self._deltas.setdefault(delta.index, [])
         if not delta.num_tokens and deltas and not deltas[-1].num_tokens:
             return None

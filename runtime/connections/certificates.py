@@ -30,6 +30,7 @@ class PeerFiles:
 
 
 def make(folder: Path) -> PeerFiles:
+    """Write a key and certificates that only this user can read into a new folder. Raises FileExistsError."""
     folder.mkdir(mode=0o700)
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     ca = _authority(ca_key)

@@ -37,18 +37,19 @@ NAME_OVERRIDE = "grpc.ssl_target_name_override"
 
 
 class Connector:
-    """Opens channels with the newest valid TLS files. The constructor raises SettingError."""
+    """Opener of channels with the newest valid TLS files. The constructor raises SettingError."""
 
     def __init__(self, tls: PeerTls) -> None:
         self._name = tls.peer_name
         self._files = channel_files(tls)
 
     def generation(self) -> int:
-        """Number of reloads of the TLS files; an open channel keeps those that it was opened with."""
+        """Reload changed TLS files and return the number of reloads; an open channel keeps its files."""
         self._files.reload()
         return self._files.generation
 
     def open(self, target: str) -> grpc.aio.Channel:
+        """Open a channel, which the caller closes."""
         self._files.reload()
         options: list[tuple[str, str | int]] = list(CHANNEL_OPTIONS)
         credentials = self._files.loaded
@@ -60,6 +61,7 @@ class Connector:
 
 
 def open_channel(target: str, tls: PeerTls) -> grpc.aio.Channel:
+    """Open a channel, which the caller closes. Raises SettingError for unusable TLS files."""
     return Connector(tls).open(target)
 
 
@@ -68,13 +70,18 @@ class HasTime(Protocol):
 
 
 def remaining(context: HasTime) -> float | None:
-    """Return the seconds left. gRPC rounds a sent timeout up by a few percent; messages carry exact deadlines."""
+    """Return the seconds left; None without a deadline.
+
+    gRPC rounds a sent timeout up by a few percent; messages carry exact deadlines.
+    """
     left = context.time_remaining()
     return None if left is None else max(0.0, left)
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
+    """A time on this process's monotonic clock, or none."""
+
     at: float | None = None
 
     @classmethod

@@ -64,7 +64,7 @@ class LoopTimer:
 
 @asynccontextmanager
 async def loop_timeout(seconds: float) -> AsyncIterator[None]:
-    """Limit a block as `asyncio.timeout` does, in ticks. Raises TimeoutError."""
+    """Limit a block as `asyncio.timeout` does, but in ticks. Raises TimeoutError."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as limit:
         timer = LoopTimer(seconds, lambda: limit.reschedule(loop.time()))

@@ -14,7 +14,7 @@ _log = logs.get(__name__)
 
 
 class UnknownMessages:
-    """Ignores and counts messages of an unknown kind. One that must not be ignored needs a new PROTOCOL."""
+    """Counter of ignored messages of an unknown kind. One that must not be ignored needs a new PROTOCOL."""
 
     def __init__(self, peer: str) -> None:
         self.count = 0

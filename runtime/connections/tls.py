@@ -184,7 +184,7 @@ def _pair(one: str, first: Path | None, other: str, second: Path | None) -> None
 
 
 def _check_pair(field: str, chain: Path, key: Path) -> None:
-    """Check that they belong together; gRPC would report a bad address."""
+    """Check that chain and key belong together; gRPC would report a bad address."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key, password="")
     except OSError as error:  # ssl.SSLError too

@@ -27,6 +27,7 @@ class AdminServer:
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
+        """Return the port that was bound. Raises OSError."""
         self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST_BYTES)
         return int(self._server.sockets[0].getsockname()[1])
 

@@ -83,6 +83,8 @@ class Admission:
 
 
 class AdmissionSlot:
+    """An active request; ``leave`` is idempotent."""
+
     def __init__(self, admission: Admission) -> None:
         self._admission: Admission | None = admission
 

@@ -1,4 +1,4 @@
-"""Turns exceptions of handlers into gRPC statuses.
+"""Conversion of handlers' exceptions into gRPC statuses.
 
     handler raises             client gets                              counted     logged
     a ServiceError             its status, details and trailers         by label    without message
@@ -33,7 +33,10 @@ Gate = Callable[[str], None]
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Gives `count` every error that ends a call; calls of `services` (full names) are active until their cleanup."""
+    """Interceptor that gives `count` every error that ends a call.
+
+    Calls of `services` (full names) are active until their handlers have cleaned up.
+    """
 
     def __init__(
         self, count: Callable[[ServiceError], None], *, gate: Gate | None = None, services: Iterable[str] = ()

@@ -114,6 +114,7 @@ class Server:
         return join_address(self._settings.host, self.port)
 
     async def start(self) -> None:
+        """Begin to serve: alive, not ready. Raises SettingError."""
         names = [service.name for service in self._services]
         for service in self._services:
             service.add(self._server)

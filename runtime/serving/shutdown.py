@@ -28,6 +28,7 @@ class Shutdown:
         (self._forced if self._requested.is_set() else self._requested).set()
 
     def on_signals(self) -> None:
+        """Request on SIGTERM and SIGINT; main thread only."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.request, number.name)
