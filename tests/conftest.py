@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Preload no torch for forks: of the tests that fork processes, only slow ones use it."""
+    """Without slow tests, preload no torch: of the tests that fork processes only slow ones use it."""
     if not any(item.get_closest_marker("slow") for item in session.items):
         fork_server.preload_without_torch()
 

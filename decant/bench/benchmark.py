@@ -37,7 +37,9 @@ Notify = Callable[[str, Record | None, int], None]
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Options of `decant bench`, `slos` in seconds; without `rate` and `concurrency` all requests are sent at once."""
+    """Options of `decant bench`, `slos` in seconds. Without `rate`, `concurrency` and `trace` all requests are sent at
+    once. With `multi_turn`, `requests` counts conversations.
+    """
 
     model: str = ""
     workload: str = "random"
@@ -68,6 +70,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Result:
+    """Documents of the runs, ordered by rate, and a sentence about them."""
+
     runs: Sequence[dict[str, Any]]
     sentence: str
 

@@ -98,11 +98,12 @@ def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
 
 
 def source(model: str) -> str:
+    """Return the folder of a known shape, made if it is missing; any other `model` as it is. Raises FileExistsError."""
     return str(make(model)) if model in SHAPES and not Path(model).is_dir() else model
 
 
 def checkpoint(model: str) -> Path:
-    """Return the folder of a checkpoint, made for a known shape. Raises FileNotFoundError."""
+    """Return the folder of a checkpoint, as `source` does. Raises FileNotFoundError and FileExistsError."""
     folder = Path(source(model))
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"--model {model}: neither a checkpoint's folder nor one of {', '.join(SHAPES)}")

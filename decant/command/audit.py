@@ -41,7 +41,7 @@ class Audited:
 
 
 def run(redis_url: str, tls: Tls | None, *, as_json: bool) -> bool:
-    """Print the audit of each worker; return whether every block has an owner."""
+    """Print the audit of each worker; return whether all answered and every block has an owner."""
     workers, _ = status.directory(redis_url)
     if not workers.present:
         raise CommandFailed("no worker is registered: there is nothing to audit", status=2)

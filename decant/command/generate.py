@@ -82,7 +82,7 @@ def _read_prompt(argument: str | None) -> str:
 
 
 def run(args: GenerateArgs, prompt: Prompt, options: Options) -> str:
-    """Print the output; return the summary. Raises Unavailable only before any output, then CommandFailed instead."""
+    """Print the output; return the summary. Raises ServiceError, but CommandFailed for Unavailable after any output."""
     try:
         client = Client(args.address, tls=args.tls, token=os.environ.get(TOKEN) or None)
     except ValueError as error:

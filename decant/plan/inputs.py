@@ -72,7 +72,7 @@ class Inputs:
 
 
 def parse(options: PlanOptions) -> Inputs:
-    """Parse and check options. Raises InvalidPlan, and ModelRefused if the model of a calibration is refused."""
+    """Parse and check options. Raises InvalidPlan, for a calibration also ModelRefused and InvalidConfig."""
     shape = _shape(options)
     kv_dtype = options.kv_dtype or options.dtype
     _one_of("--dtype", options.dtype, FLOATS)

@@ -1,6 +1,7 @@
 """Arrivals and lengths of recorded requests, as JSON lines or CSV; a time is in seconds or ISO 8601.
 
-Columns have the names of this package, of Azure's LLM inference traces or of datasets of `decant bench`.
+Columns are arrival_s, prompt_tokens and output_tokens, or have the names of Azure's LLM inference traces or of datasets
+of `decant bench`.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ _ROUNDS = 40
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Workers of a plan; times in seconds, `goodput` and `pool_bytes` per second. `ttft` is that of `quantile` of the
-    requests with the longest prompt; `running` and `batch_limit` count sequences of one decode worker.
+    """Workers of a plan; times in seconds, `goodput` and `pool_bytes` per second. `ttft` is what `quantile` of the
+    requests would keep with the longest prompt; `running` and `batch_limit` count sequences of one decode worker.
     """
 
     prefill_workers: int

@@ -8,7 +8,10 @@ from decant.plan.recorded_workload import Trace
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests to plan for, `rate` per second; `trace` gives their lengths and, scaled to `rate`, their arrivals."""
+    """Requests to plan for, `rate` per second, of which `quantile` have to keep the TTFT objective.
+
+    `trace` is given if the lengths are recorded ones; its arrivals are scaled to `rate`.
+    """
 
     prompt: Lengths
     output: Lengths

@@ -1,4 +1,4 @@
-"""Imported by the process that a deployment's processes are forked from."""
+"""Imports of the process from which a deployment's processes are forked."""
 
 import gc
 

@@ -1,3 +1,5 @@
+"""A router's process before scripted workers, called over gRPC."""
+
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence

@@ -1,3 +1,5 @@
+"""Calls of real processes break at every message. `test_every_cut.py` tests more cuts in one process."""
+
 from __future__ import annotations
 
 import asyncio

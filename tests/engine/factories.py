@@ -57,7 +57,7 @@ def ticking() -> Callable[[], float]:
 
 
 def prompt(length: int, start: int = 1) -> tuple[int, ...]:
-    """Prompts of different small ``start`` differ from the first token on."""
+    """Make a prompt; those of different small ``start`` differ from the first token on."""
     return tuple((start * 37 + index * 11) % (VOCABULARY - 1) + 1 for index in range(length))
 
 

@@ -163,7 +163,7 @@ def _slots(sequence: EngineSequence, group: int, window: Window) -> list[bytes]:
 
 
 def no_unseen_block_is_held(engine: Engine) -> None:
-    """Require that the next token sees a sequence's first block, unless no block border was crossed since."""
+    """Require that a token at the last block border would see the first block that its sequence holds."""
     pool = engine.pool
     for sequence in live(engine).values():
         if sequence.block_table:

@@ -79,7 +79,7 @@ def test_a_draw_is_strictly_between_0_and_1_and_repeatable(seed: int, index: int
 
 
 def test_draws_are_pinned() -> None:
-    """Another release may continue an output."""
+    """Another release may continue an output, so it has to draw the same tokens."""
     arguments = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**64 - 1, 2**32 - 1, 2**40)]
     assert [counter_uniform(*each) for each in arguments] == PINNED
 

@@ -193,7 +193,7 @@ async def test_a_fetch_cancelled_in_a_read_frees_both_ends() -> None:
 
 @pytest.mark.parametrize("length", [20, 240])
 async def test_the_commit_waits_for_no_heartbeat(length: int) -> None:
-    """The prompts have fewer and more chunks than ACK_CHUNKS."""
+    """One prompt has fewer chunks than ACK_CHUNKS, the other more."""
     request = ask(length=length)
     workers = [Worker(name, message_bytes=20) for name in "pd"]
     async with workers[0] as sender, workers[1] as receiver:

@@ -28,7 +28,7 @@ PAGE = [Stop("decant." + file.removeprefix("decant/")[:-3].replace("/", "."), na
 
 
 class CallRecorder:
-    """Recorder of calls. A coroutine is called again each time that it continues."""
+    """Recorder of calls. A coroutine is recorded again each time that it continues."""
 
     def __init__(self) -> None:
         self.calls: list[Stop] = []
@@ -54,7 +54,7 @@ class CallRecorder:
 
 
 def follow(calls: Sequence[Stop], page: Sequence[Stop]) -> bool:
-    """Compare the order of first calls; the last stop begins early and is the last to end."""
+    """Return whether first calls are in the page's order; its last stop begins early and ends as the router's last."""
     *others, last = page
     instants = [calls.index(stop) for stop in others]
     in_router = [stop for stop in calls if stop.module.startswith("decant.router.")]

@@ -18,7 +18,7 @@ SPECIAL = ["<s>", "</s>", "<|tool|>"]
 
 
 def byte_level() -> Tokenizer:
-    """Tokenizer as of GPT-2, Llama 3 and Qwen."""
+    """Tokenizer like those of GPT-2, Llama 3 and Qwen."""
     tokenizer = Tokenizer(kinds.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,7 +37,7 @@ def _begin(tokenizer: Tokenizer) -> None:
 
 
 def byte_fallback(*, strip: bool = True) -> Tokenizer:
-    """Tokenizer as of Llama 2 (with the strip) and Gemma (without): what has no token is written in bytes."""
+    """Tokenizer like those of Llama 2 (with the strip) and Gemma (without): what has no token is written in bytes."""
     special = ["<unk>", *SPECIAL]
     words = ["▁", "a", "b", "x", "▁the", "▁a", "th", "e", "é", "日", "▁▁", "�", "<0x4>"]
     listed = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
@@ -56,7 +56,7 @@ def byte_fallback(*, strip: bool = True) -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """Tokenizer as of T5 and XLNet."""
+    """Tokenizer like those of T5 and XLNet."""
     tokenizer = Tokenizer(kinds.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -68,7 +68,7 @@ def metaspace() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """Tokenizer as of BERT."""
+    """Tokenizer like BERT's."""
     tokenizer = Tokenizer(kinds.WordPiece(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -79,7 +79,7 @@ def word_piece() -> Tokenizer:
 
 
 def end_of_word() -> Tokenizer:
-    """Tokenizer as of CLIP's text side and GPT: a word's last token contains its end."""
+    """Tokenizer like those of CLIP's text side and GPT: a word's last token contains its end."""
     tokenizer = Tokenizer(kinds.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.BPEDecoder()

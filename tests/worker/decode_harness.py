@@ -204,6 +204,6 @@ async def routed(**node: Any) -> AsyncIterator[tuple[Node, Router]]:
 
 
 def owned(run: wire.Run, position: int | None = None) -> wire.Hello.Owned:
-    """Name a run in a hello; ``position`` is of the first token that the router lacks."""
+    """Name a run in a hello; ``position`` is that of the first token that the router lacks."""
     next = [] if position is None else [wire.ResumePosition(output=0, position=position)]
     return wire.Hello.Owned(run=run, resume=next)

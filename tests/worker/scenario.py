@@ -46,7 +46,7 @@ class Scenario:
         raise AssertionError(missing())
 
     async def assert_empty(self, target: Node, rounds: int) -> None:
-        """Cancel what ``target`` received; after each lease no node keeps anything."""
+        """Cancel what ``target`` received; require that no node keeps anything once the leases are over."""
         for name in [*target.engine.sequences, *target.engine.transfers.arrivals]:
             target.host.loop.post(partial(Engine.cancel, id=name))
         await asyncio.sleep(2 * LEASE_S)

@@ -1,3 +1,5 @@
+"""Schedules: lists of method names with one number each, drawn by hypothesis."""
+
 from __future__ import annotations
 
 import inspect

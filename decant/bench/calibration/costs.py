@@ -48,7 +48,7 @@ class Samples:
 
 
 def costs(samples: Samples) -> dict[str, Any]:
-    """Return a profile in the second format of `decant.plan.costs.cost_profile`; contention is at least 1."""
+    """Return costs as clients see them, in the format of `decant.plan.costs.cost_profile`; contention is at least 1."""
     prefill = fit([(chunk(0, tokens), seconds) for tokens, seconds in samples.prefills])
     decode = fit([(one.work, one.seconds) for one in samples.steps])
     alone = decode.seconds(StepSample(1, max(one.tokens for one in samples.lone), 0.0).work)

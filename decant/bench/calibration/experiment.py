@@ -32,6 +32,8 @@ Notify = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class CalibrationOptions:
+    """Lengths to calibrate for: `prompt_tokens` of the longest prompt, `output_tokens` of the mean output."""
+
     prompt_tokens: int = 2000
     output_tokens: int = 500
     timeout: float = 600.0
@@ -48,7 +50,7 @@ class CalibrationOptions:
 
 
 async def measure(client: AsyncClient, options: CalibrationOptions, notify: Notify) -> dict[str, Any]:
-    """Measure one prefill and one decode worker. Raises InvalidBenchmark and ServiceError."""
+    """Measure a deployment of one prefill and one decode worker. Raises InvalidBenchmark and ServiceError."""
     model = await client.model("")
     if model.max_context_length and options.prompt_tokens + options.output_tokens > model.max_context_length:
         limit = f"at most {model.max_context_length:,} with the output (context length of {model.id})"
@@ -101,7 +103,7 @@ class _Calibration:
         )
 
     def _batch(self, prefill: float, step: float) -> int:
-        """Return the number of running answers by Little's law; costs are fitted up to it."""
+        """Return the number of running answers by Little's law; costs are fitted up to this number."""
         running = self._options.output_tokens * step / prefill
         return min(max(2, ceil(running)), LARGEST_BATCH)
 
@@ -168,5 +170,5 @@ def _parts(begin: float, end: float) -> Sequence[float]:
 
 
 def _interval(times: Sequence[float]) -> float:
-    """Return the mean seconds from one to the next: a step may complete several prompts, or none."""
+    """Return the mean seconds between successive times: a step may complete several prompts, or none."""
     return (max(times) - min(times)) / (len(times) - 1)

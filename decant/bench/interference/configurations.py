@@ -27,6 +27,8 @@ class Configuration:
 
 @dataclass(frozen=True)
 class InterferenceOptions:
+    """Options of `decant bench interference`; `chunks` are in ascending order."""
+
     running: int = 8
     prompt_tokens: int = 1500
     chunks: Sequence[int] = (64, 128, 256, 512, 1024, 2048)

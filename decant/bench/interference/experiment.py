@@ -51,7 +51,7 @@ def measure(model: str, options: InterferenceOptions, start: Start, notify: Noti
 
 
 def figures(configuration: Configuration, trials: Sequence[Trial]) -> dict[str, Any]:
-    """Return medians in milliseconds; `gaps` of the first trial are (seconds after the send, milliseconds)."""
+    """Return medians over the trials and the worst gap; `gaps` are (seconds after the send, ms) of the first trial."""
     first = trials[0]
     return {
         "name": configuration.name,

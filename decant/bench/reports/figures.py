@@ -44,7 +44,7 @@ def distribution(name: str, values: Sequence[float], scale: float = 1e3, unit: s
 
 
 def meets(record: Record, slos: _Slos) -> bool:
-    """Return whether a request that succeeded meets all objectives."""
+    """Return whether a successful request meets all objectives, which are in seconds."""
     values = {"ttft": record.ttft, "tpot": record.tpot, "e2el": record.e2el}
     return all((value := values[name]) is None or value <= limit for name, limit in slos.items())
 
@@ -83,7 +83,9 @@ def summarise(records: Sequence[Record], slos: _Slos) -> dict[str, Any]:
 
 
 def details(records: Sequence[Record]) -> dict[str, list[Any]]:
-    """Return lists by request, in seconds; ``spans`` are sent, first and last token, after the first send."""
+    """Return lists by request, in seconds. ``spans``, of successes only, are sent, first and last token after the first
+    send.
+    """
     began = min((one.sent for one in records), default=0.0)
     return {
         "spans": [[at - began for at in (one.sent, one.tokens[0], one.tokens[-1])] for one in records if not one.error],

@@ -91,7 +91,7 @@ def _ttft_split(runs: Sequence[_Run]) -> Chart:
 
 
 def _gaps(run: _Run) -> Chart:
-    """Chart gaps up to a little above their p99, so that equal gaps are within the end."""
+    """Chart gaps up to a little above their p99, so that equal gaps are within the axis."""
     gaps = sorted(gap * 1e3 for gaps in run["itls"] for gap in gaps)
     end = Axis("ITL, ms", 1.02 * percentile(gaps, 99)).ticks[-1]
     counts = [0] * BINS

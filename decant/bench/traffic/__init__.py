@@ -1,1 +1,1 @@
-"""What is sent, and when."""
+"""Requests of a benchmark, their arrivals, and the clients that send them."""

@@ -12,7 +12,7 @@ def random_arrivals(count: int, rate: float, burstiness: float, seed: int) -> li
 
 
 def ramp_arrivals(count: int, rates: tuple[float, float], burstiness: float, seed: int) -> list[float]:
-    """Return arrivals in seconds at a rate that changes linearly in time up to the second, and stays."""
+    """Return arrivals in seconds; the rate changes linearly from the first of `rates` to the second, then stays."""
     begin, end = rates
     seconds = 2 * count / (begin + end)
     return [

@@ -1,6 +1,6 @@
 """Open loop: requests are sent at their times. Closed loop: a client sends its next when its last has ended.
 
-A client of a closed loop stops after `LOST_IN_A_ROW` requests that reached no router.
+A client of a closed loop stops after `LOST_IN_A_ROW` requests in a row that reached no router.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ def read(path: Path, vocab_size: int | None = None, context_length: int | None =
 
 
 def check(items: Iterable[Item], vocab_size: int | None, context_length: int | None) -> None:
+    """Raise InvalidWorkload for a token or a length beyond a limit; None is no limit."""
     for number, item in enumerate(items, start=1):
         _check(number, item, vocab_size, context_length)
 

@@ -24,8 +24,8 @@ _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 @contextmanager
 def temporary_deployment(*arguments: str, variables: Mapping[str, str] = _NO_VARIABLES) -> Iterator[Deployment]:
-    """Run a deployment for the ``with``, in the main thread; SIGTERM ends it and this process. Raises CommandFailed if
-    it does not start.
+    """Run a deployment for the ``with``, in the main thread only: SIGTERM ends the deployment and this process. Raises
+    CommandFailed if the deployment does not start.
     """
     up = ("up", "--port", "0", "--log-format", "json")
     command = [sys.executable, "-P", "-m", "decant.command", *up, *arguments]
@@ -57,7 +57,7 @@ def temporary_deployment(*arguments: str, variables: Mapping[str, str] = _NO_VAR
 
 
 def _end_process(started: Sequence[subprocess.Popen[str]]) -> NoReturn:
-    """End without an exception: gRPC crashes an interpreter that one leaves with open calls."""
+    """End this process without an exception: gRPC crashes an interpreter that an exception ends with open calls."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         _stop(started)

@@ -15,7 +15,7 @@ REPORT_S = 2.0
 
 
 class Waiting:
-    """Wait for a deployment, at most `seconds` in all; None is `STARTING_S`, only for a deployment with a record.
+    """Wait for a deployment, at most `seconds` in all; None is `STARTING_S`, and only for one that has a record.
     Errors name `option`; `report` receives the reason of a wait.
     """
 
@@ -49,7 +49,7 @@ class Waiting:
             self._pause(text)
 
     def for_restart(self, deployment: Deployment) -> bool:
-        """Wait until all processes are ready; return False if none was missing, or if the time is over."""
+        """Wait until all processes are ready; return False if they were, time is over or the deployment has ended."""
         waited = False
         while (current := deployments.of(deployment.pid)) is not None:
             if current.is_ending:

@@ -91,7 +91,7 @@ class ProcessFigures:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One reading; ``requests`` are as their routers list them, with "router", the oldest first."""
+    """One reading; ``requests`` are those that routers list, the oldest first, each with the name of its "router"."""
 
     title: str
     processes: Sequence[ProcessFigures]

@@ -64,7 +64,7 @@ def _add_row(table: Table, *cells: str | Text) -> None:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Make text of another program's words: neither markup nor control sequences."""
+    """Make text that may be another program's, without markup and control sequences."""
     return Text("".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text), style)
 
 

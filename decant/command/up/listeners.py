@@ -9,7 +9,7 @@ _LONGEST = 40  # characters of a command
 
 
 def listener(port: int) -> str | None:
-    """Describe the process that listens: "process 4242 (redis-server *:6379)"; None if none is visible in /proc."""
+    """Describe the listener of a port: "process 4242 (redis-server *:6379)"; None if none is visible in /proc."""
     inodes = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _inodes(_PROC / "net" / table, port)}
     for process in _PROC.glob("[0-9]*"):
         try:

@@ -22,7 +22,7 @@ class Output:
         self._broken = False
 
     def line(self, process: str, raw: str) -> Mapping[str, Any]:
-        """Write a line and return its fields. One that is not JSON becomes an event."""
+        """Write a line and return its fields. A line that is not a JSON object becomes an event."""
         fields = _fields(raw)
         text = self._columns(process, fields) if self._console else json.dumps({"process": process, **fields})
         self._write(text + "\n")

@@ -23,7 +23,7 @@ _NEEDED = tuple(variable_name(f"peer_{name}") for name in ("ca", "certificate", 
 
 @dataclass(frozen=True)
 class PeerCredentials:
-    """PEM files; `name` is that in the certificate, None if it is the address."""
+    """Paths of PEM files; `name` is that in the certificate, None if it is the address."""
 
     ca: str
     certificate: str

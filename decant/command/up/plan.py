@@ -74,8 +74,8 @@ class Plan:
 
 
 def make_plan(options: UpOptions, redis_url: str, environ: Mapping[str, str] | None = None) -> Plan:
-    """Make a plan; settings are parsed as each process does, to find errors early. Raises InvalidSettings, and
-    CommandFailed for resources that can't be divided.
+    """Make a plan; settings are parsed as each process does, to find errors early. Raises InvalidSettings and
+    CommandFailed.
     """
     environment = dict(os.environ if environ is None else environ)
     _check_variables(environment)

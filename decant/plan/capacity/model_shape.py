@@ -57,6 +57,7 @@ class ModelShape:
         return int(self.linear * BYTES[quantization or dtype] + (self.table * BYTES[dtype] if self.tied else 0))
 
     def kv_bytes(self, kv_dtype: str) -> int:
+        """Return the KV bytes of a token in all layers."""
         return int(self.kv_elements * BYTES[kv_dtype])
 
     def kv_windows(self, kv_dtype: str) -> tuple[tuple[int, int], ...]:
@@ -65,6 +66,7 @@ class ModelShape:
 
 
 def find_shape(model: str) -> ModelShape:
+    """Read the config.json of a folder, a file, or a name on the Hugging Face hub, from which it is downloaded."""
     if Path(model).exists() or not _HUB_NAME.fullmatch(model):
         return read_shape(Path(model))
     try:
@@ -81,6 +83,7 @@ def find_shape(model: str) -> ModelShape:
 
 
 def read_shape(path: Path) -> ModelShape:
+    """Read a config.json, or the one in a folder."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -5,8 +5,8 @@
 {"model": "Qwen2.5-0.5B", "prefill": {"fixed": ...}, "decode": {"fixed": ...}, "latency": 0.005, "handoff": 0.01,
  "sending": 2e-5, "contention": {"prefill": 1.4, "decode": 1.1, "handoff": 2.0}}
 
-The first are costs of the engine alone, the second those that clients see, from `decant bench calibrate`. Output of
-`decant plan --json`, with its "profile", is accepted too.
+The first format has costs of the engine alone, the second those that clients see, from `decant bench calibrate`. Output
+of `decant plan --json`, with its "profile", is accepted too.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ def _number(values: dict[str, Any], name: str, least: float | None, parent: str 
 
 
 def measure(model: str, dtype: str, threads: int) -> Profile:
-    """Measure step costs of the engine on this machine's CPU, with the worker's packages. Raises ModelRefused."""
+    """Measure step costs of the engine on this machine's CPU, with the worker's packages. Raises ModelRefused and
+    InvalidConfig.
+    """
     import torch
     from transformers.utils import logging
 

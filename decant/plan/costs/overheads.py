@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """Factors on each of these times while the other pool computes on the same machine."""
+    """Factors on these times while the other pool computes on the same machine."""
 
     prefill: float = 1.0
     decode: float = 1.0

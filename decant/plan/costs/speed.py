@@ -15,7 +15,7 @@ from decant.plan.capacity.model_shape import BYTES, ModelShape
 
 
 class Speed(Protocol):
-    """Seconds of work on one worker; `context` is the mean of the sequences."""
+    """Seconds of work on one worker; `context` is the mean tokens of a sequence."""
 
     def prefill(self, tokens: float) -> float: ...
 
@@ -24,7 +24,7 @@ class Speed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Roofline at rates per second that are reached, not the peaks of the device."""
+    """Roofline whose `bandwidth` and `flops` per second are those reached, not the peaks of the device."""
 
     shape: ModelShape
     step_bytes: int

@@ -22,7 +22,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a simulation; times in seconds, a balance is the busiest worker over the mean."""
+    """Result of a simulation: seconds, `placement_cpu` per request; a balance is the busiest worker over the mean."""
 
     requests: int
     seconds: float

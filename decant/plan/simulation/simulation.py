@@ -35,7 +35,9 @@ _LAYOUT = 1
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Workers and requests of a simulation; `burstiness` 1 is a Poisson process, less comes in bursts."""
+    """Workers and requests of a simulation; arrivals with `burstiness` 1 are a Poisson process, below 1 they come in
+    bursts. Each prompt begins with one of `prefixes` texts of `prefix_tokens`.
+    """
 
     prefill_workers: int
     decode_workers: int

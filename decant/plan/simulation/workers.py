@@ -1,3 +1,5 @@
+"""Simulated workers: prompts run in order, with an LRU prefix cache; sequences wait until they fit in memory."""
+
 from __future__ import annotations
 
 import heapq

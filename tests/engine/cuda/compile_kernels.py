@@ -1,4 +1,4 @@
-"""Compiles every kernel for a GPU, which needs none.
+"""Compiles every kernel for a GPU, on a machine that needs none.
 
     TRITON_INTERPRET=0 python -m tests.engine.cuda.compile_kernels 90
 
@@ -29,7 +29,7 @@ from decant.engine.cuda import (
 
 
 def shapes() -> dict[str, tuple[Any, str, dict[str, Any]]]:
-    """Return kernels by name, with argument types in order: shapes of Llama-3.1-8B, then the widest heads."""
+    """Return kernel, types of arguments in order, and constants: in shapes of Llama-3.1-8B, then with other heads."""
     heads = {"BLOCK": 16, "KV_HEADS": 8, "KEY_DIM": 128, "VALUE_DIM": 128}
     kernels: dict[str, tuple[Any, str, dict[str, Any]]] = {
         "add_rms_norm": (
