@@ -1,4 +1,4 @@
-"""The only module that imports both ``cpu`` and ``cuda``, each when it is chosen."""
+"""Choice of a device and its backend: the only module that imports ``cpu`` and ``cuda``, each when it is chosen."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ MIN_CAPABILITY = (8, 0)
 
 @translate_device_errors()
 def choose_backend(config: ModelConfig) -> Backend:
+    """Return the backend of the configured device. Raises InvalidConfig, DeviceFailed."""
     return make_backend(choose_device(config.device), config.cuda_kernels, config.exact)
 
 

@@ -55,6 +55,7 @@ class BlockTable:
         return [block for blocks, freed in zip(self.blocks, self.num_freed, strict=True) for block in blocks[freed:]]
 
     def grow(self, count: int) -> None:
+        """Grow each group to ``count`` entries, all or none. Raises OutOfBlocks."""
         missing = [max(0, count - len(blocks)) for blocks in self.blocks]
         fresh = self.pool.allocate_blocks(sum(missing))
         for blocks, more in zip(self.blocks, missing, strict=True):
@@ -127,7 +128,7 @@ class BlockPool:
     def allocate(
         self, owner: str, count: int, prefix: Sequence[GroupBlocks] = (), reserved_blocks: int = 0
     ) -> BlockTable:
-        """A table of ``count`` entries per group: the held or cached ``prefix``, then fresh blocks, all or none.
+        """Allocate a table of ``count`` entries per group, all or none: held or cached ``prefix``, then fresh blocks.
 
         A group with a window gets only what it needs at once. ``reserved_blocks`` stay available. Raises OutOfBlocks.
         """

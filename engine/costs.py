@@ -64,7 +64,7 @@ class StepTimePredictor:
 
         predicted = factor x (decode_factor x decodes + what prompts add)
 
-    A step with prompts corrects ``factor``, one without corrects ``decode_factor``, by at most 8 %.
+    A step with prompts corrects ``factor``, one without corrects ``decode_factor``, by at most 8.5 %.
     """
 
     def __init__(self, costs: StepCostModel) -> None:

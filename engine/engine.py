@@ -81,7 +81,8 @@ class Engine:
     def fork(self, id: str, child: str, output_index: int) -> None:
         """Start ``child``, a copy of a sequence that draws and emits its next tokens as output ``output_index``.
 
-        Full blocks are shared; without blocks ``child`` waits. Raises UnknownSequence, InvalidRequest, OutOfBlocks.
+        Full blocks are shared. If the sequence waits for blocks, so does ``child``. Raises UnknownSequence,
+        InvalidRequest, OutOfBlocks; then nothing is kept.
         """
         self.commit_in_flight()
         source, scheduler, pool = self.sequences.get(id), self.scheduler, self.pool
@@ -169,7 +170,7 @@ class Engine:
     def commit_in_flight(self) -> None:
         """Commit the step in flight: until the next step, only commands change sequences.
 
-        After a failure, every later step fails too, as its rows may be half committed.
+        After a failure, every later step fails too, as rows of the failed one may be half committed.
         """
         if self._failure is not None:
             raise self._failure
@@ -192,7 +193,7 @@ class Engine:
         return output
 
     def _commit(self, step: LaunchedStep, result: StepResult, output: StepOutput) -> None:
-        """The common path is inlined, for steps of hundreds of rows."""
+        """Commit a step. The common path is inlined, for steps of hundreds of rows."""
         now, size, started = self._clock(), self.pool.block_size, max(step.started, self._committed_at)
         self._committed_at = now
         self.predictor.note(step.plan.decodes, step.plan.prompts, now - started)
@@ -231,7 +232,10 @@ class Engine:
     def _commit_further(
         self, sequence: EngineSequence, further: Sequence[FurtherToken], now: float, output: StepOutput
     ) -> None:
-        """Slots behind ``num_computed`` may hold KV of rejected tokens, which is never published and is overwritten."""
+        """Commit a row's tokens up to the one that ends or parks its sequence.
+
+        Slots behind ``num_computed`` may hold KV of rejected tokens, which is never published and is overwritten.
+        """
         size = self.pool.block_size
         for token, logprobs in further:
             if sequence.id not in self.sequences or sequence.id in self.parked:
@@ -294,6 +298,7 @@ class Engine:
         return inspection.blocks_of(self, ids)
 
     def check_integrity(self) -> None:
+        """Check that blocks, owners and sequences agree. Raises AssertionError."""
         inspection.check_integrity(self)
 
     def new_sequence(self, request: Request) -> EngineSequence:

@@ -48,7 +48,7 @@ class KvTransfers:
     def export(self, id: str, cached_blocks: int = 0) -> KvExport:
         """Lease a sequence's filled blocks from block ``cached_blocks`` on, now and as they fill.
 
-        Blocks that its last token does not see are left out.
+        Blocks that its last token does not see are left out. Raises UnknownSequence, InvalidRequest.
         """
         sequence = self._engine.sequences.get(id)
         if sequence is None:
@@ -67,7 +67,7 @@ class KvTransfers:
         return export
 
     def finalize(self, id: str) -> TransferCommit:
-        """Commit the export of a parked sequence.
+        """Commit the export of a parked sequence. Raises UnknownSequence, InvalidRequest.
 
         All tokens of the request must be computed: the receiver publishes their blocks.
         """
@@ -80,9 +80,9 @@ class KvTransfers:
         return export.finalize(sequence, self._checksum)
 
     def finalize_running(self, id: str, sent: int) -> TransferCommit | None:
-        """Park and commit a running sequence once the ``sent`` blocks are all but its last, partial one.
+        """Park and commit a running sequence once it has no filled block besides the ``sent`` ones.
 
-        Returns None if it runs on, as more are unsent or it has generated no token here.
+        Return None if it runs on, as more are unsent or it has generated no token here. Raises UnknownSequence.
         """
         self._engine.commit_in_flight()
         sequence, export = self._engine.sequences.get(id), self.exports.get(id)
@@ -97,6 +97,7 @@ class KvTransfers:
         return self.finalize(id)
 
     def withdraw(self, id: str) -> None:
+        """End an export; a sequence that was parked for it runs on."""
         if id in self._engine.parked:
             self._engine.resume(id)
         self.release(id)

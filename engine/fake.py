@@ -36,6 +36,8 @@ class Candidate(NamedTuple):
 
 
 class FakeDevice:
+    """Device of plain bytes; ``cost`` returns the seconds that a step sleeps."""
+
     lookahead = 0
     overlaps_steps = False
     windows: tuple[Window, ...] = (FULL,)

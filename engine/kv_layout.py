@@ -59,7 +59,7 @@ FULL = Window()
 
 
 def longest_sequence(windows: Sequence[Window], num_blocks: int, block_size: int, max_length: int) -> int:
-    """Tokens of the longest sequence that ``num_blocks`` can hold, at most ``max_length``."""
+    """Length in tokens of the longest sequence that ``num_blocks`` can hold, at most ``max_length``."""
 
     def needed(count: int) -> int:
         return sum(window.blocks_at_once(count, block_size) for window in windows)

@@ -115,11 +115,13 @@ class EngineLoop:
 
     @property
     def step_age(self) -> float:
+        """Seconds since the running step began; 0 between steps."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
     @property
     def longest_step(self) -> float:
+        """Seconds of the longest step so far of the running step's size class."""
         return self._durations.longest(self._engine.planned_tokens)
 
     async def call(self, command: Callable[[Engine], T], undo: Callable[[Engine, T], object] | None = None) -> T:

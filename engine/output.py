@@ -52,7 +52,10 @@ class BlockFilled(NamedTuple):
 
 @dataclass(slots=True)
 class StepOutput:
-    """Events of a step; deliver them in the order ``started``, ``tokens``, ``ended``."""
+    """Events of a step; deliver them in the order ``started``, ``tokens``, ``ended``.
+
+    ``parked`` has the ids of sequences that reached ``park_after``.
+    """
 
     step: int
     tokens: list[Token]
@@ -67,10 +70,10 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Free, cached and held blocks add up to ``total_blocks``.
+    """Load of an engine. Free, cached and held blocks add up to ``total_blocks``.
 
     ``queued_tokens``: tokens of waiting and running sequences whose KV is not computed, without the cached prefixes of
-    the first ``QUEUED_PREFIX_LOOKUPS`` that wait.
+    the first ``QUEUED_PREFIX_LOOKUPS`` waiting ones.
     """
 
     running: int

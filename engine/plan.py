@@ -125,11 +125,14 @@ class BlockBytes(Protocol):
     def block_memory(self) -> BlockMemory: ...
 
     def read(self, block: int) -> memoryview:
-        """Bytes of a block, which may alias the store: valid while the block is held. May be called during a step."""
+        """Bytes of a block, which may alias the store: valid while the block is held.
+
+        May be called from any thread, during steps.
+        """
         ...
 
     def write(self, block: int, data: bytes | bytearray | memoryview) -> None:
-        """Replace the bytes of a held block. May be called during a step."""
+        """Replace the ``block_bytes`` bytes of a held block. May be called from any thread, during steps."""
         ...
 
 

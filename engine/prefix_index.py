@@ -8,6 +8,7 @@ from decant.engine.kv_layout import FULL, Window
 
 
 def apply_changes(digests: dict[BlockHash, None], changed: Iterable[BlockHash]) -> None:
+    """Remove the changed hashes that ``digests`` has, and append the others."""
     for digest in changed:
         if digest in digests:
             del digests[digest]

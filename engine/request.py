@@ -1,3 +1,5 @@
+"""Requests to an engine. Constructors raise InvalidRequest, as does ``Engine.add`` for what depends on the model."""
+
 from __future__ import annotations
 
 import enum
@@ -84,7 +86,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StopParams:
-    """End of a sequence. No stop token is drawn before ``min_tokens``; ``max_tokens`` None is the context length."""
+    """End of a sequence: without ``max_tokens`` at the context length. No stop token is drawn before ``min_tokens``."""
 
     max_tokens: int | None = None
     min_tokens: int = 0

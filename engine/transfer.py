@@ -213,7 +213,7 @@ class IncomingSequence:
             table.release()
 
     def _close(self, table: BlockTable, filled: int) -> None:
-        """The received blocks of the first ``filled`` tokens were full: a partial one comes only with a commit."""
+        """Close; publish received blocks that the first ``filled`` tokens fill: only a commit has a partial one."""
         with self._copying:
             self.closed = True
         size: int = table.pool.block_size

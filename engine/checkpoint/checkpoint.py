@@ -105,8 +105,8 @@ class Checkpoint:
     def read(self, dtype: torch.dtype, device: torch.device, *, load_to_device: bool = False) -> PreTrainedModel:
         """Load the weights into transformers' causal model, without towers of other media. Raises ModelRefused.
 
-        With ``load_to_device``, accelerate and no such towers, each tensor goes to the device as it is read and
-        converted. Else the model is in the host's memory first, as mapped files or as a copy in another dtype.
+        With ``load_to_device``, if accelerate is installed and there are no such towers, each tensor goes to the device
+        as it is read. Else the model is in the host's memory first, as mapped files or as a copy in another dtype.
         """
         is_placed = load_to_device and is_accelerate_available() and not _other_media(self.config)
         placed: dict[str, Any] = {"device_map": {"": device}} if is_placed else {}
@@ -211,7 +211,7 @@ def _fetch_small(name: str, revision: str | None) -> Path:
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    """The text class of a multimodal checkpoint would report surplus weights."""
+    """Choose the multimodal class if it saved the checkpoint: the text class would report surplus weights."""
     multimodal: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM if multimodal is None else AutoModelForImageTextToText

@@ -1,3 +1,5 @@
+"""Weight formats by ``quantization_config`` in config.json. Imports no torch."""
+
 from __future__ import annotations
 
 import json

@@ -18,6 +18,7 @@ _REGISTRIES = ("auto_mappings.py", "configuration_auto.py")
 
 
 def check(name: str, config: Mapping[str, Any]) -> None:
+    """Refuse a model type that transformers does not know. Raises ModelRefused."""
     kind, registries = config.get("model_type"), _registries()
     if registries and not (isinstance(kind, str) and kind and f'"{kind}"' in registries):
         raise refusal(name, config)

@@ -1,4 +1,4 @@
-"""Check a model folder by its files alone, without torch and without reading weights. Checks raise ModelRefused.
+"""Check a model folder by its files alone, without torch and without reading weights.
 
 A safetensors file: little-endian u64 length of the header; header, JSON of name -> dtype, shape and offsets; tensors.
 """
@@ -27,6 +27,7 @@ _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 def check(folder: Path) -> None:
+    """Check configuration, format and headers of weights. Raises ModelRefused with the file and the reason."""
     if not folder.is_dir():
         raise ModelRefused(str(folder), "it is a file; a folder or a hub name is needed")
     if not (folder / "config.json").is_file():
@@ -37,6 +38,7 @@ def check(folder: Path) -> None:
 
 
 def check_format(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse adapters and unknown weight formats. Raises ModelRefused."""
     name = describe(folder, config)
     check_adapters(folder, name)
     find_format(name, config)
@@ -78,6 +80,7 @@ def _stored(name: str, file: Path, tensor: str, entry: Mapping[str, Any]) -> Sto
 
 
 def weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
+    """Find the weight files, sorted by name. Raises ModelRefused."""
     name = describe(folder, config)
     if "transformers_weights" in config:
         raise ModelRefused(name, f"config.json names weight files of its own (transformers_weights); use {SINGLE}")
@@ -96,6 +99,7 @@ def weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
+    """Read config.json. Raises ModelRefused."""
     if not (folder / "config.json").is_file():
         raise ModelRefused(str(folder), "the folder has no config.json")
     return read_json(folder / "config.json", str(folder))

@@ -1,3 +1,5 @@
+"""Interface of a weight format, and the plain format. Imports no torch."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

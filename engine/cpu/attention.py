@@ -1,4 +1,7 @@
-"""Compiled attention over KV blocks in place (``engine/cpu/kernels/attention.h``)."""
+"""Compiled attention over KV blocks in place (``engine/cpu/kernels/attention.h``).
+
+A row has the same bits in any batch.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class _Call(ctypes.Structure):
 
 
 class NativeAttention:
-    """Attention over a CPU's ``store`` in float32 or bfloat16. ``keep``: tokens that need logits; None: all."""
+    """Attention over a CPU's ``store`` in float32 or bfloat16. ``keep``: positions of needed logits; None: all."""
 
     def __init__(
         self,

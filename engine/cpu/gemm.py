@@ -30,7 +30,7 @@ _PANELS = None if AMX else KERNELS
 
 
 def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """Return the product with ``weight`` [out, in], which is copied, and ``bias`` [out]; float32 or bfloat16."""
+    """Return the product with ``weight`` [out, in] and ``bias`` [out], in float32 or bfloat16."""
     if _PANELS is not None:
         return PackedWeight(_PANELS, weight, bias)
     return OneDnn(weight, bias) if torch.backends.mkldnn.is_available() else SingleRows(weight, bias)

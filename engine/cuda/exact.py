@@ -1,7 +1,7 @@
 """The option ``exact``: every operation of a model gives a row the same bits in any batch.
 
-Replaces linear layers and norms, whose sums torch orders by the shape of the batch. A model with other parameters is
-refused: their sums are unknown.
+Replaces linear layers and norms, whose sums torch orders by the shape of the batch. A model with parameters in
+other modules, except embeddings, is refused: their sums are unknown.
 """
 
 from __future__ import annotations

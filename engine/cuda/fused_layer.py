@@ -3,7 +3,8 @@
     transformers   norm -> q, k, v -> rotate -> write -> attend -> o -> add -> norm -> gate, up -> silu -> * -> down
     here           norm -> q, k, v -> rotate and write -> attend -> o -> add and norm -> gate, up -> gate -> down
 
-Layers with the expected parts are fused if a trial agrees. The new ``forward`` passes other calls to the original.
+Layers with the expected parts are fused if a trial agrees. The new ``forward`` passes calls that it does not support
+to the original.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def _linear(part: nn.Module) -> nn.Linear:
 
 
 def fuse(model: nn.Module, dtype: torch.dtype) -> int:
-    """Fuse the layers that pass the trial and return their number. If a launch raises, fuse none."""
+    """Fuse the layers that pass the trial and return their number. Raises what a launch raises, with none fused."""
     layers = []
     for module in model.modules():
         try:

@@ -17,9 +17,10 @@ def linear(
     x, weight, bias, out, rows, columns, depth, x_row, programs,
     HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """out = x @ weight^T + bias, with weight [columns, depth]. Grid: (programs,); each takes every n-th tile.
+    """out = x @ weight^T + bias, with weight [columns, depth]. Grid: (programs,).
 
-    Programs that run together share weights: tiles with the same rows are ``row_tiles`` apart.
+    Each program takes every ``programs``-th tile. Programs that run together share weights: tiles with the same rows
+    are ``row_tiles`` apart.
     """
     row_tiles = tl.cdiv(rows, TILE_ROWS)
     tile = tl.program_id(0)

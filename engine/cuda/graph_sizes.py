@@ -71,6 +71,6 @@ def capture_all(
 
 
 def pad(rows: Sequence[Row], count: int, null_block: int, groups: int = 1) -> list[Row]:
-    """Add rows of ``groups`` cache groups up to ``count``; ``step_batch.flatten`` keeps them last."""
+    """Add padding rows of ``groups`` cache groups up to ``count``; ``step_batch.flatten`` keeps them last."""
     padding = Row(_PADDING, (0,), 0, 1, (array("i", [null_block]),) * groups, False)
     return [*rows, *[padding] * (count - len(rows))]

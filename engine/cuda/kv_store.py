@@ -21,7 +21,7 @@ from decant.engine.model.kv_store import KvStore
 
 
 class CudaKvStore(KvStore):
-    """``read`` returns a copy. ``write`` returns when the block is written; other threads run meanwhile."""
+    """KV store of a GPU. ``read`` returns a copy; while ``write`` waits for its copy, other threads run."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(layout, num_blocks, dtype, device)

@@ -128,7 +128,7 @@ def inverse(
     scores, vocabulary, highest, temperature, lowest_key, total, lowest_bits,
     least, number, TILE: tl.constexpr,
 ):  # fmt: skip
-    """First token whose cumulative sum of the remaining probabilities exceeds ``number`` of their sum."""
+    """First token whose cumulative sum of the remaining probabilities exceeds ``number`` times their sum."""
     mass = tl.full([], 0.0, tl.float64)
     for start in range(0, vocabulary, TILE):
         at = start + tl.arange(0, TILE)

@@ -18,7 +18,7 @@ _LOW = 0xFFFFFFFF
 
 
 class _Logprobs(NamedTuple):
-    """Log-probabilities of a row of the plan: entries ``part`` of its ``_FIELDS``, downloads from ``first`` on."""
+    """Log-probabilities of the plan's row ``row``: ``part`` of each of its ``_FIELDS``, downloads from ``first`` on."""
 
     row: int
     most: int

@@ -65,26 +65,32 @@ class Backend(Protocol):
         """Replace modules in place, and copy weights that are in mapped files."""
         ...
 
-    def make_store(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> KvStore: ...
+    def make_store(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> KvStore:
+        """Make a store of zeros. Raises InvalidConfig."""
+        ...
 
     def make_runner(
         self, model: torch.nn.Module, store: KvStore, layer_windows: Sequence[AttentionWindow], limits: RunnerLimits
-    ) -> ModelRunner: ...
+    ) -> ModelRunner:
+        """Make the runner that serves: the last call of a load."""
+        ...
 
     def flatten(self, rows: Sequence[Row], block_size: int, null_block: int) -> FlatBatch: ...
 
     def make_attention(
         self, store: KvStore, layer_windows: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
-    ) -> AttentionBackend: ...
+    ) -> AttentionBackend:
+        """Make a step's attention. Only the flattened positions ``keep`` need logits."""
+        ...
 
     def memory(self) -> DeviceMemory | None: ...
 
     def kv_bytes_left(self, steps: Callable[[], object]) -> int:
-        """Bytes left beside the weights while ``steps`` runs the largest steps; ``HOST_BYTES`` in host memory."""
+        """Bytes left beside the weights while ``steps`` runs the largest steps, or ``HOST_BYTES`` in host memory."""
         ...
 
     def around_step(self) -> AbstractContextManager[object]:
-        """Context in which a thread computes a step: its current CUDA device, torch's loops on one CPU thread."""
+        """Context of a step: sets the thread's current CUDA device, or runs torch's loops on one CPU thread."""
         ...
 
     def choose_threads(self, device: Device, most: int) -> int:

@@ -251,6 +251,7 @@ def _batched_logits(runner: ModelRunner, rows: Sequence[Row]) -> list[torch.Tens
 
 
 def _separate_logits(runner: ModelRunner, rows: Sequence[Row]) -> tuple[list[torch.Tensor], ...]:
+    """Logits of each row in its own step, and of last positions: in a step that keeps only those, and decoded."""
     separate = [runner.logits([row], np.arange(row.end - row.start)).float() for row in rows]
     inverted = [rows[-1], *rows[:-1]]
     lengths = [row.end - row.start for row in inverted]

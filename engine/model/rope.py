@@ -16,7 +16,7 @@ _EXTENDED = ("yarn", "llama3")
 
 
 def max_positions(config: Any, positions: int) -> int:
-    """Length after scaling; ``positions`` (``max_position_embeddings``) is before it in some checkpoints."""
+    """Length after scaling. In some checkpoints ``positions`` (``max_position_embeddings``) is the length before it."""
     scaling, factor = _scaling(config)
     if scaling.get("rope_type") in ("dynamic", "linear"):
         return int(positions * factor)

@@ -78,7 +78,7 @@ def top_tokens(scores: torch.Tensor) -> TopToken:
 def highest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Highest score and first token that has it, of each row; does not wait for the device.
 
-    By pieces, as torch's max is many times as fast as argmax.
+    Works by pieces, as torch's max is many times as fast as argmax.
     """
     pieces = _pieces(scores, _OFF)
     most, piece = pieces.amax(-1).max(-1)
@@ -185,7 +185,10 @@ def _keep_top_p(ps: Sequence[float], probabilities: torch.Tensor) -> None:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Log-probabilities that depend only on row and count; equally likely alternatives are ordered by token id."""
+    """Log-probabilities of ``tokens`` [n] under ``logits`` [n, vocabulary], with ``counts[i]`` alternatives in row i.
+
+    An entry depends only on its row and count; equally likely alternatives are ordered by token id.
+    """
     normal = torch.log_softmax(logits, -1)
     chosen = normal.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
     ranks = (normal > chosen).sum(-1) + 1
