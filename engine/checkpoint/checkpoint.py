@@ -36,6 +36,7 @@ from decant.engine.checkpoint.weight_shapes import CONSTANTS, predicting
 from decant.engine.errors import InvalidConfig, ModelRefused
 from decant.engine.kv_layout import KvLayout
 from decant.engine.model import rope
+from decant.engine.model.device_errors import DEVICE_ERRORS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -60,6 +61,8 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 def refuse_model_on_error(name: str, what: str) -> Iterator[None]:
     try:
         yield
+    except DEVICE_ERRORS:
+        raise
     except FAILURES as error:
         raise ModelRefused(name, f"{what}: {_first_line(error)}") from error
 

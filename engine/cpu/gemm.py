@@ -30,7 +30,7 @@ _PANELS = None if AMX else KERNELS
 
 
 def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """Return the product with ``weight`` [out, in] and ``bias`` [out], in float32 or bfloat16."""
+    """Return the product with copies of ``weight`` [out, in] and ``bias`` [out], in float32 or bfloat16."""
     if _PANELS is not None:
         return PackedWeight(_PANELS, weight, bias)
     return OneDnn(weight, bias) if torch.backends.mkldnn.is_available() else SingleRows(weight, bias)
@@ -51,7 +51,7 @@ class PackedWeight:
         needed = module.pack(self._half, weight.data_ptr(), 0, *weight.shape)
         self._weight = _WEIGHTS.zeros((needed,), torch.uint8)
         module.pack(self._half, weight.data_ptr(), self._weight.data_ptr(), *weight.shape)
-        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
         self.addresses = self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ class OneDnn:
         if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             self._dtype = torch.float32
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(self._dtype).contiguous(), None)
-        self._bias = None if bias is None else bias.detach().to(self._dtype)
+        self._bias = None if bias is None else bias.detach().to(self._dtype, copy=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1]).to(self._dtype)
@@ -87,8 +87,8 @@ class OneDnn:
 
 class SingleRows:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight = weight.detach().float().contiguous()
-        self._bias = None if bias is None else bias.detach().float()
+        self._weight = weight.detach().to(torch.float32, copy=True).contiguous()
+        self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1]).float()

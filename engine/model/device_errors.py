@@ -7,6 +7,9 @@ import torch
 
 from decant.engine.errors import DeviceFailed
 
+DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""RuntimeErrors that no model causes."""
+
 
 @contextmanager
 def translate_device_errors() -> Iterator[None]:

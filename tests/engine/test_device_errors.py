@@ -8,7 +8,8 @@ import torch
 
 from decant.engine.backends import choose_device
 from decant.engine.engine import Engine
-from decant.engine.errors import DeviceFailed, EngineStopped, InvalidConfig
+from decant.engine.checkpoint.checkpoint import refuse_model_on_error
+from decant.engine.errors import DeviceFailed, EngineStopped, InvalidConfig, ModelRefused
 from decant.engine.fake import FakeDevice
 from decant.engine.loop import EngineLoop
 from decant.engine.model.device_errors import translate_device_errors
@@ -57,6 +58,21 @@ def test_a_failed_device_ends_the_engine_and_answers_its_callers(error: Exceptio
     stopped = asyncio.run(main())
     assert isinstance(stopped.__cause__, DeviceFailed)
     assert reason in str(stopped)
+
+
+@pytest.mark.parametrize(
+    ("error", "reported"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), DeviceFailed),
+        (torch.AcceleratorError("CUDA error: unspecified launch failure", 719), DeviceFailed),
+        (RuntimeError("shapes differ"), ModelRefused),
+    ],
+)
+def test_a_device_that_fails_during_a_load_is_not_the_fault_of_the_model(
+    error: Exception, reported: type[Exception]
+) -> None:
+    with pytest.raises(reported), translate_device_errors(), refuse_model_on_error("m", "a step failed"):
+        raise error
 
 
 def test_an_error_of_the_program_keeps_its_name() -> None:

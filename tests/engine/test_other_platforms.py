@@ -74,6 +74,22 @@ def test_a_row_has_the_same_bits_alone_and_among_others_without_onednn(dtype: to
     assert product(x[:0]).shape == (0, 7, 48)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["kernels", "onednn", "torch"])
+def test_a_product_does_not_read_the_weights_that_it_was_made_from(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: str
+) -> None:
+    monkeypatch.setattr(gemm, "_PANELS", gemm._PANELS if kind == "kernels" else None)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: kind != "torch")
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, x = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((48, 96), (48,), (3, 96)))
+    product = gemm.prepare(weight, bias)
+    before = product(x)
+    weight.zero_()  # as a mapped file that is written again
+    bias.zero_()
+    assert torch.equal(product(x), before)
+
+
 def test_workers_on_cpus_of_two_architectures_are_of_two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     monkeypatch.setattr(kernels, "KERNELS", None)
