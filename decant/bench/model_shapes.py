@@ -15,6 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from decant.bench.errors import InvalidBenchmark
+
 _COMMON = {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -74,7 +76,7 @@ def cache_folder() -> Path:
 
 def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
     """Make a checkpoint in bfloat16, determined by `seed` and the version of torch; an existing one is kept. Raises
-    KeyError for an unknown shape, FileExistsError for a folder with other content.
+    KeyError for an unknown shape, InvalidBenchmark for a folder with other content.
     """
     config = SHAPES[shape]
     folder = folder or cache_folder() / f"{shape}-{seed}"
@@ -83,7 +85,7 @@ def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
             _write_tokenizer(config["vocab_size"], folder)
         return folder
     if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder} is neither empty nor a checkpoint")
+        raise InvalidBenchmark("folder", "empty, or a checkpoint", folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Write aside and rename when complete: an interrupted run leaves no partial checkpoint.
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -98,12 +100,12 @@ def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
 
 
 def source(model: str) -> str:
-    """Return the folder of a known shape, made if it is missing; any other `model` as it is. Raises FileExistsError."""
+    """Return the folder of a known shape, made if missing; any other `model` as it is. Raises InvalidBenchmark."""
     return str(make(model)) if model in SHAPES and not Path(model).is_dir() else model
 
 
 def checkpoint(model: str) -> Path:
-    """Return the folder of a checkpoint, as `source` does. Raises FileNotFoundError and FileExistsError."""
+    """Return the folder of a checkpoint, as `source` does. Raises FileNotFoundError and InvalidBenchmark."""
     folder = Path(source(model))
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"--model {model}: neither a checkpoint's folder nor one of {', '.join(SHAPES)}")
@@ -145,7 +147,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a new or empty folder (default: in the cache)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    print(make(args.shape, args.out, seed=args.seed))
+    try:
+        print(make(args.shape, args.out, seed=args.seed))
+    except InvalidBenchmark as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

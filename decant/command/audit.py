@@ -16,9 +16,10 @@ from decant.command.errors import CommandFailed
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.protos.worker_pb2_grpc import AuditStub
-from decant.runtime.connections.channel import open_channel
+from decant.runtime.connections.channel import Connector
 from decant.runtime.connections.tls import PeerTls
 from decant.runtime.errors import ServiceError
+from decant.runtime.settings import SettingError, flag_name
 
 CALL_SECONDS = 30.0
 """A worker answers between two steps."""
@@ -42,10 +43,11 @@ class Audited:
 
 def run(redis_url: str, tls: Tls | None, *, as_json: bool) -> bool:
     """Print the audit of each worker; return whether all answered and every block has an owner."""
+    connector = _connector(tls)
     workers, _ = status.directory(redis_url)
     if not workers.present:
         raise CommandFailed("no worker is registered: there is nothing to audit", status=2)
-    audits = asyncio.run(_audit_all([one.facts for one in workers.present], _peer_tls(tls)))
+    audits = asyncio.run(_audit_all([one.facts for one in workers.present], connector))
     if as_json:
         print(json.dumps({"workers": [_document(one) for one in audits]}))
     else:
@@ -67,14 +69,14 @@ def show(audits: list[Audited], console: Console) -> None:
     console.print(table)
 
 
-async def _audit_all(workers: list[WorkerRegistration], tls: PeerTls) -> list[Audited]:
+async def _audit_all(workers: list[WorkerRegistration], connector: Connector) -> list[Audited]:
     workers.sort(key=lambda worker: worker.peer.id)
-    return list(await asyncio.gather(*(_audit_worker(worker, tls) for worker in workers)))
+    return list(await asyncio.gather(*(_audit_worker(worker, connector) for worker in workers)))
 
 
-async def _audit_worker(worker: WorkerRegistration, tls: PeerTls) -> Audited:
+async def _audit_worker(worker: WorkerRegistration, connector: Connector) -> Audited:
     try:
-        async with open_channel(worker.address, tls) as channel:
+        async with connector.open(worker.address) as channel:
             with typed_errors():
                 return Audited(worker.peer.id, await _audit(channel))
     except ServiceError as error:
@@ -86,11 +88,18 @@ async def _audit(channel: grpc.aio.Channel) -> wire.AuditResponse:
     return answer
 
 
-def _peer_tls(tls: Tls | None) -> PeerTls:
+def _connector(tls: Tls | None) -> Connector:
     if tls is None:
-        return PeerTls()
+        return Connector(PeerTls())
+    if tls.ca is None:
+        raise CommandFailed("--certificate and --server-name need --ca", status=2)
     files = {"peer_ca": tls.ca, "peer_certificate": tls.certificate, "peer_key": tls.key}
-    return PeerTls(peer_name=tls.name, **{name: Path(file) for name, file in files.items() if file is not None})
+    paths = {name: Path(file) for name, file in files.items() if file is not None}
+    try:
+        return Connector(PeerTls(peer_name=tls.name, **paths))
+    except SettingError as error:
+        flag = flag_name(error.field.removeprefix("peer_"))
+        raise CommandFailed(f"{flag}: {error.limit}, got {error.value}", status=2) from None
 
 
 def _document(one: Audited) -> dict[str, Any]:

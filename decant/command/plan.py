@@ -111,7 +111,7 @@ def plan(  # noqa: PLR0913 - a command's options are its parameters
 
 def _plan(params: dict[str, Any]) -> None:
     from decant.command.status import new_console
-    from decant.engine.errors import ModelRefused
+    from decant.engine.errors import InvalidConfig, ModelRefused
     from decant.plan import inputs, report
     from decant.plan.errors import InvalidPlan
     from decant.plan.sizing import Sizing
@@ -122,7 +122,7 @@ def _plan(params: dict[str, Any]) -> None:
         parsed = inputs.parse(options)
         plan = Sizing(parsed.speed, parsed.kv_capacity, parsed.workload, parsed.slo, parsed.overheads).plan()
         outcome = None if parsed.scenario is None else _simulated(parsed, plan)
-    except (InvalidPlan, ModelRefused) as error:
+    except (InvalidConfig, InvalidPlan, ModelRefused) as error:
         raise CommandFailed(str(error)) from None
     if params["as_json"]:
         print(json.dumps(report.document(parsed, plan, outcome), allow_nan=False))

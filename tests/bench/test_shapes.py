@@ -5,6 +5,7 @@ import pytest
 from safetensors import safe_open
 
 from decant.bench import model_shapes as shapes
+from decant.bench.errors import InvalidBenchmark
 from decant.engine.engine import Engine
 from decant.engine.loading import load
 from decant.engine.model.model import ModelConfig
@@ -59,6 +60,6 @@ def test_an_existing_checkpoint_is_used_and_other_folders_are_left_alone(tiny: P
     assert shapes.make("tiny", tiny) == tiny
     assert (tiny / "model.safetensors").stat().st_mtime_ns == made
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(InvalidBenchmark, match="folder: empty, or a checkpoint, got"):
         shapes.make("tiny", tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]

@@ -134,6 +134,19 @@ def test_an_audit_without_workers_fails(redis: str) -> None:
     assert done.stderr == "decant: no worker is registered: there is nothing to audit\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--ca", "/nowhere"), "--ca: a file of PEM certificates (No such file or directory), got /nowhere"),
+        (("--server-name", "worker"), "--certificate and --server-name need --ca"),
+    ],
+)
+def test_unusable_tls_options_of_an_audit_are_one_line(arguments: tuple[str, ...], message: str) -> None:
+    done = run("audit", "--redis-url", "redis://127.0.0.1:1", *arguments)
+    assert done.exit_code == 2
+    assert done.stderr == f"decant: {message}\n"
+
+
 def test_a_redis_that_is_not_there_is_one_line() -> None:
     for command in ("status", "audit"):
         for url in ("redis://127.0.0.1:1", "nonsense"):

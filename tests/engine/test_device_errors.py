@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from decant.engine.backends import choose_device
-from decant.engine.engine import Engine
 from decant.engine.checkpoint.checkpoint import refuse_model_on_error
+from decant.engine.engine import Engine
 from decant.engine.errors import DeviceFailed, EngineStopped, InvalidConfig, ModelRefused
 from decant.engine.fake import FakeDevice
 from decant.engine.loop import EngineLoop

@@ -72,6 +72,10 @@ def test_this_machine_is_measured_with_the_worker_s_own_calibration() -> None:
     assert document["profile"]["dtype"] == "bfloat16"
     assert document["tpot_seconds"]["1"] > 0
     assert any(document["profile"]["prefill"].values())
+    measured = ("--model", str(models.path()), "--memory", "1G", "--calibrate", "measure")
+    status, output = run(*measured, "--prompt-tokens", "500", "--output-tokens", "100", "--dtype", "float16")
+    assert status == 1
+    assert output.startswith("decant: dtype: ")
 
 
 @pytest.mark.parametrize(

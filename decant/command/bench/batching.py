@@ -71,11 +71,12 @@ def _load(model: str | None, dtype: str, kv_memory: str, threads: int) -> tuple[
     from decant import models
     from decant.bench import model_shapes
     from decant.bench.batching.model import load_device
+    from decant.bench.errors import InvalidBenchmark
     from decant.command.up.resources import parse_size
     from decant.engine.errors import InvalidConfig, ModelRefused
 
     try:
         folder = str(models.path() if model is None else model_shapes.checkpoint(model))
         return folder, load_device(folder, dtype, parse_size(kv_memory), threads)
-    except (FileNotFoundError, InvalidConfig, ModelRefused) as error:
+    except (FileNotFoundError, InvalidBenchmark, InvalidConfig, ModelRefused) as error:
         raise CommandFailed(str(error), status=2) from None
