@@ -52,6 +52,9 @@ class Harness:
     def runs(self, name: str) -> int:
         return len(list(self.workers[name].decode.runs()))
 
+    def is_decoding(self, name: str) -> bool:
+        return any(phase == wire.RunStatus.PHASE_RUNNING for _, _, phase, _ in self.workers[name].decode.runs())
+
     async def emptied(self, name: str) -> None:
         await until(lambda: not self.runs(name))
 

@@ -120,10 +120,10 @@ async def test_a_streamed_request_is_one_tree_without_its_text(store: Store, exp
 
 
 async def test_a_migrated_run_has_a_decode_span_at_each_worker(store: Store, exporter: InMemorySpanExporter) -> None:
-    async with moving(store, decode="de") as harness, serving(harness.core) as address:
-        answering = asyncio.create_task(streamed(address, 200))
-        await until(lambda: any(harness.runs(name) for name in "de"))
-        harness.drain(next(name for name in "de" if harness.runs(name)))
+    async with moving(store, decode="de", step_s=0.02) as harness, serving(harness.core) as address:
+        answering = asyncio.create_task(streamed(address, 120))  # longer than the drain takes on a busy machine
+        await until(lambda: any(harness.is_decoding(name) for name in "de"))
+        harness.drain(next(name for name in "de" if harness.is_decoding(name)))
         await answering
         spans = await spans_of(exporter, 8)
     decodes = [span for span in spans if span.name == "decode"]
