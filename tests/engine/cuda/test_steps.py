@@ -193,6 +193,7 @@ class Outputs(Rerun):
         return super().__call__(compute)
 
 
+@pytest.mark.slow
 def test_all_graphs_write_their_logits_to_one_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny.config("llama")
     config.num_hidden_layers = 1
