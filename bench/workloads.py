@@ -1,4 +1,4 @@
-"""Requests and their arrival times from seeded generators, as a file for `decant bench --workload`.
+"""Requests and their arrival times from seeded generators, as a file for `decant bench --dataset`.
 
 python -m bench.workloads --workload exponential --vocab-size 151936 --out FILE.jsonl
 """
