@@ -74,7 +74,7 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 @asynccontextmanager
 async def deployment(speed: Speed, folder: Path) -> AsyncIterator[Deployment]:
-    """Run a deployment while entered. Raises TimeoutError; the logs in ``folder`` tell why."""
+    """Run a deployment while entered. Raises TimeoutError; the logs in ``folder`` have the reason."""
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(PrivateRedis())
         client = Client(redis.url, deadline_s=10.0, max_connections=2)

@@ -6,26 +6,24 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-
-from decant.bench.batching.report import show
 
 COMMAND = [sys.executable, "-P", "-m", "decant.command", "bench", "batching"]
 
 
 def batching(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1250)
 def test_the_small_model_is_measured_and_padding_costs_throughput(tmp_path: Path) -> None:
     report = tmp_path / "report.html"
+    done = batching("--requests", "32", "--caps", "64", "--prompt-tokens", "32", "--kv-tokens", "768", "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    assert "continuous, paged, against static batches" in done.stdout
     done = batching("--requests", "32", "--caps", "64", "--threads", "1", "--json", "--html", str(report))
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    console = Console(record=True, width=200)
-    show(document, console)
-    assert "continuous, paged, against static batches" in console.export_text()
     assert document["model_id"] == "tiny-python"
     assert document["sentence"] in report.read_text()
     eighth = document["queues"][0]
@@ -41,7 +39,6 @@ def test_the_small_model_is_measured_and_padding_costs_throughput(tmp_path: Path
     ("arguments", "message"),
     [
         (("--caps", "x"), "--caps: whole numbers from 2, separated by commas, got x"),
-        (("--prompt-tokens", "32", "--kv-tokens", "100"), "--kv-tokens: at least"),
         (("--model", "/nowhere"), "--model /nowhere: neither a checkpoint's folder nor one of"),
     ],
 )

@@ -23,7 +23,7 @@ PARTS = (
 )
 SELECTED = (
     "not fake"  # that engine has no kernels
-    " and (not test_parity or [llama] or [llama- or mistral or gemma2 or gpt2 or gpt_oss or qwen2_moe)"
+    " and (not test_parity or llama or mistral or gemma2 or gpt2 or gpt_oss or qwen2_moe)"
     " and (not test_bits or small) and (not test_up or demo)"
 )
 

@@ -65,7 +65,7 @@ def test_blocks_may_be_written_by_another_thread_during_steps(make: MakeDevice) 
 
     thread = threading.Thread(target=write)
     thread.start()
-    other = make_request("other", prompt(9, 4), 4)
+    other = make_request("other", prompt(9, 4), 12)
     log = run(receiver, other)
     arrival.abort()
     thread.join(20)
