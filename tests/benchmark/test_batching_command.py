@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from decant.bench import model_shapes
+
 COMMAND = [sys.executable, "-P", "-m", "decant.command", "bench", "batching"]
 
 
@@ -47,3 +49,16 @@ def test_invalid_options_are_refused_in_one_line(arguments: tuple[str, ...], mes
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_model_folder_with_other_content_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = model_shapes.cache_folder() / "tiny-0"
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    done = batching("--model", "tiny")
+    assert (done.returncode, done.stderr) == (2, f"decant: folder: empty, or a checkpoint, got {folder}\n")
