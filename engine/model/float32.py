@@ -13,7 +13,8 @@ _NARROW = (torch.bfloat16, torch.float16)
 class Float32(TorchDispatchMode):
     """Runs a model in float32 on weights of any dtype, without a copy: widens this thread's narrower operands.
 
-    Views of weights stay views; writes to a narrow tensor stay narrow.
+    In bfloat16 an error looks like rounding: near a router's tie the last bit chooses the expert. Views of weights stay
+    views; writes to a narrow tensor stay narrow.
     """
 
     def __init__(self) -> None:

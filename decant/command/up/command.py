@@ -18,7 +18,10 @@ from decant.state.private_redis import PrivateRedis
 
 
 def run(options: UpOptions) -> int:
-    """Run a deployment; return the exit status, 0 after a graceful end. Raises CommandFailed if the start fails."""
+    """Run a deployment; return the exit status, 0 after a graceful end. Raises CommandFailed if the start fails.
+
+    A keeper process removes the temporary files even if this one is killed.
+    """
     if options.log_format not in ("auto", "json", "console"):
         raise CommandFailed(f"--log-format: auto, json or console, got {options.log_format}", status=2)
     console = options.log_format == "console" or (options.log_format == "auto" and sys.stdout.isatty())
