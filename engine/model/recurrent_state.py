@@ -11,6 +11,7 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 
 from decant.engine.checkpoint.checkpoint import FAILURES
 from decant.engine.errors import ModelRefused
+from decant.engine.model.device_errors import DEVICE_ERRORS
 
 KV = "past_key_values"
 KV_NAMES = ("keys", "values")
@@ -29,6 +30,8 @@ def refuse_other_state(model: PreTrainedModel, name: str, tokens: list[int]) -> 
     before = {id(value) for _, value in _attributes(model)}
     try:
         out = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=True)
+    except DEVICE_ERRORS:
+        raise
     except FAILURES:
         return
     caches = {name: getattr(out, name, None) for name in ALL_CACHE_NAMES}

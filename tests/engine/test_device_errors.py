@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from decant.engine.backends import choose_device
 from decant.engine.checkpoint.checkpoint import refuse_model_on_error
@@ -13,7 +14,9 @@ from decant.engine.errors import DeviceFailed, EngineStopped, InvalidConfig, Mod
 from decant.engine.fake import FakeDevice
 from decant.engine.loop import EngineLoop
 from decant.engine.model.device_errors import translate_device_errors
+from decant.engine.model.recurrent_state import refuse_other_state
 from decant.engine.plan import StepPlan, StepResult
+from tests.engine import tiny
 from tests.engine.factories import make_request
 
 
@@ -73,6 +76,25 @@ def test_a_device_that_fails_during_a_load_is_not_the_fault_of_the_model(
 ) -> None:
     with pytest.raises(reported), translate_device_errors(), refuse_model_on_error("m", "a step failed"):
         raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        torch.AcceleratorError("CUDA error: unspecified launch failure", 719),
+    ],
+)
+def test_a_device_that_fails_in_the_search_for_another_state_is_reported(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(*_: object, **__: object) -> None:
+        raise error
+
+    model = AutoModelForCausalLM.from_config(tiny.config("llama"))
+    monkeypatch.setattr(model, "forward", forward)
+    with pytest.raises(DeviceFailed), translate_device_errors():
+        refuse_other_state(model, "m", [1, 2])
 
 
 def test_an_error_of_the_program_keeps_its_name() -> None:
