@@ -38,6 +38,8 @@ class WorkerTimings:
     """While no worker answers that has the model, or that could fetch the KV cache."""
     no_capacity_patience_s: float = 60.0
     """While those that answer are full."""
+    late_report_s: float = 0.5
+    """After a decode worker's end, for the prefill worker's first token and times, which another connection brings."""
 
 
 @dataclass(frozen=True)

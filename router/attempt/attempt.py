@@ -9,6 +9,9 @@ migration  offer --> Start(ticket) at a target --> scheduled --> joined: the tar
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
+
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.router.attempt.context import AttemptContext
@@ -59,6 +62,16 @@ class Attempt:
         finish = self._legs.finish
         assert finish is not None
         return finish
+
+    async def wait_for_report(self) -> None:
+        """After ``run``, wait up to ``late_report_s`` for the prefill worker's first tokens, which bring its times: the
+        decode worker's end may overtake them.
+        """
+        prefill = self._prefill
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._pool.timings.late_report_s):
+                while prefill is not None and prefill.can_report and not prefill.has_first_tokens:
+                    await self._legs.wait_for_change()
 
     async def _run_legs(self) -> None:
         self._legs.check()  # the tokens of earlier attempts may be all
@@ -192,9 +205,7 @@ class Attempt:
     async def _until_prompt_logprobs(self) -> None:
         prefill, stream = self._prefill, self._context.stream
         if prefill is not None:
-            await self._legs.until_over(
-                lambda: stream.has_prompt_logprobs or prefill.is_over or prefill.failure is not None
-            )
+            await self._legs.until_over(lambda: stream.has_prompt_logprobs or not prefill.can_report)
 
 
 def _never() -> bool:

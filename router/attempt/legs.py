@@ -52,7 +52,7 @@ class Legs:
         """
         while not milestone():
             self.check(*legs)
-            await self._wait_for_change()
+            await self.wait_for_change()
 
     async def until_search_ends(self, search: Search[_T], *legs: Leg) -> _T:
         line, kind = search.line, search.kind
@@ -86,9 +86,9 @@ class Legs:
                 raise search.failure()
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(min(patience_ends, loop.time() + PLACEMENT_RETRY_SECONDS)):
-                    await self._wait_for_change()
+                    await self.wait_for_change()
 
-    async def _wait_for_change(self) -> None:
+    async def wait_for_change(self) -> None:
         await self._changed.wait()
         self._changed.clear()
 
@@ -103,7 +103,7 @@ class Legs:
     async def until_over(self, is_over: Callable[[], bool]) -> None:
         while not is_over():
             self.check_fatal()
-            await self._wait_for_change()
+            await self.wait_for_change()
 
     def check_fatal(self) -> None:
         for leg in self._legs:

@@ -32,7 +32,7 @@ class PrefillLeg(Leg):
         self.target: DecodeLeg | None = None
         self.is_over = False
         self._recorder = recorder
-        self._has_first_tokens = False
+        self.has_first_tokens = False
         self._position = context.writer.position  # of the first output token
         self._reservation = worker.load.reserve(context.prefix, self._position, computes_prompt=True)
         worker.session.dependents.add(self)
@@ -44,8 +44,13 @@ class PrefillLeg(Leg):
             return self._error(wire.CAUSE_PEER_LOST, "the prefill call ended without its end")
         return self._failure
 
+    @property
+    def can_report(self) -> bool:
+        """Whether messages of the worker may still arrive."""
+        return not self.is_over and self.failure is None
+
     def is_scheduled(self) -> bool:
-        return self.ticket is not None or self._has_first_tokens
+        return self.ticket is not None or self.has_first_tokens
 
     def has_ticket(self) -> bool:
         return self.ticket is not None
@@ -71,7 +76,7 @@ class PrefillLeg(Leg):
         self._owner.wake()
 
     def on_first_tokens(self, message: wire.FirstTokens) -> None:
-        self._has_first_tokens = True
+        self.has_first_tokens = True
         self._reservation.mark_prefilled()
         self._recorder.on_first_tokens(message, self.started_at)
         for first in message.tokens:

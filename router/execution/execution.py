@@ -113,6 +113,8 @@ class Execution:
                     await self._admit()
                 self._advance(Phase.RUNNING)
                 end = await self._run_attempts()
+            assert self._attempt is not None
+            await self._attempt.wait_for_report()  # no deadline applies to it: the answer is complete
         except TimeoutError:
             if limit.expired():
                 end, reason = DeadlineExceeded(), wire.Cancel.REASON_DEADLINE

@@ -7,6 +7,7 @@ import pytest
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.request.token_stream import Finish
+from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.packed import unpack
 from decant.state.store import Store
 from tests.router.fake_script import EOS, answer
@@ -16,12 +17,14 @@ from tests.router.harness import (
     DECODING,
     HANDING_OFF,
     P2,
+    PATIENCE,
     PREFILLING,
     QUEUED,
     SUCCEEDED,
     D,
     P,
     core,
+    jump,
     make_request,
     nothing_is_left_at,
     read_stored,
@@ -53,6 +56,31 @@ async def test_a_split_request_fills_its_receipt_from_both_workers(store: Store)
         assert states(found) == [QUEUED, PREFILLING, HANDING_OFF, DECODING, SUCCEEDED]
         assert found.record.usage.completion_tokens == 5
         await until(lambda: workers[1].retired)
+
+
+async def test_a_receipt_has_the_times_of_a_prefill_worker_whose_report_follows_the_end(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timings = RouterTimings(workers=WorkerTimings(late_report_s=PATIENCE))
+    async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode], timings=timings) as harness:
+        prefill.script.reports_late = True
+        stream = await harness.requests.begin(make_request(seconds=PATIENCE / 2))
+        await until(lambda: decode.retired)
+        assert stream.tokens == answer(PROMPT, 5)
+        jump(monkeypatch, PATIENCE / 2)  # the deadline passes, of an answer that is complete
+        prefill.go.set()
+        assert (await until_ended(stream)).end == Finish(pb.FINISH_REASON_LENGTH)
+        assert (stream.trace.prefill_s, stream.cached_tokens) == (2, 3)
+        receipt = (await read_stored(store, harness)).record.receipt
+        assert receipt.prefill_ms == 2000
+
+
+async def test_an_answer_ends_without_the_report_of_a_prefill_worker_that_hangs(store: Store) -> None:
+    async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as harness:
+        prefill.script.reports_late = True
+        stream = await harness.answer(make_request())
+        assert tokens_of(stream) == answer(PROMPT, 5)
+        assert (stream.trace.prefill_s, stream.trace.attempts) == (None, 1)
 
 
 async def test_one_token_needs_no_decode_worker(store: Store) -> None:
