@@ -3,4 +3,8 @@ PROTOCOL = 3
 
 
 def is_compatible(protocol: int) -> bool:
-    return protocol in (PROTOCOL, PROTOCOL - 1) and protocol > 0
+    """Whether a peer of version ``protocol`` is accepted: neighbours work together, by the rules of the older version.
+
+    That includes the next version, whose rules only the newer process knows.
+    """
+    return protocol > 0 and abs(protocol - PROTOCOL) <= 1

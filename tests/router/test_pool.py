@@ -44,6 +44,16 @@ async def test_another_tokenizer_or_model_is_not_used(store: Store) -> None:
             assert stream.trace.decode_worker == "d2"
 
 
+async def test_workers_of_neighbouring_protocol_versions_are_used(store: Store) -> None:
+    async with fleet(P, D, P2, D2) as workers:
+        for worker, change in zip(workers, (-1, 1, -2, 2), strict=True):
+            worker.facts.peer.protocol += change
+        async with core(store, workers[2:] + workers[:2]) as harness:
+            assert names(harness) == {"p", "d"}
+            stream = await harness.answer(make_request())
+            assert (stream.trace.prefill_worker, stream.trace.decode_worker) == ("p", "d")
+
+
 async def test_workers_that_register_later_are_found_and_removed_ones_forgotten(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers[:1]) as harness:
         assert names(harness) == {"p"}

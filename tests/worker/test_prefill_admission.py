@@ -11,10 +11,11 @@ from tests.worker.harness import BLOCK, MODEL, ROUTER, WorkerHarness, make_work,
 
 async def test_a_request_for_another_worker_is_refused(harness: WorkerHarness) -> None:
     other = wire.Peer(id=harness.host.peer.id, incarnation=harness.host.peer.incarnation + 1, protocol=PROTOCOL)
-    old = wire.Peer(id="router", incarnation=7, protocol=9)
+    old, new = (wire.Peer(id="router", incarnation=7, protocol=PROTOCOL + change) for change in (-2, 2))
     for router, meant, cause in (
         (ROUTER, other, wire.CAUSE_WRONG_PEER),
         (old, harness.host.peer, wire.CAUSE_WRONG_PROTOCOL),
+        (new, harness.host.peer, wire.CAUSE_WRONG_PROTOCOL),
     ):
         run = wire.Run(request="t/a", epoch=9, attempt=1)
         call = harness.call(wire.PrefillRequest(run=run, router=router, worker=meant, engine_request=make_work()))

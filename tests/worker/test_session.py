@@ -37,12 +37,33 @@ def hello(node: Node, **changed: int) -> wire.RouterMessage:
     return wire.RouterMessage(hello=wire.Hello(router=router, worker=worker))
 
 
-async def test_another_incarnation_and_another_protocol_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"incarnation": 8}, Reason.WRONG_PEER),
+        ({"protocol": 0}, Reason.WRONG_PROTOCOL),
+        ({"protocol": PROTOCOL - 2}, Reason.WRONG_PROTOCOL),
+        ({"protocol": PROTOCOL + 2}, Reason.WRONG_PROTOCOL),
+    ],
+)
+async def test_another_incarnation_and_distant_protocols_are_refused(changed: dict[str, int], reason: Reason) -> None:
     async with Node("d") as node:
-        for changed, reason in (({"incarnation": 8}, Reason.WRONG_PEER), ({"protocol": 9}, Reason.WRONG_PROTOCOL)):
-            error = await refusal(node, hello(node, **changed))
-            assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
-            assert from_call(error).reason is reason
+        error = await refusal(node, hello(node, **changed))
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert from_call(error).reason is reason
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL, PROTOCOL + 1])
+async def test_routers_of_neighbouring_protocol_versions_are_served(protocol: int) -> None:
+    run, work = make_run(), make_work(8, 20)
+    async with Node("d") as node:
+        router = Router(node)
+        router.peer.protocol = protocol
+        await router.open()
+        await router.start(run, work)
+        await router.until_message(run, "ended")
+        assert router.record_of(run).text(8) == run_alone(work)
+        await router.leave()
 
 
 async def test_a_session_begins_with_hello_and_has_one() -> None:
