@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections import defaultdict
@@ -47,6 +48,17 @@ def pytest_configure() -> None:
 
 
 LONGEST = "tests/build/test_kernels.py"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Imports of torch and of all tests leave little garbage, and what they make is never garbage later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,6 +14,7 @@ from bench.gpu.idle import gaps_share
 from bench.gpu.rows import Row, measure
 
 
+@pytest.mark.slow
 def test_a_tiny_model_is_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out.json"
     monkeypatch.setattr("bench.gpu.ceilings.RUNS", 1)

@@ -13,6 +13,7 @@ def figures() -> Figures:
     return simulate(prompts=250, rate=40, workers=4)
 
 
+@pytest.mark.slow
 def test_prefix_aware_placement_raises_hits_and_lowers_ttft_where_prefixes_are_shared(figures: Figures) -> None:
     found = figures["conversations"]
     for other in ("round robin", "random"):
@@ -21,6 +22,7 @@ def test_prefix_aware_placement_raises_hits_and_lowers_ttft_where_prefixes_are_s
         assert found["placement"]["p99_ttft_ms"] < found[other]["p99_ttft_ms"]
 
 
+@pytest.mark.slow
 def test_prefix_aware_placement_is_never_much_worse(figures: Figures) -> None:
     for load in figures.values():
         for other in ("load alone", "round robin", "random"):
@@ -28,6 +30,7 @@ def test_prefix_aware_placement_is_never_much_worse(figures: Figures) -> None:
             assert load["placement"]["mean_ttft_ms"] < 1.1 * load[other]["mean_ttft_ms"]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_figures() -> None:
     assert simulate(prompts=40, rate=40, workers=2) == simulate(prompts=40, rate=40, workers=2)
 

@@ -190,6 +190,7 @@ def document() -> dict[str, Any]:
     return measured
 
 
+@pytest.mark.slow
 def test_the_document_has_every_queue_contender_and_ratio(document: dict[str, Any]) -> None:
     assert json.loads(dump(document)) == document
     assert [one["batch_size"] for one in document["batch_sizes"]] == list(curve.SIZES)

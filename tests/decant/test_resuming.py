@@ -71,6 +71,7 @@ async def test_a_break_after_any_message_changes_nothing(some: Two, after: int, 
             assert stream.resumed_at[0] in some.address
 
 
+@pytest.mark.slow
 @given(
     breaks=st.lists(st.builds(Break, st.integers(0, MESSAGES), st.sampled_from(KINDS[:4])), max_size=6),
     routers=st.integers(1, 2),

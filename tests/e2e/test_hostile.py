@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import grpc
@@ -113,57 +113,59 @@ def _sampling(field: str, value: float) -> pb.GenerateRequest:
     return request
 
 
-ABSURD: dict[str, tuple[pb.GenerateRequest, str]] = {
-    "stop strings": (pb.GenerateRequest(stopping=pb.StoppingParams(stop=["x"] * 100_000)), "stopping.stop"),
-    "a stop string": (pb.GenerateRequest(stopping=pb.StoppingParams(stop=["x" * 1_000_000])), "stopping.stop[0]"),
-    "an empty stop string": (pb.GenerateRequest(stopping=pb.StoppingParams(stop=[""])), "stopping.stop[0]"),
-    "stop tokens": (
-        pb.GenerateRequest(stopping=pb.StoppingParams(stop_token_ids=range(100_000))),
-        "stopping.stop_token_ids",
-    ),
-    "a bias for everything": (
-        pb.GenerateRequest(sampling=pb.SamplingParams(logit_bias=dict.fromkeys(range(500_000), 1.0))),
-        "sampling.logit_bias",
-    ),
-    "a bias for nothing": (
-        pb.GenerateRequest(sampling=pb.SamplingParams(logit_bias={2**32 - 1: 1.0})),
-        "sampling.logit_bias",
-    ),
-    "a bias that is no number": (
-        pb.GenerateRequest(sampling=pb.SamplingParams(logit_bias={3: float("nan")})),
-        "sampling.logit_bias[3]",
-    ),
-    "an id": (pb.GenerateRequest(request_id="x" * 5_000_000), "request_id"),
-    "messages": (
-        pb.GenerateRequest(messages=pb.Messages(messages=[pb.Message()] * 2_000_000)),
-        "messages.messages",
-    ),
-    "tokens": (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 10_000_000)), "token_ids.ids"),
-    "a token of no model": (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 - 1])), "token_ids.ids"),
-    "a priority": (pb.GenerateRequest(priority=-(2**31)), "priority"),
-    "a negative count": (pb.GenerateRequest(sampling=pb.SamplingParams(top_k=-1)), "sampling.top_k"),
-    "logprobs": (pb.GenerateRequest(response=pb.ResponseOptions(logprobs=2**32 - 1)), "response.logprobs"),
-    "more than may be written": (
-        pb.GenerateRequest(stopping=pb.StoppingParams(min_tokens=2**32 - 1)),
-        "stopping.min_tokens",
-    ),
-} | {
-    f"{name} {value}": (_sampling(name, value), f"sampling.{name}")
-    for name in (
-        "temperature",
-        "top_p",
-        "min_p",
-        "frequency_penalty",
-        "presence_penalty",
-        "repetition_penalty",
-    )
-    for value in (float("nan"), float("inf"), float("-inf"), -1e30)
-}
+def absurd_requests() -> Mapping[str, tuple[pb.GenerateRequest, str]]:
+    """Return requests by name, each with the field for which it is refused; they are too large for a module."""
+    return {
+        "stop strings": (pb.GenerateRequest(stopping=pb.StoppingParams(stop=["x"] * 100_000)), "stopping.stop"),
+        "a stop string": (pb.GenerateRequest(stopping=pb.StoppingParams(stop=["x" * 1_000_000])), "stopping.stop[0]"),
+        "an empty stop string": (pb.GenerateRequest(stopping=pb.StoppingParams(stop=[""])), "stopping.stop[0]"),
+        "stop tokens": (
+            pb.GenerateRequest(stopping=pb.StoppingParams(stop_token_ids=range(100_000))),
+            "stopping.stop_token_ids",
+        ),
+        "a bias for everything": (
+            pb.GenerateRequest(sampling=pb.SamplingParams(logit_bias=dict.fromkeys(range(500_000), 1.0))),
+            "sampling.logit_bias",
+        ),
+        "a bias for nothing": (
+            pb.GenerateRequest(sampling=pb.SamplingParams(logit_bias={2**32 - 1: 1.0})),
+            "sampling.logit_bias",
+        ),
+        "a bias that is no number": (
+            pb.GenerateRequest(sampling=pb.SamplingParams(logit_bias={3: float("nan")})),
+            "sampling.logit_bias[3]",
+        ),
+        "an id": (pb.GenerateRequest(request_id="x" * 5_000_000), "request_id"),
+        "messages": (
+            pb.GenerateRequest(messages=pb.Messages(messages=[pb.Message()] * 2_000_000)),
+            "messages.messages",
+        ),
+        "tokens": (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 10_000_000)), "token_ids.ids"),
+        "a token of no model": (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 - 1])), "token_ids.ids"),
+        "a priority": (pb.GenerateRequest(priority=-(2**31)), "priority"),
+        "a negative count": (pb.GenerateRequest(sampling=pb.SamplingParams(top_k=-1)), "sampling.top_k"),
+        "logprobs": (pb.GenerateRequest(response=pb.ResponseOptions(logprobs=2**32 - 1)), "response.logprobs"),
+        "more than may be written": (
+            pb.GenerateRequest(stopping=pb.StoppingParams(min_tokens=2**32 - 1)),
+            "stopping.min_tokens",
+        ),
+    } | {
+        f"{name} {value}": (_sampling(name, value), f"sampling.{name}")
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+        )
+        for value in (float("nan"), float("inf"), float("-inf"), -1e30)
+    }
 
 
 async def test_extreme_values_are_refused_by_field_limit_and_value(harness: Harness) -> None:
     other = asyncio.ensure_future(read(harness.stream(2000)))
-    for name, (absurd, field) in ABSURD.items():
+    for name, (absurd, field) in absurd_requests().items():
         error = await harness.error_of(harness.stub.Generate(merged(absurd), timeout=PATIENCE))
         assert isinstance(error, InvalidArgument), (name, error)
         assert error.field == field, name

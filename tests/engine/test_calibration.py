@@ -27,6 +27,7 @@ DECODES = StepWork(16, 16, 16 * 500)
 MIXED = chunk(1500, 200).plus(DECODES)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(
     st.builds(

@@ -33,6 +33,7 @@ def test_the_tokens_within_a_time_fit_and_one_more_does_not(
         assert added_seconds(costs, chunk(context, fitting + 1, all_logits=all_logits)) >= seconds - ROUNDING
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(COSTS, st.floats(0, 10), st.integers(0, 10_000), st.integers(1, 10_000))
 def test_fewer_tokens_fit_behind_a_longer_context(

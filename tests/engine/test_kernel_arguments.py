@@ -67,6 +67,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @every_build
 @given(data=st.data())
 def test_a_product_is_right_or_refused(kernels: str, data: st.DataObject) -> None:
@@ -129,6 +130,7 @@ def test_rows_are_laid_out_right_or_refused(kernels: str, rows: list[Row], size:
     assert (found.table == expected.table).all()
 
 
+@pytest.mark.slow
 @every_build
 @given(data=st.data())
 def test_attention_is_right_or_refused(kernels: str, data: st.DataObject) -> None:
@@ -204,6 +206,7 @@ def test_attention_names_the_operand_that_does_not_fit(
         attention.attend(call)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_drawing_is_right_or_refused(data: st.DataObject) -> None:
     count, vocabulary = data.draw(st.integers(0, 5)), data.draw(st.sampled_from([0, 1, 7, 48, 1030]))

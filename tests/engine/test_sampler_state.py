@@ -134,6 +134,7 @@ def test_an_engine_keeps_the_counts_and_the_bias_of_a_sequence(
     assert reads[0] == reads[1] > 0
 
 
+@pytest.mark.slow
 def test_a_preempted_sequence_keeps_its_penalties(device: ModelDevice) -> None:
     batch = [penalised(f"r{length}", length, 60) for length in (3, 5, 9, 12)]
     undisturbed = outputs(engine_on(device), batch)

@@ -117,6 +117,7 @@ def test_nothing_leaks_and_all_end_as_if_alone_in_long_runs() -> None:
     run_state_machine_as_test(EngineMachine, settings=DEEP)
 
 
+@pytest.mark.slow
 def test_random_scripts_reach_every_finish_reason_preemptions_and_handoffs() -> None:
     worlds = [play(seed) for seed in range(60)]
     reasons = {result.reason for machine in worlds for result in machine.log.by_id.values()}
@@ -125,6 +126,7 @@ def test_random_scripts_reach_every_finish_reason_preemptions_and_handoffs() -> 
     assert sum(machine.joined for machine in worlds) >= 10
 
 
+@pytest.mark.slow
 def test_forks_leak_nothing_and_end_as_if_alone() -> None:
     worlds = [play(seed, forks=True) for seed in range(40)]
     assert sum(len(machine.forked) for machine in worlds) >= 40

@@ -51,6 +51,7 @@ def any_row(draw: st.DrawFn, groups: int) -> Row:
 any_rows = st.integers(1, 3).flatmap(lambda groups: st.lists(any_row(groups), min_size=1, max_size=12))
 
 
+@pytest.mark.slow
 @given(any_rows)
 def test_compiled_and_in_numpy_rows_are_the_same_arrays(rows: list[Row]) -> None:
     one, other = flatten(rows, SIZE, BLANK), step_batch.flatten(rows, SIZE, BLANK)
@@ -61,6 +62,7 @@ def test_compiled_and_in_numpy_rows_are_the_same_arrays(rows: list[Row]) -> None
     assert all(mine is theirs for mine, theirs in zip(one.rows, other.rows, strict=True))
 
 
+@pytest.mark.slow
 @given(any_rows)
 def test_every_token_is_at_the_position_of_its_row(rows: list[Row]) -> None:
     flat = flatten(rows, SIZE, BLANK)

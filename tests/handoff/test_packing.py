@@ -121,6 +121,7 @@ def test_repeated_data_are_merged_as_protobuf_does() -> None:
     assert decode(then).response.kv_chunk.checksum == 5
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(size=st.sampled_from([40, 90]), at=st.integers(0), bit=st.integers(0, 7))
 def test_a_flipped_bit_anywhere_in_a_message_is_refused_or_changes_nothing(size: int, at: int, bit: int) -> None:

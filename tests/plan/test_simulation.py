@@ -60,6 +60,7 @@ def waits(simulation: Simulation) -> list[float]:
     return sorted(request.prefill_began - request.arrival for request in simulation.requests)
 
 
+@pytest.mark.slow
 def test_one_worker_with_exponential_prompts_is_the_queue_m_m_1() -> None:
     load = 0.5
     waited = waits(simulate(Workload(ExponentialLengths(), ONE, rate=load / 0.1), SCENARIO))

@@ -180,6 +180,7 @@ def test_one_worker_less_of_either_role_would_miss_an_objective() -> None:
     assert needed > KV_CAPACITY.tokens or SPEED.step(fewer + 1, WORKLOAD.context) > 0.05
 
 
+@pytest.mark.slow
 def test_a_plan_at_its_goodput_needs_no_more_workers_and_beyond_it_does() -> None:
     slo = Slo(ttft=0.4, tpot=0.05)
     plan = sizing(slo, rate=30.0).plan()

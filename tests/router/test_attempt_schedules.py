@@ -87,12 +87,14 @@ def test_a_split_request_survives_any_schedule(case: Case) -> None:
     run(follow(case, SPLIT))
 
 
+@pytest.mark.slow
 @settings(max_examples=50, phases=UNSHRUNK)
 @given(cases("d"))
 def test_a_request_that_one_worker_runs_survives_any_schedule(case: Case) -> None:
     run(follow(case, DECODE))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, phases=UNSHRUNK)
 @given(cases("de"), st.sampled_from([SPLIT, DECODE]), st.integers(0, STEPS))
 def test_a_request_that_migrates_survives_any_schedule(case: Case, roles: dict[str, wire.Role], drains: int) -> None:

@@ -64,6 +64,7 @@ TEXTS = st.text(max_size=12) | st.sampled_from(
 # ------------------------------------------------------------------------------------ as transformers does
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LIKE)
 @given(st.lists(st.tuples(ROLES, TEXTS), min_size=1, max_size=6), st.booleans())
 @settings(max_examples=60, deadline=None)

@@ -116,6 +116,7 @@ async def checked(stream: TokenStream, expected: list[int], attempts: int = 1) -
     assert stream.trace.attempts == attempts
 
 
+@pytest.mark.slow
 async def test_a_drained_worker_is_empty_while_its_outputs_continue_elsewhere(store: Store) -> None:
     async with moving(store) as harness:
         begun = [await harness.begin(number, wanted=200) for number in range(4)]
@@ -159,6 +160,7 @@ async def test_without_a_target_a_run_ends_on_the_draining_worker(store: Store) 
         assert harness.at(stream) == "d"
 
 
+@pytest.mark.slow
 async def test_a_run_migrates_twice_when_two_workers_drain_in_turn(store: Store) -> None:
     async with moving(store, decode="def") as harness:
         stream, expected = await harness.begin(1, wanted=200)
@@ -184,6 +186,7 @@ async def test_a_run_does_not_migrate_between_two_draining_workers(store: Store)
         await checked(stream, expected)
 
 
+@pytest.mark.slow
 async def test_a_cancel_at_any_instant_of_a_drain_leaves_nothing(store: Store) -> None:
     for steps in range(12):
         async with moving(store) as harness:
@@ -196,6 +199,7 @@ async def test_a_cancel_at_any_instant_of_a_drain_leaves_nothing(store: Store) -
             assert stream.tokens == expected[: len(stream.tokens)]
 
 
+@pytest.mark.slow
 async def test_a_deadline_in_a_drain_ends_it_everywhere(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for steps in range(6):
         async with moving(store) as harness:
@@ -257,6 +261,7 @@ def _let_go(worker_harness: WorkerHarness, crowd: list[IncomingSequence]) -> Non
     worker_harness.host.loop.post(let_go)
 
 
+@pytest.mark.slow
 async def test_losing_the_target_before_the_commit_costs_no_attempt(store: Store) -> None:
     async with moving(store) as harness:
         stream, expected = await harness.begin(1, wanted=200)

@@ -219,6 +219,7 @@ workers = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(
     st.lists(workers, max_size=6, unique_by=lambda worker: worker.incarnation),
     st.booleans(),

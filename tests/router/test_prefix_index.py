@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -138,6 +139,7 @@ events = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(events, max_size=30))
 def test_only_reported_blocks_remain_after_all_requests_ended(
     actions: list[tuple[str, list[int], list[int]]],
@@ -165,6 +167,7 @@ def test_only_reported_blocks_remain_after_all_requests_ended(
 changes = st.tuples(st.sampled_from(["heartbeat", "sent", "over", "reset"]), st.integers(0, 2), names, names)
 
 
+@pytest.mark.slow
 @given(st.lists(changes, max_size=40), names)
 def test_an_index_has_the_same_as_the_caches_of_its_workers(
     actions: list[tuple[str, int, list[int], list[int]]], prompt: list[int]

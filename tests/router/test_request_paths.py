@@ -152,6 +152,7 @@ async def test_workers_get_the_whole_request_with_its_present_age_and_deadline(s
         assert not workers[1].starts[1].engine_request.HasField("remaining_ms")
 
 
+@pytest.mark.slow
 async def test_many_concurrent_requests_get_their_own_tokens(store: Store) -> None:
     async with fleet(P, P2, D, D2) as workers, core(store, workers) as harness:
         requests = [make_request(str(n), (n, 1, 2), 1 + n % 9) for n in range(100)]

@@ -15,6 +15,7 @@ from tests.router.factories import AT_LENGTH, STOPPED, valid, write
 from tests.router.response_reader import EOS, Reader, ids_of, options, settle
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=80, deadline=None)
 async def test_a_reader_that_starts_later_gets_the_rest_of_the_same_text(data):
@@ -74,6 +75,7 @@ async def test_a_position_beyond_what_was_written_is_refused():
     assert not lost.messages
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 async def test_a_delta_waits_for_min_chunk_tokens_except_at_the_end(data):

@@ -62,6 +62,7 @@ async def test_tokens_that_arrive_together_come_in_one_delta():
     assert reader.messages[-1].seq == 5
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=80, deadline=None)
 async def test_the_text_after_so_many_tokens_is_the_same_at_any_pace(data):
@@ -100,6 +101,7 @@ async def test_the_text_after_so_many_tokens_is_the_same_at_any_pace(data):
         assert all(len(delta.logprobs) == len(delta.token_ids) == delta.num_tokens for delta in reader.deltas)
 
 
+@pytest.mark.slow
 async def test_no_message_is_larger_than_a_client_receives_by_default() -> None:
     reader = Reader(TokenStream(await valid(response=pb.ResponseOptions(logprobs=20))))
     write(reader.stream, *[5] * 16_000, end=AT_LENGTH)
@@ -206,6 +208,7 @@ async def test_an_error_does_not_flush_held_text():
     assert reader.text == "x"
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 4095).filter(lambda id: id != EOS), min_size=1, max_size=20), st.booleans())
 @settings(max_examples=60, deadline=None)
 async def test_the_whole_answer_is_the_stream_joined(tokens, stops):

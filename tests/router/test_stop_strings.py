@@ -62,6 +62,7 @@ def test_the_first_complete_stop_string_is_found_in_any_pieces(text, stops, data
     assert found == plain_end(text, stops)
 
 
+@pytest.mark.slow
 @given(st.text("ab", max_size=12), st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4)))
 @settings(max_examples=300, deadline=None)
 def test_text_before_min_tokens_completes_no_stop_string_but_may_begin_one(early, late, stops):
@@ -166,6 +167,7 @@ async def test_output_text_equals_a_search_in_the_whole_text_however_tokens_are_
     assert text.stop == stop
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 async def test_a_stream_stops_at_the_same_place_however_it_is_divided_and_resumed(data):

@@ -119,6 +119,7 @@ async def test_a_streamed_request_is_one_tree_without_its_text(store: Store, exp
     assert not [value for _, value in found if str(value) in (text, PROMPT, USER) or PROMPT in str(value)]
 
 
+@pytest.mark.slow
 async def test_a_migrated_run_has_a_decode_span_at_each_worker(store: Store, exporter: InMemorySpanExporter) -> None:
     async with moving(store, decode="de", step_s=0.02) as harness, serving(harness.core) as address:
         answering = asyncio.create_task(streamed(address, 120))  # longer than the drain takes on a busy machine

@@ -53,6 +53,7 @@ class Harness:
                 self.line.end_turn(waiter)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 12), st.integers(0, 12), st.randoms(use_true_random=False))
 def test_n_places_wake_n_requests_and_one_that_finds_none(waiting: int, places: int, draw: random.Random) -> None:
     harness = Harness({})

@@ -170,6 +170,7 @@ async def test_an_end_after_the_last_possible_token_fails_the_run_instead_of_wai
     assert not session.is_busy
 
 
+@pytest.mark.slow
 async def test_logprobs_keep_no_frame_in_memory(session: WorkerSession) -> None:
     stream, _ = follow(session, "r", 0, logprobs=1)
     others = [
@@ -273,6 +274,7 @@ def messages(seed: int, runs: list[wire.Run], count: int) -> Iterator[wire.Worke
         yield message
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 1 << 32))
 def test_a_session_handles_any_message_or_breaks_cleanly(seed: int) -> None:

@@ -110,6 +110,7 @@ async def test_only_requests_with_logprobs_send_them(store: Store, bare: sync_re
     assert not bare.exists(keys.logprobs(request.key))
 
 
+@pytest.mark.slow
 async def test_a_cluster_takes_every_operation() -> None:
     options = ("--cluster-enabled", "yes")
     with reserved_port() as port, PrivateRedis(port=port, options=options) as server:

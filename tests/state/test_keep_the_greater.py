@@ -16,6 +16,7 @@ async def run_requests(server: PrivateRedis, bare: sync_redis.Redis, count: int)
             await Writers(store, bare, seed).play(STEPS)
 
 
+@pytest.mark.slow
 async def test_redis_keeps_the_greatest_of_what_owners_write(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     await run_requests(server, bare, 60)
 

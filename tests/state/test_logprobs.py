@@ -30,6 +30,7 @@ def entries(draw: st.DrawFn) -> tuple[int, list[TokenLogprobs]]:
     return alternatives, found
 
 
+@pytest.mark.slow
 @given(entries())
 def test_every_entry_reads_back_and_all_are_equally_long(made: tuple[int, list[TokenLogprobs]]) -> None:
     alternatives, found = made

@@ -42,6 +42,7 @@ def test_runs_end_once_and_leave_nothing_under_faults(schedule: Schedule) -> Non
     run(play(schedule))
 
 
+@pytest.mark.slow
 @in_many_orders
 @given(schedules(*COMMON, *COMMON, *MESSAGES, *FAULTS, *ENDS))
 def test_runs_end_once_and_leave_nothing_when_the_worker_drains_or_its_engine_crashes(
@@ -50,6 +51,7 @@ def test_runs_end_once_and_leave_nothing_when_the_worker_drains_or_its_engine_cr
     run(play(schedule))
 
 
+@pytest.mark.slow
 @in_many_orders
 @given(
     st.integers(0, 255), st.integers(0, 40), st.sampled_from([*MESSAGES, "leave", "cut", "stall"]), st.integers(0, 255)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 
@@ -76,6 +77,17 @@ async def test_a_device_is_loaded_in_a_thread_that_ends_and_its_error_is_raised(
         assert thread is not threading.current_thread()
         thread.join(60)
         assert not thread.is_alive()
+
+
+def test_garbage_is_collected_again_after_imports_that_fail() -> None:
+    def import_nothing() -> None:
+        with loading._without_collections():
+            assert not gc.isenabled()
+            raise ImportError
+
+    with pytest.raises(ImportError):
+        import_nothing()
+    assert gc.isenabled()
 
 
 def test_the_reading_of_tensors_is_reported() -> None:

@@ -43,12 +43,14 @@ def test_calls_end_once_and_leave_nothing_under_faults(schedule: Schedule) -> No
     run(play(schedule))
 
 
+@pytest.mark.slow
 @in_many_orders
 @given(schedules(*COMMON, *COMMON, *MESSAGES, *FAULTS, *ENDS))
 def test_calls_end_once_and_leave_nothing_when_the_worker_drains_or_its_engine_crashes(schedule: Schedule) -> None:
     run(play(schedule))
 
 
+@pytest.mark.slow
 @in_many_orders
 @given(
     st.integers(0, 255),

@@ -23,6 +23,8 @@ from decant.engine.model.step_batch import flatten
 from decant.engine.plan import Row
 from decant.engine.request import Request
 
+pytestmark = pytest.mark.slow
+
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 BLOCK = 16
 

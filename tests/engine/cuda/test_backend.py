@@ -163,6 +163,7 @@ class _FailingSampler(TritonSampler):
         raise RuntimeError("out of shared memory")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampler", "reason"),
     [(_WrongSampler, "draws tokens"), (_FailingSampler, "out of shared memory"), (TritonSampler, None)],

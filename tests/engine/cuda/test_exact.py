@@ -54,6 +54,7 @@ def test_a_product_agrees_with_float64(dtype: torch.dtype, tolerance: float) -> 
     assert float((out.double() - expected).norm()) <= tolerance * float(expected.norm())
 
 
+@pytest.mark.slow
 def test_a_row_has_the_same_bits_in_any_batch() -> None:
     layer = ExactLinear(linear(70, 20, torch.bfloat16, bias=False))
     rows = torch.randn(35, 70, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)

@@ -15,6 +15,8 @@ from decant.engine.cuda.fused_layer import FusedLayer, Norm, fuse
 from decant.engine.model.attention.interface import NAME, AttentionCall
 from tests.engine import tiny
 
+pytestmark = pytest.mark.slow
+
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 
 

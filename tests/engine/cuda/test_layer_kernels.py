@@ -19,6 +19,8 @@ from decant.engine.model.step_batch import flatten
 from decant.engine.plan import Row
 from decant.engine.request import Request
 
+pytestmark = pytest.mark.slow
+
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}

@@ -13,6 +13,8 @@ from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.model.sampler import Sampler, random_number
 from tests.engine.sampler.harness import EOS, MIXES, VOCAB, exact, logits_of, row
 
+pytestmark = pytest.mark.slow
+
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 SEEDS = 3
 NAMES = ["plain", "top-k beyond the vocabulary", "top-p", "everything", "greedy, biased"]

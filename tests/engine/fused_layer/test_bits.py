@@ -33,6 +33,7 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", FUSED)
 def test_a_fused_layer_has_the_bits_of_its_parts(kind: str, dtype: str, tmp_path: Path) -> None:

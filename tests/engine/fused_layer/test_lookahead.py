@@ -33,6 +33,7 @@ def run_alone(layers: list[LookaheadLayer]) -> None:
         layer.follower = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [model_patches.LOOKAHEAD_BYTES, 2 * 40 * 128 * 4, 1])
 def test_following_layers_are_computed_ahead_and_once(
     kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -79,6 +80,7 @@ def call_original(layer: LookaheadLayer, hidden: torch.Tensor, named: dict[str, 
     return layer.original_forward(hidden, **named)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [write_to_input, pass_another_input, pass_other_sin, pass_other_cos, call_original])
 def test_an_unexpected_call_is_computed_and_ends_the_lookahead(
     between: Callable[[LookaheadLayer, torch.Tensor, dict[str, Any]], Any], tmp_path: Path

@@ -58,6 +58,7 @@ def cached(engine: Engine) -> set[bytes]:
     return {digest for _, digest in engine.pool.index.published.values()}
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 7), budget=st.sampled_from([3, 8, 64]))
 @settings(max_examples=60, deadline=None)
 def test_overlapped_steps_give_the_output_and_the_cached_blocks_of_single_ones(
