@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -67,3 +68,52 @@ def test_a_signal_at_any_instant_of_a_start_ends_the_deployment(sent: str) -> No
         finally:
             process.kill()
     assert not psutil.pid_exists(started)
+
+
+UP = """
+import os, signal, sys, time
+
+def note(number, _):
+    print(signal.Signals(number).name, file=sys.stderr, flush=True)
+    if sys.argv[1] == "drained" and number == signal.SIGTERM:
+        os._exit(0)
+
+signal.signal(signal.SIGINT, note)
+signal.signal(signal.SIGTERM, note)
+print("started", file=sys.stderr, flush=True)
+time.sleep(120)
+print("left alone", file=sys.stderr)
+"""
+
+INTERRUPTED = f"""
+import signal, subprocess, sys
+from decant.command.deployment.temporary_deployment import temporary_deployment
+from decant.command.errors import one_line_errors
+
+class Started(subprocess.Popen):
+    def __init__(self, command, **options):
+        stand_in = [*command[: command.index("-P")], "-c", {UP!r}, *sys.argv[1:]]
+        super().__init__(stand_in, **options | {{"stderr": None}})
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in background jobs
+subprocess.Popen = Started
+with one_line_errors(), temporary_deployment():
+    pass
+"""
+
+
+@pytest.mark.parametrize(("drain", "presses"), [("drained", 1), ("endless", 2)])
+def test_ctrl_c_drains_the_deployment_and_a_second_one_kills_it(drain: str, presses: int) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, drain]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stderr is not None
+            assert process.stderr.readline() == "started\n"
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.stderr.readline() == "SIGTERM\n"
+            if presses == 2:
+                os.killpg(process.pid, signal.SIGINT)
+            assert process.wait(PATIENCE_S) == 130
+            assert process.stderr.read() == "", "it has ended, without another signal or an error"
+        finally:
+            process.kill()

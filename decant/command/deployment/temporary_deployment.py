@@ -15,6 +15,7 @@ from typing import NoReturn
 from decant.command.deployment import deployments
 from decant.command.deployment.deployments import Deployment
 from decant.command.errors import CommandFailed
+from decant.command.up import exec_child
 
 _LAST_LINES = 20
 _END_SECONDS = 120.0
@@ -24,11 +25,12 @@ _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 @contextmanager
 def temporary_deployment(*arguments: str, variables: Mapping[str, str] = _NO_VARIABLES) -> Iterator[Deployment]:
-    """Run a deployment for the ``with``, in the main thread only: SIGTERM ends the deployment and this process. Raises
-    CommandFailed if the deployment does not start.
+    """Run a deployment for the ``with``, in the main thread only: SIGTERM ends the deployment and this process. The
+    deployment is killed if this process ends before it. Raises CommandFailed if the deployment does not start.
     """
+    child = (sys.executable, "-I", "-S", exec_child.__file__, str(os.getpid()), "")
     up = ("up", "--port", "0", "--log-format", "json")
-    command = [sys.executable, "-P", "-m", "decant.command", *up, *arguments]
+    command = [*child, sys.executable, "-P", "-m", "decant.command", *up, *arguments]
     started: list[subprocess.Popen[str]] = []
     is_asked = False
 
@@ -41,7 +43,12 @@ def temporary_deployment(*arguments: str, variables: Mapping[str, str] = _NO_VAR
     before = signal.signal(signal.SIGTERM, end)
     try:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **variables}
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **variables},
+            process_group=0,  # Ctrl-C is for this process: `up` would take it and SIGTERM for two, and drain nothing
         )
         started.append(process)
         if is_asked:  # while the process was being started
