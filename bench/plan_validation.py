@@ -102,7 +102,7 @@ def measure(options: Options, rounds: list[dict[str, float]], on_round: Callable
             if rate is not None:
                 one = replace(one, requests=max(2, round(rate * options.seconds)), concurrency=None, rate=rate)
             (document,) = loop.run_until_complete(
-                benchmark.run(Target(deployment.addresses), one, lambda *_: None)
+                benchmark.run(Target(deployment.addresses), one, lambda *_: None, [])
             ).runs
             if document["failed"]:
                 raise RuntimeError(f"{document['failed']} requests failed: {document['errors_by_reason']}")

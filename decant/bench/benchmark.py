@@ -100,8 +100,10 @@ def check(options: BenchOptions) -> None:
     parse_lengths("--output-tokens", options.output_tokens)
 
 
-async def run(target: Target, options: BenchOptions, notify: Notify) -> Result:
-    """Measure a deployment. Raises InvalidBenchmark and ServiceError."""
+async def run(target: Target, options: BenchOptions, notify: Notify, runs: list[dict[str, Any]]) -> Result:
+    """Measure a deployment. `runs` receives each run at its end: the caller has them if a sweep is interrupted. Raises
+    InvalidBenchmark and ServiceError.
+    """
     check(options)
     async with _client(target) as client:
         model = await client.model(options.model)
@@ -110,11 +112,21 @@ async def run(target: Target, options: BenchOptions, notify: Notify) -> Result:
         requests = await _requests(client, model, options)
         bench = _Benchmark(client, model, options, requests, notify)
         await bench.warm_up()
+
+        async def measure(rate: float | None) -> dict[str, Any]:
+            runs.append(await bench.measure(rate))
+            return runs[-1]
+
         if options.sweep and options.rate is not None:
-            runs = await sweep(options.rate, bench.measure, lambda one: not verdict.missed(one, options.slos))
+            await sweep(options.rate, measure, lambda one: not verdict.missed(one, options.slos))
         else:
-            runs = [await bench.measure(options.rate)]
-    return Result(runs, verdict.sentence(runs, options.slos))
+            await measure(options.rate)
+    return result_of(runs, options)
+
+
+def result_of(runs: Sequence[dict[str, Any]], options: BenchOptions) -> Result:
+    ordered = sorted(runs, key=lambda one: float(one["request_rate"]))
+    return Result(ordered, verdict.sentence(ordered, options.slos))
 
 
 def _client(target: Target) -> AsyncClient:

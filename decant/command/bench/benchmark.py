@@ -129,27 +129,39 @@ def _measure(params: dict[str, Any]) -> None:
 
     from decant.bench import benchmark
     from decant.bench.errors import InvalidBenchmark
+    from decant.bench.reports.report import LiveProgress
+
+    check_report(params["html"])
+    runs: list[dict[str, Any]] = []
+    try:
+        options = _options(params)
+        benchmark.check(options)
+        progress = LiveProgress(Console(stderr=True))
+        with _target(params["address"], opt.tls_from(params), _up_arguments(params)) as target, progress:
+            result = asyncio.run(benchmark.run(target, options, progress.notify, runs))
+    except InvalidBenchmark as error:
+        raise CommandFailed(str(error), status=2) from None
+    except KeyboardInterrupt:
+        if not runs:
+            raise
+        _report(benchmark.result_of(runs, options), options, params)
+        raise CommandFailed(f"interrupted; finished runs in the report: {len(runs)}", status=130) from None
+    _report(result, options, params)
+    if not any(run["completed"] for run in result.runs):
+        raise SystemExit(1)
+
+
+def _report(result: Any, options: Any, params: dict[str, Any]) -> None:
     from decant.bench.reports import report
     from decant.bench.reports.html_report import to_html
     from decant.command.status import new_console
 
-    check_report(params["html"])
-    try:
-        options = _options(params)
-        benchmark.check(options)
-        progress = report.LiveProgress(Console(stderr=True))
-        with _target(params["address"], opt.tls_from(params), _up_arguments(params)) as target, progress:
-            result = asyncio.run(benchmark.run(target, options, progress.notify))
-    except InvalidBenchmark as error:
-        raise CommandFailed(str(error), status=2) from None
     if params["as_json"]:
         print(report.to_json(result))
     else:
         report.show(result, new_console())
     if params["html"] is not None:
         write_report(params["html"], to_html(result, options.slos))
-    if not any(run["completed"] for run in result.runs):
-        raise SystemExit(1)
 
 
 def _up_arguments(params: dict[str, Any]) -> list[str] | None:
