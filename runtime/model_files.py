@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 PATTERNS = ("*.json", "*.jinja", "tokenizer*")
 """Files that are downloaded of a hub model."""
 
+_WITHOUT_NETWORK = "without network, give a folder, or set HF_HOME to a cache that has the model"
 _HASHED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -57,9 +58,10 @@ def find(model: str, revision: str | None = None, *, id: str | None = None) -> M
         return _read(id or folder.name, model, folder, None)
     try:
         fetched = Path(snapshot_download(model, revision=revision, allow_patterns=list(PATTERNS)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - HTTP clients and proxies raise errors of their own
         reason = str(error).strip().partition("\n")[0]
-        raise ModelUnreadable(model, f"no folder, and no hub name within reach ({reason})") from None
+        advice = f"; {_WITHOUT_NETWORK}" if isinstance(error, LocalEntryNotFoundError) else ""
+        raise ModelUnreadable(model, f"no folder, and no hub name within reach ({reason}){advice}") from None
     return _read(id or model, model, fetched, fetched.name)
 
 

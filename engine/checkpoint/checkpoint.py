@@ -132,12 +132,14 @@ class Checkpoint:
         if surplus := _surplus(loaded[1]["unexpected_keys"], self.config.get_text_config()):
             reason = f"it has {len(surplus)} weights that the model does not use, {surplus[0]} among them"
             raise ModelRefused(self.name, reason)
+        folder = Path(self.path)
         if self.revision is not None:  # only now are a hub's weight files here
-            folder = _fetch_small(self.path, self.revision)
+            # From the cache: for a listing of that commit, the hub's client would repeat a failed request for 24 s.
+            folder = _fetch_small(self.path, self.revision, local_files_only=True)
             weight_files.check_weights(folder, weight_files.read_config(folder))
         if self.weight_format is not PLAIN:  # transformers got no folder to read it from
             with suppress(OSError):
-                model.generation_config = GenerationConfig.from_pretrained(self._download())
+                model.generation_config = GenerationConfig.from_pretrained(folder)
         _drop_other_media(model)
         with refuse_model_on_error(self.name, f"its weights can't be put on {device}"):
             torch.nn.Module.to(model, device)
@@ -209,8 +211,9 @@ def open(path: str, revision: str | None = None) -> Checkpoint:
     return Checkpoint(path, revision, config, weight_format)
 
 
-def _fetch_small(name: str, revision: str | None) -> Path:
-    return Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", "adapter_config.json"]))
+def _fetch_small(name: str, revision: str | None, *, local_files_only: bool = False) -> Path:
+    patterns = ["config.json", "adapter_config.json"]
+    return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=local_files_only))
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:

@@ -5,6 +5,7 @@ import json
 import socket
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -272,6 +273,18 @@ def test_a_hub_name_is_served_at_its_resolved_commit(hub):
     assert serve("org/tiny").layout == first.layout
     with pytest.raises(ModelRefused, match=r"org/tiny.*no hub name within reach"):
         serve("org/tiny", revision="another")
+
+
+def test_a_cached_hub_name_is_served_without_a_connection_or_a_wait(hub, monkeypatch):
+    def no_network(host: str, *_: object, **__: object) -> NoReturn:
+        raise socket.gaierror(socket.EAI_NONAME, host)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    sleeps: list[float] = []
+    monkeypatch.setattr(time, "sleep", sleeps.append)
+    assert serve("org/tiny").probe_result.exact
+    assert sleeps == []
 
 
 def test_pickled_weights_of_a_hub_name_are_refused_unread(hub, tmp_path):

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import huggingface_hub
 import pytest
@@ -163,14 +165,14 @@ def test_lengths_of_a_configuration_are_whole_numbers(name: str, value: object) 
 def test_a_name_on_the_hub_is_read_from_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def fetch(*what: str) -> str:
-        asked.append(what)
+    def fetch(*what: str, allow_patterns: list[str]) -> str:
+        asked.append((*what, allow_patterns))
         (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
-        return str(tmp_path / "config.json")
+        return str(tmp_path)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     shape = find_shape("someone/llama-3.1")
-    assert asked == [("someone/llama-3.1", "config.json")]
+    assert asked == [("someone/llama-3.1", ["config.json"])]
     assert shape == from_config("someone/llama-3.1", LLAMA_3_8B)
 
 
@@ -178,12 +180,26 @@ def test_a_name_on_the_hub_is_read_from_its_configuration(tmp_path: Path, monkey
     "error", [LocalEntryNotFoundError("nothing\nmore"), OSError("no network"), RuntimeError("407")]
 )
 def test_a_name_out_of_reach_is_refused(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fetch(*_: str) -> str:
+    def fetch(*_: str, **__: object) -> str:
         raise error
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     with pytest.raises(InvalidPlan, match=rf"--model: .*hub \({str(error).split()[0]}[^\n]*\), got someone/llama"):
         find_shape("someone/llama")
+
+
+def test_without_network_a_name_is_refused_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(host: str, *_: object, **__: object) -> NoReturn:
+        raise socket.gaierror(socket.EAI_NONAME, "no network")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    sleeps: list[float] = []
+    monkeypatch.setattr(time, "sleep", sleeps.append)
+    with pytest.raises(InvalidPlan, match=r"--model: .*hub \([^\n]*no network\), got someone/llama"):
+        find_shape("someone/llama")
+    assert sleeps == []
 
 
 @pytest.mark.parametrize(

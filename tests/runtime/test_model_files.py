@@ -72,8 +72,11 @@ def test_a_hub_model_is_named_by_its_commit_and_comes_without_weights(tmp_path, 
     assert set(asked["allow_patterns"]) == set(PATTERNS)
 
 
-@pytest.mark.parametrize("error", [LocalEntryNotFoundError("nothing\nmore"), OSError("no network")])
-def test_a_model_out_of_reach_is_refused_by_name(monkeypatch, error):
+@pytest.mark.parametrize(
+    ("error", "may_be_cached"),
+    [(LocalEntryNotFoundError("nothing\nmore"), True), (OSError("unknown"), False), (RuntimeError("407"), False)],
+)
+def test_a_model_out_of_reach_is_refused_by_name(monkeypatch, error, may_be_cached):
     def fetch(*_: Any, **__: Any) -> str:
         raise error
 
@@ -81,6 +84,7 @@ def test_a_model_out_of_reach_is_refused_by_name(monkeypatch, error):
     with pytest.raises(ModelUnreadable, match="someone/model") as refused:
         find("someone/model")
     assert "more" not in refused.value.reason
+    assert ("HF_HOME" in refused.value.reason) == may_be_cached
 
 
 def test_a_path_without_a_folder_is_refused_by_name(tmp_path):

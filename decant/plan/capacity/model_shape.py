@@ -70,16 +70,17 @@ def find_shape(model: str) -> ModelShape:
     if Path(model).exists() or not _HUB_NAME.fullmatch(model):
         return read_shape(Path(model))
     try:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import snapshot_download
     except ImportError as error:
         raise InvalidPlan("--model", f"a folder or a config.json; for names on the hub, {error.name}", model) from None
     try:
-        file = hf_hub_download(model, "config.json")
+        # Not hf_hub_download, which repeats a failed request for 24 s.
+        folder = Path(snapshot_download(model, allow_patterns=["config.json"]))
     except Exception as error:  # noqa: BLE001 - HTTP clients and proxies raise errors of their own
         reason = str(error).strip().partition("\n")[0]
         limit = f"a folder, a config.json, or a model on the Hugging Face hub ({reason})"
         raise InvalidPlan("--model", limit, model) from None
-    return replace(read_shape(Path(file)), name=model)
+    return replace(read_shape(folder / "config.json"), name=model)
 
 
 def read_shape(path: Path) -> ModelShape:
