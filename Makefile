@@ -9,7 +9,7 @@
 # make demo       a complete deployment with the small model: one question, the work of each worker, shutdown
 # make lock       resolve requirements.lock again from pyproject.toml
 #
-# AT_ONCE=0                     tests one after the other instead of four at a time
+# AT_ONCE=0                     tests one after the other instead of three at a time
 # PYTHON=python3.12             another interpreter for a new .venv (3.11 or newer)
 # INSTALLER=pip                 pip instead of uv
 # TORCH_INDEX=https://...       another index for torch; without an NVIDIA driver it is PyTorch's, of CPU builds
@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export TORCH_INDEX ?=
 INSTALLER ?= uv
-AT_ONCE ?= 4
+AT_ONCE ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(AT_ONCE) --dist worksteal
 PYTHON ?=
 # Many container images forbid bytecode; each process would compile torch and transformers again (6 s).

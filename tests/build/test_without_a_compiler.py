@@ -18,6 +18,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_kernels_that_can_not_be_compiled_are_left_out(tree: Path) -> None:
     environment = {**os.environ, "CC": "false", "CXX": "false"}
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]

@@ -42,6 +42,7 @@ async def test_mutual_tls_connects_and_the_error_names_a_missing_certificate(tmp
             assert str(caught.value) == f"no connection to {address}: it closed the connection: {advice}"
 
 
+@pytest.mark.slow
 async def test_a_tls_mismatch_is_named_in_the_error(tmp_path: Path, address: str) -> None:
     ours = Certificates(tmp_path)
     async with harness(tls_certificate=ours.certificate, tls_key=ours.key) as served:

@@ -56,6 +56,7 @@ def test_timeout_is_the_deadline_of_the_request(client: Client, script: Script) 
     assert 0 < script.time_left < 45
 
 
+@pytest.mark.slow
 async def test_a_deadline_during_a_stream_has_the_reason_deadline_exceeded(address: str, script: Script) -> None:
     script.answering = endless_answer
     errors = []

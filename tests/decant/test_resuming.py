@@ -212,6 +212,7 @@ async def test_a_stream_survives_the_end_of_its_server(blocking: bool) -> None:
             await closing
 
 
+@pytest.mark.slow
 async def test_the_deadline_holds_while_resuming(two: Two) -> None:
     for script in two.routers:
         script.answering = endless_answer

@@ -117,6 +117,7 @@ async def test_every_metric_of_a_router_changes(
     assert still == ELSEWHERE.keys()
 
 
+@pytest.mark.slow
 async def test_prompts_that_no_worker_can_take_are_counted(server: PrivateRedis, store: Store) -> None:
     async with scripted(server, store, "--admin-port", "0", pools=()) as harness:
         assert (await asyncio.to_thread(read_totals, harness.admin_port))["decant_known_workers"] == 0

@@ -30,6 +30,7 @@ def backends() -> list[Backend]:
     return [TorchBackend(CPU), CpuBackend(), *native]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", backends(), ids=lambda backend: type(backend).__name__)
 def test_each_backend_generates_what_the_loaded_device_generates(backend: Backend, tmp_path: Path) -> None:
     folder = tiny.save(tiny.config("llama"), tmp_path)

@@ -41,6 +41,7 @@ def test_unmeasured_steps_take_the_stated_costs(costs: StepCostModel) -> None:
         assert found.seconds(work) == pytest.approx(costs.seconds(work), rel=0.01)
 
 
+@pytest.mark.slow
 def test_noise_changes_the_measured_costs_only_slightly() -> None:
     class Noisy(Timed):
         def run(self, plan: StepPlan) -> StepResult:
@@ -83,6 +84,7 @@ def test_a_device_with_few_blocks_is_measured_with_the_shapes_that_fit(context_l
     assert choose_threads(device, 4, lambda _: None, clock=device.clock) == 4
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(

@@ -107,6 +107,7 @@ def test_an_outlier_changes_the_predicted_step_time_for_a_few_steps_only() -> No
     assert predictor.max_tokens_within(0.25, 1000, 4096) > 0.96 * usual
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=100))
 def test_estimates_converge_to_the_true_costs(noted: list[tuple[float, bool]]) -> None:
     predictor = StepTimePredictor(SAID)

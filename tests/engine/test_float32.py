@@ -13,6 +13,7 @@ from decant.engine.model.float32 import Float32
 from tests.engine import tiny
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3"])
 def test_a_model_computes_what_its_float32_copy_does(kind: str, tmp_path: Path) -> None:
     model = tiny.reference(tiny.save(tiny.config(kind), tmp_path, dtype=torch.bfloat16), torch.bfloat16)
@@ -38,6 +39,7 @@ def test_a_narrow_tensor_is_written_and_conversions_stay_wide() -> None:
     assert buffer.tolist() == [0.0, 2.0, 2.0, 2.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2", "mixtral"])
 def test_probe_sequences_have_the_same_logits_in_a_batch_and_alone(kind: str, tmp_path: Path) -> None:
     changes = tiny.SERVED[kind]

@@ -42,6 +42,7 @@ def forked(make: MakeDevice, request: Request, tokens: int) -> tuple[Engine, Out
     return engine, run(engine, log=log)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("request_", [GREEDY, RANDOM], ids=["greedy", "random"])
 def test_a_fork_of_the_same_output_index_generates_the_same_tokens(

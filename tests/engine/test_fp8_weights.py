@@ -75,6 +75,7 @@ def tokens(device: ModelDevice) -> list[int]:
     return tiny.run(Engine(device, Limits(context_length=64)), [tiny.greedy("r", [5, 6, 7, 8], 8)]).tokens["r"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scale_of", "suffix"), [(tensor_scale, "_scale"), (blocks, "_scale_inv")])
 def test_fp8_weights_generate_what_their_products_with_the_scales_generate(
     scale_of: Scale, suffix: str, tmp_path: Path

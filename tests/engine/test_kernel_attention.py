@@ -105,6 +105,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_equals_plain_products_and_writes_the_same_cache(shape: Shape, dtype: torch.dtype) -> None:
@@ -116,8 +117,9 @@ def test_attention_equals_plain_products_and_writes_the_same_cache(shape: Shape,
     assert torch.equal(native.store.blocks, plain.store.blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [SHAPES[0], *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[1:])])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", [NativeAttention, PagedAttention])
 def test_a_row_has_the_same_bits_in_any_chunks_batch_and_threads(
     kind: type, shape: Shape, dtype: torch.dtype, threads: None

@@ -132,6 +132,7 @@ def raising(error: Exception) -> Callable[..., None]:
     return fail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "name"), [("backend", "kv_bytes_left"), ("store", "prefault"), ("backend", "make_runner")]
 )

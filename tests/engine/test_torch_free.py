@@ -162,6 +162,7 @@ def exact(temperature: float = 1.0, keep: int = CANDIDATES) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampling", "shares"),
     [

@@ -163,6 +163,7 @@ async def test_a_message_of_a_receiver_that_cannot_be_decoded_ends_its_fetch_and
         await receiver.loop.call(lambda _: arrival.abort())
 
 
+@pytest.mark.slow
 async def test_a_stall_of_the_receivers_own_loop_is_not_silence_of_the_sender() -> None:
     async def sends() -> AsyncIterator[int]:
         for number in range(3):

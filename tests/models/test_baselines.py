@@ -19,6 +19,7 @@ def make_stream(length: int = 400) -> np.ndarray:
     return np.array(stream)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, 2, 3, 5])
 def test_probabilities_after_any_context_sum_to_one(order):
     random = np.random.default_rng(2)

@@ -97,6 +97,7 @@ def test_bursts_make_requests_wait_longer() -> None:
     assert sum(bursts) > 2 * sum(calm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_capacity", [KV_CAPACITY, SMALL])
 @pytest.mark.parametrize("routers", [1, 3])
 def test_every_request_runs_once_and_leaves_nothing_behind(kv_capacity: KvCapacity, routers: int) -> None:

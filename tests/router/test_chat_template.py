@@ -158,6 +158,7 @@ async def test_a_template_file_overrides_the_configuration(tmp_path):
 # -------------------------------------------------------------------------------------- hostile templates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -222,6 +223,7 @@ async def test_a_slow_start_of_the_process_is_no_fault_of_a_conversation(tmp_pat
     assert await either.render(HELLO, add_generation_prompt=True) == "fine"
 
 
+@pytest.mark.slow
 async def test_a_template_that_does_not_end_is_killed():
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     either = template("{% if messages[0].content == 'x' %}" + loops + "{% else %}fine{% endif %}")
@@ -249,6 +251,7 @@ async def test_a_conversation_larger_than_any_pipe_goes_through():
     assert await rendered(BARE, [pb.Message(role="user", content=large)]) == large
 
 
+@pytest.mark.slow
 async def test_a_process_that_died_is_replaced():
     chat = template("{{ messages[0].content }}")
     assert await chat.render(HELLO, add_generation_prompt=True) == "hello"

@@ -190,6 +190,7 @@ async def test_a_request_that_redis_refuses_concerns_no_other(store: Store, bare
         await store.requests.write(requests[2])
 
 
+@pytest.mark.slow
 async def test_a_key_of_another_type_does_not_mark_the_store_as_away(
     store: Store, bare: sync_redis.Redis, monkeypatch: Patch
 ) -> None:

@@ -48,6 +48,7 @@ async def test_a_taken_over_request_without_a_reader_ends_after_its_grace(store:
         assert (await store.requests.read(KEY)).state == Generation.STATE_CANCELLED
 
 
+@pytest.mark.slow
 async def test_no_router_counts_as_dead_before_live_routers_had_time_to_register(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

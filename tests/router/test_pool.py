@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from decant.protos import worker_pb2 as wire
 from decant.router.placement.prefix_index import PromptBlocks, reported_hashes
 from decant.router.timings import RouterTimings, WorkerTimings
@@ -188,6 +190,7 @@ async def test_a_worker_that_lost_a_request_is_avoided_for_a_while(store: Store)
         assert len(workers[1].starts) >= 5
 
 
+@pytest.mark.slow
 async def test_a_ticket_is_renewed_with_and_without_a_decode_worker(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as harness:
         prefill, decode = workers

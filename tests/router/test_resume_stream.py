@@ -73,6 +73,7 @@ async def test_a_stream_whose_client_takes_nothing_is_superseded_too():
         first.cancel()
 
 
+@pytest.mark.slow
 async def test_a_finished_request_whose_client_reads_nothing_is_let_go_and_can_be_resumed():
     async with harness(unread_s=0.2) as s, asyncio.timeout(PATIENCE):
         first = s.stub.GenerateStream(generate_request(request_id="r", response=pb.ResponseOptions(token_ids=True)))

@@ -139,6 +139,7 @@ def generate_request(count: int = 5) -> pb.GenerateRequest:
     )
 
 
+@pytest.mark.slow
 async def test_a_client_is_answered_through_both_pools_and_the_router_drains(
     server: PrivateRedis, store: Store
 ) -> None:

@@ -105,6 +105,7 @@ async def test_the_event_loop_runs_while_an_accepted_input_is_validated(what: st
     assert min(stalls) < LONGEST_STALL, stalls
 
 
+@pytest.mark.slow
 async def test_the_event_loop_runs_while_the_words_of_a_long_text_are_counted() -> None:
     made = model(max_context_length=FITS)
     object.__setattr__(made, "bound", TextBound(4, skips_spaces=True))

@@ -80,6 +80,7 @@ async def test_unreadable_names_in_open_sets_are_skipped(store: Store, bare: syn
         await until(lambda: not bare.exists(keys.open_set(DEAD)))
 
 
+@pytest.mark.slow
 async def test_an_owner_that_cannot_be_read_does_not_end_the_journal_writer(
     store: Store, bare: sync_redis.Redis
 ) -> None:
@@ -131,6 +132,7 @@ def spoil(bare: Any, source: random.Random) -> None:
             bare.set(source.choice([JOURNAL, keys.logprobs(KEY)]), noise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 async def test_any_stored_data_is_taken_over_or_refused_with_a_reason(
     store: Store, bare: sync_redis.Redis, seed: int

@@ -138,6 +138,7 @@ async def heartbeats(harness: Core, count: int) -> None:
     await until(lambda: min(received.values()) >= count)
 
 
+@pytest.mark.slow
 async def test_a_heartbeat_of_a_worker_that_takes_nothing_wakes_no_request(store: Store) -> None:
     async with fleet(P, P2, D, D2) as workers, core(store, workers) as harness:
         line = await waiting(harness, workers[:2], 20)
@@ -175,6 +176,7 @@ async def test_the_urgent_are_placed_first_whenever_they_came(store: Store) -> N
         assert ids == ["urgent", "r0", "r1", "r2"]
 
 
+@pytest.mark.slow
 async def test_a_draining_worker_that_no_other_can_relieve_costs_no_placement(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

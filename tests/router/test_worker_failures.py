@@ -164,6 +164,7 @@ async def test_a_client_error_is_reported_once_and_blames_no_worker(
         assert not any(seen.is_avoided for seen in harness.router.pool.snapshot("m", frozenset()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cause", [wire.CAUSE_BUSY, wire.CAUSE_DRAINING])
 async def test_a_full_worker_is_tried_again_in_the_same_attempt(store: Store, cause: wire.Cause) -> None:
     async with fleet(P, D) as workers, core(store, workers) as harness:
@@ -298,6 +299,7 @@ async def test_when_the_last_worker_goes_for_good_the_request_is_not_left_hangin
         assert error.reason is Reason.WORKERS_LOST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [

@@ -290,6 +290,7 @@ def test_a_session_handles_any_message_or_breaks_cleanly(seed: int) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 async def test_the_router_survives_any_message_of_a_worker(store: Store, seed: int) -> None:
     async with fleet(D, D2) as workers, core(store, workers, resume_grace_ms=0) as harness:

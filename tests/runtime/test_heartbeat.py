@@ -38,6 +38,7 @@ async def test_a_stall_of_the_loop_counts_as_one_tick_of_a_timeout() -> None:
             await asyncio.sleep(3600)
 
 
+@pytest.mark.slow
 async def test_a_stall_of_the_loop_counts_as_one_tick_of_a_timer() -> None:
     loop, called = asyncio.get_running_loop(), asyncio.Event()
     timer = LoopTimer(0.5, called.set)

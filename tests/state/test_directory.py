@@ -141,6 +141,7 @@ async def test_a_change_of_load_alone_wakes_no_waiter(store: Store) -> None:
     assert (await store.workers.wait_for_change(seen, timeout_s=0.1)).version == seen.version
 
 
+@pytest.mark.slow
 async def test_an_expiry_wakes_waiters(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     async with make_store(server.url, registration_s=60) as store:
         await store.workers.register(worker_facts(OLD))

@@ -246,6 +246,7 @@ async def test_a_cancel_of_another_output_ends_nothing() -> None:
 # -- blocks -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_blocks_go_by_priority_then_age_and_no_run_overtakes() -> None:
     priorities = {"t/late": 0, "t/urgent": 5, "t/old": 0, "t/tokens": 0}
     works = {name: make_work(60, 3, seed=n, priority=level) for n, (name, level) in enumerate(priorities.items())}
@@ -283,6 +284,7 @@ async def test_blocks_that_become_free_while_nothing_decodes_are_noticed() -> No
         await sender.audit()
 
 
+@pytest.mark.slow
 async def test_tickets_that_wait_are_renewed_until_they_are_opened() -> None:
     async with run_in_state("waiting for blocks") as harness:
         lease = harness.sender.host.sender.leases.all()[0]

@@ -182,6 +182,7 @@ async def test_a_worker_without_torch_serves_and_drains(run: Run, redis: Private
     assert not await registered(redis)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", ["SLOW_LOAD", "SLOW_STEP"])
 def test_a_worker_stopped_during_loading_ends_without_finishing_it(run: Run, slow: str) -> None:
     worker = run(**{slow: "100000"})  # far beyond any deadline of the test
@@ -265,6 +266,7 @@ def test_a_device_that_is_lost_while_the_model_is_loaded_ends_the_process(run: R
     assert worker.until("load or warm-up failed")["reason"] == "the device is lost: CUDA error 700"
 
 
+@pytest.mark.slow
 def test_a_new_incarnation_replaces_the_old_one(run: Run) -> None:
     old = run(FAKE, *SMALL, "--id", "same")
     old.ready()
@@ -274,6 +276,7 @@ def test_a_new_incarnation_replaces_the_old_one(run: Run) -> None:
     assert new.terminate() == (0, "")
 
 
+@pytest.mark.slow
 def test_a_worker_outlives_its_redis(run: Run, redis: PrivateRedis) -> None:
     worker = run()
     with channel_to(worker.ready()) as channel:

@@ -187,6 +187,7 @@ async def test_a_hello_of_an_earlier_owner_is_superseded() -> None:
         await old.leave()
 
 
+@pytest.mark.slow
 async def test_heartbeats_continue_during_a_long_step_and_report_its_age() -> None:
     run = make_run()
     async with routed() as (node, router):
@@ -203,6 +204,7 @@ async def test_heartbeats_continue_during_a_long_step_and_report_its_age() -> No
         assert router.heartbeats[0].load.total_blocks == 128
 
 
+@pytest.mark.slow
 async def test_a_silent_router_is_suspect_and_nothing_else() -> None:
     run, work = make_run(), make_work(8, 40)
     async with Node("d") as node:

@@ -64,6 +64,7 @@ KEPT: tuple[list[int], ...] = ([], [3], [11], [12], [3, 11, 12, 13, 48], [13, 30
 """Of a step of 1, 1, 2, 9 and 36 tokens: none, some of one sequence, some of several, all."""
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])

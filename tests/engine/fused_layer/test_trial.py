@@ -25,6 +25,7 @@ from tests.engine.fused_layer.harness import WIDE, calls_of, device_of, fused, n
 pytestmark = needs_kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
