@@ -83,6 +83,8 @@ class Execution:
         self._router = router
         self._slot: AdmissionSlot | None = None
         self._attempt: Attempt | None = None
+        self._finish: Finish | None = None
+        """Of a complete answer, whose receipt may still wait: nothing ends it otherwise, except another owner."""
         if adopted is None:
             self._context = new_context(request, router.peer, router.pool, epoch)
         else:
@@ -112,7 +114,7 @@ class Execution:
                 with tracing.span("admission", self._request.engine_request.traceparent):
                     await self._admit()
                 self._advance(Phase.RUNNING)
-                end = await self._run_attempts()
+                end = self._finish = await self._run_attempts()
             assert self._attempt is not None
             await self._attempt.wait_for_report()  # no deadline applies to it: the answer is complete
         except TimeoutError:
@@ -132,6 +134,8 @@ class Execution:
         """Release everything, wake the reader, and send workers a cancel with ``reason``. The first call counts."""
         if self.phase >= Phase.ENDED:
             return
+        if self._finish is not None and not self.is_superseded:
+            end = self._finish
         was_recorded, self.phase = self.is_recorded, Phase.ENDED
         self.stream.end = end
         self.stream.notify()

@@ -9,6 +9,7 @@ from decant.protos import worker_pb2 as wire
 from decant.router.request.token_stream import Finish
 from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.packed import unpack
+from decant.state.ids import RequestKey
 from decant.state.store import Store
 from tests.router.fake_script import EOS, answer
 from tests.router.fake_worker import fleet
@@ -73,6 +74,21 @@ async def test_a_receipt_has_the_times_of_a_prefill_worker_whose_report_follows_
         assert (stream.trace.prefill_s, stream.cached_tokens) == (2, 3)
         receipt = (await read_stored(store, harness)).record.receipt
         assert receipt.prefill_ms == 2000
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "left to other routers"])
+async def test_a_complete_answer_stays_complete_whatever_ends_it_before_the_report(store: Store, ends: str) -> None:
+    timings = RouterTimings(workers=WorkerTimings(late_report_s=PATIENCE))
+    async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode], timings=timings) as harness:
+        prefill.script.reports_late = True
+        stream = await harness.requests.begin(make_request("r"))
+        await until(lambda: decode.retired)
+        if ends == "cancelled":
+            await harness.requests.cancel(RequestKey("default", "r"))
+        else:
+            harness.requests.executions.open[RequestKey("default", "r")].leave_to_peers()
+        assert (await until_ended(stream)).end == Finish(pb.FINISH_REASON_LENGTH)
+        assert states(await read_stored(store, harness))[-1] == SUCCEEDED
 
 
 async def test_an_answer_ends_without_the_report_of_a_prefill_worker_that_hangs(store: Store) -> None:
