@@ -110,17 +110,26 @@ class WorkerMembership:
         self._is_listed.set()
 
     def _is_compatible(self, facts: WorkerRegistration) -> bool:
-        tokenizer = self._tokenizers.get(facts.model)
-        if tokenizer is None:
+        if facts.model not in self._tokenizers:
             return False  # another router's model
-        if is_compatible(facts.peer.protocol) and facts.tokenizer == tokenizer:
+        why = self._incompatibility(facts)
+        if why is None:
             return True
         incarnation = Incarnation.of(facts.peer)
         if incarnation not in self._rejected:
             self._rejected.add(incarnation)
-            why = "another tokenizer" if is_compatible(facts.peer.protocol) else "another protocol"
             _log.warning("a worker can't be used", worker=incarnation.id, model=facts.model, why=why)
         return False
+
+    def _incompatibility(self, facts: WorkerRegistration) -> str | None:
+        protocol = facts.peer.protocol
+        if not is_compatible(protocol):
+            return "another protocol"
+        if facts.tokenizer != self._tokenizers[facts.model]:
+            return "another tokenizer"
+        if any(not is_compatible(protocol, one.facts.peer.protocol) for one in self if one.facts.model == facts.model):
+            return "its protocol is two versions from that of another worker"  # to which it could not hand over
+        return None
 
     def _add(self, facts: WorkerRegistration) -> None:
         generation = self._connector.generation()

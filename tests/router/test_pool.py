@@ -46,14 +46,29 @@ async def test_another_tokenizer_or_model_is_not_used(store: Store) -> None:
             assert stream.trace.decode_worker == "d2"
 
 
-async def test_workers_of_neighbouring_protocol_versions_are_used(store: Store) -> None:
+@pytest.mark.parametrize("change", [-1, 1])
+async def test_workers_of_neighbouring_protocol_versions_are_used(store: Store, change: int) -> None:
     async with fleet(P, D, P2, D2) as workers:
-        for worker, change in zip(workers, (-1, 1, -2, 2), strict=True):
-            worker.facts.peer.protocol += change
+        for worker, by in zip(workers, (change, 0, -2, 2), strict=True):
+            worker.facts.peer.protocol += by
         async with core(store, workers[2:] + workers[:2]) as harness:
             assert names(harness) == {"p", "d"}
             stream = await harness.answer(make_request())
             assert (stream.trace.prefill_worker, stream.trace.decode_worker) == ("p", "d")
+
+
+async def test_no_two_workers_are_used_whose_protocols_are_two_versions_apart(store: Store) -> None:
+    async with fleet(P, D) as (old, new):
+        old.facts.peer.protocol -= 1
+        new.facts.peer.protocol += 1
+        async with core(store, [old]) as harness:
+            await store.workers.register(new.facts)
+            registration = await store.workers.register(old.facts)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(until(lambda: "d" in names(harness)), 0.3)
+            await registration.remove()
+            await old.stop()
+            await until(lambda: names(harness) == {"d"})
 
 
 async def test_workers_that_register_later_are_found_and_removed_ones_forgotten(store: Store) -> None:
