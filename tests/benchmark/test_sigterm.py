@@ -26,7 +26,7 @@ def until(find: Callable[[], list[psutil.Process]], bench: subprocess.Popen[byte
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state", ["starting", pytest.param("measuring", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("state", ["starting", "measuring"])
 def test_sigterm_leaves_no_process_and_no_record(state: str) -> None:
     bench = subprocess.Popen([sys.executable, "-P", "-m", "decant.command", *BENCH], stderr=subprocess.DEVNULL)
 

@@ -188,6 +188,14 @@ def test_a_name_out_of_reach_is_refused(monkeypatch: pytest.MonkeyPatch, error: 
         find_shape("someone/llama")
 
 
+def test_a_model_of_the_hub_without_a_configuration_is_refused_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(InvalidPlan, match=r"--model: a model with a config.json, got someone/llama"):
+        find_shape("someone/llama")
+
+
 def test_without_network_a_name_is_refused_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_network(host: str, *_: object, **__: object) -> NoReturn:
         raise socket.gaierror(socket.EAI_NONAME, "no network")

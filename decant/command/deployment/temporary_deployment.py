@@ -75,7 +75,11 @@ def _end_process(started: Sequence[subprocess.Popen[str]]) -> NoReturn:
 def _stop(started: Sequence[subprocess.Popen[str]]) -> None:
     for process in started:
         process.terminate()
-        process.wait(timeout=_END_SECONDS)
+        try:
+            process.wait(timeout=_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()  # its processes and Redis end with it
+            process.wait()
 
 
 def _await_ready(process: subprocess.Popen[str]) -> None:

@@ -71,15 +71,19 @@ def find_shape(model: str) -> ModelShape:
         return read_shape(Path(model))
     try:
         from huggingface_hub import snapshot_download
+        from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError as error:
         raise InvalidPlan("--model", f"a folder or a config.json; for names on the hub, {error.name}", model) from None
     try:
+        disable_progress_bars()
         # Not hf_hub_download, which repeats a failed request for 24 s.
         folder = Path(snapshot_download(model, allow_patterns=["config.json"]))
     except Exception as error:  # noqa: BLE001 - HTTP clients and proxies raise errors of their own
         reason = str(error).strip().partition("\n")[0]
         limit = f"a folder, a config.json, or a model on the Hugging Face hub ({reason})"
         raise InvalidPlan("--model", limit, model) from None
+    if not (folder / "config.json").is_file():
+        raise InvalidPlan("--model", "a model with a config.json", model)
     return replace(read_shape(folder / "config.json"), name=model)
 
 
