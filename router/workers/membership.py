@@ -52,6 +52,7 @@ class WorkerMembership:
         self._connector = Connector(tls)
         self._observer = observer
         self._timings = timings
+        self._registered: dict[Incarnation, WorkerRegistration] = {}  # by the last listing
         self._workers: dict[Incarnation, WorkerHandle] = {}
         self._ended: set[Incarnation] = set()  # ended, and the directory may still list them
         self._rejected: set[Incarnation] = set()  # logged
@@ -71,6 +72,7 @@ class WorkerMembership:
 
     async def close(self) -> None:
         """End all sessions, and have workers forget ended runs, which they would keep for a lease."""
+        self._registered = {}  # none is added any more
         open_workers = [worker for worker in self if worker.session.is_open]
         finishing = [self._tasks[worker.incarnation] for worker in open_workers]
         for worker in open_workers:
@@ -99,15 +101,18 @@ class WorkerMembership:
                 await asyncio.sleep(self._timings.retry_s)
 
     def _apply(self, listing: Listing[WorkerRegistration]) -> None:
-        registered = {entry.incarnation: entry.facts for entry in listing.present}
-        self._ended &= registered.keys()
-        self._rejected &= registered.keys()
+        self._registered = {entry.incarnation: entry.facts for entry in listing.present}
+        self._ended &= self._registered.keys()
+        self._rejected &= self._registered.keys()
         for incarnation, worker in self._workers.items():
-            worker.is_registered = incarnation in registered
-        for incarnation, facts in registered.items():
+            worker.is_registered = incarnation in self._registered
+        self._add_registered()
+        self._is_listed.set()
+
+    def _add_registered(self) -> None:
+        for incarnation, facts in self._registered.items():
             if incarnation not in self._workers and incarnation not in self._ended and self._is_compatible(facts):
                 self._add(facts)
-        self._is_listed.set()
 
     def _is_compatible(self, facts: WorkerRegistration) -> bool:
         if facts.model not in self._tokenizers:
@@ -154,8 +159,7 @@ class WorkerMembership:
             _log.info("worker removed", worker=worker.incarnation.id)
             self._observer.on_members_changed(worker.facts.model)
             await worker.channel.close()
-        if reopens and worker.incarnation not in self._workers:
-            self._add(worker.facts)
+        self._add_registered()  # this one if it reopens, and those that could not be used beside it
 
     def _is_outdated(self, worker: WorkerHandle) -> bool:
         return not worker.session.is_busy and worker.generation != self._connector.generation()

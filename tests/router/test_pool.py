@@ -57,11 +57,13 @@ async def test_workers_of_neighbouring_protocol_versions_are_used(store: Store, 
             assert (stream.trace.prefill_worker, stream.trace.decode_worker) == ("p", "d")
 
 
+@pytest.mark.slow
 async def test_no_two_workers_are_used_whose_protocols_are_two_versions_apart(store: Store) -> None:
     async with fleet(P, D) as (old, new):
         old.facts.peer.protocol -= 1
         new.facts.peer.protocol += 1
-        async with core(store, [old]) as harness:
+        timings = RouterTimings(workers=WorkerTimings(watch_s=10 * PATIENCE))  # no listing without a change
+        async with core(store, [old], timings=timings) as harness:
             await store.workers.register(new.facts)
             registration = await store.workers.register(old.facts)
             with pytest.raises(TimeoutError):
@@ -229,6 +231,7 @@ def names_of(prompt: tuple[int, ...]) -> bytes:
     return reported_hashes(pack(list(prompt)), b"", 16).tobytes()
 
 
+@pytest.mark.slow
 async def test_a_prompt_goes_where_its_prefix_is_cached(store: Store) -> None:
     async with fleet(P, P2, D, D2) as workers, core(store, workers) as harness:
         for holder in (workers[1], workers[3]):
