@@ -144,6 +144,7 @@ class NoDeployment:
         return 0
 
 
+@pytest.mark.slow
 async def test_a_load_generator_with_errors_has_no_result() -> None:
     with reserved_port() as port:
         job = Job("e", f"127.0.0.1:{port}", "closed", 0.1)

@@ -54,6 +54,7 @@ async def test_a_dns_name_is_one_address(two: Two) -> None:
     assert two.routers[1].requests == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: getattr(kind, "name", None) or kind.label)
 @pytest.mark.parametrize("after", range(MESSAGES + 1))
 async def test_a_break_after_any_message_changes_nothing(some: Two, after: int, kind: Any) -> None:

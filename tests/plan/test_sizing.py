@@ -112,6 +112,7 @@ def test_a_pool_is_as_slow_as_the_use_of_the_other_one_makes_it() -> None:
     assert at(1.0)[1] / step - 1 == pytest.approx(slower.prefill_use(1, 1.0), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_goodput_and_ttft_count_latency_and_contention() -> None:
     prefill = SPEED.prefill(1750)
     workload = Workload(Tokens(1750, 1750), Tokens(500, 500), rate=0.1)

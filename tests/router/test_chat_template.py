@@ -212,6 +212,7 @@ async def test_a_failed_rendering_is_refused_and_the_next_is_served(text):
     assert await either.render(HELLO, add_generation_prompt=True) == "fine"
 
 
+@pytest.mark.slow
 async def test_a_slow_start_of_the_process_is_no_fault_of_a_conversation(tmp_path, monkeypatch):
     slow = tmp_path / "slow.py"
     slow.write_text(

@@ -177,6 +177,7 @@ async def test_a_client_is_answered_through_both_pools_and_the_router_drains(
         assert not (await store.routers.listing()).present
 
 
+@pytest.mark.slow
 async def test_a_router_without_workers_is_ready_and_refuses_requests(server: PrivateRedis, store: Store) -> None:
     async with router(server) as running:
         await become_ready(running)

@@ -78,6 +78,7 @@ async def test_the_same_payload_is_answered_once_while_the_store_is_unavailable(
         await harness.quiet()
 
 
+@pytest.mark.slow
 async def test_of_two_payloads_the_unstored_one_ends_when_the_store_is_back(
     store: Store, harness: FaultInjection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

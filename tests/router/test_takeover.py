@@ -46,6 +46,7 @@ def record_lookups(store: Store, patch: pytest.MonkeyPatch) -> list[float]:
 # ------------------------------------------------------------------------------------------------- dead routers
 
 
+@pytest.mark.slow
 async def test_a_router_that_a_worker_has_a_session_with_keeps_its_requests(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +141,7 @@ async def test_a_router_that_registers_again_during_its_takeover_keeps_its_entri
         await until_ended(stream)
 
 
+@pytest.mark.slow
 async def test_requests_that_no_router_can_run_are_tried_with_backoff(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

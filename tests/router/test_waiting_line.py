@@ -150,6 +150,7 @@ async def test_a_heartbeat_of_a_worker_that_takes_nothing_wakes_no_request(store
         assert line.wake_ups - before == 20
 
 
+@pytest.mark.slow
 async def test_a_refusal_ends_the_turns_and_the_refused_is_first_again(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as harness:
         line = await waiting(harness, workers[:1], 5)

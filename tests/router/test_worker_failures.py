@@ -288,6 +288,7 @@ async def test_without_any_worker_a_request_is_refused_at_once(store: Store) -> 
         assert refused.value.retry_after is not None
 
 
+@pytest.mark.slow
 async def test_when_the_last_worker_goes_for_good_the_request_is_not_left_hanging(store: Store) -> None:
     timings = RouterTimings(workers=WorkerTimings(no_worker_patience_s=0.5))
     async with fleet(D) as workers, core(store, workers, timings=timings) as harness:

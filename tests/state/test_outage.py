@@ -73,6 +73,7 @@ async def test_an_unreachable_redis_raises_at_once(port: int) -> None:
             await all_unavailable(store)
 
 
+@pytest.mark.slow
 async def test_a_silent_redis_raises_within_the_deadline(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     async with make_store(server.url, DEADLINE_S, connections=4) as store:
         with stopped(bare):

@@ -194,6 +194,7 @@ def test_a_worker_stopped_during_loading_ends_without_finishing_it(run: Run, slo
     assert worker.lines[-1]["event"] == "ended"
 
 
+@pytest.mark.slow
 def test_a_worker_stopped_during_imports_ends_at_the_first_turn_of_its_event_loop(run: Run) -> None:
     worker = run(GREEDY_LOAD="1")
     worker.until("loading greedily")

@@ -87,6 +87,7 @@ async def test_a_new_incarnation_ends_the_registration(store: Store) -> None:
     assert not new.replaced.is_set()
 
 
+@pytest.mark.slow
 async def test_an_outage_is_logged_once_and_the_worker_registers_again_after_it(server: PrivateRedis) -> None:
     url = server.url
     with capture_logs() as lines:

@@ -242,6 +242,7 @@ async def test_a_router_with_too_many_unread_messages_loses_its_session() -> Non
     session.send(wire.WorkerMessage())  # into the void
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", [False, True])
 async def test_a_router_loses_its_session_by_the_age_of_its_oldest_unread_message(
     reads: bool,
@@ -301,6 +302,7 @@ async def test_a_router_that_reads_nothing_over_grpc_loses_its_session() -> None
 # -- drain and crash --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_drain_finishes_runs_and_refuses_new_ones() -> None:
     run, late, work = make_run(), make_run("t/late"), make_work(8, 40)
     async with routed() as (node, router):
