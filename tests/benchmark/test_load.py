@@ -263,12 +263,14 @@ def test_options_that_contradict_each_other_are_refused(options: dict[str, Any],
 
 @pytest.mark.parametrize("limit", [0.5, 1.0, 5.6, 1e9])
 async def test_a_sweep_brackets_the_highest_rate_that_keeps(limit: float) -> None:
+    rates: list[float] = []
+
     async def run(rate: float) -> dict[str, Any]:
+        rates.append(rate)
         return {"request_rate": rate}
 
-    runs = await sweep(1.0, run, lambda one: one["request_rate"] <= limit)
-    rates = [one["request_rate"] for one in runs]
-    assert rates == sorted(set(rates))
+    await sweep(1.0, run, lambda one: one["request_rate"] <= limit)
+    assert len(rates) == len(set(rates))
     kept = max((rate for rate in rates if rate <= limit), default=0.0)
     beyond = [rate for rate in rates if rate > limit]
     if limit < 1.0:

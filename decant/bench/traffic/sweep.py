@@ -10,21 +10,17 @@ HALVINGS = 3
 Run = dict[str, Any]
 
 
-async def sweep(begin: float, run: Callable[[float], Awaitable[Run]], keeps: Callable[[Run], bool]) -> list[Run]:
-    """Double the rate until a run misses, then halve the interval; return the runs by rate. Only `begin` runs if it
-    misses.
-    """
-    runs = [await run(begin)]
-    low = high = begin
-    for _ in range(MAX_DOUBLINGS):
-        if not keeps(runs[-1]):
+async def sweep(begin: float, run: Callable[[float], Awaitable[Run]], keeps: Callable[[Run], bool]) -> None:
+    """Double the rate until a run misses, then halve the interval. Only `begin` runs if it misses."""
+    kept, missed = 0.0, begin
+    for _ in range(MAX_DOUBLINGS + 1):
+        if not keeps(await run(missed)):
             break
-        low, high = high, 2 * high
-        runs.append(await run(high))
-    if low == high or keeps(runs[-1]):
-        return runs
+        kept, missed = missed, 2 * missed
+    else:
+        return
+    if not kept:
+        return
     for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        runs.append(await run(middle))
-        low, high = (middle, high) if keeps(runs[-1]) else (low, middle)
-    return sorted(runs, key=lambda one: float(one["request_rate"]))
+        middle = (kept + missed) / 2
+        kept, missed = (middle, missed) if keeps(await run(middle)) else (kept, middle)
