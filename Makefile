@@ -1,7 +1,7 @@
 # make setup      a virtual environment in .venv with all development dependencies
 # make test       the whole test suite
 # make test-fast  the suite without tests marked slow
-# make test-builds  the engine's tests with each other build of the CPU kernels that this machine has
+# make test-builds  the engine's tests and the demo with each other build of the CPU kernels that this machine has
 # make check      ruff, mypy, import-linter, length of commit subjects
 # make docs       the documentation site in build/site; broken links fail
 # make docs-reference  the pages of docs/reference that are generated from the code
@@ -20,6 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export TORCH_INDEX ?=
 INSTALLER ?= uv
 AT_ONCE ?= 3
+DEMO := tests/decant/test_up.py::test_the_demo_shows_it_all_and_leaves_nothing
 PYTEST = $(BIN)/python -m pytest --numprocesses $(AT_ONCE) --dist worksteal
 PYTHON ?=
 # Many container images forbid bytecode; each process would compile torch and transformers again (6 s).
@@ -71,8 +72,8 @@ test-fast: setup
 test-builds: setup
 	@builds=$$($(BIN)/python -m tests.kernel_builds) || exit 1; \
 	for build in $$builds; do \
-	    echo "tests/engine with --kernels $$build"; \
-	    DECANT_KERNELS=$$build $(PYTEST) tests/engine || exit 1; \
+	    echo "tests/engine and the demo with --kernels $$build"; \
+	    DECANT_KERNELS=$$build $(PYTEST) tests/engine $(DEMO) || exit 1; \
 	done
 
 check: setup
