@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from decant.bench import model_shapes
+from tests.e2e.fork_server import completed
 
 COMMAND = [sys.executable, "-P", "-m", "decant.command", "bench", "batching"]
 
@@ -17,13 +18,11 @@ def batching(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1250)
+@pytest.mark.timeout(650)
 def test_the_small_model_is_measured_and_padding_costs_throughput(tmp_path: Path) -> None:
     report = tmp_path / "report.html"
-    done = batching("--requests", "32", "--caps", "64", "--prompt-tokens", "32", "--kv-tokens", "768", "--threads", "1")
-    assert done.returncode == 0, done.stderr
-    assert "continuous, paged, against static batches" in done.stdout
-    done = batching("--requests", "32", "--caps", "64", "--threads", "1", "--json", "--html", str(report))
+    sizes = ("--requests", "32", "--caps", "64", "--prompt-tokens", "32", "--kv-tokens", "768")
+    done = batching(*sizes, "--threads", "1", "--json", "--html", str(report))
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["model_id"] == "tiny-python"
@@ -34,6 +33,19 @@ def test_the_small_model_is_measured_and_padding_costs_throughput(tmp_path: Path
     assert ratios["useful_per_step"] > 3
     shown = runs["continuous, paged"]["output_throughput"] / runs["static, padded to its batch"]["output_throughput"]
     assert ratios["throughput"] == pytest.approx(shown)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(650)
+def test_tables_are_printed_of_another_shape_with_queues_of_the_default_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = ("--model", "tiny", "--requests", "32", "--caps", "64", "--threads", "1")
+    done = completed("decant.command", "bench", "batching", *options, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert "continuous, paged, against static batches" in done.stdout
 
 
 @pytest.mark.slow
