@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from decant.command.deployment.temporary_deployment import temporary_deployment
+from tests.e2e.deployment import deployment
+from tests.e2e.fork_server import completed
 
 COMMAND = [sys.executable, "-P", "-m", "decant.command", "bench"]
 SMALL = ("--prompt-tokens", "20-40", "--output-tokens", "8", "--requests", "12", "--warm-up", "1")
@@ -27,13 +28,13 @@ pytestmark = pytest.mark.slow
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=200, check=False)
+    return completed("decant.command", "bench", *arguments, timeout=200)
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with temporary_deployment() as deployment:
-        yield deployment.addresses[0]
+    with deployment(dtype="auto", handoff_min_tokens=None) as running:
+        yield running.address
 
 
 def measured(address: str, *arguments: str) -> dict[str, Any]:
@@ -45,7 +46,8 @@ def measured(address: str, *arguments: str) -> dict[str, Any]:
 
 def test_up_starts_a_deployment_and_prints_tables_and_the_answer() -> None:
     """The logs of 400 requests fill a pipe."""
-    done = bench("--up", "--rate", "100", "--slo", "ttft=30s,tpot=10s", *SMALL, "--requests", "400")
+    options = ("--up", "--rate", "100", "--slo", "ttft=30s,tpot=10s", *SMALL, "--requests", "400")
+    done = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     for text in ("400 completed, 0 failed", "TTFT", "second token", "handoff", "100% of the requests meet"):
         assert text in done.stdout
