@@ -11,7 +11,8 @@ import pytest
 
 from decant.command.deployment import deployments
 
-BENCH = ("bench", "--up", "--requests", "100000", "--concurrency", "1", "--output-tokens", "64")
+ONE_WORKER = ("--prefill", "0", "--decode", "1")  # it imports torch for seconds
+BENCH = ("bench", "--up", *ONE_WORKER, "--requests", "100000", "--concurrency", "1", "--output-tokens", "64")
 DEADLINE_S = 240.0
 
 
