@@ -1,7 +1,5 @@
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,14 +25,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def bench(model: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench.handoff", "--model", str(model), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-
-
 @pytest.mark.slow
 def test_steps_are_watched_alone_and_beside_each_move(model: Path) -> None:
-    ended = bench(model, "--mib", "48", "--runs", "2", "--seconds", "0.5", "--prompts", "1", "--json", "-")
+    options = ("--mib", "48", "--runs", "2", "--seconds", "0.25", "--prompts", "1", "--json", "-")
+    ended = completed("bench.handoff", "--model", str(model), *options, timeout=250)
     assert ended.returncode == 0, ended.stderr
     result = json.loads(ended.stdout)
     assert len(result["bare_s"]) == len(result["handoff_s"]) == len(result["tls_s"]) == 2
