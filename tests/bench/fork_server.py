@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 import json
 import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from bench.comparison.subprocess_runner import ChildFailed, Job, OnProgress
+
+Run = Callable[..., dict[str, Any]]
 
 READ_BYTES = 1 << 24
 TRIES = 2
@@ -39,6 +41,10 @@ def run(module: str, job: Job, on_progress: OnProgress, python: Path | None = No
         receiver.close()
         process.kill()
         process.join()
+
+
+def run_one_of(modules: Sequence[str], otherwise: Run, module: str, *arguments: Any) -> dict[str, Any]:
+    return run(module, *arguments) if module in modules else otherwise(module, *arguments)
 
 
 def _measure(module: str, job: str, channel: Connection) -> None:

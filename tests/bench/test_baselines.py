@@ -2,6 +2,7 @@ import sys
 import textwrap
 import venv
 from collections.abc import Iterable
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from bench.comparison.contenders import CONTENDERS, Contender
 from bench.comparison.open_loop import run_open_loop
 from bench.comparison.subprocess_runner import ChildFailed, Job
 from bench.workloads import Item
+from tests.bench import fork_server as forked
 
 WORKS = """
     from bench.comparison.metrics import Served, summarise
@@ -78,6 +80,7 @@ def test_contenders_run_after_another_one_failed(
 ) -> None:
     fakes = {name: Contender(name, f"baseline_{name}") for name in ("raises", "works", "dies")}
     monkeypatch.setattr(contenders, "CONTENDERS", {**CONTENDERS, **fakes})
+    monkeypatch.setattr(child, "run", partial(forked.run_one_of, (CONTENDERS["decant"].module,), child.run))
     path = tmp_path / "w.jsonl"
     workloads.write(JOB.items, path)
     options = ["--no-limits", "--runs", "2", "--threads", "1", "--baseline-dtype", "float32"]

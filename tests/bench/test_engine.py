@@ -1,17 +1,22 @@
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import engine, machine, workloads
+from bench.comparison import subprocess_runner as child
+from bench.comparison.contenders import CONTENDERS
 from bench.comparison.subprocess_runner import ChildFailed
 from bench.engine import Bench
 from bench.workloads import Item
-from tests.e2e.fork_server import completed
+from tests.bench import fork_server as forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -31,7 +36,7 @@ KEYS = {
 }
 
 
-def bench(*arguments: str | Path, timeout: float = 800) -> subprocess.CompletedProcess[str]:
+def bench(*arguments: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "bench.engine", *map(str, arguments)],
         cwd=ROOT,
@@ -49,9 +54,13 @@ def measured(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     items = [Item(f"r{n}", list(range(prompt)), output, 0.0) for n, (prompt, output) in enumerate(lengths)]
     workloads.write([*items, Item("late", [1, 2, 3], 4, 0.3)], path)
     options = ("--threads", "1", "--no-limits", "--batch-size", "2", "--static-batches", "2", "--kv-bytes", "4000000")
-    run = bench("--model", tiny, "--workload", path, "--json", "-", *options)
-    assert run.returncode == 0, run.stderr
-    result: dict[str, Any] = json.loads(run.stdout)
+    command = ["engine", "--model", str(tiny), "--workload", str(path), "--json", "-", *options]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as output:
+        patch.setattr(child, "run", partial(forked.run_one_of, (CONTENDERS["static"].module,), child.run))
+        patch.setattr("signal.signal", lambda *_: None)
+        patch.setattr(sys, "argv", command)
+        assert engine.main() == 0
+    result: dict[str, Any] = json.loads(output.getvalue())
     return result
 
 
@@ -97,7 +106,7 @@ def test_an_unavailable_baseline_is_reported_in_one_line(
     bad = {"id": "a", "prompt_token_ids": [1], "output_len": 0, "arrival_s": 0}
     (tmp_path / "bad.jsonl").write_text(json.dumps(bad))
     path = tmp_path / workload if workload.endswith("jsonl") else workload
-    run = completed("bench.engine", "--model", str(model or tiny), "--workload", str(path))
+    run = bench("--model", model or tiny, "--workload", path)
     assert run.returncode == 1
     assert summary in " ".join(run.stderr.split())
     assert "Traceback" not in run.stderr
