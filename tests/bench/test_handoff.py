@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_steps_are_watched_alone_and_beside_each_move(model: Path) -> None:
-    options = ("--mib", "48", "--runs", "2", "--seconds", "0.25", "--prompts", "1", "--json", "-")
+    options = ("--mib", "48", "--runs", "2", "--seconds", "0.5", "--prompts", "1", "--json", "-")
     ended = completed("bench.handoff", "--model", str(model), *options, timeout=250)
     assert ended.returncode == 0, ended.stderr
     result = json.loads(ended.stdout)
