@@ -1,9 +1,9 @@
-"""Compiles every kernel for a GPU, on a machine that needs none.
+"""Compiles every kernel for GPUs, on a machine that needs none.
 
-    TRITON_INTERPRET=0 python -m tests.engine.cuda.compile_kernels 90
+    TRITON_INTERPRET=0 python -m tests.engine.cuda.compile_kernels 89 90
 
-Prints as JSON, by name: the shared memory in bytes, the tensor-core instructions, and the arguments whose value or
-alignment makes triton compile the kernel again.
+Prints as JSON, by compute capability and name: the shared memory in bytes, the tensor-core instructions, and the
+arguments whose value or alignment makes triton compile the kernel again.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def attention_shapes(
     }
 
 
-def main() -> None:
-    target = GPUTarget("cuda", int(sys.argv[1]), 32)
+def compile_for(capability: int) -> dict[str, dict[str, Any]]:
+    target = GPUTarget("cuda", capability, 32)
     facts = {}
     for name, (kernel, types, constants) in shapes().items():
         arguments = [argument for argument in kernel.arg_names if argument not in constants]
@@ -111,8 +111,8 @@ def main() -> None:
             "products": [name for name in ("wgmma.mma_async", "mma.sync") if name in ptx],
             "specialized": [kernel.arg_names[at] for (at,) in attrs],
         }
-    print(json.dumps(facts))
+    return facts
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps({capability: compile_for(int(capability)) for capability in sys.argv[1:]}))
