@@ -123,12 +123,15 @@ def random_number(row: Row) -> float:
 def _penalise(sampling: SamplingParams, counts: TokenCounts, scores: torch.Tensor) -> None:
     if not counts.tokens:
         return
-    tokens, output = (_tensor(part, torch.int64, scores) for part in (counts.tokens, counts.output))
+    tokens = _tensor(counts.tokens, torch.int64, scores)
     seen = scores[tokens]
     if (penalty := sampling.repetition_penalty) != 1.0:
         seen = torch.where(seen > 0, seen / penalty, seen * penalty)
         seen.clamp_(-_HIGHEST, _HIGHEST)  # a reward may be unbounded, a score must be finite
-    scores[tokens] = seen - (sampling.presence_penalty * (output > 0) + sampling.frequency_penalty * output)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        output = _tensor(counts.output, torch.int64, scores)
+        seen = seen - (sampling.presence_penalty * (output > 0) + sampling.frequency_penalty * output)
+    scores[tokens] = seen
 
 
 def _draw(rows: Sequence[Row], scores: torch.Tensor) -> torch.Tensor:
