@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers.initialization import no_init_weights
 
 from decant.engine.checkpoint import model_types, weight_files
 from decant.engine.cpu import gemm as products
@@ -253,7 +254,8 @@ def _configurations(kind: str) -> Iterator[Any]:
         known |= {"head_dim": 8, "num_key_value_heads": 4}
     special = {name: 1 for name in known if name.endswith("_token_id")}
     without_head = {name: value for name, value in known.items() if name != "head_dim"}
-    for changes in (known, known | special, without_head, without_head | special):
+    attempts = [known, known | special, without_head, without_head | special]
+    for changes in (changes for index, changes in enumerate(attempts) if changes not in attempts[:index]):
         yield lambda changes=changes: AutoConfig.for_model(kind, **changes)
 
 
@@ -265,7 +267,7 @@ def _small_checkpoint(kind: str, folder: Path) -> Path | None:
     for attempt in attempts:
         try:
             made = attempt()
-            with torch.device("meta"):
+            with torch.device("meta"), no_init_weights():
                 size = sum(p.numel() for p in AutoModelForCausalLM.from_config(made).parameters())
             if size <= MOST_WEIGHTS:
                 return tiny.save(made, folder)

@@ -260,8 +260,11 @@ def enliven(model: PreTrainedModel, seed: int = 0) -> None:
         return
     if head.weight is model.get_input_embeddings().weight:
         _last_norm(model, tokens).weight.add_(40.0)
-    for _ in range(6):  # more than once: a tied head is the input's table too
-        head.weight.mul_(1.0 / spread(model, tokens))
+    for _ in range(6):  # more than once: a tied head is the input's table too, and logits may be capped
+        found = spread(model, tokens)
+        head.weight.mul_(1.0 / found)
+        if abs(found - 1.0) < 1e-4:
+            break
 
 
 def _last_norm(model: PreTrainedModel, tokens: torch.Tensor) -> Any:
