@@ -1,6 +1,5 @@
 import gc
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 from decant.bench import model_shapes as shapes
 from decant.engine.loading import load
 from decant.engine.model.model import ModelConfig
+from tests.e2e import fork_server
 from tests.engine import tiny
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -23,33 +23,6 @@ def test_a_load_releases_the_file_of_its_checkpoint(tmp_path: Path) -> None:
     assert device.vocab_size == 512
 
 
-MEASURE = """
-import json, sys, threading
-from pathlib import Path
-import torch
-from decant.engine.loading import load
-from decant.engine.model.model import ModelConfig
-
-def held():
-    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["RssAnon"].split()[0]) << 10
-
-torch.set_num_threads(1)
-before, seen, done = held(), [], threading.Event()
-
-def watch():
-    while not done.wait(0.002):
-        seen.append(held())
-
-watching = threading.Thread(target=watch)
-watching.start()
-device = load(ModelConfig(sys.argv[1], dtype="float32", device="cpu", context_length=64, kv_bytes=1 << 20))
-done.set()
-watching.join()
-print(json.dumps({"peak": max(seen) - before, "end": held() - before}))
-"""
-
-
 @LINUX
 @pytest.mark.slow
 def test_a_checkpoint_that_changes_its_dtype_is_never_in_memory_twice(tmp_path: Path) -> None:
@@ -58,7 +31,7 @@ def test_a_checkpoint_that_changes_its_dtype_is_never_in_memory_twice(tmp_path: 
     made = tiny.config("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=16, head_dim=64)
     folder = tiny.save(made, tmp_path, dtype=torch.bfloat16)
     weights = 2 * (folder / "model.safetensors").stat().st_size  # in float32
-    run = subprocess.run([sys.executable, "-c", MEASURE, str(folder)], capture_output=True, text=True, timeout=240)
+    run = fork_server.completed("tests.engine.measure_load", str(folder), timeout=240)
     measured = json.loads(run.stdout.splitlines()[-1])
     assert measured["peak"] < 1.6 * weights, run.stderr
     assert measured["end"] < 1.3 * weights

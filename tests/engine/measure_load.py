@@ -1,0 +1,42 @@
+"""Prints how much private memory a load in float32 takes: at most (``peak``), and when it has ended (``end``).
+
+python -m tests.engine.measure_load FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from decant.engine.loading import load
+from decant.engine.model.model import ModelConfig
+
+
+def held() -> int:
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]) << 10
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    before, done = held(), threading.Event()
+    seen: list[int] = []
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            seen.append(held())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    _device = load(ModelConfig(sys.argv[1], dtype="float32", device="cpu", context_length=64, kv_bytes=1 << 20))
+    done.set()
+    watching.join()
+    print(json.dumps({"peak": max(seen) - before, "end": held() - before}))
+
+
+if __name__ == "__main__":
+    main()
