@@ -26,7 +26,7 @@ from tests.ports import kept
 PATIENCE_S = 120.0
 """Deadline of whatever a busy machine does slowly."""
 
-SMALL_KV = ("--kv-bytes", str(64 << 20))
+SMALL_KV = ("--kv-bytes", str(32 << 20))
 ONE_THREAD = ("--threads", "1")
 
 
