@@ -114,6 +114,21 @@ def run_alone(
     return tokens
 
 
+def check_greedy(prompt: Sequence[int], text: str, ids: Sequence[int]) -> None:
+    """Check that the engine finds every token the likeliest after those before it, and that they are this text.
+
+    One pass over all of them: a token's logits have the same bits in any chunking.
+    """
+    engine = Engine(device("float32"))
+    whole = (*prompt, *ids)
+    engine.add(Request("check", whole, stop=StopParams(max_tokens=1), prompt_logprobs=0, use_prefix_cache=False))
+    ranks: list[int] = []
+    while engine.has_work:
+        ranks += [entry.rank for part in engine.step().prompt_logprobs for entry in part.entries]
+    assert ranks[len(prompt) - 1 :] == [1] * len(ids)
+    assert text == TOKENIZER.decode(ids)
+
+
 def open_stub(address: str) -> tuple[grpc.aio.Channel, inference_pb2_grpc.InferenceServiceStub]:
     channel = grpc.aio.insecure_channel(address)
     return channel, inference_pb2_grpc.InferenceServiceStub(channel)
