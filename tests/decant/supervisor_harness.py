@@ -1,4 +1,4 @@
-"""`decant up` with stand-ins, as a process: `python -m tests.decant.supervisor_harness JSON`."""
+"""`decant up` with stand-ins, as a process that is forked: `python -m tests.decant.supervisor_harness JSON`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 import psutil
 
@@ -21,6 +22,7 @@ from decant.command.up.command import supervise
 from decant.command.up.output import Output
 from decant.command.up.peers import OF_PEERS, OF_SERVERS
 from decant.command.up.plan import Plan, Spec
+from tests.e2e.fork_server import Forked
 
 PATIENCE_S = 150.0
 ROOT = Path(__file__).parents[2]
@@ -42,18 +44,28 @@ def plan(workers: Mapping[str, str], routers: Mapping[str, str], redis_url: str,
     )
 
 
+class _Process(Protocol):
+    """What a test needs of a process: subprocess.Popen's methods."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def kill(self) -> None: ...
+
+
 class Up:
-    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+    def __init__(self, process: _Process, output: IO[str], errors: IO[str]) -> None:
         self.process = process
-        self.folder = folder
+        self._output = output
+        self._errors = errors
         self.lines: list[dict[str, Any]] = []
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stdout
-        for line in self.process.stdout:
+        for line in self._output:
             with self._changed:
                 self.lines.append(json.loads(line))
                 self._changed.notify_all()
@@ -96,8 +108,7 @@ class Up:
         return status
 
     def stderr(self) -> str:
-        assert self.process.stderr
-        return self.process.stderr.read()
+        return self._errors.read()
 
 
 def _listens(process: psutil.Process, port: int) -> bool:
@@ -127,22 +138,37 @@ def _processes_with(folder: Path) -> list[psutil.Process]:
 
 
 @contextmanager
-def up(folder: Path, command: list[str], **variables: str) -> Iterator[Up]:
+def up(folder: Path, command: Sequence[str] | StandIns, **variables: str) -> Iterator[Up]:
     """Run `decant up` with all temporary files in `folder`; kill it at the end of the block."""
     environment = os.environ | {"TMPDIR": str(folder), "XDG_RUNTIME_DIR": str(folder)} | variables
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    try:
-        yield Up(process, folder)
-    finally:
-        process.kill()
-        process.communicate(timeout=PATIENCE_S)
+    process: _Process
+    with ExitStack() as stack:
+        (output, written), (errors, written_errors) = (_pipe(stack) for _ in range(2))
+        with written, written_errors:
+            if isinstance(command, StandIns):
+                streams = written.fileno(), written_errors.fileno()
+                process = Forked("tests.decant.supervisor_harness", [command.described], *streams, environment)
+            else:
+                process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=written, stderr=written_errors)
+        try:
+            yield Up(process, output, errors)
+        finally:
+            process.kill()
+            process.wait(PATIENCE_S)
 
 
-def stand_ins(workers: Mapping[str, str], routers: Mapping[str, str], **limits: float) -> list[str]:
-    described = json.dumps({"workers": workers, "routers": routers, **limits})
-    return [sys.executable, "-m", "tests.decant.supervisor_harness", described]
+def _pipe(stack: ExitStack) -> tuple[IO[str], IO[str]]:
+    reading, writing = os.pipe()
+    return stack.enter_context(open(reading)), open(writing, "w")
+
+
+@dataclass(frozen=True)
+class StandIns:
+    described: str
+
+
+def stand_ins(workers: Mapping[str, str], routers: Mapping[str, str], **limits: float) -> StandIns:
+    return StandIns(json.dumps({"workers": workers, "routers": routers, **limits}))
 
 
 if __name__ == "__main__":

@@ -86,6 +86,7 @@ def _become(module: str, arguments: Sequence[str], environ: Mapping[str, str], w
         os.close(number)
     os.environ.clear()
     os.environ.update(environ)
+    tempfile.tempdir = None  # found by the environment before
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

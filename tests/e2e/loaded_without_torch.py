@@ -1,5 +1,6 @@
 import gc
 
+import decant.command.up.command
 import decant.decode_worker.main
 import decant.prefill_worker.main
 import decant.router.main  # noqa: F401
