@@ -24,10 +24,10 @@ from tests.ports import reserved_port
 
 pytestmark = pytest.mark.slow
 
-TOKENS = 600
+TOKENS = 900
 SHORT = 150
-LONG = 1500
-"""Tokens of an answer during which Redis is stopped and started: two seconds, of which that takes half a second."""
+LONG = 1900
+"""Tokens of an answer during which Redis is stopped and started, all that fit into the small model's context."""
 PROMPT = [0, *(5 + n * 31 % 4000 for n in range(60))]
 
 
@@ -246,6 +246,7 @@ async def test_a_tail_that_only_its_reader_has_comes_out_the_same_again() -> Non
         second, other = open_stub(running.addresses[1])
         async with first, second:
             asking = request()
+            asking.stopping.max_tokens = 2 * TOKENS  # the kill comes within the first third
             call = one.GenerateStream(asking, timeout=PATIENCE_S)
             begun = await read(call, 5)
             named = pb.GetGenerationRequest(request_id=asking.request_id)
@@ -262,7 +263,7 @@ async def test_a_tail_that_only_its_reader_has_comes_out_the_same_again() -> Non
             seq = begun[-1].seq
             assert (await other.GetGeneration(named)).last_seq < seq, "the journal has it all: nothing is tried here"
             ended = await rest(other.ResumeStream(resumed(asking, seq), timeout=PATIENCE_S))
-            check_answer(TOKENS, begun, ended)
+            check_answer(2 * TOKENS, begun, ended)
 
 
 async def test_streams_outlive_a_redis_that_comes_back_empty() -> None:
