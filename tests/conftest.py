@@ -47,7 +47,14 @@ def pytest_configure() -> None:
         raise pytest.UsageError(str(error)) from None
 
 
-LONGEST = "tests/build/test_kernels.py"
+LONGEST = (
+    "tests/e2e/test_install.py",
+    "tests/benchmark/test_batching_command.py",
+    "tests/engine/test_architectures.py",
+    "tests/engine/test_bits.py",
+    "tests/worker/test_decode_schedules.py",
+)
+"""They run first: at the end one of them would leave the other processes without work."""
 
 
 @pytest.hookimpl(wrapper=True)
