@@ -12,15 +12,15 @@ Run = dict[str, Any]
 
 async def sweep(begin: float, run: Callable[[float], Awaitable[Run]], keeps: Callable[[Run], bool]) -> None:
     """Double the rate until a run misses, then halve the interval. Only `begin` runs if it misses."""
-    kept, missed = 0.0, begin
+    low, high = 0.0, begin
     for _ in range(MAX_DOUBLINGS + 1):
-        if not keeps(await run(missed)):
+        if not keeps(await run(high)):
             break
-        kept, missed = missed, 2 * missed
+        low, high = high, 2 * high
     else:
         return
-    if not kept:
+    if not low:
         return
     for _ in range(HALVINGS):
-        middle = (kept + missed) / 2
-        kept, missed = (middle, missed) if keeps(await run(middle)) else (kept, middle)
+        middle = (low + high) / 2
+        low, high = (middle, high) if keeps(await run(middle)) else (low, middle)
