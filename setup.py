@@ -95,7 +95,7 @@ def extensions() -> list[Extension]:
         Extension(
             f"decant.engine.cpu.kernels.{name}",
             [f"{KERNELS}/{source}"],
-            depends=[str(path) for path in sorted(KERNELS.glob("*.*"))],
+            depends=[str(path) for pattern in ("*.h", "*.cpp") for path in sorted(KERNELS.glob(pattern))],
             extra_compile_args=[*FLAGS, *instructions],
             extra_link_args=["-fopenmp"],
             language="c++",

@@ -24,17 +24,21 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiled = list((ROOT / KERNELS).glob("*.so"))
     built = folder / "build" / "lib"
     (built / KERNELS).mkdir(parents=True)
-    for path in compiled:  # with its time: the build compiles for a minute if a source is newer
+    for path in compiled:  # with its time: the build compiles only what is older than a source
         shutil.copy2(path, built / KERNELS)
+    compiler = folder / "compiler"
+    compiler.write_text(f"#!/bin/sh\ntouch {folder}/compiler-ran\nexit 1\n")
+    compiler.chmod(0o755)
     settings = folder / "build.cfg"
     settings.write_text(f"[build]\nbuild_base = {built.parent}\nbuild_lib = {built}\n")
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", folder, ROOT],
-        env=os.environ | {"DIST_EXTRA_CONFIG": str(settings)},
+        env=os.environ | {"DIST_EXTRA_CONFIG": str(settings), "CC": str(compiler), "CXX": str(compiler)},
         check=True,
         capture_output=True,
         timeout=2 * PATIENCE_S,
     )
+    assert not (folder / "compiler-ran").exists(), "kernels that are newer than their sources were compiled again"
     (wheel,) = folder.glob("decant_llm-*.whl")
     assert wheel.name.endswith("-any.whl") != bool(compiled), "a wheel with extensions is of one platform"
     with zipfile.ZipFile(wheel) as archive:
