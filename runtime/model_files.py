@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, get_session, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 PATTERNS = ("*.json", "*.jinja", "tokenizer*")
@@ -57,12 +57,29 @@ def find(model: str, revision: str | None = None, *, id: str | None = None) -> M
         folder = folder.resolve()
         return _read(id or folder.name, model, folder, None)
     try:
-        fetched = Path(snapshot_download(model, revision=revision, allow_patterns=list(PATTERNS)))
+        fetched = download(model, revision, PATTERNS)
     except Exception as error:  # noqa: BLE001 - HTTP clients and proxies raise errors of their own
         reason = str(error).strip().partition("\n")[0]
         advice = f"; {_WITHOUT_NETWORK}" if isinstance(error, LocalEntryNotFoundError) else ""
         raise ModelUnreadable(model, f"no folder, and no hub name within reach ({reason}){advice}") from None
     return _read(id or model, model, fetched, fetched.name)
+
+
+def download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Download files of a hub model. Raises errors of huggingface_hub and of its HTTP client.
+
+    From then on no request of huggingface_hub in this process waits without limit for a hub that does not answer.
+    """
+    hooks = get_session().event_hooks["request"]
+    if _limit_waits not in hooks:
+        hooks.append(_limit_waits)
+    return Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns)))
+
+
+def _limit_waits(request: Any) -> None:
+    """Set the timeouts of an HTTP request that has none, as huggingface_hub's for a list of files."""
+    limits = request.extensions["timeout"]
+    limits.update({step: constants.HF_HUB_DOWNLOAD_TIMEOUT for step, limit in limits.items() if limit is None})
 
 
 def _read(id: str, model: str, folder: Path, commit: str | None) -> ModelFiles:

@@ -19,6 +19,7 @@ from decant.plan.capacity.memory import KvCapacity
 from decant.plan.capacity.model_shape import find_shape, from_config, parse_shape, read_shape
 from decant.plan.errors import InvalidPlan
 from decant.plan.quantities import parse_bytes, parse_count, parse_slo, parse_tokens
+from decant.runtime import model_files
 
 GIB, MIB = 1 << 30, 1 << 20
 OPT_13B = "layers=40,hidden=5120,heads=40,params=13B"
@@ -165,14 +166,14 @@ def test_lengths_of_a_configuration_are_whole_numbers(name: str, value: object) 
 def test_a_name_on_the_hub_is_read_from_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def fetch(*what: str, allow_patterns: list[str]) -> str:
-        asked.append((*what, allow_patterns))
+    def fetch(model: str, revision: None, patterns: list[str]) -> Path:
+        asked.append((model, revision, patterns))
         (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
-        return str(tmp_path)
+        return tmp_path
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.setattr(model_files, "download", fetch)
     shape = find_shape("someone/llama-3.1")
-    assert asked == [("someone/llama-3.1", ["config.json"])]
+    assert asked == [("someone/llama-3.1", None, ["config.json"])]
     assert shape == from_config("someone/llama-3.1", LLAMA_3_8B)
 
 
@@ -180,10 +181,10 @@ def test_a_name_on_the_hub_is_read_from_its_configuration(tmp_path: Path, monkey
     "error", [LocalEntryNotFoundError("nothing\nmore"), OSError("no network"), RuntimeError("407")]
 )
 def test_a_name_out_of_reach_is_refused(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def fetch(*_: str, **__: object) -> str:
+    def fetch(*_: object) -> Path:
         raise error
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.setattr(model_files, "download", fetch)
     with pytest.raises(InvalidPlan, match=rf"--model: .*hub \({str(error).split()[0]}[^\n]*\), got someone/llama"):
         find_shape("someone/llama")
 
@@ -191,7 +192,7 @@ def test_a_name_out_of_reach_is_refused(monkeypatch: pytest.MonkeyPatch, error: 
 def test_a_model_of_the_hub_without_a_configuration_is_refused_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr(model_files, "download", lambda *_: tmp_path)
     with pytest.raises(InvalidPlan, match=r"--model: a model with a config.json, got someone/llama"):
         find_shape("someone/llama")
 

@@ -3,10 +3,12 @@ from __future__ import annotations
 import fnmatch
 import json
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from decant import models as trained
@@ -85,6 +87,17 @@ def test_a_model_out_of_reach_is_refused_by_name(monkeypatch, error, may_be_cach
         find("someone/model")
     assert "more" not in refused.value.reason
     assert ("HF_HOME" in refused.value.reason) == may_be_cached
+
+
+def test_a_hub_that_never_answers_is_waited_for_with_a_limit(tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
+        for _ in range(2):
+            with pytest.raises(ModelUnreadable, match=r"someone/model.*timed out"):
+                find("someone/model")
 
 
 def test_a_path_without_a_folder_is_refused_by_name(tmp_path):

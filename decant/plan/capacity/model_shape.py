@@ -70,14 +70,15 @@ def find_shape(model: str) -> ModelShape:
     if Path(model).exists() or not _HUB_NAME.fullmatch(model):
         return read_shape(Path(model))
     try:
-        from huggingface_hub import snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        from decant.runtime.model_files import download
     except ImportError as error:
         raise InvalidPlan("--model", f"a folder or a config.json; for names on the hub, {error.name}", model) from None
     try:
         disable_progress_bars()
         # Not hf_hub_download, which repeats a failed request for 24 s.
-        folder = Path(snapshot_download(model, allow_patterns=["config.json"]))
+        folder = download(model, None, ["config.json"])
     except Exception as error:  # noqa: BLE001 - HTTP clients and proxies raise errors of their own
         reason = str(error).strip().partition("\n")[0]
         limit = f"a folder, a config.json, or a model on the Hugging Face hub ({reason})"
