@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,6 +111,16 @@ async def test_messages_of_an_unknown_kind_are_ignored_and_logged_once() -> None
             assert opened.unknown.count == 2
             assert len(worker.hellos) == 1
     assert [line["event"] for line in logs].count("messages of an unknown kind are ignored") == 1
+
+
+async def test_a_session_that_can_not_be_opened_is_logged_once(tmp_path: Path) -> None:
+    timings = WorkerTimings(first_backoff_s=0.001, max_backoff_s=0.001)
+    attempts = iter(range(5))
+    with capture_logs() as logs:
+        async with open_channel(f"unix:{tmp_path}/nothing", PeerTls()) as channel, asyncio.timeout(PATIENCE):
+            closed = WorkerSession(new_peer("router"), new_peer("d"), channel, Watcher(), timings)
+            await closed.run(lambda: next(attempts, None) is not None)
+    assert [(line["event"], line["worker"]) for line in logs] == [("session can't be opened", "d")]
 
 
 async def test_runs_that_ended_are_retired_together() -> None:
