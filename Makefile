@@ -6,7 +6,9 @@
 # make docs       the documentation site in build/site; broken links fail
 # make docs-reference  the pages of docs/reference that are generated from the code
 # make sanitize   the kernels' tests on kernels built with AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
-# make demo       a complete deployment with the small model: one question, the work of each worker, shutdown
+# make demo       a complete deployment with the small model: one prompt, the work of each worker, shutdown
+# make format     ruff's fixes and formatting
+# make clean      remove .venv and what was built
 # make lock       resolve requirements.lock again from pyproject.toml
 #
 # AT_ONCE=0                     tests one after the other instead of three at a time
@@ -33,7 +35,7 @@ INSTALLED := $(VENV)/.installed
 STUBS := protos/worker_pb2.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-fast test-builds check docs docs-reference demo lock format clean
+.PHONY: help setup test test-fast test-builds check docs docs-reference sanitize demo lock format clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile

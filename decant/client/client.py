@@ -175,7 +175,7 @@ class Client:
         return tuple(self._call("ListModels", pb.ListModelsRequest()).models)
 
     def model(self, name: str = "") -> pb.Model:
-        """The model of this id or alias; without a name, the server's default. Raises NotFound.
+        """The model of this id; without one, the server's default. Raises NotFound.
 
         >>> client.model().max_context_length
         2048

@@ -30,7 +30,7 @@ ServerName = Annotated[str | None, Option(help="Name in the server's certificate
 # generate
 PromptText = Annotated[str | None, Argument(help="Text; '-' or none: standard input.")]
 Chat = Annotated[bool, Option(help="Send PROMPT as a user's message, with the model's chat template.")]
-ModelId = Annotated[str | None, Option(help="Model id or alias; unset: the server's default.")]
+ModelId = Annotated[str | None, Option(help="Model id; unset: the server's default.")]
 MaxTokens = Annotated[int | None, Option(help="Maximum output tokens; unset: what the context length leaves.")]
 MinTokens = Annotated[int | None, Option(help="Minimum output tokens before it may stop.")]
 Temperature = Annotated[float | None, Option(help="Sampling temperature; 0 takes the most likely token.")]

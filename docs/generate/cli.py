@@ -68,6 +68,6 @@ def _default(parameter: TyperArgument | TyperOption) -> str:
         return "required"
     if isinstance(value, bool):
         return "on" if value else "off"
-    if value is None or callable(value):
+    if value in (None, "") or callable(value):
         return ""
     return code(f"{value:g}" if isinstance(value, float) else value)

@@ -118,7 +118,7 @@ async def test_the_blocks_of_a_receiver_that_dies_are_free_long_before_the_lease
         await receiver.loop.call(lambda _: arrival.abort())
 
 
-async def test_the_blocks_of_a_receiver_that_dies_after_the_commit_are_free_long_before_the_lease() -> None:
+async def test_blocks_of_a_receiver_lost_after_the_commit_are_free_before_the_lease() -> None:
     timing = SenderTiming(committed_s=0.1)
     async with Worker("p", lease_ms=600_000, timing=timing) as sender, Worker("d") as receiver:
         request = ask()

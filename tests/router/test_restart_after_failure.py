@@ -41,9 +41,7 @@ async def failed_at_once(harness: Core, worker: FakeWorker, id: str = "r") -> To
 
 
 @pytest.mark.parametrize("from_store", [False, True])
-async def test_a_request_that_failed_before_its_first_token_may_be_retried_under_its_id(
-    store: Store, from_store: bool
-) -> None:
+async def test_a_request_that_failed_before_its_first_token_may_be_retried(store: Store, from_store: bool) -> None:
     async with fleet(P, D) as workers, core(store, workers, attempts=1) as harness:
         old = await failed_at_once(harness, workers[0])
         if from_store:

@@ -213,7 +213,7 @@ async def test_a_client_that_resumes_a_request_just_taken_over_keeps_it(store: S
 
 
 @pytest.mark.parametrize("call", ["resume", "cancel"])
-async def test_a_client_that_leaves_during_an_adoption_leaves_no_request_without_an_execution(
+async def test_a_client_that_leaves_during_an_adoption_loses_no_request(
     store: Store, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     await left_behind(store, *answer(PROMPT, 2))

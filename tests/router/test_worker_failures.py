@@ -311,9 +311,7 @@ async def test_when_the_last_worker_goes_for_good_the_request_is_not_left_hangin
         pytest.param("stuck", marks=pytest.mark.slow),
     ],
 )
-async def test_a_prompt_that_no_worker_is_left_to_fetch_is_computed_again_where_it_is_decoded(
-    store: Store, loss: str
-) -> None:
+async def test_a_cache_that_no_worker_can_fetch_is_computed_again(store: Store, loss: str) -> None:
     timings = RouterTimings(workers=WorkerTimings(no_worker_patience_s=0.5))
     async with fleet(P, D) as workers, core(store, workers, timings=timings) as harness:
         decode = workers[1]

@@ -115,7 +115,7 @@ async def test_a_cancel_ends_a_run_in_every_state_and_frees_all(state: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
-async def test_retiring_a_run_that_has_not_ended_cancels_it_and_its_owner_is_sent_the_end(state: str) -> None:
+async def test_forgetting_a_run_that_has_not_ended_cancels_it(state: str) -> None:
     async with run_in_state(state) as harness, Router(harness.node, "another") as another:
         await another.forget(harness.run)
         ended = await harness.router.until_message(harness.run, "ended")
