@@ -1,4 +1,4 @@
 """Benchmarks of parts: each module here with ``main`` is a command (README.md), the packages are what they consist of.
 
-No other package imports this one.
+Only tests import them.
 """

@@ -234,7 +234,7 @@ class BlockPool:
                 counted[block] += 1
         _require(counted == self._ref_counts, "reference counts differ from the live block tables")
         dead = set(self.held_by()) - set(live_owners)
-        _require(not dead, f"blocks are held for {sorted(dead)}, which are not alive")
+        _require(not dead, f"blocks are held for {sorted(dead)}, which own no live sequence")
         free, cached = set(self._free), set(self._cached)
         used = {block for block, refs in enumerate(counted) if refs}
         _require(len(free) == len(self._free), "a block is free twice")

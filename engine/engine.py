@@ -87,7 +87,7 @@ class Engine:
         self.commit_in_flight()
         source, scheduler, pool = self.sequences.get(id), self.scheduler, self.pool
         if source is None:
-            raise UnknownSequence(f"{id} is not alive here")
+            raise UnknownSequence(f"no live sequence {id}")
         sampling = replace(source.request.sampling, output_index=output_index)
         sequence = self.new_sequence(replace(source.request, id=child, sampling=sampling))
         full_blocks, partial = divmod(source.num_computed, pool.block_size)
@@ -304,7 +304,7 @@ class Engine:
     def new_sequence(self, request: Request) -> EngineSequence:
         in_use = request.id in self.sequences or self.transfers.uses(request.id)
         if in_use or any(end.id == request.id for end in self._ended):
-            raise InvalidRequest("id", "not alive already", request.id)
+            raise InvalidRequest("id", "not in use by a live sequence", request.id)
         check_request(request, self.device.vocab_size, self.device.eos_token_ids, self.limits.context_length)
         self._num_added += 1
         order = priority_key(self.steps, self._num_added, request.priority)

@@ -52,13 +52,13 @@ class KvTransfers:
         """
         sequence = self._engine.sequences.get(id)
         if sequence is None:
-            raise UnknownSequence(f"{id} is not alive here")
+            raise UnknownSequence(f"no live sequence {id}")
         size = self._engine.pool.block_size
         most = (len(sequence.tokens) - 1) // size
         if not 0 <= cached_blocks <= most:
             raise InvalidRequest("cached_blocks", f"a whole number from 0 to {most}", cached_blocks)
         if id in self.exports:
-            raise InvalidRequest("id", "not exported already, or that export released", id)
+            raise InvalidRequest("id", "a sequence without an open export", id)
         pool = self._engine.pool
         lease, last = pool.allocate(lease_owner(id), 0), len(sequence.tokens) - 1
         first = [max(cached_blocks, pool.first_block(group, last)) for group in range(len(pool.windows))]
@@ -87,7 +87,7 @@ class KvTransfers:
         self._engine.commit_in_flight()
         sequence, export = self._engine.sequences.get(id), self.exports.get(id)
         if sequence is None or export is None:
-            raise UnknownSequence(f"{id} is not alive here with an open export")
+            raise UnknownSequence(f"no live sequence {id} with an open export")
         is_decoding = sequence.block_table is not None and sequence.num_remaining == 1
         filled = sequence.num_computed // self._engine.pool.block_size
         unsent = sum(filled - index for index in export.next_index) + len(export.runs) - sent
@@ -141,7 +141,7 @@ class KvTransfers:
         engine, limits = self._engine, self._engine.limits
         sequence = engine.new_sequence(request)
         if len(request.token_ids) >= limits.context_length:
-            limit = f"less than {limits.context_length} tokens to go on"
+            limit = f"fewer than {limits.context_length} tokens, so that one more fits"
             raise InvalidRequest("token_ids", limit, len(request.token_ids))
         prefix, pool, scheduler = engine.scheduler.cached_prefix(sequence), engine.pool, engine.scheduler
         firsts = [pool.first_block(group, len(sequence.tokens) - 1) for group in range(len(pool.windows))]

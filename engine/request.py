@@ -195,6 +195,6 @@ def check_request(request: Request, vocabulary: int, eos: Set[int], context_leng
     check_tokens_remain(request.stop, eos, vocabulary)
     generated = len(request.token_ids) - request.prompt_len
     if request.stop.max_tokens is not None and generated >= request.stop.max_tokens:
-        raise InvalidRequest("max_tokens", f"more than the {generated} tokens already written", generated)
+        raise InvalidRequest("max_tokens", f"above {generated}, the tokens already generated", request.stop.max_tokens)
     if generated and len(request.token_ids) >= context_length:
         raise InvalidRequest("token_ids", f"less than {context_length} tokens with output", len(request.token_ids))

@@ -98,7 +98,7 @@ class Scheduler:
         self.lookahead = lookahead
         self.limits = limits
         self.predictor = predictor or StepTimePredictor(StepCostModel())
-        self.waiting: list[Sequence] = []  # both sorted by ``order``, most urgent first
+        self.waiting: list[Sequence] = []  # both sorted by ``priority_key``, most urgent first
         self.running: list[Sequence] = []
         self.preemptions = 0
 

@@ -193,7 +193,9 @@ class IncomingSequence:
         missing = [str(address) for address in needed if address not in self._checksums]
         if missing or any(address.block >= stop for address in self._checksums):
             here = len(self._checksums)
-            raise TransferRejected(f"{self.id}: committed with {', '.join(missing) or 'none'} missing, {here} here")
+            raise TransferRejected(
+                f"{self.id}: blocks: {len(needed)} in the commit, got {here}; missing: {', '.join(missing) or 'none'}"
+            )
         checksums = [self._checksums[address] for address in sorted(self._checksums)]
         if transfer_checksum(self._checksum, commit.computed, commit.output, checksums) != commit.checksum:
             raise TransferRejected(f"{self.id}: the commit does not match its checksum")

@@ -1,6 +1,6 @@
 """Tickets: the right to fetch one cache, once, while its lease is renewed.
 
-issued ── renewed ──> opened ── renewed by acks ──> committed ── released ──> closed
+issued ── renewed ──> opened ── renewed by peer ──> committed ── released ──> closed
    └── lease over ───────┴──── lease over ─────────────┴── 3 s over ───────> expired: the sender frees the blocks
 """
 
@@ -56,7 +56,7 @@ class LeaseTable:
         return ticket
 
     def renew_unopened(self, id: bytes) -> None:
-        """Renew a ticket that is not opened; an open fetch renews its own by acks."""
+        """Renew a ticket that is not opened; the receiver's messages renew an open fetch."""
         lease = self._leases.get(id)
         if lease is not None and not lease.is_opened:
             self.renew(id)

@@ -1,7 +1,8 @@
 """Blocks in messages of at most 1 MiB, packed and unpacked; every byte is verified exactly once.
 
-    block checksum     over cache group, index, bytes                 computed when the block was filled
-    message checksum   over run, group, position, size, block checksums   computed when it is sent
+    block checksum     over cache group, index, bytes                     computed when the block was filled
+    message checksum   over request, layout hash, attempt, group,         computed when it is sent
+                       position, offset, size, block checksums
 
 A message carries consecutive whole blocks of a cache group, or a piece of a block that is larger than a message::
 

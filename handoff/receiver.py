@@ -199,7 +199,7 @@ class _Fetch:
 
     def _commit(self, commit: wire.TransferCommit) -> EngineCommit:
         if len(commit.outputs) != 1:
-            raise HandoffFailed(wire.CAUSE_CORRUPT, f"a commit of {len(commit.outputs)} outputs")
+            raise HandoffFailed(wire.CAUSE_CORRUPT, f"outputs: 1 in a commit, got {len(commit.outputs)}")
         tokens = commit.outputs[0].tokens
         if len(tokens) % 4 or commit.prompt_tokens != self._arrival.sequence.request.prompt_len:
             raise HandoffFailed(wire.CAUSE_CORRUPT, f"a commit for a prompt of {commit.prompt_tokens} tokens")

@@ -1,7 +1,7 @@
 """The sender of a handoff: serves ``KvSource`` over an engine.
 
 Open ──> export ──> kv_chunk, kv_chunk ... (as blocks fill) ──> parked ──> commit ──> Release ──> freed
-            │            acks renew the lease                               │
+            │            acks and heartbeats renew the lease                │
             └── the sequence ended first: closed                            └── lease over: freed
 
 A prefill sequence parks after its first token. A live sequence decodes until only its last, partial block is unsent,
@@ -34,7 +34,7 @@ from decant.runtime.connections.peer import UnknownMessages
 from decant.runtime.errors import InvalidArgument
 
 LEASE_MS = 10_000
-"""Without a renewal or an Ack."""
+"""Milliseconds without renewal after which a lease expires."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ _log = logs.get(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a router; return 0 after a graceful end, 1 if something was cut off, 2 for unusable settings or models."""
+    """Run a router; return 0 after a graceful end, 1 if calls were cancelled, 2 for unusable settings or models."""
     settings = load_or_exit(RouterSettings, sys.argv[1:] if arguments is None else arguments, program=PROGRAM)
     logs.start("router", settings)
     try:

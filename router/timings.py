@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS
 
 STORE_RETRY_SECONDS = 0.5
-"""Between reads of the store while it is unavailable."""
+"""Pause between reads of Redis while it is unavailable."""
 
 
 @dataclass(frozen=True)
@@ -15,31 +15,31 @@ class WorkerTimings:
     heartbeat_s: float = HEARTBEAT_SECONDS
     welcome_s: float = 5.0
     reconnect_s: float = 1.0
-    """After a break, before the runs there move."""
+    """Time to reopen a broken session before its runs move to other workers."""
     first_backoff_s: float = 0.1
     max_backoff_s: float = 1.0
-    """Between tries to open a session; the pause doubles."""
+    """First and longest pause between tries to open a session; it doubles."""
     stuck_ms: int = 2_000
     lost_ms: int = 10_000
     """A step older than ``stuck_ms`` and than STUCK_STEPS of the longest steps of its size is stuck; its runs move when
     it is also older than ``lost_ms``.
     """
     forget_batch: int = 256
-    """Finished runs that are reported at once; fewer wait for the next heartbeat."""
+    """Number of finished runs that are reported at once; fewer wait for the next heartbeat."""
     watch_s: float = 30.0
-    """Of one wait for a change of the directory."""
+    """Longest wait of one read for a change of the directory."""
     retry_s: float = STORE_RETRY_SECONDS
     close_s: float = 1.0
-    """For workers to end their sessions at the router's end."""
+    """Time for workers to end their sessions at the router's end."""
     avoided_s: float = 0.5
     max_avoided_s: float = 8.0
-    """Last in placement after a lost request; doubles with each failure in a row."""
+    """Time for which a worker that lost a request comes last in placement; it doubles with each failure in a row."""
     no_worker_patience_s: float = 5.0
-    """While no worker answers that has the model, or that could fetch the KV cache."""
+    """Time that a request waits for a worker with the model, or one that can fetch its KV cache."""
     no_capacity_patience_s: float = 60.0
-    """While those that answer are full."""
+    """Time that a request waits for a worker with capacity."""
     late_report_s: float = 0.5
-    """After a decode worker's end, for the prefill worker's first token and times, which another connection brings."""
+    """Time to wait, after a decode worker ended a request, for the prefill worker's first token and durations."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class JournalTimings:
 
     unavailable_s: float = 0.5
     max_unavailable_s: float = 4.0
-    """While Redis is unavailable; shortened by up to half, at random."""
+    """First and longest pause while Redis is unavailable; shortened by up to half, at random."""
     fault_s: float = 1.0
     max_fault_s: float = 30.0
-    """Between writes of a request that Redis refuses with an error."""
+    """First and longest pause between writes of a request that Redis refuses with an error."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class TakeoverTimings:
     late_s: float = 0.5
     """A reply counts as a break if late by this and by a quarter of a registration."""
     reclaim_every_s: float = 30.0
-    """Between searches for requests that this router owns and does not run."""
+    """Interval of searches for requests that this router owns and does not run."""
     max_pause_s: float = 30.0
-    """Between tries to take over requests that can't run here."""
+    """Longest pause between tries to take over requests that can't run here."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class RouterTimings:
     journal: JournalTimings = field(default_factory=JournalTimings)
     takeover: TakeoverTimings = field(default_factory=TakeoverTimings)
     unread_s: float = 60.0
-    """Longest wait of a message for its client after the request's end."""
+    """Longest time that a message waits for its client after the request's end."""
     persist_s: float = 2.0
-    """For the store to learn an end that a call waits for."""
+    """Time that a call waits for the end of its request to be written to Redis."""
     last_write_s: float = 5.0
-    """Of a drain while Redis is unavailable."""
+    """Time, in a drain, for Redis to take the last writes."""
     store_retry_s: float = STORE_RETRY_SECONDS
     settle_s: float = 10.0
-    """For sessions with known workers to open before the router is ready."""
+    """Time for sessions with known workers to open before the router is ready."""
     sweep_every_s: float = 30.0
-    """Between sweeps for entries of the open set without an open request."""
+    """Interval of sweeps for entries of the open set without an open request."""

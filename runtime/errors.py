@@ -156,7 +156,7 @@ class NotFound(ServiceError):
 
     def __init__(self, kind: str, name: str) -> None:
         resource = Resource(kind, shorten(name))
-        fault = _fault(grpc.StatusCode.NOT_FOUND, self.REASONS[kind], f"{kind}: none is called {resource.name}")
+        fault = _fault(grpc.StatusCode.NOT_FOUND, self.REASONS[kind], f"{kind}: not found, got {resource.name}")
         super().__init__(replace(fault, resource=resource))
 
 
@@ -177,7 +177,7 @@ class Unauthenticated(ServiceError):
     """Missing or unknown credentials; the message does not distinguish them."""
 
     def __init__(self) -> None:
-        text = "no credentials that are known here"
+        text = "missing or unknown credentials"
         super().__init__(_fault(grpc.StatusCode.UNAUTHENTICATED, Reason.NO_CREDENTIALS, text))
 
 
@@ -227,7 +227,8 @@ class Cancelled(ServiceError):
 class Aborted(ServiceError):
     """A stream that can't continue here.
 
-    `reason` is DRAINING, OWNER_CHANGED, WORKERS_LOST, SLOW_READER or TAIL_UNCERTAIN with `resume`, SUPERSEDED without.
+    `reason` is DRAINING, OWNER_CHANGED, WORKERS_LOST, SLOW_READER or TAIL_UNCERTAIN with `resume`; SUPERSEDED
+    without, and QUEUE_FULL for a session whose router reads too slowly.
     """
 
     def __init__(self, reason: Reason, message: str, *, resume: ResumePoint | None = None) -> None:

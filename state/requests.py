@@ -40,7 +40,7 @@ BATCH_WRITES = 100
 
 Displaced = Superseded | AlreadyExists
 WriteFailure = Displaced | StoreFault
-"""A retry does not help."""
+"""Displaced is final; after a StoreFault a later write may succeed."""
 
 
 class Requests:
@@ -91,9 +91,9 @@ class Requests:
             raise error
 
     async def flush(self, requests: Sequence[OwnedRequest]) -> dict[OwnedRequest, WriteFailure]:
-        """Write requests, entirely where Redis lost them; return the failures for which a retry does not help.
+        """Write requests, entirely where Redis lost them; return the failures. Raises StoreUnavailable.
 
-        After StoreUnavailable, requests that were answered count as written.
+        After that, requests that were answered count as written.
         """
         failures: dict[OwnedRequest, WriteFailure] = {}
         to_rewrite = await self._write_batches(requests, failures)

@@ -1,6 +1,6 @@
 """A worker's process, of either role.
 
-listen ── load and measure (in a thread; calls are refused) ── services ── warm-up ── register ── ready
+listen ── load and measure (in a thread; calls are refused) ── warm-up ── services ── register ── ready
 end <── deregister <── no runs, sessions end <── draining <── SIGTERM
 exit status 1 <── the engine crashed, or another incarnation registered
 
@@ -72,7 +72,7 @@ class WorkerRole:
 
 
 def main(kind: WorkerRole, arguments: Sequence[str] | None, load_device: LoadDevice | None = None) -> int:
-    """Run a worker; return 0 in order, 1 after a failure, 2 for invalid settings or an unusable model."""
+    """Run a worker; return 0 after a graceful end, 1 after a failure, 2 for invalid settings or an unusable model."""
     argv = sys.argv[1:] if arguments is None else arguments
     settings = load_or_exit(kind.settings, argv, program=kind.program)
     logs.start(kind.program, settings)
@@ -102,7 +102,9 @@ async def run(settings: WorkerSettings, role: wire.Role, load_device: LoadDevice
     sys.setswitchinterval(SWITCH_S)
     _check(settings)
     if settings.is_open:
-        _log.warning("callers are not authenticated: any of them can read and take any request", host=settings.host)
+        _log.warning(
+            "callers are not authenticated: any of them can read and take over any request", host=settings.host
+        )
     async with AsyncExitStack() as stack:
         worker = Worker(settings, role, load_device, stack)
         is_graceful = await serve(

@@ -50,7 +50,7 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
         default=250,
         ge=1,
         le=60_000,
-        description="milliseconds up to which prompts fill a step, or four times its time without them",
+        description="milliseconds up to which prompts fill a step, or four times its time without them if longer",
     )
     token_budget: int | None = Field(
         default=None, ge=1, description="maximum tokens in a step; unset: as many as fit its time, as measured"
@@ -83,7 +83,8 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
     )
     allow_unauthenticated_peers: bool = Field(
         default=False,
-        description="INSECURE: listen beyond loopback without tls_client_ca; any caller can read and take any request",
+        description="INSECURE: listen beyond loopback without tls_client_ca; any caller can read and take over any "
+        "request",
     )
 
     @property

@@ -52,7 +52,7 @@ class ResumableStream(Transcript):
         )
 
     def _next_call(self) -> tuple[str, Message]:
-        """Repeat the first request until a message arrives: a router attaches to it or starts it."""
+        """Repeat GenerateStream until the first token, to which a router attaches or which it starts; then resume."""
         if not self.seq and isinstance(self._request, pb.GenerateRequest):
             return "GenerateStream", self._request
         return "ResumeStream", pb.ResumeStreamRequest(request_id=self.request_id, after_seq=self.seq)

@@ -32,7 +32,7 @@ PromptText = Annotated[str | None, Argument(help="Text; '-' or none: standard in
 Chat = Annotated[bool, Option(help="Send PROMPT as a user's message, with the model's chat template.")]
 ModelId = Annotated[str | None, Option(help="Model id; unset: the server's default.")]
 MaxTokens = Annotated[int | None, Option(help="Maximum output tokens; unset: what the context length leaves.")]
-MinTokens = Annotated[int | None, Option(help="Minimum output tokens before it may stop.")]
+MinTokens = Annotated[int | None, Option(help="Minimum output tokens before the output may end.")]
 Temperature = Annotated[float | None, Option(help="Sampling temperature; 0 takes the most likely token.")]
 TopP = Annotated[float | None, Option(help="Share of probability to draw from.")]
 TopK = Annotated[int | None, Option(help="Number of most likely tokens to draw from; 0: all.")]
@@ -40,7 +40,7 @@ MinP = Annotated[float | None, Option(help="Minimum share of the most likely tok
 FrequencyPenalty = Annotated[float | None, Option(help="Penalty times a token's count in the output.")]
 PresencePenalty = Annotated[float | None, Option(help="Penalty for a token that is in the output.")]
 RepetitionPenalty = Annotated[float | None, Option(help="Penalty that counts prompt and output; 1 is off.")]
-Seed = Annotated[int | None, Option(help="Seed of the draws: the same one gives the same tokens.")]
+Seed = Annotated[int | None, Option(help="Seed of the draws: the same one gives the same tokens on CPUs of one kind.")]
 Stop = Annotated[list[str] | None, Option(help="Text that ends the output; may be repeated.")]
 StopTokenIds = Annotated[
     list[int] | None, Option("--stop-token-id", help="Token that ends the output; may be repeated.")
@@ -68,7 +68,7 @@ Interval = Annotated[float, Option(min=0.1, help="Seconds between two readings."
 
 # up
 ModelSource = Annotated[
-    str | None, Option(help="Folder or hub name of the model; unset: the small one of this package.")
+    str | None, Option(help="Folder or hub name of the model; unset: the packaged tiny-python model.")
 ]
 Routers = Annotated[int, Option(min=1, help="Number of routers.")]
 PrefillWorkers = Annotated[int, Option(min=0, help="Number of prefill workers.")]

@@ -14,7 +14,9 @@ PREFAULT_BYTES = 256 << 20
 class KvStore:
     def __init__(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         if num_blocks < 1:
-            raise InvalidConfig("kv_bytes", f"room for at least one block of {layout.block_bytes} bytes", num_blocks)
+            raise InvalidConfig(
+                "kv_bytes", f"at least one block of {layout.block_bytes} bytes", num_blocks * layout.block_bytes
+            )
         self.layout = layout
         self.num_blocks = num_blocks
         try:

@@ -45,7 +45,7 @@ class ModelConfig:
     context_length  in tokens; None: the checkpoint's
     kv_bytes        None: what a GPU has left, in the memory of the host 1 GiB
     block_size      in tokens: a power of two of at most 128
-    cuda_kernels    "none": torch alone; "triton": own kernels, not measured on a GPU yet
+    cuda_kernels    "none": torch alone; "triton": own kernels, never run on a GPU
     exact           on CUDA: only kernels that give a row the same bits in any batch; a CPU has no others
     step_sizes      the largest steps, for which a GPU keeps memory if ``kv_bytes`` is None
     """
@@ -175,7 +175,7 @@ def make_device(
     subject = Subject(model, name, context_length, backend)
     difference = check_attention(subject, layout, layer_windows, reference)
     progress(80)
-    with checkpoint.refuse_model_on_error(name, "laying its weights out failed"):
+    with checkpoint.refuse_model_on_error(name, "its weights can't be prepared"):
         backend.prepare(model, dtype)
     read.check_files()  # all weights are copied from the mapped files now
     progress(90)

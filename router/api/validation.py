@@ -115,7 +115,7 @@ def salt_of(tenant: str, cache_salt: str) -> bytes:
     return hashlib.blake2b(struct.pack("<I", len(name)) + name + cache_salt.encode(), digest_size=16).digest()
 
 
-# The request as a whole
+# Request
 
 
 def _check_supported(request: pb.GenerateRequest) -> None:
@@ -180,7 +180,7 @@ def _with_id(request: pb.GenerateRequest, id: str) -> pb.GenerateRequest:
     return payload
 
 
-# Its parts
+# Fields
 
 
 async def _prompt_text(

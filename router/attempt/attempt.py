@@ -102,7 +102,7 @@ class Attempt:
             cancel.end_position = writer.position
         self._legs.close(cancel)
 
-    # The ways
+    # Paths: adopted, local, split
 
     async def _begin(self) -> DecodeLeg:
         holder = self._context.current_decode_worker
@@ -147,7 +147,7 @@ class Attempt:
         self._recorder.on_decode_started(decode.started, decode.scheduled)
         return decode
 
-    # Their legs
+    # Legs
 
     def _adopt(self, holder: Incarnation) -> DecodeLeg:
         try:

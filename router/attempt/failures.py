@@ -1,14 +1,13 @@
 """What a worker's failure means for the request and the worker.
 
-cause                               the request                     blamed
-INVALID, NEVER_FITS                 InvalidArgument
-UNSUPPORTED                         Unimplemented
-BUSY, DRAINING                      another worker, same attempt    no new work until its next load report
-DEADLINE                            DeadlineExceeded
-ENGINE, WRONG_PEER, UNKNOWN_...     another attempt                 the worker
-PEER_LOST, CORRUPT                  another attempt                 the named peer, else the sender
-a timeout or a cancel               another attempt
-ID_REUSED                           AlreadyExists, or another worker if the store has it
+cause                               the request                     worker at fault
+INVALID, NEVER_FITS                 InvalidArgument                 none
+UNSUPPORTED                         Unimplemented                   none
+BUSY, DRAINING                      another worker, same attempt    none, but no new work until its next load report
+DEADLINE                            DeadlineExceeded                none
+ID_REUSED                           AlreadyExists, or another worker if the store has the request; none
+the others of _BLAMELESS            another attempt                 none
+all others                          another attempt                 the named peer, else the worker that reports it
 """
 
 from __future__ import annotations

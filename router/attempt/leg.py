@@ -25,6 +25,7 @@ from decant.router.request.finish import finish_from_worker
 from decant.router.request.token_stream import Finish
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.worker_handle import WorkerHandle
+from decant.runtime.connections.peer import enum_name
 from decant.runtime.errors import DeadlineExceeded
 
 
@@ -91,6 +92,7 @@ class Leg(ABC):
         except DeadlineExceeded as error:
             self._fail(error)
         if self.finish is None:  # the worker cancelled it, and not for this router
-            detail = f"{self.worker.incarnation.id} ended it: {end.reason}"
+            reason = enum_name(wire.OutputEnd.Reason, end.reason)
+            detail = f"worker {self.worker.incarnation.id} ended the output: {reason}"
             self._fail(AttemptFailed(wire.Failure(cause=wire.CAUSE_CANCELLED, detail=detail), None))
         self._owner.wake()

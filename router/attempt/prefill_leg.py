@@ -41,7 +41,7 @@ class PrefillLeg(Leg):
     @property
     def failure(self) -> Exception | None:
         if self._failure is None and self.is_over and self.target is None:
-            return self._error(wire.CAUSE_PEER_LOST, "the prefill call ended without its end")
+            return self._error(wire.CAUSE_PEER_LOST, "the prefill call ended without a final event")
         return self._failure
 
     @property
@@ -92,7 +92,7 @@ class PrefillLeg(Leg):
         if error is WriteError.CONFLICT:
             _log.error("a first token differs from the known one", worker=self.worker.incarnation.id)
         elif error is WriteError.MALFORMED:
-            self._fail_attempt(self._error(wire.CAUSE_CORRUPT, "its first token or the logprobs are malformed"))
+            self._fail_attempt(self._error(wire.CAUSE_CORRUPT, "the first token or its logprobs are malformed"))
 
     def on_prompt_logprobs(self, message: wire.PromptLogprobs) -> None:
         if self._context.writer.add_prompt_logprobs(message) is not None:

@@ -1,4 +1,4 @@
-"""The life of requests in this router: begin, run, resume, cancel, adopt; and their journal in Redis.
+"""Lifecycle of requests in this router: begin, run, resume, cancel, adopt; and their journal in Redis.
 
 Entry: ``registry``.
 """

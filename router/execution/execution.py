@@ -1,6 +1,6 @@
 """One request from its admission to its end.
 
-QUEUED --accepted by the store--> RECORDED --> RUNNING (attempts) --> ENDED --the store knows--> PERSISTED
+QUEUED --accepted by the store--> RECORDED --> RUNNING (attempts) --> ENDED --written--> PERSISTED
    '----- cancelled, deadline, superseded, draining, a bug: at any time -----^
 """
 
@@ -43,7 +43,7 @@ _log = logs.get(__name__)
 
 
 class Phase(IntEnum):
-    """Progress of a request; it never goes back, except from RECORDED when the store refuses it."""
+    """Progress of a request; it goes back only from RECORDED, when the store refuses it or is unavailable."""
 
     QUEUED = 0
     RECORDED = 1
@@ -51,6 +51,7 @@ class Phase(IntEnum):
     RUNNING = 2
     ENDED = 3
     PERSISTED = 4
+    """Nothing more will be written: usually Redis has the end."""
 
 
 class Execution:
@@ -69,8 +70,8 @@ class Execution:
     ) -> None:
         self.phase = Phase.QUEUED
         self.accepted: asyncio.Future[StoredRequest | None] = asyncio.get_running_loop().create_future()
-        """None: recorded. Else an equal stored request with this id, which replaces it, or the error that ended it
-        before.
+        """None: it runs. Else the stored request with this id and payload, whose stream is used instead, or the error
+        that ended it before.
         """
         self.num_waiting_callers = 0
         self.persisted = asyncio.Event()
@@ -123,7 +124,7 @@ class Execution:
             else:
                 raise
         except asyncio.CancelledError:
-            end = interruption_error(self.stream, Reason.DRAINING, "this router ends")
+            end = interruption_error(self.stream, Reason.DRAINING, "this router is shutting down")
             raise
         except ServiceError as error:
             end = error
@@ -193,7 +194,7 @@ class Execution:
         return self.stream
 
     def leave_to_peers(self) -> None:
-        self.end(interruption_error(self.stream, Reason.DRAINING, "this router ends"))
+        self.end(interruption_error(self.stream, Reason.DRAINING, "this router is shutting down"))
 
     def on_superseded(self, error: Displaced) -> None:
         self.is_superseded = True
@@ -282,7 +283,7 @@ class Execution:
         attempt.record(failure)
         context.current_decode_worker = None
         self._router.metrics.failovers.labels(self._request.engine_request.model, cause_label(failure.cause)).inc()
-        _log.warning("attempt failed", attempt=self.owned.attempt, why=str(failed))
+        _log.warning("attempt failed", attempt=self.owned.attempt, error=str(failed))
         if failure.cause == wire.CAUSE_ID_REUSED:
             self._exclude_other_request(attempt)
         if failed.blamed is not None:

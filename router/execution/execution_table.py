@@ -14,7 +14,7 @@ _log = logs.get(__name__)
 
 
 class ExecutionTable:
-    """Owner of executions from their start until the store knows their end."""
+    """Owner of executions from their start until nothing more of them will be written."""
 
     def __init__(self, router: RouterServices) -> None:
         self.open: dict[RequestKey, Execution] = {}
@@ -80,4 +80,4 @@ class ExecutionTable:
 
 def _log_bug(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        _log.error("a request ended by a bug", exc_info=error)
+        _log.error("a request failed unexpectedly", exc_info=error)

@@ -1,7 +1,7 @@
 """Writer of requests to Redis, behind their tokens: changes every flush_ms, an end at once. No token waits for a write.
 
 While Redis is unavailable, changes stay here and are retried after a growing pause. A request that Redis refuses with
-an error is retried alone.
+an error has a growing pause of its own and delays no other.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class RequestRegistry:
         return wire.Load(running=table.running, waiting=table.waiting, draining=self.is_draining)
 
     async def begin(self, request: ValidRequest) -> TokenStream:
-        """Return a request's stream once it is admitted and recorded; then it runs, with or without a reader.
+        """Return a request's stream once it is admitted, and recorded if Redis is available.
 
         For an equal request with the same id, live or stored, return its stream, but restart one that failed before its
         first token. Cancelling this call while it waits ends the request.

@@ -38,4 +38,4 @@ class ExecutionOwner(Protocol):
     def on_ended(self, execution: Execution) -> None: ...
 
     def on_persisted(self, execution: Execution) -> None:
-        """Called once the store knows the end, or does not need to."""
+        """Called once nothing more will be written."""

@@ -104,7 +104,7 @@ class OrphanRecovery:
         except (Superseded, UnknownRequest):
             pass  # it has another owner, or has ended
         except UnreadableRequest as error:  # no router can run it: it expires in the store
-            _log.error("a request is set aside", request_id=key.id, router=owner.id, error=str(error))
+            _log.error("an unreadable request is skipped", request_id=key.id, router=owner.id, error=str(error))
         except (ServiceError, StateError) as error:
             return error
         if owner != self._router:  # an own entry is removed with its request, or by `OpenEntries`

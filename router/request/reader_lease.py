@@ -24,7 +24,9 @@ async def wait_for_resume_point(stream: TokenStream, after_seq: int) -> None:
     await stream.wait_until_caught_up(after_seq)
     certain = stream.certain_tokens
     if certain is not None and after_seq > certain:
-        detail = f"what was shown after token {certain} is lost, and may not come out the same again"
+        detail = (
+            f"tokens after seq {certain} are lost and may differ when they are generated again: resume at {certain}"
+        )
         raise Aborted(Reason.TAIL_UNCERTAIN, detail, resume=ResumePoint(0, certain))
     if after_seq > len(stream.tokens):
         if stream.may_lag_client and isinstance(stream.end, ServiceError):
@@ -75,7 +77,7 @@ class ReaderLease:
         if self._stream.end is not None:
             self._ended_since = self._ended_since or now
             if since is not None and now - max(since, self._ended_since) >= self._unread_s:
-                detail = f"the request has ended, and no message was taken for {self._unread_s:g} s"
+                detail = f"the client read no message for {self._unread_s:g} s after the request's end"
                 resume = ResumePoint(0, len(self._stream.tokens))
                 self._stop(Aborted(Reason.SLOW_READER, detail, resume=resume))
                 return

@@ -31,7 +31,7 @@ class Finish:
 
 @dataclass(slots=True)
 class AttemptTrace:
-    """Course of the last attempt: seconds, and ``*_at`` in event loop time; None for what did not happen."""
+    """Workers and times of the last attempt: seconds, ``*_at`` in event loop time; None: did not happen."""
 
     attempts: int = 1
     prefill_worker: str = ""

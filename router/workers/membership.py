@@ -123,7 +123,7 @@ class WorkerMembership:
         incarnation = Incarnation.of(facts.peer)
         if incarnation not in self._rejected:
             self._rejected.add(incarnation)
-            _log.warning("a worker can't be used", worker=incarnation.id, model=facts.model, why=why)
+            _log.warning("a worker can't be used", worker=incarnation.id, model=facts.model, reason=why)
         return False
 
     def _incompatibility(self, facts: WorkerRegistration) -> str | None:

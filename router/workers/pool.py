@@ -86,7 +86,7 @@ class WorkerPool:
         ]
 
     def can_receive(self, source: WorkerHandle, excluded: AbstractSet[Incarnation]) -> bool:
-        """Whether a worker can take a migrated run now; cheap, as each sequence asks at every heartbeat."""
+        """Whether a worker can take a migrated run now; cheap: it is called for each sequence at every heartbeat."""
         candidates = [
             worker
             for worker in self.of(source.facts.model)

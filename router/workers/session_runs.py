@@ -128,7 +128,7 @@ class SessionRuns:
                 self._reject(run, "it sent a token or logprobs that the request can't have")
 
     def _reject(self, run: RunSubscription, detail: str) -> None:
-        _log.error("a worker's message about a run is wrong", worker=self._worker_id, run=run.key, why=detail)
+        _log.error("invalid message from a worker", worker=self._worker_id, run=run.key, reason=detail)
         self._cancel(run)
         self._fail(run, wire.CAUSE_CORRUPT, detail)
 

@@ -1,7 +1,8 @@
 """State of a process, served by gRPC's health service.
 
 STARTING --mark_ready()--> READY --mark_draining()--> DRAINING --mark_stopped()--> STOPPED     the server ends
-    '-----------------'--mark_failed(reason)-----'---> FAILED --mark_stopped()---'
+    |'--------------------------mark_draining()----------^ |                          ^
+    '-----------------'--mark_failed(reason)-----'---------'-> FAILED --mark_stopped()-'
 
 "alive" is SERVING while nothing failed; "", "ready" and each service while READY.
 """

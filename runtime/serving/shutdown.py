@@ -20,8 +20,8 @@ class Shutdown:
         self._requested = asyncio.Event()
         self._forced = asyncio.Event()
 
-    def request(self, why: str) -> None:
-        _log.info("shutdown", why=why, at_once=self.ends_process or self._requested.is_set())
+    def request(self, reason: str) -> None:
+        _log.info("shutdown", reason=reason, at_once=self.ends_process or self._requested.is_set())
         if self.ends_process:
             _log.info("ended")
             end_process(0)

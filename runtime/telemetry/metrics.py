@@ -148,10 +148,12 @@ class QueueMetrics:
     def __init__(self, registry: Registry) -> None:
         label = ("model",)
         self.running = registry.gauge("requests_running", "Requests that a worker has scheduled.", label)
-        self.waiting = registry.gauge("requests_waiting", "Requests that no worker has scheduled yet.", label)
+        self.waiting = registry.gauge(
+            "requests_waiting", "Requests whose current attempt no worker has scheduled yet.", label
+        )
         self.oldest = registry.gauge(
             "oldest_waiting_request_seconds",
-            "Age of the oldest request that no worker has scheduled yet; 0 if there is none.",
+            "Age of the oldest request whose current attempt no worker has scheduled yet; 0 if there is none.",
             label,
         )
         self.prompt_tokens = registry.gauge(

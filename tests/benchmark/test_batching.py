@@ -229,7 +229,7 @@ def test_the_html_report_has_a_timeline_of_slots_with_padding(document: dict[str
     [
         ({"kv_tokens": 100}, "--kv-tokens: at least 544"),
         ({"caps": (1 << 20,)}, "outputs: at most"),
-        ({"kv_tokens": 1 << 20}, "--kv-memory: room for at least"),
+        ({"kv_tokens": 1 << 20}, "--kv-memory: memory for at least"),
     ],
 )
 def test_a_queue_that_does_not_fit_is_refused_before_anything_runs(options: dict[str, Any], message: str) -> None:

@@ -179,7 +179,7 @@ def test_a_shutdown_that_cut_requests_off_is_reported(tmp_path: Path) -> None:
     with up(tmp_path, stand_ins({"decode-1": "end-badly"}, ROUTER)) as running:
         running.until("up", "ready")
         assert running.end() == 1
-        assert running.until("up", "ended with work cut off")["names"] == ["decode-1"]
+        assert running.until("up", "did not end gracefully")["names"] == ["decode-1"]
 
 
 def test_a_process_that_does_not_end_is_killed_when_its_drain_is_over(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_process_that_does_not_end_is_killed_when_its_drain_is_over(tmp_path: 
         running.until("up", "ready")
         descendants = running.descendants()
         assert running.end() == 1
-        running.until("up", "did not end when asked", name="decode-1")
+        running.until("up", "killed after the drain timeout", name="decode-1")
         nothing_left(descendants, tmp_path)
 
 

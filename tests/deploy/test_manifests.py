@@ -177,7 +177,7 @@ def test_certificates_come_from_an_authority_of_this_deployment() -> None:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="renders an overlay with kubectl, which is not on PATH")
 def test_an_overlay_leaves_cert_manager_out_as_documented(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "guides" / "deploy.md").read_text()
+    text = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
     (patch,) = [block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "$patch: delete" in block]
     shutil.copytree(BASE, tmp_path / "base")
     (tmp_path / "mine").mkdir()

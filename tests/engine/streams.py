@@ -32,7 +32,7 @@ class Streams:
         its id is free once that is done.
         """
         if request.id in self._queues:
-            raise InvalidRequest("id", "not alive already", request.id)
+            raise InvalidRequest("id", "not in use by a live sequence", request.id)
         # Before the sequence exists: the answer to ``add`` and its first token may arrive in one callback.
         queue = self._queues[request.id] = asyncio.Queue()
         over = False

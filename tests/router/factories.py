@@ -53,7 +53,7 @@ async def valid(
 
 
 def write(stream: TokenStream, *tokens: int, end: Finish | ServiceError | None = None) -> None:
-    """Append tokens and an end to a stream, as dispatch does when they arrive."""
+    """Append tokens and an end to a stream, as the token writer and the execution do."""
     stream.tokens += tokens
     if stream.request.output_options.logprobs is not None:
         stream.logprobs.extend(logprobs(stream.request.output_options.logprobs, token) for token in tokens)

@@ -1,4 +1,5 @@
-"""Owners of runs: the session that gets a run's messages, and orphans. Never touches the engine.
+"""Owners of runs: the session that gets a run's messages, and orphans. The engine is reached through
+`RunExecutor`.
 
 A run whose session ended is an orphan: dropped one lease later, unless its router returns or another adopts it.
 """

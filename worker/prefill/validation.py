@@ -29,7 +29,7 @@ class CallValidator:
             detail = f"{len(request.token_ids)} tokens; the maximum context length is {host.context_length}"
             raise _rejected(wire.CAUSE_NEVER_FITS, detail)
         if self._queue.num_waiting + host.waiting_arrivals >= host.max_waiting:
-            raise _rejected(wire.CAUSE_BUSY, f"{host.max_waiting} runs wait already")
+            raise _rejected(wire.CAUSE_BUSY, f"at most {host.max_waiting} runs may wait")
         if engine_request.HasField("remaining_ms") and not engine_request.remaining_ms:
             raise _rejected(wire.CAUSE_DEADLINE, "the deadline has passed")
         now = time.monotonic()

@@ -158,4 +158,4 @@ def _check_memory(planned: Sequence[Queue], device: Device) -> None:
     has = device.num_blocks // len(device.windows) * size
     needed = max(curve.kv_tokens(size), *(queue.kv_tokens + size * queue.batch_size for queue in planned))
     if has < needed:
-        raise InvalidBenchmark("--kv-memory", f"room for at least {needed:,} tokens", f"{has:,}")
+        raise InvalidBenchmark("--kv-memory", f"memory for at least {needed:,} tokens", f"{has:,}")

@@ -11,7 +11,8 @@ from decant.command.files import check_report, write_report
 
 def batching(  # noqa: PLR0913 - a command's options are its parameters
     model: Annotated[
-        str | None, typer.Option(help="Folder of a model, or a shape such as qwen2.5-0.5b; unset: the small one.")
+        str | None,
+        typer.Option(help="Folder of a model, or a shape such as qwen2.5-0.5b; unset: the packaged tiny-python model."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of weights and KV cache: auto, bfloat16 or float32.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the engine; unset: its cores.")] = None,
@@ -21,7 +22,9 @@ def batching(  # noqa: PLR0913 - a command's options are its parameters
     ] = "32,128,512,1536",
     requests: Annotated[int, typer.Option(min=32, help="Requests of each exponential queue.")] = 128,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt length of the exponential queues.")] = 512,
-    kv_tokens: Annotated[int, typer.Option(min=1, help="KV memory of each contender in tokens, there.")] = 8704,
+    kv_tokens: Annotated[
+        int, typer.Option(min=1, help="KV memory of each contender in the exponential queues, in tokens.")
+    ] = 8704,
     token_budget: Annotated[int, typer.Option(min=1, help="Tokens of a step that mixes prompts and decodes.")] = 256,
     seed: Annotated[int, typer.Option(help="Seed of prompts and lengths.")] = 0,
     html: Annotated[Path | None, typer.Option(help="Also write a report with charts, as one HTML file.")] = None,

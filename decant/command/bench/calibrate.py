@@ -14,7 +14,10 @@ HAND_ALL_OFF = MappingProxyType({"DECANT_HANDOFF_MIN_TOKENS": "0"})
 
 def calibrate(
     model: Annotated[
-        str | None, typer.Option(help="Folder of the model, or a shape such as smollm2-135m; unset: the small one.")
+        str | None,
+        typer.Option(
+            help="Folder of the model, or a shape such as smollm2-135m; unset: the packaged tiny-python model."
+        ),
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=8, help="Length of the longest prompts.")] = 2000,
     output_tokens: Annotated[int, typer.Option(min=2, help="Mean length of the outputs.")] = 500,

@@ -16,7 +16,7 @@ def interference(  # noqa: PLR0913 - a command's options are its parameters
         str | None,
         typer.Option(
             help="Folder or hub name of the model, or a shape with random weights, such as qwen2.5-0.5b; unset: the "
-            "small one."
+            "packaged tiny-python model."
         ),
     ] = None,
     running: Annotated[int, typer.Option(min=1, max=64, help="Answers that are running.")] = 8,

@@ -164,7 +164,7 @@ def _check_variables(environment: Mapping[str, str]) -> None:
     known = _names(RouterSettings) | _names(WorkerSettings) | CLIENT_VARIABLES
     for name in sorted(environment):
         if name in _DIFFERS:
-            raise CommandFailed(f"{name}: not for `decant up`: its processes differ in it", status=2)
+            raise CommandFailed(f"{name}: unset; `decant up` sets it for each process", status=2)
         if name.startswith(PREFIX) and name not in known:
             raise CommandFailed(f"{name}: no process has such a variable", status=2)
 

@@ -36,7 +36,7 @@ def kv_share(available: int, weights: int, workers: int) -> int:
     share = int(available * (1 - _KEPT_FREE) / workers - weights * _COPIES)
     if share < KV_FLOOR:
         text = f"memory: {workers} workers with {size(weights)} of weights each, got {size(available)} that are free"
-        raise CommandFailed(f"{text}; start fewer, or say --kv-memory", status=2)
+        raise CommandFailed(f"{text}; start fewer, or pass --kv-memory", status=2)
     return min(share, KV_CAP)
 
 

@@ -137,7 +137,7 @@ class Supervisor:
             try:
                 self._write_record()
             except CommandFailed as error:
-                _log.warning("can't be announced to other commands", reason=str(error))
+                _log.warning("the deployment's record can't be written", reason=str(error))
 
     def _write_record(self) -> None:
         deployment = Deployment(
@@ -181,11 +181,11 @@ class Supervisor:
         limit = self._plan.drain_seconds + BEYOND_DRAIN_S
         ended, timed_out = await asyncio.wait(ending, timeout=limit)
         for one in timed_out:
-            _log.error("did not end when asked", name=ending[one].spec.name, limit_seconds=limit)
+            _log.error("killed after the drain timeout", name=ending[one].spec.name, limit_seconds=limit)
             ending[one].kill()
         cut_off = [ending[one].spec.name for one in ended if one.result() not in _GRACEFUL_STATUSES]
         if cut_off:
-            _log.error("ended with work cut off", names=sorted(cut_off))
+            _log.error("did not end gracefully", names=sorted(cut_off))
         return not timed_out and not cut_off
 
     async def _forced(self) -> int:

@@ -58,11 +58,11 @@ def test_an_invalid_request_is_refused_by_field_and_others_continue(make: MakeDe
 def test_an_id_is_free_again_after_its_end_is_emitted(make: MakeDevice) -> None:
     engine = engine_of(make)
     log = run(engine, make_request("a"), steps=2)
-    with pytest.raises(InvalidRequest, match="alive") as refused:
+    with pytest.raises(InvalidRequest, match="not in use by a live sequence") as refused:
         engine.add(make_request("a"))
     assert (refused.value.field, refused.value.value) == ("id", "a")
     engine.cancel("a")
-    with pytest.raises(InvalidRequest, match="alive"):
+    with pytest.raises(InvalidRequest, match="not in use by a live sequence"):
         engine.add(make_request("a"))
     run(engine, log=log)
     assert log["a"].reason is FinishReason.CANCELLED

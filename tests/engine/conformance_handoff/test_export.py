@@ -70,7 +70,7 @@ def test_a_cancel_during_an_export_frees_all_but_the_lease(make: MakeDevice, whe
     assert export.ended is (when != "finalized")
     with pytest.raises(UnknownSequence):
         sender.transfers.finalize("moved")
-    with pytest.raises(InvalidRequest, match="alive"):
+    with pytest.raises(InvalidRequest, match="not in use by a live sequence"):
         sender.add(MOVED)
     sender.transfers.release("moved")
     sender.transfers.release("moved")
@@ -112,9 +112,9 @@ def test_misuse_of_transfers_raises_typed_errors(make: MakeDevice) -> None:
             engine.transfers.export("moved", cached_blocks)
         assert (refused.value.field, refused.value.value) == ("cached_blocks", cached_blocks)
     engine.transfers.export("moved", 5)
-    with pytest.raises(InvalidRequest, match="exported already"):
+    with pytest.raises(InvalidRequest, match="a sequence without an open export"):
         engine.transfers.export("moved")
-    with pytest.raises(InvalidRequest, match="alive"):
+    with pytest.raises(InvalidRequest, match="not in use by a live sequence"):
         engine.transfers.reserve(MOVED)
     with pytest.raises(InvalidRequest) as refused:
         engine.transfers.reserve(make_request("full", 96))

@@ -51,11 +51,20 @@ BROKEN: dict[str, tuple[str, Callable[[Payload], Payload]]] = {
         "block 0 of group 0 has 0",
         lambda c: replace(c, runs=[(c.runs[0][0], b"", c.runs[0][2]), *c.runs[1:]]),
     ),
-    "the first block is missing": ("with block 0 of group 0 missing", lambda c: replace(c, runs=c.runs[1:])),
-    "the last block is missing": ("with block 5 of group 0 missing", lambda c: replace(c, runs=c.runs[:-1])),
-    "all blocks are missing": ("block 0 .*, block 5 of group 0 missing", lambda c: replace(c, runs=[])),
+    "the first block is missing": (
+        "6 in the commit, got 5; missing: block 0 of group 0",
+        lambda c: replace(c, runs=c.runs[1:]),
+    ),
+    "the last block is missing": (
+        "6 in the commit, got 5; missing: block 5 of group 0",
+        lambda c: replace(c, runs=c.runs[:-1]),
+    ),
+    "all blocks are missing": (
+        "6 in the commit, got 0; missing: block 0 .*, block 5 of group 0",
+        lambda c: replace(c, runs=[]),
+    ),
     "a block is beyond the commit": (
-        "with none missing, 7 here",
+        "6 in the commit, got 7; missing: none",
         lambda c: replace(
             c, runs=[*c.runs, (BEYOND, c.runs[0][1], block_checksum(default_checksum, BEYOND, c.runs[0][1]))]
         ),

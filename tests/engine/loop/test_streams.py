@@ -47,7 +47,7 @@ async def test_leaving_a_stream_early_cancels_its_sequence() -> None:
         async with aclosing(streams.generate(make_request(max_tokens=80))) as events:
             async for _ in events:
                 break
-        with pytest.raises(InvalidRequest, match="alive"):
+        with pytest.raises(InvalidRequest, match="not in use by a live sequence"):
             await collect(streams, make_request())
         await eventually(lambda: not streams._queues)
         load = await streams.loop.call(lambda engine: engine.load())

@@ -81,7 +81,7 @@ def mix_the_salts(patch: Patch) -> None:
 
 FAULTS: dict[Callable[[Patch], None], str] = {
     leak_a_block: "reference counts differ",
-    release_no_table: "are not alive",
+    release_no_table: "own no live sequence",
     free_a_block_twice: "free twice",
     share_without_counting: "reference counts differ",
     allocate_a_held_block: "lists a block twice|is shared|shares a block",
