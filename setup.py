@@ -83,7 +83,7 @@ CPUS = {
     "_kernels": ("module.cpp", ("-mavx2",)),
     "_kernels_avx512": ("avx512.cpp", tuple(f"-mavx512{part}" for part in AVX512)),
 }
-"""By what a CPU has."""
+"""Source and flags of each build."""
 
 
 def extensions() -> list[Extension]:

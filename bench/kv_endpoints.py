@@ -34,7 +34,7 @@ CONTEXT = 256
 MOST_DECODED = 1000
 DECODE_BYTES = 512 << 20
 SWITCH_SECONDS = 0.0005
-"""As in a worker's process."""
+"""The interpreter's switch interval, as in a worker's process."""
 
 
 class Span(NamedTuple):

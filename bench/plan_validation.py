@@ -47,7 +47,7 @@ GOAL = 0.2
 SHARES = (0.3, 0.6)
 _CALIBRATION_SEED = 1_000_000
 _CLIENTS, _SATURATION_REQUESTS = 24, 144
-"""With few clients all are in one pool at a time."""
+"""Clients and requests of the saturation run: with few clients all are in one pool at a time."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ STREAMS = 32
 FRAMES = (64, 256)
 IDLE = ("router", "prefill", "decode", "redis")
 SETTLE_SECONDS = 2.0
-"""Before the idle deployment is measured."""
+"""Pause before the idle deployment is measured."""
 FLUSH_SECONDS = RouterSettings.model_fields["flush_ms"].default / 1000
 
 

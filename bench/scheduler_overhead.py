@@ -42,7 +42,7 @@ from decant.engine.scheduler import Limits
 BLOCK_SIZE = 16
 VOCABULARY = 16
 GOAL_MS = 1.5
-"""For 256 running sequences."""
+"""Milliseconds a step for 256 running sequences."""
 
 ROUND = 100
 """Limits the growth of contexts."""

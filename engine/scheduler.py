@@ -36,7 +36,7 @@ STRETCH_FACTOR = 4
 QUEUED_PREFIX_LOOKUPS = 32
 
 TOKEN_BUDGET = 512
-"""Without measured costs."""
+"""Tokens of a step without measured costs."""
 
 MIN_TOKEN_BUDGET, MAX_TOKEN_BUDGET = 64, 2048
 

@@ -26,7 +26,7 @@ from decant.protos import worker_pb2 as wire
 from decant.runtime.telemetry import logs
 
 RETRY_SECONDS = 60.0
-"""After a failed read, chunks from that address come with their data for so long."""
+"""Time after a failed read in which chunks from that address come with their data."""
 
 _log = logs.get(__name__)
 

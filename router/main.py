@@ -55,7 +55,7 @@ from decant.state.store import Store, StoreSettings
 PROGRAM = "decant router"
 VERSION = version("decant-llm")
 DRAIN_SHARE = 0.8
-"""For requests to end; the rest is for telling the others."""
+"""Share of a drain for requests to end; the rest is for handing the others over."""
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
 _log = logs.get(__name__)

@@ -30,7 +30,7 @@ class Reason(StrEnum):
     """The names of ``decant.v1.ErrorReason`` without prefix, and two internal ones."""
 
     UNSPECIFIED = "UNSPECIFIED"
-    """From the transport or another server."""
+    """Reason of an error from the transport or another server."""
     INVALID_FIELD = "INVALID_FIELD"
     EMPTY_PROMPT = "EMPTY_PROMPT"
     PROMPT_TOO_LONG = "PROMPT_TOO_LONG"

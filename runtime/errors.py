@@ -40,7 +40,7 @@ from decant.runtime.error_details import (
 RETRY_AFTER_SECONDS = 1.0
 """Where the end of the cause is unknown."""
 RETRY_ELSEWHERE_SECONDS = 0.1
-"""While this process drains: another one may take the call."""
+"""Retry delay while this process drains: another one may take the call."""
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 

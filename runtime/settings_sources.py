@@ -24,7 +24,7 @@ from decant.runtime.settings import PREFIX, InvalidSettings, SettingError, Setti
 
 CONFIG = "config"
 CLIENT_VARIABLES = frozenset({"DECANT_TOKEN"})
-"""Of the `decant` command, allowed for any process."""
+"""Variables of the `decant` command, allowed for any process."""
 
 _KUBERNETES_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP))?")
 

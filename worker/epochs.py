@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from decant.protos import worker_pb2 as wire
 
 KEEP_S = 900.0
-"""While a request is not live, since its epoch was last named: far beyond any lease."""
+"""Time for which the epoch of a request that is not live is kept, since it was last named: far beyond any lease."""
 
 MAX_KEPT = 100_000
 """Requests that are not live; those named longest ago go first."""

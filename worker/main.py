@@ -52,7 +52,7 @@ from decant.worker.startup.load_model import in_own_thread, limits_of, load_mode
 from decant.worker.startup.registration import Registrar
 
 CRASH_REPLY_S = 0.25
-"""After a crash, for the answers to callers."""
+"""Time after a crash for the answers to callers."""
 
 SWITCH_S = 0.0005
 """Interpreter switch interval: the engine's thread waits for the event loop's at every call."""

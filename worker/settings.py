@@ -13,7 +13,7 @@ from decant.runtime.telemetry.logs import LogSettings
 from decant.state.store import BadUrl, check_url
 
 Build = Literal["auto", "avx512", "avx2", "none"]
-"""Of the CPU kernels."""
+"""Build of the CPU kernels."""
 
 
 class WorkerSettings(LogSettings, ServerSettings, PeerTls):

@@ -17,7 +17,7 @@ from typing import Any
 from bench.comparison.roofline import Rates, Step, Weights
 
 RATE_OF_GOALS = 1e12
-"""Of the machine that the goals in seconds are for; elsewhere they scale with the product rate."""
+"""Operations per second of the machine that the goals in seconds are for; they scale with the measured rate."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import psutil
 from bench.deployment.processes import end
 
 RATE = 200
-"""Per second."""
+"""Requests per second."""
 END_SECONDS = 30.0
 
 

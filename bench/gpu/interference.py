@@ -24,7 +24,7 @@ from decant.engine.sequence import BlockAddress
 from decant.engine.transfer import TransferCommit
 
 _ONE_AT_A_TIME = threading.Lock()
-"""On a CPU, whose layers have one set of buffers."""
+"""Held during a step on a CPU, whose layers have one set of buffers."""
 
 Payload = tuple[Request, list[tuple[BlockAddress, bytes, int]], TransferCommit]
 

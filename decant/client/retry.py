@@ -32,7 +32,7 @@ from decant.runtime.errors import InvalidArgument, ServiceError
 
 MORE_TRIES = 2
 LONGEST_PAUSE_S = 30.0
-"""Before the first message; an error with a longer retry delay is raised."""
+"""Longest pause before the first message; an error with a longer retry delay is raised."""
 
 _LOST_CODES = frozenset(
     {
@@ -64,7 +64,7 @@ class RetryState:
             raise InvalidArgument("timeout", limit, repr(seconds))
         self.seconds = seconds
         self.metadata: tuple[tuple[str, str], ...] = ()
-        """Of each call, beside the credentials."""
+        """Metadata of each call, beside the credentials."""
         self._selector = selector
         self._clock = selector.clock
         self._deadline = None if seconds is None else selector.clock() + seconds

@@ -24,7 +24,7 @@ from decant.runtime.telemetry import tracing
 CANCEL_SECONDS = 2.0
 """Timeout of a cancel, so that a lost router does not delay its client."""
 WAIT_SECONDS = 0.2
-"""Of one wait in the main thread: a signal that comes just before it does not end it."""
+"""Longest single wait in the main thread: a signal that comes just before it does not end it."""
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ _NO_CONNECTION = re.compile(
     re.DOTALL,
 )
 _CLOSED = "Socket closed"
-"""From a server with TLS for a plaintext call, or for one without client certificate."""
+"""Details of the status of a plaintext call, or one without client certificate, to a server with TLS."""
 _NO_TLS = "WRONG_VERSION_NUMBER"
 """OpenSSL's text for bytes that are not TLS."""
 _UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"

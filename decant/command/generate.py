@@ -21,7 +21,7 @@ TOKEN = "DECANT_TOKEN"
 """The tenant's secret; other users can read command lines."""
 
 UNSET: tuple[Any, ...] = (None, [], ())
-"""Of options that are not given."""
+"""Values of options that are not given."""
 
 
 @dataclass

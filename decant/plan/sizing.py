@@ -25,7 +25,7 @@ MAX_WORKERS = 10_000
 _LEAST_RATE = 1e-6
 _STEPS = 60  # halvings: more than a double resolves
 _ROUNDS = 40
-"""Until each pool's use agrees with what it costs the other."""
+"""Rounds until each pool's use agrees with what it costs the other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from decant.engine.checkpoint.weight_format import PLAIN, WeightFormat
 from decant.engine.errors import ModelRefused
 
 FORMATS: dict[str, WeightFormat] = {"fp8": Fp8()}
-"""By ``quant_method``."""
+"""Weight formats by ``quant_method``."""
 
 
 def find_format(name: str, config: Mapping[str, Any]) -> WeightFormat:

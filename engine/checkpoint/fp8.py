@@ -19,7 +19,7 @@ from decant.engine.checkpoint.weight_shapes import Stored
 BLOCK = 128
 
 SCALES = ("_scale", "_scale_inv")
-"""Of the whole tensor, of its blocks. Both are factors."""
+"""Suffixes of the scale of a whole tensor, and of its blocks. Both are factors."""
 
 _INPUT_SCALE = ".input_scale"
 

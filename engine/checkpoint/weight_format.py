@@ -11,7 +11,7 @@ from decant.engine.checkpoint.weight_shapes import Stored
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes per element."""
 _INDICES = {"I64", "BOOL"}
-"""Of buffers. Narrower integers are quantized or packed weights."""
+"""Dtypes of buffers. Narrower integers are quantized or packed weights."""
 _MASKS = (".attn.bias", ".attention.bias")
 """Causal masks saved by older releases of transformers, some as U8."""
 

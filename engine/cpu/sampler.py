@@ -19,7 +19,7 @@ _DRAW = np.dtype(
     [("scores", np.uint64), ("half", np.int64), ("top_k", np.int64)]
     + [(name, np.float64) for name in ("top_p", "min_p", "temperature", "number")]
 )
-"""As in kernels/sample.h."""
+"""Layout of a draw, as in kernels/sample.h."""
 
 
 class NativeSampler(Sampler):

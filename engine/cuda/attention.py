@@ -25,7 +25,7 @@ TILE = 32
 """Keys per product; divides SPLIT."""
 
 CHUNK_ROWS = 64
-"""Of a sequence with several tokens."""
+"""Rows of a chunk of a sequence with several tokens."""
 
 MIN_ROWS = 16
 

@@ -19,10 +19,10 @@ from decant.engine.request import Request
 T = TypeVar("T")
 
 ITEMS_PER_ROW = (2, 8, 32)
-"""Per row: contexts of 1,024, 4,096 and 16,384 tokens on average."""
+"""Work items per row, for contexts of 1,024, 4,096 and 16,384 tokens on average."""
 
 _STEP = 16
-"""From this many rows on, sizes are multiples; below, powers of two."""
+"""Sizes are multiples of this number of rows; below it, powers of two."""
 
 _PADDING = Request("padding", (0,))
 

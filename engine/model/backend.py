@@ -22,7 +22,7 @@ from decant.engine.plan import Device, DeviceMemory, Row
 CudaKernels = Literal["none", "triton"]
 
 PARTS = frozenset({"linear", "attention", "elementwise", "sampler"})
-"""In which a row's bits may depend on the other rows."""
+"""Parts of a step in which a row's bits may depend on the other rows."""
 
 
 class RunnerLimits(NamedTuple):

@@ -19,10 +19,10 @@ from decant.engine.sampler_state import SamplerState
 from decant.engine.scheduler import MAX_TOKEN_BUDGET, Limits
 
 HOST_BYTES = 1 << 30
-"""Of a device that computes in the host's memory."""
+"""Default KV memory of a device that computes in the host's memory."""
 
 MARGIN = 0.02
-"""For fragments, and kernels that are loaded later."""
+"""Share of the memory kept for fragments, and kernels that are loaded later."""
 
 
 def bytes_left(memory: DeviceMemory, activations: int, graphs: int) -> int:
@@ -30,7 +30,7 @@ def bytes_left(memory: DeviceMemory, activations: int, graphs: int) -> int:
 
 
 MAX_MEASURED_TOKENS = 1 << 20
-"""Of a step that is measured: its rows and inputs are built in the memory of the host."""
+"""Tokens of the largest step that is measured: its rows and inputs are built in the memory of the host."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import RETRY_AFTER_SECONDS, QueueFull
 
 WAIT_SHARE = 0.75
-"""Of the time until a request's deadline, for its predicted wait."""
+"""Share of the time until a request's deadline that its predicted wait may take."""
 
 
 def check_wait(settings: RouterSettings, waiting: int, predicted_s: float, deadline: Deadline) -> None:

@@ -29,7 +29,7 @@ class AttemptContext:
     """Use no prefill worker."""
     current_decode_worker: Incarnation | None = None
     layout: int = 0
-    """Of the workers whose tokens an earlier owner has sent, where they give equal bits; else 0."""
+    """Layout hash of the workers whose tokens an earlier owner has sent, if they give equal bits; else 0."""
     wait: Wait | None = None
     traceparent: str = ""
     prefix: PromptBlocks = field(init=False)

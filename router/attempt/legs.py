@@ -15,7 +15,7 @@ from decant.router.request.token_stream import Finish
 from decant.router.workers.waiting_line import Waiter
 
 PLACEMENT_RETRY_SECONDS = 1.0
-"""Between looks of a waiting request at whether a worker that it may go to still answers."""
+"""Interval at which a waiting request checks whether a worker that it may go to still answers."""
 
 _T = TypeVar("_T")
 

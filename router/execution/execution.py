@@ -47,7 +47,7 @@ class Phase(IntEnum):
 
     QUEUED = 0
     RECORDED = 1
-    """Also if the store may have it, or is unavailable with ``serve_without_redis``."""
+    """In Redis, or perhaps, or Redis is unavailable with ``serve_without_redis``."""
     RUNNING = 2
     ENDED = 3
     PERSISTED = 4
@@ -85,7 +85,7 @@ class Execution:
         self._slot: AdmissionSlot | None = None
         self._attempt: Attempt | None = None
         self._finish: Finish | None = None
-        """Of a complete answer, whose receipt may still wait: nothing ends it otherwise, except another owner."""
+        """Finish of a complete answer whose receipt may still wait: nothing ends it otherwise, except another owner."""
         if adopted is None:
             self._context = new_context(request, router.peer, router.pool, epoch)
         else:

@@ -25,7 +25,7 @@ BUSY_SHARE = 0.2
 MAX_BUSY_SECONDS = 1.0
 """...while this pause between them suffices."""
 MAX_FAULTS = 3
-"""Of an ended request, before it is dropped."""
+"""Refused writes of an ended request, after which it is dropped."""
 MAX_DOUBLINGS = 10
 MAX_ENDED = 10_000
 """Kept while Redis is unavailable; the oldest are dropped first."""

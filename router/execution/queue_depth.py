@@ -12,7 +12,7 @@ from decant.router.workers.pool import WorkerPool
 from decant.runtime.telemetry.metrics import QueueMetrics
 
 ASSUMED_PREFILL_S_PER_TOKEN = 0.001
-"""Until a prompt has been computed: a pool without workers has to show that work waits."""
+"""Seconds per token until a prompt has been computed: a pool without workers has to show that work waits."""
 
 
 @dataclass(slots=True)

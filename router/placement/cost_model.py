@@ -11,7 +11,7 @@ from collections.abc import Callable
 HALF_LIFE_SECONDS = 60.0
 MAX_WEIGHT = 16.0
 MIN_WEIGHT = 0.5
-"""With less weight a cost is unknown."""
+"""Smallest weight of samples; with less, a cost is unknown."""
 NEVER = 1 << 31
 """More tokens than any prompt has."""
 

@@ -13,7 +13,7 @@ from decant.router.placement.prefix_index import ExpectedBlocks, PrefixIndex, Pr
 from decant.state.ids import Incarnation
 
 SLOW_START_SEQUENCES = 16
-"""After a refusal, until the next load report; doubles with each report."""
+"""Sequences to place after a refusal, until the next load report; doubles with each report."""
 
 
 class CorrectedCounter:
@@ -46,7 +46,7 @@ class WorkerLoad:
         self.sequences = CorrectedCounter()
         self.layout = facts.layout
         self._routers: frozenset[Incarnation] | None = None
-        """By the last report; None before the first in this session."""
+        """Routers in the last report; None before the first in this session."""
         self._load = wire.Load(role=facts.role, free_blocks=facts.capacity.total_blocks, takes_prompts=True)
         self._cached = WorkerPrefixCache(self._index, self.number)
         self._snapshots: dict[tuple[int, bool], WorkerSnapshot] = {}

@@ -68,7 +68,7 @@ class TokenStream:
     first_sent_at: float | None = None  # to any reader, by the event loop's clock
     second_sent_at: float | None = None
     recorded: RequestRecord | None = None
-    """Of a replayed request."""
+    """Record of a replayed request."""
     counted: int | None = None
     """Tokens in the metrics; None: they exclude the request."""
     _waiter: asyncio.Future[None] | None = None

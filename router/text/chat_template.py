@@ -25,7 +25,7 @@ from decant.runtime.errors import InvalidArgument
 
 RENDER_SECONDS = 5.0
 START_SECONDS = 60.0
-"""Of the process, which a busy machine delays; not of the conversation that waits for it."""
+"""Longest start of the process, which a busy machine delays; no part of the time for a conversation."""
 MAX_RENDERED = 16 * 1024 * 1024
 """Characters."""
 NO_DEADLINE = Deadline()

@@ -17,7 +17,7 @@ ContextLengthOf = Callable[[str], int | None]
 
 SLICE = 1 << 16
 ASSUMED_CONTEXT_LENGTH = 1 << 20
-"""For Tokenize and Detokenize, if neither the model's files nor workers name one."""
+"""Context length for Tokenize and Detokenize if neither the model's files nor workers name one."""
 
 
 def context_length_of(model: ServedModel, max_context_length: ContextLengthOf) -> int | None:

@@ -21,7 +21,7 @@ MAX_CONCURRENT = 4
 QUEUE_LIMIT = 1024
 """Texts waiting."""
 MAX_BYTES = 64 * 1024 * 1024
-"""Of texts that wait or run."""
+"""Size of all texts that wait or run."""
 LARGE = 1024 * 1024
 """Bytes; such texts run one at a time."""
 

@@ -80,7 +80,7 @@ class RunSubscription:
         self.sink = sink
         self.listener = listener
         self.start = opening if isinstance(opening, wire.Start) else None
-        """Until the worker has reported anything of the run. None if adopted: it can't be started again."""
+        """Message that starts the run, until the worker has reported anything of it. None if adopted."""
         self.slots: set[int] = set()
         self.ended: wire.Ended | None = None
         self.last_resend_position: int | None = None

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from math import ceil
 
 HEARTBEAT_SECONDS = 0.25
-"""Between heartbeats, in both directions; default length of a tick."""
+"""Interval of heartbeats, in both directions; default length of a tick."""
 SUSPECT_SECONDS = 1.0
 """A peer silent for so long gets no new work."""
 SILENT_SECONDS = 3.0

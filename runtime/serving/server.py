@@ -34,9 +34,9 @@ from decant.runtime.telemetry import logs
 from decant.runtime.telemetry.metrics import ProcessMetrics, Registry
 
 CLEANUP_SECONDS = 5.0
-"""For cancelled calls to clean up."""
+"""Time for cancelled calls to clean up."""
 FLUSH_SECONDS = 1.0
-"""For gRPC to send the last statuses. Reflection may stay open."""
+"""Time for gRPC to send the last statuses. Reflection may stay open."""
 
 _HEALTH: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _log = logs.get(__name__)

@@ -16,7 +16,7 @@ _log = logs.get(__name__)
 class Shutdown:
     def __init__(self) -> None:
         self.ends_process = False
-        """With status 0, at the next request: set while another thread holds the GIL, which delays the event loop."""
+        """The next request ends the process with status 0: set while another thread holds the GIL for long."""
         self._requested = asyncio.Event()
         self._forced = asyncio.Event()
 

@@ -37,7 +37,7 @@ HANDOFF_BYTES = tuple(float(4**power * 1024) for power in range(2, 13))
 MAX_TENANTS = 100
 OTHER_TENANTS = "other"
 REFUSALS = (Reason.QUEUE_FULL, Reason.QUOTA_EXCEEDED, Reason.NO_WORKER, Reason.STATE_STORE_UNAVAILABLE)
-"""Of valid requests, by a router."""
+"""Reasons for which a router refuses valid requests."""
 
 
 class PromptSource(StrEnum):

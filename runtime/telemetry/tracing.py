@@ -29,7 +29,7 @@ NAME = "decant"
 KEY = "traceparent"
 """Metadata key of W3C Trace Context."""
 FLUSH_SECONDS = 3.0
-"""For the last spans of a process that ends."""
+"""Time for the last spans of a process that ends."""
 
 _VALID = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -38,7 +38,7 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 _PROTOCOL = "grpc"
 
 _provider: TracerProvider | None = None
-"""Of a server, within `exporting` or `recording`."""
+"""Tracer provider of a server, within `exporting` or `recording`."""
 
 Value = str | int | float | bool
 

@@ -19,7 +19,7 @@ from decant.worker.engine_host import EngineHost
 from decant.worker.wire_codec import other_request
 
 HELLO_SECONDS = 5.0
-"""For the hello after a call begins."""
+"""Time for the hello after a call begins."""
 
 _Context = grpc.aio.ServicerContext[wire.RouterMessage, wire.WorkerMessage]
 _log = logs.get(__name__)

@@ -17,7 +17,7 @@ from decant.runtime.errors import Aborted, ServiceError
 from decant.runtime.telemetry import logs
 
 LAST_WRITE_SECONDS = 0.5
-"""For the write in progress at the end: a router that does not read would block it."""
+"""Time for the write in progress at the end: a router that does not read would block it."""
 
 
 @dataclass(frozen=True, slots=True)

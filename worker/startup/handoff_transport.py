@@ -17,8 +17,8 @@ from decant.worker.engine_host import transfer_layout
 from decant.worker.settings import WorkerSettings
 
 START_SECONDS = 60.0
-"""For NIXL, which probes networks and registers the KV cache. It holds the GIL for seconds of that, during which the
-event loop stands still and cannot notice the limit.
+"""Time for NIXL, which probes networks and registers the KV cache. It holds the GIL for seconds of that, during which
+the event loop stands still and cannot notice the limit.
 """
 
 _log = logs.get(__name__)

@@ -8,7 +8,7 @@ from decant.bench.errors import InvalidBenchmark
 from decant.bench.traffic.lengths import Exponential
 
 MEAN_OUTPUT = 128
-"""Before the distribution is cut."""
+"""Mean in tokens, before the distribution is cut."""
 
 QUEUE, EVERY, SLOTS = 32, 8, 8
 """Each EVERY-th of QUEUE answers is long; SLOTS of the longest fit into KV memory."""

@@ -22,9 +22,9 @@ SHORT_CONTEXT = 64
 LARGEST_BATCH = 16
 _LONE, _QUEUED = 5, 16
 _CLIENTS = 3
-"""Of a queue: one prompt is computed, and another one waits even while a client sends its next."""
+"""Clients that keep a queue: one prompt is computed, and another one waits even while a client sends its next."""
 _CLIENTS_OF_HANDOFFS = 8
-"""Of prompts that are handed off while others always wait: a handoff may take as long as several prefills."""
+"""Clients whose prompts are handed off while others always wait: a handoff may take as long as several prefills."""
 _PARTS, _STEPS = 5, 8
 
 Notify = Callable[[str, int, int], None]

@@ -18,7 +18,7 @@ from decant.runtime.error_details import Reason
 from decant.runtime.errors import ServiceError
 
 LOST = grpc.StatusCode.UNAVAILABLE.name
-"""Without a reason of the service."""
+"""Code of a request that ended without a reason of the service."""
 LOST_IN_A_ROW = 3
 
 Notify = Callable[[Record], None]

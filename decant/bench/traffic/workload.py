@@ -12,7 +12,7 @@ from decant.bench.traffic import workload_file
 from decant.bench.traffic.lengths import Exponential, Lengths, Uniform
 
 ANYSCALE = (Uniform(512, 512), Exponential(128, 1536))
-"""Of Anyscale's comparison of continuous with static batching."""
+"""Lengths in Anyscale's comparison of continuous with static batching."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from decant.state.errors import StateError
 from decant.state.store import Store, StoreSettings
 
 PROCESS_BYTES = 256 << 20
-"""Of Python and torch in a worker."""
+"""Memory of Python and torch in a worker."""
 
 
 def check_model(options: UpOptions) -> None:

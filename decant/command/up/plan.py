@@ -22,7 +22,7 @@ _DIFFERS = {
 """Refused in the environment."""
 
 _ADMIN = ("--admin-host", "127.0.0.1", "--admin-port", "0")
-"""On loopback: the port has neither TLS nor credentials."""
+"""Listens on loopback: the port has neither TLS nor credentials."""
 
 _EVERY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
 

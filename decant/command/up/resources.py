@@ -10,7 +10,7 @@ from decant.engine.checkpoint import weight_files
 from decant.engine.errors import ModelRefused
 
 KV_CAP = 1 << 30
-"""Of a worker's default KV cache."""
+"""Largest default size of a worker's KV cache."""
 KV_FLOOR = 16 << 20
 _KEPT_FREE = 0.25  # of the memory that is available: steps, prompts, everything else on this machine
 _COPIES = 1.5  # of the weights while they are loaded and packed

@@ -31,7 +31,7 @@ LAST_BACKOFF_S = 30.0
 STEADY_S = 60.0
 """A process that ran so long restarts without backoff."""
 BEYOND_DRAIN_S = 15.0
-"""From the end of its drain until it is killed."""
+"""Time from the end of the drain of a process until it is killed."""
 
 # -SIGTERM: before the process installed its signal handler.
 _GRACEFUL_STATUSES = (0, -signal.SIGTERM)

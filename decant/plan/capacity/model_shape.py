@@ -12,7 +12,7 @@ from decant.plan.errors import InvalidPlan
 from decant.plan.quantities import parse_count
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
-"""Of an element; int4 has a two-byte scale for each group of 128."""
+"""Bytes of an element; int4 has a two-byte scale for each group of 128."""
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _REQUIRED = ("layers", "hidden", "heads")
