@@ -82,10 +82,10 @@ class Up:
                 if len(found) >= count:
                     return found[count - 1]
                 assert self._reader.is_alive(), f"ended before {wanted}: {self.lines}"
-                assert time.monotonic() < ends, f"never said {wanted}: {self.lines}"
+                assert time.monotonic() < ends, f"no event with {wanted}: {self.lines}"
                 self._changed.wait(1.0)
 
-    def said(self, process: str) -> list[str]:
+    def events(self, process: str) -> list[str]:
         return [line["event"] for line in self.lines if line["process"] == process]
 
     def descendants(self) -> list[psutil.Process]:

@@ -103,20 +103,20 @@ def test_a_consistent_audit_succeeds(redis: str, worker: tuple[Worker, str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (wire.AuditResponse(total_blocks=10, free_blocks=9), "9 accounted for"),
         (wire.AuditResponse(total_blocks=1, free_blocks=1, violations=["block 3 has no owner"]), "block 3"),
     ],
 )
 def test_an_inconsistent_audit_exits_with_1(
-    redis: str, worker: tuple[Worker, str], answer: wire.AuditResponse, said: str
+    redis: str, worker: tuple[Worker, str], answer: wire.AuditResponse, message: str
 ) -> None:
     worker[0].answer = answer
     register(redis, worker[1])
     done = run("audit", "--redis-url", redis)
     assert done.exit_code == 1
-    assert said in done.stdout
+    assert message in done.stdout
 
 
 def test_a_worker_that_does_not_answer_fails_the_audit(redis: str, worker: tuple[Worker, str]) -> None:

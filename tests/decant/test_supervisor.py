@@ -87,7 +87,7 @@ def test_a_process_that_refuses_its_settings_ends_all_with_its_own_message(tmp_p
     with up(tmp_path, stand_ins({"prefill-1": "", "decode-1": "refuse"}, ROUTER)) as running:
         assert running.ended() == 2
         assert "decode-1: stand-in: --speed: below 3, got 4" in running.stderr()
-        assert running.said("router-1") == []
+        assert running.events("router-1") == []
         nothing_left([], tmp_path)
 
 
@@ -117,7 +117,7 @@ def test_up_can_be_ended_while_it_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["decode-1", "router-1"])
-def test_a_process_that_dies_is_restarted_and_reported(tmp_path: Path, name: str) -> None:
+def test_a_killed_process_is_restarted_and_reported(tmp_path: Path, name: str) -> None:
     with up(tmp_path, stand_ins(PAIR, ROUTER)) as running:
         running.until("up", "ready")
         before = port_of(running, name)

@@ -50,9 +50,9 @@ LOST = Process(3, "lost", lost_at=0.0)
 def test_commands_wait_for_a_starting_deployment_and_say_so(here: Here) -> None:
     starting = deployment(has_started=False, decode_1=LOADING)
     here.states = [starting, starting, deployment(decode_1=READY)]
-    said: list[str] = []
-    assert Waiting("--address", 60, said.append, poll_s=0.0).deployment().has_started
-    assert said == ["`decant up` (process 7) is starting: decode-1 (loading 40 %)"]
+    messages: list[str] = []
+    assert Waiting("--address", 60, messages.append, poll_s=0.0).deployment().has_started
+    assert messages == ["`decant up` (process 7) is starting: decode-1 (loading 40 %)"]
 
 
 @pytest.mark.parametrize("command", ["audit", "status"])
@@ -89,9 +89,9 @@ def test_a_deployment_of_which_there_is_no_trace_is_waited_for_only_when_asked(m
     monkeypatch.setattr(deployments, "latest", latest)
     with pytest.raises(CommandFailed, match="no deployment"):
         Waiting("--address", None, poll_s=0.0).deployment()
-    said: list[str] = []
-    assert Waiting("--address", 60, said.append, poll_s=0.0).deployment().has_started
-    assert said == ["waiting for a deployment on this machine"]
+    messages: list[str] = []
+    assert Waiting("--address", 60, messages.append, poll_s=0.0).deployment().has_started
+    assert messages == ["waiting for a deployment on this machine"]
 
 
 def test_a_restart_is_waited_for_until_all_are_ready(here: Here) -> None:

@@ -310,7 +310,7 @@ async def test_unauthenticated_and_over_quota_calls_are_refused_by_reason(
         for metadata in (None, bearer("guessed")):
             unknown = await error_of(harness.stub.Generate(generate_request(5), metadata=metadata))
             assert (unknown.code, unknown.reason) == (Code.UNAUTHENTICATED, "NO_CREDENTIALS")
-            assert list(unknown.details) == [ErrorInfo], "it isn't said why"
+            assert list(unknown.details) == [ErrorInfo], "the reason is not given"
         denied = await error_of(harness.stub.Generate(generate_request(5, model="n"), metadata=mine))
         assert (denied.code, denied.reason) == (Code.PERMISSION_DENIED, "NOT_ALLOWED")
 

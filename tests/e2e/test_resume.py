@@ -215,7 +215,7 @@ async def test_a_killed_router_loses_no_output() -> None:
         await asyncio.to_thread(running.settled)
 
 
-async def test_detached_requests_of_a_router_that_dies_are_finished_by_the_other() -> None:
+async def test_detached_requests_of_a_lost_router_are_finished_by_the_other() -> None:
     with deployment(routers=2, worker=(*SMALL_KV, "--lease-ms", "3000")) as running:
         first, one = open_stub(running.addresses[0])
         second, other = open_stub(running.addresses[1])

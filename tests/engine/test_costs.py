@@ -63,7 +63,7 @@ def test_costs_of_zero_count_as_unknown() -> None:
 # -- kept true --------------------------------------------------------------------------------------------------
 
 DECODES, PROMPT = StepWork(8, 8, 4_000), StepWork(248, 1, 36_000)
-SAID = StepCostModel(0.03, 0.001, 0.001, 1e-7)
+MEASURED = StepCostModel(0.03, 0.001, 0.001, 1e-7)
 
 
 def step_seconds(truth: StepCostModel, decodes: StepWork, prompts: StepWork) -> float:
@@ -77,42 +77,42 @@ def teach(predictor: StepTimePredictor, truth: StepCostModel, times: int = 60) -
 
 
 def slower(times: float) -> StepCostModel:
-    return StepCostModel(SAID.fixed * times, SAID.token * times, SAID.logits * times, SAID.pair * times)
+    return StepCostModel(MEASURED.fixed * times, MEASURED.token * times, MEASURED.logits * times, MEASURED.pair * times)
 
 
 @pytest.mark.parametrize(
-    "truth", [slower(0.25), slower(0.8), SAID, slower(1.3), slower(4), StepCostModel(0.2, 3e-4, 0.01, 0)]
+    "truth", [slower(0.25), slower(0.8), MEASURED, slower(1.3), slower(4), StepCostModel(0.2, 3e-4, 0.01, 0)]
 )
 def test_a_forecast_comes_to_what_steps_take_with_prompts_and_without(truth: StepCostModel) -> None:
-    predictor = StepTimePredictor(SAID)
+    predictor = StepTimePredictor(MEASURED)
     teach(predictor, truth, 150)
     assert predictor.seconds(DECODES, PROMPT) == pytest.approx(step_seconds(truth, DECODES, PROMPT), rel=0.03)
     assert predictor.seconds(DECODES) == pytest.approx(truth.seconds(DECODES), rel=0.03)
 
 
 def test_prefill_only_steps_are_enough_to_learn() -> None:
-    truth, predictor = SAID, StepTimePredictor(StepCostModel(0.3, 0.001, 0.01, 1e-7))
+    truth, predictor = MEASURED, StepTimePredictor(StepCostModel(0.3, 0.001, 0.01, 1e-7))
     for _ in range(100):
         predictor.note(DECODES, PROMPT, step_seconds(truth, DECODES, PROMPT))
     assert predictor.seconds(DECODES, PROMPT) == pytest.approx(step_seconds(truth, DECODES, PROMPT), rel=0.03)
 
 
 def test_an_outlier_changes_the_predicted_step_time_for_a_few_steps_only() -> None:
-    predictor = StepTimePredictor(SAID)
+    predictor = StepTimePredictor(MEASURED)
     usual = predictor.max_tokens_within(0.25, 1000, 4096)
     predictor.note(DECODES, PROMPT, 10.0)
     assert predictor.max_tokens_within(0.25, 1000, 4096) > 0.85 * usual
     for _ in range(5):
-        predictor.note(DECODES, PROMPT, step_seconds(SAID, DECODES, PROMPT))
+        predictor.note(DECODES, PROMPT, step_seconds(MEASURED, DECODES, PROMPT))
     assert predictor.max_tokens_within(0.25, 1000, 4096) > 0.96 * usual
 
 
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=100))
 def test_estimates_converge_to_the_true_costs(noted: list[tuple[float, bool]]) -> None:
-    predictor = StepTimePredictor(SAID)
+    predictor = StepTimePredictor(MEASURED)
     for seconds, run_alone in noted:
         predictor.note(DECODES, NO_WORK if run_alone else PROMPT, seconds)
-    teach(predictor, SAID, len(noted) + 60)
-    assert predictor.seconds(DECODES, PROMPT) == pytest.approx(step_seconds(SAID, DECODES, PROMPT), rel=0.05)
-    assert predictor.seconds(DECODES) == pytest.approx(SAID.seconds(DECODES), rel=0.05)
+    teach(predictor, MEASURED, len(noted) + 60)
+    assert predictor.seconds(DECODES, PROMPT) == pytest.approx(step_seconds(MEASURED, DECODES, PROMPT), rel=0.05)
+    assert predictor.seconds(DECODES) == pytest.approx(MEASURED.seconds(DECODES), rel=0.05)

@@ -254,7 +254,7 @@ def test_the_least_urgent_is_preempted_and_loses_nothing() -> None:
     properties.nothing_is_held(engine)
 
 
-def test_a_preempted_sequence_keeps_its_place_in_the_queue() -> None:
+def test_a_preempted_sequence_keeps_its_position_in_the_queue() -> None:
     engine = make_engine(8)
     engine.add(make_request("a", prompt(10), 20))
     engine.add(make_request("b", prompt(10, 2), 20))

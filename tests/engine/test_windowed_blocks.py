@@ -212,7 +212,7 @@ def test_layers_form_groups_of_about_equal_size(pattern: str, layers: int, group
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([FULL, SLIDING, CHUNKED])), min_size=1, max_size=40))
-def test_every_layer_has_a_place_of_its_own_in_a_group(kinds: list[tuple[int, Window]]) -> None:
+def test_every_layer_has_an_offset_of_its_own_in_a_group(kinds: list[tuple[int, Window]]) -> None:
     layout = KvLayout(tuple(spec(window, heads) for heads, window in kinds), 4, 2)
     assert sorted(layer for group in layout.groups for layer in group.layers) == list(range(len(kinds)))
     assert len(layout.groups) <= 8

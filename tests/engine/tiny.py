@@ -234,14 +234,14 @@ def kinds() -> list[str]:
 def save(made: PreTrainedConfig, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     torch.manual_seed(seed)
     model = _auto_class(made).from_config(made, attn_implementation="eager", dtype=torch.float32)
-    enliven(model, seed)
+    scale_weights(model, seed)
     model.generation_config = GenerationConfig(eos_token_id=made.get_text_config().eos_token_id)
     model.to(dtype).save_pretrained(folder)
     return folder
 
 
 @torch.no_grad()
-def enliven(model: PreTrainedModel, seed: int = 0) -> None:
+def scale_weights(model: PreTrainedModel, seed: int = 0) -> None:
     """Draw weights that keep each layer's output as large as its input, and logits of spread 1: with a fresh model's
     small weights a wrong attention would go unnoticed.
 

@@ -87,14 +87,14 @@ async def test_a_fetch_lasts_longer_than_a_lease_while_its_runs_are_acknowledged
 async def test_a_joined_sequence_does_not_wait_for_its_sender() -> None:
     received = asyncio.Event()
 
-    class Deaf(Wire):
+    class SlowSource(Wire):
         async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
             await received.wait()
             await super().release(request, seconds)
 
     request = ask()
     async with Worker("p") as sender, Worker("d") as receiver:
-        source = Deaf(sender.sender)
+        source = SlowSource(sender.sender)
         async with asyncio.timeout(20):
             await receiver.receiver.receive(source, await sender.offer(request), await receiver.reserve(request))
             assert sender.tokens["r"] + await receiver.finished("r") == await run_alone(request)

@@ -91,7 +91,7 @@ async def test_an_unopened_ticket_ends_with_its_lease_unless_it_is_renewed() -> 
 
 
 @pytest.mark.parametrize("is_silent", [False, True], ids=["closed connection", "silence"])
-async def test_the_blocks_of_a_receiver_that_dies_are_free_long_before_the_lease(
+async def test_the_blocks_of_a_lost_receiver_are_free_long_before_the_lease(
     is_silent: bool,
 ) -> None:
     timing = SenderTiming(silent_s=0.3)

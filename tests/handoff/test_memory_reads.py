@@ -197,11 +197,13 @@ async def test_the_commit_waits_for_no_heartbeat(length: int) -> None:
     request = ask(length=length)
     workers = [Worker(name, message_bytes=20) for name in "pd"]
     async with workers[0] as sender, workers[1] as receiver:
-        heartless = KvReceiver(receiver.loop, receiver.transfer_layout, receiver.peer, wire.Heartbeat, heartbeat_s=3600)
+        silent_receiver = KvReceiver(
+            receiver.loop, receiver.transfer_layout, receiver.peer, wire.Heartbeat, heartbeat_s=3600
+        )
         source = reads(sender, agent_of(sender)).source("p")
-        await heartless.receive(source, await sender.offer(request), await receiver.reserve(request))
+        await silent_receiver.receive(source, await sender.offer(request), await receiver.reserve(request))
         assert sender.tokens["r"] + await receiver.finished("r") == await run_alone(request)
-        await heartless.close()
+        await silent_receiver.close()
 
 
 async def test_the_commit_waits_until_every_chunk_was_read() -> None:

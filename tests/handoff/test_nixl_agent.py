@@ -102,7 +102,7 @@ async def test_parts_of_another_process_are_read_in_order(owner: Owner) -> None:
 
 
 @NEEDS_NIXL
-async def test_the_memory_of_a_process_that_died_is_an_error_and_its_connection_is_closed(owner: Owner) -> None:
+async def test_the_memory_of_a_lost_process_is_an_error_and_its_connection_is_closed(owner: Owner) -> None:
     async with reader_of(owner) as (agent, memory):
         reader = open_reader(agent, memory)
         await reader.read([range(5)])

@@ -158,7 +158,7 @@ def test_a_flipped_bit_anywhere_in_a_message_is_refused_or_changes_nothing(size:
         "splice",
     ],
 )
-def test_bytes_are_bound_to_their_place_and_their_run(size: int, fault: str) -> None:
+def test_bytes_are_bound_to_their_position_and_their_run(size: int, fault: str) -> None:
     layout, run, reader = (
         TransferLayout(16, size, hash=7),
         wire.Run(),

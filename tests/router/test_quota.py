@@ -261,7 +261,7 @@ async def test_without_redis_no_quota_applies_and_all_requests_count_afterwards(
         await until(lambda: not at_work())
 
 
-async def test_a_router_that_wants_redis_takes_nothing_without_it(
+async def test_a_router_that_requires_redis_refuses_requests_without_it(
     store: Store, at_work: Callable[[], set[str]]
 ) -> None:
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE, serve_without_redis=False) as harness:

@@ -63,12 +63,12 @@ class Context:
         return None
 
 
-SAID = pb.Messages(messages=[pb.Message(role="user", content=TEXT)])
+CONVERSATION = pb.Messages(messages=[pb.Message(role="user", content=TEXT)])
 ECHO = pb.ResponseOptions(echo=True)
 
 CASES: dict[str, Callable[[], Awaitable[None]]] = {
     "a prompt": partial(generate, pb.GenerateRequest(prompt=TEXT)),
-    "a conversation": partial(generate, pb.GenerateRequest(messages=SAID)),
+    "a conversation": partial(generate, pb.GenerateRequest(messages=CONVERSATION)),
     "token ids": partial(generate, pb.GenerateRequest(token_ids=pb.TokenIds(ids=IDS))),
     "token ids, shown again": partial(generate, pb.GenerateRequest(token_ids=pb.TokenIds(ids=IDS), response=ECHO)),
     "Tokenize": partial(tokenize, pb.TokenizeRequest(text=TEXT)),

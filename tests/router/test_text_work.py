@@ -80,7 +80,7 @@ async def test_the_bytes_that_wait_are_bounded_and_one_text_is_always_taken() ->
     assert await texts.run(100, NEVER, held) == 1
 
 
-async def test_work_keeps_its_place_until_it_is_done_though_its_caller_has_left() -> None:
+async def test_work_keeps_its_slot_until_it_is_done_though_its_caller_has_left() -> None:
     texts, held = TextWork(max_concurrent=1), Held()
     left = asyncio.create_task(texts.run(1, NEVER, held))
     await begun(held, 1)
@@ -100,7 +100,7 @@ async def test_a_deadline_ends_the_wait_for_running_work() -> None:
     held.go.set()
 
 
-async def test_an_exception_of_the_work_is_raised_and_frees_its_place() -> None:
+async def test_an_exception_of_the_work_is_raised_and_frees_its_slot() -> None:
     texts = TextWork(max_concurrent=1)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):

@@ -126,7 +126,7 @@ async def test_a_request_whose_wait_exceeds_its_time_is_refused_with_the_wait(
         await until_ended(running)
 
 
-async def test_requests_that_wait_for_a_place_count_against_the_limit(store: Store) -> None:
+async def test_requests_that_wait_for_a_slot_count_against_the_limit(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, queue_limit=2) as harness:
         workers[0].load.takes_prompts = False
         (view,) = [worker.load for worker in harness.router.pool.of(MODEL) if worker.load.role == wire.ROLE_PREFILL]

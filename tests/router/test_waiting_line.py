@@ -55,7 +55,7 @@ class Harness:
 
 @pytest.mark.slow
 @given(st.integers(0, 12), st.integers(0, 12), st.randoms(use_true_random=False))
-def test_n_places_wake_n_requests_and_one_that_finds_none(waiting: int, places: int, draw: random.Random) -> None:
+def test_n_free_slots_wake_n_requests_and_one_that_finds_none(waiting: int, places: int, draw: random.Random) -> None:
     harness = Harness({})
     orders = [float(draw.randrange(5)) for _ in range(waiting)]
     waiters = [harness.join(f"{place}", order) for place, order in enumerate(orders)]
@@ -66,7 +66,7 @@ def test_n_places_wake_n_requests_and_one_that_finds_none(waiting: int, places: 
     assert len(harness.line) == max(0, waiting - places)
 
 
-def test_a_request_that_waits_for_another_kind_of_place_blocks_no_other() -> None:
+def test_a_request_that_waits_for_another_capacity_blocks_no_other() -> None:
     harness = Harness({})
     first, second = harness.join("first", 1.0, TOKENS), harness.join("second", 2.0)
     harness.open(PREFILL, 1, first, second)

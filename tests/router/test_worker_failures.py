@@ -186,7 +186,7 @@ async def test_a_worker_with_capacity_replaces_a_full_one(store: Store) -> None:
         assert (stream.trace.prefill_worker, stream.trace.decode_worker) == ("p2", "d2")
 
 
-async def test_a_decode_worker_that_dies_is_replaced_by_the_other(store: Store) -> None:
+async def test_a_lost_decode_worker_is_replaced_by_the_other(store: Store) -> None:
     async with fleet(P, D, D2) as workers, core(store, workers) as harness:
         for worker in workers[1:]:
             worker.script.pause_at = 3
@@ -200,7 +200,7 @@ async def test_a_decode_worker_that_dies_is_replaced_by_the_other(store: Store) 
         await store.workers.remove(incarnation_of(dead))
 
 
-async def test_a_prefill_worker_that_dies_before_its_first_token_is_replaced(store: Store) -> None:
+async def test_a_prefill_worker_lost_before_its_first_token_is_replaced(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[0].script.first_pause = True
         stream = await harness.requests.begin(make_request())

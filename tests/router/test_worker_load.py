@@ -51,7 +51,7 @@ def test_a_load_of_before_does_not_hide_what_is_there() -> None:
     assert figures(known)[:2] == (0, 0)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["come", "go", "tell"]), st.integers(0, 9)), max_size=30))
+@given(st.lists(st.tuples(st.sampled_from(["come", "go", "report"]), st.integers(0, 9)), max_size=30))
 def test_a_count_is_never_less_than_what_is_ours(actions: list[tuple[str, int]]) -> None:
     count, ours = CorrectedCounter(), list[int]()
     for kind, amount in actions:
@@ -60,7 +60,7 @@ def test_a_count_is_never_less_than_what_is_ours(actions: list[tuple[str, int]])
             ours.append(amount)
         elif kind == "go" and ours:
             count.add(-ours.pop())
-        elif kind == "tell":
+        elif kind == "report":
             count.set_reported(amount)
             assert count.value == max(amount, sum(ours))
         assert count.own == sum(ours) <= count.value

@@ -231,13 +231,13 @@ async def test_a_cancel_of_something_else_does_not_leave_the_call_hanging() -> N
 
 async def test_the_status_of_an_abort_is_passed_on() -> None:
     async def unary(_: Any, context: Any) -> Any:
-        await context.abort(grpc.StatusCode.DATA_LOSS, "as said")
+        await context.abort(grpc.StatusCode.DATA_LOSS, "as given")
 
     async with harness() as s:
         s.script.unary = unary
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await s.inference.Generate(pb.GenerateRequest())
-        assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.DATA_LOSS, "as said")
+        assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.DATA_LOSS, "as given")
 
 
 async def test_repeated_client_errors_are_no_failure_of_the_server() -> None:

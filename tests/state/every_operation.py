@@ -36,7 +36,7 @@ class Step:
 
 
 async def walk(store: Store) -> list[Step]:
-    request, doomed = make_request(), make_request(RequestKey("tenant", "doomed"))
+    request, adopted = make_request(), make_request(RequestKey("tenant", "adopted"))
     shown = make_request(RequestKey("tenant", "shown"), shown=ResponseOptions(logprobs=1, prompt_logprobs=0))
     failing = make_request(RequestKey("tenant", "failing"))
     later, other = make_request(RequestKey("t}{", "later")), RequestKey("t2", "other")
@@ -91,7 +91,7 @@ async def walk(store: Store) -> list[Step]:
         Step("quota", lambda: store.quotas.acquire(KEY, 10, limits), 1),
         Step("quotas", lambda: store.quotas.renew([KEY, other]), 2),
         Step("accept", lambda: store.requests.accept(request), 2),
-        Step("accept another", lambda: store.requests.accept(doomed), 2),
+        Step("accept another", lambda: store.requests.accept(adopted), 2),
         Step("write", write, 1),
         Step("write on", go_on, 1),
         Step("accept with logprobs", lambda: store.requests.accept(shown), 2),
@@ -103,8 +103,8 @@ async def walk(store: Store) -> list[Step]:
         Step("write whole", write_whole, 2),
         Step("read", lambda: store.requests.read(KEY), 1),
         Step("read journal", lambda: store.journal.read(KEY, 1, 2), 1),
-        Step("adopt", lambda: store.requests.adopt(doomed.key, router(2), epoch=1), 2, trips=2),
-        Step("adopt orphan", lambda: store.requests.adopt_orphan(doomed.key, router(2)), 2, trips=2),
+        Step("adopt", lambda: store.requests.adopt(adopted.key, router(2), epoch=1), 2, trips=2),
+        Step("adopt orphan", lambda: store.requests.adopt_orphan(adopted.key, router(2)), 2, trips=2),
         Step("orphaned", store.open.orphaned, 1),
         Step("take", lambda: store.open.take(router(2), router(3)), 1),
         Step("open", lambda: store.open.of(router(3)), 0),

@@ -114,7 +114,7 @@ async def test_every_method_is_closed_to_callers_that_are_not_authenticated(
         assert served(one) == len(INTERNAL)
 
 
-async def test_a_caller_does_not_speak_to_a_worker_of_another_authority(ours: PeerFiles, strange: PeerFiles) -> None:
+async def test_a_caller_rejects_a_worker_of_another_authority(ours: PeerFiles, strange: PeerFiles) -> None:
     async with worker(strange) as (server, one), open_channel(server.address, peer_tls(ours, ours)) as channel:
         for method in INTERNAL:
             error = await call(channel, method)

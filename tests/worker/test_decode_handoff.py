@@ -39,7 +39,7 @@ async def test_an_expired_ticket_is_reported_and_the_next_attempt_succeeds() -> 
         await node.audit()
 
 
-async def test_a_sender_that_dies_during_a_fetch_is_lost_soon() -> None:
+async def test_a_sender_killed_during_a_fetch_is_lost_soon() -> None:
     run, work = make_run(), make_work(60, 8)
     async with Node("p", lease_ms=300) as sender, routed() as (node, router):
         sender.device.seconds = 0.5

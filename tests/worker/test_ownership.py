@@ -60,7 +60,7 @@ async def test_a_worker_names_all_routers_with_a_live_session_when_that_changes(
         await silent.open()
         await one.until(lambda: names(one)[-1] == {"one", "silent"})
         await one.until(lambda: names(one)[-1] == {"one"})
-        assert node.decode.sessions == 2, "it has said nothing for too long, and may still come back"
+        assert node.decode.sessions == 2, "it has sent nothing for too long, and may still come back"
         await silent.send(heartbeat=wire.Heartbeat())
         await one.until(lambda: names(one)[-1] == {"one", "silent"})
         await silent.leave()

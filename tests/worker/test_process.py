@@ -335,17 +335,17 @@ def test_metrics_are_served_on_the_admin_port(run: Run) -> None:
 )
 def test_invalid_settings_are_refused_in_one_line(run: Run, arguments: Sequence[str], words: str) -> None:
     whole = "--step-ms" in arguments  # how an interpreter ends is the same for all
-    status, said = run(FAKE, *arguments, whole=whole).ended()
-    assert (status, said.count("\n")) == (2, 1), said
-    assert words in said
+    status, errors = run(FAKE, *arguments, whole=whole).ended()
+    assert (status, errors.count("\n")) == (2, 1), errors
+    assert words in errors
 
 
 def test_a_redis_that_denies_access_is_refused(run: Run, redis: PrivateRedis) -> None:
     url = redis.url.replace("unix://", "unix://:no-such-password@")
-    status, said = run(FAKE, *SMALL, "--redis-url", url).ended()
-    assert (status, said.count("\n")) == (2, 1), said
-    assert said.startswith("decode_worker: --redis-url: ")
-    assert "no-such-password" not in said
+    status, errors = run(FAKE, *SMALL, "--redis-url", url).ended()
+    assert (status, errors.count("\n")) == (2, 1), errors
+    assert errors.startswith("decode_worker: --redis-url: ")
+    assert "no-such-password" not in errors
 
 
 # -- with a real model ------------------------------------------------------------------------------------------
@@ -395,6 +395,6 @@ def test_an_unusable_model_is_refused_in_one_line(run: Run, tmp_path: Any) -> No
     folder = tmp_path / "broken"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "no_such_model", "architectures": ["NoSuchModel"]}')
-    status, said = run(("decant.decode_worker",), "--model", str(folder)).ended()
-    assert (status, said.count("\n")) == (2, 1), said
-    assert said.startswith("decode_worker: --model: ")
+    status, errors = run(("decant.decode_worker",), "--model", str(folder)).ended()
+    assert (status, errors.count("\n")) == (2, 1), errors
+    assert errors.startswith("decode_worker: --model: ")
