@@ -4,7 +4,7 @@
     ../protos/worker.proto   ->  repository/protos/worker.proto.md    its text as a code block
     examples/python/         ->  repository/docs/examples/python/     a list of its files
 
-A link to a file that does not exist is left alone: mkdocs reports it.
+So do entries of the navigation. A link to a file that does not exist is left alone: mkdocs reports it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -28,14 +29,15 @@ NOT_SHOWN = re.compile(r"_pb2|_lock|-lock|^\.|^__")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    waiting = [_repository_path(file.src_uri) for file in files.documentation_pages()]
+    linked = {target for file in files.documentation_pages() for target in _targets(_repository_path(file.src_uri))}
+    waiting = [*linked, *map(_repository_path, _pages(config.nav))]
     while waiting:
-        for target in _targets(waiting.pop()):
-            uri = _site_uri(target)
-            if files.get_file_from_path(uri) is None and uri.startswith(MOUNT):
-                page = File.generated(config, uri, content=_content(target), inclusion=InclusionLevel.NOT_IN_NAV)
-                files.append(page)
-                waiting.append(target)
+        target = waiting.pop()
+        uri = _site_uri(target)
+        if files.get_file_from_path(uri) is None and uri.startswith(MOUNT):
+            page = File.generated(config, uri, content=_content(target), inclusion=InclusionLevel.NOT_IN_NAV)
+            files.append(page)
+            waiting.extend(_targets(target))
     return files
 
 
@@ -49,6 +51,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return posixpath.relpath(_site_uri(target), posixpath.dirname(here) or ".") + (match[2] or "")
 
     return "".join(part if is_code else LINK.sub(replace, part) for part, is_code in _parts(markdown))
+
+
+def _pages(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for entry in nav.values() if isinstance(nav, dict) else nav:
+            yield from _pages(entry)
 
 
 def _targets(path: str) -> Iterator[str]:
