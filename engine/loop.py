@@ -57,7 +57,7 @@ class _Call:
     command: Command
     undo: Callable[[Engine, Any], object] | None
     future: asyncio.Future[Any]
-    is_answered_after_step: bool = False
+    is_posted: bool = False  # answered after the step; its exception is a crash, as it has no caller
     value: Any = None
     error: BaseException | None = None
 
@@ -66,6 +66,10 @@ class _Call:
             self.value = self.command(engine)
         except Exception as error:  # noqa: BLE001 - answered to the caller
             self.error = error
+
+    def raise_without_caller(self) -> None:
+        if self.is_posted and self.error is not None:
+            raise self.error
 
     def answer(self, loop: EngineLoop) -> None:
         if self.future.cancelled():
@@ -143,12 +147,13 @@ class EngineLoop:
     def post(self, command: Command, then: Callable[[], object] = lambda: None) -> None:
         """Run ``command`` between two steps, without waiting; dropped if the thread has ended.
 
+        An exception of it crashes the engine: there is no caller to handle it.
         ``then`` is called on the event loop once the command ran or was dropped, after ``on_step`` of its step.
         """
         future = self._event_loop.create_future()
         future.add_done_callback(lambda done: (done.exception(), then()))
         try:
-            self._enqueue(_Call(command, None, future, is_answered_after_step=True))
+            self._enqueue(_Call(command, None, future, is_posted=True))
         except EngineStopped as stopped:
             future.set_exception(stopped)
 
@@ -176,6 +181,8 @@ class EngineLoop:
                 batch = self._take_batch()
                 for call in batch:
                     call.run(self._engine)
+                for call in batch:
+                    call.raise_without_caller()
                 if self._engine.committed_output is not None:  # what a command committed is older than its answer
                     self._deliver([], self._engine.step())
                 if self._engine.has_work:
@@ -207,7 +214,7 @@ class EngineLoop:
         return [call for call in batch if not call.future.cancelled()]
 
     def _answer(self, batch: list[_Call]) -> list[_Call]:
-        awaited = [call for call in batch if not call.is_answered_after_step]
+        awaited = [call for call in batch if not call.is_posted]
         if awaited:
 
             def on_event_loop() -> None:
@@ -215,7 +222,7 @@ class EngineLoop:
                     call.answer(self)
 
             self._post(on_event_loop)
-        return [call for call in batch if call.is_answered_after_step]
+        return [call for call in batch if call.is_posted]
 
     def _deliver(self, batch: list[_Call], output: StepOutput) -> None:
         def on_event_loop() -> None:

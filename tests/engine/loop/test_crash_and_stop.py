@@ -60,6 +60,27 @@ async def test_a_posted_command_completes_even_if_its_step_crashes() -> None:
     await harness.loop.stop()
 
 
+async def test_an_exception_of_a_posted_command_is_a_crash() -> None:
+    harness = Harness()
+    started, release, over = threading.Event(), threading.Event(), asyncio.Event()
+    harness.loop.start()
+
+    def fail(_: Engine) -> float:
+        started.set()
+        release.wait(20)
+        return 1 / 0
+
+    harness.loop.post(fail, then=over.set)
+    assert await asyncio.to_thread(started.wait, 20)
+    pending = asyncio.create_task(harness.loop.call(lambda engine: engine.steps))
+    await asyncio.sleep(0.05)
+    release.set()
+    assert isinstance(await fails_as_stopped(lambda: pending), ZeroDivisionError)
+    assert over.is_set()
+    assert [type(stopped.__cause__) for stopped in harness.crashes] == [ZeroDivisionError]
+    await harness.loop.stop()
+
+
 async def test_stop_ends_the_thread_and_refuses_later_commands() -> None:
     async with running() as harness:
         harness.device.seconds = STEP_SECONDS
