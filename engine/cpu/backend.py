@@ -7,7 +7,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from decant.engine.cpu import fused_layer
+from decant.engine.cpu import fused_layer, linear
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.cpu.kernels.loader import KERNELS, kind
 from decant.engine.cpu.kv_store import HostKvStore
@@ -36,10 +36,10 @@ class CpuBackend(TorchBackend):
 
     @property
     def kind(self) -> str:
-        return kind()
+        return kind(None)
 
     def prepare(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        optimize(model, dtype)
+        linear.pack(model, None)
 
     def make_store(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype) -> KvStore:
         return HostKvStore(layout, num_blocks, dtype, self.device)
@@ -55,15 +55,19 @@ class CpuBackend(TorchBackend):
     def choose_threads(self, device: Device, most: int) -> int:
         return calibration.choose_threads(device, most, torch.set_num_threads)
 
-    def fused_layers(self, model: torch.nn.Module) -> int:
-        return len(fused_layer.fused_layers(model))
-
 
 class NativeBackend(CpuBackend):
     def __init__(self, kernels: ModuleType) -> None:
         super().__init__()
         self._kernels = kernels
         self.sampler = NativeSampler(kernels)
+
+    @property
+    def kind(self) -> str:
+        return kind(self._kernels)
+
+    def prepare(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        optimize(model, dtype, self._kernels)
 
     def flatten(self, rows: Sequence[Row], block_size: int, null_block: int) -> FlatBatch:
         return flatten(self._kernels, rows, block_size, null_block)
@@ -72,6 +76,9 @@ class NativeBackend(CpuBackend):
         self, store: KvStore, layer_windows: Sequence[AttentionWindow], flat: FlatBatch, keep: Ints
     ) -> AttentionBackend:
         return NativeAttention(self._kernels, store, layer_windows, flat, keep)
+
+    def fused_layers(self, model: torch.nn.Module) -> int:
+        return len(fused_layer.fused_layers(model))
 
 
 def flatten(kernels: ModuleType, rows: Sequence[Row], block_size: int, null_block: int) -> FlatBatch:

@@ -10,15 +10,14 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from decant.engine.cpu.attention import NativeAttention
-from decant.engine.cpu.fused_ops import PROBE_SCALES, TOLERANCE, GatedMlp, RmsNorm
+from decant.engine.cpu.fused_ops import PROBE_SCALES, GatedMlp, RmsNorm
 from decant.engine.cpu.gemm import PackedWeight
-from decant.engine.cpu.kernels.loader import KERNELS
 from decant.engine.cpu.linear import UNSUPPORTED_CALL, PackedLinear
 from decant.engine.cpu.threads import num_threads
 from decant.engine.kv_layout import KvLayout, LayerSpec
@@ -40,6 +39,8 @@ PROBE_POSITION = 1 << 20
 Forward = Callable[..., Any]
 Angles = tuple[torch.Tensor, torch.Tensor]
 """cos and sin [1, T, head width]."""
+
+Layer = TypeVar("Layer", bound="FusedLayer")
 
 
 class _Norm(ctypes.Structure):
@@ -165,17 +166,15 @@ def _packed_weight(part: nn.Module) -> PackedWeight:
     return weight
 
 
-def fuse(model: nn.Module, dtype: torch.dtype, kind: type[FusedLayer] = FusedLayer) -> list[FusedLayer]:
+def fuse(model: nn.Module, dtype: torch.dtype, kernels: ModuleType, kind: type[Layer]) -> list[Layer]:
     """Fuse every layer that passes the trial, in the model's order. Call it after ``fused_ops.fuse``."""
-    if KERNELS is None or dtype not in TOLERANCE:
-        return []
     layers = []
     for module in model.modules():
         try:
             parts = _Parts(module)
         except LookupError:
             continue
-        if (layer := _fused(module, parts, dtype, kind)) is not None:
+        if (layer := _fused(module, parts, dtype, kernels, kind)) is not None:
             module.forward = layer
             layers.append(layer)
     return layers
@@ -211,7 +210,8 @@ class _RecordingAttention:
 
 
 class _Trial:
-    def __init__(self, hidden: int, kv_heads: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, kernels: ModuleType, hidden: int, kv_heads: int, width: int, dtype: torch.dtype) -> None:
+        self._kernels = kernels
         count = len(PROBE_SCALES)
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(1, count, hidden, generator=generator) * torch.tensor(PROBE_SCALES)[:, None]
@@ -224,11 +224,9 @@ class _Trial:
         self._step = [Row(Request("trial", tuple(tokens)), tokens, 0, count, (array("i", [0]),), True)]
 
     def run(self, forward: Forward) -> tuple[torch.Tensor, torch.Tensor, AttentionCall | None]:
-        assert KERNELS is not None
         store = KvStore(self._layout, 1, self._rows.dtype, self._rows.device)
-        native = NativeAttention(
-            KERNELS, store, [AttentionWindow()], flatten(self._step, TRIAL_BLOCK, store.null_block)
-        )
+        flat = flatten(self._step, TRIAL_BLOCK, store.null_block)
+        native = NativeAttention(self._kernels, store, [AttentionWindow()], flat)
         recording = _RecordingAttention(native, self._spec)
         kwargs = {"attention_mask": None, "position_ids": self._positions, "position_embeddings": self._angles}
         with attending(native if isinstance(forward, FusedLayer) else recording):
@@ -237,20 +235,21 @@ class _Trial:
 
 
 @torch.inference_mode()
-def _fused(module: nn.Module, parts: _Parts, dtype: torch.dtype, kind: type[FusedLayer]) -> FusedLayer | None:
-    assert KERNELS is not None
+def _fused(
+    module: nn.Module, parts: _Parts, dtype: torch.dtype, kernels: ModuleType, kind: type[Layer]
+) -> Layer | None:
     original_forward, key = module.forward, parts.weights[1]
     widths: list[Any] = [getattr(part, "head_dim", None) for part in module.children()]
     width = next((width for width in widths if isinstance(width, int)), 0)
     if not parts.has_heads_of(width):
         return None
-    trial = _Trial(key.inner, key.outputs // width, width, dtype)
+    trial = _Trial(kernels, key.inner, key.outputs // width, width, dtype)
     try:
         expected, expected_blocks, call = trial.run(original_forward)
     except UNSUPPORTED_CALL:
         return None
     if not isinstance(expected, torch.Tensor) or call is None or call.sinks is not None:
         return None
-    layer = kind(KERNELS, original_forward, parts, call)
+    layer = kind(kernels, original_forward, parts, call)
     output, blocks, _ = trial.run(layer)
     return layer if torch.equal(output, expected) and torch.equal(blocks, expected_blocks) else None

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from decant.engine.cpu.kernels.loader import KERNELS
 from decant.engine.cpu.linear import PackedLinear
 from decant.engine.cpu.threads import num_threads
 
@@ -95,12 +94,10 @@ def _is_supported(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool
     )
 
 
-def fuse(model: nn.Module, dtype: torch.dtype) -> None:
-    if KERNELS is None or dtype not in TOLERANCE:
-        return
+def fuse(model: nn.Module, dtype: torch.dtype, kernels: ModuleType) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            fused = _norm(KERNELS, child) or _mlp(KERNELS, child)
+            fused = _norm(kernels, child) or _mlp(kernels, child)
             if fused is not None and _is_like(child, fused, dtype):
                 setattr(parent, name, fused)
 

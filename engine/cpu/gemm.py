@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 
 from decant.engine.cpu.huge_pages import Arena
-from decant.engine.cpu.kernels.loader import AMX, KERNELS
+from decant.engine.cpu.kernels.loader import AMX
 from decant.engine.cpu.threads import all_for_torch, num_threads
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -26,31 +26,29 @@ PANEL = 16
 
 _WEIGHTS = Arena()
 
-_PANELS = None if AMX else KERNELS
 
-
-def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+def prepare(weight: torch.Tensor, bias: torch.Tensor | None, kernels: ModuleType | None) -> Product:
     """Return the product with copies of ``weight`` [out, in] and ``bias`` [out], in float32 or bfloat16."""
-    if _PANELS is not None:
-        return PackedWeight(_PANELS, weight, bias)
+    if kernels is not None and not AMX:
+        return PackedWeight(kernels, weight, bias)
     return OneDnn(weight, bias) if torch.backends.mkldnn.is_available() else SingleRows(weight, bias)
 
 
 class PackedWeight:
-    def __init__(self, module: ModuleType, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, kernels: ModuleType, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.outputs, self.inner = weight.shape
         if self.outputs % PANEL:
             raise ValueError(f"outputs: a multiple of {PANEL}, got {self.outputs}")
-        self._multiply = module.multiply
+        self._multiply = kernels.multiply
         if weight.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"weight: bfloat16 or float32, got {weight.dtype}")
         if bias is not None and bias.shape != (self.outputs,):
             raise ValueError(f"bias: shape ({self.outputs},), got {tuple(bias.shape)}")
         self._dtype, self._half = weight.dtype, weight.dtype == torch.bfloat16
         weight = weight.detach().contiguous()
-        needed = module.pack(self._half, weight.data_ptr(), 0, *weight.shape)
+        needed = kernels.pack(self._half, weight.data_ptr(), 0, *weight.shape)
         self._weight = _WEIGHTS.zeros((needed,), torch.uint8)
-        module.pack(self._half, weight.data_ptr(), self._weight.data_ptr(), *weight.shape)
+        kernels.pack(self._half, weight.data_ptr(), self._weight.data_ptr(), *weight.shape)
         self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
         self.addresses = self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
 

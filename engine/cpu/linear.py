@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ class PackedLinear(nn.Module):
     scalar tail of torch's elementwise loops, with other last bits, would depend on the number of rows.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: ModuleType | None) -> None:
         super().__init__()
-        self._product = prepare(_widen(weight.detach()), None if bias is None else _widen(bias.detach()))
+        self._product = prepare(_widen(weight.detach()), None if bias is None else _widen(bias.detach()), kernels)
         self.weight = torch.empty_like(weight, device="meta")  # dtype and shape, for callers that look at them
         self._dtype, self._width = weight.dtype, len(weight)
         self._is_wider = bool(self._width % LANES)
@@ -92,13 +93,13 @@ class PackedExperts(nn.Module):
     A token's experts are added in the router's order.
     """
 
-    def __init__(self, experts: Any) -> None:
+    def __init__(self, experts: Any, kernels: ModuleType | None) -> None:
         super().__init__()
         self._gate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
         self._post = experts.post_expert_norm if experts.has_post_expert_norm else nn.Identity()
         first = "gate_up_proj" if experts.has_gate else "up_proj"
-        self._up = _pack_each(experts, first)
-        self._down = _pack_each(experts, "down_proj")
+        self._up = _pack_each(experts, first, kernels)
+        self._down = _pack_each(experts, "down_proj", kernels)
         for name in (first, "down_proj"):
             delattr(experts, name)
 
@@ -118,7 +119,7 @@ class PackedExperts(nn.Module):
 
 
 @torch.inference_mode()
-def _pack_experts(experts: Any) -> PackedExperts:
+def _pack_experts(experts: Any, kernels: ModuleType | None) -> PackedExperts:
     weight = experts.gate_up_proj if experts.has_gate else experts.up_proj
     count, dtype, width = len(weight), weight.dtype, weight.shape[1 if experts.is_transposed else 2]
     generator = torch.Generator().manual_seed(0)
@@ -127,7 +128,7 @@ def _pack_experts(experts: Any) -> PackedExperts:
     share = torch.tensor([0.7, 0.3]).to(weight).expand(2 * count, 2)
     del weight  # freed as soon as it is packed
     expected = experts(rows, chosen % count, share)
-    packed = PackedExperts(experts)
+    packed = PackedExperts(experts, kernels)
     output = packed(rows, chosen % count, share)
     difference = (output.float() - expected.float()).norm(dim=-1)
     if not (difference <= EXPERTS_TOLERANCE[dtype] * expected.float().norm(dim=-1)).all():
@@ -135,24 +136,24 @@ def _pack_experts(experts: Any) -> PackedExperts:
     return packed
 
 
-def _pack_each(experts: Any, name: str) -> nn.ModuleList:
+def _pack_each(experts: Any, name: str, kernels: ModuleType | None) -> nn.ModuleList:
     weights, biases = getattr(experts, name), getattr(experts, f"{name}_bias", None)
     if experts.is_transposed:
         weights = weights.transpose(1, 2)
     return nn.ModuleList(
-        PackedLinear(weight, None if biases is None else biases[index]) for index, weight in enumerate(weights)
+        PackedLinear(weight, None if biases is None else biases[index], kernels) for index, weight in enumerate(weights)
     )
 
 
-def pack(model: nn.Module) -> None:
-    """Replace every module that multiplies rows by a weight.
+def pack(model: nn.Module, kernels: ModuleType | None) -> None:
+    """Replace every module that multiplies rows by a weight; without ``kernels``, torch computes the products.
 
     Only one module's weights are in memory twice. Remaining parameters are copied from mapped files.
     """
     freed = 0
     for parent in [module for module in model.modules() if next(module.children(), None) is not None]:
         for name in [name for name, _ in parent.named_children()]:
-            freed += _replace(parent, name)
+            freed += _replace(parent, name, kernels)
             if freed > FREED_AT_ONCE:
                 freed = 0
                 release_freed()
@@ -161,10 +162,10 @@ def pack(model: nn.Module) -> None:
     release_freed()
 
 
-def _replace(parent: nn.Module, name: str) -> int:
+def _replace(parent: nn.Module, name: str, kernels: ModuleType | None) -> int:
     child = parent.get_submodule(name)
     nbytes = sum(parameter.nbytes for parameter in child.parameters(recurse=False))
-    packed = _packed(child)
+    packed = _packed(child, kernels)
     if packed is None:
         return 0
     setattr(parent, name, packed)
@@ -176,14 +177,14 @@ def _has_stacked_experts(module: nn.Module) -> bool:
     return not handled and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
 
 
-def _packed(module: nn.Module) -> nn.Module | None:
+def _packed(module: nn.Module, kernels: ModuleType | None) -> nn.Module | None:
     # A router may be a Linear whose forward does more.
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return PackedLinear(module.weight, module.bias)
+        return PackedLinear(module.weight, module.bias, kernels)
     if isinstance(module, Conv1D) and type(module).forward is Conv1D.forward:
-        return PackedLinear(module.weight.T, module.bias)
+        return PackedLinear(module.weight.T, module.bias, kernels)
     if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
-        return _pack_experts(module)
+        return _pack_experts(module, kernels)
     if any(_has_stacked_experts(child) for child in module.children()):
         return FixedRows(module)
     if next(module.children(), None) is not None:

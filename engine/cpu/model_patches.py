@@ -23,8 +23,7 @@ from torch import nn
 from decant.engine.cpu import fused_layer
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.cpu.fused_layer import Angles, Forward, FusedLayer
-from decant.engine.cpu.fused_ops import TOLERANCE, Rotation, has_same_bits
-from decant.engine.cpu.kernels.loader import KERNELS
+from decant.engine.cpu.fused_ops import Rotation, has_same_bits
 from decant.engine.model.attention.interface import AttentionBackend, AttentionCall, current, next_layer
 
 LOOKAHEAD_BYTES = 32 << 20
@@ -90,8 +89,8 @@ class LookaheadLayer(FusedLayer):
         return layers
 
 
-def fuse_with_lookahead(model: nn.Module, dtype: torch.dtype) -> None:
-    layers = [layer for layer in fused_layer.fuse(model, dtype, LookaheadLayer) if isinstance(layer, LookaheadLayer)]
+def fuse_with_lookahead(model: nn.Module, dtype: torch.dtype, kernels: ModuleType) -> None:
+    layers = fused_layer.fuse(model, dtype, kernels, LookaheadLayer)
     for layer, follower in pairwise(layers):
         if layer.can_lead_to(follower):
             layer.follower = follower
@@ -105,15 +104,13 @@ class _Layers(nn.ModuleList):
         return self if index == slice(None, len(self)) else super().__getitem__(index)
 
 
-def patch_rotation(model: nn.Module, dtype: torch.dtype) -> None:
-    if KERNELS is None or dtype not in TOLERANCE:
-        return
+def patch_rotation(model: nn.Module, dtype: torch.dtype, kernels: ModuleType) -> None:
     for module in model.modules():
         forward, width = type(module).forward, getattr(module, "head_dim", None)
         if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
             continue
         original = forward.__globals__[ROTATION]
-        rotation = Rotation(KERNELS, original)
+        rotation = Rotation(kernels, original)
         if isinstance(width, int) and has_same_bits(rotation, original, width, dtype):
             module.forward = MethodType(_with_global(forward, ROTATION, rotation), module)
 

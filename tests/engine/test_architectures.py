@@ -148,8 +148,8 @@ def test_a_sliding_window_one_token_too_narrow_is_refused_in_any_dtype(dtype, tm
 def test_experts_that_are_packed_in_another_order_are_refused(dtype, tmp_path, monkeypatch):
     pack = linears._pack_each
 
-    def swapped(experts: Any, name: str) -> torch.nn.ModuleList:
-        first, second, *rest = pack(experts, name)
+    def swapped(experts: Any, name: str, kernels: Any) -> torch.nn.ModuleList:
+        first, second, *rest = pack(experts, name, kernels)
         return torch.nn.ModuleList([second, first, *rest] if name == "down_proj" else [first, second, *rest])
 
     monkeypatch.setattr(linears, "_pack_each", swapped)
@@ -160,10 +160,10 @@ def test_experts_that_are_packed_in_another_order_are_refused(dtype, tmp_path, m
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_weights_that_are_laid_out_wrong_are_refused(kind, dtype, tmp_path, monkeypatch):
-    def lossy(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    def lossy(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Any) -> Any:
         lost = weight.clone()
         lost[:, -8:] = 0
-        return products.prepare(lost if weight.shape[0] == 64 else weight, bias)
+        return products.prepare(lost if weight.shape[0] == 64 else weight, bias, kernels)
 
     folder = tiny.save(tiny.config(kind), tmp_path)
     monkeypatch.setattr(linears, "prepare", lossy)

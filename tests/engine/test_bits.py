@@ -16,6 +16,7 @@ from transformers.initialization import no_init_weights
 
 from decant import models
 from decant.bench import model_shapes as shapes
+from decant.engine.cpu.backend import CpuBackend, make_cpu_backend
 from decant.engine.cpu.kernels.loader import KERNELS
 from decant.engine.cpu.linear import PackedLinear
 from decant.engine.engine import Engine
@@ -77,15 +78,11 @@ DEVICES = [
 
 
 @pytest.fixture(scope="module", params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Iterator[ModelDevice]:
+def device(request: pytest.FixtureRequest) -> ModelDevice:
     shape, dtype, kernels = request.param.split()
     path = str(models.path()) if shape == "committed" else request.getfixturevalue(shape)
-    with pytest.MonkeyPatch.context() as patch:
-        if kernels == "torch":
-            patch.setattr("decant.engine.cpu.backend.KERNELS", None)
-            patch.setattr("decant.engine.cpu.gemm._PANELS", None)
-            patch.setattr("decant.engine.cpu.fused_ops.KERNELS", None)
-        yield load(ModelConfig(path, dtype=dtype, kv_bytes=8 << 20))
+    backend = CpuBackend() if kernels == "torch" else make_cpu_backend()
+    return load(ModelConfig(path, dtype=dtype, kv_bytes=8 << 20), backend=backend)
 
 
 def tokens(length: int, seed: int, vocabulary: int) -> list[int]:
@@ -357,7 +354,7 @@ def test_a_packed_product_gives_a_row_the_same_bits_among_any_number_of_rows(
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(*shape, generator=generator) / shape[1] ** 0.5).to(dtype)
     rows = torch.randn(2048, shape[1], generator=generator).to(dtype)
-    layer = PackedLinear(weight, None)
+    layer = PackedLinear(weight, None, KERNELS)
     whole = layer(rows)
     for count in (1, 2, 3, 5, 8, 16, 17, 31, 64, 100, 129, 500, 1024):
         first = (count * 7) % (2048 - count)

@@ -51,8 +51,8 @@ def mlp(width: int, inner: int, dtype: torch.dtype, bias: bool = False) -> Llama
 
 def fused(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     model = nn.ModuleDict({"part": module})
-    pack(model)
-    fused_ops.fuse(model, dtype)
+    pack(model, _kernels())
+    fused_ops.fuse(model, dtype, _kernels())
     return model["part"]
 
 
@@ -228,7 +228,7 @@ def test_attention_calls_the_fused_rotation_with_the_same_result(dtype: torch.dt
     module = attention(dtype)
     x, where = rows(9, 256, dtype), angles(9, 64, dtype)
     expected, _ = module(x, where, None)
-    patch_rotation(module, dtype)
+    patch_rotation(module, dtype, _kernels())
     assert isinstance(vars(module)["forward"].__globals__[ROTATION], Rotation)
     got, _ = module(x, where, None)
     assert torch.equal(got, expected)
@@ -241,7 +241,7 @@ def test_attention_calls_the_fused_rotation_with_the_same_result(dtype: torch.dt
 )
 def test_another_rotation_is_left_alone(kind: type[nn.Module], config: Callable[..., PreTrainedConfig]) -> None:
     module = kind(config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16), layer_idx=0)
-    patch_rotation(module, torch.float32)
+    patch_rotation(module, torch.float32, _kernels())
     assert "forward" not in vars(module)
 
 

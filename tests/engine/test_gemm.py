@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from decant.engine.cpu import gemm as products
 from decant.engine.cpu.gemm import PANEL, OneDnn, PackedWeight
 from decant.engine.cpu.kernels import loader as native
+from decant.engine.cpu.kernels.loader import AMX, KERNELS
 
-pytestmark = pytest.mark.skipif(products._PANELS is None, reason="no kernels for this CPU")
+pytestmark = pytest.mark.skipif(KERNELS is None or AMX, reason="no kernels for this CPU")
 
 SHAPES = [(64, 1), (16, 7), (48, 2601), (1152, 896), (896, 4864)]
 
@@ -20,8 +20,8 @@ def make_product(
     generator = torch.Generator().manual_seed(sum(shape))
     weight = (torch.randn(*shape, generator=generator) / shape[1] ** 0.5).to(dtype)
     add = torch.randn(shape[0], generator=generator).to(dtype) if bias else torch.zeros(shape[0], dtype=dtype)
-    assert products._PANELS is not None
-    return PackedWeight(products._PANELS, weight, add if bias else None), weight, add
+    assert KERNELS is not None
+    return PackedWeight(KERNELS, weight, add if bias else None), weight, add
 
 
 @pytest.fixture
@@ -59,8 +59,8 @@ def test_a_row_has_the_same_bits_among_others_and_with_any_number_of_threads(
 
 def test_bfloat16_is_float32_rounded_to_the_nearest() -> None:
     half, weight, add = make_product((64, 96), torch.bfloat16)
-    assert products._PANELS is not None
-    full = PackedWeight(products._PANELS, weight.float(), add.float())
+    assert KERNELS is not None
+    full = PackedWeight(KERNELS, weight.float(), add.float())
     rows = torch.randn(50, 96, generator=torch.Generator().manual_seed(3)).bfloat16()
     rows[7, 3], rows[8, 3] = float("nan"), float("inf")
     rounded, expected = half(rows), full(rows.float()).bfloat16()
@@ -76,7 +76,7 @@ def test_rows_may_be_strided() -> None:
 
 def test_a_width_that_is_no_whole_panel_is_refused() -> None:
     with pytest.raises(ValueError, match=f"outputs: a multiple of {PANEL}, got 17"):
-        PackedWeight(products._PANELS, torch.zeros(17, 4), None)  # type: ignore[arg-type]
+        PackedWeight(KERNELS, torch.zeros(17, 4), None)  # type: ignore[arg-type]
 
 
 def spread(shape: tuple[int, int], kind: str) -> torch.Tensor:
@@ -123,8 +123,8 @@ def test_the_weight_is_held_once_in_its_own_dtype_or_in_less() -> None:
 
 def test_a_weight_that_can_not_be_compressed_keeps_its_size() -> None:
     weight = spread((1152, 896), "far apart")
-    assert products._PANELS is not None
-    assert PackedWeight(products._PANELS, weight, None)._weight.nbytes == pytest.approx(weight.nbytes, rel=0.005)
+    assert KERNELS is not None
+    assert PackedWeight(KERNELS, weight, None)._weight.nbytes == pytest.approx(weight.nbytes, rel=0.005)
 
 
 @pytest.mark.skipif(len(native.supported_modules()) < 2, reason="one build of the kernels for this CPU")

@@ -50,10 +50,9 @@ def test_a_model_is_served_without_kernels_and_without_onednn() -> None:
 
 
 def test_without_kernels_and_without_onednn_rows_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "_PANELS", None)
-    assert isinstance(gemm.prepare(torch.ones(4, 8), None), OneDnn)
+    assert isinstance(gemm.prepare(torch.ones(4, 8), None, None), OneDnn)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert isinstance(gemm.prepare(torch.ones(4, 8), None), SingleRows)
+    assert isinstance(gemm.prepare(torch.ones(4, 8), None, None), SingleRows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -79,11 +78,10 @@ def test_a_row_has_the_same_bits_alone_and_among_others_without_onednn(dtype: to
 def test_a_product_does_not_read_the_weights_that_it_was_made_from(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: str
 ) -> None:
-    monkeypatch.setattr(gemm, "_PANELS", gemm._PANELS if kind == "kernels" else None)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: kind != "torch")
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((48, 96), (48,), (3, 96)))
-    product = gemm.prepare(weight, bias)
+    product = gemm.prepare(weight, bias, kernels.KERNELS if kind == "kernels" else None)
     before = product(x)
     weight.zero_()  # as a mapped file that is written again
     bias.zero_()
@@ -92,9 +90,8 @@ def test_a_product_does_not_read_the_weights_that_it_was_made_from(
 
 def test_workers_on_cpus_of_two_architectures_are_of_two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    monkeypatch.setattr(kernels, "KERNELS", None)
     kinds = set()
     for machine in ("x86_64", "aarch64"):
         monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
-        kinds.add(kernels.kind())
+        kinds.add(kernels.kind(None))
     assert len(kinds) == 2

@@ -33,6 +33,6 @@ def supported_modules() -> list[str]:
 KERNELS = load()
 
 
-def kind() -> str:
-    own = KERNELS.__name__.rpartition(".")[2] if KERNELS else "torch"
+def kind(kernels: ModuleType | None = KERNELS) -> str:
+    own = kernels.__name__.rpartition(".")[2] if kernels else "torch"
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}{' AMX' * AMX} {own}"

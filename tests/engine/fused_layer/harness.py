@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import decant.engine.cpu.fused_layer as fused_layer
-from decant.engine.cpu.gemm import _PANELS
-from decant.engine.cpu.kernels.loader import KERNELS
+from decant.engine.cpu.kernels.loader import AMX, KERNELS
 from decant.engine.cpu.model_patches import LookaheadLayer
 from decant.engine.loading import load
 from decant.engine.model.model import ModelConfig, ModelDevice
@@ -20,7 +19,7 @@ from decant.engine.request import Request
 from tests.engine import tiny
 
 needs_kernels = pytest.mark.skipif(
-    KERNELS is None or _PANELS is None, reason="linear layers are not ours on this CPU, or no compiler was here"
+    KERNELS is None or AMX, reason="linear layers are not ours on this CPU, or no compiler was here"
 )
 
 
@@ -38,8 +37,12 @@ STEPS = [[("a", 0, 33)], [("b", 0, 5)], [("a", 33, 34), ("b", 5, 40)], [("a", 34
 
 
 def device_of(folder: Path, name: str, dtype: str = "float32", **changes: Any) -> ModelDevice:
+    return load(saved(folder, name, dtype, **changes))
+
+
+def saved(folder: Path, name: str, dtype: str = "float32", **changes: Any) -> ModelConfig:
     tiny.save(tiny.config(name, **{**WIDE, **changes}), folder)
-    return load(ModelConfig(str(folder), dtype=dtype, device="cpu", kv_bytes=4 << 20))
+    return ModelConfig(str(folder), dtype=dtype, device="cpu", kv_bytes=4 << 20)
 
 
 def fused(device: ModelDevice) -> list[LookaheadLayer]:

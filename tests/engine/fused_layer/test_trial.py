@@ -3,7 +3,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-import decant.engine.cpu.fused_layer as fused_layer
+from decant.engine.cpu.backend import NativeBackend
 from decant.engine.cpu.fused_layer import FusedLayer, _Trial
 from decant.engine.cpu.kernels.loader import KERNELS
 from decant.engine.cpu.optimize import optimize
@@ -20,7 +20,7 @@ from decant.engine.loading import load
 from decant.engine.model.attention.interface import NAME
 from decant.engine.model.model import ModelConfig
 from tests.engine import tiny
-from tests.engine.fused_layer.harness import WIDE, calls_of, device_of, fused, needs_kernels
+from tests.engine.fused_layer.harness import WIDE, calls_of, fused, needs_kernels, saved
 
 pytestmark = needs_kernels
 
@@ -66,7 +66,8 @@ def test_a_similar_layer_is_not_fused_beside_one_that_is(other: type[LlamaDecode
     model = LlamaForCausalLM(made).float()
     model.set_attn_implementation(NAME)
     model.model.layers[0].__class__ = other
-    optimize(model, torch.float32)
+    assert KERNELS is not None
+    optimize(model, torch.float32, KERNELS)
     assert [isinstance(layer.forward, FusedLayer) for layer in model.model.layers] == [False, True]
 
 
@@ -100,7 +101,8 @@ def test_parts_with_other_widths_are_not_tried(change: Callable[[Any], None], mo
     model = LlamaForCausalLM(made).float()
     model.set_attn_implementation(NAME)
     change(model.model.layers[0])
-    optimize(model, torch.float32)
+    assert KERNELS is not None
+    optimize(model, torch.float32, KERNELS)
     assert [isinstance(layer.forward, FusedLayer) for layer in model.model.layers] == [False, True]
     layer = model.model.layers[1].forward
     assert isinstance(layer, FusedLayer)
@@ -108,18 +110,16 @@ def test_parts_with_other_widths_are_not_tried(change: Callable[[Any], None], mo
 
 
 @pytest.mark.parametrize("wrong", ["answer", "blocks"])
-def test_a_fused_layer_with_one_other_bit_is_not_used(
-    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fused_layer_with_one_other_bit_is_not_used(wrong: str, tmp_path: Path) -> None:
     assert KERNELS is not None
-    right = KERNELS.layers
+    right, kernels = KERNELS.layers, ModuleType(KERNELS.__name__)
 
     def layers(*arguments: Any) -> None:
         right(*arguments)
         _flip(arguments[6] if wrong == "answer" else _first(calls_of(*arguments[1:3])[1]))
 
-    monkeypatch.setattr(fused_layer, "KERNELS", SimpleNamespace(layers=layers, attend=KERNELS.attend))
-    assert not fused(device_of(tmp_path, "llama"))
+    vars(kernels).update(vars(KERNELS), layers=layers)
+    assert not fused(load(saved(tmp_path, "llama"), backend=NativeBackend(kernels)))
 
 
 def _first(cache: int) -> int:
