@@ -8,8 +8,8 @@ from importlib.util import find_spec
 import torch
 
 from decant.engine.errors import InvalidConfig
+from decant.engine.library_errors import translate_device_errors
 from decant.engine.model.backend import Backend, CudaKernels, TorchBackend
-from decant.engine.model.device_errors import translate_device_errors
 from decant.engine.model.model import ModelConfig
 
 MIN_CAPABILITY = (8, 0)

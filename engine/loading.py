@@ -6,8 +6,8 @@ from functools import partial
 from decant.engine.backends import choose_backend
 from decant.engine.checkpoint import checkpoint
 from decant.engine.kv_layout import KvLayout
+from decant.engine.library_errors import translate_device_errors
 from decant.engine.model.backend import Backend
-from decant.engine.model.device_errors import translate_device_errors
 from decant.engine.model.model import ModelConfig, ModelDevice, ReadModel, make_device
 
 HASHED, READ = 5, 20

@@ -133,7 +133,7 @@ def _count(config: Mapping[str, Any], name: str) -> int | None:
 
 
 def _context_length(config: Mapping[str, Any]) -> int | None:
-    """Compute it as engine/model/rope.py does: some checkpoints have the length before scaling."""
+    """Compute it as engine/checkpoint/context_length.py does: some checkpoints have the length before scaling."""
     positions = _count(config, "max_position_embeddings")
     scaling = config.get("rope_parameters") or config.get("rope_scaling")
     if positions is None or not isinstance(scaling, dict):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -29,42 +27,18 @@ from transformers import (
 from transformers.utils.import_utils import is_accelerate_available
 
 from decant.engine.checkpoint import model_types, weight_files
+from decant.engine.checkpoint.context_length import default_length, max_positions
 from decant.engine.checkpoint.formats import find_format
 from decant.engine.checkpoint.weight_format import PLAIN, WeightFormat
 from decant.engine.checkpoint.weight_hash import Digests, digest_files
 from decant.engine.checkpoint.weight_shapes import CONSTANTS, predicting
 from decant.engine.errors import InvalidConfig, ModelRefused
 from decant.engine.kv_layout import KvLayout
-from decant.engine.model import rope
-from decant.engine.model.device_errors import DEVICE_ERRORS
+from decant.engine.library_errors import refuse_model_on_error
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-FAILURES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    SafetensorError,
-    StrictDataclassError,
-    TypeError,
-    ValueError,
-)
-
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-
-
-@contextmanager
-def refuse_model_on_error(name: str, what: str) -> Iterator[None]:
-    try:
-        yield
-    except DEVICE_ERRORS:
-        raise
-    except FAILURES as error:
-        raise ModelRefused(name, f"{what}: {_first_line(error)}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +74,10 @@ class Checkpoint:
             if context_length is None:
                 raise ModelRefused(self.name, "it names no max_position_embeddings; give a context length")
             return context_length
-        positions = rope.max_positions(text, most)
+        positions = max_positions(text, most)
         if context_length is not None and context_length > positions:
             raise InvalidConfig("context_length", f"at most the checkpoint's {positions} positions", context_length)
-        return context_length or rope.default_length(text, most)
+        return context_length or default_length(text, most)
 
     def read(self, dtype: torch.dtype, device: torch.device, *, load_to_device: bool = False) -> PreTrainedModel:
         """Load the weights into transformers' causal model, without towers of other media. Raises ModelRefused.
@@ -265,8 +239,3 @@ def layout_hash(
     for fact in (*facts, *weights.values):
         digest.update(fact.encode() + b"\0")
     return digest.hexdigest()
-
-
-def _first_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

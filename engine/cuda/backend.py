@@ -20,12 +20,12 @@ from decant.engine.cuda.runner import CudaRunner
 from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
+from decant.engine.library_errors import translate_device_errors
 from decant.engine.model import backend as model_backend
 from decant.engine.model.attention.interface import AttentionBackend, AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
 from decant.engine.model.backend import RunnerLimits, TorchBackend
-from decant.engine.model.device_errors import translate_device_errors
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.runner import ModelRunner
 from decant.engine.model.sampler import Sampler

@@ -8,16 +8,15 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from decant.engine.checkpoint import checkpoint
 from decant.engine.checkpoint.checkpoint import DTYPES
 from decant.engine.costs import StepCostModel
 from decant.engine.errors import InvalidConfig, check_int
 from decant.engine.kv_layout import KvLayout, Window
+from decant.engine.library_errors import refuse_model_on_error, translate_device_errors
 from decant.engine.model import kv_memory, rope
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import TILE
 from decant.engine.model.backend import PARTS, Backend, CudaKernels, RunnerLimits
-from decant.engine.model.device_errors import translate_device_errors
 from decant.engine.model.kv_memory import StepSizes
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.probe import (
@@ -161,7 +160,7 @@ def make_device(
     """Make the device of a model, whose modules it replaces. Raises ModelRefused, InvalidConfig, DeviceFailed."""
     model, name, context_length = read.model, read.name, read.context_length
     dtype = token_embeddings(model).weight.dtype
-    with checkpoint.refuse_model_on_error(name, "its rotary scaling can't be frozen"):
+    with refuse_model_on_error(name, "its rotary scaling can't be frozen"):
         rope.freeze(model, context_length)
     refuse_other_state(model, name, probe_sequences(model, context_length)[0].tokens)
     progress(40)
@@ -175,7 +174,7 @@ def make_device(
     subject = Subject(model, name, context_length, backend)
     difference = check_attention(subject, layout, layer_windows, reference)
     progress(80)
-    with checkpoint.refuse_model_on_error(name, "its weights can't be prepared"):
+    with refuse_model_on_error(name, "its weights can't be prepared"):
         backend.prepare(model, dtype)
     read.check_files()  # all weights are copied from the mapped files now
     progress(90)

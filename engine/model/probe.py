@@ -21,9 +21,9 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from decant.engine.checkpoint.checkpoint import refuse_model_on_error
 from decant.engine.errors import ModelRefused
 from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.library_errors import refuse_model_on_error
 from decant.engine.model.attention.interface import NAME, attending, calls_made
 from decant.engine.model.attention.masks import AttentionWindow, Recorder, mask_markers
 from decant.engine.model.backend import PARTS, Backend

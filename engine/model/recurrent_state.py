@@ -9,9 +9,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 from transformers.generation.utils import ALL_CACHE_NAMES
 
-from decant.engine.checkpoint.checkpoint import FAILURES
 from decant.engine.errors import ModelRefused
-from decant.engine.model.device_errors import DEVICE_ERRORS
+from decant.engine.library_errors import DEVICE_ERRORS, FAILURES
 
 KV = "past_key_values"
 KV_NAMES = ("keys", "values")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from decant.engine.model import rope
+from decant.engine.checkpoint.context_length import default_length
 from decant.runtime.model_files import find
 
 ORIGINAL = "original_max_position_embeddings"
@@ -41,4 +41,4 @@ def test_router_and_worker_serve_the_same_length(
     config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 256}
     (tmp_path / "config.json").write_text(json.dumps({**config, key: {"rope_theta": 1e4, **scaling}}))
     loaded = AutoConfig.from_pretrained(tmp_path)
-    assert (find(str(tmp_path)).context_length, rope.default_length(loaded, 256)) == (length, length)
+    assert (find(str(tmp_path)).context_length, default_length(loaded, 256)) == (length, length)

@@ -8,12 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from decant.engine.backends import choose_device
-from decant.engine.checkpoint.checkpoint import refuse_model_on_error
 from decant.engine.engine import Engine
 from decant.engine.errors import DeviceFailed, EngineStopped, InvalidConfig, ModelRefused
 from decant.engine.fake import FakeDevice
+from decant.engine.library_errors import refuse_model_on_error, translate_device_errors
 from decant.engine.loop import EngineLoop
-from decant.engine.model.device_errors import translate_device_errors
 from decant.engine.model.recurrent_state import refuse_other_state
 from decant.engine.plan import StepPlan, StepResult
 from tests.engine import tiny

@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from decant.engine.checkpoint import model_types, weight_files
-from decant.engine.checkpoint.checkpoint import Checkpoint, refuse_model_on_error
+from decant.engine.checkpoint.checkpoint import Checkpoint
 from decant.engine.checkpoint.weight_shapes import HEADS_DIVIDE_HIDDEN, LLAMA_SHAPED
 from decant.engine.errors import ModelRefused
+from decant.engine.library_errors import refuse_model_on_error
 from tests.engine import tiny
 from tests.engine.served import edit, rewrite
 
