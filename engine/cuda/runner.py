@@ -7,7 +7,6 @@ result(k)    wait for the download of step k, while the device computes step k+1
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from decant.engine.cuda.graphs import Capture, DecodeGraphs
 from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.cuda.staging import Staging
 from decant.engine.cuda.step_draw import StepDraw
-from decant.engine.model.attention.interface import AttentionBackend, attending, calls_made
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.backend import Backend
 from decant.engine.model.kv_store import KvStore
@@ -49,7 +47,7 @@ class CudaRunner(ModelRunner):
 
     def capture(self, context_length: int, limits: GraphLimits, capture: Capture | None = None) -> None:
         width = -(-context_length // self._store.layout.block_size)
-        self.graphs = DecodeGraphs(self._store, self._layer_windows, width, self._compute, self._tile_rows)
+        self.graphs = DecodeGraphs(self._store, self._layer_windows, width, self.compute, self._tile_rows)
         with torch.inference_mode(), self._backend.around_step():
             capture = capture or Capture(self._device)
             self.graphs.capture(capture, limits, capture.used_bytes)
@@ -69,7 +67,7 @@ class CudaRunner(ModelRunner):
         batch = flat if graphed is None else graphed[1]
         tokens, positions, keep = self._upload(batch, step, plan)
         if graphed is None:
-            logits = self._compute(
+            logits = self.compute(
                 tokens, positions, keep, TritonAttention(self._store, self._layer_windows, flat, self._tile_rows)
             )
         else:  # padding rows are behind the others, and each row has one logit
@@ -89,18 +87,3 @@ class CudaRunner(ModelRunner):
         if plan.inputs:
             tokens[target] = self._drawn[source]
         return [tokens, positions, keep]
-
-    def _compute(
-        self, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, attention: AttentionBackend
-    ) -> torch.Tensor:
-        inputs: dict[str, Any] = {
-            "input_ids": tokens[None],
-            "position_ids": positions[None],
-            "use_cache": False,
-            "logits_to_keep": keep,
-        }
-        with attending(attention):
-            logits: torch.Tensor = self._model(**inputs).logits[0]
-            if calls_made() != len(self._layer_windows):
-                raise RuntimeError(f"attention was called {calls_made()} times for {len(self._layer_windows)} layers")
-        return logits if len(logits) == len(keep) else logits[keep]  # a model without the option returns all rows

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from decant.engine.model.attention.interface import attending, calls_made
+from decant.engine.model.attention.interface import AttentionBackend, attending, calls_made
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.sampler import Sampler, token_logprobs
@@ -66,21 +66,27 @@ class ModelRunner:
     def forward(self, flat: FlatBatch, keep: Ints) -> torch.Tensor:
         """Compute the KV of all rows; return logits [kept, vocabulary] of the flattened positions ``keep``."""
         self._store.clear(flat.new_blocks)
-        backend = self._backend
-        kept = torch.from_numpy(keep).to(self._device)
+        backend, arrays = self._backend, (flat.tokens, flat.positions, keep)
+        tokens, positions, kept = (torch.from_numpy(array).to(self._device) for array in arrays)
+        with backend.around_step():
+            attention = backend.make_attention(self._store, self._layer_windows, flat, keep)
+            return self.compute(tokens, positions, kept, attention)
+
+    def compute(
+        self, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """Token ids [T], positions [T], kept positions [k] -> logits [k, vocabulary]."""
         inputs: dict[str, Any] = {
-            "input_ids": torch.from_numpy(flat.tokens).to(self._device)[None],
-            "position_ids": torch.from_numpy(flat.positions).to(self._device)[None],
+            "input_ids": tokens[None],
+            "position_ids": positions[None],
             "use_cache": False,
-            "logits_to_keep": kept,
+            "logits_to_keep": keep,
         }
-        with backend.around_step(), attending(backend.make_attention(self._store, self._layer_windows, flat, keep)):
+        with attending(attention):
             logits: torch.Tensor = self._model(**inputs).logits[0]
             if calls_made() != len(self._layer_windows):
                 raise RuntimeError(f"attention was called {calls_made()} times for {len(self._layer_windows)} layers")
-        if len(logits) != len(kept):  # a model without the option returns all rows
-            logits = logits[kept]
-        return logits
+        return logits if len(logits) == len(keep) else logits[keep]  # a model without the option returns all rows
 
 
 class StepLogits:
