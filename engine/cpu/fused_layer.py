@@ -1,16 +1,16 @@
 """Decoder layers in one compiled call: norm, attention, norm, gated MLP (engine/cpu/kernels/layer.h).
 
-A layer is fused if it has the expected parts and in a trial computes the same bits of outputs and blocks. Its new
-``forward`` passes calls that the kernel does not support to the original.
+A layer is fused if in a trial it computes the same bits of outputs and blocks.
 """
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -20,27 +20,21 @@ from decant.engine.cpu.fused_ops import PROBE_SCALES, GatedMlp, RmsNorm
 from decant.engine.cpu.gemm import PackedWeight
 from decant.engine.cpu.linear import UNSUPPORTED_CALL, PackedLinear
 from decant.engine.cpu.threads import num_threads
-from decant.engine.kv_layout import KvLayout, LayerSpec
-from decant.engine.model.attention.interface import AttentionBackend, AttentionCall, attending, current, next_layer
-from decant.engine.model.attention.masks import AttentionWindow
-from decant.engine.model.kv_store import KvStore
-from decant.engine.model.step_batch import flatten
-from decant.engine.plan import Row
-from decant.engine.request import Request
+from decant.engine.kv_layout import LayerSpec
+from decant.engine.model.attention.interface import AttentionCall, next_layer
+from decant.engine.model.decoder_layer import (
+    LINEARS,
+    NORMS,
+    Angles,
+    Forward,
+    FusedLayer,
+    Trial,
+    TrialResult,
+    find_parts,
+    head_width,
+)
 
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-NORMS = ("input_layernorm", "q_norm", "k_norm", "post_attention_layernorm")
-OPTIONAL = ("q_norm", "k_norm")
-
-TRIAL_BLOCK = 16
-PROBE_POSITION = 1 << 20
-"""First position of a trial: a layer that scales distant tokens differs."""
-
-Forward = Callable[..., Any]
-Angles = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin [1, T, head width]."""
-
-Layer = TypeVar("Layer", bound="FusedLayer")
+Layer = TypeVar("Layer", bound="NativeLayer")
 
 
 class _Norm(ctypes.Structure):
@@ -63,12 +57,14 @@ class _Layer(ctypes.Structure):
     )
 
 
-class FusedLayer:
+class NativeLayer(FusedLayer[NativeAttention]):
+    attention = NativeAttention
+
     def __init__(self, kernels: ModuleType, original_forward: Forward, parts: _Parts, call: AttentionCall) -> None:
+        super().__init__(original_forward, call)
         self._kernel = kernels.layers
-        self.original_forward = original_forward
         self._parts = parts  # keeps the memory that the kernel reads
-        self.dtype, self.width, self.hidden = call.query.dtype, call.query.shape[3], parts.weights[0].inner
+        self.hidden = parts.weights[0].inner
         self._descriptor = _Layer(
             *[_Norm() if norm is None else _Norm(norm.weight.data_ptr(), norm.eps) for norm in parts.norms],
             *[_Linear(*weight.addresses, weight.inner, weight.outputs) for weight in parts.weights],
@@ -78,18 +74,6 @@ class FusedLayer:
         )
         self._address = ctypes.addressof(self._descriptor)
 
-    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        attention, angles = current(), kwargs.get("position_embeddings")
-        if (
-            args
-            or angles is None
-            or kwargs.get("past_key_values") is not None
-            or not isinstance(attention, NativeAttention)
-            or not self._fits(hidden_states, *angles)
-        ):
-            return self.original_forward(hidden_states, *args, **kwargs)
-        return self._compute(hidden_states, angles, attention)
-
     def _compute(self, hidden: torch.Tensor, angles: Angles, attention: NativeAttention) -> torch.Tensor:
         output = torch.empty_like(hidden)
         self._run([self], hidden, angles, attention, output)
@@ -97,7 +81,7 @@ class FusedLayer:
 
     def _run(
         self,
-        layers: Sequence[FusedLayer],
+        layers: Sequence[NativeLayer],
         hidden: torch.Tensor,
         angles: Angles,
         attention: NativeAttention,
@@ -112,24 +96,16 @@ class FusedLayer:
         self._kernel(half, calls.buffer_info()[0], len(layers), *addresses, tokens, num_threads())
 
     def _fits(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-        return (
-            len(hidden) == 1
-            and cos.shape == sin.shape == (1, hidden.shape[1], self.width)
-            and hidden.dtype == cos.dtype == sin.dtype == self.dtype
-            and hidden.is_contiguous()
-            and cos.is_contiguous()
-            and sin.is_contiguous()
-        )
+        return super()._fits(hidden, cos, sin) and cos.is_contiguous() and sin.is_contiguous()
 
 
 class _Parts:
     def __init__(self, module: nn.Module) -> None:
-        children = dict(module.named_children())
-        parts = {name: part for child in children.values() for name, part in child.named_children()} | children
-        if not any(isinstance(child, GatedMlp) for child in children.values()):
+        if not any(isinstance(child, GatedMlp) for child in module.children()):
             raise LookupError("no gated MLP")
-        self.norms = [_norm(parts.get(name) if name in OPTIONAL else parts[name]) for name in NORMS]
-        self.weights = [_packed_weight(parts[name]) for name in LINEARS]
+        norms, linears = find_parts(module)
+        self.norms = [_norm(part) for part in norms]
+        self.weights = [_packed_weight(part) for part in linears]
         self._check()
 
     def _check(self) -> None:
@@ -180,11 +156,11 @@ def fuse(model: nn.Module, dtype: torch.dtype, kernels: ModuleType, kind: type[L
     return layers
 
 
-def fused_layers(model: nn.Module) -> list[tuple[nn.Module, FusedLayer]]:
-    return [(module, module.forward) for module in model.modules() if isinstance(module.forward, FusedLayer)]
+def fused_layers(model: nn.Module) -> list[tuple[nn.Module, NativeLayer]]:
+    return [(module, module.forward) for module in model.modules() if isinstance(module.forward, NativeLayer)]
 
 
-def unfuse(model: nn.Module) -> list[tuple[nn.Module, FusedLayer]]:
+def unfuse(model: nn.Module) -> list[tuple[nn.Module, NativeLayer]]:
     """Restore the original forwards; ``module.forward = layer`` fuses a returned one again."""
     layers = fused_layers(model)
     for module, layer in layers:
@@ -192,64 +168,17 @@ def unfuse(model: nn.Module) -> list[tuple[nn.Module, FusedLayer]]:
     return layers
 
 
-class _RecordingAttention:
-    def __init__(self, attention: AttentionBackend, spec: LayerSpec) -> None:
-        self._attention = attention
-        self._spec = spec
-        self.call: AttentionCall | None = None
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        spec = self._spec
-        widths = call.query.shape[3], call.key.shape[3], call.value.shape[3]
-        if widths != (spec.key_dim, spec.key_dim, spec.value_dim):
-            raise ValueError("heads of another width")
-        if not call.key.shape[1] == call.value.shape[1] == spec.kv_heads or call.query.shape[1] % spec.kv_heads:
-            raise ValueError("another number of heads")
-        self.call = call
-        return self._attention.attend(call)
-
-
-class _Trial:
-    def __init__(self, kernels: ModuleType, hidden: int, kv_heads: int, width: int, dtype: torch.dtype) -> None:
-        self._kernels = kernels
-        count = len(PROBE_SCALES)
-        generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(1, count, hidden, generator=generator) * torch.tensor(PROBE_SCALES)[:, None]
-        self._rows = rows.to(dtype)
-        self._angles = tuple(torch.randn(1, count, width, generator=generator).to(dtype) for _ in range(2))
-        self._positions = PROBE_POSITION + torch.arange(count)[None]
-        self._spec = LayerSpec(kv_heads, width, width)
-        self._layout = KvLayout((self._spec,), TRIAL_BLOCK, dtype.itemsize)
-        tokens = list(range(count))
-        self._step = [Row(Request("trial", tuple(tokens)), tokens, 0, count, (array("i", [0]),), True)]
-
-    def run(self, forward: Forward) -> tuple[torch.Tensor, torch.Tensor, AttentionCall | None]:
-        store = KvStore(self._layout, 1, self._rows.dtype, self._rows.device)
-        flat = flatten(self._step, TRIAL_BLOCK, store.null_block)
-        native = NativeAttention(self._kernels, store, [AttentionWindow()], flat)
-        recording = _RecordingAttention(native, self._spec)
-        kwargs = {"attention_mask": None, "position_ids": self._positions, "position_embeddings": self._angles}
-        with attending(native if isinstance(forward, FusedLayer) else recording):
-            output = forward(self._rows, **kwargs, use_cache=False)
-        return output, store.blocks, recording.call
-
-
-@torch.inference_mode()
 def _fused(
     module: nn.Module, parts: _Parts, dtype: torch.dtype, kernels: ModuleType, kind: type[Layer]
 ) -> Layer | None:
-    original_forward, key = module.forward, parts.weights[1]
-    widths: list[Any] = [getattr(part, "head_dim", None) for part in module.children()]
-    width = next((width for width in widths if isinstance(width, int)), 0)
+    key, width = parts.weights[1], head_width(module)
     if not parts.has_heads_of(width):
         return None
-    trial = _Trial(kernels, key.inner, key.outputs // width, width, dtype)
-    try:
-        expected, expected_blocks, call = trial.run(original_forward)
-    except UNSUPPORTED_CALL:
-        return None
-    if not isinstance(expected, torch.Tensor) or call is None or call.sinks is not None:
-        return None
-    layer = kind(kernels, original_forward, parts, call)
-    output, blocks, _ = trial.run(layer)
-    return layer if torch.equal(output, expected) and torch.equal(blocks, expected_blocks) else None
+    spec, make_attention = LayerSpec(key.outputs // width, width, width), partial(NativeAttention, kernels)
+    trial = Trial(PROBE_SCALES, key.inner, spec, make_attention, dtype, torch.device("cpu"))
+    make = partial(kind, kernels, module.forward, parts)
+    return trial.fuse(module.forward, make, _has_same_bits, UNSUPPORTED_CALL)
+
+
+def _has_same_bits(actual: TrialResult, expected: TrialResult) -> bool:
+    return torch.equal(actual.output, expected.output) and torch.equal(actual.blocks, expected.blocks)

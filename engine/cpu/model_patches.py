@@ -22,9 +22,10 @@ from torch import nn
 
 from decant.engine.cpu import fused_layer
 from decant.engine.cpu.attention import NativeAttention
-from decant.engine.cpu.fused_layer import Angles, Forward, FusedLayer
+from decant.engine.cpu.fused_layer import NativeLayer
 from decant.engine.cpu.fused_ops import Rotation, has_same_bits
 from decant.engine.model.attention.interface import AttentionBackend, AttentionCall, current, next_layer
+from decant.engine.model.decoder_layer import Angles, Forward
 
 LOOKAHEAD_BYTES = 32 << 20
 
@@ -49,7 +50,7 @@ class _Precomputed(NamedTuple):
         )
 
 
-class LookaheadLayer(FusedLayer):
+class LookaheadLayer(NativeLayer):
     def __init__(self, kernels: ModuleType, original_forward: Forward, parts: Any, call: AttentionCall) -> None:
         super().__init__(kernels, original_forward, parts, call)
         self.follower: LookaheadLayer | None = None
@@ -95,7 +96,7 @@ def fuse_with_lookahead(model: nn.Module, dtype: torch.dtype, kernels: ModuleTyp
         if layer.can_lead_to(follower):
             layer.follower = follower
     for module in model.modules():
-        if type(module) is nn.ModuleList and any(isinstance(child.forward, FusedLayer) for child in module):
+        if type(module) is nn.ModuleList and any(isinstance(child.forward, NativeLayer) for child in module):
             module.__class__ = _Layers
 
 

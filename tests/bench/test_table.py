@@ -11,7 +11,7 @@ from bench import engine
 from bench.comparison import subprocess_runner as child
 from bench.comparison.own_engine import make_engine
 from bench.comparison.steps import Profile
-from decant.engine.cpu.fused_layer import FusedLayer
+from decant.engine.cpu.fused_layer import NativeLayer
 from decant.engine.loading import load
 from decant.engine.model.model import ModelConfig
 from tests.bench import fork_server as forked
@@ -73,13 +73,13 @@ def test_a_profile_looks_into_layers_that_are_one_call_and_leaves_them_so(tmp_pa
     device = load(ModelConfig(str(tmp_path), device="cpu", kv_bytes=1 << 20))
     engine = make_engine(device, 64)
     engine.add(models_of.greedy("r", (1, 2, 3), 1))
-    before = [module.forward for module in device.model.modules() if isinstance(module.forward, FusedLayer)]
+    before = [module.forward for module in device.model.modules() if isinstance(module.forward, NativeLayer)]
     profile = Profile(device.model)
     parts = profile.of(engine.step)
     profile.close()
     assert parts["linears"] > 0
     assert parts["attention"] > 0
-    assert [module.forward for module in device.model.modules() if isinstance(module.forward, FusedLayer)] == before
+    assert [module.forward for module in device.model.modules() if isinstance(module.forward, NativeLayer)] == before
 
 
 def test_each_sequence_wastes_half_a_block_on_average(measured: dict[str, Any]) -> None:

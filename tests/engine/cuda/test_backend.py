@@ -18,7 +18,7 @@ from decant.engine.cuda import attention
 from decant.engine.cuda import backend as cuda_backend
 from decant.engine.cuda.attention import TritonAttention
 from decant.engine.cuda.backend import CudaBackend
-from decant.engine.cuda.fused_layer import FusedLayer
+from decant.engine.cuda.fused_layer import TritonLayer
 from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.engine import Engine
 from decant.engine.errors import DeviceFailed, InvalidConfig
@@ -76,7 +76,7 @@ def test_a_model_generates_what_transformers_generates(
     assert isinstance(device.backend, CudaBackend)
     assert device.backend.fallbacks == {}
     assert not device.equal_bits, "linear layers are torch's"
-    assert sum(isinstance(module.forward, FusedLayer) for module in device.model.modules()) == layers
+    assert sum(isinstance(module.forward, TritonLayer) for module in device.model.modules()) == layers
     calls.clear()
     prompts = {"long": tiny.prompt(34, 1), "short": tiny.prompt(3, 2)}
     engine = Engine(device, Limits(token_budget=32, max_running=4, context_length=128))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 pytest.importorskip("triton")
 
 from decant.engine.cuda import fused_layer
-from decant.engine.cuda.fused_layer import FusedLayer, Norm, fuse
+from decant.engine.cuda.fused_layer import Norm, TritonLayer, fuse
 from decant.engine.model.attention.interface import NAME, AttentionCall
 from tests.engine import tiny
 
@@ -27,8 +27,8 @@ def model_of(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Pr
     return model
 
 
-def fused(model: nn.Module) -> list[FusedLayer]:
-    return [module.forward for module in model.modules() if isinstance(module.forward, FusedLayer)]
+def fused(model: nn.Module) -> list[TritonLayer]:
+    return [module.forward for module in model.modules() if isinstance(module.forward, TritonLayer)]
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama_mha", torch.float32), ("qwen3", torch.bfloat16)])
@@ -48,7 +48,7 @@ def test_a_layer_with_another_activation_fails_its_trial(tmp_path: Path) -> None
     model = model_of("llama", tmp_path)
     model.model.layers[1].mlp.act_fn = nn.GELU()
     assert fuse(model, torch.bfloat16) == 1
-    assert isinstance(model.model.layers[0].forward, FusedLayer)
+    assert isinstance(model.model.layers[0].forward, TritonLayer)
 
 
 def test_no_layer_is_fused_if_a_launch_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_a_call_outside_a_step_goes_to_the_original(tmp_path: Path, monkeypatch:
     model = model_of("llama", tmp_path)
     layer = model.model.layers[0]
     monkeypatch.setattr(layer, "forward", lambda hidden, *args, **kwargs: "original")
-    layer_of = FusedLayer(layer.forward, fused_layer.Parts(layer), tiny_call())
+    layer_of = TritonLayer(layer.forward, fused_layer.Parts(layer), tiny_call())
     hidden = torch.zeros(1, 1, 64, device=DEVICE, dtype=torch.bfloat16)
     angles = (torch.zeros(1, 1, 16, device=DEVICE, dtype=torch.bfloat16),) * 2
     assert layer_of(hidden, position_embeddings=angles) == "original"

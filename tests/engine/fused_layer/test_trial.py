@@ -13,11 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from decant.engine.cpu.backend import NativeBackend
-from decant.engine.cpu.fused_layer import FusedLayer, _Trial
+from decant.engine.cpu.fused_layer import NativeLayer
 from decant.engine.cpu.kernels.loader import KERNELS
 from decant.engine.cpu.optimize import optimize
 from decant.engine.loading import load
 from decant.engine.model.attention.interface import NAME
+from decant.engine.model.decoder_layer import Trial
 from decant.engine.model.model import ModelConfig
 from tests.engine import tiny
 from tests.engine.fused_layer.harness import WIDE, calls_of, fused, needs_kernels, saved
@@ -68,7 +69,7 @@ def test_a_similar_layer_is_not_fused_beside_one_that_is(other: type[LlamaDecode
     model.model.layers[0].__class__ = other
     assert KERNELS is not None
     optimize(model, torch.float32, KERNELS)
-    assert [isinstance(layer.forward, FusedLayer) for layer in model.model.layers] == [False, True]
+    assert [isinstance(layer.forward, NativeLayer) for layer in model.model.layers] == [False, True]
 
 
 def _more_values(layer: Any) -> None:
@@ -89,13 +90,13 @@ CHANGES = [_more_values, _narrower_norm, _head_width_that_does_not_divide]
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
 def test_parts_with_other_widths_are_not_tried(change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Any] = []
-    run = _Trial.run
+    run = Trial.run
 
-    def noted(trial: _Trial, forward: Any) -> Any:
+    def noted(trial: Trial, forward: Any) -> Any:
         tried.append(forward)
         return run(trial, forward)
 
-    monkeypatch.setattr(_Trial, "run", noted)
+    monkeypatch.setattr(Trial, "run", noted)
     made = tiny.config("llama", **WIDE)
     assert isinstance(made, LlamaConfig)
     model = LlamaForCausalLM(made).float()
@@ -103,9 +104,9 @@ def test_parts_with_other_widths_are_not_tried(change: Callable[[Any], None], mo
     change(model.model.layers[0])
     assert KERNELS is not None
     optimize(model, torch.float32, KERNELS)
-    assert [isinstance(layer.forward, FusedLayer) for layer in model.model.layers] == [False, True]
+    assert [isinstance(layer.forward, NativeLayer) for layer in model.model.layers] == [False, True]
     layer = model.model.layers[1].forward
-    assert isinstance(layer, FusedLayer)
+    assert isinstance(layer, NativeLayer)
     assert tried == [layer.original_forward, layer]
 
 
