@@ -6,8 +6,11 @@ from functools import partial
 import pytest
 
 from decant.engine.engine import Engine
+from decant.engine.output import SequenceFinished, StepOutput
 from decant.engine.plan import DeviceMemory
+from decant.engine.request import FinishReason
 from decant.handoff.errors import HandoffFailed
+from decant.handoff.receiver import TransferResult
 from decant.protos import worker_pb2 as wire
 from decant.runtime.telemetry.metrics import Registry
 from decant.worker.report.metrics import WorkerMetrics
@@ -46,6 +49,23 @@ async def test_prompt_tokens_are_counted_by_where_their_cache_came_from() -> Non
         assert found['prompt_tokens_total{source="local_cache_hit"}'] == 28
         assert (found["generation_tokens_total"], found["handoff_seconds_count"]) == (6, 2)
         assert found["handoff_bytes_sum"] == (8 + 1) * harness.host.transfer_layout.block_bytes
+
+
+async def test_a_fetched_run_that_is_cancelled_before_its_first_step_changes_no_count_of_a_later_one() -> None:
+    async with worker("d") as receiver:
+        registry = Registry(process=False)
+        metrics = WorkerMetrics(registry, receiver.host)
+        receiver.connect(metrics)
+        request = to_request("a", make_work(30, 4), model=MODEL)
+        arrival = await receiver.host.loop.call(lambda engine: engine.transfers.reserve(request))
+        metrics.on_fetch(arrival)
+        metrics.on_fetched(arrival, TransferResult((), (), received_bytes=0, opened_at=0.0, owned_at=0.0))
+        await receiver.host.loop.call(lambda _: arrival.abort())
+        cancelled = SequenceFinished("a", FinishReason.CANCELLED, arrival.sequence.timeline)
+        metrics.on_step(StepOutput(1, tokens=[], prompt_logprobs=[], filled=[], parked=[], ended=[cancelled]))
+        await receiver.host.loop.call(lambda engine: engine.add(request))
+        await receiver.written("a")
+        assert values(registry)['prompt_tokens_total{source="local_compute"}'] == 30
 
 
 async def test_a_failed_handoff_is_counted_by_its_cause() -> None:

@@ -17,7 +17,7 @@ class WorkerMetrics(HostHandler):
         )
         self._host = host
         self._preemptions = 0
-        self._arriving: set[str] = set()  # sequences whose KV cache is fetched
+        self._arriving: set[str] = set()  # sequences whose KV cache is fetched, until their first step or end
         registry.before_scrape(self._count_preemptions)
         metrics.info.labels(host.model, wire.Role.Name(host.role).removeprefix("ROLE_").lower()).set(1)
         metrics.queued_tokens.set_function(lambda: host.load().queued_tokens)
@@ -43,6 +43,8 @@ class WorkerMetrics(HostHandler):
             else:
                 self._metrics.prompt[PromptSource.CACHED].inc(begun.cached)
                 self._metrics.prompt[PromptSource.COMPUTED].inc(begun.tokens - begun.cached)
+        for ended in output.ended:
+            self._arriving.discard(ended.id)
 
     def on_fetch(self, arrival: IncomingSequence) -> None:
         self._arriving.add(arrival.id)
