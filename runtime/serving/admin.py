@@ -17,13 +17,15 @@ from decant.runtime.serving.health import Readiness
 from decant.runtime.telemetry.metrics import Registry
 
 MAX_REQUEST_BYTES = 16 * 1024
-READ_SECONDS = 5.0
+CALL_SECONDS = 5.0
+"""Time to read a request and send the page."""
 
 
 class AdminServer:
-    def __init__(self, readiness: Readiness, registry: Registry) -> None:
+    def __init__(self, readiness: Readiness, registry: Registry, call_seconds: float = CALL_SECONDS) -> None:
         self._readiness = readiness
         self._registry = registry
+        self._call_seconds = call_seconds
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -38,11 +40,13 @@ class AdminServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(READ_SECONDS):
+            async with asyncio.timeout(self._call_seconds):
                 head = await reader.readuntil(b"\r\n\r\n")
                 writer.write(self._answer(head.split(b"\r\n", 1)[0].decode("latin-1")))
                 await writer.drain()
-        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
+        except TimeoutError:
+            writer.transport.abort()  # close() would keep what the client does not read
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
             pass  # the client is gone, or sent no request
         finally:
             writer.close()
