@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TypeVar
 
 from decant.handoff.errors import HandoffFailed
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 async def with_heartbeat_timeout(
     messages: AsyncIterator[T], peer: str, seconds: float = SILENT_SECONDS
-) -> AsyncIterator[T]:
+) -> AsyncGenerator[T, None]:
     while True:
         try:
             async with loop_timeout(seconds):  # wait_for may lose a cancellation that comes with a message

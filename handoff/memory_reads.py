@@ -14,8 +14,8 @@ what was read.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
+from contextlib import aclosing, closing
 from typing import Protocol
 
 from decant.handoff.codec import Received
@@ -92,33 +92,35 @@ class _ReadingSource:
         self._address = address
         self._has_read = False
 
-    async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncIterator[Received]:
+    async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[Received, None]:
         try:
             reader = self._transport.agent.reader()
         except NoBuffer as error:  # before Open: the sender sends the data
             self._transport.record_failure(self._address, str(error))
-            async for received in self._source.fetch(requests):
-                yield received
+            async with aclosing(self._source.fetch(requests)) as responses:
+                async for received in responses:
+                    yield received
             return
         memory = None
-        with contextlib.closing(reader):
-            async for received in self._source.fetch(_with_memory_reads(requests)):
-                chunk = received.response.kv_chunk
-                try:
-                    if received.response.HasField("memory"):
-                        if memory is not None:
-                            raise HandoffFailed(wire.CAUSE_CORRUPT, "a second memory in one fetch")
-                        memory = received.response.memory
-                        reader.connect(memory)
-                        continue
-                    if memory is not None and chunk.block_offsets:
-                        data = await reader.read(self._transport.parts(memory, chunk))
-                        received = Received(received.response, data)  # noqa: PLW2901
-                        self._has_read = True
-                except (ConnectionError, HandoffFailed) as error:
-                    self._transport.record_failure(self._address, str(error))
-                    raise
-                yield received
+        with closing(reader):
+            async with aclosing(self._source.fetch(_with_memory_reads(requests))) as responses:
+                async for received in responses:
+                    chunk = received.response.kv_chunk
+                    try:
+                        if received.response.HasField("memory"):
+                            if memory is not None:
+                                raise HandoffFailed(wire.CAUSE_CORRUPT, "a second memory in one fetch")
+                            memory = received.response.memory
+                            reader.connect(memory)
+                            continue
+                        if memory is not None and chunk.block_offsets:
+                            data = await reader.read(self._transport.parts(memory, chunk))
+                            received = Received(received.response, data)  # noqa: PLW2901
+                            self._has_read = True
+                    except (ConnectionError, HandoffFailed) as error:
+                        self._transport.record_failure(self._address, str(error))
+                        raise
+                    yield received
 
     def record_corruption(self, detail: str) -> None:
         if self._has_read:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from decant.engine.errors import EngineError, OutOfBlocks, TransferRejected
@@ -97,20 +98,8 @@ class KvReceiver:
         task.add_done_callback(self._releases.discard)
 
     async def _fetch(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
-        unpacker = Unpacker(ticket.run, self._layout)
-        fetch = _Fetch(arrival, unpacker, ticket.sender.id)
-        opened_at = asyncio.get_running_loop().time()
-        requests = fetch.requests(self._open(ticket, arrival), self._heartbeat, self._heartbeat_s)
         try:
-            async for received in with_heartbeat_timeout(source.fetch(requests), f"sender {ticket.sender.id}"):
-                await self._extend(arrival, received.response)
-                commit = fetch.handle(received)
-                if commit is not None:
-                    output = await self._join(arrival, commit)
-                    logprobs = tuple(received.response.commit.outputs[0].logprobs)
-                    return TransferResult(
-                        output, logprobs, unpacker.received_bytes, opened_at, asyncio.get_running_loop().time()
-                    )
+            return await self._fetch_and_join(source, ticket, arrival)
         except OutOfBlocks as error:
             raise HandoffFailed(
                 wire.CAUSE_BUSY, f"the sequence grew, and there are no free blocks: {error}", self._peer
@@ -122,6 +111,24 @@ class KvReceiver:
             raise HandoffFailed(wire.CAUSE_ENGINE, str(error)) from error
         except ConnectionError as error:
             raise HandoffFailed(wire.CAUSE_PEER_LOST, str(error), ticket.sender) from error
+
+    async def _fetch_and_join(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
+        clock = asyncio.get_running_loop().time
+        unpacker = Unpacker(ticket.run, self._layout)
+        fetch = _Fetch(arrival, unpacker, ticket.sender.id)
+        opened_at = clock()
+        requests = fetch.requests(self._open(ticket, arrival), self._heartbeat, self._heartbeat_s)
+        async with (
+            aclosing(source.fetch(requests)) as messages,
+            aclosing(with_heartbeat_timeout(messages, f"sender {ticket.sender.id}")) as responses,
+        ):
+            async for received in responses:
+                await self._extend(arrival, received.response)
+                commit = fetch.handle(received)
+                if commit is not None:
+                    output = await self._join(arrival, commit)
+                    logprobs = tuple(received.response.commit.outputs[0].logprobs)
+                    return TransferResult(output, logprobs, unpacker.received_bytes, opened_at, clock())
         raise HandoffFailed(wire.CAUSE_PEER_LOST, "the fetch ended without a commit", ticket.sender)
 
     async def _extend(self, arrival: IncomingSequence, response: wire.FetchResponse) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -33,8 +34,9 @@ class KvSourceService:
     async def _fetch(
         self, requests: AsyncIterator[wire.FetchRequest], _: grpc.aio.ServicerContext[wire.FetchRequest, bytes]
     ) -> AsyncIterator[bytes]:
-        async for message in self._sender.fetch(requests):
-            yield message
+        async with aclosing(self._sender.fetch(requests)) as messages:
+            async for message in messages:
+                yield message
 
     async def _release(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -19,8 +19,11 @@ FETCH = f"/{wire.DESCRIPTOR.services_by_name['KvSource'].full_name}/Fetch"
 
 
 class KvSource(Protocol):
-    def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncIterator[Received]:
-        """Yield responses until either side ends the call. Raises ConnectionError when it breaks."""
+    def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[Received, None]:
+        """Yield responses until either side ends the call. Raises ConnectionError when it breaks.
+
+        The caller closes it, which ends the call and releases what it uses.
+        """
         ...
 
     def record_corruption(self, detail: str) -> None:
@@ -45,7 +48,7 @@ class GrpcSource:
     def __init__(self, borrow: Callable[[], AbstractContextManager[grpc.aio.Channel]]) -> None:
         self._borrow = borrow
 
-    async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncIterator[Received]:
+    async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[Received, None]:
         with self._borrow() as channel:
             opened: Any = channel.stream_stream(FETCH, wire.FetchRequest.SerializeToString, decode)
             call = opened(requests)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from contextlib import aclosing
 from dataclasses import replace
 
 from decant.engine.engine import Engine
@@ -139,9 +140,10 @@ class Wire:
         self.released: list[wire.ReleaseRequest] = []
 
     async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[Received, None]:
-        async for message in self._sender.fetch(requests):
-            for response in self._tamper(wire.FetchResponse.FromString(message)):
-                yield decode(response.SerializeToString())
+        async with aclosing(self._sender.fetch(requests)) as messages:
+            async for message in messages:
+                for response in self._tamper(wire.FetchResponse.FromString(message)):
+                    yield decode(response.SerializeToString())
 
     def record_corruption(self, detail: str) -> None: ...
 

@@ -38,12 +38,12 @@ async def test_blocks_of_each_group_are_read_and_none_is_sent(message_bytes: int
         agent = agent_of(sender)
         source = reads(sender, agent, note).source("p")
         result = await receiver.receiver.receive(source, await sender.offer(request), await receiver.reserve(request))
+        assert all(reader.closed for reader in agent.readers)
         assert sender.tokens["r"] + await receiver.finished("r") == await run_alone(request, GROUPS)
         await sender.emptied()
         await receiver.emptied()
     assert not any(chunk.data for chunk in sent)
     assert sum(reader.count for reader in agent.readers) == result.received_bytes > 0
-    await eventually(lambda: all(reader.closed for reader in agent.readers))
 
 
 @pytest.mark.parametrize("offers", [True, False], ids=["only the sender", "only the receiver"])
@@ -96,7 +96,7 @@ async def test_a_second_memory_in_one_fetch_is_corrupt() -> None:
             await receiver.receiver.receive(source, await sender.offer(request), await receiver.reserve(request))
         assert failed.value.cause == wire.CAUSE_CORRUPT
         assert not any(reader.count for reader in agent.readers)
-        await eventually(lambda: all(reader.closed for reader in agent.readers))
+        assert all(reader.closed for reader in agent.readers)
         await sender.emptied()
         await receiver.emptied()
 

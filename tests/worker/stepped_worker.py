@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from unittest.mock import patch
@@ -85,7 +85,7 @@ class LocalSource:
         self._node = node
         self._network = network
 
-    async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncIterator[Received]:
+    async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[Received, None]:
         async with aclosing(self._node.host.sender.fetch(requests)) as responses:
             async for message in responses:
                 await self._network.flows.wait()
