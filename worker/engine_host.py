@@ -14,6 +14,7 @@ from decant.engine.kv_layout import FULL
 from decant.engine.loop import EngineLoop
 from decant.engine.output import Load, StepOutput
 from decant.engine.plan import Device
+from decant.engine.request import Request
 from decant.engine.transfer import IncomingSequence
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.leases import Lease
@@ -144,6 +145,18 @@ class EngineHost:
     def blocks_for(self, tokens: int) -> int:
         count = -(-tokens // self.block_size)
         return sum(window.blocks_at_once(count, self.block_size) for window in self.windows)
+
+    def new_ticket(self, run: wire.Run, request: Request, tokens: int) -> wire.Ticket:
+        """Ticket for the cache of a sequence here, which has ``tokens`` tokens; the sender issues it."""
+        return wire.Ticket(
+            run=run,
+            sender=self.peer,
+            address=self.address,
+            layout=self.layout,
+            salt=request.salt,
+            tokens=tokens,
+            outputs=[request.sampling.output_index],
+        )
 
     @property
     def group_blocks(self) -> list[int]:

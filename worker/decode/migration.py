@@ -25,15 +25,7 @@ class MigrationSource:
     def issue_ticket(self, run: DecodeRun) -> None:
         """Send the owner a ticket: the same one while it is live and unopened."""
         if run.migration_ticket is None:
-            ticket = wire.Ticket(
-                run=run.ref,
-                sender=self._host.peer,
-                address=self._host.address,
-                layout=self._host.layout,
-                salt=run.request.salt,
-                tokens=run.position,
-                outputs=[run.output],
-            )
+            ticket = self._host.new_ticket(run.ref, run.request, run.position)
             logprobs = partial(_logprobs, run)
             name, prompt = run.request.id, run.request.prompt_len
             run.migration_ticket = self._host.sender.issue(ticket, name, prompt, logprobs, is_live=True)

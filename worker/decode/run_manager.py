@@ -136,7 +136,6 @@ class DecodeRunManager(HostHandler):
         self.executor.admission.on_step(output)
 
     def on_crash(self, stopped: EngineStopped) -> None:
-        self._validator.stopped = stopped
         for run in self.runs:
             self.executor.fail(run, wire.Failure(cause=wire.CAUSE_ENGINE, detail=str(stopped)))
 

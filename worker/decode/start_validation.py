@@ -3,9 +3,9 @@ from __future__ import annotations
 import asyncio
 from itertools import count
 
-from decant.engine.errors import EngineStopped
 from decant.protos import worker_pb2 as wire
 from decant.runtime.telemetry import tracing
+from decant.worker.checks import check_accepts, rejected
 from decant.worker.decode.run import DecodeRun, key_of
 from decant.worker.decode.run_table import RunTable
 from decant.worker.engine_host import EngineHost
@@ -14,7 +14,6 @@ from decant.worker.wire_codec import RequestRejected, queue_key, to_request
 
 class StartValidator:
     def __init__(self, host: EngineHost, runs: RunTable) -> None:
-        self.stopped: EngineStopped | None = None
         self._host = host
         self._runs = runs
         self._numbers = count(1)
@@ -30,7 +29,7 @@ class StartValidator:
         tokens = max(len(request.token_ids), request.prompt_len + (request.stop.max_tokens or 0))
         if tokens > self._host.context_length:
             detail = f"{tokens} tokens in all; the maximum context length is {self._host.context_length}"
-            raise _refused(wire.CAUSE_NEVER_FITS, detail)
+            raise rejected(wire.CAUSE_NEVER_FITS, detail)
         # Copies: a submessage keeps its whole message alive, prompt included.
         run = DecodeRun(wire.Run(), request, wire.Stopping(), (queue_key(engine_request, now), number), now)
         run.ref.CopyFrom(ref)
@@ -42,27 +41,16 @@ class StartValidator:
         return run
 
     def _check_now(self, start: wire.Start) -> None:
-        max_waiting, engine_request = self._host.max_waiting, start.engine_request
         if self._runs.has_tombstone(start.run):
-            raise _refused(wire.CAUSE_CANCELLED, "cancelled before the Start came")
-        if self.stopped is not None:
-            raise _refused(wire.CAUSE_ENGINE, str(self.stopped))
-        if self._host.draining:
-            raise _refused(wire.CAUSE_DRAINING, "this worker is draining")
-        if sum(run.phase == wire.RunStatus.PHASE_WAITING for run in self._runs) >= max_waiting:
-            raise _refused(wire.CAUSE_BUSY, f"at most {max_waiting} runs may wait")
-        if engine_request.HasField("remaining_ms") and not engine_request.remaining_ms:
-            raise _refused(wire.CAUSE_DEADLINE, "the deadline has passed")
+            raise rejected(wire.CAUSE_CANCELLED, "cancelled before the Start came")
+        num_waiting = sum(run.phase == wire.RunStatus.PHASE_WAITING for run in self._runs)
+        check_accepts(self._host, start.engine_request, num_waiting)
 
     def _check_ticket(self, start: wire.Start) -> None:
         ticket, layout = start.ticket, self._host.layout
         if key_of(ticket.run) != key_of(start.run):
             raise RequestRejected.because("ticket.run", "the run of the Start", key_of(ticket.run))
         if ticket.layout != layout:
-            raise _refused(wire.CAUSE_LAYOUT_DIFFERS, f"layout {ticket.layout:x}, not {layout:x}")
+            raise rejected(wire.CAUSE_LAYOUT_DIFFERS, f"layout {ticket.layout:x}, not {layout:x}")
         if ticket.salt != start.engine_request.salt:
-            raise _refused(wire.CAUSE_SALT_DIFFERS, "the salts of ticket and request differ")
-
-
-def _refused(cause: wire.Cause, detail: str) -> RequestRejected:
-    return RequestRejected(wire.Failure(cause=cause, detail=detail))
+            raise rejected(wire.CAUSE_SALT_DIFFERS, "the salts of ticket and request differ")

@@ -84,15 +84,7 @@ class PrefillExecutor:
         self._host.loop.post(add, then=on_answer)
 
     def _issue_ticket(self, run: PrefillRun) -> None:
-        ticket = wire.Ticket(
-            run=run.ref,
-            sender=self._host.peer,
-            address=self._host.address,
-            layout=self._host.layout,
-            salt=run.request.salt,
-            tokens=len(run.request.token_ids),
-            outputs=[run.output],
-        )
+        ticket = self._host.new_ticket(run.ref, run.request, len(run.request.token_ids))
         sender, logprobs = self._host.sender, partial(first_logprobs, run)
         run.ticket = sender.issue(ticket, run.id, run.request.prompt_len, logprobs, is_parked=run.is_parked)
         run.send(ticket=run.ticket)

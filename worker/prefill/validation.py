@@ -6,6 +6,7 @@ from itertools import count
 from decant.protos import worker_pb2 as wire
 from decant.runtime.connections.peer import same_incarnation
 from decant.runtime.protocol import is_compatible
+from decant.worker.checks import check_accepts, rejected
 from decant.worker.engine_host import EngineHost
 from decant.worker.prefill.prefill_queue import PrefillQueue
 from decant.worker.prefill.run import PrefillRun, StaleOwner
@@ -27,11 +28,7 @@ class CallValidator:
         )
         if len(request.token_ids) > host.context_length:
             detail = f"{len(request.token_ids)} tokens; the maximum context length is {host.context_length}"
-            raise _rejected(wire.CAUSE_NEVER_FITS, detail)
-        if self._queue.num_waiting + host.waiting_arrivals >= host.max_waiting:
-            raise _rejected(wire.CAUSE_BUSY, f"at most {host.max_waiting} runs may wait")
-        if engine_request.HasField("remaining_ms") and not engine_request.remaining_ms:
-            raise _rejected(wire.CAUSE_DEADLINE, "the deadline has passed")
+            raise rejected(wire.CAUSE_NEVER_FITS, detail)
         now = time.monotonic()
         return PrefillRun(
             ref=call.run,
@@ -47,24 +44,17 @@ class CallValidator:
     def _check_now(self, call: wire.PrefillRequest) -> None:
         host = self._host
         if not is_compatible(call.router.protocol):
-            raise _rejected(wire.CAUSE_WRONG_PROTOCOL, f"protocol {call.router.protocol} is not supported")
+            raise rejected(wire.CAUSE_WRONG_PROTOCOL, f"protocol {call.router.protocol} is not supported")
         if not same_incarnation(call.worker, host.peer):
-            raise _rejected(wire.CAUSE_WRONG_PEER, "the request is for another incarnation of this worker")
+            raise rejected(wire.CAUSE_WRONG_PEER, "the request is for another incarnation of this worker")
         if host.epochs.is_other_request(call.run):
             raise RequestRejected(other_request())
         if (superseded := host.epochs.check(call.run)) is not None:
             raise StaleOwner(superseded)
-        if host.draining:
-            raise _rejected(wire.CAUSE_DRAINING, "this worker is draining")
-        if not host.loop.is_healthy:
-            raise _rejected(wire.CAUSE_ENGINE, "the engine of this worker has stopped")
+        check_accepts(host, call.engine_request, self._queue.num_waiting + host.waiting_arrivals)
 
 
 def _needs_park(engine_request: wire.EngineRequest) -> bool:
     """Whether to park after one token, because more are allowed."""
     prior_tokens = len(engine_request.outputs[0].tokens) // 4 if engine_request.outputs else 0
     return engine_request.stopping.max_tokens > prior_tokens + 1
-
-
-def _rejected(cause: wire.Cause, detail: str) -> RequestRejected:
-    return RequestRejected(wire.Failure(cause=cause, detail=detail))
