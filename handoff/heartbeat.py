@@ -5,14 +5,12 @@ from typing import TypeVar
 
 from decant.handoff.errors import HandoffFailed
 from decant.protos import worker_pb2 as wire
-from decant.runtime.connections.heartbeat import SILENT_SECONDS, loop_timeout
+from decant.runtime.connections.heartbeat import loop_timeout
 
 T = TypeVar("T")
 
 
-async def with_heartbeat_timeout(
-    messages: AsyncIterator[T], peer: str, seconds: float = SILENT_SECONDS
-) -> AsyncGenerator[T, None]:
+async def with_heartbeat_timeout(messages: AsyncIterator[T], peer: str, seconds: float) -> AsyncGenerator[T, None]:
     while True:
         try:
             async with loop_timeout(seconds):  # wait_for may lose a cancellation that comes with a message

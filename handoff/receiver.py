@@ -23,16 +23,20 @@ from decant.handoff.heartbeat import with_heartbeat_timeout
 from decant.handoff.packing import TransferLayout, Unpacker
 from decant.handoff.transport import KvSource
 from decant.protos import worker_pb2 as wire
-from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS
+from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS, SILENT_SECONDS
 from decant.runtime.connections.peer import UnknownMessages
 from decant.runtime.packed import unpack
 
-RELEASE_SECONDS = 2.0
-"""Then the lease ends by itself."""
-
-
 ACK_CHUNKS = 32
 """Chunks after which an Ack is sent before its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverTiming:
+    heartbeat_s: float = HEARTBEAT_SECONDS
+    silent_s: float = SILENT_SECONDS
+    release_s: float = 2.0
+    """Time for a Release; then the lease ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +57,13 @@ class KvReceiver:
         layout: TransferLayout,
         peer: wire.Peer,
         heartbeat: Callable[[], wire.Heartbeat],
-        heartbeat_s: float = HEARTBEAT_SECONDS,
+        timing: ReceiverTiming | None = None,
     ) -> None:
         self._loop = loop
         self._layout = layout
         self._peer = peer
         self._heartbeat = heartbeat
-        self._heartbeat_s = heartbeat_s
+        self._timing = timing or ReceiverTiming()
         self._releases: set[asyncio.Task[None]] = set()
 
     async def receive(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
@@ -82,7 +86,7 @@ class KvReceiver:
         self._send_release(source, ticket, wire.ReleaseRequest.OUTCOME_ABANDONED)
 
     async def close(self) -> None:
-        """Wait at most RELEASE_SECONDS for Releases. All fetches must have ended."""
+        """Wait at most ``release_s`` for Releases. All fetches must have ended."""
         if self._releases:
             await asyncio.wait(self._releases)
 
@@ -91,7 +95,7 @@ class KvReceiver:
 
         async def send() -> None:
             with contextlib.suppress(ConnectionError):  # then the lease ends by itself
-                await source.release(release, RELEASE_SECONDS)
+                await source.release(release, self._timing.release_s)
 
         task = asyncio.create_task(send())
         self._releases.add(task)
@@ -116,11 +120,11 @@ class KvReceiver:
         clock = asyncio.get_running_loop().time
         unpacker = Unpacker(ticket.run, self._layout)
         fetch = _Fetch(arrival, unpacker, ticket.sender.id)
-        opened_at = clock()
-        requests = fetch.requests(self._open(ticket, arrival), self._heartbeat, self._heartbeat_s)
+        sender, opened_at = f"sender {ticket.sender.id}", clock()
+        requests = fetch.requests(self._open(ticket, arrival), self._heartbeat, self._timing.heartbeat_s)
         async with (
             aclosing(source.fetch(requests)) as messages,
-            aclosing(with_heartbeat_timeout(messages, f"sender {ticket.sender.id}")) as responses,
+            aclosing(with_heartbeat_timeout(messages, sender, self._timing.silent_s)) as responses,
         ):
             async for received in responses:
                 await self._extend(arrival, received.response)

@@ -17,7 +17,7 @@ from decant.engine.transfer import IncomingSequence
 from decant.handoff.codec import Received, decode
 from decant.handoff.leases import Lease
 from decant.handoff.packing import MESSAGE_BYTES, TransferLayout, checksum
-from decant.handoff.receiver import KvReceiver
+from decant.handoff.receiver import KvReceiver, ReceiverTiming
 from decant.handoff.sender import KvSender, SenderTiming
 from decant.protos import worker_pb2 as wire
 from decant.runtime.protocol import PROTOCOL
@@ -41,6 +41,7 @@ class Worker:
         lease_ms: int = 10_000,
         cost: Cost = None,
         timing: SenderTiming | None = None,
+        receiver_timing: ReceiverTiming | None = None,
         message_bytes: int = MESSAGE_BYTES,
         windows: tuple[Window, ...] = (FULL,),
     ) -> None:
@@ -63,7 +64,7 @@ class Worker:
             on_lease_end=self.ended_leases.append,
             timing=timing,
         )
-        self.receiver = KvReceiver(self.loop, self.transfer_layout, self.peer, wire.Heartbeat)
+        self.receiver = KvReceiver(self.loop, self.transfer_layout, self.peer, wire.Heartbeat, receiver_timing)
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, asyncio.Event] = {}
 

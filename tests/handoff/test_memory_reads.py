@@ -10,7 +10,7 @@ from decant.handoff.codec import decode
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.memory_reads import NoBuffer
 from decant.handoff.packing import MESSAGE_BYTES
-from decant.handoff.receiver import KvReceiver
+from decant.handoff.receiver import ReceiverTiming
 from decant.protos import worker_pb2 as wire
 from tests.handoff.factories import Worker, ask, run_alone
 from tests.handoff.harness import LocalAgent, LocalReader, reads
@@ -195,15 +195,11 @@ async def test_a_fetch_cancelled_in_a_read_frees_both_ends() -> None:
 async def test_the_commit_waits_for_no_heartbeat(length: int) -> None:
     """One prompt has fewer chunks than ACK_CHUNKS, the other more."""
     request = ask(length=length)
-    workers = [Worker(name, message_bytes=20) for name in "pd"]
+    workers = [Worker(name, message_bytes=20, receiver_timing=ReceiverTiming(heartbeat_s=3600)) for name in "pd"]
     async with workers[0] as sender, workers[1] as receiver:
-        silent_receiver = KvReceiver(
-            receiver.loop, receiver.transfer_layout, receiver.peer, wire.Heartbeat, heartbeat_s=3600
-        )
         source = reads(sender, agent_of(sender)).source("p")
-        await silent_receiver.receive(source, await sender.offer(request), await receiver.reserve(request))
+        await receiver.receiver.receive(source, await sender.offer(request), await receiver.reserve(request))
         assert sender.tokens["r"] + await receiver.finished("r") == await run_alone(request)
-        await silent_receiver.close()
 
 
 async def test_the_commit_waits_until_every_chunk_was_read() -> None:

@@ -76,6 +76,13 @@ async def test_a_session_begins_with_hello_and_has_one() -> None:
         await eventually(lambda: node.decode.sessions == 0)
 
 
+async def test_a_call_without_a_hello_ends_after_its_time() -> None:
+    async with Node("d", session_limits=SessionLimits(hello_s=0.1)) as node:
+        error = await refusal(node)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "within 0.1 s" in str(error.details())
+
+
 UNKNOWN = b"\x9a\x06\x00"
 """Field 99, which no message of this build has."""
 
@@ -223,7 +230,8 @@ async def test_a_silent_router_is_suspect_and_nothing_else() -> None:
 
 
 async def test_a_router_with_too_many_unread_messages_loses_its_session() -> None:
-    session = RouterSession(wire.Peer(id="r"), lambda _: wire.Heartbeat(), SessionLimits(max_unread=5))
+    limits = SessionLimits(max_unread=5, last_write_s=0.05)
+    session = RouterSession(wire.Peer(id="r"), lambda _: wire.Heartbeat(), limits)
     reading, stuck = asyncio.Event(), asyncio.Event()
 
     async def requests() -> AsyncIterator[wire.RouterMessage]:
@@ -247,7 +255,7 @@ async def test_a_router_with_too_many_unread_messages_loses_its_session() -> Non
 async def test_a_router_loses_its_session_by_the_age_of_its_oldest_unread_message(
     reads: bool,
 ) -> None:
-    limits = SessionLimits(heartbeat_s=0.01, max_unread_s=0.1)
+    limits = SessionLimits(heartbeat_s=0.01, max_unread_s=0.1, last_write_s=0.05)
     session = RouterSession(wire.Peer(id="r"), lambda _: wire.Heartbeat(), limits)
     written, never = asyncio.Event(), asyncio.Event()
     count = 0

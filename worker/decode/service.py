@@ -18,9 +18,6 @@ from decant.worker.decode.session import RouterSession, SessionLimits
 from decant.worker.engine_host import EngineHost
 from decant.worker.wire_codec import other_request
 
-HELLO_SECONDS = 5.0
-"""Time for the hello after a call begins."""
-
 _Context = grpc.aio.ServicerContext[wire.RouterMessage, wire.WorkerMessage]
 _log = logs.get(__name__)
 
@@ -28,7 +25,7 @@ _log = logs.get(__name__)
 class DecodeService(services.DecodeServicer):
     def __init__(self, host: EngineHost, session_limits: SessionLimits | None = None) -> None:
         self._host = host
-        self._session_limits = session_limits
+        self._session_limits = session_limits or SessionLimits()
         self.run_manager = DecodeRunManager(host)
         self._sessions: dict[str, RouterSession] = {}  # by the router's id
         self._is_drained = False
@@ -43,7 +40,7 @@ class DecodeService(services.DecodeServicer):
     async def Session(  # noqa: N802 - the name on the wire
         self, requests: AsyncIterator[wire.RouterMessage], context: _Context
     ) -> None:
-        hello = await _hello(requests)
+        hello = await _hello(requests, self._session_limits.hello_s)
         if hello is None:
             return
         self._check(hello)
@@ -189,14 +186,14 @@ class DecodeService(services.DecodeServicer):
         return heartbeat
 
 
-async def _hello(requests: AsyncIterator[wire.RouterMessage]) -> wire.Hello | None:
+async def _hello(requests: AsyncIterator[wire.RouterMessage], seconds: float) -> wire.Hello | None:
     try:
-        async with loop_timeout(HELLO_SECONDS):
+        async with loop_timeout(seconds):
             message = await anext(requests)
     except StopAsyncIteration:
         return None
     except TimeoutError:
-        raise InvalidArgument("hello", f"within {HELLO_SECONDS:g} s", "nothing") from None
+        raise InvalidArgument("hello", f"within {seconds:g} s", "nothing") from None
     if not message.HasField("hello"):
         raise InvalidArgument("hello", "the first message", message.WhichOneof("message"))
     return message.hello

@@ -16,17 +16,18 @@ from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, ServiceError
 from decant.runtime.telemetry import logs
 
-LAST_WRITE_SECONDS = 0.5
-"""Time for the write in progress at the end: a router that does not read would block it."""
-
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """How far a router may fall behind before its session ends: in messages, and in seconds since the oldest."""
+    """Limits of a session; it ends when the router leaves more messages unread, or one of them for longer."""
 
     heartbeat_s: float = HEARTBEAT_SECONDS
     max_unread: int = 10_000
     max_unread_s: float = 10.0
+    hello_s: float = 5.0
+    """Time for the hello after a call begins."""
+    last_write_s: float = 0.5
+    """Time for the write in progress at the end: a router that does not read would block it."""
 
 
 Write = Callable[[wire.WorkerMessage], Awaitable[None]]
@@ -97,7 +98,7 @@ class RouterSession:
             self._ended.set()
             self._outgoing.put_nowait(None)
             # gRPC loses a cancelled write, and possibly the call's status with it.
-            await asyncio.wait([writing], timeout=LAST_WRITE_SECONDS)
+            await asyncio.wait([writing], timeout=self._limits.last_write_s)
             for job in jobs:
                 job.cancel()
             await asyncio.wait(jobs)
