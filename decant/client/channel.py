@@ -7,8 +7,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""The servers' default."""
+from decant.runtime.grpc_options import CHANNEL_OPTIONS, KEEPALIVE_TIMEOUT_MS, NAME_OVERRIDE
 
 # If a name resolves to several routers, each call goes to the next that is ready. Only `decant.client.retry` retries.
 _SERVICE_CONFIG = {
@@ -18,16 +17,8 @@ _SERVICE_CONFIG = {
 
 _OPTIONS: tuple[tuple[str, str | int], ...] = (
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # Detects a dead connection while nothing is sent. Not more often than servers allow.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    # Reconnect to a restarted router while its requests can be resumed.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # despite its name, the limit for establishing a connection
+    *CHANNEL_OPTIONS,
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
 )
 
 
@@ -75,7 +66,7 @@ def open_async(address: str, tls: Tls | None) -> grpc.aio.Channel:
 
 
 def _options(tls: Tls) -> tuple[tuple[str, str | int], ...]:
-    return _OPTIONS if tls.name is None else (*_OPTIONS, ("grpc.ssl_target_name_override", tls.name))
+    return _OPTIONS if tls.name is None else (*_OPTIONS, (NAME_OVERRIDE, tls.name))
 
 
 def _read(path: str | Path | None) -> bytes | None:

@@ -8,32 +8,19 @@ import grpc
 
 from decant.runtime.connections.tls import PeerTls, channel_files
 from decant.runtime.errors import DeadlineExceeded
+from decant.runtime.grpc_options import CHANNEL_OPTIONS, NAME_OVERRIDE
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Limit between router and workers, in both directions."""
-
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # Pings only keep NAT entries alive; heartbeats detect a lost peer. Not more often than the server's
-    # min_recv_ping_interval.
-    ("grpc.keepalive_time_ms", 20_000),
+PEER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *CHANNEL_OPTIONS,
+    # Pings only keep NAT entries alive; heartbeats detect a lost peer.
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    # Reconnect at once to a restarted worker.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Limit to establish a connection: a busy host accepts it late.
-    ("grpc.min_reconnect_backoff_ms", 5_000),
     # The owner of a request retries. There is no proxy inside a deployment.
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
     # Channels share no connections, so a broken one affects one peer.
     ("grpc.use_local_subchannel_pool", 1),
 )
-
-NAME_OVERRIDE = "grpc.ssl_target_name_override"
 
 
 class Connector:
@@ -51,7 +38,7 @@ class Connector:
     def open(self, target: str) -> grpc.aio.Channel:
         """Open a channel, which the caller closes."""
         self._files.reload()
-        options: list[tuple[str, str | int]] = list(CHANNEL_OPTIONS)
+        options: list[tuple[str, str | int]] = list(PEER_OPTIONS)
         credentials = self._files.loaded
         if credentials is None:
             return grpc.aio.insecure_channel(target, options)

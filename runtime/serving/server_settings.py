@@ -6,8 +6,8 @@ from typing import Annotated
 import grpc
 from pydantic import AfterValidator, Field
 
-from decant.runtime.connections.channel import MAX_MESSAGE_BYTES
 from decant.runtime.connections.tls import ServerTls, server_credentials
+from decant.runtime.grpc_options import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_MESSAGE_BYTES, MIN_PING_MS
 from decant.runtime.settings import SettingError
 
 MAX_PENDING_CALLS = 1_000_000
@@ -64,7 +64,7 @@ def server_options(settings: ServerSettings) -> list[tuple[str, int]]:
         # Clients may ping every 10 s, also during a long prefill; by default gRPC ends such connections (GOAWAY,
         # too_many_pings). Half of that, since an early ping counts against its sender. gRPC ignores unknown names: a
         # test looks up each one in its library.
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         # A call that is not handled yet waits until its own deadline: by default gRPC drops those beyond 1,000 and
         # those older than 30 s as CANCELLED without a reason. The process refuses them with one.
@@ -72,8 +72,8 @@ def server_options(settings: ServerSettings) -> list[tuple[str, int]]:
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_SECONDS),
         # Detects a client that vanished.
-        ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
     ]
 

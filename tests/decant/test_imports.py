@@ -17,6 +17,7 @@ RUNTIME = {
     "decant.runtime",
     "decant.runtime.errors",
     "decant.runtime.error_details",
+    "decant.runtime.grpc_options",
     "decant.runtime.telemetry",
     "decant.runtime.telemetry.tracing",
 }

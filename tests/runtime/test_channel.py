@@ -8,9 +8,10 @@ from grpc._cython import cygrpc
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc
-from decant.runtime.connections.channel import CHANNEL_OPTIONS, NAME_OVERRIDE, Deadline, open_channel, remaining
+from decant.runtime.connections.channel import PEER_OPTIONS, Deadline, open_channel, remaining
 from decant.runtime.connections.tls import PeerTls, ServerTls, channel_files, server_credentials
 from decant.runtime.errors import DeadlineExceeded
+from decant.runtime.grpc_options import NAME_OVERRIDE
 from decant.runtime.serving.server_settings import ServerSettings, server_options
 from decant.runtime.settings import InvalidSettings, SettingError
 from decant.runtime.settings_sources import load
@@ -189,7 +190,7 @@ def test_a_deadline_is_passed_on_as_remaining_time() -> None:
 
 def test_every_option_is_one_that_grpc_knows() -> None:
     library = Path(cygrpc.__file__).read_bytes()
-    for name, _ in (*CHANNEL_OPTIONS, *server_options(ServerSettings()), (NAME_OVERRIDE, "")):
+    for name, _ in (*PEER_OPTIONS, *server_options(ServerSettings()), (NAME_OVERRIDE, "")):
         assert name.encode() in library, f"{name} would be passed over in silence"
 
 
@@ -213,7 +214,7 @@ async def test_pings_during_a_long_silence_do_not_end_the_connection() -> None:
             return await unary(request, context)
 
     pings = (
-        *(o for o in CHANNEL_OPTIONS if o[0] != "grpc.keepalive_time_ms"),
+        *(o for o in PEER_OPTIONS if o[0] != "grpc.keepalive_time_ms"),
         ("grpc.keepalive_time_ms", int(every * 1000)),
     )
     plain = grpc.aio.server()
