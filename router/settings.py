@@ -2,26 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from decant.runtime.connections.tls import PeerTls
-from decant.runtime.serving.server_settings import AdvertisedAddress, ServerSettings
-from decant.runtime.settings import SettingError
-from decant.runtime.telemetry.logs import LogSettings
-from decant.state.store import BadUrl, check_url
+from decant.state.member_settings import MemberSettings
 
 
-class RouterSettings(LogSettings, ServerSettings, PeerTls):
-    id: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=128,
-        description="name among the processes of the deployment; unset: generated",
-    )
-    redis_url: str = Field(default="redis://127.0.0.1:6379", description="Redis with the state of requests")
-    advertise: AdvertisedAddress | None = Field(
-        default=None, description="host:port at which clients reach this router; unset: host and port"
-    )
+class RouterSettings(MemberSettings):
     models: tuple[str, ...] = Field(
         min_length=1, description="folders or hub names, optionally as ID=SOURCE; the first is the default model"
     )
@@ -49,12 +35,3 @@ class RouterSettings(LogSettings, ServerSettings, PeerTls):
         default=True,
         description="accept new requests while Redis is unavailable; they cannot be resumed on another router",
     )
-
-    @field_validator("redis_url")
-    @classmethod
-    def _redis_url(cls, url: str) -> str:
-        try:
-            check_url(url)
-        except BadUrl as error:
-            raise SettingError("redis_url", error.limit, error.value) from None
-        return url

@@ -4,29 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from decant.runtime.connections.tls import PeerTls
-from decant.runtime.serving.server_settings import AdvertisedAddress, ServerSettings, is_loopback
+from decant.runtime.serving.server_settings import is_loopback
 from decant.runtime.settings import SettingError
-from decant.runtime.telemetry.logs import LogSettings
-from decant.state.store import BadUrl, check_url
+from decant.state.member_settings import MemberSettings
 
 Build = Literal["auto", "avx512", "avx2", "none"]
 """Build of the CPU kernels."""
 
 
-class WorkerSettings(LogSettings, ServerSettings, PeerTls):
-    id: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=128,
-        description="name among the processes of the deployment; unset: generated",
-    )
-    redis_url: str = Field(default="redis://127.0.0.1:6379", description="Redis with the directory of workers")
-    advertise: AdvertisedAddress | None = Field(
-        default=None, description="host:port at which routers and workers reach this worker; unset: host and port"
-    )
+class WorkerSettings(MemberSettings):
     model: str = Field(description="folder or hub name of the model")
     model_id: str | None = Field(
         default=None, min_length=1, description="id of the model for clients; unset: its own name"
@@ -91,15 +79,6 @@ class WorkerSettings(LogSettings, ServerSettings, PeerTls):
     def is_open(self) -> bool:
         """Whether callers on other machines are served without authentication."""
         return self.tls_client_ca is None and not is_loopback(self.host)
-
-    @field_validator("redis_url")
-    @classmethod
-    def _redis_url(cls, url: str) -> str:
-        try:
-            check_url(url)
-        except BadUrl as error:
-            raise SettingError("redis_url", error.limit, error.value) from None
-        return url
 
     @model_validator(mode="after")
     def _authenticated_peers(self) -> WorkerSettings:

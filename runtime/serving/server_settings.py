@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 from ipaddress import ip_address
-from typing import Annotated
 
 import grpc
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from decant.runtime.connections.tls import ServerTls, server_credentials
 from decant.runtime.grpc_options import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_MESSAGE_BYTES, MIN_PING_MS
@@ -12,16 +11,6 @@ from decant.runtime.settings import SettingError
 
 MAX_PENDING_CALLS = 1_000_000
 MAX_PENDING_SECONDS = 86_400
-
-
-def _check_advertise(address: str) -> str:
-    if not address.rpartition(":")[2].isdecimal():
-        raise SettingError("advertise", "host:port", address)
-    return address
-
-
-AdvertisedAddress = Annotated[str, AfterValidator(_check_advertise)]
-"""The setting ``advertise``: host:port at which other processes reach this one."""
 
 
 class ServerSettings(ServerTls):
