@@ -19,7 +19,7 @@ from typing import NamedTuple
 from decant.engine.costs import StepCostModel
 from decant.engine.counter_rng import counter_uniform
 from decant.engine.errors import InvalidConfig
-from decant.engine.kv_layout import FULL, Window
+from decant.engine.kv_layout import BLOCK_SIZE, FULL, Window
 from decant.engine.plan import BlockMemory, DeviceMemory, FurtherToken, Row, StepPlan, StepResult, TokenLogprobs
 
 SLOT_BYTES = 8
@@ -46,7 +46,7 @@ class FakeDevice:
         self,
         *,
         num_blocks: int = 64,
-        block_size: int = 16,
+        block_size: int = BLOCK_SIZE,
         vocab_size: int = 512,
         context_length: int | None = None,
         eos_token_ids: frozenset[int] = frozenset(),

@@ -18,6 +18,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+BLOCK_SIZE = 16
+"""Default tokens in a block."""
+HOST_KV_BYTES = 1 << 30
+"""Default KV memory of a device that computes in the host's memory."""
+
 MAX_GROUPS = 8
 """Unless there are more kinds of windows. Each costs time for every sequence of a step."""
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from decant.handoff.errors import HandoffFailed
 from decant.protos import worker_pb2 as wire
 
+LEASE_MS = 10_000
+"""Default milliseconds without renewal after which a lease expires."""
 COMMITTED_SECONDS = 3.0
 """Shorter than a lease, in case the receiver was killed: no block is read any more, and a receiver that joins later
 keeps its sequence.

@@ -25,16 +25,13 @@ from decant.handoff.codec import encode
 from decant.handoff.engine_protocol import EngineThread, StepEvents, TransferEngine
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.heartbeat import with_heartbeat_timeout
-from decant.handoff.leases import COMMITTED_SECONDS, Lease, LeaseTable
+from decant.handoff.leases import COMMITTED_SECONDS, LEASE_MS, Lease, LeaseTable
 from decant.handoff.packing import FilledBlock, LocatedBlock, TransferLayout, pack
 from decant.protos import worker_pb2 as wire
 from decant.runtime import packed
 from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS, SILENT_SECONDS
 from decant.runtime.connections.peer import UnknownMessages
 from decant.runtime.errors import InvalidArgument
-
-LEASE_MS = 10_000
-"""Milliseconds without renewal after which a lease expires."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,16 +17,17 @@ from decant.engine.plan import Device
 from decant.engine.request import Request
 from decant.engine.transfer import IncomingSequence
 from decant.handoff.errors import HandoffFailed
-from decant.handoff.leases import Lease
+from decant.handoff.leases import LEASE_MS, Lease
 from decant.handoff.packing import TransferLayout
 from decant.handoff.receiver import KvReceiver, TransferResult
-from decant.handoff.sender import LEASE_MS, KvSender
+from decant.handoff.sender import KvSender
 from decant.handoff.transport import KvSource, Transport
 from decant.protos import worker_pb2 as wire
 from decant.runtime.background import BackgroundTask
 from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS
 from decant.worker.epochs import Epochs
 from decant.worker.prefix_cache_feed import PrefixCacheFeed
+from decant.worker.settings import MAX_WAITING
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Identity:
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
     lease_ms: int = LEASE_MS
-    max_waiting: int = 1024
+    max_waiting: int = MAX_WAITING
     load_interval_s: float = HEARTBEAT_SECONDS  # between samples of the engine's load
 
 

@@ -6,12 +6,20 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from decant.engine.kv_layout import BLOCK_SIZE, HOST_KV_BYTES
+from decant.engine.scheduler import Limits
+from decant.handoff.leases import LEASE_MS
 from decant.runtime.serving.server_settings import is_loopback
 from decant.runtime.settings import SettingError
 from decant.state.member_settings import MemberSettings
 
 Build = Literal["auto", "avx512", "avx2", "none"]
 """Build of the CPU kernels."""
+
+MAX_WAITING = 1024
+"""Default maximum of runs that wait."""
+
+_LIMITS = Limits()
 
 
 class WorkerSettings(MemberSettings):
@@ -30,12 +38,12 @@ class WorkerSettings(MemberSettings):
     kv_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="bytes of memory for the KV cache; unset: what a GPU has left beside weights and steps; 1 GiB "
-        "on a CPU",
+        description="bytes of memory for the KV cache; unset: what a GPU has left beside weights and steps; "
+        f"{HOST_KV_BYTES >> 30} GiB on a CPU",
     )
-    block_size: int = Field(default=16, ge=1, le=128, description="tokens in a block, a power of two")
+    block_size: int = Field(default=BLOCK_SIZE, ge=1, le=128, description="tokens in a block, a power of two")
     step_ms: int = Field(
-        default=250,
+        default=round(_LIMITS.step_seconds * 1000),
         ge=1,
         le=60_000,
         description="milliseconds up to which prompts fill a step, or four times its time without them if longer",
@@ -43,8 +51,10 @@ class WorkerSettings(MemberSettings):
     token_budget: int | None = Field(
         default=None, ge=1, description="maximum tokens in a step; unset: as many as fit its time, as measured"
     )
-    max_running: int = Field(default=256, ge=1, description="maximum sequences in a batch")
-    max_waiting: int = Field(default=1024, ge=1, description="maximum runs that wait for free blocks or their turn")
+    max_running: int = Field(default=_LIMITS.max_running, ge=1, description="maximum sequences in a batch")
+    max_waiting: int = Field(
+        default=MAX_WAITING, ge=1, description="maximum runs that wait for free blocks or their turn"
+    )
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads of the engine; unset: the fastest number of its cores, as measured"
     )
@@ -67,7 +77,7 @@ class WorkerSettings(MemberSettings):
         "both have it read each other's memory, without TLS",
     )
     lease_ms: int = Field(
-        default=10_000, ge=1_000, description="milliseconds for which a ticket keeps its blocks unless it is renewed"
+        default=LEASE_MS, ge=1_000, description="milliseconds for which a ticket keeps its blocks unless it is renewed"
     )
     allow_unauthenticated_peers: bool = Field(
         default=False,

@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from decant.engine.kv_layout import KvLayout
+from decant.engine.kv_layout import HOST_KV_BYTES, KvLayout
 from decant.engine.model.attention.interface import AttentionBackend
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
-from decant.engine.model.kv_memory import HOST_BYTES, bytes_left
+from decant.engine.model.kv_memory import bytes_left
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.runner import ModelRunner
 from decant.engine.model.sampler import Sampler
@@ -86,7 +86,7 @@ class Backend(Protocol):
     def memory(self) -> DeviceMemory | None: ...
 
     def kv_bytes_left(self, steps: Callable[[], object]) -> int:
-        """Bytes left beside the weights while ``steps`` runs the largest steps, or ``HOST_BYTES`` in host memory."""
+        """Bytes left beside the weights while ``steps`` runs the largest steps, or ``HOST_KV_BYTES`` in host memory."""
         ...
 
     def around_step(self) -> AbstractContextManager[object]:
@@ -146,7 +146,7 @@ class TorchBackend:
 
     def kv_bytes_left(self, steps: Callable[[], object]) -> int:
         if self.device.type != "cuda":
-            return HOST_BYTES
+            return HOST_KV_BYTES
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         steps()

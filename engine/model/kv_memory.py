@@ -18,9 +18,6 @@ from decant.engine.request import Request, SamplingParams
 from decant.engine.sampler_state import SamplerState
 from decant.engine.scheduler import MAX_TOKEN_BUDGET, Limits
 
-HOST_BYTES = 1 << 30
-"""Default KV memory of a device that computes in the host's memory."""
-
 MARGIN = 0.02
 """Share of the memory kept for fragments, and kernels that are loaded later."""
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from decant.engine.checkpoint.checkpoint import DTYPES
 from decant.engine.costs import StepCostModel
 from decant.engine.errors import InvalidConfig, check_int
-from decant.engine.kv_layout import KvLayout, Window
+from decant.engine.kv_layout import BLOCK_SIZE, KvLayout, Window
 from decant.engine.library_errors import refuse_model_on_error, translate_device_errors
 from decant.engine.model import kv_memory, rope
 from decant.engine.model.attention.masks import AttentionWindow
@@ -42,7 +42,7 @@ class ModelConfig:
     dtype           "auto" (the checkpoint's; float16 becomes bfloat16 on a CPU), or a name in DTYPES
     device          "auto" (CUDA when there is one), "cpu", "cuda", "cuda:1", ...
     context_length  in tokens; None: the checkpoint's
-    kv_bytes        None: what a GPU has left, in the memory of the host 1 GiB
+    kv_bytes        None: what a GPU has left, in the memory of the host ``HOST_KV_BYTES``
     block_size      in tokens: a power of two of at most 128
     cuda_kernels    "none": torch alone; "triton": own kernels, never run on a GPU
     exact           on CUDA: only kernels that give a row the same bits in any batch; a CPU has no others
@@ -55,7 +55,7 @@ class ModelConfig:
     device: str = "auto"
     context_length: int | None = None
     kv_bytes: int | None = None
-    block_size: int = 16
+    block_size: int = BLOCK_SIZE
     cuda_kernels: CudaKernels = "none"
     exact: bool = False
     step_sizes: StepSizes = field(default_factory=StepSizes)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from decant.command.errors import CommandFailed
 from decant.command.up import resources
 from decant.command.up.plan import Plan, UpOptions, make_plan
+from decant.engine.kv_layout import HOST_KV_BYTES
 from decant.runtime.cores import usable_cores
 from decant.runtime.settings import InvalidSettings
 
@@ -48,7 +49,7 @@ def test_caches_and_weights_that_exceed_free_memory_are_refused(available: int, 
     except CommandFailed:
         assert available * 0.75 < workers * (weights * 1.5 + resources.KV_FLOOR + 1)
     else:
-        assert resources.KV_FLOOR <= each <= resources.KV_CAP
+        assert resources.KV_FLOOR <= each <= HOST_KV_BYTES
         assert workers * (each + weights) <= available
 
 

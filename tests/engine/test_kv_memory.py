@@ -101,7 +101,7 @@ def test_a_load_without_a_size_takes_what_is_left(tiny_llama: Path, monkeypatch:
 
 
 def test_a_device_in_the_memory_of_the_host_builds_no_steps(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend_module, "HOST_BYTES", 1 << 20)
+    monkeypatch.setattr(backend_module, "HOST_KV_BYTES", 1 << 20)
     monkeypatch.setattr(kv_memory, "largest_steps", lambda *sizes: pytest.fail("steps are built"))
     device = load(ModelConfig(str(tiny_llama), device="cpu", step_sizes=StepSizes(10**9, 10**9)))
     assert device.num_blocks == (1 << 20) // device.block_bytes

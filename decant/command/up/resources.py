@@ -8,9 +8,8 @@ from pathlib import Path
 from decant.command.errors import CommandFailed
 from decant.engine.checkpoint import weight_files
 from decant.engine.errors import ModelRefused
+from decant.engine.kv_layout import HOST_KV_BYTES
 
-KV_CAP = 1 << 30
-"""Largest default size of a worker's KV cache."""
 KV_FLOOR = 16 << 20
 _KEPT_FREE = 0.25  # of the memory that is available: steps, prompts, everything else on this machine
 _COPIES = 1.5  # of the weights while they are loaded and packed
@@ -37,7 +36,7 @@ def kv_share(available: int, weights: int, workers: int) -> int:
     if share < KV_FLOOR:
         text = f"memory: {workers} workers with {size(weights)} of weights each, got {size(available)} that are free"
         raise CommandFailed(f"{text}; start fewer, or pass --kv-memory", status=2)
-    return min(share, KV_CAP)
+    return min(share, HOST_KV_BYTES)
 
 
 def available_memory() -> int:

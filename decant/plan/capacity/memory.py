@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from decant.engine.kv_layout import BLOCK_SIZE
 from decant.plan.errors import InvalidPlan
 from decant.plan.quantities import show_bytes
 
@@ -18,7 +19,7 @@ class KvCapacity:
     weights: int
     kv_token: int
     share: float = 0.9
-    block_size: int = 16
+    block_size: int = BLOCK_SIZE
     kv_windows: tuple[tuple[int, int], ...] = ()
 
     @property
