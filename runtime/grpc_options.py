@@ -1,6 +1,9 @@
-"""gRPC options that servers, peers and clients share. No dependencies: a plain installation is only the client."""
+"""Port and gRPC options that servers, peers and clients share. No dependencies: the client imports it."""
 
 from __future__ import annotations
+
+PORT = 50051
+"""Default port of a router."""
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Default limit of a message, in each direction."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-PORT = 50051
+from decant.runtime.grpc_options import PORT
 
 _LISTS = ("ipv4:", "ipv6:")
 _GRPC_OWN = re.compile(r"(ipv4|ipv6|unix|unix-abstract|vsock|xds|google-c2p):", re.IGNORECASE)

@@ -12,6 +12,7 @@ from decant.command.deployment.deployments import Deployment
 from decant.command.deployment.waiting import Waiting
 from decant.command.errors import one_line_errors
 from decant.command.plan import plan
+from decant.command.up.options import UpOptions
 
 app = typer.Typer(
     name="decant",
@@ -149,17 +150,17 @@ def audit(  # noqa: PLR0913 - a command's options are its parameters
 @app.command()
 def up(  # noqa: PLR0913 - a command's options are its parameters
     ctx: typer.Context,
-    model: opt.ModelSource = None,
-    router: opt.Routers = 1,
-    prefill: opt.PrefillWorkers = 1,
-    decode: opt.DecodeWorkers = 1,
-    port: opt.Port = 50051,
-    host: opt.Host = "127.0.0.1",
-    redis_url: opt.RedisToUse = None,
-    dtype: opt.Dtype = "auto",
-    kv_memory: opt.KvMemory = None,
-    ready_seconds: opt.ReadySeconds = 600.0,
-    log_format: opt.LogFormat = "auto",
+    model: opt.ModelSource = UpOptions.model,
+    router: opt.Routers = UpOptions.router,
+    prefill: opt.PrefillWorkers = UpOptions.prefill,
+    decode: opt.DecodeWorkers = UpOptions.decode,
+    port: opt.Port = UpOptions.port,
+    host: opt.Host = UpOptions.host,
+    redis_url: opt.RedisToUse = UpOptions.redis_url,
+    dtype: opt.Dtype = UpOptions.dtype,
+    kv_memory: opt.KvMemory = UpOptions.kv_memory,
+    ready_seconds: opt.ReadySeconds = UpOptions.ready_seconds,
+    log_format: opt.LogFormat = UpOptions.log_format,
 ) -> None:
     """Run a deployment on this machine: Redis, workers and routers, each in its own process.
 
@@ -167,7 +168,6 @@ def up(  # noqa: PLR0913 - a command's options are its parameters
     deployment, a second one ends it at once; no process or file is left.
     """
     from decant.command.up import command as starting
-    from decant.command.up.plan import UpOptions
 
     with one_line_errors():
         raise SystemExit(starting.run(UpOptions(**ctx.params)))

@@ -6,7 +6,7 @@ import grpc
 from pydantic import Field
 
 from decant.runtime.connections.tls import ServerTls, server_credentials
-from decant.runtime.grpc_options import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_MESSAGE_BYTES, MIN_PING_MS
+from decant.runtime.grpc_options import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_MESSAGE_BYTES, MIN_PING_MS, PORT
 from decant.runtime.settings import SettingError
 
 MAX_PENDING_CALLS = 1_000_000
@@ -17,7 +17,7 @@ class ServerSettings(ServerTls):
     host: str = Field(
         default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 or :: is every address"
     )
-    port: int = Field(default=50051, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    port: int = Field(default=PORT, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     admin_port: int | None = Field(
         default=None,
         ge=0,

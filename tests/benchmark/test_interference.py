@@ -32,7 +32,8 @@ from decant.bench.interference.verdict import sentence
 from decant.bench.reports.report import dump
 from decant.command.bench.interference import _starter
 from decant.command.deployment import temporary_deployment
-from decant.command.up.plan import UpOptions, make_plan
+from decant.command.up.options import UpOptions
+from decant.command.up.plan import make_plan
 from decant.protos import inference_pb2 as pb
 from decant.runtime.cores import usable_cores
 

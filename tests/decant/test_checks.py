@@ -18,7 +18,7 @@ from decant.command.errors import CommandFailed
 from decant.command.up import command as starting
 from decant.command.up import listeners, resources
 from decant.command.up.command import check
-from decant.command.up.plan import UpOptions
+from decant.command.up.options import UpOptions
 from decant.models import path
 from decant.state.private_redis import PrivateRedis
 from tests.runtime.certificates import Certificates

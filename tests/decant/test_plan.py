@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from decant.command.errors import CommandFailed
 from decant.command.up import resources
-from decant.command.up.plan import Plan, UpOptions, make_plan
+from decant.command.up.options import UpOptions
+from decant.command.up.plan import Plan, make_plan
 from decant.engine.kv_layout import HOST_KV_BYTES
 from decant.runtime.cores import usable_cores
 from decant.runtime.settings import InvalidSettings

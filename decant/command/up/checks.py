@@ -14,7 +14,8 @@ from pathlib import Path
 from decant.command.errors import CommandFailed
 from decant.command.up import resources
 from decant.command.up.listeners import listener
-from decant.command.up.plan import Plan, UpOptions, model_of
+from decant.command.up.options import UpOptions
+from decant.command.up.plan import Plan, model_of
 from decant.engine.checkpoint import model_types, weight_files
 from decant.engine.errors import ModelRefused
 from decant.router.text.served_model import served

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from decant.command.errors import CommandFailed
 from decant.command.up import checks
+from decant.command.up.options import UpOptions
 from decant.command.up.output import Output
-from decant.command.up.plan import Plan, UpOptions, make_plan
+from decant.command.up.plan import Plan, make_plan
 from decant.command.up.supervisor import StartFailed, Supervisor
 from decant.runtime.serving.shutdown import race
 from decant.runtime.settings import InvalidSettings

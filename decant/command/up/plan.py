@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from decant import models
 from decant.command.errors import CommandFailed
 from decant.command.up import peers, resources
+from decant.command.up.options import UpOptions
 from decant.command.up.peers import PeerCredentials
 from decant.router.settings import RouterSettings
 from decant.runtime.cores import usable_cores
@@ -25,21 +26,6 @@ _ADMIN = ("--admin-host", "127.0.0.1", "--admin-port", "0")
 """Listens on loopback: the port has neither TLS nor credentials."""
 
 _EVERY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
-
-
-@dataclass(frozen=True)
-class UpOptions:
-    model: str | None = None
-    router: int = 1
-    prefill: int = 1
-    decode: int = 1
-    port: int = 50051
-    host: str = "127.0.0.1"
-    redis_url: str | None = None
-    dtype: str = "auto"
-    kv_memory: str | None = None
-    ready_seconds: float = 600.0
-    log_format: str = "auto"
 
 
 @dataclass(frozen=True)
