@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from decant.protos import worker_pb2 as wire
-from decant.runtime.connections.peer import enum_name
+from decant.runtime.enum_names import enum_name
 
 
 class HandoffFailed(Exception):

@@ -20,7 +20,6 @@ from decant.router.admission.quota import QuotaLeases
 from decant.router.api.auth import Authenticator
 from decant.router.api.auth import load as load_callers
 from decant.router.api.service import InferenceService, ServerInfoSource
-from decant.router.attempt.failures import CAUSE_LABELS
 from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.queue_depth import set_queue_metrics
 from decant.router.execution.registry import RequestRegistry
@@ -37,6 +36,7 @@ from decant.router.timings import RouterTimings
 from decant.router.workers.pool import WorkerPool
 from decant.runtime.background import BackgroundTask
 from decant.runtime.connections.peer import default_id, new_peer
+from decant.runtime.enum_names import enum_label, enum_labels
 from decant.runtime.model_files import ModelUnreadable
 from decant.runtime.serving import shutdown
 from decant.runtime.serving.admission import Admission
@@ -123,7 +123,7 @@ class RouterProcess:
         self.quota_leases = QuotaLeases(store.quotas, callers.limits)
         admission = Admission(settings.max_active, settings.queue_limit)
         restore = make_request_restorer(models, self.pool.max_context_length)
-        metrics = RequestMetrics(self.registry, callers.tenants, CAUSE_LABELS)
+        metrics = RequestMetrics(self.registry, callers.tenants, enum_labels(wire.Cause))
         router = RouterServices(
             peer=self.peer,
             settings=settings,
@@ -210,7 +210,7 @@ class RouterProcess:
         for model in pool.costs:
             for role in (wire.ROLE_PREFILL, wire.ROLE_DECODE):
                 workers = [worker for worker in pool.of(model) if worker.facts.role == role]
-                labels = (model, wire.Role.Name(role).removeprefix("ROLE_").lower())
+                labels = (model, enum_label(wire.Role, role))
                 metrics.known_workers.labels(*labels).set(len(workers))
                 metrics.ready_workers.labels(*labels).set(sum(worker.is_usable for worker in workers))
         is_renewed = self._registrar is not None and self._registrar.is_store_available

@@ -29,6 +29,7 @@ from decant.protos import worker_pb2_grpc as services
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.runtime import model_files
 from decant.runtime.connections.peer import default_id, new_peer
+from decant.runtime.enum_names import enum_label
 from decant.runtime.model_files import ModelFiles, ModelUnreadable
 from decant.runtime.serving import shutdown
 from decant.runtime.serving.health import Readiness
@@ -166,7 +167,7 @@ class Worker:
 
     async def _make_host(self, engine: Engine, files: ModelFiles, server: Server) -> EngineHost:
         settings = self._settings
-        name = wire.Role.Name(self._role).removeprefix("ROLE_").lower()
+        name = enum_label(wire.Role, self._role)
         peer = new_peer(settings.id or default_id(name))
         transport = await make_transport(settings, engine.device, peer, self._stack)
         identity = Identity(

@@ -18,6 +18,7 @@ from decant.protos.state_pb2 import WorkerRegistration
 from decant.protos.worker_pb2_grpc import AuditStub
 from decant.runtime.connections.channel import Connector
 from decant.runtime.connections.tls import PeerTls
+from decant.runtime.enum_names import enum_label
 from decant.runtime.errors import ServiceError
 from decant.runtime.settings import SettingError, flag_name
 
@@ -65,7 +66,7 @@ def show(audits: list[Audited], console: Console) -> None:
             continue
         counts = (answer.total_blocks, answer.free_blocks, answer.cached_blocks, answer.owned_blocks)
         rest = (answer.leased_blocks, answer.sessions, answer.fetches)
-        table.add_row(one.worker, status.role_name(answer.role), *map(str, (*counts, *rest)), verdict)
+        table.add_row(one.worker, enum_label(wire.Role, answer.role), *map(str, (*counts, *rest)), verdict)
     console.print(table)
 
 

@@ -18,6 +18,7 @@ from decant.command.deployment.processes import DRAINING, READY, Process, lost_a
 from decant.command.errors import CommandFailed
 from decant.protos.state_pb2 import RouterRegistration, WorkerRegistration
 from decant.protos.worker_pb2 import Load, Role
+from decant.runtime.enum_names import enum_label
 from decant.state.directory import DirectoryEntry, Listing
 from decant.state.errors import StateError
 from decant.state.keys import Ttls
@@ -75,7 +76,7 @@ class Row:
 def rows_of(workers: Workers, routers: Routers, deployment: Deployment | None) -> list[Row]:
     processes = dict(deployment.processes) if deployment is not None else {}
     listed: list[tuple[str, DirectoryEntry[Any]]] = [("router", one) for one in routers.present]
-    listed += [(role_name(one.facts.role), one) for one in workers.present]
+    listed += [(enum_label(Role, one.facts.role), one) for one in workers.present]
     rows = []
     for role, one in sorted(listed, key=lambda pair: (pair[0] != "router", pair[1].facts.peer.id)):
         id = one.facts.peer.id
@@ -147,10 +148,6 @@ def new_table(*names: str) -> Table:
     for name in names:
         table.add_column(name, overflow="fold")
     return table
-
-
-def role_name(role: Role) -> str:
-    return Role.Name(role).removeprefix("ROLE_").lower()
 
 
 def _plain(message: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from prometheus_client import Counter, Gauge, Histogram
 
 from decant.protos import worker_pb2 as wire
+from decant.runtime.enum_names import enum_labels
 from decant.runtime.errors import FaultOwner
 from decant.runtime.telemetry import metrics
 from docs.generate.markdown import code, head, page, sentence, table
@@ -43,7 +44,7 @@ Scale a model from zero on either of
 because a router that knows no worker of a model refuses its requests with NO_WORKER, which clients retry."""
 
 
-CAUSES = [name.removeprefix("CAUSE_").lower() for name, _ in wire.Cause.items()]
+CAUSES = enum_labels(wire.Cause)
 
 Define = Callable[[metrics.Registry], Any]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from decant.protos import worker_pb2 as wire
-from decant.runtime.connections.peer import enum_name
+from decant.runtime.enum_names import enum_label, enum_name
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import DeadlineExceeded, InvalidArgument, ServiceError, Unimplemented
 from decant.state.ids import Incarnation
@@ -48,7 +48,7 @@ class AttemptFailed(Exception):
 
     @property
     def label(self) -> str:
-        return cause_label(self.failure.cause)
+        return enum_label(wire.Cause, self.failure.cause)
 
 
 class OwnedElsewhere(Exception):
@@ -86,18 +86,6 @@ def error_for(failure: wire.Failure, sender: Incarnation) -> ServiceError | Atte
             return AttemptFailed(failure, None)
         case _:
             return AttemptFailed(failure, Incarnation.of(failure.peer) if failure.HasField("peer") else sender)
-
-
-def cause_label(cause: wire.Cause) -> str:
-    known = cause if cause in wire.Cause.values() else wire.CAUSE_UNSPECIFIED
-    return _label(wire.Cause.Name(known))
-
-
-def _label(name: str) -> str:
-    return name.removeprefix("CAUSE_").lower()
-
-
-CAUSE_LABELS = tuple(map(_label, wire.Cause.keys()))
 
 
 def _violation(failure: wire.Failure) -> tuple[str, str, str]:

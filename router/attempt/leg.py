@@ -25,7 +25,7 @@ from decant.router.request.finish import finish_from_worker
 from decant.router.request.token_stream import Finish
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.worker_handle import WorkerHandle
-from decant.runtime.connections.peer import enum_name
+from decant.runtime.enum_names import enum_name
 from decant.runtime.errors import DeadlineExceeded
 
 

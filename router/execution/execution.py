@@ -14,7 +14,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.router.attempt.attempt import Attempt
 from decant.router.attempt.context import adopted_context, new_context
-from decant.router.attempt.failures import AttemptFailed, NoWorker, OwnedElsewhere, cause_label
+from decant.router.attempt.failures import AttemptFailed, NoWorker, OwnedElsewhere
 from decant.router.execution.interruptions import interruption_error, owner_changed_error, workers_lost_error
 from decant.router.execution.journal_writer import append_new
 from decant.router.execution.services import ExecutionOwner, RouterServices
@@ -282,7 +282,7 @@ class Execution:
         attempt.close(wire.Cancel.REASON_ATTEMPT)
         attempt.record(failure)
         context.current_decode_worker = None
-        self._router.metrics.failovers.labels(self._request.engine_request.model, cause_label(failure.cause)).inc()
+        self._router.metrics.failovers.labels(self._request.engine_request.model, failed.label).inc()
         _log.warning("attempt failed", attempt=self.owned.attempt, error=str(failed))
         if failure.cause == wire.CAUSE_ID_REUSED:
             self._exclude_other_request(attempt)

@@ -7,6 +7,7 @@ from typing import Any
 
 from decant.protos.inference_pb2 import Generation
 from decant.router.execution.execution import Execution
+from decant.runtime.enum_names import enum_label
 
 MAX_LISTED = 200
 """The oldest come first."""
@@ -24,7 +25,7 @@ def _describe(execution: Execution, now: float) -> dict[str, Any]:
         "id": owned.key.id,
         "tenant": owned.key.tenant,
         "model": stream.request.engine_request.model,
-        "state": Generation.State.Name(owned.state).removeprefix("STATE_").lower(),
+        "state": enum_label(Generation.State, owned.state),
         "age_s": round(max(0.0, now - stream.request.accepted_at), 3),
         "prompt_tokens": stream.request.prompt_tokens,
         "output_tokens": len(stream.tokens),

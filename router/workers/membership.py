@@ -18,8 +18,8 @@ from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import SessionObserver
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime.connections.channel import Connector
-from decant.runtime.connections.peer import enum_name
 from decant.runtime.connections.tls import PeerTls
+from decant.runtime.enum_names import enum_name
 from decant.runtime.protocol import is_compatible
 from decant.runtime.telemetry import logs
 from decant.state.directory import Listing, Workers

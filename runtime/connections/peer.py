@@ -4,8 +4,6 @@ import os
 import secrets
 import socket
 
-from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
-
 from decant.protos import worker_pb2 as wire
 from decant.runtime.protocol import PROTOCOL
 from decant.runtime.telemetry import logs
@@ -32,11 +30,6 @@ def new_peer(id: str) -> wire.Peer:
 
 def default_id(role: str) -> str:
     return f"{role}-{socket.gethostname()}-{os.getpid()}"
-
-
-def enum_name(enum: EnumTypeWrapper, value: int) -> str:
-    descriptor = enum.DESCRIPTOR.values_by_number.get(value)
-    return str(value) if descriptor is None else descriptor.name
 
 
 def same_incarnation(one: wire.Peer, other: wire.Peer) -> bool:

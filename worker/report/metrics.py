@@ -6,20 +6,19 @@ from decant.engine.transfer import IncomingSequence
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.receiver import TransferResult
 from decant.protos import worker_pb2 as wire
+from decant.runtime.enum_names import enum_label, enum_labels
 from decant.runtime.telemetry.metrics import EngineMetrics, PromptSource, Registry
 from decant.worker.engine_host import EngineHost, HostHandler
 
 
 class WorkerMetrics(HostHandler):
     def __init__(self, registry: Registry, host: EngineHost) -> None:
-        self._metrics = metrics = EngineMetrics(
-            registry, [_label(wire.Cause.Name(cause)) for cause in wire.Cause.values()]
-        )
+        self._metrics = metrics = EngineMetrics(registry, enum_labels(wire.Cause))
         self._host = host
         self._preemptions = 0
         self._arriving: set[str] = set()  # sequences whose KV cache is fetched, until their first step or end
         registry.before_scrape(self._count_preemptions)
-        metrics.info.labels(host.model, wire.Role.Name(host.role).removeprefix("ROLE_").lower()).set(1)
+        metrics.info.labels(host.model, enum_label(wire.Role, host.role)).set(1)
         metrics.queued_tokens.set_function(lambda: host.load().queued_tokens)
         metrics.leases.set_function(lambda: len(host.sender.leases.all()))
         metrics.running.set_function(lambda: host.load().running)
@@ -59,9 +58,7 @@ class WorkerMetrics(HostHandler):
             return
         self._arriving.discard(arrival.id)
         if outcome is not None:
-            known = outcome.cause in wire.Cause.values()  # a sender of a newer build may name others
-            cause = wire.Cause.Name(outcome.cause if known else wire.CAUSE_UNSPECIFIED)
-            self._metrics.handoff_failures[_label(cause)].inc()
+            self._metrics.handoff_failures[enum_label(wire.Cause, outcome.cause)].inc()
 
 
 def _used(memory: DeviceMemory | None) -> int:
@@ -70,7 +67,3 @@ def _used(memory: DeviceMemory | None) -> int:
 
 def _total(memory: DeviceMemory | None) -> int:
     return memory.total if memory else 0
-
-
-def _label(cause: str) -> str:
-    return cause.removeprefix("CAUSE_").lower()
