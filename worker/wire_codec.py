@@ -131,6 +131,10 @@ def logprobs_from_wire(token: int, message: wire.TokenLogprobs) -> TokenLogprobs
     return TokenLogprobs(token, message.logprob, message.rank, top)
 
 
+def microseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1e6))
+
+
 def _unpacked(field: str, data: bytes) -> tuple[int, ...]:
     try:
         return tuple(unpack(data))

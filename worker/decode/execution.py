@@ -17,12 +17,11 @@ from decant.protos import worker_pb2 as wire
 from decant.runtime.telemetry import logs, tracing
 from decant.worker.decode.admission import DecodeAdmission
 from decant.worker.decode.migration import MigrationSource
-from decant.worker.decode.notifications import microseconds
 from decant.worker.decode.run import DecodeRun
 from decant.worker.decode.run_table import RunTable
 from decant.worker.decode.spans import run_span
 from decant.worker.engine_host import EngineHost
-from decant.worker.wire_codec import RequestRejected, end_reason, logprobs_from_wire
+from decant.worker.wire_codec import RequestRejected, end_reason, logprobs_from_wire, microseconds
 
 _log = logs.get(__name__)
 

@@ -9,15 +9,11 @@ from typing import TYPE_CHECKING
 from decant.engine.output import PromptLogprobs, Token
 from decant.protos import worker_pb2 as wire
 from decant.worker.decode.frames import Frame, replay_frames
-from decant.worker.wire_codec import logprobs_to_wire
+from decant.worker.wire_codec import logprobs_to_wire, microseconds
 
 if TYPE_CHECKING:
     from decant.worker.decode.run import DecodeRun
     from decant.worker.decode.session import RouterSession
-
-
-def microseconds(seconds: float) -> int:
-    return max(0, round(seconds * 1e6))
 
 
 class RunNotifier:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from decant.engine.output import PromptLogprobs, Token
 from decant.protos import worker_pb2 as wire
 from decant.worker.prefill.run import PrefillRun
-from decant.worker.wire_codec import end_reason, logprobs_to_wire
+from decant.worker.wire_codec import end_reason, logprobs_to_wire, microseconds
 
 
 def first_tokens(run: PrefillRun) -> wire.FirstTokens:
@@ -16,8 +16,8 @@ def first_tokens(run: PrefillRun) -> wire.FirstTokens:
     return wire.FirstTokens(
         tokens=[_first(run, token)],
         cached_tokens=min(begun.cached, run.request.prompt_len),
-        queued_us=_microseconds(timeline.scheduled - run.received),
-        prefill_us=_microseconds(timeline.first_token - timeline.scheduled),
+        queued_us=microseconds(timeline.scheduled - run.received),
+        prefill_us=microseconds(timeline.first_token - timeline.scheduled),
     )
 
 
@@ -40,7 +40,3 @@ def _first(run: PrefillRun, token: Token) -> wire.FirstTokens.First:
         first.finished.reason = end_reason(run.finished.reason, run.stopping)
         first.finished.end_position = run.request.prompt_len + token.position + 1
     return first
-
-
-def _microseconds(seconds: float) -> int:
-    return max(0, round(seconds * 1_000_000))
