@@ -16,7 +16,7 @@ from itertools import takewhile
 
 from decant.engine.block_hashes import REPORTED_BYTES, hash_blocks, root_hash
 from decant.protos import worker_pb2 as wire
-from decant.runtime.packed import unpack
+from decant.runtime import packed
 
 MAX_INLINE_TOKENS = 8192
 """Longer prompts are hashed in a thread."""
@@ -25,7 +25,7 @@ HEARTBEATS_UNTIL_REPORTED = 2
 
 
 def reported_hashes(prompt: bytes, salt: bytes, block_tokens: int) -> array[int]:
-    digests = hash_blocks(root_hash(salt), unpack(prompt), block_tokens)
+    digests = hash_blocks(root_hash(salt), packed.unpack(prompt), block_tokens)
     return array("Q", b"".join([digest[:REPORTED_BYTES] for digest in digests]))
 
 
@@ -37,7 +37,7 @@ class PromptBlocks:
         self.may_hit = self.is_shared and not request.HasField("prompt_logprobs")
 
     async def prepare(self, block_tokens: int) -> None:
-        if self.is_shared and len(self._request.prompt) // 4 > MAX_INLINE_TOKENS:
+        if self.is_shared and packed.count(self._request.prompt) > MAX_INLINE_TOKENS:
             await asyncio.to_thread(self.hashes, block_tokens)
 
     def hashes(self, block_tokens: int) -> Sequence[int]:
@@ -54,14 +54,14 @@ class PromptBlocks:
         """Prompt tokens in ``cache``, never all: the last token is computed for its logits."""
         if not self.may_hit:
             return 0
-        max_blocks = (len(self._request.prompt) // 4 - 1) // block_tokens
+        max_blocks = (packed.count(self._request.prompt) - 1) // block_tokens
         return min(cache.count_leading(self.hashes(block_tokens)), max_blocks) * block_tokens
 
     def cached_by_worker(self, index: PrefixIndex) -> dict[int, int]:
         cached: dict[int, int] = {}
         if self.may_hit:
             for block_tokens in index.block_sizes:
-                max_blocks = (len(self._request.prompt) // 4 - 1) // block_tokens
+                max_blocks = (packed.count(self._request.prompt) - 1) // block_tokens
                 leading = index.count_leading(self.hashes(block_tokens)[:max_blocks])
                 cached.update((worker, blocks * block_tokens) for worker, blocks in leading.items())
         return cached

@@ -4,6 +4,7 @@ import time
 from itertools import count
 
 from decant.protos import worker_pb2 as wire
+from decant.runtime import packed
 from decant.runtime.connections.peer import same_incarnation
 from decant.runtime.protocol import is_compatible
 from decant.worker.checks import check_accepts, rejected
@@ -56,5 +57,5 @@ class CallValidator:
 
 def _needs_park(engine_request: wire.EngineRequest) -> bool:
     """Whether to park after one token, because more are allowed."""
-    prior_tokens = len(engine_request.outputs[0].tokens) // 4 if engine_request.outputs else 0
+    prior_tokens = packed.count(engine_request.outputs[0].tokens) if engine_request.outputs else 0
     return engine_request.stopping.max_tokens > prior_tokens + 1
