@@ -83,14 +83,14 @@ def _limit_waits(request: Any) -> None:
 
 
 def _read(id: str, model: str, folder: Path, commit: str | None) -> ModelFiles:
-    config = _json(model, folder / "config.json")
+    config = read_json(model, folder / "config.json")
     if config is None and (folder / "adapter_config.json").is_file():
         reason = "it is an adapter (adapter_config.json), and adapters are not served yet: merge it into its base model"
         raise ModelUnreadable(model, reason)
     if config is None:
         raise ModelUnreadable(model, "it has no config.json")
     text: Mapping[str, Any] = config.get("text_config") or config
-    generation = _json(model, folder / "generation_config.json") or {}
+    generation = read_json(model, folder / "generation_config.json") or {}
     try:
         context_length, vocab_size = _context_length(text), _count(text, "vocab_size")
         eos = _ids(generation.get("eos_token_id", text.get("eos_token_id", config.get("eos_token_id"))))
@@ -157,7 +157,8 @@ def _is_integer(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _json(model: str, file: Path) -> Mapping[str, Any] | None:
+def read_json(model: str, file: Path) -> Mapping[str, Any] | None:
+    """Read an object; None without a file. Raises ModelUnreadable."""
     if not file.is_file():
         return None
     try:

@@ -7,7 +7,6 @@ Tokenizing equals that of transformers, except for classes that build another pi
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ from decant.router.text.text_work import TextWork
 from decant.router.text.token_bounds import TextBound, text_bound
 from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import InvalidArgument, NotFound, PermissionDenied
-from decant.runtime.model_files import ModelFiles, ModelUnreadable, find
+from decant.runtime.model_files import ModelFiles, ModelUnreadable, find, read_json
 
 MAX_INLINE_LENGTH = 2048
 """What the event loop converts, in about a millisecond; threads convert more."""
@@ -200,16 +199,7 @@ def _config(files: ModelFiles) -> Mapping[str, Any]:
 
 
 def _read(files: ModelFiles, name: str) -> Mapping[str, Any]:
-    file = files.folder / name
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelUnreadable(files.id, f"{name} can't be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ModelUnreadable(files.id, f"{name} is no JSON object")
-    return content
+    return read_json(files.id, files.folder / name) or {}
 
 
 def _tokenizer(files: ModelFiles, config: Mapping[str, Any]) -> Tokenizer:
