@@ -19,12 +19,14 @@ import json
 import re
 from abc import ABC, abstractmethod
 from codecs import utf_8_decode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 from tokenizers import models as kinds
 from tokenizers.decoders import Decoder
+
+from decant.router.text.tokenizer_steps import flat_steps
 
 _ANCHOR = "a"
 """Every decoder takes it as it is: what stands next to it shows what the decoder makes of others."""
@@ -87,7 +89,7 @@ class TokenTable(ABC):
 
 
 def make_token_table(tokenizer: Tokenizer) -> TokenTable:
-    steps = list(_steps(_described(tokenizer.decoder)))
+    steps = list(flat_steps(_described(tokenizer.decoder), "decoders"))
     names = [step["type"] for step in steps]
     if names == ["ByteLevel"]:
         return _ByteTokenTable(tokenizer)
@@ -297,16 +299,6 @@ def _decoder(steps: Sequence[Mapping[str, Any]]) -> Decoder:
     described["decoder"] = {"type": "Sequence", "decoders": [*steps, {"type": "Fuse"}]}
     decoder: Decoder = Tokenizer.from_str(json.dumps(described)).decoder
     return decoder
-
-
-def _steps(described: Any) -> Iterator[Mapping[str, Any]]:
-    if described is None:
-        return
-    if described["type"] == "Sequence":
-        for step in described["decoders"]:
-            yield from _steps(step)
-    else:
-        yield described
 
 
 def _stripped(steps: Sequence[Mapping[str, Any]]) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, pre_tokenizers
 
+from decant.router.text.tokenizer_steps import flat_steps
+
 _COMPOSED = 4
 """Most code points that canonical composition joins into one (longest canonical decomposition, UAX #15)."""
 _KEEPS_LENGTH = frozenset({"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"})
@@ -43,12 +45,12 @@ def text_bound(tokenizer: Tokenizer) -> TextBound | None:
     """Bound of a tokenizer; None if a token may stand for any number of characters."""
     described = json.loads(tokenizer.to_str())
     joined = _joined(described["normalizer"])
-    splits = list(_steps(described["pre_tokenizer"], "pretokenizers"))
+    splits = list(flat_steps(described["pre_tokenizer"], "pretokenizers"))
     names = [step["type"] for step in splits]
     if joined is None or not all(_keeps(step) for step in splits):
         return None
     by_bytes = "ByteLevel" in names or any(
-        step["type"] == "ByteLevel" for step in _steps(described["normalizer"], "normalizers")
+        step["type"] == "ByteLevel" for step in flat_steps(described["normalizer"], "normalizers")
     )
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     if not _knows_all(described["model"], vocabulary, by_bytes=by_bytes):
@@ -61,7 +63,7 @@ def text_bound(tokenizer: Tokenizer) -> TextBound | None:
 
 def _joined(normalizer: Any) -> int | None:
     joined = 1
-    for step in _steps(normalizer, "normalizers"):
+    for step in flat_steps(normalizer, "normalizers"):
         match step:
             case {"type": "NFC" | "NFKC"}:
                 joined *= _COMPOSED
@@ -91,13 +93,3 @@ def _knows_all(model: Mapping[str, Any], vocabulary: Mapping[str, int], *, by_by
     if by_bytes:
         return all(letter in vocabulary for letter in pre_tokenizers.ByteLevel.alphabet())
     return model.get("unk_token") is not None and not model.get("fuse_unk")
-
-
-def _steps(described: Any, key: str) -> Iterator[Mapping[str, Any]]:
-    if described is None:
-        return
-    if described["type"] == "Sequence":
-        for step in described[key]:
-            yield from _steps(step, key)
-    else:
-        yield described
