@@ -19,6 +19,7 @@ from decant.bench.batching.contenders import (
     sample,
 )
 from decant.bench.batching.queues import Queue
+from decant.bench.counts import parse_counts
 from decant.bench.errors import InvalidBenchmark
 from decant.engine.plan import Device
 from decant.runtime.cores import usable_cores
@@ -44,10 +45,7 @@ class BatchingOptions:
 
 
 def parse_caps(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) >= 2 for part in parts):
-        raise InvalidBenchmark("--caps", "whole numbers from 2, separated by commas", text)
-    return tuple(sorted({int(part) for part in parts}))
+    return parse_counts("--caps", text, 2)
 
 
 def plan(options: BatchingOptions, context_length: int) -> list[Queue]:

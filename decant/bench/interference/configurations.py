@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from decant.bench.counts import parse_counts
 from decant.bench.errors import InvalidBenchmark
 
 MAX_STEP_MS = 60_000
@@ -40,10 +41,7 @@ class InterferenceOptions:
 
 
 def parse_chunks(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
-        raise InvalidBenchmark("--chunks", "whole numbers from 1, separated by commas", text)
-    return tuple(sorted({int(part) for part in parts}))
+    return parse_counts("--chunks", text, 1)
 
 
 def configurations(options: InterferenceOptions) -> list[Configuration]:
