@@ -18,6 +18,7 @@ from decant.command.up.options import UpOptions
 from decant.command.up.plan import Plan, model_of
 from decant.engine.checkpoint import model_types, weight_files
 from decant.engine.errors import ModelRefused
+from decant.plan.quantities import show_bytes
 from decant.router.text.served_model import served
 from decant.runtime.connections import tls
 from decant.runtime.connections.tls import PeerTls
@@ -63,10 +64,10 @@ def check_memory(options: UpOptions, plan: Plan) -> None:
     weights = resources.weights_size(model_of(options), options.dtype)
     needed, free = len(plan.workers) * (weights + plan.kv_bytes + PROCESS_BYTES), resources.available_memory()
     if needed > free:
-        each = f"{resources.size(weights)} of weights and {resources.size(plan.kv_bytes)} of KV cache"
+        each = f"{show_bytes(weights)} of weights and {show_bytes(plan.kv_bytes)} of KV cache"
         advice = "start fewer workers, or give less with --kv-memory"
         workers = "1 worker" if len(plan.workers) == 1 else f"{len(plan.workers)} workers"
-        text = f"memory: {workers} with {each} each, and {resources.size(free)} are free; {advice}"
+        text = f"memory: {workers} with {each} each, and {show_bytes(free)} are free; {advice}"
         raise CommandFailed(text, status=2)
 
 

@@ -9,6 +9,7 @@ from decant.command.errors import CommandFailed
 from decant.engine.checkpoint import weight_files
 from decant.engine.errors import ModelRefused
 from decant.engine.kv_layout import HOST_KV_BYTES
+from decant.plan.quantities import show_bytes
 
 KV_FLOOR = 16 << 20
 _KEPT_FREE = 0.25  # of the memory that is available: steps, prompts, everything else on this machine
@@ -34,8 +35,9 @@ def divide_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
 def kv_share(available: int, weights: int, workers: int) -> int:
     share = int(available * (1 - _KEPT_FREE) / workers - weights * _COPIES)
     if share < KV_FLOOR:
-        text = f"memory: {workers} workers with {size(weights)} of weights each, got {size(available)} that are free"
-        raise CommandFailed(f"{text}; start fewer, or pass --kv-memory", status=2)
+        needed = f"{workers} workers with {show_bytes(weights)} of weights each"
+        text = f"memory: {needed}, got {show_bytes(available)} that are free; start fewer, or pass --kv-memory"
+        raise CommandFailed(text, status=2)
     return min(share, HOST_KV_BYTES)
 
 
@@ -89,13 +91,6 @@ def parse_size(text: str) -> int:
     if not count:
         raise CommandFailed(f"--kv-memory: a size above 0, such as 512M or 2G, got {text}", status=2)
     return count
-
-
-def size(count: int) -> str:
-    for unit in ("G", "M", "K"):
-        if count >= _UNITS[unit]:
-            return f"{count / _UNITS[unit]:.1f} {unit}iB"
-    return f"{count} B"
 
 
 def _number(file: Path) -> int | None:
