@@ -20,9 +20,6 @@ from decant.runtime.settings import Settings
 
 PRIVATE = frozenset({"prompt", "messages", "text", "token_ids", "tokens", "stop", "content"})
 
-_SELF_CONFIGURED = ("transformers", "huggingface_hub")
-"""Libraries that install log handlers when they are imported."""
-
 Level = Literal["debug", "info", "warning", "error"]
 
 
@@ -102,17 +99,4 @@ def _route_standard_library(common: list[Processor], console: bool, level: int, 
     root.handlers[:] = [handler]
     root.setLevel(level)
     logging.captureWarnings(True)
-    for name in _SELF_CONFIGURED:
-        logger = logging.getLogger(name)
-        logger.handlers.clear()
-        logger.__class__ = _Routed
-
-
-class _Routed(logging.Logger):
-    """A library's logger whose handlers the library can't change later."""
-
-    def addHandler(self, hdlr: logging.Handler) -> None:  # noqa: N802
-        pass
-
-    def __getattribute__(self, name: str) -> Any:
-        return True if name == "propagate" else super().__getattribute__(name)
+    logging.getLogger("huggingface_hub").handlers.clear()  # that of its import

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
-from transformers.utils.logging import set_tqdm_hook
+from transformers.utils.logging import enable_default_handler, set_tqdm_hook
 
 from decant.decode_worker.main import DecodeSettings
 from decant.engine.costs import StepCostModel
@@ -28,6 +29,15 @@ def device(costs: StepCostModel) -> FakeDevice:
     made = FakeDevice(num_blocks=64, block_size=16)
     made.costs = costs
     return made
+
+
+def test_records_of_transformers_go_to_the_handlers_of_the_process() -> None:
+    library = logging.getLogger("transformers")
+    enable_default_handler()
+    library.propagate = False
+    loading.import_transformers()
+    assert logging.StreamHandler not in map(type, library.handlers)
+    assert library.propagate
 
 
 def test_the_context_length_is_what_the_blocks_of_all_cache_groups_hold() -> None:

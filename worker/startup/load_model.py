@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from decant.engine.costs import StepCostModel
@@ -51,15 +52,14 @@ def load_model(settings: WorkerSettings) -> Device:
     cpu_build.choose(settings.kernels)
     with _without_collections():
         import torch
-        from transformers.utils import logging
 
+        transformers_logging = import_transformers()
         from decant.engine.backends import choose_backend
         from decant.engine.loading import HASHED, READ, load
         from decant.engine.model import calibration
         from decant.engine.model.kv_memory import StepSizes
         from decant.engine.model.model import ModelConfig
 
-    logging.disable_progress_bar()
     threads = settings.threads or available_cores()
     torch.set_num_threads(threads)  # for this thread and those that start later
     config = ModelConfig(
@@ -79,7 +79,7 @@ def load_model(settings: WorkerSettings) -> Device:
     backend = choose_backend(config)
     cpu_build.check(settings.kernels, backend.kind)
     _log.info("loading", model=settings.model, kernels=backend.kind, threads=threads)
-    with _reporting(logging.set_tqdm_hook, HASHED, READ):
+    with _reporting(transformers_logging.set_tqdm_hook, HASHED, READ):
         device = load(config, _report, backend)
     _log.info("loaded", layers=len(device.store.layout.layers), layers_in_one_call=backend.fused_layers(device.model))
     if settings.threads is None:
@@ -87,6 +87,16 @@ def load_model(settings: WorkerSettings) -> Device:
     device.costs = calibration.measure(device)
     _log_measured(device.costs, threads=threads, token_budget=limits_of(settings, device).token_budget)
     return device
+
+
+def import_transformers() -> ModuleType:
+    """Import it and return its logging: its records go to the worker's log, and it shows no progress bars."""
+    from transformers.utils import logging
+
+    logging.disable_default_handler()
+    logging.enable_propagation()
+    logging.disable_progress_bar()
+    return logging
 
 
 @contextmanager
