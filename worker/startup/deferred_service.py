@@ -1,6 +1,7 @@
 """gRPC services that are registered before the server listens, and attached once the model is loaded.
 
-A gRPC server takes no services after its start. Until ``attach`` every call is refused with UNAVAILABLE.
+A gRPC server takes no services after its start. Until ``attach`` every call is refused with UNAVAILABLE. A gate of
+`ErrorInterceptor` would need the handlers at the server's start, and they are made from the loaded engine.
 """
 
 from __future__ import annotations
