@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from decant.runtime.telemetry import logs
 
@@ -13,7 +14,29 @@ CLOSE_SECONDS = 10.0
 OnCrash = Callable[[str, BaseException], None]
 """Called on the event loop with the task's name and exception."""
 
+_T = TypeVar("_T")
+
 _log = logs.get(__name__)
+
+
+def start_task(
+    name: str,
+    coroutine: Coroutine[Any, Any, _T],
+    on_failure: Callable[[BaseException], None] | None = None,
+    **context: object,
+) -> asyncio.Task[_T]:
+    """Start a task; an exception that ends it is logged with ``context``, then passed to `on_failure`."""
+
+    def report(task: asyncio.Task[_T]) -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        _log.error("a task failed", task=name, exc_info=error, **context)
+        if on_failure is not None:
+            on_failure(error)
+
+    task = asyncio.create_task(coroutine, name=name)
+    task.add_done_callback(report)
+    return task
 
 
 class BackgroundTask:
@@ -43,8 +66,8 @@ class BackgroundTask:
     def start(self) -> None:
         if self._task is not None:
             raise RuntimeError(f"{self._name} was started before")
-        self._task = asyncio.create_task(self._run(), name=self._name)
-        self._task.add_done_callback(self._report)
+        on_failure = None if self._on_crash is None else partial(self._on_crash, self._name)
+        self._task = start_task(self._name, self._run(), on_failure)
 
     async def close(self) -> None:
         if self._task is None:
@@ -64,10 +87,3 @@ class BackgroundTask:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-    def _report(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled() or (error := task.exception()) is None:
-            return
-        _log.error("a task failed", task=self._name, exc_info=error)
-        if self._on_crash is not None:
-            self._on_crash(self._name, error)

@@ -6,11 +6,10 @@ from typing import Any
 from decant.router.execution.execution import Execution
 from decant.router.execution.services import RouterServices
 from decant.router.request.valid_request import ValidRequest
+from decant.runtime.background import start_task
 from decant.runtime.telemetry import logs
 from decant.state.ids import RequestKey
 from decant.state.owned import StoredRequest
-
-_log = logs.get(__name__)
 
 
 class ExecutionTable:
@@ -39,10 +38,8 @@ class ExecutionTable:
         execution = Execution(request, self._router, self, adopted, epoch)
         self.open[request.key] = execution
         with logs.bound(request_id=request.key.id):
-            task = asyncio.create_task(execution.run())
-        execution.task = task
-        self.track(task)
-        task.add_done_callback(_log_bug)
+            execution.task = start_task("request", execution.run())
+        self.track(execution.task)
         return execution
 
     def track(self, task: asyncio.Task[Any]) -> None:
@@ -76,8 +73,3 @@ class ExecutionTable:
         key = execution.stream.request.key
         if self._unpersisted.get(key) is execution:
             del self._unpersisted[key]
-
-
-def _log_bug(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _log.error("a request failed unexpectedly", exc_info=error)

@@ -17,6 +17,7 @@ from decant.router.timings import WorkerTimings
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import SessionObserver
 from decant.router.workers.worker_handle import WorkerHandle
+from decant.runtime.background import start_task
 from decant.runtime.connections.channel import Connector
 from decant.runtime.connections.tls import PeerTls
 from decant.runtime.enum_names import enum_name
@@ -143,7 +144,7 @@ class WorkerMembership:
         index = self.prefix_indexes[facts.model]
         worker = WorkerHandle(facts, channel, session, generation, self._timings, index)
         self._workers[worker.incarnation] = worker
-        self._tasks[worker.incarnation] = asyncio.create_task(self._serve(worker))
+        self._tasks[worker.incarnation] = start_task("worker", self._serve(worker), worker=worker.incarnation.id)
         role = enum_name(wire.Role, facts.role)
         _log.info("worker added", worker=worker.incarnation.id, address=facts.address, role=role)
 

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import asyncio
 from typing import Any, Protocol
 
 from decant.protos import worker_pb2 as wire
 from decant.router.workers.stream_io import StreamBroken, read
+from decant.runtime.background import start_task
 from decant.runtime.connections.peer import UnknownMessages
 
 
@@ -32,7 +32,7 @@ class PrefillCall:
         self._listener = listener
         self._unknown = UnknownMessages(request.worker.id)
         self._call = stub.Prefill(request)
-        self._reading = asyncio.create_task(self._read())
+        self._reading = start_task("prefill call", self._read(), self._on_failure, worker=request.worker.id)
 
     def close(self) -> None:
         """End the call, and with it the prefill, unless its KV cache is being fetched."""
@@ -47,6 +47,9 @@ class PrefillCall:
         except StreamBroken as error:
             broken = error
         self._listener.on_call_ended(broken)
+
+    def _on_failure(self, error: BaseException) -> None:
+        self._listener.on_call_ended(StreamBroken(f"{type(error).__name__}: {error}"))
 
     def _handle(self, message: wire.PrefillEvent) -> None:
         listener = self._listener

@@ -3,10 +3,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from structlog.testing import capture_logs
 
 from decant.protos import worker_pb2 as wire
 from decant.router.placement.prefix_index import PromptBlocks, reported_hashes
 from decant.router.timings import RouterTimings, WorkerTimings
+from decant.router.workers.session import WorkerSession
 from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
 from decant.state.store import Store
@@ -71,6 +73,22 @@ async def test_no_two_workers_are_used_whose_protocols_are_two_versions_apart(st
             await registration.remove()
             await old.stop()
             await until(lambda: names(harness) == {"d"})
+
+
+async def test_a_failure_of_a_worker_s_session_is_logged_and_removes_the_worker(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(session: WorkerSession, is_wanted: object) -> None:
+        session.attempted.set()
+        raise ValueError("unexpected")
+
+    async with fleet(P, D) as workers, core(store, workers[:1]) as harness:
+        monkeypatch.setattr(WorkerSession, "run", fail)
+        with capture_logs() as logs:
+            await store.workers.register(workers[1].facts)
+            await until(lambda: "a task failed" in [line["event"] for line in logs])
+        assert [line["worker"] for line in logs if line["event"] == "a task failed"] == ["d"]
+        assert names(harness) == {"p"}
 
 
 async def test_workers_that_register_later_are_found_and_removed_ones_forgotten(store: Store) -> None:

@@ -3,8 +3,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from structlog.testing import capture_logs
 
-from decant.runtime.background import BackgroundTask
+from decant.runtime.background import BackgroundTask, start_task
 
 
 async def forever() -> None:
@@ -108,3 +109,28 @@ async def test_a_background_task_starts_once() -> None:
     async with BackgroundTask("forever", forever) as task:
         with pytest.raises(RuntimeError, match="forever was started before"):
             task.start()
+
+
+async def test_an_exception_that_ends_a_task_is_logged_and_passed_on() -> None:
+    errors: list[BaseException] = []
+    with capture_logs() as logs:
+        task = start_task("call", crash(), errors.append, worker="w")
+        await asyncio.wait([task])
+        await asyncio.sleep(0)
+    assert errors == [task.exception()]
+    (line,) = logs
+    assert (line["event"], line["task"], line["worker"]) == ("a task failed", "call", "w")
+    assert line["exc_info"] is task.exception()
+
+
+async def test_a_task_that_returns_or_is_cancelled_has_not_failed() -> None:
+    errors: list[BaseException] = []
+    with capture_logs() as logs:
+        returned = start_task("call", asyncio.sleep(0), errors.append)
+        cancelled = start_task("call", forever(), errors.append)
+        await returned
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        await asyncio.sleep(0)
+    assert not errors
+    assert not logs

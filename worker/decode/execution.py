@@ -6,6 +6,7 @@ A cancel interrupts the coroutine where it waits; it then releases the engine's 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from decant.engine.errors import EngineStopped, InvalidRequest
 from decant.engine.output import SequenceFinished
@@ -14,7 +15,8 @@ from decant.engine.transfer import IncomingSequence
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.handoff.receiver import TransferResult
 from decant.protos import worker_pb2 as wire
-from decant.runtime.telemetry import logs, tracing
+from decant.runtime.background import start_task
+from decant.runtime.telemetry import tracing
 from decant.worker.decode.admission import DecodeAdmission
 from decant.worker.decode.migration import MigrationSource
 from decant.worker.decode.run import DecodeRun
@@ -22,8 +24,6 @@ from decant.worker.decode.run_table import RunTable
 from decant.worker.decode.spans import run_span
 from decant.worker.engine_host import EngineHost
 from decant.worker.wire_codec import RequestRejected, end_reason, logprobs_from_wire, microseconds
-
-_log = logs.get(__name__)
 
 
 class RunExecutor:
@@ -46,8 +46,10 @@ class RunExecutor:
         loop = asyncio.get_running_loop()
         if remaining_ms is not None:
             run.deadline = loop.call_later(remaining_ms / 1000, self.cancel, run, wire.OutputEnd.REASON_DEADLINE)
-        task = self._tasks[run] = asyncio.create_task(self.execute(run))
-        task.add_done_callback(lambda done: self._on_done(run, done))
+        on_failure = partial(self._on_failure, run)
+        task = start_task("decode run", self.execute(run), on_failure, request_id=run.ref.request)
+        self._tasks[run] = task
+        task.add_done_callback(lambda _: self._tasks.pop(run))
 
     async def execute(self, run: DecodeRun) -> None:
         try:
@@ -134,11 +136,8 @@ class RunExecutor:
         if run.is_forgotten:
             self.drop(run)
 
-    def _on_done(self, run: DecodeRun, task: asyncio.Task[None]) -> None:
-        del self._tasks[run]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a run failed", request_id=run.ref.request, exc_info=error)
-            self.fail(run, wire.Failure(cause=wire.CAUSE_ENGINE, detail=f"{type(error).__name__}: {error}"))
+    def _on_failure(self, run: DecodeRun, error: BaseException) -> None:
+        self.fail(run, wire.Failure(cause=wire.CAUSE_ENGINE, detail=f"{type(error).__name__}: {error}"))
 
     # -- from outside the coroutine -----------------------------------------------------------------------------
 

@@ -11,14 +11,13 @@ from functools import partial
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidRequest
 from decant.protos import worker_pb2 as wire
-from decant.runtime.telemetry import logs, tracing
+from decant.runtime.background import start_task
+from decant.runtime.telemetry import tracing
 from decant.worker.engine_host import EngineHost
 from decant.worker.prefill.messages import first_logprobs, first_tokens
 from decant.worker.prefill.prefill_queue import PrefillQueue
 from decant.worker.prefill.run import PrefillFailed, PrefillRun, StaleOwner
 from decant.worker.wire_codec import RequestRejected
-
-_log = logs.get(__name__)
 
 
 class PrefillExecutor:
@@ -29,9 +28,10 @@ class PrefillExecutor:
 
     def start(self, run: PrefillRun) -> None:
         self.queue.add(run)
-        task = asyncio.create_task(self.execute(run))
+        on_failure = partial(self._on_failure, run)
+        task = start_task("prefill run", self.execute(run), on_failure, request_id=run.ref.request)
         self._tasks.add(task)
-        task.add_done_callback(partial(self._on_done, run))
+        task.add_done_callback(self._tasks.discard)
 
     async def execute(self, run: PrefillRun) -> None:
         failure: wire.Failure | None = None
@@ -97,13 +97,9 @@ class PrefillExecutor:
         if run.is_admitted:
             self._host.loop.post(lambda engine: engine.cancel(run.id))
 
-    def _on_done(self, run: PrefillRun, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            _log.error("a prefill run failed", request_id=run.ref.request, exc_info=error)
-        detail = f"{type(error).__name__}: {error}" if error is not None else "the worker stops"
-        run.close(failed=wire.Failed(run=run.ref, failure=wire.Failure(cause=wire.CAUSE_ENGINE, detail=detail)))
+    def _on_failure(self, run: PrefillRun, error: BaseException) -> None:
+        failure = wire.Failure(cause=wire.CAUSE_ENGINE, detail=f"{type(error).__name__}: {error}")
+        run.close(failed=wire.Failed(run=run.ref, failure=failure))
 
     async def close(self) -> None:
         for run in self.queue:
