@@ -10,7 +10,7 @@ from decant.router.request.token_stream import Finish, TokenStream
 from decant.router.text.detokenizer import TokenTable
 from decant.router.text.output_text import new_output_text
 from decant.router.text.served_model import ServedModel
-from decant.runtime.errors import InvalidArgument, ServiceError
+from decant.runtime.errors import ServiceError
 from decant.runtime.packed import unpack
 
 MAX_DELTA_TOKENS = 1024
@@ -18,6 +18,8 @@ MAX_DELTA_TOKENS = 1024
 
 
 class ResponseWriter:
+    """Writer of what follows the first ``after_seq`` tokens, which the stream has."""
+
     __slots__ = ("_model", "_num_read", "_options", "_stream", "_text")
 
     def __init__(self, stream: TokenStream, model: ServedModel, after_seq: int = 0) -> None:
@@ -28,14 +30,14 @@ class ResponseWriter:
         self._text = new_output_text(model, options, stream.request.engine_request.stopping) if options.text else None
 
     async def stream(self, write: Write, meter: RequestMeter) -> Finish:
-        """Write all messages. Raises the stream's error, errors of `write`, and InvalidArgument if the stream ends
-        before `after_seq`.
-        """
+        """Write all messages. Raises the stream's error and errors of `write`."""
         stream = self._stream
         message = pb.GenerateStreamResponse(request_id=stream.request.key.id, seq=self._num_read)
         chunk = min(self._options.min_chunk_tokens, MAX_DELTA_TOKENS)
-        await stream.wait_beyond(self._num_read - 1 if self._num_read else chunk - 1)
-        self._skip(self._num_read)
+        if not self._num_read:
+            await stream.wait_beyond(chunk - 1)
+        elif self._text is not None:
+            self._text.add(stream.tokens[: self._num_read])
         await stream.wait_prompt_logprobs()
         if stream.tokens:
             message.started.CopyFrom(self._started())
@@ -83,14 +85,6 @@ class ResponseWriter:
     @property
     def _has_read_all(self) -> bool:
         return self._stream.end is not None and self._num_read == len(self._stream.tokens)
-
-    def _skip(self, count: int) -> None:
-        tokens = self._stream.tokens
-        if count > len(tokens):
-            self._finish()
-            raise InvalidArgument("after_seq", f"at most {len(tokens)}, the number of generated tokens", count)
-        if self._text is not None:
-            self._text.add(tokens[:count])
 
     def _fill_delta(self, message: pb.GenerateStreamResponse) -> int:
         options, read = self._options, self._num_read

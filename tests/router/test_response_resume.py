@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from decant.protos import inference_pb2 as pb
 from decant.router.request.token_stream import TokenStream
 from decant.runtime.error_details import Reason
-from decant.runtime.errors import Aborted, InvalidArgument
+from decant.runtime.errors import Aborted
 from tests.router.factories import AT_LENGTH, STOPPED, valid, write
 from tests.router.response_reader import EOS, Reader, ids_of, options, settle
 
@@ -47,32 +47,6 @@ async def test_a_reader_that_starts_later_gets_the_rest_of_the_same_text(data):
     assert "".join(delta.text for delta in both) == first.text
     assert [id for delta in both for id in delta.token_ids] == tokens
     assert later.messages[-1].seq == len(tokens)
-
-
-async def test_a_reader_with_more_tokens_than_the_stream_waits():
-    reader = Reader(TokenStream(await valid(**options(token_ids=True))), after_seq=3)
-    write(reader.stream, 5, 6)
-    task = asyncio.create_task(reader.read())
-    await settle()
-    assert not reader.messages
-    write(reader.stream, 7, 8, end=AT_LENGTH)
-    await task
-    assert [message.seq for message in reader.messages] == [3, 4, 4]
-    assert [list(delta.token_ids) for delta in reader.deltas] == [[8]]
-
-
-async def test_a_position_beyond_what_was_written_is_refused():
-    reader = Reader(TokenStream(await valid()), after_seq=3)
-    write(reader.stream, 5, 6, end=AT_LENGTH)
-    with pytest.raises(InvalidArgument) as refused:
-        await reader.read()
-    assert (refused.value.field, refused.value.value) == ("after_seq", "3")
-    lost = Reader(TokenStream(await valid()), after_seq=3)
-    write(lost.stream, 5, 6, end=Aborted(Reason.WORKERS_LOST, "no worker is left"))
-    with pytest.raises(Aborted):
-        await lost.read()
-    assert not reader.messages
-    assert not lost.messages
 
 
 @pytest.mark.slow
