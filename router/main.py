@@ -42,7 +42,7 @@ from decant.runtime.serving import shutdown
 from decant.runtime.serving.admission import Admission
 from decant.runtime.serving.health import Readiness
 from decant.runtime.serving.server import Server, serve
-from decant.runtime.serving.server_settings import join_address
+from decant.runtime.serving.server_settings import is_every_address, join_address
 from decant.runtime.settings import InvalidSettings, SettingError, flag_name
 from decant.runtime.settings_sources import load_or_exit
 from decant.runtime.telemetry import logs, tracing
@@ -56,7 +56,6 @@ PROGRAM = "decant router"
 VERSION = version("decant-llm")
 DRAIN_SHARE = 0.8
 """Share of a drain for requests to end; the rest is for handing the others over."""
-EVERY_ADDRESS = ("0.0.0.0", "::")
 
 _log = logs.get(__name__)
 
@@ -102,7 +101,7 @@ async def _serve(settings: RouterSettings, models: Models, callers: Authenticato
 
 
 def _reached_at(host: str) -> str:
-    return socket.gethostname() if host in EVERY_ADDRESS else host
+    return socket.gethostname() if is_every_address(host) else host
 
 
 class RouterProcess:

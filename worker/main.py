@@ -34,6 +34,7 @@ from decant.runtime.model_files import ModelFiles, ModelUnreadable
 from decant.runtime.serving import shutdown
 from decant.runtime.serving.health import Readiness
 from decant.runtime.serving.server import Server, Service, serve
+from decant.runtime.serving.server_settings import is_every_address
 from decant.runtime.settings import SettingError, flag_name
 from decant.runtime.settings_sources import load_or_exit
 from decant.runtime.telemetry import logs, tracing
@@ -57,8 +58,6 @@ CRASH_REPLY_S = 0.25
 
 SWITCH_S = 0.0005
 """Interpreter switch interval: the engine's thread waits for the event loop's at every call."""
-
-EVERY_ADDRESS = ("0.0.0.0", "::", "[::]")
 
 LoadDevice = Callable[[WorkerSettings], Device]
 
@@ -258,7 +257,7 @@ class _WarmUpHandler(HostHandler):
 
 def _check(settings: WorkerSettings) -> None:
     Limits(settings.token_budget or settings.max_running, settings.max_running)
-    if settings.advertise is None and settings.host in EVERY_ADDRESS:
+    if settings.advertise is None and is_every_address(settings.host):
         raise SettingError("advertise", "needed where host is every address", "nothing")
 
 

@@ -193,3 +193,11 @@ with one_line_errors():
     assert done.stderr.startswith("decant: cryptography: not installed")
     assert done.stderr.endswith("pip install 'decant-llm[router]'\n")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "reached_at"),
+    [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("[::]", "::1"), ("10.1.2.3", "10.1.2.3"), ("h", "h")],
+)
+def test_commands_reach_routers_on_every_address_over_loopback(host: str, reached_at: str) -> None:
+    assert plan(host=host).reached_at == reached_at

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -137,6 +138,15 @@ def generate_request(count: int = 5) -> pb.GenerateRequest:
         stopping=pb.StoppingParams(max_tokens=count, ignore_eos=True),
         response=pb.ResponseOptions(token_ids=True, text=False),
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
+async def test_a_router_on_every_address_registers_its_host_name(server: PrivateRedis, store: Store, host: str) -> None:
+    async with router(server, "--host", host) as running:
+        await become_ready(running)
+        (entry,) = (await store.routers.listing()).present
+        assert entry.facts.address == f"{socket.gethostname()}:{running.address.rpartition(':')[2]}"
 
 
 @pytest.mark.slow

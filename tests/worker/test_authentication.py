@@ -18,7 +18,7 @@ from decant.runtime.connections.certificates import PEER_NAME, PeerFiles
 from decant.runtime.connections.channel import open_channel
 from decant.runtime.connections.tls import PeerTls
 from decant.runtime.serving.server import Server
-from decant.runtime.serving.server_settings import is_loopback
+from decant.runtime.serving.server_settings import is_every_address, is_loopback
 from decant.runtime.settings import InvalidSettings
 from decant.runtime.settings_sources import load
 from decant.worker.main import Worker
@@ -134,8 +134,9 @@ def test_certificates_are_private(tmp_path: Path) -> None:
         certificates.make(tmp_path / "tls")
 
 
+EVERY = ("0.0.0.0", "::", "[::]")
 LOOPBACK = ("127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost")
-BEYOND = ("0.0.0.0", "::", "[::]", "10.1.2.3", "example.org", "localhost.example.org")
+BEYOND = (*EVERY, "10.1.2.3", "example.org", "localhost.example.org")
 
 
 @pytest.mark.parametrize(
@@ -143,6 +144,7 @@ BEYOND = ("0.0.0.0", "::", "[::]", "10.1.2.3", "example.org", "localhost.example
 )
 def test_without_credentials_a_worker_listens_on_loopback_alone(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback
+    assert is_every_address(host) is (host in EVERY)
     arguments = ["--model", "any", "--host", host]
     assert load(DecodeSettings, [*arguments, "--allow-unauthenticated-peers"], {}).is_open is not loopback
     if loopback:

@@ -12,7 +12,7 @@ from decant.command.up.options import UpOptions
 from decant.command.up.peers import PeerCredentials
 from decant.router.settings import RouterSettings
 from decant.runtime.cores import usable_cores
-from decant.runtime.serving.server_settings import join_address
+from decant.runtime.serving.server_settings import is_every_address, join_address
 from decant.runtime.settings import PREFIX, Settings, variable_name
 from decant.runtime.settings_sources import CLIENT_VARIABLES, load
 from decant.worker.settings import WorkerSettings
@@ -24,8 +24,6 @@ _DIFFERS = {
 
 _ADMIN = ("--admin-host", "127.0.0.1", "--admin-port", "0")
 """Listens on loopback: the port has neither TLS nor credentials."""
-
-_EVERY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def make_plan(options: UpOptions, redis_url: str, environ: Mapping[str, str] | N
         workers=tuple(workers),
         routers=tuple(routers),
         redis_url=redis_url,
-        reached_at=_EVERY_HOST.get(options.host, options.host),
+        reached_at=_reached_at(options.host),
         ready_seconds=options.ready_seconds,
         drain_seconds=max(one.drain_seconds for one in settings),
         facts={
@@ -86,6 +84,12 @@ def make_plan(options: UpOptions, redis_url: str, environ: Mapping[str, str] | N
         peers=peers.from_environment(environment),
         kv_bytes=kv_bytes,
     )
+
+
+def _reached_at(host: str) -> str:
+    if not is_every_address(host):
+        return host
+    return "::1" if ":" in host else "127.0.0.1"
 
 
 def _workers(options: UpOptions, redis_url: str, environment: Mapping[str, str]) -> list[Spec]:
