@@ -212,9 +212,13 @@ class RouterProcess:
                 labels = (model, enum_label(wire.Role, role))
                 metrics.known_workers.labels(*labels).set(len(workers))
                 metrics.ready_workers.labels(*labels).set(sum(worker.is_usable for worker in workers))
-        is_renewed = self._registrar is not None and self._registrar.is_store_available
-        metrics.store_available.set(is_renewed and not self.journal_writer.is_unavailable)
+        metrics.store_available.set(self._is_store_available())
         metrics.store_unwritten.set(self.journal_writer.num_unwritten)
+
+    def _is_store_available(self) -> bool:
+        """Whether Redis answered the last renewal of the registration, also without requests, and the last write."""
+        is_renewed = self._registrar is not None and self._registrar.is_store_available
+        return is_renewed and not self.journal_writer.is_unavailable
 
     def _requests_page(self) -> bytes:
         return requests_page(self.requests.executions.open.values(), asyncio.get_running_loop().time())
@@ -228,6 +232,6 @@ class RouterProcess:
                 resume_grace_ms=settings.resume_grace_ms,
                 result_ttl_ms=round(Ttls().ended_s * 1000),
             ),
-            store_available=lambda: not self.journal_writer.is_unavailable,
+            store_available=self._is_store_available,
             draining=lambda: self.requests.is_draining,
         )

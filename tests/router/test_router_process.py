@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import redis as sync_redis
 
 from decant import models as trained
 from decant.protos import inference_pb2 as pb
@@ -195,6 +196,29 @@ async def test_a_router_without_workers_is_ready_and_refuses_requests(server: Pr
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await services.InferenceServiceStub(channel).Generate(generate_request())
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.slow
+async def test_a_router_without_requests_reports_an_outage_of_the_store(
+    server: PrivateRedis, bare: sync_redis.Redis
+) -> None:
+    async with router(server) as running, grpc.aio.insecure_channel(running.address) as channel:
+        stub = services.InferenceServiceStub(channel)
+
+        async def reports(available: bool) -> None:
+            async with asyncio.timeout(PATIENCE):
+                while True:
+                    info = await stub.GetServerInfo(pb.GetServerInfoRequest())
+                    if info.state_store_available is available:
+                        break
+                    await asyncio.sleep(0.05)
+
+        await become_ready(running)
+        await reports(available=True)
+        bare.client_pause(60_000, all=False)
+        await reports(available=False)
+        bare.client_unpause()
+        await reports(available=True)
 
 
 async def page(port: object, path: str) -> str:
