@@ -11,8 +11,18 @@ from dataclasses import dataclass, field
 from decant.engine.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 100.0  # also below 0
+MAX_PRIORITY = 1000  # also below 0
+MAX_TOP_K = 2**31 - 1
+SAMPLING_RANGES = {
+    "temperature": (0.0, 100.0),
+    "min_p": (0.0, 1.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+}
+SAMPLING_ABOVE_ZERO = {"top_p": 1.0, "repetition_penalty": 10.0}
+"""Maximum of parameters that are above 0."""
 
-_MAX_TEMPERATURE = 100.0
 _MIN_TEMPERATURE = 1e-5
 """Below it sampling is greedy: division by it would overflow."""
 
@@ -61,19 +71,17 @@ class SamplingParams:
     output_index: int = 0
 
     def __post_init__(self) -> None:
-        _check_range("temperature", self.temperature, 0.0, _MAX_TEMPERATURE)
-        _check_int("top_k", self.top_k, 0, 2**31 - 1)
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for name, (low, high) in SAMPLING_RANGES.items():
+            _check_range(name, getattr(self, name), low, high)
+        for name, high in SAMPLING_ABOVE_ZERO.items():
+            _check_above_zero(name, getattr(self, name), high)
+        _check_int("top_k", self.top_k, 0, MAX_TOP_K)
         _check_int("seed", self.seed, 0, 2**64 - 1)
         _check_int("output_index", self.output_index, 0, 2**32 - 1)
-        _check_above_zero("top_p", self.top_p, 1.0)
-        _check_above_zero("repetition_penalty", self.repetition_penalty, 10.0)
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidRequest("logit_bias", "token ids with a number each", self.logit_bias)
         for token, bias in self.logit_bias.items():
-            _check_range(f"logit_bias[{token}]", bias, -100.0, 100.0)
+            _check_range(f"logit_bias[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
 
     @property
     def is_greedy(self) -> bool:
@@ -161,7 +169,7 @@ class Request:
             raise InvalidRequest("token_ids", "at least 1 token", 0)
         if self.prompt_tokens is not None:
             _check_int("prompt_tokens", self.prompt_tokens, 1, len(self.token_ids))
-        _check_int("priority", self.priority, -1000, 1000)
+        _check_int("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
                 _check_int(name, value, 0, MAX_LOGPROBS)

@@ -1,9 +1,10 @@
-"""Limits of requests, and checks of them, which raise InvalidArgument."""
+"""Limits of requests that the engine does not have, and checks of all, which raise InvalidArgument."""
 
 from __future__ import annotations
 
 import math
 
+from decant.engine.request import MAX_LOGPROBS, MAX_TOP_K, SAMPLING_ABOVE_ZERO, SAMPLING_RANGES
 from decant.protos import inference_pb2 as pb
 from decant.runtime.errors import InvalidArgument
 
@@ -11,28 +12,18 @@ MAX_REQUEST_BYTES = 16 * 1024 * 1024
 MAX_REQUEST_ID_BYTES = 128
 MAX_MESSAGES = 4096
 MAX_OUTPUTS = 1
-MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS_ENTRIES = 1024
-MAX_PRIORITY = 1000
 MAX_DETACH_TTL_MS = 3_600_000
-
-_RANGES = {
-    "temperature": (0.0, 100.0),
-    "min_p": (0.0, 1.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "presence_penalty": (-2.0, 2.0),
-    "top_k": (0, 2**31 - 1),
-}
-_ABOVE_ZERO = {"top_p": 1.0, "repetition_penalty": 10.0}
 
 
 def check_sampling(params: pb.SamplingParams) -> None:
-    for name, (low, high) in _RANGES.items():
+    for name, (low, high) in SAMPLING_RANGES.items():
         check_range(f"sampling.{name}", getattr(params, name), low, high)
-    for name, high in _ABOVE_ZERO.items():
+    check_range("sampling.top_k", params.top_k, 0, MAX_TOP_K)
+    for name, high in SAMPLING_ABOVE_ZERO.items():
         value = getattr(params, name)
         if params.HasField(name) and not 0.0 < value <= high:
             raise InvalidArgument(f"sampling.{name}", f"above 0, to {high:g}", value)

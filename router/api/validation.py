@@ -15,14 +15,13 @@ from typing import Any
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from decant.engine.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PRIORITY
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.limits import (
     MAX_DETACH_TTL_MS,
     MAX_LOGIT_BIAS_ENTRIES,
-    MAX_LOGPROBS,
     MAX_OUTPUTS,
-    MAX_PRIORITY,
     MAX_STOP_STRING_BYTES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -247,7 +246,7 @@ def _check_bias(bias: Mapping[int, float], model: ServedModel) -> None:
     check_count("sampling.logit_bias", len(bias), MAX_LOGIT_BIAS_ENTRIES, "entries")
     check_vocabulary("sampling.logit_bias", bias, model)
     for id, value in bias.items():
-        check_range(f"sampling.logit_bias[{id}]", value, -100.0, 100.0)
+        check_range(f"sampling.logit_bias[{id}]", value, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
 
 
 def _stopping(params: pb.StoppingParams, model: ServedModel, max_output_tokens: int) -> wire.Stopping:

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decant.engine.request import MAX_LOGPROBS
 from decant.protos import inference_pb2 as pb
 from decant.router.api.validation import salt_of, validate
 from decant.router.limits import (
     MAX_DETACH_TTL_MS,
     MAX_LOGIT_BIAS_ENTRIES,
-    MAX_LOGPROBS,
     MAX_REQUEST_BYTES,
     MAX_STOP_STRING_BYTES,
     MAX_STOP_STRINGS,
