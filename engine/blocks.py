@@ -205,11 +205,6 @@ class BlockPool:
             del self._cached[block]
         self._free += cached
 
-    def drop_cache(self) -> int:
-        dropped = len(self._cached)
-        self._free += self._evict(dropped)
-        return dropped
-
     def _evict(self, count: int) -> list[int]:
         evicted = [self._cached.popitem(last=False)[0] for _ in range(count)]
         self.index.remove(evicted)

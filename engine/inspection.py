@@ -11,20 +11,16 @@ if TYPE_CHECKING:
 
 
 def load(engine: Engine) -> Load:
-    scheduler, pool, transfers = engine.scheduler, engine.pool, engine.transfers
+    scheduler, pool = engine.scheduler, engine.pool
     return Load(
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
-        parked=len(engine.parked),
-        arriving=len(transfers.arrivals),
-        exports=len(transfers.exports),
         queued_tokens=scheduler.queued_tokens(),
         free_blocks=pool.free_blocks,
         cached_blocks=pool.cached_blocks,
         held_blocks=pool.num_blocks - pool.available_blocks,
         total_blocks=pool.num_blocks,
         preemptions=scheduler.preemptions,
-        steps=engine.steps,
     )
 
 

@@ -78,13 +78,9 @@ class Load:
 
     running: int
     waiting: int
-    parked: int
-    arriving: int
-    exports: int
     queued_tokens: int
     free_blocks: int
     cached_blocks: int
     held_blocks: int
     total_blocks: int
     preemptions: int
-    steps: int

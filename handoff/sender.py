@@ -75,8 +75,7 @@ class KvSender:
         timing: SenderTiming | None = None,
     ) -> None:
         self._timing = timing or SenderTiming()
-        self.leases = LeaseTable(lease_ms, self._expire, on_lease_end, self._timing.committed_s)
-        self.expired = 0
+        self.leases = LeaseTable(lease_ms, self._free, on_lease_end, self._timing.committed_s)
         self._loop = loop
         self._layout = layout
         self._heartbeat = heartbeat
@@ -278,10 +277,6 @@ class KvSender:
         except InvalidArgument as error:
             state.error = error
             state.changed.set()
-
-    def _expire(self, lease: Lease) -> None:
-        self.expired += 1
-        self._free(lease)
 
     def _free(self, lease: Lease) -> None:
         """Wake the fetch, which then reads no more blocks, before the engine frees them."""

@@ -59,10 +59,6 @@ class BackgroundTask:
         self._close_seconds = close_seconds
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def is_running(self) -> bool:
-        return self._task is not None and not self._task.done()
-
     def start(self) -> None:
         if self._task is not None:
             raise RuntimeError(f"{self._name} was started before")

@@ -12,13 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
-
-from decant.state import keys, scripts
-from decant.state.client import Client
-from decant.state.ids import RequestKey
-from decant.state.store_instance import StoreInstance
 
 ENTRY_BYTES = 4
 TOKEN_LIMIT = 1 << 24
@@ -46,25 +40,3 @@ def unpack(data: bytes | bytearray) -> list[Entry]:
     if rest:
         raise ValueError(f"journal: {len(data)} bytes are not whole entries of {ENTRY_BYTES}")
     return [Entry(word >> 24, word & (TOKEN_LIMIT - 1)) for word in struct.unpack(f"<{count}I", data)]
-
-
-@dataclass(frozen=True)
-class Part:
-    entries: list[Entry]
-    length: int  # entries in the whole journal
-
-
-class Journal:
-    def __init__(self, client: Client, instance: StoreInstance) -> None:
-        self._client = client
-        self._instance = instance
-
-    async def read(self, key: RequestKey, first: int, max_entries: int) -> Part:
-        """Read at most `max_entries` entries from `first` on. Raises UnknownRequest, StoreRefilling."""
-        if first < 0 or max_entries < 1:
-            raise ValueError(f"journal: first from 0, max_entries from 1, got {first}, {max_entries}")
-        names = [keys.request(key), keys.journal(key)]
-        reply = await self._client.run(scripts.JOURNAL_READ.call(names, first, max_entries))
-        if reply[0] == b"unknown":
-            raise await self._instance.unknown_error(key)
-        return Part(unpack(reply[2]), reply[1])

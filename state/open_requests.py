@@ -35,9 +35,6 @@ class OpenRequests:
     def add_commands(self, requests: Iterable[OwnedRequest]) -> list[Command]:
         return [self.add_command(router, batch) for router, batch in _batches(requests)]
 
-    async def add(self, router: Incarnation, requests: Sequence[RequestKey]) -> None:
-        await self._client.run_all([self.add_command(router, batch) for batch in split_batches(requests)])
-
     async def remove(self, router: Incarnation, requests: Sequence[RequestKey]) -> None:
         await self._client.run_all([_remove_command(router, batch) for batch in split_batches(requests)])
 

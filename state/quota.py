@@ -71,11 +71,6 @@ class Quotas:
     async def release_all(self, ended: Iterable[QuotaUsage]) -> None:
         await self._client.run_all([_release_command(*used) for used in ended])
 
-    async def in_flight(self, tenant: str) -> int:
-        """Count a tenant's leases, which may include expired ones."""
-        count: int = await self._client.execute("ZCARD", keys.quota(tenant)[0])
-        return count
-
     def _renew_command(self, tenant: str, ids: list[str]) -> Command:
         in_flight, charged, _ = keys.quota(tenant)
         return scripts.QUOTA_RENEW.call([in_flight, charged], self._lease_ms, *ids)

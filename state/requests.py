@@ -85,11 +85,6 @@ class Requests:
             raise AlreadyExists(request.key)
         return await self._keep_entry_if_owned(parse(request.key, reply[1]), request.owner)
 
-    async def write(self, request: OwnedRequest) -> None:
-        """Write one request. Raises Superseded, AlreadyExists, StoreFault."""
-        for error in (await self.flush([request])).values():
-            raise error
-
     async def flush(self, requests: Sequence[OwnedRequest]) -> dict[OwnedRequest, WriteFailure]:
         """Write requests, entirely where Redis lost them; return the failures. Raises StoreUnavailable.
 

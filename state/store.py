@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 from decant.protos.state_pb2 import RouterRegistration, WorkerRegistration
 from decant.state.client import Client
 from decant.state.directory import Directory, Routers, Workers
-from decant.state.journal import Journal
 from decant.state.keys import Ttls
 from decant.state.open_requests import OpenRequests
 from decant.state.quota import Quotas
@@ -67,7 +66,6 @@ class Store:
         self.routers: Routers = Directory(self._directory, "routers", RouterRegistration, ttls)
         self.instance = StoreInstance(self._directory, ttls)
         self.quotas = Quotas(self._directory, ttls)
-        self.journal = Journal(self._reads, self.instance)
         self.open = OpenRequests(self._client, ttls)
         self.requests = Requests(self._client, self._reads, self.routers, self.open, self.instance, ttls)
 

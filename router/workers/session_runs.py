@@ -18,7 +18,6 @@ class SessionRuns:
     """
 
     def __init__(self, worker_id: str, outgoing: Outgoing) -> None:
-        self.conflicts = 0
         self.table = RunTable()
         self._worker_id = worker_id
         self._outgoing = outgoing
@@ -122,7 +121,6 @@ class SessionRuns:
             case WriteError.GAP:
                 self._request_resend(run)
             case WriteError.CONFLICT:
-                self.conflicts += 1
                 self._reject(run, "it sent another token for a known position")
             case WriteError.MALFORMED:
                 self._reject(run, "it sent a token or logprobs that the request can't have")

@@ -40,7 +40,6 @@ class Waiter:
 
 class WaitingLine:
     def __init__(self) -> None:
-        self.wake_ups = 0
         self._queues: dict[Kind, list[tuple[float, int, Waiter]]] = {}  # sorted, none empty
         self._open: set[Kind] = set()
         self._awake: Waiter | None = None
@@ -97,5 +96,4 @@ class WaitingLine:
         self._open.intersection_update(self._queues)
         if self._open:
             self._awake = min(self._queues[kind][0] for kind in self._open)[2]
-            self.wake_ups += 1
             self._awake.wake()

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from decant.engine.blocks import BlockPool
 from decant.engine.engine import Engine
 from decant.engine.fake import FakeDevice
 from decant.engine.kv_layout import longest_sequence
@@ -216,3 +217,8 @@ def step_until(engine: Engine, reached: Callable[[], bool], log: OutputLog | Non
             return log
         log.record(engine.step())
     raise AssertionError("not reached within 2000 steps")
+
+
+def evict_all(pool: BlockPool) -> None:
+    """Empty the prefix cache."""
+    pool.release_blocks(pool.allocate_blocks(pool.available_blocks))

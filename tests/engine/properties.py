@@ -184,7 +184,8 @@ def nothing_is_held(engine: Engine) -> None:
     engine.check_integrity()
     load = engine.load()
     assert load.free_blocks + load.cached_blocks + load.held_blocks == load.total_blocks
-    busy = (load.running, load.waiting, load.parked, load.arriving, load.exports, load.held_blocks)
+    transfers = engine.transfers
+    busy = (load.running, load.waiting, engine.parked, transfers.arrivals, transfers.exports, load.held_blocks)
     assert not any(busy), f"something is left: {load}"
 
 

@@ -297,7 +297,7 @@ def hand_over(sender: Engine, receiver: Engine, request: Request) -> None:
     arrival = receiver.transfers.reserve(request)
     export = sender.transfers.export(request.id, arrival.cached_blocks)
     sent = 0
-    while not sender.load().parked:
+    while not sender.parked:
         sender.step()
         for block in export.runs[sent:]:
             arrival.write(block.address, bytes(export.read(block.address)), block.checksum)

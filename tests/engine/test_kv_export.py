@@ -41,7 +41,7 @@ def test_an_export_is_finalized_when_only_its_last_block_is_unsent(windows: tupl
     assert commit is not None
     assert commit.computed == 22 + len(commit.output) - 1
     assert len(export.runs) == sent + len(windows)
-    assert (engine.load().running, engine.load().parked) == (0, 1)
+    assert (engine.load().running, len(engine.parked)) == (0, 1)
     engine.transfers.release("live")
     nothing_is_held(engine)
 

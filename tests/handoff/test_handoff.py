@@ -47,7 +47,7 @@ async def test_blocks_travel_while_the_prompt_is_still_being_computed(transport:
         arrival = await receiver.reserve(request)
 
         def wrote(address: BlockAddress, *rest: Any, write: Any = arrival.write) -> None:
-            began.setdefault(address, sender.engine.load().parked)
+            began.setdefault(address, len(sender.engine.parked))
             write(address, *rest)
 
         arrival.write = wrote  # type: ignore[method-assign, assignment]
@@ -81,7 +81,7 @@ async def test_a_fetch_lasts_longer_than_a_lease_while_its_runs_are_acknowledged
         steps.release()
         await fetching
         assert sender.tokens["r"] + await receiver.finished("r") == await run_alone(request)
-        assert not sender.sender.expired
+        assert not sender.num_expired
 
 
 async def test_a_joined_sequence_does_not_wait_for_its_sender() -> None:

@@ -87,7 +87,7 @@ async def test_an_unopened_ticket_ends_with_its_lease_unless_it_is_renewed() -> 
         assert await sender.num_held_blocks()
         advance(600)
         await sender.emptied()
-        assert sender.sender.expired == 1
+        assert sender.num_expired == 1
         assert not sender.sender.leases.renew(ticket.id)
 
 
@@ -114,7 +114,7 @@ async def test_the_blocks_of_a_lost_receiver_are_free_long_before_the_lease(
                 await eventually(lambda: sender.sender._states["r"].final_message)
         await sender.emptied()
         assert not sender.sender.leases.all()
-        assert sender.sender.expired == 0
+        assert sender.num_expired == 0
         assert [lease.failure.cause for lease in sender.ended_leases if lease.failure] == [wire.CAUSE_PEER_LOST]
         await receiver.loop.call(lambda _: arrival.abort())
 
@@ -131,7 +131,7 @@ async def test_blocks_of_a_receiver_lost_after_the_commit_are_free_before_the_le
         responses = [decode(message).response async for message in sender.sender.fetch(opens())]
         assert responses[-1].HasField("commit")
         await sender.emptied()
-        assert sender.sender.expired == 1
+        assert sender.num_expired == 1
         await receiver.loop.call(lambda _: arrival.abort())
 
 

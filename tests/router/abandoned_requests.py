@@ -22,7 +22,7 @@ from tests.router.harness import (
     Core,
     make_request,
 )
-from tests.state.factories import router_facts
+from tests.state.factories import router_facts, write_request
 
 TIMINGS = TakeoverTimings()
 PROMPT = [1, 2, 3]
@@ -42,7 +42,7 @@ async def left_behind(store: Store, *tokens: int, layout: int | None = None, **a
     await store.requests.accept(owned)
     owned.append(Entry(0, token) for token in tokens)
     owned.transition(Generation.STATE_DECODING, datetime.now(UTC))
-    await store.requests.write(owned)
+    await write_request(store, owned)
 
 
 @asynccontextmanager

@@ -113,7 +113,6 @@ async def restore_request(found: StoredRequest) -> ValidRequest:
 class Core:
     router: RouterServices
     requests: RequestRegistry
-    flushing: BackgroundTask
 
     async def answer(self, request: ValidRequest) -> TokenStream:
         return await until_ended(await self.requests.begin(request))
@@ -190,9 +189,8 @@ async def core(
     )
     requests = RequestRegistry(router)
     async with AsyncExitStack() as stack:
-        flushing = BackgroundTask("journal writer", journal_writer.run)
         for close, task in (
-            (journal_writer.close, flushing),
+            (journal_writer.close, BackgroundTask("journal writer", journal_writer.run)),
             (pool.membership.close, BackgroundTask("pool", pool.membership.run)),
             (quota_leases.close, BackgroundTask("quota_leases", quota_leases.run)),
         ):
@@ -201,7 +199,7 @@ async def core(
         stack.push_async_callback(requests.close)
         async with asyncio.timeout(PATIENCE):
             await pool.membership.wait_settled()
-        yield Core(router, requests, flushing)
+        yield Core(router, requests)
         async with asyncio.timeout(PATIENCE):
             await requests.drain()
         assert admission.active == 0

@@ -24,7 +24,7 @@ from decant.state.scripts import Command
 from decant.state.store import Store
 from tests.router.fake_worker import fleet
 from tests.router.harness import PATIENCE, begin_paused, core, make_request, until, until_ended
-from tests.state.factories import NOW, SUCCEEDED, router
+from tests.state.factories import NOW, SUCCEEDED, router, write_request
 from tests.state.factories import make_request as make_owned
 from tests.state.factories import written as entries
 
@@ -99,7 +99,7 @@ async def test_a_round_trip_has_a_bound_in_bytes_and_in_writes(store: Store, mon
 
 async def test_a_request_larger_than_a_round_trip_is_written_by_itself(store: Store) -> None:
     (large,) = many(1, "x" * 3 * BATCH_BYTES)
-    await store.requests.write(large)
+    await write_request(store, large)
     assert (await store.requests.read(large.key)).payload.prompt == "x" * 3 * BATCH_BYTES
 
 
@@ -187,7 +187,7 @@ async def test_a_request_that_redis_refuses_concerns_no_other(store: Store, bare
     assert isinstance(refused[requests[2]], StoreFault)
     assert [request.needs_write for request in requests] == [False, False, True, False, False]
     with pytest.raises(StoreFault, match="WRONGTYPE"):
-        await store.requests.write(requests[2])
+        await write_request(store, requests[2])
 
 
 @pytest.mark.slow

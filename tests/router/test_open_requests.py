@@ -22,7 +22,18 @@ from tests.router.fake_worker import fleet
 from tests.router.harness import core, until, until_ended
 from tests.router.harness import make_request as valid_request
 from tests.router.harness import until_written as entries_written
-from tests.state.factories import CANCELLED, FAILED, KEY, NOW, SUCCEEDED, make_request, router, written
+from tests.state.factories import (
+    CANCELLED,
+    FAILED,
+    KEY,
+    NOW,
+    SUCCEEDED,
+    list_open,
+    make_request,
+    router,
+    write_request,
+    written,
+)
 
 Patch = pytest.MonkeyPatch
 
@@ -43,7 +54,7 @@ async def test_a_request_that_another_router_cancels_leaves_its_owners_open_set(
     taken = OwnedRequest.from_stored(await store.requests.cancel(KEY, router(2)))
     assert await store.open.of(router(1)) == set(), "its owner need not learn of it for that"
     taken.transition(CANCELLED, NOW)
-    await store.requests.write(taken)
+    await write_request(store, taken)
     assert await store.open.of(router(2)) == set()
 
 
@@ -71,7 +82,7 @@ async def test_an_entry_that_was_left_over_is_removed_by_the_second_sweep(
     await store.requests.accept(open_one)
     if ended_elsewhere:
         await store.requests.accept(make_request(left, owner=router(2)))
-    await store.open.add(router(1), [left])
+    await list_open(store, router(1), [left])
     entries = OpenEntries(store, router(1))
     await entries.sweep()
     assert await store.open.of(router(1)) == {KEY, left}, "its request may come a moment later"

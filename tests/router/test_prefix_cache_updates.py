@@ -9,6 +9,7 @@ from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.router.placement.prefix_index import PromptBlocks
 from decant.router.request.valid_request import ValidRequest
 from decant.state.store import Store
+from tests.engine.factories import evict_all
 from tests.router.fake_script import TOKENIZER
 from tests.router.harness import core, make_request, tokens_of, until
 from tests.worker.decode_harness import BLOCK, Node
@@ -65,5 +66,5 @@ async def test_a_router_follows_the_cached_blocks_of_its_workers(store: Store) -
             assert stream.trace.decode_worker == holder
             assert stream.cached_tokens == len(SHARED)
             node = next(node for node, _ in pair if node.peer.id == holder)
-            await node.host.loop.call(lambda engine: engine.pool.drop_cache())
+            await node.host.loop.call(lambda engine: evict_all(engine.pool))
             await until(lambda: set(known().values()) == {0})

@@ -23,6 +23,7 @@ from tests.router.abandoned_requests import KEY, PROMPT, left_behind, watching
 from tests.router.fake_script import answer
 from tests.router.fake_worker import fleet
 from tests.router.harness import core, make_request, until, until_ended
+from tests.state.factories import list_open
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 DEAD = Incarnation("gone", 1)
@@ -57,7 +58,7 @@ async def test_a_request_that_cannot_be_read_is_set_aside_and_others_are_taken_o
     bare.copy(HASH, keys.request(fine))
     bare.copy(JOURNAL, keys.journal(fine))
     FAULTS[fault](bare)
-    await store.open.add(DEAD, [fine])
+    await list_open(store, DEAD, [fine])
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=60_000) as harness:
         async with watching(store, harness):
             await until(lambda: bare.scard(keys.open_set(DEAD)) == 0)
@@ -152,4 +153,3 @@ async def test_any_stored_data_is_taken_over_or_refused_with_a_reason(
             bare.delete(HASH, JOURNAL, keys.logprobs(KEY))
         stream = await harness.answer(make_request("another"))
         assert isinstance(stream.end, Finish)
-        assert harness.flushing.is_running

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from structlog.testing import capture_logs
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
@@ -241,12 +242,14 @@ async def test_a_lost_last_frame_is_requested_again(store: Store) -> None:
         assert workers[1].resends == 1
 
 
-async def test_another_token_for_a_known_position_is_counted_and_never_sent(store: Store) -> None:
+async def test_another_token_for_a_known_position_is_logged_and_never_sent(store: Store) -> None:
     async with fleet(D) as workers, core(store, workers) as harness:
         workers[0].script.wrong_token_at = 2
-        stream = await harness.answer(make_request())
+        with capture_logs() as logs:
+            stream = await harness.answer(make_request())
         assert tokens_of(stream) == answer(PROMPT, 5)
-        assert [worker.session.runs.conflicts for worker in harness.router.pool.of("m")] == [1]
+        reasons = [line["reason"] for line in logs if line["event"] == "invalid message from a worker"]
+        assert reasons == ["it sent another token for a known position"]
         assert stream.trace.attempts == 2
 
 

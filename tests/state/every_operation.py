@@ -23,6 +23,7 @@ from tests.state.factories import (
     router,
     router_facts,
     worker_facts,
+    write_request,
     written,
 )
 
@@ -49,7 +50,7 @@ async def walk(store: Store) -> list[Step]:
             0,
             (1, request.state),
         )  # as if the answer to the last write was lost
-        await store.requests.write(request)
+        await write_request(store, request)
 
     async def go_on() -> None:
         if request.length == 2:
@@ -63,13 +64,13 @@ async def walk(store: Store) -> list[Step]:
             shown.add_prompt_logprobs(packed([logprobs(1, 0), logprobs(2, 0)], 0))
             continued(shown, 1, 2)
         shown.synced_entries, shown.synced_state = 0, (1, shown.state)
-        await store.requests.write(shown)
+        await write_request(store, shown)
 
     async def fail() -> None:
         if not failing.ended:
             failing.transition(FAILED, NOW)
         failing.synced_state = None
-        await store.requests.write(failing)
+        await write_request(store, failing)
 
     async def end() -> None:
         if not request.ended:
@@ -78,7 +79,7 @@ async def walk(store: Store) -> list[Step]:
 
     async def write_whole() -> None:
         later.synced_state = None
-        await store.requests.write(later)
+        await write_request(store, later)
 
     request.append(written(1, 2))
     return [
@@ -102,13 +103,11 @@ async def walk(store: Store) -> list[Step]:
         Step("cancel", lambda: store.requests.cancel(failing.key, router(2)), 1, trips=2),
         Step("write whole", write_whole, 2),
         Step("read", lambda: store.requests.read(KEY), 1),
-        Step("read journal", lambda: store.journal.read(KEY, 1, 2), 1),
         Step("adopt", lambda: store.requests.adopt(adopted.key, router(2), epoch=1), 2, trips=2),
         Step("adopt orphan", lambda: store.requests.adopt_orphan(adopted.key, router(2)), 2, trips=2),
         Step("orphaned", store.open.orphaned, 1),
         Step("take", lambda: store.open.take(router(2), router(3)), 1),
         Step("open", lambda: store.open.of(router(3)), 0),
-        Step("add", lambda: store.open.add(router(3), [KEY]), 1),
         Step("remove", lambda: store.open.remove(router(3), [KEY]), 0),
         Step("end", end, 1, trips=2),
         Step("release", lambda: store.quotas.release(KEY, 5, limits), 1),

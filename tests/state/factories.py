@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,6 +13,7 @@ from decant.state.ids import Incarnation, RequestKey
 from decant.state.journal import Entry
 from decant.state.keys import Ttls
 from decant.state.logprobs import Logprobs
+from decant.state.open_requests import split_batches
 from decant.state.owned import OwnedRequest
 from decant.state.store import Store, StoreSettings
 
@@ -65,6 +66,17 @@ def packed(found: Iterable[TokenLogprobs], alternatives: int) -> bytes:
     kept = Logprobs(alternatives)
     kept.extend(found)
     return kept.packed()
+
+
+async def write_request(store: Store, request: OwnedRequest) -> None:
+    """Write one request. Raises Superseded, AlreadyExists, StoreFault."""
+    for error in (await store.requests.flush([request])).values():
+        raise error
+
+
+async def list_open(store: Store, owner: Incarnation, requests: Sequence[RequestKey]) -> None:
+    """Write open entries alone."""
+    await store._client.run_all([store.open.add_command(owner, batch) for batch in split_batches(requests)])
 
 
 def written(*tokens: int) -> list[Entry]:

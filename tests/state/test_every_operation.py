@@ -15,7 +15,7 @@ from decant.state.scripts import Command, Script
 from decant.state.store import Store
 from tests.ports import reserved_port
 from tests.state.every_operation import walk
-from tests.state.factories import DECODING, NOW, everything, make_request, make_store, written
+from tests.state.factories import DECODING, NOW, everything, make_request, make_store, write_request, written
 
 Patch = pytest.MonkeyPatch
 
@@ -73,12 +73,12 @@ async def test_a_write_costs_the_same_late_in_a_request(store: Store, bare: sync
     request = make_request()
     await store.requests.accept(request)
     request.transition(DECODING, NOW)
-    await store.requests.write(request)
+    await write_request(store, request)
     costs = []
     for _ in range(20):
         request.append(written(*range(100)))
         calls(bare)
-        await store.requests.write(request)
+        await write_request(store, request)
         costs.append(calls(bare))
     assert costs[0]["evalsha"] == 1
     assert all(cost == costs[0] for cost in costs)
@@ -100,7 +100,7 @@ async def test_only_requests_with_logprobs_send_them(store: Store, bare: sync_re
     await store.requests.accept(request)
     request.append(written(1, 2))
     calls(bare)
-    await store.requests.write(request)
+    await write_request(store, request)
     assert calls(bare) == {"evalsha": 1, "hmget": 1, "strlen": 1, "append": 1, "hset": 1, "pexpire": 2}
     (write,) = recorder.take()[-1]
     record = request.record.SerializeToString()

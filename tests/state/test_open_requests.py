@@ -11,7 +11,17 @@ from decant.state.ids import Incarnation, RequestKey
 from decant.state.owned import OwnedRequest
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
-from tests.state.factories import NOW, SUCCEEDED, make_request, make_store, pass_time, router, router_facts
+from tests.state.factories import (
+    NOW,
+    SUCCEEDED,
+    list_open,
+    make_request,
+    make_store,
+    pass_time,
+    router,
+    router_facts,
+    write_request,
+)
 
 
 def request_keys(count: int) -> list[RequestKey]:
@@ -20,7 +30,7 @@ def request_keys(count: int) -> list[RequestKey]:
 
 async def test_a_living_router_keeps_its_requests(store: Store) -> None:
     await store.routers.register(router_facts(router(1)))
-    await store.open.add(router(1), request_keys(2))
+    await list_open(store, router(1), request_keys(2))
     assert await store.open.orphaned() == set()
     with pytest.raises(OwnerAlive):
         await store.open.take(router(1), router(2))
@@ -29,7 +39,7 @@ async def test_a_living_router_keeps_its_requests(store: Store) -> None:
 
 async def test_an_earlier_incarnation_of_a_live_router_is_dead(store: Store) -> None:
     restarted = Incarnation(router(1).id, 5)
-    await store.open.add(router(1), request_keys(2))
+    await list_open(store, router(1), request_keys(2))
     await store.routers.register(router_facts(router(1)))
     await store.routers.register(router_facts(restarted))
     assert await store.open.orphaned() == {router(1)}
@@ -38,7 +48,7 @@ async def test_an_earlier_incarnation_of_a_live_router_is_dead(store: Store) -> 
 
 
 async def test_of_several_routers_one_takes_each_request(store: Store) -> None:
-    await store.open.add(router(1), request_keys(50))
+    await list_open(store, router(1), request_keys(50))
     adopters = [router(n) for n in range(2, 7)] * 2
     taken = await asyncio.gather(*(store.open.take(router(1), adopter, max_requests=7) for adopter in adopters))
     assert sorted(key for part in taken for key in part) == sorted(request_keys(50))
@@ -53,7 +63,7 @@ async def test_of_several_routers_one_takes_each_request(store: Store) -> None:
 
 
 async def test_more_than_one_command_holds(store: Store) -> None:
-    await store.open.add(router(1), request_keys(2500))
+    await list_open(store, router(1), request_keys(2500))
     assert len(await store.open.of(router(1))) == 2500
     await store.open.remove(router(1), request_keys(2499))
     assert await store.open.of(router(1)) == {request_keys(2500)[-1]}
@@ -75,7 +85,7 @@ async def test_a_dead_routers_requests_go_on_elsewhere(server: PrivateRedis, bar
             assert adopted.epoch == 2
             adopted.start_attempt(NOW)
             adopted.transition(SUCCEEDED, NOW)
-            await store.requests.write(adopted)
+            await write_request(store, adopted)
         assert await store.open.of(router(2)) == set()
         lost = await store.requests.flush(held[:2])
         owners = {request: error.owner for request, error in lost.items() if isinstance(error, Superseded)}

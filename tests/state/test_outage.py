@@ -16,7 +16,16 @@ from decant.state.keys import OWNERS
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store, StoreSettings
 from tests.ports import reserved_port
-from tests.state.factories import KEY, make_request, make_store, router, router_facts, worker_facts, written
+from tests.state.factories import (
+    KEY,
+    make_request,
+    make_store,
+    router,
+    router_facts,
+    worker_facts,
+    write_request,
+    written,
+)
 
 DEADLINE_S = 0.3
 PATIENCE_S = 60.0  # ends a test that hangs
@@ -24,10 +33,9 @@ PATIENCE_S = 60.0  # ends a test that hangs
 ASKS: list[Callable[[Store], Coroutine[Any, Any, object]]] = [
     lambda store: store.ping(),
     lambda store: store.requests.accept(make_request()),
-    lambda store: store.requests.write(make_request(tokens=[1])),
+    lambda store: write_request(store, make_request(tokens=[1])),
     lambda store: store.requests.read(KEY),
     lambda store: store.requests.adopt_orphan(KEY, router(2)),
-    lambda store: store.journal.read(KEY, 0, 1),
     lambda store: store.workers.register(worker_facts(router())),
     lambda store: store.routers.listing(),
     lambda store: store.open.orphaned(),
@@ -46,7 +54,7 @@ async def all_unavailable(store: Store, deadline_s: float | None = None) -> None
 
 async def all_well(store: Store) -> None:
     held = [make_request(RequestKey("t", str(n)), tokens=[n]) for n in range(30)]
-    await asyncio.gather(*(store.requests.write(request) for request in held))
+    await asyncio.gather(*(write_request(store, request) for request in held))
     found = await asyncio.gather(*(store.requests.read(request.key) for request in held))
     assert [one.entries for one in found] == [written(n) for n in range(30)]
 
@@ -113,7 +121,7 @@ async def test_a_flood_of_reads_delays_no_renewal_and_no_write(server: PrivateRe
                 await store.requests.read(KEY)
         async with asyncio.timeout(PATIENCE_S):
             await registered.renew()
-            await store.requests.write(make_request(tokens=[1]))
+            await write_request(store, make_request(tokens=[1]))
             assert await store.requests.accept(make_request(RequestKey("t", "other"))) is None
         for task in flood:
             task.cancel()
@@ -127,7 +135,7 @@ async def test_a_redis_that_comes_back_is_used_again(port: int) -> None:
         await all_well(store)
         request = make_request(tokens=[1, 2])
         await store.requests.accept(request)
-        await store.requests.write(request)
+        await write_request(store, request)
         watching = asyncio.create_task(store.routers.wait_for_change(await store.routers.listing(), timeout_s=60))
         await asyncio.sleep(0.05)
     with pytest.raises(StoreUnavailable):
@@ -135,7 +143,7 @@ async def test_a_redis_that_comes_back_is_used_again(port: int) -> None:
     await all_unavailable(store)
     request.append(written(3))
     with PrivateRedis(port=port):
-        await store.requests.write(request)
+        await write_request(store, request)
         assert (await store.requests.read(KEY)).entries == written(1, 2, 3)
         await all_well(store)
         await store.close()

@@ -22,6 +22,7 @@ from tests.state.factories import (
     pass_time,
     router,
     router_facts,
+    write_request,
     written,
 )
 
@@ -29,21 +30,21 @@ from tests.state.factories import (
 async def test_the_newest_stream_owns_the_request_and_the_previous_owner_is_superseded(store: Store) -> None:
     old = make_request(tokens=[1, 2])
     await store.requests.accept(old)
-    await store.requests.write(old)
+    await write_request(store, old)
     found = await store.requests.adopt(KEY, router(2))
     assert (found.epoch, found.owner, found.entries) == (2, router(2), written(1, 2))
 
     old.append(written(99))
     old.transition(FAILED, NOW)
     with pytest.raises(Superseded) as caught:
-        await store.requests.write(old)
+        await write_request(store, old)
     assert (caught.value.epoch, caught.value.owner) == (2, router(2))
     assert await store.open.of(router(1)) == set()
     assert await store.open.of(router(2)) == {KEY}
 
     new = OwnedRequest.from_stored(found)
     new.append(written(3))
-    await store.requests.write(new)
+    await write_request(store, new)
     found = await store.requests.read(KEY)
     assert (found.state, found.entries) == (QUEUED, written(1, 2, 3))
 
@@ -52,13 +53,13 @@ async def test_the_newest_stream_owns_the_request_and_the_previous_owner_is_supe
 async def test_an_id_belongs_to_the_payload_that_was_stored_first(store: Store, epoch: int) -> None:
     first, second = make_request(tokens=[1]), make_request(owner=router(2), prompt="another", tokens=[2])
     second.epoch = epoch
-    await store.requests.write(first)
+    await write_request(store, first)
     with pytest.raises(AlreadyExists):
-        await store.requests.write(second)
+        await write_request(store, second)
     assert await store.open.of(router(2)) == set()
     assert await store.open.of(router(1)) == {KEY}
     continued(first, 3)
-    await store.requests.write(first)
+    await write_request(store, first)
     found = await store.requests.read(KEY)
     assert (found.payload.prompt, found.entries) == ("once", written(1, 3))
 
@@ -71,7 +72,7 @@ async def test_a_superseded_owner_learns_whether_a_clients_stream_took_the_reque
         assert (found.epoch, found.stream_epoch) == (epoch, stream_epoch)
         continued(first, epoch)
         with pytest.raises(Superseded) as written_late:
-            await store.requests.write(first)
+            await write_request(store, first)
         with pytest.raises(Superseded) as adopted_late:
             await store.requests.adopt(KEY, router(9), epoch - 1)
         for error in (written_late.value, adopted_late.value):
@@ -82,12 +83,12 @@ async def test_an_owner_superseded_by_a_cancel_is_notified_at_once(store: Store)
     old = make_request(tokens=[1, 2])
     await store.requests.accept(old)
     old.transition(DECODING, NOW)
-    await store.requests.write(old)
+    await write_request(store, old)
     found = await store.requests.cancel(KEY, router(2))
     assert (found.epoch, found.owner, found.state) == (2, router(2), DECODING)
     continued(old, 3)
     with pytest.raises(Superseded) as caught:
-        await store.requests.write(old)
+        await write_request(store, old)
     assert caught.value.state == CANCELLED
     seen = await store.requests.read(KEY)
     assert (seen.state, seen.entries) == (CANCELLED, written(1, 2))
@@ -98,7 +99,7 @@ async def test_an_owner_superseded_by_a_cancel_is_notified_at_once(store: Store)
     new = OwnedRequest.from_stored(found)
     new.record.usage.completion_tokens = 2
     new.transition(CANCELLED, NOW)
-    await store.requests.write(new)
+    await write_request(store, new)
     assert (await store.requests.read(KEY)).record.usage.completion_tokens == 2
     assert await store.open.of(router(2)) == set()
 
@@ -107,7 +108,7 @@ async def test_an_ended_request_is_not_cancelled(store: Store) -> None:
     request = make_request(tokens=[1])
     await store.requests.accept(request)
     request.transition(SUCCEEDED, NOW)
-    await store.requests.write(request)
+    await write_request(store, request)
     found = await store.requests.cancel(KEY, router(2))
     assert (found.epoch, found.state) == (1, SUCCEEDED)
     assert (await store.requests.read(KEY)).state == SUCCEEDED
@@ -128,7 +129,7 @@ async def test_an_ended_request_is_shown_and_not_adopted(store: Store) -> None:
     request = make_request(tokens=[1])
     await store.requests.accept(request)
     request.transition(SUCCEEDED, NOW)
-    await store.requests.write(request)
+    await write_request(store, request)
     found = await store.requests.adopt(KEY, router(2))
     assert (found.epoch, found.owner, found.state) == (1, router(1), SUCCEEDED)
     assert await store.open.of(router(2)) == set()

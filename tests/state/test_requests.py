@@ -34,6 +34,7 @@ from tests.state.factories import (
     pass_time,
     router,
     router_facts,
+    write_request,
     written,
 )
 
@@ -44,7 +45,7 @@ async def test_a_request_reads_back_as_it_was_written(store: Store) -> None:
     request.transition(PREFILLING, NOW + timedelta(seconds=1))
     request.append([Entry(0, 7), Entry(255, (1 << 24) - 1)])
     request.record.usage.completion_tokens = 2
-    await store.requests.write(request)
+    await write_request(store, request)
 
     found = await store.requests.read(KEY)
     assert (found.epoch, found.attempt, found.state, found.owner) == (1, 1, PREFILLING, router())
@@ -68,7 +69,7 @@ async def test_logprobs_read_back_beside_their_tokens(store: Store, shown: Respo
     of_prompt = [logprobs(place, 3) for place in (7, 8)]
     for token in range(4):
         continued(request, token)
-        await store.requests.write(request)
+        await write_request(store, request)
         if token == 1:
             request.add_prompt_logprobs(packed(of_prompt, shown.prompt_logprobs))
     equal = make_request(owner=router(2), shown=shown)
@@ -87,7 +88,7 @@ async def test_logprobs_read_back_beside_their_tokens(store: Store, shown: Respo
 
     new = OwnedRequest.from_stored(found)
     continued(new, 4)
-    await store.requests.write(new)
+    await write_request(store, new)
     again = await store.requests.read(KEY)
     assert len(again.logprobs) == (0 if asked is None else 5)
     assert again.prompt_logprobs.entries() == (of_prompt if shown.prompt_logprobs else [])
@@ -103,7 +104,7 @@ async def test_each_token_has_its_logprobs_or_none_has() -> None:
 async def test_the_same_id_and_payload_shows_what_is_there(store: Store) -> None:
     first = make_request(tokens=[5])
     await store.requests.accept(first)
-    await store.requests.write(first)
+    await write_request(store, first)
 
     found = await store.requests.accept(make_request(owner=router(2)))
     assert found
@@ -127,7 +128,7 @@ async def failed(store: Store, *tokens: int) -> OwnedRequest:
     request.record.prompt_tokens = 2
     request.add_prompt_logprobs(packed([logprobs(1, 0)], 0))
     request.transition(FAILED, NOW)
-    await store.requests.write(request)
+    await write_request(store, request)
     return request
 
 
@@ -151,9 +152,9 @@ async def test_a_request_that_failed_without_a_token_is_replaced_by_an_equal_one
 
     old.synced_state = None
     with pytest.raises(Superseded):
-        await store.requests.write(old)
+        await write_request(store, old)
     again.transition(DECODING, NOW)
-    await store.requests.write(again)
+    await write_request(store, again)
     assert (await store.requests.read(KEY)).state == DECODING
 
 
@@ -162,7 +163,7 @@ async def test_whatever_else_has_the_id_keeps_it(store: Store, state: State, tok
     request = make_request(tokens=range(tokens))
     await store.requests.accept(request)
     request.transition(state, NOW)
-    await store.requests.write(request)
+    await write_request(store, request)
     found = await store.requests.accept(make_request(owner=router(2)))
     assert found
     assert (found.epoch, found.owner, found.state) == (1, router(1), state)
@@ -207,8 +208,6 @@ async def test_another_tenants_id_is_unknown(server: PrivateRedis, bare: sync_re
                 await store.requests.read(other)
             with pytest.raises(UnknownRequest):
                 await store.requests.adopt(other, router(2))
-            with pytest.raises(UnknownRequest):
-                await store.journal.read(other, 0, 1)
             assert await store.requests.accept(make_request(other, prompt="other")) is None
 
 
@@ -222,13 +221,13 @@ def test_no_request_id_breaks_the_hash_tag(text: str) -> None:
     assert keys.journal(key).startswith(f"decant:{{{tag}}}:")
 
 
-async def test_the_journal_is_read_in_parts(store: Store) -> None:
+async def test_the_journal_is_read_from_any_entry_on(store: Store) -> None:
     request = make_request(tokens=range(10))
-    await store.requests.write(request)
-    part = await store.journal.read(KEY, 3, 4)
-    assert (part.entries, part.length) == (written(3, 4, 5, 6), 10)
-    assert (await store.journal.read(KEY, 8, 100)).entries == written(8, 9)
-    assert (await store.journal.read(KEY, 10, 1)).entries == []
+    await write_request(store, request)
+    part = await store.requests.read(KEY, 3)
+    assert (part.entries, part.length) == (written(*range(3, 10)), 10)
+    assert (await store.requests.read(KEY, 9)).entries == written(9)
+    assert (await store.requests.read(KEY, 10)).entries == []
 
 
 def test_only_states_that_follow_are_entered() -> None:
@@ -264,16 +263,16 @@ async def test_an_ended_request_is_kept_for_its_time(server: PrivateRedis, bare:
     async with make_store(server.url, ended_s=50, open_s=100, refill_s=0) as store:
         request = make_request(tokens=[1])
         await store.requests.accept(request)
-        await store.requests.write(request)
+        await write_request(store, request)
         assert (await store.requests.read(KEY)).expires_in_s > 50
         late = store.requests._write_command(request)
         request.transition(SUCCEEDED, NOW)
-        await store.requests.write(request)
+        await write_request(store, request)
         await store.requests._client.run(late)
         assert (await store.requests.read(KEY)).expires_in_s <= 50, "a late write doesn't prolong it"
         assert await store.open.of(router()) == set()
         pass_time(bare, 20)
-        await store.requests.write(request)
+        await write_request(store, request)
         assert (await store.requests.read(KEY)).expires_in_s <= 30, "nor does the last write, repeated"
         pass_time(bare, 30)
         with pytest.raises(UnknownRequest):
@@ -283,7 +282,7 @@ async def test_an_ended_request_is_kept_for_its_time(server: PrivateRedis, bare:
 
 async def test_every_key_but_the_store_instance_has_a_lifetime(store: Store, bare: sync_redis.Redis) -> None:
     await store.requests.accept(make_request())
-    await store.requests.write(make_request(RequestKey("t", "whole"), tokens=[1]))
+    await write_request(store, make_request(RequestKey("t", "whole"), tokens=[1]))
     await store.routers.register(router_facts(router()))
     await store.instance.current()
     lasting = {key for key in bare.keys("*") if bare.pttl(key) < 0}
@@ -312,29 +311,29 @@ async def test_nothing_that_owners_hold_is_lost_with_the_data(store: Store, bare
 
 async def test_a_journal_that_lost_its_end_is_repaired(store: Store, bare: sync_redis.Redis) -> None:
     request = make_request(tokens=range(10))
-    await store.requests.write(request)
+    await write_request(store, request)
     bare.set(keys.journal(KEY), bare.getrange(keys.journal(KEY), 0, 11))
     request.append(written(10))
-    await store.requests.write(request)
+    await write_request(store, request)
     assert (await store.requests.read(KEY)).entries == written(*range(11))
 
 
 async def test_logprobs_that_lost_their_end_are_repaired(store: Store, bare: sync_redis.Redis) -> None:
     request = make_request(tokens=range(10), shown=ResponseOptions(logprobs=1))
-    await store.requests.write(request)
+    await write_request(store, request)
     for left in (0, 3, 9):
         bare.set(keys.logprobs(KEY), bare.getrange(keys.logprobs(KEY), 0, left * 16 - 1) if left else b"")
         with pytest.raises(StoreFault, match="missing"):
             await store.requests.read(KEY)
         continued(request, 10 + left)
-        await store.requests.write(request)
+        await write_request(store, request)
         assert (await store.requests.read(KEY)).logprobs.entries() == [logprobs(e.token, 1) for e in request.entries()]
 
 
 async def test_a_request_taken_while_redis_was_away_is_written_later(store: Store) -> None:
     request = make_request(tokens=[1, 2])
     assert request.needs_write
-    await store.requests.write(request)
+    await write_request(store, request)
     assert (await store.requests.read(KEY)).entries == written(1, 2)
     assert await store.open.of(router()) == {KEY}
 
@@ -349,7 +348,6 @@ async def test_unknown_ids_are_not_yet_known_until_owners_had_their_time(store: 
         await store.requests.read(KEY)
 
     bare.flushall()
-    asks = (store.requests.read(KEY), store.requests.adopt_orphan(KEY, router()), store.journal.read(KEY, 0, 1))
-    for ask in asks:
+    for ask in (store.requests.read(KEY), store.requests.adopt_orphan(KEY, router())):
         with pytest.raises(StoreRefilling):
             await ask

@@ -275,7 +275,7 @@ async def test_blocks_that_become_free_while_nothing_decodes_are_noticed() -> No
     work, big = make_work(60, 4), make_work(100, 4, seed=1)
     async with Node("p") as sender, Node("d", blocks=40) as node, Router(node) as router:
         ticket = await node.offer(held, big)
-        await eventually(lambda: node.engine.load().parked == 1)
+        await eventually(lambda: len(node.engine.parked) == 1)
         await router.start(run, work, await sender.offer(run, work))
         await eventually(lambda: node.host.waiting_arrivals == 1)
         await node.host.sender.release(wire.ReleaseRequest(ticket=ticket.id))

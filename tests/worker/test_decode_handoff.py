@@ -28,7 +28,7 @@ async def test_an_expired_ticket_is_reported_and_the_next_attempt_succeeds() -> 
     async with Node("p", lease_ms=300) as sender, routed() as (node, router):
         run = make_run()
         ticket = await sender.offer(run, work)
-        await eventually(lambda: sender.host.sender.expired == 1)
+        await eventually(lambda: not sender.host.sender.leases.all())
         await router.start(run, work, ticket)
         failure = (await router.until_message(run, "failed")).failure
         assert (failure.cause, failure.peer) == (wire.CAUSE_LEASE_OVER, sender.peer)

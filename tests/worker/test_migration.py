@@ -94,7 +94,7 @@ async def test_a_run_whose_ticket_is_not_used_continues() -> None:
         await old.start(RUN, work)
         await old.until_tokens(RUN, 2)
         await take_ticket(old)
-        await eventually(lambda: old.node.host.sender.expired == 1)
+        await eventually(lambda: not old.node.host.sender.leases.all())
         speed_up(old)
         [record] = await old.until_ended(RUN)
         assert record.text(10) == run_alone(work)

@@ -10,6 +10,7 @@ from decant.engine.block_hashes import hash_blocks, root_hash
 from decant.engine.blocks import BlockPool, BlockTable
 from decant.protos import worker_pb2 as wire
 from decant.worker.prefix_cache_feed import PrefixCacheFeed
+from tests.engine.factories import evict_all
 from tests.worker.decode_harness import BLOCK, Node, make_run, make_work, routed
 from tests.worker.session_client import Router
 from tests.worker.waiting import eventually
@@ -65,7 +66,7 @@ def test_every_session_gets_exactly_the_cached_blocks(actions: Sequence[tuple[st
         elif what == "release" and holdings:
             holdings.pop(number % len(holdings)).release()
         elif what == "evict":
-            pool.drop_cache()
+            evict_all(pool)
         elif what == "look":
             feed.record(pool.index.changed())
             feed.collect()

@@ -43,7 +43,7 @@ def test_blocks_are_sent_while_the_prompt_is_computed(make: MakeDevice) -> None:
     export = sender.transfers.export("moved", arrival.cached_blocks)
     filled: list[BlockFilled] = []
     sent = [0]
-    while not sender.load().parked:
+    while not sender.parked:
         filled += log.record(sender.step()).filled
         sent.append(len(export.runs))
         for run_ in export.runs[sent[-2] : sent[-1]]:
