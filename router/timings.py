@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from decant.runtime.backoff import Backoff
 from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS
 
 STORE_RETRY_SECONDS = 0.5
@@ -16,9 +17,8 @@ class WorkerTimings:
     welcome_s: float = 5.0
     reconnect_s: float = 1.0
     """Time to reopen a broken session before its runs move to other workers."""
-    first_backoff_s: float = 0.1
-    max_backoff_s: float = 1.0
-    """First and longest pause between tries to open a session; it doubles."""
+    session_backoff: Backoff = Backoff(0.1, 1.0)
+    """Between tries to open a session."""
     stuck_ms: int = 2_000
     lost_ms: int = 10_000
     """A step older than ``stuck_ms`` and than STUCK_STEPS of the longest steps of its size is stuck; its runs move when
@@ -31,9 +31,8 @@ class WorkerTimings:
     retry_s: float = STORE_RETRY_SECONDS
     close_s: float = 1.0
     """Time for workers to end their sessions at the router's end."""
-    avoided_s: float = 0.5
-    max_avoided_s: float = 8.0
-    """Time for which a worker that lost a request comes last in placement; it doubles with each failure in a row."""
+    avoidance: Backoff = Backoff(0.5, 8.0)
+    """Time for which a worker that lost a request comes last in placement."""
     no_worker_patience_s: float = 5.0
     """Time that a request waits for a worker with the model, or one that can fetch its KV cache."""
     no_capacity_patience_s: float = 60.0
@@ -44,14 +43,12 @@ class WorkerTimings:
 
 @dataclass(frozen=True)
 class JournalTimings:
-    """Pauses of the journal writer; they double with each failure."""
+    """Pauses of the journal writer."""
 
-    unavailable_s: float = 0.5
-    max_unavailable_s: float = 4.0
-    """First and longest pause while Redis is unavailable; shortened by up to half, at random."""
-    fault_s: float = 1.0
-    max_fault_s: float = 30.0
-    """First and longest pause between writes of a request that Redis refuses with an error."""
+    unavailable: Backoff = Backoff(0.5, 4.0)
+    """While Redis is unavailable; shortened by up to half, at random."""
+    fault: Backoff = Backoff(1.0, 30.0)
+    """Between writes of a request that Redis refuses with an error."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 
 from decant.client import results
 from decant.client.address import targets
-from decant.client.balancer import DEFAULT_BACKOFF, Backoff
+from decant.client.balancer import DEFAULT_BACKOFF
 from decant.client.channel import Tls
 from decant.client.option_help import with_options
 from decant.client.options import (
@@ -25,6 +25,7 @@ from decant.client.retry import RetryState
 from decant.client.routers import AsyncRouters
 from decant.client.streams import AsyncStream
 from decant.protos import inference_pb2 as pb
+from decant.runtime.backoff import Backoff
 from decant.runtime.errors import ServiceError
 
 

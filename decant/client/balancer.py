@@ -14,22 +14,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from decant.runtime.backoff import Backoff
+
 JITTER = 0.5
 """Largest share added to a server's retry delay; it spreads refused clients."""
 
 
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """Seconds for which a failed router is skipped; the maximum is short beside the grace period of a lost stream."""
-
-    first_s: float = 0.1
-    longest_s: float = 1.0
-
-    def seconds(self, failures: int) -> float:
-        return min(self.longest_s, self.first_s * float(2 ** min(failures - 1, 16)))
-
-
-DEFAULT_BACKOFF = Backoff()
+DEFAULT_BACKOFF = Backoff(first_s=0.1, longest_s=1.0)
+"""For which a failed router is skipped; the maximum is short beside the grace period of a lost stream."""
 
 
 @dataclass(frozen=True, slots=True)

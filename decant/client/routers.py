@@ -12,12 +12,13 @@ from weakref import WeakSet
 import grpc
 from google.protobuf.message import Message
 
-from decant.client.balancer import Backoff, RouterSelector
+from decant.client.balancer import RouterSelector
 from decant.client.channel import Tls, credentials_of, open_async, open_blocking
 from decant.client.retry import RetryState
 from decant.client.transport import with_advice
 from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from decant.runtime.backoff import Backoff
 from decant.runtime.errors import Cancelled, EndedCall, ServiceError, from_call
 from decant.runtime.telemetry import tracing
 

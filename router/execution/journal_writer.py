@@ -26,7 +26,6 @@ MAX_BUSY_SECONDS = 1.0
 """...while this pause between them suffices."""
 MAX_FAULTS = 3
 """Refused writes of an ended request, after which it is dropped."""
-MAX_DOUBLINGS = 10
 MAX_ENDED = 10_000
 """Kept while Redis is unavailable; the oldest are dropped first."""
 
@@ -121,10 +120,8 @@ class JournalWriter:
                 self._has_work.clear()
 
     def _pause(self) -> float:
-        timings = self._timings
         if self.is_unavailable:
-            longest = _doubled(timings.unavailable_s, self._failures - 1, timings.max_unavailable_s)
-            return longest * random.uniform(0.5, 1.0)
+            return self._timings.unavailable.seconds(self._failures) * random.uniform(0.5, 1.0)
         busy = self._flush_seconds * (1 - BUSY_SHARE) / BUSY_SHARE
         return max(self._interval, min(busy, MAX_BUSY_SECONDS))
 
@@ -183,8 +180,8 @@ class JournalWriter:
         failures = self._faults[owned].failures + 1 if owned in self._faults else 1
         if failures == 1:
             _log.error("a request can't be written to the state store", request_id=owned.key.id, error=str(error))
-        pause = _doubled(self._timings.fault_s, failures - 1, self._timings.max_fault_s)
-        self._faults[owned] = _Fault(failures, asyncio.get_running_loop().time() + pause)
+        retry_at = asyncio.get_running_loop().time() + self._timings.fault.seconds(failures)
+        self._faults[owned] = _Fault(failures, retry_at)
         if owned in self._ended and failures >= MAX_FAULTS:
             _log.error("an ended request is dropped unwritten", request_id=owned.key.id, failures=failures)
             self.forget(request)
@@ -206,10 +203,6 @@ class JournalWriter:
     def _check_idle(self) -> None:
         if not self._running and not self._ended:
             self._idle.set()
-
-
-def _doubled(seconds: float, times: int, max_seconds: float) -> float:
-    return min(seconds * float(2 ** min(times, MAX_DOUBLINGS)), max_seconds)
 
 
 def append_new(owned: OwnedRequest, stream: TokenStream) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from decant.router.execution.registry import RequestRegistry
 from decant.router.timings import TakeoverTimings
+from decant.runtime.backoff import Backoff
 from decant.runtime.errors import ServiceError
 from decant.runtime.telemetry import logs
 from decant.state.errors import OwnerAlive, StateError, StoreUnavailable, Superseded, UnknownRequest, UnreadableRequest
@@ -39,6 +41,7 @@ class OrphanRecovery:
         self._is_connected = is_connected
         self._ttls = ttls
         self._timings = timings
+        self._backoff = Backoff(ttls.renew_every_s, timings.max_pause_s)
         self._pauses: dict[Incarnation, _Pause] = {}
 
     async def run(self) -> None:
@@ -79,8 +82,9 @@ class OrphanRecovery:
         left = await self._store.open.of(dead)
         failures = [error for key in left if (error := await self._take(dead, key)) is not None]
         if failures:
-            pause = self._pauses.setdefault(dead, _Pause(self._ttls.renew_every_s, self._timings.max_pause_s))
-            pause.grow(asyncio.get_running_loop().time())
+            pause = self._pauses.setdefault(dead, _Pause())
+            pause.failures += 1
+            pause.ends_at = asyncio.get_running_loop().time() + self._backoff.seconds(pause.failures)
             message = "requests can't be taken over"
             _log.warning(message, requests=len(failures), router=dead.id, error=str(failures[-1]))
         if not left:
@@ -112,12 +116,7 @@ class OrphanRecovery:
         return None
 
 
+@dataclass(slots=True)
 class _Pause:
-    def __init__(self, seconds: float, max_seconds: float) -> None:
-        self.ends_at = 0.0
-        self._seconds = seconds
-        self._max_seconds = max_seconds
-
-    def grow(self, now: float) -> None:
-        self.ends_at = now + self._seconds
-        self._seconds = min(2 * self._seconds, self._max_seconds)
+    failures: int = 0
+    ends_at: float = 0.0

@@ -106,15 +106,14 @@ class WorkerSession:
 
     async def run(self, is_wanted: Callable[[], bool]) -> None:
         """Keep the session open while it is wanted, which is checked after each break; then fail what is left."""
-        timings = self._timings
-        backoff = timings.first_backoff_s
+        failures = 0
         try:
             while not self.is_final and is_wanted():
                 if await self._run_connection():
-                    backoff = timings.first_backoff_s
+                    failures = 0
                 if not self.is_final:
-                    await asyncio.sleep(backoff)
-                    backoff = min(2 * backoff, timings.max_backoff_s)
+                    failures += 1
+                    await asyncio.sleep(self._timings.session_backoff.seconds(failures))
         finally:
             self.attempted.set()
             self._give_up()

@@ -12,8 +12,6 @@ from decant.router.placement.worker_load import WorkerLoad
 from decant.router.timings import WorkerTimings
 from decant.router.workers.session import WorkerSession
 
-_MAX_DOUBLINGS = 10
-
 
 class WorkerHandle:
     """A known worker; ``generation`` is that of its channel's TLS files."""
@@ -56,9 +54,8 @@ class WorkerHandle:
         return self.load.snapshot_with(cached_tokens, is_avoided or self.is_avoided)
 
     def record_failure(self) -> None:
-        seconds = min(self._timings.avoided_s * 2**self._failures, self._timings.max_avoided_s)
-        self._failures = min(self._failures + 1, _MAX_DOUBLINGS)
-        self._avoided_until = asyncio.get_running_loop().time() + seconds
+        self._failures += 1
+        self._avoided_until = asyncio.get_running_loop().time() + self._timings.avoidance.seconds(self._failures)
 
     def record_success(self) -> None:
         self._failures = 0

@@ -15,6 +15,7 @@ GRPC = {"grpc", "google", "grpc_health", "grpc_reflection", "grpc_status", "grpc
 EXTENSIONS = {"cygrpc", "cython_runtime"}  # left by compiled modules
 RUNTIME = {
     "decant.runtime",
+    "decant.runtime.backoff",
     "decant.runtime.errors",
     "decant.runtime.error_details",
     "decant.runtime.grpc_options",

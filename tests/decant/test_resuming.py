@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import decant
-from decant.client.balancer import Backoff
 from decant.client.retry import MORE_TRIES
+from decant.runtime.backoff import Backoff
 from decant.runtime.error_details import Reason, ResumePoint
 from tests.decant.scripted import PATIENCE_S, Break, Script, endless_answer, serving, with_a_tail
 from tests.decant.two_routers import LOST, AsyncClient, Client, Two, is_whole

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 import decant
-from decant.client.balancer import Backoff
+from decant.runtime.backoff import Backoff
 from tests.decant.scripted import Break, Script, with_a_tail
 
 LOST = grpc.StatusCode.UNAVAILABLE

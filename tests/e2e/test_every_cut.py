@@ -7,6 +7,7 @@ import pytest
 from decant.router.request.token_stream import Finish, TokenStream
 from decant.router.request.valid_request import ValidRequest
 from decant.router.timings import RouterTimings, WorkerTimings
+from decant.runtime.backoff import Backoff
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, Cancelled, Unavailable
 from decant.state.store import Store
@@ -33,7 +34,7 @@ SESSIONS = [calls for calls in CALL_DIRECTIONS if calls.method == SESSION and ca
 
 @pytest.fixture
 async def harness(store: Store) -> AsyncIterator[FaultInjection]:
-    timings = RouterTimings(workers=WorkerTimings(first_backoff_s=0.005, forget_batch=1))
+    timings = RouterTimings(workers=WorkerTimings(session_backoff=Backoff(0.005, 1.0), forget_batch=1))
     async with fault_injection(store, timings) as made:
         yield made
 

@@ -14,6 +14,7 @@ from decant.router.execution.journal_writer import JournalWriter
 from decant.router.request.token_stream import Finish, TokenStream
 from decant.router.timings import JournalTimings
 from decant.runtime.background import BackgroundTask
+from decant.runtime.backoff import Backoff
 from decant.state import keys
 from decant.state.client import Client
 from decant.state.errors import StoreFault, StoreUnavailable
@@ -129,7 +130,7 @@ async def test_while_redis_is_away_a_try_costs_one_round_trip_and_tries_become_f
         raise TimeoutError
 
     monkeypatch.setattr(Client, "_send", send)
-    async with flushing(store, requests, JournalTimings(unavailable_s=0.01)) as (journal_writer, _):
+    async with flushing(store, requests, JournalTimings(unavailable=Backoff(0.01, 4.0))) as (journal_writer, _):
         await until(lambda: len(tried) >= 3)
         assert journal_writer.is_unavailable
         assert max(tried) < 1.2 * BATCH_BYTES, "not all that is unwritten"
@@ -156,7 +157,7 @@ async def test_a_redis_that_refuses_a_request_for_days_does_not_end_the_journal_
     journal_writer._faults[held.owned].failures = 100_000
     journal_writer._schedule_retry(held, StoreFault("WRONGTYPE"))
     now = asyncio.get_running_loop().time()
-    assert 0 < journal_writer._faults[held.owned].retry_at - now <= JournalTimings().max_fault_s
+    assert 0 < journal_writer._faults[held.owned].retry_at - now <= JournalTimings().fault.longest_s
 
 
 async def test_the_interval_follows_how_long_flushes_take(store: Store) -> None:
@@ -218,7 +219,7 @@ async def test_an_ended_request_that_redis_refuses_is_given_up(
     requests = many(2)
     await store.requests.flush(requests)
     poison(bare, requests[0].key)
-    async with flushing(store, requests, JournalTimings(fault_s=0.01)) as (journal_writer, held):
+    async with flushing(store, requests, JournalTimings(fault=Backoff(0.01, 30.0))) as (journal_writer, held):
         for each in held:
             each.owned.transition(SUCCEEDED, NOW)
             journal_writer.end(each)

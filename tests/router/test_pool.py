@@ -9,6 +9,7 @@ from decant.protos import worker_pb2 as wire
 from decant.router.placement.prefix_index import PromptBlocks, reported_hashes
 from decant.router.timings import RouterTimings, WorkerTimings
 from decant.router.workers.session import WorkerSession
+from decant.runtime.backoff import Backoff
 from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
 from decant.state.store import Store
@@ -215,7 +216,7 @@ async def test_a_worker_that_refused_gets_few_requests_before_its_next_heartbeat
 
 
 async def test_a_worker_that_lost_a_request_is_avoided_for_a_while(store: Store) -> None:
-    timings = RouterTimings(workers=WorkerTimings(avoided_s=PATIENCE, max_avoided_s=PATIENCE))
+    timings = RouterTimings(workers=WorkerTimings(avoidance=Backoff(PATIENCE, PATIENCE)))
     async with fleet(D, D2) as workers, core(store, workers, timings=timings) as harness:
         workers[0].script.fails_at = [0] * 3
         workers[1].script.fails_at = []

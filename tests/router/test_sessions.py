@@ -18,6 +18,7 @@ from decant.router.request.token_writer import TokenWriter
 from decant.router.timings import WorkerTimings
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import RunSubscription, WriteError
+from decant.runtime.backoff import Backoff
 from decant.runtime.connections.channel import open_channel
 from decant.runtime.connections.peer import new_peer
 from decant.runtime.connections.tls import PeerTls
@@ -114,7 +115,7 @@ async def test_messages_of_an_unknown_kind_are_ignored_and_logged_once() -> None
 
 
 async def test_a_session_that_can_not_be_opened_is_logged_once(tmp_path: Path) -> None:
-    timings = WorkerTimings(first_backoff_s=0.001, max_backoff_s=0.001)
+    timings = WorkerTimings(session_backoff=Backoff(0.001, 0.001))
     attempts = iter(range(5))
     with capture_logs() as logs:
         async with open_channel(f"unix:{tmp_path}/nothing", PeerTls()) as channel, asyncio.timeout(PATIENCE):

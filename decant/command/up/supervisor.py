@@ -23,11 +23,11 @@ from decant.command.up.child import Child
 from decant.command.up.output import Output
 from decant.command.up.peers import PeerCredentials
 from decant.command.up.plan import Plan, Spec, address_of
+from decant.runtime.backoff import Backoff
 from decant.runtime.serving.shutdown import Shutdown, race
 from decant.runtime.telemetry import logs
 
-FIRST_BACKOFF_S = 0.5
-LAST_BACKOFF_S = 30.0
+RESTART_BACKOFF = Backoff(0.5, 30.0)
 STEADY_S = 60.0
 """A process that ran so long restarts without backoff."""
 BEYOND_DRAIN_S = 15.0
@@ -110,15 +110,15 @@ class Supervisor:
             raise StartFailed(f"{child.spec.name}: {detail}", 2 if status == 2 else 1)
 
     async def _restart_when_ended(self, child: Child) -> None:
-        backoff = FIRST_BACKOFF_S
+        failures = 0
         while True:
             since = time.monotonic()
             status = await child.ended()
             self._lost_at[child.spec.name] = time.time()
-            backoff = FIRST_BACKOFF_S if time.monotonic() - since > STEADY_S else backoff
+            failures = 1 if time.monotonic() - since > STEADY_S else failures + 1
+            backoff = RESTART_BACKOFF.seconds(failures)
             _log.warning("process ended", name=child.spec.name, status=status, restart_in_seconds=backoff)
             await asyncio.sleep(backoff)
-            backoff = min(2 * backoff, LAST_BACKOFF_S)
             child = await self._start(self._again(child))
             if await child.ready():
                 self._lost_at.pop(child.spec.name, None)
