@@ -3,9 +3,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+import pytest
+
 from decant.handoff.codec import Received
 from decant.handoff.transport import KvSource, Transport
 from decant.protos import worker_pb2 as wire
+from decant.worker.decode import notifications
 from tests.worker.decode_harness import Node, make_run, make_work, routed, run_alone
 from tests.worker.waiting import eventually
 
@@ -113,6 +116,21 @@ async def test_a_bug_of_a_transport_ends_the_run_all_the_same() -> None:
         assert (failure.cause, failure.detail) == (wire.CAUSE_ENGINE, "ZeroDivisionError: a bug")
         await node.audit()
         await sender.audit()
+
+
+async def test_a_bug_after_a_fetch_ends_the_sequence_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(notifications.RunNotifier, "tokens_from", break_down)
+    run, work = make_run(), make_work(30, 60)
+    async with Node("p") as sender, routed() as (node, router):
+        await router.start(run, work, await sender.offer(run, work))
+        failure = (await router.until_message(run, "failed")).failure
+        assert (failure.cause, failure.detail) == (wire.CAUSE_ENGINE, "ZeroDivisionError: a bug")
+        await node.audit()
+        await sender.audit()
+        assert node.engine.steps < 10, "the sequence was cancelled, not completed"
 
 
 async def test_a_worker_can_fetch_from_itself() -> None:

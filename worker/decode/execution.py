@@ -67,6 +67,9 @@ class RunExecutor:
         except (HandoffFailed, SequenceAlreadyFinished) as error:
             assert run.ticket is not None
             self.fail(run, _failure_from(error, run.ticket.sender))
+        except Exception:
+            await self._release(run)
+            raise
         else:
             if finished.reason is FinishReason.FAILED:
                 self.fail(run, wire.Failure(cause=wire.CAUSE_ENGINE, detail=finished.detail))
