@@ -87,6 +87,24 @@ class Trips:
         patch.setattr(Client, "_send", send)
 
 
+async def test_an_outage_after_the_last_write_does_not_outlast_it(store: Store, monkeypatch: Patch) -> None:
+    flush, lost = store.requests.flush, list[Sequence[OwnedRequest]]()
+
+    async def lose_first_answer(requests: Sequence[OwnedRequest]) -> Any:
+        result = await flush(requests)
+        if not lost:
+            lost.append(requests)
+            raise StoreUnavailable("no answer")
+        return result
+
+    monkeypatch.setattr(store.requests, "flush", lose_first_answer)
+    async with flushing(store, many(1)) as (journal_writer, held):
+        journal_writer.end(held[0])
+        await until(lambda: held[0].persisted)
+        assert lost
+        await until(lambda: not journal_writer.is_unavailable)
+
+
 async def test_a_round_trip_has_a_bound_in_bytes_and_in_writes(store: Store, monkeypatch: Patch) -> None:
     await store.requests.flush([make_owned(RequestKey("t", "first"))])  # loads the scripts
     trips = Trips(monkeypatch)
