@@ -215,7 +215,7 @@ class Worker:
             facts,
             host.load,
             lifetimes.renew_every_s,
-            lambda replaced: self.readiness.mark_failed(str(replaced)),
+            self.readiness.mark_failed,
         )
         return await self._stack.enter_async_context(registrar)
 

@@ -11,7 +11,6 @@ from decant.protos.state_pb2 import WorkerRegistration
 from decant.protos.worker_pb2 import ROLE_DECODE, Load, Peer
 from decant.runtime.protocol import PROTOCOL
 from decant.state.directory import DirectoryEntry
-from decant.state.errors import IncarnationReplaced
 from decant.state.keys import Ttls
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store, StoreSettings
@@ -37,14 +36,11 @@ async def store(server: PrivateRedis) -> AsyncIterator[Store]:
 class Harness:
     def __init__(self, store: Store, incarnation: int = 1) -> None:
         self.load = Load(running=1)
-        self.replaced = asyncio.Event()
+        self.lost: list[str] = []
         facts = WorkerRegistration(
             peer=Peer(id="w", incarnation=incarnation, protocol=PROTOCOL), address="127.0.0.1:1", role=ROLE_DECODE
         )
-        self.registrar = Registrar(store.workers, facts, lambda: self.load, EVERY_S, self._on_replaced)
-
-    def _on_replaced(self, _: IncarnationReplaced) -> None:
-        self.replaced.set()
+        self.registrar = Registrar(store.workers, facts, lambda: self.load, EVERY_S, self.lost.append)
 
 
 async def present(store: Store, running: int) -> DirectoryEntry[WorkerRegistration]:
@@ -79,12 +75,23 @@ async def test_an_important_change_is_registered_at_once(store: Store) -> None:
 async def test_a_new_incarnation_ends_the_registration(store: Store) -> None:
     old, new = Harness(store), Harness(store, 2)
     async with old.registrar, new.registrar:
-        async with asyncio.timeout(PATIENCE):
-            await old.replaced.wait()
+        await eventually(lambda: len(old.lost) == 1)
         await old.registrar.leave()
         (found,) = (await store.workers.listing()).present
         assert found.facts.peer.incarnation == 2
-    assert not new.replaced.is_set()
+    assert not new.lost
+
+
+async def test_an_unexpected_exception_ends_the_worker_and_its_registration(store: Store) -> None:
+    harness = Harness(store)
+
+    def fail() -> Load:
+        raise ZeroDivisionError("a bug")
+
+    async with harness.registrar:
+        harness.registrar._load = fail
+        await eventually(lambda: harness.lost == ["ZeroDivisionError('a bug')"])
+    assert not (await store.workers.listing()).present
 
 
 @pytest.mark.slow
@@ -104,7 +111,7 @@ async def test_an_outage_is_logged_once_and_the_worker_registers_again_after_it(
                     await eventually(lambda: bool(events(lines, "available again")))
                     await harness.registrar.leave()
     assert len(events(lines, "is unavailable")) == 1
-    assert not harness.replaced.is_set()
+    assert not harness.lost
 
 
 def events(lines: Sequence[Any], word: str) -> list[Any]:

@@ -25,17 +25,17 @@ class Registrar:
         facts: WorkerRegistration,
         load: Callable[[], Load],
         every_s: float,
-        on_replaced: Callable[[IncarnationReplaced], None],
+        on_lost: Callable[[str], None],
     ) -> None:
         self._workers = workers
         self._facts = facts
         self._load = load
         self._every_s = every_s
-        self._on_replaced = on_replaced
+        self._on_lost = on_lost
         self._registration: Registration[WorkerRegistration] | None = None
         self._is_unavailable = False
         self._renewal_requested = asyncio.Event()
-        self._renewal_task = BackgroundTask("registration", self._renew_always)
+        self._renewal_task = BackgroundTask("registration", self._renew_always, lambda _, error: on_lost(repr(error)))
 
     async def __aenter__(self) -> Self:
         """Register. Raises StoreFault for an unsuitable Redis; an unavailable one is retried later."""
@@ -75,7 +75,7 @@ class Registrar:
             except IncarnationReplaced as replaced:
                 _log.error("another incarnation of this worker registered", reason=str(replaced))
                 self._registration = None
-                self._on_replaced(replaced)
+                self._on_lost(str(replaced))
                 return
             else:
                 self._log_availability(None)
