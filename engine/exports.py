@@ -90,7 +90,7 @@ class KvTransfers:
             raise UnknownSequence(f"no live sequence {id} with an open export")
         is_decoding = sequence.block_table is not None and sequence.num_remaining == 1
         filled = sequence.num_computed // self._engine.pool.block_size
-        unsent = sum(filled - index for index in export.next_index) + len(export.runs) - sent
+        unsent = sum(filled - index for index in export.next_index) + len(export.blocks) - sent
         if not is_decoding or unsent > 0 or sequence.num_computed < len(sequence.request.token_ids):
             return None
         self._engine.park(id)
@@ -122,8 +122,8 @@ class KvTransfers:
                     sequence.block_checksums[address] = block_checksum(self._checksum, address, data)
         export = self.exports.get(request.id)
         if export is not None and not export.ended:
-            for run in export.offer_filled(sequence, stop, self._checksum):
-                output.filled.append(BlockFilled(request.id, run.address))
+            for block in export.offer_filled(sequence, stop, self._checksum):
+                output.filled.append(BlockFilled(request.id, block.address))
 
     def on_sequence_end(self, id: str) -> None:
         export = self.exports.get(id)

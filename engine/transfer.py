@@ -40,7 +40,7 @@ def transfer_checksum(checksum: Checksum, computed: int, output: Sequence[int], 
 
 
 @dataclass(frozen=True, slots=True)
-class BlockRun:
+class ExportedBlock:
     address: BlockAddress
     checksum: int
 
@@ -55,18 +55,18 @@ class TransferCommit:
 class KvExport:
     """Lease on a sequence's filled blocks, in each group from an index on; its owner must ``release`` it (idempotent).
 
-    The lease outlives the sequence. ``runs`` grows as blocks fill, ascending in each group. Only the engine calls
+    The lease outlives the sequence. ``blocks`` grows as blocks fill, ascending in each group. Only the engine calls
     ``offer_filled``, ``offer`` and ``finalize``.
     """
 
     def __init__(self, sequence: EngineSequence, first: Sequence[int], lease: BlockTable, store: BlockBytes) -> None:
         self.id = sequence.id
         self.next_index = list(first)
-        self.runs: list[BlockRun] = []
+        self.blocks: list[ExportedBlock] = []
         self.commit: TransferCommit | None = None
         self.ended = False
         self._lease = lease
-        self._blocks: dict[BlockAddress, int] = {}  # leased
+        self._leased_ids: dict[BlockAddress, int] = {}
         self._store = store
 
     @property
@@ -83,7 +83,7 @@ class KvExport:
         return range(start, start + self._store.block_bytes)
 
     def _leased(self, address: BlockAddress) -> int:
-        block = self._blocks.get(address)
+        block = self._leased_ids.get(address)
         if block is None or not self._lease.is_live:
             raise TransferRejected(f"{self.id}: {address} is not leased")
         return block
@@ -92,7 +92,7 @@ class KvExport:
         self.ended = True
         self._lease.release()
 
-    def offer_filled(self, sequence: EngineSequence, stop: int, checksum: Checksum) -> list[BlockRun]:
+    def offer_filled(self, sequence: EngineSequence, stop: int, checksum: Checksum) -> list[ExportedBlock]:
         """Offer the blocks up to ``stop`` that were not offered, except freed ones, which no later token sees."""
         if sequence.block_table is None:
             return []
@@ -102,22 +102,22 @@ class KvExport:
             for index in range(max(self.next_index[group], freed), stop)
         ]
 
-    def offer(self, sequence: EngineSequence, address: BlockAddress, checksum: Checksum) -> BlockRun:
+    def offer(self, sequence: EngineSequence, address: BlockAddress, checksum: Checksum) -> ExportedBlock:
         assert sequence.block_table is not None
         group, index = address
         assert index >= self.next_index[group]
-        block = self._blocks[address] = sequence.block_table.blocks[group][index]
+        block = self._leased_ids[address] = sequence.block_table.blocks[group][index]
         self._lease.share(group, block)
         known = sequence.block_checksums.get(address)
         total = block_checksum(checksum, address, self._store.read(block)) if known is None else known
-        self.runs.append(BlockRun(address, total))
+        self.blocks.append(ExportedBlock(address, total))
         self.next_index[group] = index + 1
-        return self.runs[-1]
+        return self.blocks[-1]
 
     def finalize(self, sequence: EngineSequence, checksum: Checksum) -> TransferCommit:
         self.offer_filled(sequence, self._lease.pool.blocks_for(sequence.num_computed), checksum)
         output = tuple(sequence.tokens[sequence.request.prompt_len :])
-        checksums = [run.checksum for run in sorted(self.runs, key=lambda run: run.address)]
+        checksums = [block.checksum for block in sorted(self.blocks, key=lambda block: block.address)]
         total = transfer_checksum(checksum, sequence.num_computed, output, checksums)
         self.commit = TransferCommit(sequence.num_computed, output, total)
         return self.commit

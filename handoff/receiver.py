@@ -136,9 +136,9 @@ class KvReceiver:
         raise HandoffFailed(wire.CAUSE_PEER_LOST, "the fetch ended without a commit", ticket.sender)
 
     async def _extend(self, arrival: IncomingSequence, response: wire.FetchResponse) -> None:
-        run = response.kv_chunk
+        chunk = response.kv_chunk
         size = self._layout.block_size
-        filled = run.first_position // size + len(run.block_checksums)
+        filled = chunk.first_position // size + len(chunk.block_checksums)
         if filled > arrival.num_blocks and not arrival.closed:
             await self._loop.call(lambda _: arrival.extend(filled * size - 1))
 

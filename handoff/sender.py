@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from decant.engine.errors import EngineError
-from decant.engine.transfer import BlockRun, KvExport
+from decant.engine.transfer import ExportedBlock, KvExport
 from decant.engine.transfer import TransferCommit as EngineCommit
 from decant.handoff.codec import encode
 from decant.handoff.engine_protocol import EngineThread, StepEvents, TransferEngine
@@ -204,7 +204,7 @@ class KvSender:
         while not state.has_ended:
             state.progressed.clear()
             sent = state.sent_blocks
-            if state.export is not None and sent >= len(state.export.runs):
+            if state.export is not None and sent >= len(state.export.blocks):
                 commit = await self._loop.call(partial(_finalize_running, id=name, sent=sent))
                 if commit is not None:
                     return commit
@@ -240,13 +240,13 @@ class KvSender:
         raise state.error
 
     def _block_messages(self, lease: Lease, state: _SendState) -> Iterator[bytes]:
-        while (export := state.export) and state.sent_blocks < len(export.runs):
-            batch = _consecutive(export.runs[state.sent_blocks : state.sent_blocks + self._layout.blocks_per_message])
+        while (export := state.export) and state.sent_blocks < len(export.blocks):
+            batch = _consecutive(export.blocks[state.sent_blocks : state.sent_blocks + self._layout.blocks_per_message])
             blocks = [
-                LocatedBlock(run.address, export.locate(run.address), run.checksum)
+                LocatedBlock(block.address, export.locate(block.address), block.checksum)
                 if state.reads_memory
-                else FilledBlock(run.address, export.read(run.address), run.checksum)
-                for run in batch
+                else FilledBlock(block.address, export.read(block.address), block.checksum)
+                for block in batch
             ]
             for message in pack(lease.ticket.run, self._layout, blocks):
                 state.sent_messages += 1
@@ -297,9 +297,9 @@ def _finalize_running(engine: TransferEngine, id: str, sent: int) -> EngineCommi
     return engine.transfers.finalize_running(id, sent)
 
 
-def _consecutive(runs: list[BlockRun]) -> list[BlockRun]:
-    group, index = runs[0].address
-    return [run for at, run in enumerate(runs) if run.address == (group, index + at)]
+def _consecutive(blocks: list[ExportedBlock]) -> list[ExportedBlock]:
+    group, index = blocks[0].address
+    return [block for at, block in enumerate(blocks) if block.address == (group, index + at)]
 
 
 async def _stop(task: asyncio.Task[None]) -> None:

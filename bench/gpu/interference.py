@@ -89,9 +89,9 @@ def _prefill(device: Device, prompts: list[Request], arrived: SimpleQueue[Payloa
             for id in output.parked:
                 export = engine.transfers.export(id)
                 commit = engine.transfers.finalize(id)
-                runs = [(run.address, bytes(export.read(run.address)), run.checksum) for run in export.runs]
+                blocks = [(block.address, bytes(export.read(block.address)), block.checksum) for block in export.blocks]
                 engine.transfers.release(id)
-                arrived.put((next(one for one in prompts if one.id == id), runs, commit))
+                arrived.put((next(one for one in prompts if one.id == id), blocks, commit))
 
 
 def _step() -> AbstractContextManager[object]:
@@ -104,9 +104,9 @@ def _stream() -> AbstractContextManager[object]:
 
 def _join_arrived(engine: Engine, arrived: SimpleQueue[Payload]) -> None:
     while not arrived.empty():
-        one, runs, commit = arrived.get()
+        one, blocks, commit = arrived.get()
         arrival = engine.transfers.reserve(one)
         arrival.extend(one.prompt_len + len(commit.output))
-        for run in runs:
-            arrival.write(*run)
+        for block in blocks:
+            arrival.write(*block)
         engine.transfers.join(arrival, commit)

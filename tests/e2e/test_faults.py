@@ -59,10 +59,10 @@ def lost() -> Tamper:
 def swapped() -> Tamper:
     def change(message: wire.FetchResponse) -> Iterable[wire.FetchResponse]:
         if message.HasField("kv_chunk") and len(message.kv_chunk.block_checksums) > 1:
-            run = message.kv_chunk
-            size = len(run.data) // len(run.block_checksums)
-            run.data = run.data[size : 2 * size] + run.data[:size] + run.data[2 * size :]
-            run.block_checksums[0], run.block_checksums[1] = run.block_checksums[1], run.block_checksums[0]
+            chunk = message.kv_chunk
+            size = len(chunk.data) // len(chunk.block_checksums)
+            chunk.data = chunk.data[size : 2 * size] + chunk.data[:size] + chunk.data[2 * size :]
+            chunk.block_checksums[0], chunk.block_checksums[1] = chunk.block_checksums[1], chunk.block_checksums[0]
         return [message]
 
     return change

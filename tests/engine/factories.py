@@ -175,14 +175,16 @@ def recompute_each_step(device: Device, request: Request, context_length: int = 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    runs: list[tuple[BlockAddress, bytes, int]]
+    blocks: list[tuple[BlockAddress, bytes, int]]
     commit: TransferCommit
 
 
 def export_sequence(engine: Engine, id: str, cached_blocks: int = 0) -> Payload:
     export = engine.transfers.export(id, cached_blocks)
     commit = engine.transfers.finalize(id)
-    payload = Payload([(run.address, bytes(export.read(run.address)), run.checksum) for run in export.runs], commit)
+    payload = Payload(
+        [(block.address, bytes(export.read(block.address)), block.checksum) for block in export.blocks], commit
+    )
     engine.transfers.release(id)
     return payload
 
@@ -191,23 +193,23 @@ def import_sequence(engine: Engine, request: Request, payload: Payload) -> None:
     arrival = engine.transfers.reserve(replace(request, park_after=None))
     try:
         arrival.extend(request.prompt_len + len(payload.commit.output))
-        for block in payload.runs:
+        for block in payload.blocks:
             arrival.write(*block)
         engine.transfers.join(arrival, payload.commit)
     finally:
         arrival.abort()
 
 
-def forged(payload: Payload, blocks: dict[BlockAddress, bytes]) -> Payload:
+def forged(payload: Payload, replaced: dict[BlockAddress, bytes]) -> Payload:
     """Replace the bytes of some blocks, with matching checksums."""
-    changed = [(address, blocks.get(address, data)) for address, data, _ in payload.runs]
-    runs = [(address, data, block_checksum(default_checksum, address, data)) for address, data in changed]
-    sums = [total for _, _, total in runs]
+    changed = [(address, replaced.get(address, data)) for address, data, _ in payload.blocks]
+    blocks = [(address, data, block_checksum(default_checksum, address, data)) for address, data in changed]
+    sums = [total for _, _, total in blocks]
     commit = replace(
         payload.commit,
         checksum=transfer_checksum(default_checksum, payload.commit.computed, payload.commit.output, sums),
     )
-    return Payload(runs, commit)
+    return Payload(blocks, commit)
 
 
 def step_until(engine: Engine, reached: Callable[[], bool], log: OutputLog | None = None) -> OutputLog:

@@ -175,9 +175,9 @@ def no_unseen_block_is_held(engine: Engine) -> None:
 
 def leases_keep_their_bytes(engine: Engine) -> None:
     for export in engine.transfers.exports.values():
-        for run in export.runs:
-            total = block_checksum(default_checksum, run.address, export.read(run.address))
-            assert total == run.checksum, f"{run.address} of the export of {export.id} changed under its lease"
+        for block in export.blocks:
+            total = block_checksum(default_checksum, block.address, export.read(block.address))
+            assert total == block.checksum, f"{block.address} of the export of {export.id} changed under its lease"
 
 
 def nothing_is_held(engine: Engine) -> None:

@@ -198,12 +198,12 @@ class World:
     def push(self, n: int, most: int = 100) -> None:
         move = self.moves.get(_pick(list(self.moves), n))
         if move and not move.arrival.closed:
-            for run in move.export.runs[move.sent : move.sent + most]:
+            for block in move.export.blocks[move.sent : move.sent + most]:
                 try:
-                    move.arrival.extend(BLOCK * (run.address.block + 1) - 1)
+                    move.arrival.extend(BLOCK * (block.address.block + 1) - 1)
                 except OutOfBlocks:
                     return
-                move.arrival.write(run.address, bytes(move.export.read(run.address)), run.checksum)
+                move.arrival.write(block.address, bytes(move.export.read(block.address)), block.checksum)
                 move.sent += 1
 
     def finalize(self, n: int) -> None:
@@ -224,7 +224,7 @@ class World:
             return
         move = self.moves[id]
         self.push(list(self.moves).index(id))
-        if move.commit is None or move.sent < len(move.export.runs):
+        if move.commit is None or move.sent < len(move.export.blocks):
             return  # no room for what it wrote in the meantime
         self.engines[1 - move.sender].transfers.join(move.arrival, move.commit)
         self._publish(self.engines[1 - move.sender])

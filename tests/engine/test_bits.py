@@ -299,11 +299,11 @@ def hand_over(sender: Engine, receiver: Engine, request: Request) -> None:
     sent = 0
     while not sender.parked:
         sender.step()
-        for block in export.runs[sent:]:
+        for block in export.blocks[sent:]:
             arrival.write(block.address, bytes(export.read(block.address)), block.checksum)
-        sent = len(export.runs)
+        sent = len(export.blocks)
     commit = sender.transfers.finalize(request.id)
-    for block in export.runs[sent:]:
+    for block in export.blocks[sent:]:
         arrival.write(block.address, bytes(export.read(block.address)), block.checksum)
     receiver.transfers.join(arrival, commit)
     sender.transfers.release(request.id)

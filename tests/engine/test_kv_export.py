@@ -32,15 +32,15 @@ def test_an_export_is_finalized_when_only_its_last_block_is_unsent(windows: tupl
     log.record(engine.step())
     export = engine.transfers.export("live")
     while engine.load().queued_tokens > 1:
-        assert engine.transfers.finalize_running("live", len(export.runs)) is None, "its prompt is still computed"
+        assert engine.transfers.finalize_running("live", len(export.blocks)) is None, "its prompt is still computed"
         log.record(engine.step())
-    sent = len(export.runs)
+    sent = len(export.blocks)
     assert engine.transfers.finalize_running("live", sent - 1) is None
     assert engine.load().running == 1, "it runs on while more is left"
     commit = engine.transfers.finalize_running("live", sent)
     assert commit is not None
     assert commit.computed == 22 + len(commit.output) - 1
-    assert len(export.runs) == sent + len(windows)
+    assert len(export.blocks) == sent + len(windows)
     assert (engine.load().running, len(engine.parked)) == (0, 1)
     engine.transfers.release("live")
     nothing_is_held(engine)
@@ -52,7 +52,7 @@ def test_a_withdrawn_export_changes_nothing(committed: bool) -> None:
     log = run(engine, LIVE, steps=5)
     export = engine.transfers.export("live")
     if committed:
-        assert engine.transfers.finalize_running("live", len(export.runs)) is not None
+        assert engine.transfers.finalize_running("live", len(export.blocks)) is not None
     engine.transfers.withdraw("live")
     engine.transfers.withdraw("live")
     run(engine, log=log)

@@ -166,7 +166,7 @@ def test_a_handoff_sends_what_the_last_token_sees() -> None:
         sender.add(request)
         log = step_until(sender, lambda sender=sender: "a" in sender.parked)  # type: ignore[misc]
         payload = export_sequence(sender, "a")
-        sent = [[address.block for address, _, _ in payload.runs if address.group == group] for group in (0, 1)]
+        sent = [[address.block for address, _, _ in payload.blocks if address.group == group] for group in (0, 1)]
         assert sent == ([[12, 13, 14], []] if len(windows) == 1 else [list(range(15)), [12, 13, 14]])
         import_sequence(receiver, request, payload)
         run(receiver, log=log)

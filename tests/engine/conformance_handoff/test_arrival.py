@@ -26,7 +26,7 @@ def test_only_missing_blocks_of_the_table_are_written(make: MakeDevice) -> None:
     run(receiver, make_request("before", MOVED.token_ids[:9], 1))
     arrival = receiver.transfers.reserve(MOVED)
     assert (arrival.cached_blocks, arrival.num_blocks) == (2, 6)
-    data = payload.runs[3][1]
+    data = payload.blocks[3][1]
     for index in (0, 1, 6):
         address = BlockAddress(0, index)
         with pytest.raises(TransferRejected, match=f"no block is allocated for block {index}"):
@@ -41,10 +41,10 @@ def test_a_repeated_block_must_have_the_same_bytes(make: MakeDevice) -> None:
     payload, receiver = export_sequence(sender, "moved"), engine_of(make)
     arrival = receiver.transfers.reserve(MOVED)
     for _ in range(2):
-        arrival.write(*payload.runs[0])
-    other = flip_a_bit(payload.runs[0][1])
+        arrival.write(*payload.blocks[0])
+    other = flip_a_bit(payload.blocks[0][1])
     with pytest.raises(TransferRejected, match="again"):
-        arrival.write(payload.runs[0][0], other, block_checksum(default_checksum, payload.runs[0][0], other))
+        arrival.write(payload.blocks[0][0], other, block_checksum(default_checksum, payload.blocks[0][0], other))
     arrival.abort()
     nothing_is_held(receiver)
 
@@ -58,7 +58,7 @@ def test_blocks_may_be_written_by_another_thread_during_steps(make: MakeDevice) 
     def write() -> None:
         try:
             while True:
-                for block in payload.runs:
+                for block in payload.blocks:
                     arrival.write(*block)
         except TransferRejected as closed:
             ends.append(str(closed))
@@ -88,7 +88,7 @@ def test_a_block_is_not_freed_during_a_copy(make: MakeDevice, monkeypatch: pytes
         original(device, block, data)
 
     monkeypatch.setattr(kind, "write", write)
-    copying = threading.Thread(target=arrival.write, args=payload.runs[0])
+    copying = threading.Thread(target=arrival.write, args=payload.blocks[0])
     closing = threading.Thread(target=arrival.abort)
     copying.start()
     assert begun.wait(20)
@@ -106,7 +106,7 @@ def test_blocks_received_before_an_abort_stay_cached(make: MakeDevice) -> None:
     sender, log = parked_sender(make)
     payload, receiver = export_sequence(sender, "moved"), engine_of(make)
     arrival = receiver.transfers.reserve(MOVED)
-    for block in payload.runs[:3]:
+    for block in payload.blocks[:3]:
         arrival.write(*block)
     arrival.abort()
     assert receiver.transfers.reserve(MOVED).cached_blocks == 3
@@ -150,7 +150,7 @@ def test_an_aborted_arrival_frees_its_blocks_and_accepts_no_more(make: MakeDevic
     sender, _ = parked_sender(make)
     payload, receiver = export_sequence(sender, "moved"), engine_of(make)
     arrival = receiver.transfers.reserve(MOVED)
-    arrival.write(*payload.runs[0])
+    arrival.write(*payload.blocks[0])
     if by == "abort":
         arrival.abort()
     else:
@@ -159,7 +159,7 @@ def test_an_aborted_arrival_frees_its_blocks_and_accepts_no_more(make: MakeDevic
     nothing_is_held(receiver)
     assert not receiver.has_work, "an arrival has no end event"
     uses: list[Callable[[], object]] = [
-        lambda: arrival.write(*payload.runs[1]),
+        lambda: arrival.write(*payload.blocks[1]),
         lambda: arrival.extend(40),
         lambda: receiver.transfers.join(arrival, payload.commit),
     ]
@@ -173,12 +173,12 @@ def test_an_arrival_cannot_change_a_sequence_that_has_joined(make: MakeDevice) -
     sender, log = parked_sender(make)
     payload, receiver = export_sequence(sender, "moved"), engine_of(make)
     arrival: IncomingSequence = receiver.transfers.reserve(replace(MOVED, park_after=None))
-    for block in payload.runs:
+    for block in payload.blocks:
         arrival.write(*block)
     receiver.transfers.join(arrival, payload.commit)
     arrival.abort()
     uses: list[Callable[[], object]] = [
-        lambda: arrival.write(*payload.runs[0]),
+        lambda: arrival.write(*payload.blocks[0]),
         lambda: arrival.extend(40),
         lambda: receiver.transfers.join(arrival, payload.commit),
     ]

@@ -21,11 +21,13 @@ from tests.engine.properties import nothing_is_held, same_output_as_alone
 def test_a_lease_keeps_the_bytes_of_a_sequence_that_has_ended(make: MakeDevice) -> None:
     sender, _ = parked_sender(make)
     export = sender.transfers.export("moved")
-    sums = [run_.checksum for run_ in export.runs]
+    sums = [block.checksum for block in export.blocks]
     sender.cancel("moved")
     run(sender, make_request("after", prompt(80, 9), 2))
     assert export.ended
-    assert [block_checksum(default_checksum, run_.address, export.read(run_.address)) for run_ in export.runs] == sums
+    assert [
+        block_checksum(default_checksum, block.address, export.read(block.address)) for block in export.blocks
+    ] == sums
     sender.transfers.release("moved")
     with pytest.raises(TransferRejected):
         export.read(BlockAddress(0, 0))
@@ -35,13 +37,13 @@ def test_a_lease_keeps_the_bytes_of_a_sequence_that_has_ended(make: MakeDevice) 
 def test_leased_bytes_are_where_they_are_located_until_the_release(make: MakeDevice) -> None:
     sender, _ = parked_sender(make)
     export, memory = sender.transfers.export("moved"), sender.device.block_memory
-    for one in export.runs:
+    for one in export.blocks:
         place = export.locate(one.address)
         assert 0 <= place.start < place.stop <= memory.nbytes
         assert ctypes.string_at(memory.address + place.start, len(place)) == bytes(export.read(one.address))
     sender.transfers.release("moved")
     with pytest.raises(TransferRejected):
-        export.locate(export.runs[0].address)
+        export.locate(export.blocks[0].address)
 
 
 def test_blocks_of_a_sequence_and_its_export_are_counted_once(make: MakeDevice) -> None:

@@ -27,7 +27,7 @@ def test_an_output_continues_on_another_engine(make: MakeDevice, cached_blocks: 
     if cached_blocks:
         run(receiver, make_request("before", MOVED.token_ids[: cached_blocks * 4 + 1], 1))
     payload = export_sequence(sender, "moved", cached_blocks)
-    assert [address.block for address, _, _ in payload.runs] == list(range(cached_blocks, 6))
+    assert [address.block for address, _, _ in payload.blocks] == list(range(cached_blocks, 6))
     import_sequence(receiver, MOVED, payload)
     assert receiver.scheduler.running[0].num_remaining == 1, "nothing is computed again"
     run(receiver, log=log)
@@ -45,14 +45,14 @@ def test_blocks_are_sent_while_the_prompt_is_computed(make: MakeDevice) -> None:
     sent = [0]
     while not sender.parked:
         filled += log.record(sender.step()).filled
-        sent.append(len(export.runs))
-        for run_ in export.runs[sent[-2] : sent[-1]]:
-            arrival.write(run_.address, bytes(export.read(run_.address)), run_.checksum)
+        sent.append(len(export.blocks))
+        for block in export.blocks[sent[-2] : sent[-1]]:
+            arrival.write(block.address, bytes(export.read(block.address)), block.checksum)
     assert sent[1:4] == [2, 4, 5], "a block is offered by the step that fills it"
-    assert [events.block for events in filled] == [run_.address for run_ in export.runs]
+    assert [events.block for events in filled] == [block.address for block in export.blocks]
     commit = sender.transfers.finalize("moved")
-    for run_ in export.runs[sent[-1] :]:
-        arrival.write(run_.address, bytes(export.read(run_.address)), run_.checksum)
+    for block in export.blocks[sent[-1] :]:
+        arrival.write(block.address, bytes(export.read(block.address)), block.checksum)
     receiver.transfers.join(arrival, commit)
     sender.transfers.release("moved")
     run(receiver, log=log)
@@ -88,8 +88,8 @@ def test_a_sequence_is_migrated_in_the_middle_of_its_output(make: MakeDevice) ->
     assert len(log["moved"].text) == 8, "a parked sequence is not stepped"
     commit = sender.transfers.finalize("moved")
     arrival.extend(len(log["moved"].text) + request.prompt_len)
-    for run_ in export.runs:
-        arrival.write(run_.address, bytes(export.read(run_.address)), run_.checksum)
+    for block in export.blocks:
+        arrival.write(block.address, bytes(export.read(block.address)), block.checksum)
     receiver.transfers.join(arrival, commit)
     sender.transfers.release("moved")
     run(receiver, log=log)

@@ -29,44 +29,46 @@ def _change(payload: Payload, **commit: object) -> Payload:
 BROKEN: dict[str, tuple[str, Callable[[Payload], Payload]]] = {
     "a byte is flipped": (
         "bytes of block 0",
-        lambda c: replace(c, runs=[(c.runs[0][0], flip_a_bit(c.runs[0][1]), c.runs[0][2]), *c.runs[1:]]),
+        lambda c: replace(c, blocks=[(c.blocks[0][0], flip_a_bit(c.blocks[0][1]), c.blocks[0][2]), *c.blocks[1:]]),
     ),
     "a checksum is that of another block": (
         "bytes of block 0",
-        lambda c: replace(c, runs=[(*c.runs[0][:2], c.runs[1][2]), *c.runs[1:]]),
+        lambda c: replace(c, blocks=[(*c.blocks[0][:2], c.blocks[1][2]), *c.blocks[1:]]),
     ),
     "two blocks are swapped": (
         "bytes of block 1",
-        lambda c: replace(c, runs=[(c.runs[1][0], *c.runs[0][1:]), (c.runs[0][0], *c.runs[1][1:]), *c.runs[2:]]),
+        lambda c: replace(
+            c, blocks=[(c.blocks[1][0], *c.blocks[0][1:]), (c.blocks[0][0], *c.blocks[1][1:]), *c.blocks[2:]]
+        ),
     ),
     "a block is cut short": (
         "block 0 of group 0 has",
-        lambda c: replace(c, runs=[(c.runs[0][0], c.runs[0][1][:-1], c.runs[0][2]), *c.runs[1:]]),
+        lambda c: replace(c, blocks=[(c.blocks[0][0], c.blocks[0][1][:-1], c.blocks[0][2]), *c.blocks[1:]]),
     ),
     "a block is too long": (
         "block 0 of group 0 has",
-        lambda c: replace(c, runs=[(c.runs[0][0], c.runs[0][1] + b"\0", c.runs[0][2]), *c.runs[1:]]),
+        lambda c: replace(c, blocks=[(c.blocks[0][0], c.blocks[0][1] + b"\0", c.blocks[0][2]), *c.blocks[1:]]),
     ),
     "a block is empty": (
         "block 0 of group 0 has 0",
-        lambda c: replace(c, runs=[(c.runs[0][0], b"", c.runs[0][2]), *c.runs[1:]]),
+        lambda c: replace(c, blocks=[(c.blocks[0][0], b"", c.blocks[0][2]), *c.blocks[1:]]),
     ),
     "the first block is missing": (
         "6 in the commit, got 5; missing: block 0 of group 0",
-        lambda c: replace(c, runs=c.runs[1:]),
+        lambda c: replace(c, blocks=c.blocks[1:]),
     ),
     "the last block is missing": (
         "6 in the commit, got 5; missing: block 5 of group 0",
-        lambda c: replace(c, runs=c.runs[:-1]),
+        lambda c: replace(c, blocks=c.blocks[:-1]),
     ),
     "all blocks are missing": (
         "6 in the commit, got 0; missing: block 0 .*, block 5 of group 0",
-        lambda c: replace(c, runs=[]),
+        lambda c: replace(c, blocks=[]),
     ),
     "a block is beyond the commit": (
         "6 in the commit, got 7; missing: none",
         lambda c: replace(
-            c, runs=[*c.runs, (BEYOND, c.runs[0][1], block_checksum(default_checksum, BEYOND, c.runs[0][1]))]
+            c, blocks=[*c.blocks, (BEYOND, c.blocks[0][1], block_checksum(default_checksum, BEYOND, c.blocks[0][1]))]
         ),
     ),
     "the commit's checksum is flipped": (

@@ -7,7 +7,14 @@ import pytest
 from decant.engine import transfer
 from decant.engine.exports import KvTransfers
 from decant.engine.sequence import Sequence as EngineSequence
-from decant.engine.transfer import BlockAddress, BlockRun, IncomingSequence, KvExport, TransferCommit, block_checksum
+from decant.engine.transfer import (
+    BlockAddress,
+    ExportedBlock,
+    IncomingSequence,
+    KvExport,
+    TransferCommit,
+    block_checksum,
+)
 from tests.engine.factories import (
     OutputLog,
     Payload,
@@ -68,7 +75,7 @@ def end_a_lease_early(patch: Patch) -> None:
 
     def offer(
         export: KvExport, sequence: EngineSequence, address: BlockAddress, checksum: transfer.Checksum
-    ) -> BlockRun:
+    ) -> ExportedBlock:
         run = original(export, sequence, address, checksum)
         table = export._lease
         if len(table.blocks[0]) > 1:
@@ -111,8 +118,8 @@ def test_a_fault_with_matching_checksums_changes_the_output(change: str) -> None
     sender = make_engine()
     log = run(sender, REQUEST)
     payload = export_sequence(sender, REQUEST.id)
-    one, other = CHANGES[change](payload.runs[1][1], payload.runs[2][1])
-    log = continued(log, forged(payload, {payload.runs[1][0]: one, payload.runs[2][0]: other}))
+    one, other = CHANGES[change](payload.blocks[1][1], payload.blocks[2][1])
+    log = continued(log, forged(payload, {payload.blocks[1][0]: one, payload.blocks[2][0]: other}))
     if change == "nothing":
         same_output_as_alone(log[REQUEST.id], run_alone(REQUEST))
     else:
