@@ -27,7 +27,7 @@ from decant.protos import worker_pb2 as wire
 from decant.runtime.protocol import PROTOCOL
 from decant.runtime.serving.server import freeze_gc
 
-LAYOUT = 1
+LAYOUT_HASH = 1
 CHUNK_TOKENS = 256
 DECODES = 8
 CONTEXT = 256
@@ -82,7 +82,7 @@ class End:
         limits = Limits(CHUNK_TOKENS, max_running=2 * DECODES, context_length=device.context_length)
         self.engine = Engine(self.device, limits, checksum=checksum)
         self.peer = wire.Peer(id=name, incarnation=1, protocol=PROTOCOL)
-        layout = TransferLayout(device.block_size, device.block_bytes, LAYOUT)
+        layout = TransferLayout(device.block_size, device.block_bytes, LAYOUT_HASH)
         self.loop = EngineLoop(self.engine, self._on_step)
         self.sender = KvSender(self.loop, layout, wire.Heartbeat)
         self.receiver = KvReceiver(self.loop, layout, self.peer, wire.Heartbeat)
@@ -105,7 +105,7 @@ class End:
     async def offer(self, name: str, tokens: int, *, computed: bool) -> wire.Ticket:
         """Issue the ticket of a new prompt, whose steps skip the model unless ``computed``."""
         self.device.computes_prompts = computed
-        ticket = wire.Ticket(run=wire.Run(request=name, epoch=1, attempt=1), sender=self.peer, layout=LAYOUT)
+        ticket = wire.Ticket(run=wire.Run(request=name, epoch=1, attempt=1), sender=self.peer, layout_hash=LAYOUT_HASH)
         self.sender.issue(ticket, name, tokens)
         await self.loop.call(lambda engine: engine.add(self.request(name, tokens, park=True)))
         return ticket

@@ -29,7 +29,7 @@ LOADS = {"conversations": 1.0, "mixed": 0.5}
 _DECODE = WorkerSnapshot(
     Incarnation("decode", 1),
     wire.ROLE_DECODE,
-    layout=0,
+    layout_hash=0,
     block_tokens=1,
     free_blocks=1 << 30,
     sequences=0,

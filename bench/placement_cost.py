@@ -62,7 +62,7 @@ def new_pool(workers: int) -> WorkerPool:
             peer=wire.Peer(id=f"worker-{number}", incarnation=1),
             model=MODEL,
             role=wire.ROLE_DECODE if number % 2 else wire.ROLE_PREFILL,
-            layout=1,
+            layout_hash=1,
             capacity=Capacity(total_blocks=8192, block_tokens=BLOCK_TOKENS),
         )
         session = WorkerSession(ROUTER, facts.peer, unused, pool)

@@ -54,7 +54,7 @@ class NullDevice:
     overlaps_steps = False
     vocab_size = VOCABULARY
     eos_token_ids: frozenset[int] = frozenset()
-    layout = "null"
+    layout_hash = "null"
     equal_bits = True
     costs = StepCostModel()
     windows = (FULL,)

@@ -60,7 +60,7 @@ class FakeDevice:
         self.context_length = context_length or num_blocks * block_size
         self.eos_token_ids = eos_token_ids
         self.block_bytes = block_size * SLOT_BYTES
-        self.layout = f"fake-{block_size}-{vocab_size}" + (f"-{self.windows}" if self.windows != (FULL,) else "")
+        self.layout_hash = f"fake-{block_size}-{vocab_size}" + (f"-{self.windows}" if self.windows != (FULL,) else "")
         self.equal_bits = True
         self.costs = StepCostModel()
         self._bytes = memoryview(bytearray(num_blocks * self.block_bytes))

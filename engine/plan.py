@@ -169,8 +169,8 @@ class Device(Runner, BlockBytes, Protocol):
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
     @property
-    def layout(self) -> str:
-        """Fingerprint: devices with the same one can exchange blocks."""
+    def layout_hash(self) -> str:
+        """Devices with an equal one can exchange blocks."""
         ...
 
     @property
@@ -182,5 +182,5 @@ class Device(Runner, BlockBytes, Protocol):
 
     @property
     def equal_bits(self) -> bool:
-        """Whether equal input was shown to give equal bits in any batch, on every device of this layout."""
+        """Whether equal input was shown to give equal bits in any batch, on every device with this layout hash."""
         ...

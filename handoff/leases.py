@@ -86,8 +86,10 @@ class LeaseTable:
             )
         if message.run != ticket.run:
             raise HandoffFailed(wire.CAUSE_UNKNOWN_RUN, "the ticket is for another run")
-        if message.layout != ticket.layout:
-            raise HandoffFailed(wire.CAUSE_LAYOUT_DIFFERS, f"layout {message.layout:x}, not {ticket.layout:x}")
+        if message.layout_hash != ticket.layout_hash:
+            raise HandoffFailed(
+                wire.CAUSE_LAYOUT_DIFFERS, f"layout hash {message.layout_hash:x}, not {ticket.layout_hash:x}"
+            )
         if message.salt != ticket.salt:
             raise HandoffFailed(wire.CAUSE_SALT_DIFFERS, "the salts of sender and receiver differ")
         lease.is_opened, lease.receiver = True, message.receiver

@@ -40,7 +40,7 @@ _POSITION = struct.Struct("<QIIIII")
 class TransferLayout:
     block_size: int
     block_bytes: int
-    hash: int
+    layout_hash: int
     message_bytes: int = MESSAGE_BYTES
 
     @property
@@ -65,7 +65,9 @@ class LocatedBlock:
 
 
 def message_checksum(run: wire.Run, layout: TransferLayout, message: wire.KvChunk, size: int) -> int:
-    position = _POSITION.pack(layout.hash, run.attempt, message.group, message.first_position, message.offset, size)
+    position = _POSITION.pack(
+        layout.layout_hash, run.attempt, message.group, message.first_position, message.offset, size
+    )
     checksums = message.block_checksums
     return checksum(run.request.encode() + position + struct.pack(f"<{len(checksums)}Q", *checksums))
 

@@ -154,7 +154,7 @@ class KvReceiver:
             run=ticket.run,
             receiver=self._peer,
             sender=ticket.sender,
-            layout=self._layout.hash,
+            layout_hash=self._layout.layout_hash,
             salt=arrival.sequence.request.salt,
             cached_blocks=arrival.cached_blocks,
         )

@@ -105,7 +105,7 @@ class EngineHost:
         device = engine.device
         self.peer, self.role, self.model = identity.peer, identity.role, identity.model
         self.address = identity.address
-        self.layout, self.equal_bits = layout_number(device.layout), device.equal_bits
+        self.layout_hash, self.equal_bits = short_layout_hash(device.layout_hash), device.equal_bits
         self.context_length = engine.limits.context_length
         self.max_running = engine.limits.max_running
         self.block_size, self.total_blocks = device.block_size, device.num_blocks
@@ -153,7 +153,7 @@ class EngineHost:
             run=run,
             sender=self.peer,
             address=self.address,
-            layout=self.layout,
+            layout_hash=self.layout_hash,
             salt=request.salt,
             tokens=tokens,
             outputs=[request.sampling.output_index],
@@ -249,8 +249,8 @@ class EngineHost:
 
 
 def transfer_layout(device: Device) -> TransferLayout:
-    return TransferLayout(device.block_size, device.block_bytes, layout_number(device.layout))
+    return TransferLayout(device.block_size, device.block_bytes, short_layout_hash(device.layout_hash))
 
 
-def layout_number(layout: str) -> int:
-    return int.from_bytes(hashlib.blake2b(layout.encode(), digest_size=8).digest(), "little")
+def short_layout_hash(layout_hash: str) -> int:
+    return int.from_bytes(hashlib.blake2b(layout_hash.encode(), digest_size=8).digest(), "little")

@@ -196,7 +196,7 @@ class Worker:
             address=host.address,
             role=host.role,
             model=host.model,
-            layout=host.layout,
+            layout_hash=host.layout_hash,
             tokenizer=files.tokenizer,
             capacity=Capacity(
                 total_blocks=host.total_blocks,

@@ -40,7 +40,7 @@ class Backend(Protocol):
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Device type and ``kind``, the part of ``Device.layout`` that names where a model is computed."""
+        """Device type and ``kind``, the part of ``Device.layout_hash`` that names where a model is computed."""
         ...
 
     @property

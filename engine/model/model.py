@@ -79,7 +79,7 @@ class ModelDevice:
     context_length: int
     vocab_size: int
     eos_token_ids: frozenset[int]
-    layout: str
+    layout_hash: str
     equal_bits: bool
     probe_result: ProbeResult
     backend: Backend
@@ -141,7 +141,7 @@ def _await(result: Callable[[], StepResult]) -> StepResult:
 class ReadModel:
     """A model with its weights on the device.
 
-    fingerprint  a device's ``layout``, given the layout of its blocks
+    layout_hash  a device's ``layout_hash``, given its ``KvLayout``
     check_files  raises ModelRefused if the files that the weights are mapped from have changed
     """
 
@@ -149,7 +149,7 @@ class ReadModel:
     name: str
     context_length: int
     eos_token_ids: frozenset[int]
-    fingerprint: Callable[[KvLayout], str]
+    layout_hash: Callable[[KvLayout], str]
     check_files: Callable[[], object] = lambda: None
 
 
@@ -193,7 +193,7 @@ def make_device(
         context_length=context_length,
         vocab_size=token_embeddings(model).num_embeddings,
         eos_token_ids=read.eos_token_ids,
-        layout=read.fingerprint(layout),
+        layout_hash=read.layout_hash(layout),
         equal_bits=backend.exact >= PARTS,
         probe_result=ProbeResult(exact, difference),
         backend=backend,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from decant.protos import worker_pb2 as wire
 from decant.router.admission.wait_prediction import Wait
 from decant.router.placement.prefix_index import PromptBlocks
-from decant.router.request.stored import new_record, recorded_decode_worker, recorded_layout, stream_from_store
+from decant.router.request.stored import new_record, recorded_decode_worker, recorded_layout_hash, stream_from_store
 from decant.router.request.token_stream import TokenStream
 from decant.router.request.token_writer import TokenWriter
 from decant.router.request.valid_request import ValidRequest
@@ -28,7 +28,7 @@ class AttemptContext:
     local_prefill: bool = False
     """Use no prefill worker."""
     current_decode_worker: Incarnation | None = None
-    layout: int = 0
+    layout_hash: int = 0
     """Layout hash of the workers whose tokens an earlier owner has sent, if they give equal bits; else 0."""
     wait: Wait | None = None
     traceparent: str = ""
@@ -64,7 +64,7 @@ class AttemptContext:
     def mark_uncertain_tail(self, worker: WorkerHandle) -> None:
         """Mark the tail uncertain if a client may have tokens that this worker would generate differently."""
         facts = worker.facts
-        if self.stream.may_lag_client and not (facts.equal_bits and facts.layout == self.layout):
+        if self.stream.may_lag_client and not (facts.equal_bits and facts.layout_hash == self.layout_hash):
             self.owned.record.certain_seq = self.stream.mark_tail_uncertain()
 
     def record_workers(
@@ -81,9 +81,9 @@ class AttemptContext:
             attempt.prefill_worker.CopyFrom(prefill_worker.facts.peer)
         if decode_worker is not None:
             attempt.decode_worker.CopyFrom(decode_worker.facts.peer)
-        for worker in (prefill_worker, decode_worker):  # their layouts agree
+        for worker in (prefill_worker, decode_worker):  # their layout hashes agree
             if worker is not None:
-                attempt.layout = worker.facts.layout if worker.facts.equal_bits else 0
+                attempt.layout_hash = worker.facts.layout_hash if worker.facts.equal_bits else 0
         if failure is not None:
             attempt.failure.CopyFrom(failure)
 
@@ -102,5 +102,5 @@ def adopted_context(request: ValidRequest, stored: StoredRequest, pool: WorkerPo
     if context.owned.has_prompt_logprobs:
         context.current_decode_worker = recorded_decode_worker(stored)
     context.local_prefill = bool(stored.entries)
-    context.layout = recorded_layout(stored, pool)
+    context.layout_hash = recorded_layout_hash(stored, pool)
     return context

@@ -98,13 +98,13 @@ class CacheSearch(Search[Incarnation]):
         return any(worker.is_usable for worker in self._receivers())
 
     def _receivers(self) -> list[WorkerHandle]:
-        return self._pool.receivers(self._context.model, self._ticket.layout, self._prefill_worker)
+        return self._pool.receivers(self._context.model, self._ticket.layout_hash, self._prefill_worker)
 
     def choose(self) -> Incarnation | None:
-        return choose_decode_worker(self._workers(), self._request(), self._ticket.layout, self._prefill_worker)
+        return choose_decode_worker(self._workers(), self._request(), self._ticket.layout_hash, self._prefill_worker)
 
     def _kind(self) -> Kind:
-        return Kind(WaitsFor.CACHE, self._ticket.layout, self._prefill_worker)
+        return Kind(WaitsFor.CACHE, self._ticket.layout_hash, self._prefill_worker)
 
 
 def choose_migration_target(
@@ -113,5 +113,5 @@ def choose_migration_target(
     workers = pool.snapshot(context.model, context.excluded_workers | excluded, context.prefix)
     candidates = [worker for worker in workers if not worker.is_avoided]
     return choose_decode_worker(
-        candidates, PlacementRequest(tokens=context.writer.position), source.facts.layout, source.incarnation
+        candidates, PlacementRequest(tokens=context.writer.position), source.facts.layout_hash, source.incarnation
     )

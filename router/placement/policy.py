@@ -5,7 +5,7 @@
     none               any                            any                   from tokens, on any worker
     some               no                             some that can         on a prefill worker, then handoff
     some               no                             all are full          nowhere yet: the request waits
-    some               no                             none of that layout   from tokens, on a decode worker
+    some               no                             other layout hash     from tokens, on a decode worker
     a suitable one     no                             any                   from tokens, on that one
     some               yes                            any                   from tokens, on a decode worker
 
@@ -29,7 +29,7 @@ class WorkerSnapshot:
 
     incarnation: Incarnation
     role: wire.Role
-    layout: int
+    layout_hash: int
     block_tokens: int
     free_blocks: int  # including cached ones, which can be reused
     sequences: int  # running and waiting
@@ -63,8 +63,8 @@ def blocks_for(tokens: int, block_tokens: int, group_blocks: Sequence[int]) -> i
 def choose_first_worker(workers: Sequence[WorkerSnapshot], request: PlacementRequest) -> Placement | None:
     """Choose the worker that begins a request; None while no worker has capacity."""
     decode = [worker for worker in workers if worker.role != wire.ROLE_PREFILL]
-    layouts = {worker.layout for worker in decode}
-    prefill = [worker for worker in workers if worker.role == wire.ROLE_PREFILL and worker.layout in layouts]
+    layout_hashes = {worker.layout_hash for worker in decode}
+    prefill = [worker for worker in workers if worker.role == wire.ROLE_PREFILL and worker.layout_hash in layout_hashes]
     preferred = _session_affinity_worker(decode or workers, request)
     if prefill and not request.from_tokens:
         local = _least_loaded_decode(
@@ -79,10 +79,10 @@ def choose_first_worker(workers: Sequence[WorkerSnapshot], request: PlacementReq
 
 
 def choose_decode_worker(
-    workers: Sequence[WorkerSnapshot], request: PlacementRequest, layout: int, sender: Incarnation
+    workers: Sequence[WorkerSnapshot], request: PlacementRequest, layout_hash: int, sender: Incarnation
 ) -> Incarnation | None:
     """Choose the receiver of a KV cache; None while no worker can receive it."""
-    candidates = [worker for worker in workers if worker.layout == layout and worker.incarnation != sender]
+    candidates = [worker for worker in workers if worker.layout_hash == layout_hash and worker.incarnation != sender]
     decode = [worker for worker in candidates if worker.role != wire.ROLE_PREFILL] or candidates
     choice = _least_loaded_decode(decode, request, _session_affinity_worker(decode, request))
     return None if choice is None else choice.incarnation

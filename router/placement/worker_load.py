@@ -44,7 +44,7 @@ class WorkerLoad:
         self.queued_tokens = CorrectedCounter()
         """Prompt tokens to compute."""
         self.sequences = CorrectedCounter()
-        self.layout = facts.layout
+        self.layout_hash = facts.layout_hash
         self._routers: frozenset[Incarnation] | None = None
         """Routers in the last report; None before the first in this session."""
         self._load = wire.Load(role=facts.role, free_blocks=facts.capacity.total_blocks, takes_prompts=True)
@@ -92,7 +92,7 @@ class WorkerLoad:
         return WorkerSnapshot(
             incarnation=self.incarnation,
             role=load.role,
-            layout=self.layout,
+            layout_hash=self.layout_hash,
             block_tokens=self.block_tokens,
             free_blocks=load.free_blocks + load.cached_blocks - self._sent_blocks,
             sequences=self.sequences.value,

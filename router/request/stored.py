@@ -137,11 +137,11 @@ def recorded_decode_worker(stored: StoredRequest) -> Incarnation | None:
     return Incarnation.of(attempts[-1].decode_worker)
 
 
-def recorded_layout(stored: StoredRequest, pool: WorkerPool) -> int:
-    """Layout of the last attempt's workers, or of all workers before the first; 0 if unknown or without equal bits."""
+def recorded_layout_hash(stored: StoredRequest, pool: WorkerPool) -> int:
+    """Layout hash of the last attempt's workers, before the first of all; 0 if unknown or without equal bits."""
     attempts = stored.record.attempts
     if attempts:
-        return attempts[-1].layout
+        return attempts[-1].layout_hash
     return 0 if stored.entries else pool.layout_of(stored.record.model)
 
 

@@ -68,8 +68,8 @@ class WorkerPool:
         return {worker.load.block_tokens for worker in self.of(model)}
 
     def layout_of(self, model: str) -> int:
-        layouts = {worker.facts.layout if worker.facts.equal_bits else 0 for worker in self.of(model)}
-        return layouts.pop() if len(layouts) == 1 else 0
+        layout_hashes = {worker.facts.layout_hash if worker.facts.equal_bits else 0 for worker in self.of(model)}
+        return layout_hashes.pop() if len(layout_hashes) == 1 else 0
 
     def max_context_length(self, model: str) -> int | None:
         usable = [worker for worker in self.of(model) if worker.is_usable]
@@ -78,11 +78,11 @@ class WorkerPool:
     def has_usable(self, model: str) -> bool:
         return any(worker.is_usable for worker in self.of(model))
 
-    def receivers(self, model: str, layout: int, sender: Incarnation) -> list[WorkerHandle]:
+    def receivers(self, model: str, layout_hash: int, sender: Incarnation) -> list[WorkerHandle]:
         return [
             worker
             for worker in self.of(model)
-            if worker.load.layout == layout and worker.incarnation != sender and not worker.load.is_draining
+            if worker.load.layout_hash == layout_hash and worker.incarnation != sender and not worker.load.is_draining
         ]
 
     def can_receive(self, source: WorkerHandle, excluded: AbstractSet[Incarnation]) -> bool:
@@ -90,7 +90,7 @@ class WorkerPool:
         candidates = [
             worker
             for worker in self.of(source.facts.model)
-            if worker is not source and worker.load.layout == source.load.layout
+            if worker is not source and worker.load.layout_hash == source.load.layout_hash
             if worker.is_usable and not worker.is_avoided and worker.incarnation not in excluded
         ]
         decode = [worker for worker in candidates if worker.load.role != wire.ROLE_PREFILL]
@@ -142,7 +142,7 @@ class WorkerPool:
     def _may_take(self, worker: WorkerHandle, kind: Kind) -> bool:
         load, decodes = worker.load, worker.load.role != wire.ROLE_PREFILL
         if kind.waits_for is WaitsFor.CACHE:
-            fits = kind.layout == load.layout and kind.sender != worker.incarnation
+            fits = kind.layout_hash == load.layout_hash and kind.sender != worker.incarnation
             return fits and (decodes or not self._any_usable(worker, decodes=True))
         if not load.takes_prompts:
             return False
@@ -157,7 +157,7 @@ class WorkerPool:
     def _any_usable(self, like: WorkerHandle, *, decodes: bool) -> bool:
         return any(
             (worker.load.role != wire.ROLE_PREFILL) == decodes
-            and worker.load.layout == like.load.layout
+            and worker.load.layout_hash == like.load.layout_hash
             and worker.is_usable
             for worker in self.of(like.facts.model)
         )

@@ -24,7 +24,7 @@ class WaitsFor(Enum):
 
 class Kind(NamedTuple):
     waits_for: WaitsFor
-    layout: int = 0
+    layout_hash: int = 0
     sender: Incarnation | None = None
 
 

@@ -268,9 +268,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_a_hub_name_is_served_at_its_resolved_commit(hub):
     main, first, second = (serve("org/tiny", revision=revision) for revision in (None, "a" * 40, "b" * 40))
-    assert main.layout == second.layout != first.layout
+    assert main.layout_hash == second.layout_hash != first.layout_hash
     (hub / "refs" / "main").write_text("a" * 40)
-    assert serve("org/tiny").layout == first.layout
+    assert serve("org/tiny").layout_hash == first.layout_hash
     with pytest.raises(ModelRefused, match=r"org/tiny.*no hub name within reach"):
         serve("org/tiny", revision="another")
 

@@ -109,30 +109,30 @@ def test_a_context_length_beyond_the_kv_memory_is_refused(llama):
     Engine(device, Limits(context_length=64))
 
 
-# -- the layout -------------------------------------------------------------------------------------------------------
+# -- the layout hash ---------------------------------------------------------------------------------------------------
 
 
 def test_a_layout_is_equal_for_equal_checkpoints_and_settings(llama, copy):
-    assert serve(llama).layout == serve(llama).layout == serve(copy).layout
-    assert serve(llama, kv_bytes=1 << 19).layout == serve(llama).layout
+    assert serve(llama).layout_hash == serve(llama).layout_hash == serve(copy).layout_hash
+    assert serve(llama, kv_bytes=1 << 19).layout_hash == serve(llama).layout_hash
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"context_length": 128}, {"block_size": 32}], ids=str)
 def test_a_layout_differs_with_what_makes_blocks_or_bits_differ(settings, llama):
-    assert serve(llama, **settings).layout != serve(llama).layout
+    assert serve(llama, **settings).layout_hash != serve(llama).layout_hash
 
 
 def test_a_layout_differs_with_the_weights(llama, tmp_path):
     other = tiny.save(tiny.config("llama"), tmp_path, seed=1)
-    assert serve(other).layout != serve(llama).layout
+    assert serve(other).layout_hash != serve(llama).layout_hash
 
 
 def test_a_layout_differs_with_any_tensor(tmp_path):
     folder = tiny.save(tiny.config("llama", vocab_size=16384), tmp_path)
-    before = serve(folder).layout
+    before = serve(folder).layout_hash
 
     def change(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         weights["model.embed_tokens.weight"][8000, 5] += 1
         return weights
 
-    assert serve(rewrite(folder, change)).layout != before
+    assert serve(rewrite(folder, change)).layout_hash != before

@@ -23,7 +23,7 @@ from decant.protos import worker_pb2 as wire
 from decant.runtime.protocol import PROTOCOL
 
 BLOCK = 4
-LAYOUT = 0x1234
+LAYOUT_HASH = 0x1234
 
 
 Cost = Callable[[StepPlan], float] | None
@@ -53,7 +53,7 @@ class Worker:
             checksum=checksum,
         )
         self.peer = wire.Peer(id=name, incarnation=1, protocol=PROTOCOL)
-        self.transfer_layout = TransferLayout(BLOCK, self.engine.device.block_bytes, LAYOUT, message_bytes)
+        self.transfer_layout = TransferLayout(BLOCK, self.engine.device.block_bytes, LAYOUT_HASH, message_bytes)
         self.ended_leases: list[Lease] = []
         self.loop = EngineLoop(self.engine, self._on_step)
         self.sender = KvSender(
@@ -102,7 +102,9 @@ class Worker:
     async def offer(self, request: Request) -> wire.Ticket:
         """Start a prompt as a prefill worker does; return a ticket for its cache."""
         run = wire.Run(request=request.id, epoch=1, attempt=1)
-        ticket = wire.Ticket(run=run, sender=self.peer, layout=LAYOUT, salt=request.salt, tokens=len(request.token_ids))
+        ticket = wire.Ticket(
+            run=run, sender=self.peer, layout_hash=LAYOUT_HASH, salt=request.salt, tokens=len(request.token_ids)
+        )
         issued = self.sender.issue(ticket, request.id, request.prompt_len)
         await self.loop.call(lambda engine: engine.add(replace(request, park_after=1)))
         return issued

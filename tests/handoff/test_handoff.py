@@ -201,7 +201,7 @@ async def test_a_ticket_opens_once_and_only_for_what_it_names() -> None:
             wire.CAUSE_LEASE_OVER: {"ticket": b"0123456789abcdef"},
             wire.CAUSE_WRONG_PEER: {"sender": wire.Peer(id="p", incarnation=2)},
             wire.CAUSE_UNKNOWN_RUN: {"run": wire.Run(request="r", epoch=1, attempt=2)},
-            wire.CAUSE_LAYOUT_DIFFERS: {"layout": 1},
+            wire.CAUSE_LAYOUT_DIFFERS: {"layout_hash": 1},
             wire.CAUSE_SALT_DIFFERS: {"salt": b"another"},
         }
         for cause, change in wrong.items():

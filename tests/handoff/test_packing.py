@@ -61,7 +61,7 @@ def taken(layout: TransferLayout, messages: Iterable[Received], run: wire.Run = 
     count=st.integers(1, 6),
 )
 def test_packed_blocks_are_unpacked_and_no_message_is_too_large(size: int, first: int, count: int) -> None:
-    layout = TransferLayout(16, size, hash=7)
+    layout = TransferLayout(16, size, layout_hash=7)
     blocks = blocks_of(layout, first, count)
     messages = received(layout, blocks)
     assert all(len(message.data) <= MESSAGE_BYTES for message in messages)
@@ -70,7 +70,7 @@ def test_packed_blocks_are_unpacked_and_no_message_is_too_large(size: int, first
 
 
 def test_a_message_has_a_maximum_number_of_tiny_blocks() -> None:
-    layout = TransferLayout(16, 8, hash=7)
+    layout = TransferLayout(16, 8, layout_hash=7)
     messages = received(layout, blocks_of(layout, 0, 1000))
     assert max(len(message.response.kv_chunk.block_checksums) for message in messages) == MESSAGE_BLOCKS
     assert len(taken(layout, messages)) == 1000
@@ -78,7 +78,7 @@ def test_a_message_has_a_maximum_number_of_tiny_blocks() -> None:
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_any_parser_reads_what_is_sent_and_any_writer_is_read(size: int) -> None:
-    layout = TransferLayout(16, size, hash=7)
+    layout = TransferLayout(16, size, layout_hash=7)
     blocks = blocks_of(layout, 3, 2)
     plain = [wire.FetchResponse.FromString(message) for message in pack(RUN, layout, blocks)]
     assert b"".join(one.kv_chunk.data for one in plain) == b"".join(bytes(block.data) for block in blocks)
@@ -125,7 +125,7 @@ def test_repeated_data_are_merged_as_protobuf_does() -> None:
 @settings(max_examples=300, deadline=None)
 @given(size=st.sampled_from([40, 90]), at=st.integers(0), bit=st.integers(0, 7))
 def test_a_flipped_bit_anywhere_in_a_message_is_refused_or_changes_nothing(size: int, at: int, bit: int) -> None:
-    layout = TransferLayout(16, size, hash=7, message_bytes=80)  # two blocks a message, or one in two
+    layout = TransferLayout(16, size, layout_hash=7, message_bytes=80)  # two blocks a message, or one in two
     blocks = blocks_of(layout, 1, 4)
     messages = list(pack(RUN, layout, blocks))
     flat, place = bytearray(b"".join(messages)), 0
@@ -160,9 +160,9 @@ def test_a_flipped_bit_anywhere_in_a_message_is_refused_or_changes_nothing(size:
 )
 def test_bytes_are_bound_to_their_position_and_their_run(size: int, fault: str) -> None:
     layout, run, reader = (
-        TransferLayout(16, size, hash=7),
+        TransferLayout(16, size, layout_hash=7),
         wire.Run(),
-        TransferLayout(16, size, hash=8 if fault == "layout" else 7),
+        TransferLayout(16, size, layout_hash=8 if fault == "layout" else 7),
     )
     run.CopyFrom(RUN)
     messages = received(layout, blocks_of(layout, 0, 2))
@@ -196,7 +196,7 @@ def test_bytes_are_bound_to_their_position_and_their_run(size: int, fault: str) 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("fault", ["first_position", "group", "offset", "checksum", "size", "checksums"])
 def test_a_wrong_position_is_refused_before_any_byte_is_read(size: int, fault: str) -> None:
-    layout = TransferLayout(16, size, hash=7)
+    layout = TransferLayout(16, size, layout_hash=7)
     first = received(layout, blocks_of(layout, 0, 2))[0]
     head, data = first.response.kv_chunk, first.data
     match fault:
@@ -211,7 +211,7 @@ def test_a_wrong_position_is_refused_before_any_byte_is_read(size: int, fault: s
 
 
 def test_pieces_of_a_large_block_must_come_in_order_and_whole() -> None:
-    layout = TransferLayout(16, 3 * MESSAGE_BYTES, hash=7)
+    layout = TransferLayout(16, 3 * MESSAGE_BYTES, layout_hash=7)
     messages = received(layout, blocks_of(layout, 0, 2))
     assert len(messages) == 6
     for order in ([1], [0, 2], [0, 1, 3], [0, 0], [0, 1, 2, 2], [3, 1, 2]):
@@ -223,7 +223,7 @@ def test_pieces_of_a_large_block_must_come_in_order_and_whole() -> None:
 @pytest.mark.parametrize(("size", "checksums"), [(MESSAGE_BYTES, []), (5, []), (4, [1]), (5, [1, 2])])
 def test_a_block_ends_with_its_message_and_one_checksum(size: int, checksums: list[int]) -> None:
     """The third piece of a LARGE block has five bytes and one checksum."""
-    layout = TransferLayout(16, LARGE, hash=7)
+    layout = TransferLayout(16, LARGE, layout_hash=7)
     pieces = received(layout, blocks_of(layout, 0, 1))
     head = wire.KvChunk(offset=2 * MESSAGE_BYTES, block_checksums=checksums)
     head.checksum = message_checksum(RUN, layout, head, size)

@@ -5,7 +5,7 @@ import pytest
 from decant.handoff.errors import HandoffFailed
 from decant.handoff.packing import MESSAGE_BYTES, TransferLayout, message_checksum
 from decant.protos import worker_pb2 as wire
-from tests.handoff.factories import LAYOUT, Tamper, Worker, ask, run_alone
+from tests.handoff.factories import LAYOUT_HASH, Tamper, Worker, ask, run_alone
 from tests.handoff.harness import hand_over
 
 
@@ -63,7 +63,7 @@ def forge_checksum(message: wire.FetchResponse) -> list[wire.FetchResponse]:
 def another_run(message: wire.FetchResponse) -> list[wire.FetchResponse]:
     if message.HasField("kv_chunk"):
         stale = wire.Run(request="r", epoch=1, attempt=0)
-        layout = TransferLayout(4, 32, LAYOUT)
+        layout = TransferLayout(4, 32, LAYOUT_HASH)
         message.kv_chunk.checksum = message_checksum(stale, layout, message.kv_chunk, len(message.kv_chunk.data))
     return [message]
 

@@ -47,7 +47,7 @@ class FakePrefill(WorkerState, services.PrefillServicer):
                 id=f"{self.facts.peer.id}:{run.request}:{run.attempt}".encode(),
                 run=run,
                 sender=self.facts.peer,
-                layout=self.facts.layout,
+                layout_hash=self.facts.layout_hash,
                 lease_ms=10_000,
                 tokens=base + len(written),
                 outputs=[0],

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from decant.protos import worker_pb2 as wire
 from decant.runtime.packed import pack
 
-LAYOUT = 7
+LAYOUT_HASH = 7
 TOKENIZER = 11
 MODEL = "m"
 EOS = 2

@@ -60,7 +60,7 @@ class FakeSession(WorkerState, services.DecodeServicer):
             worker=self.facts.peer,
             role=self.facts.role,
             model=MODEL,
-            layout=self.facts.layout,
+            layout_hash=self.facts.layout_hash,
             runs=[self.runs[each].held for each in named if each in self.runs],
             unknown_runs=[owned.run for owned in hello.owned if key(owned.run) not in self.runs],
             orphans=[run.run for each, run in self.runs.items() if each not in named and len(self._outs) == 1],

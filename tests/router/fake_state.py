@@ -10,7 +10,7 @@ from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.runtime.connections.peer import new_peer
 from decant.runtime.packed import unpack
-from tests.router.fake_script import EOS, LAYOUT, MODEL, TOKENIZER, Script, token_at
+from tests.router.fake_script import EOS, LAYOUT_HASH, MODEL, TOKENIZER, Script, token_at
 
 Queue = asyncio.Queue[wire.WorkerMessage | None]
 
@@ -54,7 +54,7 @@ class Fleet:
 
 
 class WorkerState:
-    def __init__(self, fleet: Fleet, name: str, role: wire.Role, layout: int = LAYOUT) -> None:
+    def __init__(self, fleet: Fleet, name: str, role: wire.Role, layout_hash: int = LAYOUT_HASH) -> None:
         self.fleet = fleet
         self.script = Script()
         self.go = asyncio.Event()
@@ -63,7 +63,7 @@ class WorkerState:
             peer=new_peer(name),
             role=role,
             model=MODEL,
-            layout=layout,
+            layout_hash=layout_hash,
             tokenizer=TOKENIZER,
             capacity=Capacity(total_blocks=1000, block_tokens=16, max_context_length=2048, max_running=64),
             equal_bits=True,

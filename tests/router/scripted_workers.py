@@ -17,7 +17,7 @@ import grpc
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import Capacity, WorkerRegistration
 from decant.runtime.connections.peer import new_peer
-from tests.router.fake_script import LAYOUT, MODEL, TOKENIZER
+from tests.router.fake_script import LAYOUT_HASH, MODEL, TOKENIZER
 from tests.router.scripted_runs import (
     EOS,
     PROMPT,
@@ -61,7 +61,7 @@ class ScriptedWorker:
             address=name,
             role=role,
             model=MODEL,
-            layout=LAYOUT,
+            layout_hash=LAYOUT_HASH,
             tokenizer=TOKENIZER,
             capacity=Capacity(total_blocks=1000, block_tokens=16, max_context_length=2048, max_running=64),
             equal_bits=True,
@@ -177,7 +177,9 @@ class ScriptedWorker:
 
     def offer(self, run: wire.Run, tokens: int) -> Export:
         id = f"{self.facts.peer.id}-{len(self.world.exports)}".encode()
-        ticket = wire.Ticket(id=id, run=run, sender=self.facts.peer, layout=LAYOUT, lease_ms=3000, tokens=tokens)
+        ticket = wire.Ticket(
+            id=id, run=run, sender=self.facts.peer, layout_hash=LAYOUT_HASH, lease_ms=3000, tokens=tokens
+        )
         export = self.world.exports[id] = Export(ticket, renewed_at=self.world.now())
         return export
 
@@ -198,7 +200,7 @@ class _Handler:
             worker=self._worker.facts.peer,
             role=self._worker.facts.role,
             model=MODEL,
-            layout=LAYOUT,
+            layout_hash=LAYOUT_HASH,
             runs=[self._worker.runs[key].held for key in owned if key in self._worker.runs],
             unknown_runs=[each.run for key, each in owned.items() if key not in self._worker.runs],
             orphans=[run.run for key, run in self._worker.runs.items() if run.is_attached and key not in owned],

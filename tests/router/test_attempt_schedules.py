@@ -21,7 +21,7 @@ from decant.state.ids import Incarnation
 from decant.state.journal import Entry
 from decant.state.owned import StoredRequest
 from tests.router.attempt_harness import Case, Scenario
-from tests.router.fake_script import LAYOUT, MODEL
+from tests.router.fake_script import LAYOUT_HASH, MODEL
 from tests.router.scripted_runs import PROMPT, ScriptedRun
 from tests.router.virtual_time import run, settle
 
@@ -128,7 +128,7 @@ async def follow_adopted(case: Case, phase: wire.RunStatus.Phase | None, written
     before = place_run(scenario, phase, written)
     record = RequestRecord(model=MODEL, prompt_tokens=len(PROMPT))
     holder = world.workers["d"].facts.peer
-    record.attempts.add(attempt=1, decode_worker=holder, layout=LAYOUT)
+    record.attempts.add(attempt=1, decode_worker=holder, layout_hash=LAYOUT_HASH)
     entries = [Entry(0, token) for token in world.answer[:written]]
     request = scenario.request()
     stored = StoredRequest(

@@ -22,7 +22,7 @@ NO_SENDER = Incarnation("", 0)
 
 def snapshot(name: str, role: wire.Role = D, **more: object) -> WorkerSnapshot:
     worker = WorkerSnapshot(
-        Incarnation(name, 1), role, layout=1, block_tokens=16, free_blocks=100, sequences=0, queued_tokens=0
+        Incarnation(name, 1), role, layout_hash=1, block_tokens=16, free_blocks=100, sequences=0, queued_tokens=0
     )
     return replace(worker, **more)  # type: ignore[arg-type]
 
@@ -81,7 +81,7 @@ def test_tokens_that_are_written_go_to_a_decode_worker() -> None:
 
 def test_a_prefill_worker_without_a_decode_worker_of_its_layout_is_not_used() -> None:
     decode = snapshot("d")
-    assert place(snapshot("p", P, layout=2), decode) == Placement(decode.incarnation, is_split=False)
+    assert place(snapshot("p", P, layout_hash=2), decode) == Placement(decode.incarnation, is_split=False)
 
 
 def test_a_cache_goes_where_it_fits_then_where_the_fewest_sequences_run() -> None:
@@ -113,7 +113,10 @@ def test_a_worker_needs_free_blocks_for_each_cache_group_of_a_sequence(
 
 def test_a_kv_cache_goes_to_another_worker_of_the_same_layout() -> None:
     sender = snapshot("p", P)
-    assert choose_decode_worker([snapshot("d", layout=2), sender], PlacementRequest(20), 1, sender.incarnation) is None
+    assert (
+        choose_decode_worker([snapshot("d", layout_hash=2), sender], PlacementRequest(20), 1, sender.incarnation)
+        is None
+    )
 
 
 def test_a_cache_goes_to_another_prefill_worker_when_no_decode_worker_is_left() -> None:
@@ -209,7 +212,7 @@ workers = st.builds(
     snapshot,
     st.sampled_from("abcdef"),
     st.sampled_from([P, D]),
-    layout=st.integers(1, 2),
+    layout_hash=st.integers(1, 2),
     free_blocks=st.integers(0, 5),
     sequences=st.integers(0, 5),
     takes_prompts=st.booleans(),
@@ -237,7 +240,7 @@ def test_the_chosen_worker_always_has_capacity(
         assert worker.takes_prompts
         if chosen.is_split:
             assert worker.role == P
-            assert any(other.role == D and other.layout == worker.layout for other in present)
+            assert any(other.role == D and other.layout_hash == worker.layout_hash for other in present)
     elif from_tokens or not any(worker.role == P for worker in present):
         decode = [worker for worker in present if worker.role == D] or present
         assert not any(worker.has_capacity and worker.takes_prompts for worker in decode)

@@ -11,7 +11,7 @@ from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import Aborted, Cancelled, OutOfRange
 from decant.state.store import Store
 from tests.router.abandoned_requests import KEY, PROMPT, left_behind
-from tests.router.fake_script import LAYOUT, answer
+from tests.router.fake_script import LAYOUT_HASH, answer
 from tests.router.fake_worker import fleet
 from tests.router.harness import (
     PATIENCE,
@@ -32,7 +32,7 @@ async def resume_behind(stream: TokenStream, after_seq: int) -> None:
 
 
 async def test_an_equal_tail_is_resumed(store: Store) -> None:
-    await left_behind(store, *answer(PROMPT, 2), layout=LAYOUT)
+    await left_behind(store, *answer(PROMPT, 2), layout_hash=LAYOUT_HASH)
     async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[1].script.pause_at = 3
         stream = await harness.requests.resume(KEY)
@@ -46,7 +46,7 @@ async def test_an_equal_tail_is_resumed(store: Store) -> None:
 
 @pytest.mark.parametrize("has_equal_bits", [True, False])
 async def test_the_tail_of_a_new_request_is_what_all_workers_generate(store: Store, has_equal_bits: bool) -> None:
-    await left_behind(store, layout=None)
+    await left_behind(store, layout_hash=None)
     async with fleet(P, D) as workers:
         workers[0].facts.equal_bits = has_equal_bits
         async with core(store, workers) as harness:
@@ -58,11 +58,11 @@ async def test_the_tail_of_a_new_request_is_what_all_workers_generate(store: Sto
             assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
 
 
-@pytest.mark.parametrize("layout", [None, 0, LAYOUT + 1])
+@pytest.mark.parametrize("layout_hash", [None, 0, LAYOUT_HASH + 1])
 async def test_a_tail_that_may_come_out_otherwise_is_refused_with_what_is_certain(
-    store: Store, layout: int | None
+    store: Store, layout_hash: int | None
 ) -> None:
-    await left_behind(store, *answer(PROMPT, 2), layout=layout)
+    await left_behind(store, *answer(PROMPT, 2), layout_hash=layout_hash)
     async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[1].script.pause_at = 3
         stream = await harness.requests.resume(KEY)
@@ -82,7 +82,7 @@ async def refused_behind(stream: TokenStream, after_seq: int, *, certain: int) -
 
 
 async def test_one_worker_that_promises_nothing_is_enough_to_refuse(store: Store) -> None:
-    await left_behind(store, *answer(PROMPT, 2), layout=LAYOUT)
+    await left_behind(store, *answer(PROMPT, 2), layout_hash=LAYOUT_HASH)
     async with fleet(P, D) as workers:
         workers[1].facts.equal_bits = False
         async with core(store, workers) as harness:
@@ -95,7 +95,7 @@ async def test_one_worker_that_promises_nothing_is_enough_to_refuse(store: Store
 async def test_an_uncertain_tail_stays_uncertain_in_the_store_until_it_is_generated_again(
     store: Store, has_reader: bool
 ) -> None:
-    await left_behind(store, *answer(PROMPT, 2), layout=0)
+    await left_behind(store, *answer(PROMPT, 2), layout_hash=0)
     async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[1].script.pause_at = 4
         stream = await harness.requests.resume(KEY)
@@ -116,7 +116,7 @@ async def test_an_uncertain_tail_stays_uncertain_in_the_store_until_it_is_genera
 
 
 async def test_an_uncertain_tail_stays_uncertain_for_the_next_router(store: Store) -> None:
-    await left_behind(store, *answer(PROMPT, 2), layout=0)
+    await left_behind(store, *answer(PROMPT, 2), layout_hash=0)
     async with fleet(P, D) as workers, core(store, workers) as one, core(store, workers) as two:
         workers[1].script.pause_at = 4
         stream = await one.requests.resume(KEY)
@@ -141,7 +141,7 @@ async def test_the_next_attempt_continues_from_the_tokens_already_sent(store: St
 
 
 async def test_a_reader_that_waits_for_a_tail_gets_the_requests_end(store: Store) -> None:
-    await left_behind(store, *answer(PROMPT, 2), layout=LAYOUT)
+    await left_behind(store, *answer(PROMPT, 2), layout_hash=LAYOUT_HASH)
     async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[1].script.pause_at = 3
         stream = await harness.requests.resume(KEY)

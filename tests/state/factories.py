@@ -91,7 +91,7 @@ def router_facts(incarnation: Incarnation) -> RouterRegistration:
 
 def worker_facts(incarnation: Incarnation, address: str = "host:2") -> WorkerRegistration:
     peer = Peer(id=incarnation.id, incarnation=incarnation.incarnation, protocol=PROTOCOL)
-    return WorkerRegistration(peer=peer, address=address, role=ROLE_DECODE, layout=(1 << 64) - 1)
+    return WorkerRegistration(peer=peer, address=address, role=ROLE_DECODE, layout_hash=(1 << 64) - 1)
 
 
 def everything(bare: Any) -> dict[bytes, Any]:

@@ -157,7 +157,9 @@ class Node:
     async def offer(self, run: wire.Run, work: wire.EngineRequest) -> wire.Ticket:
         """Start a prompt as a prefill worker does; return a ticket for its cache."""
         request = to_request(f"prefill/{run.request}/{run.attempt}", work, model="m", park_after=True)
-        ticket = wire.Ticket(run=run, sender=self.peer, address=self.address, layout=self.host.layout, salt=work.salt)
+        ticket = wire.Ticket(
+            run=run, sender=self.peer, address=self.address, layout_hash=self.host.layout_hash, salt=work.salt
+        )
         ticket.tokens = len(request.token_ids)
         issued = self.host.sender.issue(ticket, request.id, request.prompt_len)
         await self.host.loop.call(lambda engine: engine.add(request))

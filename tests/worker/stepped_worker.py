@@ -132,7 +132,9 @@ class Node:
 
     def offer(self, run: wire.Run, work: wire.EngineRequest) -> wire.Ticket:
         request = to_request(f"prefill/{run.request}", work, model="m", park_after=True)
-        ticket = wire.Ticket(run=run, sender=self.host.peer, address=self.host.address, layout=self.host.layout)
+        ticket = wire.Ticket(
+            run=run, sender=self.host.peer, address=self.host.address, layout_hash=self.host.layout_hash
+        )
         ticket.salt, ticket.tokens = work.salt, len(request.token_ids)
         issued = self.host.sender.issue(ticket, request.id, request.prompt_len)
         self.host.loop.post(lambda engine: engine.add(request))

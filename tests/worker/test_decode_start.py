@@ -165,7 +165,7 @@ async def test_an_unacceptable_start_is_refused_with_its_cause() -> None:
         odd.sampling.top_p = 3
         tickets = [await sender.offer(make_run("t/good", attempt=attempt), make_work()) for attempt in (8, 9, 11)]
         layout, salt, foreign = tickets
-        layout.layout += 1
+        layout.layout_hash += 1
         salt.salt = b"another"
         cases: list[tuple[wire.EngineRequest, wire.Ticket | None, wire.Cause, str]] = [
             (other, None, wire.CAUSE_UNKNOWN_MODEL, "model"),

@@ -6,7 +6,7 @@ from decant.engine.engine import Engine
 from decant.engine.fake import FakeDevice
 from decant.handoff.engine_protocol import StepEvents
 from decant.protos import worker_pb2 as wire
-from decant.worker.engine_host import HostHandler, layout_number
+from decant.worker.engine_host import HostHandler, short_layout_hash
 from decant.worker.wire_codec import to_request
 from tests.worker.harness import MODEL, make_work, worker
 from tests.worker.waiting import eventually
@@ -95,6 +95,6 @@ async def test_handlers_get_a_step_in_their_order_and_the_sender_last() -> None:
 
 
 def test_layouts_are_equal_as_numbers_when_they_are_equal() -> None:
-    one, same, other = (FakeDevice(block_size=size).layout for size in (8, 8, 16))
-    assert layout_number(one) == layout_number(same) != layout_number(other)
-    assert 0 <= layout_number(one) < 2**64
+    one, same, other = (FakeDevice(block_size=size).layout_hash for size in (8, 8, 16))
+    assert short_layout_hash(one) == short_layout_hash(same) != short_layout_hash(other)
+    assert 0 <= short_layout_hash(one) < 2**64

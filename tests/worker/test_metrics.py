@@ -73,7 +73,9 @@ async def test_a_failed_handoff_is_counted_by_its_cause() -> None:
         registry = Registry(process=False)
         receiver.connect(WorkerMetrics(registry, receiver.host))
         work = make_work(30, 4)
-        gone = wire.Ticket(id=b"unknown", sender=harness.host.peer, address=harness.address, layout=harness.host.layout)
+        gone = wire.Ticket(
+            id=b"unknown", sender=harness.host.peer, address=harness.address, layout_hash=harness.host.layout_hash
+        )
         with pytest.raises(HandoffFailed):
             await receiver.receive(gone, to_request("late", work, model=MODEL))
         found = values(registry)

@@ -21,7 +21,7 @@ async def test_ticket_first_token_and_cache_come_in_this_order(harness: WorkerHa
         assert [first.tokens[0].token, *(await receiver.written("moved"))] == run_alone(work)
         assert taken.received_bytes == 8 * harness.host.transfer_layout.block_bytes
     assert (ticket.run.request, ticket.sender, ticket.address) == ("t/a", harness.host.peer, harness.address)
-    assert (ticket.layout, ticket.salt, ticket.tokens) == (harness.host.layout, b"tenant", 30)
+    assert (ticket.layout_hash, ticket.salt, ticket.tokens) == (harness.host.layout_hash, b"tenant", 30)
     assert (list(ticket.outputs), ticket.lease_ms, len(ticket.id)) == ([0], 30_000, 16)
     assert (first.cached_tokens, first.tokens[0].HasField("finished")) == (0, False)
     assert first.prefill_us > 0

@@ -172,7 +172,7 @@ async def test_a_worker_without_torch_serves_and_drains(run: Run, redis: Private
         assert (capacity.total_blocks, capacity.block_tokens, capacity.max_context_length) == (512, 16, 8192)
         assert (capacity.max_running, facts.model) == (256, models.path().name)
         assert facts.tokenizer
-        assert facts.layout
+        assert facts.layout_hash
         assert healthy(channel, "ready")
         assert healthy(channel, "decant.internal.v1.Decode")
         (event,) = prefill(channel, seen.worker, handoff=False)

@@ -106,7 +106,7 @@ async def test_the_welcome_identifies_the_worker() -> None:
         welcome = router.welcome
         assert welcome is not None
         assert (welcome.worker, welcome.role, welcome.model) == (node.peer, wire.ROLE_DECODE, "m")
-        assert welcome.layout == node.host.layout
+        assert welcome.layout_hash == node.host.layout_hash
         assert node.decode.sessions == 1
 
 

@@ -121,7 +121,7 @@ class DecodeService(services.DecodeServicer):
 
     def _welcome(self, session: RouterSession, hello: wire.Hello) -> None:
         host, manager = self._host, self.run_manager
-        welcome = wire.Welcome(worker=host.peer, role=host.role, model=host.model, layout=host.layout)
+        welcome = wire.Welcome(worker=host.peer, role=host.role, model=host.model, layout_hash=host.layout_hash)
         runs_here, refusals = [], []
         for owned in hello.owned:
             if refusal := self._refusal(owned.run):

@@ -47,10 +47,10 @@ class StartValidator:
         check_accepts(self._host, start.engine_request, num_waiting)
 
     def _check_ticket(self, start: wire.Start) -> None:
-        ticket, layout = start.ticket, self._host.layout
+        ticket, layout_hash = start.ticket, self._host.layout_hash
         if key_of(ticket.run) != key_of(start.run):
             raise RequestRejected.because("ticket.run", "the run of the Start", key_of(ticket.run))
-        if ticket.layout != layout:
-            raise rejected(wire.CAUSE_LAYOUT_DIFFERS, f"layout {ticket.layout:x}, not {layout:x}")
+        if ticket.layout_hash != layout_hash:
+            raise rejected(wire.CAUSE_LAYOUT_DIFFERS, f"layout hash {ticket.layout_hash:x}, not {layout_hash:x}")
         if ticket.salt != start.engine_request.salt:
             raise rejected(wire.CAUSE_SALT_DIFFERS, "the salts of ticket and request differ")

@@ -30,7 +30,7 @@ from decant.router.placement.prefix_index import PrefixIndex, PromptBlocks
 from decant.router.placement.worker_load import LoadReservation, WorkerLoad
 from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS
 
-_LAYOUT = 1
+_LAYOUT_HASH = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,10 @@ class SimulatedRouter:
         self.loads = [
             WorkerLoad(
                 WorkerRegistration(
-                    peer=wire.Peer(id=str(number), incarnation=1), role=role, layout=_LAYOUT, capacity=capacity
+                    peer=wire.Peer(id=str(number), incarnation=1),
+                    role=role,
+                    layout_hash=_LAYOUT_HASH,
+                    capacity=capacity,
                 ),
                 self._index,
             )
@@ -94,7 +97,7 @@ class SimulatedRouter:
         began = time.process_time()
         sender = self.loads[request.prefill_worker].incarnation
         need = PlacementRequest(request.prompt_tokens + 1)
-        incarnation = choose_decode_worker(self._workers(request.blocks), need, _LAYOUT, sender)
+        incarnation = choose_decode_worker(self._workers(request.blocks), need, _LAYOUT_HASH, sender)
         assert incarnation is not None
         number = int(incarnation.id)
         reservation = self.loads[number].reserve(request.blocks, request.prompt_tokens, computes_prompt=False)

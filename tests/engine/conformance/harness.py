@@ -28,7 +28,7 @@ _EXPECTED: dict[str, SequenceOutput] = {}
 
 def expected(make: MakeDevice, request: Request) -> SequenceOutput:
     device = make()
-    key = f"{device.layout} {request}"
+    key = f"{device.layout_hash} {request}"
     if key not in _EXPECTED:
         _EXPECTED[key] = recompute_each_step(device, request)
     return _EXPECTED[key]
