@@ -38,7 +38,7 @@ Choose = Callable[[Sequence[WorkerSnapshot], int], Incarnation]
 @dataclass(slots=True)
 class Prompt:
     arrival: Arrival
-    digests: Sequence[bytes]
+    hashes: Sequence[bytes]
     sent: LoadReservation
 
 
@@ -61,7 +61,7 @@ class Worker:
     def end(self) -> tuple[Prompt, int]:
         assert self.running is not None
         (prompt, block_table, cached), self.running = self.running, None
-        self.pool.publish(0, block_table.blocks[0][: len(prompt.digests)], prompt.digests)
+        self.pool.publish(0, block_table.blocks[0][: len(prompt.hashes)], prompt.hashes)
         block_table.release()
         prompt.sent.release()
         return prompt, cached
@@ -82,7 +82,7 @@ class Worker:
         )
 
     def _cached(self, prompt: Prompt) -> CachedPrefix:
-        return self.pool.index.longest_prefix(prompt.digests[: (prompt.arrival.tokens - 1) // BLOCK_TOKENS])
+        return self.pool.index.longest_prefix(prompt.hashes[: (prompt.arrival.tokens - 1) // BLOCK_TOKENS])
 
     def heartbeat(self, router: int) -> wire.Heartbeat:
         return wire.Heartbeat(load=self._load, cache=self.cache_feed.next_update(router))
@@ -121,8 +121,8 @@ class Simulation:
         incarnation = self._choose[router]([load.snapshot(arrival.prefix) for load in loads], arrival.tokens)
         number = next(number for number, load in enumerate(loads) if load.incarnation == incarnation)
         sent = loads[number].reserve(arrival.prefix, arrival.tokens, computes_prompt=True)
-        digests = [name.to_bytes(8, "little") for name in arrival.prefix.hashes(BLOCK_TOKENS)]
-        self._workers[number].queue.append(Prompt(arrival, digests, sent))
+        hashes = [block_hash.to_bytes(8, "little") for block_hash in arrival.prefix.hashes(BLOCK_TOKENS)]
+        self._workers[number].queue.append(Prompt(arrival, hashes, sent))
         self._start_next(number)
 
     def _start_next(self, number: int) -> None:

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Sequence
 
 BlockHash = bytes
-"""Digest of 16 bytes over a salt and all tokens up to the block's end."""
+"""Hash of 16 bytes over a salt and all tokens up to the block's end."""
 
 REPORTED_BYTES = 8
 """Leading bytes of a hash that workers report to routers."""
@@ -18,8 +18,8 @@ def root_hash(salt: bytes) -> BlockHash:
 def hash_blocks(parent: BlockHash, tokens: Sequence[int], size: int) -> list[BlockHash]:
     words = array("Q", tokens)
     data, stride = memoryview(words).cast("B"), words.itemsize * size
-    digests = []
+    hashes = []
     for end in range(stride, len(data) + 1, stride):
         parent = hashlib.blake2b(data[end - stride : end], key=parent, digest_size=16).digest()
-        digests.append(parent)
-    return digests
+        hashes.append(parent)
+    return hashes

@@ -149,12 +149,12 @@ class BlockPool:
         self._tables[id(table)] = table
         return table
 
-    def publish(self, group: int, blocks: Sequence[int], digests: Iterable[BlockHash]) -> None:
+    def publish(self, group: int, blocks: Sequence[int], hashes: Iterable[BlockHash]) -> None:
         """Make held, filled blocks findable by their hashes. The first block of a hash keeps it."""
         for block in blocks:
             if self._ref_counts[block] == 0:
                 raise AssertionError(f"block {block} is published without a reference")
-        self.index.publish(group, blocks, digests)
+        self.index.publish(group, blocks, hashes)
 
     def grow(self, rows: Sequence[array[int]]) -> None:
         for blocks, block in zip(rows, self.allocate_blocks(len(rows)), strict=True):
@@ -191,14 +191,14 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def evict(self, digests: Iterable[BlockHash]) -> None:
-        for block in [block for digest in digests for block in self.index.find(digest)]:
+    def evict(self, hashes: Iterable[BlockHash]) -> None:
+        for block in [block for block_hash in hashes for block in self.index.find(block_hash)]:
             if block in self._cached:
                 self._cached.move_to_end(block, last=False)
                 self._free += self._evict(1)
 
-    def unpublish(self, digests: Iterable[BlockHash]) -> None:
-        found = [block for digest in digests for block in self.index.find(digest)]
+    def unpublish(self, hashes: Iterable[BlockHash]) -> None:
+        found = [block for block_hash in hashes for block in self.index.find(block_hash)]
         cached = [block for block in found if block in self._cached]
         self.index.remove(found)
         for block in cached:

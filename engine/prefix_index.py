@@ -7,13 +7,13 @@ from decant.engine.block_hashes import BlockHash
 from decant.engine.kv_layout import FULL, Window
 
 
-def apply_changes(digests: dict[BlockHash, None], changed: Iterable[BlockHash]) -> None:
-    """Remove the changed hashes that ``digests`` has, and append the others."""
-    for digest in changed:
-        if digest in digests:
-            del digests[digest]
+def apply_changes(hashes: dict[BlockHash, None], changed: Iterable[BlockHash]) -> None:
+    """Remove the changed hashes that ``hashes`` has, and append the others."""
+    for block_hash in changed:
+        if block_hash in hashes:
+            del hashes[block_hash]
         else:
-            digests[digest] = None
+            hashes[block_hash] = None
 
 
 class GroupBlocks(NamedTuple):
@@ -37,8 +37,8 @@ class PrefixIndex:
         """Group and hash of each published block."""
         self._changed: dict[BlockHash, None] = {}  # published now and not at the last ``changed``, or the reverse
 
-    def find(self, digest: BlockHash) -> list[int]:
-        return [blocks[digest] for blocks in self._blocks if digest in blocks]
+    def find(self, block_hash: BlockHash) -> list[int]:
+        return [blocks[block_hash] for blocks in self._blocks if block_hash in blocks]
 
     def longest_prefix(self, hashes: Sequence[BlockHash]) -> CachedPrefix:
         """Find the longest prefix of which each group has published all blocks that a later query sees."""
@@ -56,10 +56,10 @@ class PrefixIndex:
 
     def _longest_windowed(self, hashes: Sequence[BlockHash]) -> int:
         longest, consecutive = 0, dict.fromkeys(self._windowed, 0)  # of each group: published blocks up to this one
-        for count, digest in enumerate(hashes, 1):
+        for count, block_hash in enumerate(hashes, 1):
             is_cached = True
             for group in self._windowed:
-                consecutive[group] = consecutive[group] + 1 if digest in self._blocks[group] else 0
+                consecutive[group] = consecutive[group] + 1 if block_hash in self._blocks[group] else 0
                 first = self._windows[group].first_block(count * self._block_size, self._block_size)
                 is_cached &= consecutive[group] >= max(1, count - first)
             if is_cached:
@@ -69,24 +69,24 @@ class PrefixIndex:
     def _group_blocks(self, group: int, hashes: Sequence[BlockHash]) -> GroupBlocks:
         end, blocks = len(hashes), self._blocks[group]
         first = min(self._windows[group].first_block(end * self._block_size, self._block_size), end)
-        return GroupBlocks(first, [blocks[digest] for digest in hashes[first:]])
+        return GroupBlocks(first, [blocks[block_hash] for block_hash in hashes[first:]])
 
-    def publish(self, group: int, blocks: Iterable[int], digests: Iterable[BlockHash]) -> None:
+    def publish(self, group: int, blocks: Iterable[int], hashes: Iterable[BlockHash]) -> None:
         block_of, keys, new = self._blocks[group], self.published, []
-        for block, digest in zip(blocks, digests, strict=True):
-            if digest not in block_of and block not in keys:
-                block_of[digest] = block
-                keys[block] = (group, digest)
-                new.append(digest)
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if block_hash not in block_of and block not in keys:
+                block_of[block_hash] = block
+                keys[block] = (group, block_hash)
+                new.append(block_hash)
         if group == 0:
             apply_changes(self._changed, new)
 
     def remove(self, blocks: Iterable[int]) -> None:
         removed = []
-        for group, digest in map(self.published.pop, blocks):
-            del self._blocks[group][digest]
+        for group, block_hash in map(self.published.pop, blocks):
+            del self._blocks[group][block_hash]
             if group == 0:
-                removed.append(digest)
+                removed.append(block_hash)
         apply_changes(self._changed, removed)
 
     def changed(self) -> list[BlockHash]:
@@ -95,6 +95,8 @@ class PrefixIndex:
         return list(changed)
 
     def check_integrity(self) -> None:
-        found = {block: (group, digest) for group in self._groups for digest, block in self._blocks[group].items()}
+        found = {
+            block: (group, block_hash) for group in self._groups for block_hash, block in self._blocks[group].items()
+        }
         if found != self.published or len(found) != sum(map(len, self._blocks)):
             raise AssertionError("hashes and blocks disagree")

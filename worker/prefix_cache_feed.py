@@ -47,8 +47,8 @@ class PrefixCacheFeed:
         unsent = self._unsent.get(session)
         if not unsent:
             return None
-        names = list(islice(unsent, self._max_blocks))
-        apply_changes(unsent, names)
-        published = b"".join(digest[:REPORTED_BYTES] for digest in names if digest in self._cached)
-        dropped = b"".join(digest[:REPORTED_BYTES] for digest in names if digest not in self._cached)
+        changed = list(islice(unsent, self._max_blocks))
+        apply_changes(unsent, changed)
+        published = b"".join(block_hash[:REPORTED_BYTES] for block_hash in changed if block_hash in self._cached)
+        dropped = b"".join(block_hash[:REPORTED_BYTES] for block_hash in changed if block_hash not in self._cached)
         return wire.PrefixCacheUpdate(published=published, dropped=dropped)

@@ -25,8 +25,8 @@ HEARTBEATS_UNTIL_REPORTED = 2
 
 
 def reported_hashes(prompt: bytes, salt: bytes, block_tokens: int) -> array[int]:
-    digests = hash_blocks(root_hash(salt), packed.unpack(prompt), block_tokens)
-    return array("Q", b"".join([digest[:REPORTED_BYTES] for digest in digests]))
+    hashes = hash_blocks(root_hash(salt), packed.unpack(prompt), block_tokens)
+    return array("Q", b"".join([block_hash[:REPORTED_BYTES] for block_hash in hashes]))
 
 
 class PromptBlocks:
@@ -88,15 +88,15 @@ class PrefixIndex:
 
     def add(self, worker: int, hashes: Iterable[int]) -> None:
         holders, bit = self._holders, 1 << worker
-        for digest in hashes:
-            holders[digest] = holders.get(digest, 0) | bit
+        for block_hash in hashes:
+            holders[block_hash] = holders.get(block_hash, 0) | bit
 
     def discard(self, worker: int, hashes: Iterable[int]) -> None:
         holders, others = self._holders, ~(1 << worker)
-        for digest in hashes:
-            remaining = holders.pop(digest, 0) & others
+        for block_hash in hashes:
+            remaining = holders.pop(block_hash, 0) & others
             if remaining:
-                holders[digest] = remaining
+                holders[block_hash] = remaining
 
     def count_leading(self, hashes: Sequence[int]) -> dict[int, int]:
         counts: dict[int, int] = {}
@@ -142,7 +142,7 @@ class WorkerPrefixCache:
     def expect(self, hashes: Sequence[int]) -> ExpectedBlocks:
         """Count blocks as cached; ``release`` the result when the request has left."""
         expected = ExpectedBlocks(self, hashes)
-        new = [digest for digest in hashes if digest not in self._cached or digest in self._expected]
+        new = [block_hash for block_hash in hashes if block_hash not in self._cached or block_hash in self._expected]
         self._cached.update(new)
         self._index.add(self._worker, new)
         self._expected.update(dict.fromkeys(new, expected))
@@ -155,8 +155,8 @@ class WorkerPrefixCache:
         self._index.add(self._worker, published)
         self._index.discard(self._worker, dropped)
         if self._expected:
-            for digest in (*published, *dropped):
-                self._expected.pop(digest, None)
+            for block_hash in (*published, *dropped):
+                self._expected.pop(block_hash, None)
         if self.expiring:
             self._drop_expired()
 
@@ -170,8 +170,8 @@ class WorkerPrefixCache:
             if heartbeats > 1:
                 self.expiring.append((heartbeats - 1, expected))
                 continue
-            for digest in expected.hashes:
-                if self._expected.get(digest) is expected:
-                    del self._expected[digest]
-                    self._cached.discard(digest)
-                    self._index.discard(self._worker, (digest,))
+            for block_hash in expected.hashes:
+                if self._expected.get(block_hash) is expected:
+                    del self._expected[block_hash]
+                    self._cached.discard(block_hash)
+                    self._index.discard(self._worker, (block_hash,))

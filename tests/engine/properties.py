@@ -145,10 +145,12 @@ class Contents:
                     found = bytes(device.read(block)[: len(expected)])
                     assert found == expected, f"block {block} does not hold the tokens of {sequence.id}"
                     if len(expected) == engine.device.block_bytes:
-                        (digest,) = sequence.hashes(range(index, index + 1), size)
+                        (block_hash,) = sequence.hashes(range(index, index + 1), size)
                         meaning = _meaning(sequence, (index + 1) * size)
-                        self._expected[group, digest] = expected
-                        assert self._meanings.setdefault(digest, meaning) == meaning, "one hash stands for two prefixes"
+                        self._expected[group, block_hash] = expected
+                        assert self._meanings.setdefault(block_hash, meaning) == meaning, (
+                            "one hash stands for two prefixes"
+                        )
         for block, key in engine.pool.index.published.items():
             kept = self._expected.get(key)
             assert kept is None or bytes(device.read(block)) == kept, f"published block {block} holds other bytes"

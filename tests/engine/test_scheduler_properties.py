@@ -284,11 +284,11 @@ def test_a_pool_adds_up_after_any_allocation_share_and_release(seed: int, blocks
     for turn in range(60):
         action = rng.choice(["allocate", "grow", "share", "publish", "release", "match"])
         table = rng.choice(list(live.values())) if live else None
-        digests = [bytes([n]) * 16 for n in range(rng.randint(0, 4))]
+        hashes = [bytes([n]) * 16 for n in range(rng.randint(0, 4))]
         try:
             if action == "allocate":
                 live[f"o{turn}"] = pool.allocate(
-                    f"o{turn}", rng.randint(0, 4), pool.index.longest_prefix(digests).groups
+                    f"o{turn}", rng.randint(0, 4), pool.index.longest_prefix(hashes).groups
                 )
             elif action == "grow" and table:
                 table.grow(table.num_blocks + rng.randint(1, 3))
@@ -315,14 +315,14 @@ def test_a_pool_adds_up_after_any_allocation_share_and_release(seed: int, blocks
 
 def test_the_least_recently_used_prefix_is_evicted_from_its_end() -> None:
     pool = BlockPool(4, 4)
-    digests = [bytes([n]) * 16 for n in range(4)]
-    for owner, mine in (("old", digests[:2]), ("new", digests[2:])):
+    hashes = [bytes([n]) * 16 for n in range(4)]
+    for owner, mine in (("old", hashes[:2]), ("new", hashes[2:])):
         table = pool.allocate(owner, 2)
         pool.publish(0, table.blocks[0], mine)
         table.release()
     pool.allocate("other", 1)
-    assert pool.index.longest_prefix(digests[:2]).num_blocks == 1
-    assert pool.index.longest_prefix(digests[2:]).num_blocks == 2
+    assert pool.index.longest_prefix(hashes[:2]).num_blocks == 1
+    assert pool.index.longest_prefix(hashes[2:]).num_blocks == 2
 
 
 def test_a_cached_prefix_is_used_again_and_only_by_the_same_salt() -> None:
@@ -360,12 +360,12 @@ def test_without_the_prefix_cache_nothing_is_stored_or_reused() -> None:
 
 def test_a_prefix_that_was_used_again_is_evicted_after_one_that_was_not() -> None:
     pool = BlockPool(3, 4)
-    digests = [bytes([n]) * 16 for n in range(2)]
-    for digest in digests:
+    hashes = [bytes([n]) * 16 for n in range(2)]
+    for block_hash in hashes:
         table = pool.allocate("first", 1)
-        pool.publish(0, table.blocks[0], [digest])
+        pool.publish(0, table.blocks[0], [block_hash])
         table.release()
-    pool.allocate("again", 1, pool.index.longest_prefix(digests[:1]).groups).release()
+    pool.allocate("again", 1, pool.index.longest_prefix(hashes[:1]).groups).release()
     pool.allocate("other", 2)
-    assert pool.index.find(digests[0])
-    assert not pool.index.find(digests[1])
+    assert pool.index.find(hashes[0])
+    assert not pool.index.find(hashes[1])

@@ -113,7 +113,7 @@ def test_a_hash_depends_on_all_tokens_before_it_and_the_salt() -> None:
         assert hash_blocks(first, tokens[2:], 2) == [second], "a chain goes on where it ended"
     meanings = dict(chains)
     assert len(set(meanings.values())) == len(meanings), "other tokens, another hash"
-    assert all(meanings[key] == digest for key, digest in chains), "the same tokens, the same hash"
+    assert all(meanings[key] == block_hash for key, block_hash in chains), "the same tokens, the same hash"
 
 
 def test_a_block_is_not_confused_with_a_shorter_or_wider_one() -> None:

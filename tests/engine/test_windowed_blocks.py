@@ -105,7 +105,7 @@ def test_a_prefix_hit_needs_what_later_tokens_see(windows: Windows) -> None:
     hashes = engine.new_sequence(replace(request, id="c")).hashes(range(11), BLOCK)
     windowed = len(windows) - 1
     cached = {key: block for block, key in engine.pool.index.published.items()}
-    unseen = [cached[windowed, digest] for digest in hashes[: (44 - 10 + 1) // BLOCK]]
+    unseen = [cached[windowed, block_hash] for block_hash in hashes[: (44 - 10 + 1) // BLOCK]]
     for block in unseen:
         engine.pool._cached.move_to_end(block, last=False)
     engine.pool._free += engine.pool._evict(len(unseen))

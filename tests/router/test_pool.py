@@ -246,7 +246,7 @@ async def test_a_ticket_is_renewed_with_and_without_a_decode_worker(store: Store
         assert not decode.renewed, "only at the sender"
 
 
-def names_of(prompt: tuple[int, ...]) -> bytes:
+def hashes_of(prompt: tuple[int, ...]) -> bytes:
     return reported_hashes(pack(list(prompt)), b"", 16).tobytes()
 
 
@@ -254,7 +254,7 @@ def names_of(prompt: tuple[int, ...]) -> bytes:
 async def test_a_prompt_goes_where_its_prefix_is_cached(store: Store) -> None:
     async with fleet(P, P2, D, D2) as workers, core(store, workers) as harness:
         for holder in (workers[1], workers[3]):
-            holder.cache = wire.PrefixCacheUpdate(published=names_of(LONG[:160]))
+            holder.cache = wire.PrefixCacheUpdate(published=hashes_of(LONG[:160]))
             holder.load.queued_tokens = 100
         pool = harness.router.pool
         prefix = PromptBlocks(make_request(prompt=LONG).engine_request)
@@ -264,7 +264,7 @@ async def test_a_prompt_goes_where_its_prefix_is_cached(store: Store) -> None:
         for n in range(2):
             await harness.answer(make_request(str(n), LONG))
         assert [len(worker.prefills) for worker in workers[:2]] == [0, 3]
-        workers[1].cache = wire.PrefixCacheUpdate(dropped=names_of(LONG))
+        workers[1].cache = wire.PrefixCacheUpdate(dropped=hashes_of(LONG))
         await until(lambda: sum(seen.cached_tokens == 160 for seen in pool.snapshot("m", set(), prefix)) == 1)
         await harness.answer(make_request("after", LONG))
         assert len(workers[0].prefills) == 1

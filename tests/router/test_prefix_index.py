@@ -41,7 +41,7 @@ def view() -> WorkerLoad:
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.binary(max_size=20), st.integers(1, 7))
 def test_a_router_knows_a_block_by_the_hash_that_workers_report(tokens: list[int], salt: bytes, size: int) -> None:
-    expected = [int.from_bytes(digest[:8], "little") for digest in hash_blocks(root_hash(salt), tokens, size)]
+    expected = [int.from_bytes(block_hash[:8], "little") for block_hash in hash_blocks(root_hash(salt), tokens, size)]
     assert list(reported_hashes(pack(tokens), salt, size)) == expected
 
 

@@ -228,7 +228,8 @@ async def test_tokens_behind_a_stop_string_are_not_cached_as_output(ends_by_itse
 
         def cached(engine: Engine) -> int:
             return sum(
-                bool(engine.pool.index.find(digest)) for digest in hash_blocks(root_hash(work.salt), tokens, size)
+                bool(engine.pool.index.find(block_hash))
+                for block_hash in hash_blocks(root_hash(work.salt), tokens, size)
             )
 
         assert await node.host.loop.call(cached) == 19 // size

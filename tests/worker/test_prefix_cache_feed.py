@@ -16,7 +16,7 @@ from tests.worker.session_client import Router
 from tests.worker.waiting import eventually
 
 
-def digest(number: int) -> bytes:
+def block_hash(number: int) -> bytes:
     return hash_blocks(root_hash(b""), [number], 1)[0]
 
 
@@ -62,7 +62,7 @@ def test_every_session_gets_exactly_the_cached_blocks(actions: Sequence[tuple[st
     for what, number in actions:
         if what == "publish" and pool.available_blocks:
             holdings.append(pool.allocate("o", 1))
-            pool.publish(0, holdings[-1].blocks[0], [digest(number)])
+            pool.publish(0, holdings[-1].blocks[0], [block_hash(number)])
         elif what == "release" and holdings:
             holdings.pop(number % len(holdings)).release()
         elif what == "evict":
@@ -77,7 +77,7 @@ def test_every_session_gets_exactly_the_cached_blocks(actions: Sequence[tuple[st
         assert len(pool.index._changed) <= 2 * pool.num_blocks
     feed.record(pool.index.changed())
     feed.collect()
-    cached = {digest[:8] for _, digest in pool.index.published.values()}
+    cached = {block_hash[:8] for _, block_hash in pool.index.published.values()}
     for listener in [*listeners, Listener(feed)]:
         listener.take()
         assert listener.known == cached
@@ -85,15 +85,15 @@ def test_every_session_gets_exactly_the_cached_blocks(actions: Sequence[tuple[st
 
 
 def test_many_changes_take_several_heartbeats_and_a_prefix_precedes_its_continuations() -> None:
-    feed, digests = PrefixCacheFeed(blocks_per_heartbeat=3), [digest(number) for number in range(8)]
-    feed.record(digests)
+    feed, hashes = PrefixCacheFeed(blocks_per_heartbeat=3), [block_hash(number) for number in range(8)]
+    feed.record(hashes)
     feed.collect()
     feed.begin("s")
     published = []
     while (part := feed.next_update("s")) is not None:
         assert len(part.published) <= 3 * 8
         published += split(part.published)
-    assert published == [each[:8] for each in digests]
+    assert published == [each[:8] for each in hashes]
 
 
 def test_nothing_is_kept_for_a_session_that_ended() -> None:
@@ -101,7 +101,7 @@ def test_nothing_is_kept_for_a_session_that_ended() -> None:
     feed.begin("s")
     feed.end("s")
     feed.end("s")
-    feed.record([digest(1)])
+    feed.record([block_hash(1)])
     feed.collect()
     assert feed.next_update("s") is None
     assert not feed._unsent
@@ -115,8 +115,10 @@ def known_to(router: Router) -> set[bytes]:
 
 
 async def cached_at(node: Node) -> set[bytes]:
-    digests = await node.host.loop.call(lambda engine: [digest for _, digest in engine.pool.index.published.values()])
-    return {each[:8] for each in digests}
+    hashes = await node.host.loop.call(
+        lambda engine: [block_hash for _, block_hash in engine.pool.index.published.values()]
+    )
+    return {each[:8] for each in hashes}
 
 
 async def test_a_session_gets_published_and_evicted_blocks() -> None:

@@ -59,17 +59,17 @@ class PrefillWorker:
     def finish(self) -> SimulatedRequest:
         request, self.current = self.current, None
         assert request is not None
-        for digest in request.blocks.hashes(self._block_size):
-            if digest not in self._cache:
-                self._published[digest] = None
-                self._dropped.pop(digest, None)
-            self._cache.pop(digest, None)
-            self._cache[digest] = None
+        for block_hash in request.blocks.hashes(self._block_size):
+            if block_hash not in self._cache:
+                self._published[block_hash] = None
+                self._dropped.pop(block_hash, None)
+            self._cache.pop(block_hash, None)
+            self._cache[block_hash] = None
         while len(self._cache) > self._capacity:
-            digest = next(iter(self._cache))
-            del self._cache[digest]
-            if self._published.pop(digest, digest) is not None:
-                self._dropped[digest] = None
+            block_hash = next(iter(self._cache))
+            del self._cache[block_hash]
+            if self._published.pop(block_hash, block_hash) is not None:
+                self._dropped[block_hash] = None
         return request
 
     def heartbeat(self) -> wire.Heartbeat:

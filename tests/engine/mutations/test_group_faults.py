@@ -36,7 +36,7 @@ def find_blocks_of_any_group(patch: Patch) -> None:
 def ask_too_much_of_a_prefix_hit(patch: Patch) -> None:
     def longest_windowed(index: PrefixIndex, hashes: Sequence[bytes]) -> int:
         windowed = index._blocks[-1]
-        return max((count for count, digest in enumerate(hashes, 1) if digest in windowed), default=0)
+        return max((count for count, block_hash in enumerate(hashes, 1) if block_hash in windowed), default=0)
 
     patch.setattr(PrefixIndex, "_longest_windowed", longest_windowed)
 

@@ -55,7 +55,7 @@ def requests_from(seed: int, count: int) -> list[Request]:
 
 
 def cached(engine: Engine) -> set[bytes]:
-    return {digest for _, digest in engine.pool.index.published.values()}
+    return {block_hash for _, block_hash in engine.pool.index.published.values()}
 
 
 @pytest.mark.slow
