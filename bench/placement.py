@@ -30,7 +30,7 @@ _DECODE = WorkerSnapshot(
     Incarnation("decode", 1),
     wire.ROLE_DECODE,
     layout_hash=0,
-    block_tokens=1,
+    block_size=1,
     free_blocks=1 << 30,
     sequences=0,
     queued_tokens=0,

@@ -40,7 +40,7 @@ GOAL_MS = 0.3
 GOAL_WORKERS = 100
 MODEL = "model"
 ROUTER = wire.Peer(id="router", incarnation=1)
-BLOCK_TOKENS = 16
+BLOCK_SIZE = 16
 PROMPT_TOKENS = 1024
 SHARED_TOKENS = 512
 PROMPTS = 200
@@ -63,7 +63,7 @@ def new_pool(workers: int) -> WorkerPool:
             model=MODEL,
             role=wire.ROLE_DECODE if number % 2 else wire.ROLE_PREFILL,
             layout_hash=1,
-            capacity=Capacity(total_blocks=8192, block_tokens=BLOCK_TOKENS),
+            capacity=Capacity(total_blocks=8192, block_size=BLOCK_SIZE),
         )
         session = WorkerSession(ROUTER, facts.peer, unused, pool)
         session._outgoing.open([])
@@ -80,7 +80,7 @@ def new_prompts(case: str) -> list[PromptBlocks]:
     for _ in range(PROMPTS):
         own = [rng.randrange(50_000) for _ in range(PROMPT_TOKENS - len(shared))]
         prompts.append(PromptBlocks(wire.EngineRequest(prompt=pack(shared + own))))
-        prompts[-1].hashes(BLOCK_TOKENS)  # a router does it once for a request, not for a search
+        prompts[-1].hashes(BLOCK_SIZE)  # a router does it once for a request, not for a search
     return prompts
 
 
@@ -97,7 +97,7 @@ def place(pool: WorkerPool, prompt: PromptBlocks, session: str) -> None:
 
 def warm(pool: WorkerPool, case: str, prompts: Sequence[PromptBlocks]) -> None:
     if case == "shared":
-        shared = prompts[0].hashes(BLOCK_TOKENS)[: SHARED_TOKENS // BLOCK_TOKENS]
+        shared = prompts[0].hashes(BLOCK_SIZE)[: SHARED_TOKENS // BLOCK_SIZE]
         heartbeat = wire.Heartbeat(cache=wire.PrefixCacheUpdate(published=shared.tobytes()))  # type: ignore[attr-defined]
         for worker in pool.of(MODEL):
             worker.load.apply_heartbeat(heartbeat)

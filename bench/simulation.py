@@ -27,7 +27,7 @@ from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS
 from decant.state.ids import Incarnation
 from decant.worker.prefix_cache_feed import PrefixCacheFeed
 
-BLOCK_TOKENS = 16
+BLOCK_SIZE = 16
 TOKENS_PER_SECOND = 20_000.0
 PROMPT_SECONDS = 0.005
 
@@ -44,7 +44,7 @@ class Prompt:
 
 class Worker:
     def __init__(self, blocks: int) -> None:
-        self.pool = BlockPool(blocks, BLOCK_TOKENS)
+        self.pool = BlockPool(blocks, BLOCK_SIZE)
         self.cache_feed = PrefixCacheFeed()
         self.queue = deque[Prompt]()
         self.running: tuple[Prompt, BlockTable, int] | None = None
@@ -53,7 +53,7 @@ class Worker:
     def begin(self) -> float:
         prompt = self.queue.popleft()
         prefix = self._cached(prompt)
-        tokens, cached = prompt.arrival.tokens, prefix.num_blocks * BLOCK_TOKENS
+        tokens, cached = prompt.arrival.tokens, prefix.num_blocks * BLOCK_SIZE
         block_table = self.pool.allocate("prompt", self.pool.blocks_for(tokens), prefix.groups)
         self.running = prompt, block_table, cached
         return PROMPT_SECONDS + (tokens - cached) / TOKENS_PER_SECOND
@@ -70,7 +70,7 @@ class Worker:
         self.cache_feed.record(self.pool.index.changed())
         self.cache_feed.collect()
         prompts = [*self.queue, *([self.running[0]] if self.running else [])]
-        queued = sum(prompt.arrival.tokens - self._cached(prompt).num_blocks * BLOCK_TOKENS for prompt in prompts)
+        queued = sum(prompt.arrival.tokens - self._cached(prompt).num_blocks * BLOCK_SIZE for prompt in prompts)
         self._load = wire.Load(
             free_blocks=self.pool.free_blocks,
             cached_blocks=self.pool.cached_blocks,
@@ -82,7 +82,7 @@ class Worker:
         )
 
     def _cached(self, prompt: Prompt) -> CachedPrefix:
-        return self.pool.index.longest_prefix(prompt.hashes[: (prompt.arrival.tokens - 1) // BLOCK_TOKENS])
+        return self.pool.index.longest_prefix(prompt.hashes[: (prompt.arrival.tokens - 1) // BLOCK_SIZE])
 
     def heartbeat(self, router: int) -> wire.Heartbeat:
         return wire.Heartbeat(load=self._load, cache=self.cache_feed.next_update(router))
@@ -121,7 +121,7 @@ class Simulation:
         incarnation = self._choose[router]([load.snapshot(arrival.prefix) for load in loads], arrival.tokens)
         number = next(number for number, load in enumerate(loads) if load.incarnation == incarnation)
         sent = loads[number].reserve(arrival.prefix, arrival.tokens, computes_prompt=True)
-        hashes = [block_hash.to_bytes(8, "little") for block_hash in arrival.prefix.hashes(BLOCK_TOKENS)]
+        hashes = [block_hash.to_bytes(8, "little") for block_hash in arrival.prefix.hashes(BLOCK_SIZE)]
         self._workers[number].queue.append(Prompt(arrival, hashes, sent))
         self._start_next(number)
 
@@ -151,5 +151,5 @@ class Simulation:
 
 def _worker_load(number: int, blocks: int) -> WorkerLoad:
     peer = wire.Peer(id=f"worker-{number}", incarnation=1)
-    capacity = Capacity(total_blocks=blocks, block_tokens=BLOCK_TOKENS)
+    capacity = Capacity(total_blocks=blocks, block_size=BLOCK_SIZE)
     return WorkerLoad(WorkerRegistration(peer=peer, role=wire.ROLE_PREFILL, capacity=capacity))

@@ -200,7 +200,7 @@ class Worker:
             tokenizer=files.tokenizer,
             capacity=Capacity(
                 total_blocks=host.total_blocks,
-                block_tokens=host.block_size,
+                block_size=host.block_size,
                 group_blocks=host.group_blocks,
                 max_context_length=host.context_length,
                 max_running=host.max_running,

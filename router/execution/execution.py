@@ -260,8 +260,8 @@ class Execution:
 
     async def _run_attempts(self) -> Finish:
         router, context = self._router, self._context
-        for block_tokens in router.pool.block_sizes(self._request.engine_request.model):
-            await context.prefix.prepare(block_tokens)
+        for block_size in router.pool.block_sizes(self._request.engine_request.model):
+            await context.prefix.prepare(block_size)
         while True:
             self._attempt = attempt = Attempt(context, router.pool, router.peer)
             try:

@@ -30,7 +30,7 @@ class WorkerSnapshot:
     incarnation: Incarnation
     role: wire.Role
     layout_hash: int
-    block_tokens: int
+    block_size: int
     free_blocks: int  # including cached ones, which can be reused
     sequences: int  # running and waiting
     queued_tokens: int  # computed before a new prompt's first token
@@ -55,8 +55,8 @@ class Placement:
     is_split: bool  # False: from tokens
 
 
-def blocks_for(tokens: int, block_tokens: int, group_blocks: Sequence[int]) -> int:
-    count = -(-tokens // block_tokens)
+def blocks_for(tokens: int, block_size: int, group_blocks: Sequence[int]) -> int:
+    count = -(-tokens // block_size)
     return sum(min(count, most) if most else count for most in group_blocks)
 
 
@@ -115,7 +115,7 @@ def _least_loaded_decode(
 
 def _lacks_capacity(worker: WorkerSnapshot, request: PlacementRequest) -> bool:
     uncached = request.tokens - worker.cached_tokens
-    return worker.free_blocks < blocks_for(uncached + 1, worker.block_tokens, worker.group_blocks)
+    return worker.free_blocks < blocks_for(uncached + 1, worker.block_size, worker.group_blocks)
 
 
 def _uncached(worker: WorkerSnapshot, request: PlacementRequest, preferred: WorkerSnapshot | None) -> int:

@@ -24,8 +24,8 @@ HEARTBEATS_UNTIL_REPORTED = 2
 """The first heartbeat after a request's end may hold an older report."""
 
 
-def reported_hashes(prompt: bytes, salt: bytes, block_tokens: int) -> array[int]:
-    hashes = hash_blocks(root_hash(salt), packed.unpack(prompt), block_tokens)
+def reported_hashes(prompt: bytes, salt: bytes, block_size: int) -> array[int]:
+    hashes = hash_blocks(root_hash(salt), packed.unpack(prompt), block_size)
     return array("Q", b"".join([block_hash[:REPORTED_BYTES] for block_hash in hashes]))
 
 
@@ -36,34 +36,32 @@ class PromptBlocks:
         self.is_shared = not request.bypass_prefix_cache
         self.may_hit = self.is_shared and not request.HasField("prompt_logprobs")
 
-    async def prepare(self, block_tokens: int) -> None:
+    async def prepare(self, block_size: int) -> None:
         if self.is_shared and packed.count(self._request.prompt) > MAX_INLINE_TOKENS:
-            await asyncio.to_thread(self.hashes, block_tokens)
+            await asyncio.to_thread(self.hashes, block_size)
 
-    def hashes(self, block_tokens: int) -> Sequence[int]:
+    def hashes(self, block_size: int) -> Sequence[int]:
         if not self.is_shared:
             return ()
-        hashes = self._hashes.get(block_tokens)
+        hashes = self._hashes.get(block_size)
         if hashes is None:
-            hashes = self._hashes[block_tokens] = reported_hashes(
-                self._request.prompt, self._request.salt, block_tokens
-            )
+            hashes = self._hashes[block_size] = reported_hashes(self._request.prompt, self._request.salt, block_size)
         return hashes
 
-    def cached_tokens(self, cache: WorkerPrefixCache, block_tokens: int) -> int:
+    def cached_tokens(self, cache: WorkerPrefixCache, block_size: int) -> int:
         """Prompt tokens in ``cache``, never all: the last token is computed for its logits."""
         if not self.may_hit:
             return 0
-        max_blocks = (packed.count(self._request.prompt) - 1) // block_tokens
-        return min(cache.count_leading(self.hashes(block_tokens)), max_blocks) * block_tokens
+        max_blocks = (packed.count(self._request.prompt) - 1) // block_size
+        return min(cache.count_leading(self.hashes(block_size)), max_blocks) * block_size
 
     def cached_by_worker(self, index: PrefixIndex) -> dict[int, int]:
         cached: dict[int, int] = {}
         if self.may_hit:
-            for block_tokens in index.block_sizes:
-                max_blocks = (packed.count(self._request.prompt) - 1) // block_tokens
-                leading = index.count_leading(self.hashes(block_tokens)[:max_blocks])
-                cached.update((worker, blocks * block_tokens) for worker, blocks in leading.items())
+            for block_size in index.block_sizes:
+                max_blocks = (packed.count(self._request.prompt) - 1) // block_size
+                leading = index.count_leading(self.hashes(block_size)[:max_blocks])
+                cached.update((worker, blocks * block_size) for worker, blocks in leading.items())
         return cached
 
 
@@ -74,16 +72,16 @@ class PrefixIndex:
         self._free: list[int] = []
         self._workers = 0
 
-    def add_worker(self, block_tokens: int) -> int:
+    def add_worker(self, block_size: int) -> int:
         """Return the number of a new worker; discard its blocks before ``remove_worker``."""
-        self.block_sizes[block_tokens] += 1
+        self.block_sizes[block_size] += 1
         if self._free:
             return self._free.pop()
         self._workers += 1
         return self._workers - 1
 
-    def remove_worker(self, worker: int, block_tokens: int) -> None:
-        self.block_sizes -= Counter((block_tokens,))
+    def remove_worker(self, worker: int, block_size: int) -> None:
+        self.block_sizes -= Counter((block_size,))
         self._free.append(worker)
 
     def add(self, worker: int, hashes: Iterable[int]) -> None:

@@ -37,10 +37,10 @@ class CorrectedCounter:
 class WorkerLoad:
     def __init__(self, facts: WorkerRegistration, index: PrefixIndex | None = None) -> None:
         self.incarnation = Incarnation.of(facts.peer)
-        self.block_tokens = facts.capacity.block_tokens or 1
+        self.block_size = facts.capacity.block_size or 1
         self._group_blocks = tuple(facts.capacity.group_blocks) or (0,)
         self._index = index or PrefixIndex()
-        self.number = self._index.add_worker(self.block_tokens)
+        self.number = self._index.add_worker(self.block_size)
         self.queued_tokens = CorrectedCounter()
         """Prompt tokens to compute."""
         self.sequences = CorrectedCounter()
@@ -93,7 +93,7 @@ class WorkerLoad:
             incarnation=self.incarnation,
             role=load.role,
             layout_hash=self.layout_hash,
-            block_tokens=self.block_tokens,
+            block_size=self.block_size,
             free_blocks=load.free_blocks + load.cached_blocks - self._sent_blocks,
             sequences=self.sequences.value,
             queued_tokens=self.queued_tokens.value,
@@ -105,7 +105,7 @@ class WorkerLoad:
         )
 
     def cached_tokens(self, prefix: PromptBlocks) -> int:
-        return prefix.cached_tokens(self._cached, self.block_tokens)
+        return prefix.cached_tokens(self._cached, self.block_size)
 
     def reserve(self, prefix: PromptBlocks, tokens: int, *, computes_prompt: bool) -> LoadReservation:
         """Count a sequence just sent, which fetches unless ``computes_prompt``; ``release`` the result when it has
@@ -113,9 +113,9 @@ class WorkerLoad:
         """
         fresh = max(0, tokens - self.cached_tokens(prefix))
         self._sent_sequences += 1
-        self._sent_blocks += blocks_for(fresh, self.block_tokens, self._group_blocks)
+        self._sent_blocks += blocks_for(fresh, self.block_size, self._group_blocks)
         return LoadReservation(
-            self, fresh if computes_prompt else 0, self._cached.expect(prefix.hashes(self.block_tokens))
+            self, fresh if computes_prompt else 0, self._cached.expect(prefix.hashes(self.block_size))
         )
 
     def add(self, sequences: int, queued_tokens: int) -> None:
@@ -146,7 +146,7 @@ class WorkerLoad:
 
     def close(self) -> None:
         self._cached.close()
-        self._index.remove_worker(self.number, self.block_tokens)
+        self._index.remove_worker(self.number, self.block_size)
 
     def mark_full(self) -> None:
         """Send no sequence before the worker's next load report, then few."""

@@ -65,7 +65,7 @@ class WorkerPool:
         return self.costs[model].handoff_min_tokens
 
     def block_sizes(self, model: str) -> set[int]:
-        return {worker.load.block_tokens for worker in self.of(model)}
+        return {worker.load.block_size for worker in self.of(model)}
 
     def layout_of(self, model: str) -> int:
         layout_hashes = {worker.facts.layout_hash if worker.facts.equal_bits else 0 for worker in self.of(model)}

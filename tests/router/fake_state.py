@@ -65,7 +65,7 @@ class WorkerState:
             model=MODEL,
             layout_hash=layout_hash,
             tokenizer=TOKENIZER,
-            capacity=Capacity(total_blocks=1000, block_tokens=16, max_context_length=2048, max_running=64),
+            capacity=Capacity(total_blocks=1000, block_size=16, max_context_length=2048, max_running=64),
             equal_bits=True,
         )
         self.cache = wire.PrefixCacheUpdate()

@@ -63,7 +63,7 @@ class ScriptedWorker:
             model=MODEL,
             layout_hash=LAYOUT_HASH,
             tokenizer=TOKENIZER,
-            capacity=Capacity(total_blocks=1000, block_tokens=16, max_context_length=2048, max_running=64),
+            capacity=Capacity(total_blocks=1000, block_size=16, max_context_length=2048, max_running=64),
             equal_bits=True,
         )
         self.runs: dict[RunKey, ScriptedRun] = {}

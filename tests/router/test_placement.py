@@ -22,7 +22,7 @@ NO_SENDER = Incarnation("", 0)
 
 def snapshot(name: str, role: wire.Role = D, **more: object) -> WorkerSnapshot:
     worker = WorkerSnapshot(
-        Incarnation(name, 1), role, layout_hash=1, block_tokens=16, free_blocks=100, sequences=0, queued_tokens=0
+        Incarnation(name, 1), role, layout_hash=1, block_size=16, free_blocks=100, sequences=0, queued_tokens=0
     )
     return replace(worker, **more)  # type: ignore[arg-type]
 

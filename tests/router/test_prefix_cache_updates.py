@@ -28,7 +28,7 @@ async def nodes(*names: str, blocks: int = 64) -> AsyncIterator[list[tuple[Node,
         yield []
         return
     async with Node(names[0], blocks=blocks, lease_ms=1000) as node, nodes(*names[1:], blocks=blocks) as others:
-        capacity = Capacity(total_blocks=blocks, block_tokens=BLOCK, max_context_length=blocks * BLOCK, max_running=8)
+        capacity = Capacity(total_blocks=blocks, block_size=BLOCK, max_context_length=blocks * BLOCK, max_running=8)
         facts = WorkerRegistration(
             peer=node.peer,
             role=wire.ROLE_DECODE,

@@ -36,7 +36,7 @@ def _packed(names: object) -> bytes:
 
 
 def view() -> WorkerLoad:
-    return WorkerLoad(WorkerRegistration(capacity=Capacity(total_blocks=100, block_tokens=BLOCK)))
+    return WorkerLoad(WorkerRegistration(capacity=Capacity(total_blocks=100, block_size=BLOCK)))
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.binary(max_size=20), st.integers(1, 7))
@@ -206,17 +206,17 @@ def test_an_index_has_the_same_as_the_caches_of_its_workers(
 def test_cached_tokens_of_all_workers_are_those_of_each() -> None:
     index, prefix = PrefixIndex(), PromptBlocks(work(5 * BLOCK))
     small, large, empty = (
-        WorkerLoad(WorkerRegistration(capacity=Capacity(total_blocks=100, block_tokens=size)), index)
+        WorkerLoad(WorkerRegistration(capacity=Capacity(total_blocks=100, block_size=size)), index)
         for size in (BLOCK, 2 * BLOCK, BLOCK)
     )
     for load in (small, large):
-        load.apply_heartbeat(heartbeat(prefix.hashes(load.block_tokens)))
+        load.apply_heartbeat(heartbeat(prefix.hashes(load.block_size)))
     assert prefix.cached_by_worker(index) == {small.number: 4 * BLOCK, large.number: 4 * BLOCK}
     assert prefix.cached_by_worker(index) == {each.number: each.cached_tokens(prefix) for each in (small, large)}
     assert empty.cached_tokens(prefix) == 0
     assert not PromptBlocks(work(5 * BLOCK, bypass_prefix_cache=True)).cached_by_worker(index)
     small.close()
     assert prefix.cached_by_worker(index) == {large.number: 4 * BLOCK}
-    again = WorkerLoad(WorkerRegistration(capacity=Capacity(total_blocks=100, block_tokens=BLOCK)), index)
+    again = WorkerLoad(WorkerRegistration(capacity=Capacity(total_blocks=100, block_size=BLOCK)), index)
     assert again.number == small.number
     assert prefix.cached_by_worker(index) == {large.number: 4 * BLOCK}, "the number is new, its blocks are not"

@@ -12,7 +12,7 @@ ANY = PromptBlocks(wire.EngineRequest(prompt=bytes(4)))
 
 
 def view() -> WorkerLoad:
-    return WorkerLoad(WorkerRegistration(capacity=Capacity(total_blocks=1000, block_tokens=16)))
+    return WorkerLoad(WorkerRegistration(capacity=Capacity(total_blocks=1000, block_size=16)))
 
 
 def figures(known: WorkerLoad) -> tuple[int, int, int]:

@@ -201,7 +201,7 @@ def registered(harness: WorkerHarness, *, equal_bits: bool = True) -> Any:
     host = harness.host
     capacity = Capacity(
         total_blocks=host.total_blocks,
-        block_tokens=host.block_size,
+        block_size=host.block_size,
         max_context_length=host.context_length,
         max_running=host.max_running,
     )

@@ -169,7 +169,7 @@ async def test_a_worker_without_torch_serves_and_drains(run: Run, redis: Private
         assert (facts.peer, facts.address, facts.role) == (seen.worker, address, wire.ROLE_DECODE)
         capacity = facts.capacity
         assert facts.equal_bits, "on a CPU that was measured"
-        assert (capacity.total_blocks, capacity.block_tokens, capacity.max_context_length) == (512, 16, 8192)
+        assert (capacity.total_blocks, capacity.block_size, capacity.max_context_length) == (512, 16, 8192)
         assert (capacity.max_running, facts.model) == (256, models.path().name)
         assert facts.tokenizer
         assert facts.layout_hash

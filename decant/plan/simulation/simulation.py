@@ -67,7 +67,7 @@ class SimulatedRouter:
         """CPU time."""
         self._index = PrefixIndex()
         capacity = Capacity(
-            total_blocks=kv_capacity.tokens // kv_capacity.block_size, block_tokens=kv_capacity.block_size
+            total_blocks=kv_capacity.tokens // kv_capacity.block_size, block_size=kv_capacity.block_size
         )
         roles = [wire.ROLE_PREFILL] * prefill + [wire.ROLE_DECODE] * decode
         self.loads = [
