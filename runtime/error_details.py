@@ -105,17 +105,17 @@ def message_text(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
 
 
-def to_status(fault: ErrorDetail) -> Status:
-    status = Status(code=fault.code, message=fault.message)
-    for detail in _details(fault):
-        status.details.add().Pack(detail)
+def to_status(detail: ErrorDetail) -> Status:
+    status = Status(code=detail.code, message=detail.message)
+    for message in _detail_messages(detail):
+        status.details.add().Pack(message)
     return status
 
 
-def trailers(fault: ErrorDetail) -> tuple[tuple[str, str | bytes], ...]:
-    pairs: list[tuple[str, str | bytes]] = [(DETAILS_KEY, to_status(fault).SerializeToString())]
-    if fault.retry_after is not None:
-        pairs.append((PUSHBACK_KEY, str(_milliseconds(fault.retry_after))))
+def trailers(detail: ErrorDetail) -> tuple[tuple[str, str | bytes], ...]:
+    pairs: list[tuple[str, str | bytes]] = [(DETAILS_KEY, to_status(detail).SerializeToString())]
+    if detail.retry_after is not None:
+        pairs.append((PUSHBACK_KEY, str(_milliseconds(detail.retry_after))))
     return tuple(pairs)
 
 
@@ -150,36 +150,36 @@ def from_status(status: Status) -> ErrorDetail:
     )
 
 
-def _details(fault: ErrorDetail) -> list[Message]:
-    info = ErrorInfo(reason=fault.reason.value, domain=DOMAIN)
-    details: list[Message] = [info]
-    if fault.violation is not None:
-        bad = fault.violation
+def _detail_messages(detail: ErrorDetail) -> list[Message]:
+    info = ErrorInfo(reason=detail.reason.value, domain=DOMAIN)
+    messages: list[Message] = [info]
+    if detail.violation is not None:
+        bad = detail.violation
         info.metadata.update({"field": bad.field, "limit": bad.limit, "value": bad.value})
-        details.append(_violation_detail(bad, fault))
-    if fault.resource is not None:
-        details.append(
+        messages.append(_violation_message(bad, detail))
+    if detail.resource is not None:
+        messages.append(
             ResourceInfo(
-                resource_type=fault.resource.kind, resource_name=fault.resource.name, description=fault.message
+                resource_type=detail.resource.kind, resource_name=detail.resource.name, description=detail.message
             )
         )
-    if fault.retry_after is not None:
+    if detail.retry_after is not None:
         delay = Duration()
-        delay.FromMilliseconds(_milliseconds(fault.retry_after))
-        details.append(RetryInfo(retry_delay=delay))
-    if fault.resume is not None:
-        details.append(pb.ResumePoint(first_seq=fault.resume.first_seq, last_seq=fault.resume.last_seq))
-    return details
+        delay.FromMilliseconds(_milliseconds(detail.retry_after))
+        messages.append(RetryInfo(retry_delay=delay))
+    if detail.resume is not None:
+        messages.append(pb.ResumePoint(first_seq=detail.resume.first_seq, last_seq=detail.resume.last_seq))
+    return messages
 
 
-def _violation_detail(bad: Violation, fault: ErrorDetail) -> Message:
+def _violation_message(bad: Violation, detail: ErrorDetail) -> Message:
     text = f"{bad.limit}, got {bad.value}"
-    field = BadRequest.FieldViolation(field=bad.field, description=text, reason=fault.reason.value)
-    detail: Message = BadRequest(field_violations=[field])
-    if fault.subject is not None:
-        used = QuotaFailure.Violation(subject=fault.subject, description=f"{bad.field}: {text}")
-        detail = QuotaFailure(violations=[used])
-    return detail
+    field = BadRequest.FieldViolation(field=bad.field, description=text, reason=detail.reason.value)
+    message: Message = BadRequest(field_violations=[field])
+    if detail.subject is not None:
+        used = QuotaFailure.Violation(subject=detail.subject, description=f"{bad.field}: {text}")
+        message = QuotaFailure(violations=[used])
+    return message
 
 
 def _find(status: Status, kind: type[_Detail]) -> _Detail | None:

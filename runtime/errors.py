@@ -75,21 +75,21 @@ _CAPACITY_REASONS = frozenset(
 class ServiceError(Exception):
     """Base of the service's errors; also a status without a subclass."""
 
-    def __init__(self, fault: ErrorDetail) -> None:
-        super().__init__(fault.message)
-        self.fault = fault
+    def __init__(self, detail: ErrorDetail) -> None:
+        super().__init__(detail.message)
+        self.detail = detail
 
     @property
     def code(self) -> grpc.StatusCode:
-        return _CODES.get(self.fault.code, grpc.StatusCode.UNKNOWN)
+        return _CODES.get(self.detail.code, grpc.StatusCode.UNKNOWN)
 
     @property
     def reason(self) -> Reason:
-        return self.fault.reason
+        return self.detail.reason
 
     @property
     def label(self) -> str:
-        return self.fault.reason.value.lower()
+        return self.detail.reason.value.lower()
 
     @property
     def blame(self) -> FaultOwner:
@@ -109,17 +109,17 @@ class ServiceError(Exception):
 
     @property
     def retry_after(self) -> float | None:
-        return self.fault.retry_after
+        return self.detail.retry_after
 
     @property
     def resume(self) -> ResumePoint | None:
-        return self.fault.resume
+        return self.detail.resume
 
 
 class _FieldError(ServiceError):
     @property
     def violation(self) -> Violation:
-        return self.fault.violation or Violation("", "", "")
+        return self.detail.violation or Violation("", "", "")
 
     @property
     def field(self) -> str:
@@ -140,15 +140,15 @@ class InvalidArgument(_FieldError):
     def __init__(
         self, field: str, limit: str, value: object, *, reason: Reason = Reason.INVALID_FIELD, advice: str = ""
     ) -> None:
-        fault = _field_fault(grpc.StatusCode.INVALID_ARGUMENT, reason, field, limit, value)
-        super().__init__(replace(fault, message=message_text(advice)) if advice else fault)
+        detail = _field_detail(grpc.StatusCode.INVALID_ARGUMENT, reason, field, limit, value)
+        super().__init__(replace(detail, message=message_text(advice)) if advice else detail)
 
 
 class Unimplemented(_FieldError):
     LIMIT = "not supported by this build"
 
     def __init__(self, field: str, value: object = "a value", *, limit: str = LIMIT) -> None:
-        super().__init__(_field_fault(grpc.StatusCode.UNIMPLEMENTED, Reason.FIELD_NOT_SUPPORTED, field, limit, value))
+        super().__init__(_field_detail(grpc.StatusCode.UNIMPLEMENTED, Reason.FIELD_NOT_SUPPORTED, field, limit, value))
 
 
 class NotFound(ServiceError):
@@ -156,21 +156,21 @@ class NotFound(ServiceError):
 
     def __init__(self, kind: str, name: str) -> None:
         resource = Resource(kind, shorten(name))
-        fault = _fault(grpc.StatusCode.NOT_FOUND, self.REASONS[kind], f"{kind}: not found, got {resource.name}")
-        super().__init__(replace(fault, resource=resource))
+        detail = _detail(grpc.StatusCode.NOT_FOUND, self.REASONS[kind], f"{kind}: not found, got {resource.name}")
+        super().__init__(replace(detail, resource=resource))
 
 
 class AlreadyExists(ServiceError):
     def __init__(self, request_id: str) -> None:
         text = f"request_id: already used with another payload, got {shorten(request_id)}"
-        super().__init__(_fault(grpc.StatusCode.ALREADY_EXISTS, Reason.REQUEST_ID_REUSED, text))
+        super().__init__(_detail(grpc.StatusCode.ALREADY_EXISTS, Reason.REQUEST_ID_REUSED, text))
 
 
 class OutOfRange(ServiceError):
     def __init__(self, after_seq: int, first_seq: int, last_seq: int) -> None:
         text = f"after_seq: from {first_seq} to {last_seq}, got {after_seq}"
-        fault = _fault(grpc.StatusCode.OUT_OF_RANGE, Reason.SEQ_NOT_KEPT, text)
-        super().__init__(replace(fault, resume=ResumePoint(first_seq, last_seq)))
+        detail = _detail(grpc.StatusCode.OUT_OF_RANGE, Reason.SEQ_NOT_KEPT, text)
+        super().__init__(replace(detail, resume=ResumePoint(first_seq, last_seq)))
 
 
 class Unauthenticated(ServiceError):
@@ -178,13 +178,13 @@ class Unauthenticated(ServiceError):
 
     def __init__(self) -> None:
         text = "missing or unknown credentials"
-        super().__init__(_fault(grpc.StatusCode.UNAUTHENTICATED, Reason.NO_CREDENTIALS, text))
+        super().__init__(_detail(grpc.StatusCode.UNAUTHENTICATED, Reason.NO_CREDENTIALS, text))
 
 
 class PermissionDenied(ServiceError):
     def __init__(self, action: str) -> None:
         text = f"these credentials don't allow: {shorten(action)}"
-        super().__init__(_fault(grpc.StatusCode.PERMISSION_DENIED, Reason.NOT_ALLOWED, text))
+        super().__init__(_detail(grpc.StatusCode.PERMISSION_DENIED, Reason.NOT_ALLOWED, text))
 
 
 class QuotaExceeded(_FieldError):
@@ -192,15 +192,15 @@ class QuotaExceeded(_FieldError):
 
     def __init__(self, subject: str, quota: str, limit: int, value: int, *, retry_after: float) -> None:
         code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.QUOTA_EXCEEDED
-        fault = _field_fault(code, reason, quota, f"at most {limit}", value)
-        super().__init__(replace(fault, subject=shorten(subject), retry_after=_seconds(retry_after)))
+        detail = _field_detail(code, reason, quota, f"at most {limit}", value)
+        super().__init__(replace(detail, subject=shorten(subject), retry_after=_seconds(retry_after)))
 
 
 class QueueFull(ServiceError):
     def __init__(self, limit: int | str, *, retry_after: float) -> None:
-        detail = limit if isinstance(limit, str) else f"at most {limit} requests wait"
-        fault = _fault(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.QUEUE_FULL, f"queue: {detail}")
-        super().__init__(replace(fault, retry_after=_seconds(retry_after)))
+        text = limit if isinstance(limit, str) else f"at most {limit} requests wait"
+        detail = _detail(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.QUEUE_FULL, f"queue: {text}")
+        super().__init__(replace(detail, retry_after=_seconds(retry_after)))
 
 
 class Unavailable(ServiceError):
@@ -210,18 +210,18 @@ class Unavailable(ServiceError):
     """
 
     def __init__(self, reason: Reason, message: str, *, retry_after: float) -> None:
-        fault = _fault(grpc.StatusCode.UNAVAILABLE, reason, message)
-        super().__init__(replace(fault, retry_after=_seconds(retry_after)))
+        detail = _detail(grpc.StatusCode.UNAVAILABLE, reason, message)
+        super().__init__(replace(detail, retry_after=_seconds(retry_after)))
 
 
 class DeadlineExceeded(ServiceError):
     def __init__(self, message: str = "the request's deadline has passed") -> None:
-        super().__init__(_fault(grpc.StatusCode.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED, message))
+        super().__init__(_detail(grpc.StatusCode.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED, message))
 
 
 class Cancelled(ServiceError):
     def __init__(self, message: str = "the request was cancelled") -> None:
-        super().__init__(_fault(grpc.StatusCode.CANCELLED, Reason.CANCELLED, message))
+        super().__init__(_detail(grpc.StatusCode.CANCELLED, Reason.CANCELLED, message))
 
 
 class Aborted(ServiceError):
@@ -232,19 +232,19 @@ class Aborted(ServiceError):
     """
 
     def __init__(self, reason: Reason, message: str, *, resume: ResumePoint | None = None) -> None:
-        super().__init__(replace(_fault(grpc.StatusCode.ABORTED, reason, message), resume=resume))
+        super().__init__(replace(_detail(grpc.StatusCode.ABORTED, reason, message), resume=resume))
 
 
 class FailedPrecondition(ServiceError):
     """Incompatible router and worker. `reason` is WRONG_PEER (another incarnation) or WRONG_PROTOCOL."""
 
     def __init__(self, reason: Reason, message: str) -> None:
-        super().__init__(_fault(grpc.StatusCode.FAILED_PRECONDITION, reason, message))
+        super().__init__(_detail(grpc.StatusCode.FAILED_PRECONDITION, reason, message))
 
 
 class Internal(ServiceError):
     def __init__(self) -> None:
-        super().__init__(_fault(grpc.StatusCode.INTERNAL, Reason.INTERNAL, "internal error"))
+        super().__init__(_detail(grpc.StatusCode.INTERNAL, Reason.INTERNAL, "internal error"))
 
 
 class EndedCall(Protocol):
@@ -257,15 +257,15 @@ class EndedCall(Protocol):
 
 def from_call(call: EndedCall) -> ServiceError:
     metadata = call.trailing_metadata() or ()
-    return from_fault(from_trailers(call.code().value[0], call.details() or "", metadata))
+    return from_detail(from_trailers(call.code().value[0], call.details() or "", metadata))
 
 
-def from_fault(fault: ErrorDetail) -> ServiceError:
-    kind = _TYPES.get(_CODES.get(fault.code, grpc.StatusCode.UNKNOWN), ServiceError)
-    if kind is QuotaExceeded and fault.reason is not Reason.QUOTA_EXCEEDED:  # gRPC itself uses RESOURCE_EXHAUSTED too
-        kind = QueueFull if fault.reason is Reason.QUEUE_FULL else ServiceError
+def from_detail(detail: ErrorDetail) -> ServiceError:
+    kind = _TYPES.get(_CODES.get(detail.code, grpc.StatusCode.UNKNOWN), ServiceError)
+    if kind is QuotaExceeded and detail.reason is not Reason.QUOTA_EXCEEDED:  # gRPC itself uses RESOURCE_EXHAUSTED too
+        kind = QueueFull if detail.reason is Reason.QUEUE_FULL else ServiceError
     error = kind.__new__(kind)
-    ServiceError.__init__(error, fault)
+    ServiceError.__init__(error, detail)
     return error
 
 
@@ -287,13 +287,13 @@ _TYPES: dict[grpc.StatusCode, type[ServiceError]] = {
 }
 
 
-def _fault(code: grpc.StatusCode, reason: Reason, message: str) -> ErrorDetail:
+def _detail(code: grpc.StatusCode, reason: Reason, message: str) -> ErrorDetail:
     return ErrorDetail(code.value[0], message_text(message), reason)
 
 
-def _field_fault(code: grpc.StatusCode, reason: Reason, field: str, limit: str, value: object) -> ErrorDetail:
+def _field_detail(code: grpc.StatusCode, reason: Reason, field: str, limit: str, value: object) -> ErrorDetail:
     bad = Violation(shorten(field), shorten(limit), shorten(value))
-    return replace(_fault(code, reason, f"{bad.field}: {bad.limit}, got {bad.value}"), violation=bad)
+    return replace(_detail(code, reason, f"{bad.field}: {bad.limit}, got {bad.value}"), violation=bad)
 
 
 def _seconds(retry_after: float) -> float:

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from decant.protos import inference_pb2 as pb
 from decant.runtime.error_details import from_status
-from decant.runtime.errors import ServiceError, from_fault
+from decant.runtime.errors import ServiceError, from_detail
 
 _T = TypeVar("_T")
 
@@ -192,7 +192,7 @@ def generation(message: pb.Generation) -> Generation:
         answer=answer(message.result),
         create_time=message.create_time.ToDatetime(UTC),
         expire_time=message.expire_time.ToDatetime(UTC) if message.HasField("expire_time") else None,
-        error=from_fault(from_status(message.error)) if message.HasField("error") else None,
+        error=from_detail(from_status(message.error)) if message.HasField("error") else None,
         transitions=tuple(
             Transition(_state(one.state), one.time.ToDatetime(UTC), one.attempt) for one in message.transitions
         ),

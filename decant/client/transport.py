@@ -6,7 +6,7 @@ from dataclasses import replace
 import grpc
 
 from decant.runtime.error_details import Reason
-from decant.runtime.errors import DeadlineExceeded, ServiceError, from_fault
+from decant.runtime.errors import DeadlineExceeded, ServiceError, from_detail
 
 _NO_CONNECTION = re.compile(
     r"(?:connections to all backends failing|failed to connect to all addresses); last error: "
@@ -27,10 +27,10 @@ def with_advice(error: ServiceError, router: str, *, tls: bool, seconds: float |
         return error
     if error.code is grpc.StatusCode.DEADLINE_EXCEEDED and seconds is not None:
         return DeadlineExceeded(f"the deadline of {seconds:g} s has passed")
-    match = _NO_CONNECTION.match(error.fault.message)
+    match = _NO_CONNECTION.match(error.detail.message)
     if error.code is not grpc.StatusCode.UNAVAILABLE or match is None:
         return error
-    return from_fault(replace(error.fault, message=f"no connection to {router}: {_why(match[1], tls)}"))
+    return from_detail(replace(error.detail, message=f"no connection to {router}: {_why(match[1], tls)}"))
 
 
 def _why(text: str, tls: bool) -> str:

@@ -87,18 +87,18 @@ def _example() -> str:
 
 
 def _exceptions() -> Iterator[tuple[str, str]]:
-    faults = [ErrorDetail(status.value[0], "", Reason.UNSPECIFIED) for status in grpc.StatusCode]
-    faults += [ErrorDetail(EXHAUSTED.value[0], "", reason) for reason in (Reason.QUOTA_EXCEEDED, Reason.QUEUE_FULL)]
-    for fault in faults:
-        error = errors.from_fault(fault)
+    details = [ErrorDetail(status.value[0], "", Reason.UNSPECIFIED) for status in grpc.StatusCode]
+    details += [ErrorDetail(EXHAUSTED.value[0], "", reason) for reason in (Reason.QUOTA_EXCEEDED, Reason.QUEUE_FULL)]
+    for detail in details:
+        error = errors.from_detail(detail)
         name = type(error).__name__
         if type(error) is not errors.ServiceError and hasattr(decant, name):
-            reason = "" if error.code is not EXHAUSTED else f", reason {code(fault.reason.value)}"
+            reason = "" if error.code is not EXHAUSTED else f", reason {code(detail.reason.value)}"
             yield code(f"decant.{name}"), code(error.code.name) + reason
 
 
 def _error(name: str, status: str) -> errors.ServiceError:
-    return errors.from_fault(ErrorDetail(STATUSES[status].value[0], "", Reason(name)))
+    return errors.from_detail(ErrorDetail(STATUSES[status].value[0], "", Reason(name)))
 
 
 def _again(error: errors.ServiceError) -> str:

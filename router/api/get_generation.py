@@ -27,7 +27,7 @@ async def generation(snapshot: RequestSnapshot, model: ServedModel) -> pb.Genera
     if snapshot.expires_in_s is not None:
         message.expire_time.FromDatetime(datetime.now(UTC) + timedelta(seconds=snapshot.expires_in_s))
     if isinstance(stream.end, ServiceError):
-        message.error.CopyFrom(to_status(stream.end.fault))
+        message.error.CopyFrom(to_status(stream.end.detail))
     return message
 
 

@@ -23,7 +23,7 @@ from decant.runtime.errors import (
     NotFound,
     ServiceError,
     Unavailable,
-    from_fault,
+    from_detail,
 )
 from decant.state.errors import StateError, StoreRefilling, UnknownRequest, UnreadableRequest
 from decant.state.ids import Incarnation, RequestKey, State
@@ -102,7 +102,7 @@ def finish_from_record(stored: StoredRequest) -> Finish | ServiceError | None:
     if stored.state == Generation.STATE_CANCELLED:  # the router that cancelled it may not have recorded the error yet
         return Cancelled()
     if stored.state != Generation.STATE_SUCCEEDED:
-        return from_fault(from_status(stored.record.error))
+        return from_detail(from_status(stored.record.error))
     if not stored.record.finished:
         raise UnreadableRequest(stored.key, "its end is missing")
     finished = stored.record.finished[0]
@@ -157,5 +157,5 @@ def record_end(owned: OwnedRequest, stream: TokenStream, end: Finish | ServiceEr
     if finished is not None:
         record.finished.append(finished)
     if isinstance(end, ServiceError):
-        record.error.CopyFrom(to_status(end.fault))
+        record.error.CopyFrom(to_status(end.detail))
     owned.transition(state, datetime.now(UTC))

@@ -141,7 +141,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if _cancelled():
             raise asyncio.CancelledError
         try:
-            await context.abort(error.code, error.fault.message, trailers(error.fault))
+            await context.abort(error.code, error.detail.message, trailers(error.detail))
         except grpc.aio.InternalError:  # the client has just disconnected
             raise asyncio.CancelledError from None
 

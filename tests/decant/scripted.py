@@ -102,7 +102,7 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
         generation.result.CopyFrom(pb.GenerateResponse(model="m", outputs=[pb.Output(text="ab", token_ids=[97, 98])]))
         generation.create_time.FromSeconds(1_000)
         generation.expire_time.FromSeconds(5_000)
-        generation.error.CopyFrom(to_status(DeadlineExceeded().fault))
+        generation.error.CopyFrom(to_status(DeadlineExceeded().detail))
         generation.transitions.add(state=pb.Generation.STATE_QUEUED, attempt=1).time.FromSeconds(1_000)
         generation.transitions.add(state=pb.Generation.STATE_FAILED, attempt=1).time.FromSeconds(1_400)
         return generation
@@ -143,8 +143,8 @@ async def refuse(context: Any, error: ServiceError | grpc.StatusCode) -> NoRetur
     if isinstance(error, grpc.StatusCode):
         await context.abort(error, "as gRPC says it")
         raise AssertionError
-    context.set_trailing_metadata(trailers(error.fault))
-    await context.abort(error.code, error.fault.message)
+    context.set_trailing_metadata(trailers(error.detail))
+    await context.abort(error.code, error.detail.message)
     raise AssertionError
 
 

@@ -12,7 +12,7 @@ from decant.client.address import targets
 from decant.client.balancer import DEFAULT_BACKOFF, JITTER, RouterSelector, Selection
 from decant.client.retry import LONGEST_PAUSE_S, MORE_TRIES, RetryState, is_retryable
 from decant.runtime.error_details import ErrorDetail, Reason, ResumePoint
-from decant.runtime.errors import from_fault
+from decant.runtime.errors import from_detail
 
 
 @dataclass
@@ -30,7 +30,7 @@ def make_selector(count: int, clock: Clock) -> RouterSelector:
 
 
 def lost(code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> decant.ServiceError:
-    return from_fault(ErrorDetail(code.value[0], "gRPC's text"))
+    return from_detail(ErrorDetail(code.value[0], "gRPC's text"))
 
 
 def unavailable(retry_after: float = 0.0) -> decant.ServiceError:

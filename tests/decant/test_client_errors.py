@@ -37,7 +37,7 @@ async def test_an_error_status_raises_the_matching_exception(address: str, scrip
             async for _ in awaiting.stream("x"):
                 pass
         raised.append(caught.value)
-    assert all(one.fault == error.fault for one in raised)
+    assert all(one.detail == error.detail for one in raised)
 
 
 def test_an_unreachable_server_is_unavailable() -> None:

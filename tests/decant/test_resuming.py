@@ -133,7 +133,7 @@ async def test_an_error_that_is_not_retryable_is_raised_after_one_call(two: Two,
         two.reset([Break(after, error)])
         with Client(two.address) as client, pytest.raises(type(error)) as caught:
             await asyncio.to_thread(list, client.stream("x"))
-        assert caught.value.fault == error.fault
+        assert caught.value.detail == error.detail
         two.routers[0].breaks.append(Break(after, error))
         async with AsyncClient(two.address) as client:
             with pytest.raises(type(error)):

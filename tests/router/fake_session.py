@@ -21,10 +21,10 @@ class FakeSession(WorkerState, services.DecodeServicer):
         hello = (await anext(aiter(requests))).hello
         if not same_incarnation(hello.worker, self.facts.peer):
             error: ServiceError = FailedPrecondition(Reason.WRONG_PEER, "another incarnation")
-            await context.abort(error.code, error.fault.message, trailers(error.fault))
+            await context.abort(error.code, error.detail.message, trailers(error.detail))
         if self.script.is_starting:
             error = Unavailable(Reason.NO_WORKER, "this worker is starting", retry_after=1)
-            await context.abort(error.code, error.fault.message, trailers(error.fault))
+            await context.abort(error.code, error.detail.message, trailers(error.detail))
         if self.script.refuse_sessions:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
         self.hellos.append(hello)

@@ -185,7 +185,7 @@ class ScriptedPrefill:
 
     def refuse_as_draining(self) -> None:
         error = Unavailable(Reason.DRAINING, "this worker drains", retry_after=1.0)
-        self.break_off(grpc.StatusCode.UNAVAILABLE, trailers(error.fault))
+        self.break_off(grpc.StatusCode.UNAVAILABLE, trailers(error.detail))
 
     def break_off(self, code: grpc.StatusCode, metadata: Any = ()) -> None:
         self.outbox.clear()

@@ -82,7 +82,7 @@ def test_a_secret_names_its_tenant(callers: Authenticator) -> None:
 def test_all_wrong_credentials_get_the_same_error(callers: Authenticator, metadata: Any) -> None:
     with pytest.raises(Unauthenticated) as refusal:
         callers.tenant_of(metadata)
-    assert refusal.value.fault == Unauthenticated().fault
+    assert refusal.value.detail == Unauthenticated().detail
 
 
 def test_without_a_file_every_caller_is_allowed() -> None:

@@ -55,7 +55,7 @@ async def test_requests_beyond_the_quota_are_refused_until_one_ends(
             await harness.requests.begin(make_request("another"))
         error = refusal.value
         assert (error.field, error.limit, error.value) == ("in_flight", "at most 1", "2")
-        assert error.fault.subject == "default"
+        assert error.detail.subject == "default"
         assert (error.retry_after or 0) > 0
         assert await harness.requests.begin(make_request()) is first, "it is the same request"
         others = await harness.requests.begin(make_request("r", key=RequestKey("other", "r")))

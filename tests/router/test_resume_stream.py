@@ -125,7 +125,7 @@ async def test_an_uncertain_tail_is_refused_and_resumes_from_the_certain_tokens(
         assert stream.mark_tail_uncertain() == 2
         error = await error_of_call(all_of(behind))
         assert (type(error), error.reason) == (Aborted, Reason.TAIL_UNCERTAIN)
-        assert error.fault.resume == ResumePoint(0, 2)
+        assert error.detail.resume == ResumePoint(0, 2)
         write(stream, 72, 73, 1, end=STOPPED)
         assert (await all_of(resumed(s, after_seq=2)))[-1].usage.completion_tokens == 5
         assert (await all_of(resumed(s, after_seq=4)))[-1].HasField("finished"), "these are the new ones"

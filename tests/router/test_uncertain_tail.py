@@ -78,7 +78,7 @@ async def test_a_tail_that_may_come_out_otherwise_is_refused_with_what_is_certai
 async def refused_behind(stream: TokenStream, after_seq: int, *, certain: int) -> None:
     with pytest.raises(Aborted) as caught:
         await resume_behind(stream, after_seq)
-    assert (caught.value.reason, caught.value.fault.resume) == (Reason.TAIL_UNCERTAIN, ResumePoint(0, certain))
+    assert (caught.value.reason, caught.value.detail.resume) == (Reason.TAIL_UNCERTAIN, ResumePoint(0, certain))
 
 
 async def test_one_worker_that_promises_nothing_is_enough_to_refuse(store: Store) -> None:

@@ -127,7 +127,7 @@ async def test_attempts_are_spent_before_the_first_token(store: Store) -> None:
         assert len(workers[0].starts) == 3
         found = await read_stored(store, harness)
         assert (found.state, found.attempt) == (FAILED, 3)
-        assert found.record.error.code == error.fault.code
+        assert found.record.error.code == error.detail.code
 
 
 async def test_attempts_are_spent_after_the_first_token(store: Store) -> None:
@@ -159,8 +159,8 @@ async def test_a_client_error_is_reported_once_and_blames_no_worker(
         workers[0].script.violation = wire.Violation(field="sampling.top_p", limit="at most 1", value="3")
         error = error_of(await harness.answer(make_request()))
         assert isinstance(error, kind)
-        assert error.fault.violation is not None
-        assert error.fault.violation.field == "sampling.top_p"
+        assert error.detail.violation is not None
+        assert error.detail.violation.field == "sampling.top_p"
         assert len(workers[0].prefills) + len(workers[0].starts) == 1
         assert not any(seen.is_avoided for seen in harness.router.pool.snapshot("m", frozenset()))
 

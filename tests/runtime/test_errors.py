@@ -6,7 +6,7 @@ from google.rpc.status_pb2 import Status
 
 from decant.protos import inference_pb2, worker_pb2
 from decant.runtime.error_details import ErrorDetail, Reason, from_status, from_trailers, to_status, trailers
-from decant.runtime.errors import FaultOwner, InvalidArgument, ServiceError, Unavailable, from_fault
+from decant.runtime.errors import FaultOwner, InvalidArgument, ServiceError, Unavailable, from_detail
 from tests.runtime.cases import ERRORS, IDS
 
 EVERY = pytest.mark.parametrize("error", ERRORS, ids=IDS)
@@ -14,23 +14,23 @@ EVERY = pytest.mark.parametrize("error", ERRORS, ids=IDS)
 
 @EVERY
 def test_a_status_gives_the_same_typed_error_back(error: ServiceError) -> None:
-    back = from_fault(from_status(Status.FromString(to_status(error.fault).SerializeToString())))
+    back = from_detail(from_status(Status.FromString(to_status(error.detail).SerializeToString())))
     assert type(back) is type(error)
-    assert back.fault == error.fault
+    assert back.detail == error.detail
     assert str(back) == str(error)
 
 
 @EVERY
 def test_every_error_carries_error_info(error: ServiceError) -> None:
     info = ErrorInfo()
-    assert to_status(error.fault).details[0].Unpack(info)
+    assert to_status(error.detail).details[0].Unpack(info)
     assert (info.domain, info.reason) == ("decant", error.reason.value)
 
 
 @EVERY
 def test_an_error_fits_into_metadata(error: ServiceError) -> None:
-    percent_encoded = sum(1 if 0x20 <= byte <= 0x7E else 3 for byte in error.fault.message.encode())
-    assert percent_encoded + sum(len(key) + len(value) * 4 // 3 for key, value in trailers(error.fault)) < 8000
+    percent_encoded = sum(1 if 0x20 <= byte <= 0x7E else 3 for byte in error.detail.message.encode())
+    assert percent_encoded + sum(len(key) + len(value) * 4 // 3 for key, value in trailers(error.detail)) < 8000
 
 
 def test_reasons_are_those_of_the_wire() -> None:
@@ -59,19 +59,19 @@ def test_only_server_faults_count_as_server_errors() -> None:
 def test_retryable_errors_have_a_retry_delay() -> None:
     for error in ERRORS:
         assert error.retryable == (error.retry_after is not None), error
-    assert [key for key, _ in trailers(ERRORS[IDS.index("QueueFull-queue_full-13")].fault)][1] == (
+    assert [key for key, _ in trailers(ERRORS[IDS.index("QueueFull-queue_full-13")].detail)][1] == (
         "grpc-retry-pushback-ms"
     )
 
 
 def test_clients_that_know_google_rpc_only_can_read_errors() -> None:
-    status = to_status(InvalidArgument("sampling.top_p", "above 0, to 1", 1.5).fault)
+    status = to_status(InvalidArgument("sampling.top_p", "above 0, to 1", 1.5).detail)
     bad = BadRequest()
     assert status.details[1].Unpack(bad)
     assert bad.field_violations[0].field == "sampling.top_p"
     assert bad.field_violations[0].description == "above 0, to 1, got 1.5"
     retry = RetryInfo()
-    assert to_status(Unavailable(Reason.DRAINING, "x", retry_after=1.25).fault).details[1].Unpack(retry)
+    assert to_status(Unavailable(Reason.DRAINING, "x", retry_after=1.25).detail).details[1].Unpack(retry)
     assert retry.retry_delay.ToMilliseconds() == 1250
 
 
@@ -80,10 +80,10 @@ def test_clients_that_know_google_rpc_only_can_read_errors() -> None:
     [b"\xff\xff", b"", Status(code=13, message="x", details=[Any(type_url="what", value=b"\xff")]).SerializeToString()],
 )
 def test_a_status_that_is_not_ours_is_still_typed(details: bytes) -> None:
-    fault = from_trailers(14, "refused", [("grpc-status-details-bin", details), ("other", "x")])
-    assert fault == ErrorDetail(14, "refused")
-    assert type(from_fault(fault)) is Unavailable
-    assert from_fault(fault).retryable
+    detail = from_trailers(14, "refused", [("grpc-status-details-bin", details), ("other", "x")])
+    assert detail == ErrorDetail(14, "refused")
+    assert type(from_detail(detail)) is Unavailable
+    assert from_detail(detail).retryable
 
 
 def test_a_reason_of_a_newer_build_or_another_domain_is_unspecified() -> None:
@@ -94,6 +94,6 @@ def test_a_reason_of_a_newer_build_or_another_domain_is_unspecified() -> None:
 
 
 def test_a_message_that_is_too_large_for_grpc_is_not_a_full_queue() -> None:
-    error = from_fault(ErrorDetail(grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], "Received message larger than max"))
+    error = from_detail(ErrorDetail(grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], "Received message larger than max"))
     assert type(error) is ServiceError
     assert not error.retryable

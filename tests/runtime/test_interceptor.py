@@ -77,7 +77,7 @@ async def test_every_error_arrives_as_it_was_raised_on_every_kind_of_call() -> N
                 got, back = await failure(s, kind)
                 assert len(got) == (0 if kind == "unary" else after)
                 assert type(back) is type(error), name
-                assert back.fault == error.fault, name
+                assert back.detail == error.detail, name
         counts = {error.label: 0 for error in ERRORS}
         for error in ERRORS:
             counts[error.label] += 4
@@ -101,7 +101,7 @@ async def test_an_unexpected_exception_reveals_nothing_and_is_logged_once(kind: 
         raising(s, KeyError(SECRET), after=1)
         _, back = await failure(s, kind)
         assert (back.code, back.label, str(back)) == (grpc.StatusCode.INTERNAL, "internal", "internal error")
-        assert SECRET not in repr(back.fault)
+        assert SECRET not in repr(back.detail)
         assert s.counted(reason="internal", blame="server") == 1
     errors = [line for line in logged(lines) if line["level"] == "error"]
     assert len(errors) == 1

@@ -15,7 +15,7 @@ with decant.Client(ADDRESS) as client:
     try:
         client.generate("x = ", model="no-such-model")
     except decant.NotFound as error:
-        print(error.code.name, error.reason, error.fault.resource.name)
+        print(error.code.name, error.reason, error.detail.resource.name)
 
     try:
         client.generate("x = ", ignore_eos=True, timeout=0.001)
