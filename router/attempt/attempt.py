@@ -1,10 +1,10 @@
 """One try at one request: which workers run it, and in which order.
 
 split      prefill worker    ticket ------------> first token(s) ----------------> over
-           decode worker        '-- Start(ticket) --> scheduled --> joined --> frames --> ended
-local      Start --------------------------------> scheduled --> joined --> frames --> ended
-adopted    Adopt --------------------------------> scheduled, joined -----> frames --> ended
-migration  offer --> Start(ticket) at a target --> scheduled --> joined: the target has the run
+           decode worker        '-- Start(ticket) --> scheduled --> decode started --> frames --> ended
+local      Start --------------------------------> scheduled --> decode started --> frames --> ended
+adopted    Adopt --------------------------------> scheduled, decode started -----> frames --> ended
+migration  offer --> Start(ticket) at a target --> scheduled --> decode started: the target has the run
 """
 
 from __future__ import annotations
@@ -109,10 +109,12 @@ class Attempt:
         while True:
             try:
                 if holder is not None:
-                    return await self._until_joined(self._adopt(holder))
+                    return await self._until_decode_started(self._adopt(holder))
                 placement = await self._legs.until_search_ends(PromptSearch(self._context, self._pool))
                 worker = self._pool.worker(placement.incarnation)
-                return await (self._split(worker) if placement.is_split else self._until_joined(self._start(worker)))
+                return await (
+                    self._split(worker) if placement.is_split else self._until_decode_started(self._start(worker))
+                )
             except NoCapacity as refusal:
                 holder = None
                 self._drop_refused(refusal.leg)
@@ -128,7 +130,7 @@ class Attempt:
             target = await self._legs.until_search_ends(search, prefill)
             decode = prefill.target = self._start(self._pool.worker(target), prefill.ticket)
             try:
-                return await self._until_joined(decode, prefill)
+                return await self._until_decode_started(decode, prefill)
             except NoCapacity as refusal:
                 if refusal.leg is prefill:
                     raise
@@ -140,11 +142,11 @@ class Attempt:
                 self._drop_decode(decode)
                 await self._legs.until(_never, prefill)  # the first token was the last, and is on its way
 
-    async def _until_joined(self, decode: DecodeLeg, *others: PrefillLeg) -> DecodeLeg:
+    async def _until_decode_started(self, decode: DecodeLeg, *others: PrefillLeg) -> DecodeLeg:
         await self._legs.until(decode.is_scheduled, decode, *others)
         self._recorder.on_decode_scheduled(decode.scheduled, decode.started_at, has_ticket=decode.has_ticket)
-        await self._legs.until(decode.is_joined, decode)
-        self._recorder.on_decode_started(decode.started, decode.scheduled)
+        await self._legs.until(decode.has_decode_started, decode)
+        self._recorder.on_decode_started(decode.decode_started, decode.scheduled)
         return decode
 
     # Legs

@@ -32,10 +32,10 @@ class DecodeLeg(Leg):
     ) -> None:
         super().__init__(context, pool, worker, owner)
         self.scheduled: wire.Scheduled | None = None
-        self.started: wire.DecodeStarted | None = None
+        self.decode_started: wire.DecodeStarted | None = None
         self.offer: wire.Ticket | None = None
         self._is_scheduled = False
-        self._is_joined = False
+        self._has_decode_started = False
         self._ticket: wire.Ticket | None = None
         self._reservation: LoadReservation | None = None
         if isinstance(opening, wire.Start):
@@ -56,8 +56,8 @@ class DecodeLeg(Leg):
     def is_scheduled(self) -> bool:
         return self._is_scheduled
 
-    def is_joined(self) -> bool:
-        return self._is_joined
+    def has_decode_started(self) -> bool:
+        return self._has_decode_started
 
     def has_offer(self) -> bool:
         return self.offer is not None
@@ -69,11 +69,11 @@ class DecodeLeg(Leg):
         self.offer = None
         self.worker.session.migrate(wire.Migrate(run=self._subscription.run, withdrawn=True))
 
-    def retire(self) -> None:
+    def forget(self) -> None:
         """Release the leg once another worker has the run with all its tokens."""
         self._is_closed = True
         self._release()
-        self.worker.session.runs.retire(self._subscription)
+        self.worker.session.runs.forget(self._subscription)
 
     def _release(self) -> None:
         self._drop_ticket()
@@ -92,9 +92,9 @@ class DecodeLeg(Leg):
         self._is_scheduled = True
         self._drop_ticket()
 
-    def _set_joined(self) -> None:
+    def _set_decode_started(self) -> None:
         self._set_scheduled()
-        self._is_joined = True
+        self._has_decode_started = True
         if self._reservation is not None:
             self._reservation.mark_prefilled()
 
@@ -104,15 +104,15 @@ class DecodeLeg(Leg):
         self._owner.wake()
 
     def on_decode_started(self, message: wire.DecodeStarted) -> None:
-        self.started = message
-        self._set_joined()
+        self.decode_started = message
+        self._set_decode_started()
         self._owner.wake()
 
     def on_run_status(self, status: wire.RunStatus) -> None:
         if status.phase != wire.RunStatus.PHASE_WAITING:
             self._set_scheduled()
         if status.phase in (wire.RunStatus.PHASE_RUNNING, wire.RunStatus.PHASE_ENDED):
-            self._set_joined()
+            self._set_decode_started()
         self._owner.on_resumed(self)
         self._owner.wake()
 
@@ -124,7 +124,7 @@ class DecodeLeg(Leg):
         self._owner.on_draining(self)
 
     def on_ended(self, ended: wire.Ended) -> None:
-        self._set_joined()
+        self._set_decode_started()
         self._release()
         self._finish_with(ended.end)
 

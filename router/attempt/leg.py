@@ -1,7 +1,7 @@
 """One worker's part of an attempt.
 
     PrefillLeg   called --> scheduled --> ticket, first tokens (in either order) --> over
-    DecodeLeg    started, or adopted --> scheduled (blocks reserved) --> joined (in the batch) --> ended
+    DecodeLeg    started, or adopted --> scheduled (blocks reserved) --> decode started (in the batch) --> ended
 
 A milestone implies those before it: reports may be lost with a session.
 """

@@ -27,7 +27,7 @@ class Migration:
             await self._legs.until(source.has_offer, source)
             target = self._start_target(source)
             if target is not None and await self._has_moved(source, target):
-                source.retire()
+                source.forget()
                 self.source = target
                 return target
             source.withdraw_offer()
@@ -36,7 +36,9 @@ class Migration:
         self.source = None
         try:
             await self._legs.until(target.is_scheduled, target, source)
-            await self._legs.until(target.is_joined, target)  # it may have everything, even if the source is lost now
+            await self._legs.until(
+                target.has_decode_started, target
+            )  # it may have everything, even if the source is lost now
         except (AttemptFailed, NoCapacity, ServiceError):
             if target.failure is None:
                 raise

@@ -30,7 +30,7 @@ class SessionRuns:
         if self.table.remove(run):
             self._outgoing.cancel(cancel)
 
-    def retire(self, run: RunSubscription) -> None:
+    def forget(self, run: RunSubscription) -> None:
         if self.table.remove(run):
             self._outgoing.forget(run.run)
 

@@ -52,10 +52,10 @@ def generate_request(
 
 async def ask(stub: inference_pb2_grpc.InferenceServiceStub, request: pb.GenerateRequest) -> Answer:
     call = stub.GenerateStream(request, timeout=PATIENCE_S)
-    return decode_started([message async for message in call])
+    return join_messages([message async for message in call])
 
 
-def decode_started(messages: Iterable[pb.GenerateStreamResponse]) -> Answer:
+def join_messages(messages: Iterable[pb.GenerateStreamResponse]) -> Answer:
     """Check the protocol and collect the answer.
 
     The messages are: started delta* (delta* finished)+, usage and receipt in the last, seq never decreasing.

@@ -104,7 +104,7 @@ class FaultInjection:
     async def quiet(self) -> None:
         """Wait until no request is active: later messages belong to the next."""
         await self.workers[RECEIVER].until(
-            lambda seen: not (seen.owners or seen.fetches or seen.orphans or seen.unforgotten)
+            lambda seen: not (seen.owners or seen.fetches or seen.orphans or seen.ended_runs)
         )
         await self.workers[SENDER].until(lambda seen: not seen.fetches)
 
@@ -113,7 +113,7 @@ class FaultInjection:
         for worker_harness in self.workers.values():
             seen = await worker_harness.emptied()
             assert seen.free_blocks + seen.cached_blocks == seen.total_blocks
-            await worker_harness.until(lambda seen: not (seen.orphans or seen.unforgotten))
+            await worker_harness.until(lambda seen: not (seen.orphans or seen.ended_runs))
 
 
 def _request(number: int) -> ValidRequest:

@@ -17,7 +17,7 @@ from decant.protos.inference_pb2_grpc import InferenceServiceStub
 from tests.e2e.client_checks import Answer, ask, generate_request, open_stub
 from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
 from tests.e2e.proxy import FETCH, PREFILL, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, proxy
-from tests.e2e.test_resume import decode_started, rest
+from tests.e2e.test_resume import join_streams, rest
 
 pytestmark = pytest.mark.slow
 
@@ -104,7 +104,7 @@ async def test_a_stream_that_is_left_at_any_message_goes_on(harness: Harness, el
             ended = await rest(stub.ResumeStream(resume, timeout=PATIENCE_S))
         else:
             ended = await rest(call)
-        assert decode_started(begun, ended) == (whole.text, whole.ids)
+        assert join_streams(begun, ended) == (whole.text, whole.ids)
         assert ended[-1].usage.completion_tokens == TOKENS
         if len(begun) < messages:
             break

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
-from tests.e2e.client_checks import decode_started, generate_request, open_stub
+from tests.e2e.client_checks import generate_request, join_messages, open_stub
 from tests.e2e.deployment import PATIENCE_S, Deployment, Worker, deployment
 from tests.trace_collector import Collector, collecting
 from tests.worker.waiting import eventually
@@ -39,7 +39,7 @@ async def tokens(stub: InferenceServiceStub, running: Deployment | None = None) 
                 killed.process.kill()
                 running.workers.remove(killed)
     assert (killed is not None) == (running is not None)
-    answer = decode_started(messages)
+    answer = join_messages(messages)
     assert answer.receipt.attempts == (1 if running is None else 2)
     return answer.ids
 

@@ -85,14 +85,14 @@ async def failed(call: Any) -> ServiceError:
     raise AssertionError("it ended well")
 
 
-def decode_started(*streams: list[pb.GenerateStreamResponse]) -> tuple[str, list[int]]:
+def join_streams(*streams: list[pb.GenerateStreamResponse]) -> tuple[str, list[int]]:
     messages = [message for stream in streams for message in stream]
     ids = [id for message in messages for id in message.delta.token_ids]
     return "".join(message.delta.text for message in messages), ids
 
 
 def check_answer(tokens: int, *streams: list[pb.GenerateStreamResponse]) -> None:
-    text, ids = decode_started(*streams)
+    text, ids = join_streams(*streams)
     assert len(ids) == tokens, "nothing is missing, nothing twice"
     check_greedy(PROMPT, text, ids)
 
@@ -138,7 +138,7 @@ async def test_both_parts_of_a_cut_stream_are_the_complete_output(
         check_beginning(generation.result, whole)
         again = await rest(two.other.ResumeStream(resumed(asking, begun[-1].seq), timeout=PATIENCE_S))
         assert again[0].started.prompt_logprobs == whole.started.prompt_logprobs
-        parts = decode_started(begun, again)
+        parts = join_streams(begun, again)
         assert parts == (whole.text, whole.ids)
         assert [one for message in begun + again for one in message.delta.logprobs] == whole.logprobs
         for stub in (two.one, two.other):

@@ -260,7 +260,7 @@ class Scenario:
         for worker in self.world.workers.values():
             assert not any(prefill.connection.is_open for prefill in worker.prefills)
             if worker.is_alive:
-                assert not worker.attached, "a run was neither cancelled nor retired"
+                assert not worker.attached, "a run was neither cancelled nor forgotten"
                 assert not worker.renewed, "a ticket is renewed though its request has ended"
             known = self.pool.worker(Incarnation.of(worker.facts.peer))
             assert not known.session.is_busy

@@ -90,7 +90,7 @@ class FakeSession(WorkerState, services.DecodeServicer):
                     self._adopt(message.adopt)
                 case "forget":
                     for run in message.forget.runs:
-                        self.retired.append(run)
+                        self.forgotten.append(run)
                         self.runs.pop(key(run), None)
                 case "resend":
                     self.resends += 1

@@ -75,7 +75,7 @@ class WorkerState:
         self.starts: list[wire.Start] = []
         self.cancels: list[wire.Cancel] = []
         self.adopts: list[wire.Adopt] = []
-        self.retired: list[wire.Run] = []
+        self.forgotten: list[wire.Run] = []
         self.renewed: list[bytes] = []
         self.hellos: list[wire.Hello] = []
         self.resends = 0

@@ -107,7 +107,7 @@ class ScriptedPrefill:
         self.written = list(unpack(self.request.engine_request.outputs[0].tokens))
 
     @property
-    def is_begun(self) -> bool:
+    def is_started(self) -> bool:
         return self.export is not None or self.has_logprobs or self.has_first
 
     @property
@@ -133,7 +133,7 @@ class ScriptedPrefill:
         if self.is_over or not self.connection.is_open:
             return
         yield from (self.fail, partial(self.break_off, grpc.StatusCode.INTERNAL))
-        if not self.is_begun:
+        if not self.is_started:
             yield from (partial(self.refuse, cause) for cause in (wire.CAUSE_BUSY, wire.CAUSE_DRAINING))
             yield self.refuse_as_draining
 
@@ -214,8 +214,8 @@ class ScriptedRun:
     source: Export | None = None  # what it fetches
     export: Export | None = None  # what it gives away
     is_attached: bool = True  # to this router's session; an earlier owner's run is, once it is adopted
-    is_joined: bool = False
-    is_to_migrate: bool = False  # asked for before it had joined
+    is_decoding: bool = False
+    is_to_migrate: bool = False  # asked for before it decoded
 
     def __post_init__(self) -> None:
         self.run = wire.Run.FromString(self.start.run.SerializeToString())
@@ -227,7 +227,9 @@ class ScriptedRun:
 
     @property
     def held(self) -> wire.RunStatus:
-        slots = [wire.Slot(slot=self.slot, output=0, position=len(PROMPT) + len(self.tokens))] if self.is_joined else []
+        slots = (
+            [wire.Slot(slot=self.slot, output=0, position=len(PROMPT) + len(self.tokens))] if self.is_decoding else []
+        )
         return RunStatus(run=self.run, phase=self.phase, slots=slots, ended=[self.end] if self.end else [])
 
     def steps(self) -> Iterator[Step]:
@@ -238,7 +240,7 @@ class ScriptedRun:
                 yield partial(self.fail, self.source.cause, self.source.ticket.sender)
             elif self.source.tokens is not None:
                 yield self.join
-        elif self.phase == RunStatus.PHASE_RUNNING and not self.is_joined:
+        elif self.phase == RunStatus.PHASE_RUNNING and not self.is_decoding:
             yield self.join
         elif self.phase == RunStatus.PHASE_RUNNING and not self.is_committed:
             yield self.decode
@@ -252,7 +254,7 @@ class ScriptedRun:
             yield partial(self.fail, wire.CAUSE_ENGINE)
         if self.phase == RunStatus.PHASE_ARRIVING and self.source is not None:
             yield partial(self.fail, wire.CAUSE_CORRUPT, self.source.ticket.sender)
-        if self.phase == RunStatus.PHASE_RUNNING and self.is_joined and not self.is_committed:
+        if self.phase == RunStatus.PHASE_RUNNING and self.is_decoding and not self.is_committed:
             yield partial(self.decode, is_lost=True)
         if self.phase != RunStatus.PHASE_ENDED:
             yield self.supersede
@@ -272,16 +274,16 @@ class ScriptedRun:
         self.send_prompt_logprobs()
 
     def join(self) -> None:
-        joined = wire.DecodeStarted(run=self.run, slots=[wire.Slot(slot=self.slot, output=0)])
+        decode_started = wire.DecodeStarted(run=self.run, slots=[wire.Slot(slot=self.slot, output=0)])
         if self.source is not None:
             assert self.source.tokens is not None
             self.tokens = list(self.source.tokens)
             self.source.is_closed = True
-            joined.handoff.SetInParent()
+            decode_started.handoff.SetInParent()
         else:
-            joined.from_tokens.SetInParent()
-        self.phase, self.is_joined = RunStatus.PHASE_RUNNING, True
-        self.send(decode_started=joined)
+            decode_started.from_tokens.SetInParent()
+        self.phase, self.is_decoding = RunStatus.PHASE_RUNNING, True
+        self.send(decode_started=decode_started)
         self.send_tokens(0)
         if self.is_to_migrate:
             self.offer()
@@ -345,7 +347,7 @@ class ScriptedRun:
 
     def send_tokens(self, k: int) -> None:
         tokens = self.tokens[k:]
-        if tokens and self.is_joined:
+        if tokens and self.is_decoding:
             positions = range(len(PROMPT) + k, len(PROMPT) + len(self.tokens))
             slots = pack([self.slot] * len(tokens))
             self.send(frame=wire.Frame(slots=slots, positions=pack(list(positions)), tokens=pack(tokens)))

@@ -258,7 +258,7 @@ class _Handler:
                 run.export.fail(wire.CAUSE_PEER_LOST)
         elif run.phase == RunStatus.PHASE_WAITING:
             run.refuse(wire.CAUSE_DRAINING)
-        elif run.is_joined and not run.is_committed:
+        elif run.is_decoding and not run.is_committed:
             run.offer()
         else:
             run.is_to_migrate = True

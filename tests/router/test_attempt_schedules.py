@@ -159,7 +159,7 @@ def place_run(scenario: Scenario, phase: wire.RunStatus.Phase | None, written: i
     found = world.workers["d"].begin(wire.Start(run=before, engine_request=request.engine_request))
     found.is_attached = False
     if phase != RunStatus.PHASE_WAITING:
-        found.phase, found.is_joined = RunStatus.PHASE_RUNNING, True
+        found.phase, found.is_decoding = RunStatus.PHASE_RUNNING, True
         found.tokens = world.answer[:written]
     while phase == RunStatus.PHASE_ENDED and found.end is None:
         found.decode()

@@ -70,7 +70,7 @@ class Harness:
             if worker_harness.host.loop.is_healthy:
                 seen = await worker_harness.emptied()
                 assert seen.free_blocks + seen.cached_blocks == seen.total_blocks
-                await worker_harness.until(lambda seen: not (seen.orphans or seen.unforgotten))
+                await worker_harness.until(lambda seen: not (seen.orphans or seen.ended_runs))
 
 
 def valid_request(number: int, length: int = PROMPT, wanted: int = WANTED, **more: Any) -> ValidRequest:

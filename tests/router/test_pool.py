@@ -151,13 +151,13 @@ async def test_a_draining_worker_keeps_what_it_has_and_gets_no_more(store: Store
         assert len(draining.starts) == 1
 
 
-async def test_a_router_that_leaves_retires_what_has_just_ended(store: Store) -> None:
+async def test_a_router_that_leaves_forgets_what_has_just_ended(store: Store) -> None:
     timings = RouterTimings(workers=WorkerTimings(heartbeat_s=60.0, close_s=PATIENCE))
     async with fleet(D) as workers:
         async with core(store, workers, timings=timings) as harness:
             await harness.answer(make_request())
-            assert not workers[0].retired, "it waits for a heartbeat"
-        assert [run.request for run in workers[0].retired] == ["default/r"]
+            assert not workers[0].forgotten, "it waits for a heartbeat"
+        assert [run.request for run in workers[0].forgotten] == ["default/r"]
         assert not workers[0].runs
 
 

@@ -119,7 +119,7 @@ async def test_an_answer_that_is_written_waits_for_those_that_are_on_their_way(s
     async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as harness:
         prefill.script.reports_late = True
         stream = await harness.requests.begin(valid_request())
-        await until(lambda: decode.retired)
+        await until(lambda: decode.forgotten)
         assert stream.tokens
         assert stream.end is None
         prefill.go.set()

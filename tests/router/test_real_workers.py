@@ -54,7 +54,7 @@ class Deployment:
     async def is_clean(self, name: str) -> bool:
         found = await self.audit(name)
         assert not found.violations
-        left = (found.owned_blocks, found.leased_blocks, found.unforgotten, found.orphans, len(found.owners))
+        left = (found.owned_blocks, found.leased_blocks, found.ended_runs, found.orphans, len(found.owners))
         return left == (0, 0, 0, 0, 0)
 
     async def until_clean(self, *names: str) -> None:
@@ -158,7 +158,7 @@ async def test_a_decode_worker_that_is_ended_hands_its_answers_on(server: Privat
 
 
 async def test_a_worker_drains_at_once_when_its_router_left_after_an_answer(server: PrivateRedis, store: Store) -> None:
-    """A run that ended but is not retired is kept for the lease, longer than the test waits."""
+    """A run that ended but is not forgotten is kept for the lease, longer than the test waits."""
     async with deployment(server, store, d="decode --lease-ms 600000") as harness:
         await harness.answer(20, 10)
         harness.router.process.send_signal(signal.SIGTERM)

@@ -56,7 +56,7 @@ async def test_a_split_request_fills_its_receipt_from_both_workers(store: Store)
         assert [entry.token for entry in found.entries] == answer(PROMPT, 5)
         assert states(found) == [QUEUED, PREFILLING, HANDING_OFF, DECODING, SUCCEEDED]
         assert found.record.usage.completion_tokens == 5
-        await until(lambda: workers[1].retired)
+        await until(lambda: workers[1].forgotten)
 
 
 async def test_a_receipt_has_the_times_of_a_prefill_worker_whose_report_follows_the_end(
@@ -66,7 +66,7 @@ async def test_a_receipt_has_the_times_of_a_prefill_worker_whose_report_follows_
     async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode], timings=timings) as harness:
         prefill.script.reports_late = True
         stream = await harness.requests.begin(make_request(seconds=PATIENCE / 2))
-        await until(lambda: decode.retired)
+        await until(lambda: decode.forgotten)
         assert stream.tokens == answer(PROMPT, 5)
         jump(monkeypatch, PATIENCE / 2)  # the deadline passes, of an answer that is complete
         prefill.go.set()
@@ -82,7 +82,7 @@ async def test_a_complete_answer_stays_complete_whatever_ends_it_before_the_repo
     async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode], timings=timings) as harness:
         prefill.script.reports_late = True
         stream = await harness.requests.begin(make_request("r"))
-        await until(lambda: decode.retired)
+        await until(lambda: decode.forgotten)
         if ends == "cancelled":
             await harness.requests.cancel(RequestKey("default", "r"))
         else:

@@ -85,7 +85,7 @@ async def session(
             await asyncio.wait([task])
 
 
-async def test_a_run_is_reported_in_order_written_once_and_retired() -> None:
+async def test_a_run_is_reported_in_order_written_once_and_forgotten() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         run = make_run()
         opened.start(run.following)
@@ -124,19 +124,19 @@ async def test_a_session_that_can_not_be_opened_is_logged_once(tmp_path: Path) -
     assert [(line["event"], line["worker"]) for line in logs] == [("session can't be opened", "d")]
 
 
-async def test_runs_that_ended_are_retired_together() -> None:
+async def test_runs_that_ended_are_forgotten_together() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         runs = [make_run(attempt=n) for n in range(20)]
         counts: list[int] = []
         forget = worker.changed
         for run in runs:
             opened.start(run.following)
-        while len(worker.retired) < 20:
+        while len(worker.forgotten) < 20:
             forget.clear()
             async with asyncio.timeout(PATIENCE):
                 await forget.wait()
-            if len(worker.retired) not in counts:
-                counts.append(len(worker.retired))
+            if len(worker.forgotten) not in counts:
+                counts.append(len(worker.forgotten))
         assert len(counts) < 10, "few messages for many runs"
 
 
@@ -204,7 +204,7 @@ async def test_a_cancel_while_no_session_is_open_reaches_the_worker_with_the_nex
         worker.go.set()
         await until(lambda: worker.cancels)
         assert worker.cancels == [cancel]
-        await until(lambda: not worker.runs)  # retired too
+        await until(lambda: not worker.runs)  # forgotten too
         assert not opened.is_busy
 
 

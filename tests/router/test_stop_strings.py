@@ -158,12 +158,12 @@ async def test_output_text_equals_a_search_in_the_whole_text_however_tokens_are_
     assert stream.tokens == tokens[: len(shown)]
     assert writer.stopped == (None if stop is None else Finish(pb.FINISH_REASON_STOP, stop_string=stop))
     text, done = new_output_text(tiny(), request.output_options, request.engine_request.stopping), 0
-    decode_started = ""
+    joined = ""
     while done < len(stream.tokens):
         more = stream.tokens[done : done + data.draw(st.integers(1, 5))]
-        decode_started += text.add(more)
+        joined += text.add(more)
         done += len(more)
-        assert decode_started == shown[done - 1]
+        assert joined == shown[done - 1]
     assert text.stop == stop
 
 

@@ -128,7 +128,7 @@ class Node:
     def _nothing_is_left(self) -> None:
         self.engine.check_integrity()
         decode = self.decode
-        assert (decode.sessions, decode.fetches_receiving, decode.cancel_marks, len(list(decode.runs()))) == (
+        assert (decode.sessions, decode.fetches_receiving, decode.cancel_tombstones, len(list(decode.runs()))) == (
             0,
             0,
             0,

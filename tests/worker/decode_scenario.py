@@ -57,7 +57,7 @@ class DecodeScenario(Scenario):
         for router in self.routers.values():
             await router.leave()
         await asyncio.sleep(2 * LEASE_S)
-        await self._until_ended(lambda: not (self.node.decode.orphans or self.node.decode.unforgotten))
+        await self._until_ended(lambda: not (self.node.decode.orphans or self.node.decode.ended_runs))
         await self.assert_empty(self.target, rounds=12)
         await self.close()
 

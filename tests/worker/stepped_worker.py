@@ -144,8 +144,8 @@ class Node:
         decode = self.decode
         assert not list(self.prefill.runs())
         assert not list(decode.runs())
-        assert (decode.sessions, decode.fetches_receiving, decode.orphans, decode.unforgotten) == (0, 0, 0, 0)
-        assert decode.cancel_marks == 0
+        assert (decode.sessions, decode.fetches_receiving, decode.orphans, decode.ended_runs) == (0, 0, 0, 0)
+        assert decode.cancel_tombstones == 0
         assert (self.host.waiting_arrivals, self.host.waiting_prompts, self.host.waiting_tokens) == (0, 0, 0)
         assert not self.host.sender.leases.all()
         assert not self.host.epochs._live

@@ -184,11 +184,11 @@ async def test_a_cancel_before_its_start_refuses_it_for_one_lease() -> None:
         await router.cancel(make_run(epoch=2))
         await router.start(make_run(epoch=2), make_work())
         assert (await router.until_message(make_run(), "refused")).failure.cause == wire.CAUSE_CANCELLED
-        assert node.decode.cancel_marks == 1
+        assert node.decode.cancel_tombstones == 1
         await router.start(make_run(epoch=3), make_work())  # another owner's attempt of the same number
         await router.until_message(make_run(), "ended")
         advance(LONG / 1000)
-        await eventually(lambda: node.decode.cancel_marks == 0)
+        await eventually(lambda: node.decode.cancel_tombstones == 0)
         await router.forget(make_run(epoch=3))
         await router.start(make_run(epoch=3, attempt=2), make_work())
         await router.until_message(make_run(attempt=2), "ended")

@@ -37,7 +37,7 @@ class Schedule:
         self.router = Router(node)
         self.works: dict[tuple[str, int], tuple[wire.Run, wire.EngineRequest]] = {}
         self.unknown_runs: set[tuple[str, int]] = set()
-        self.retired: set[tuple[str, int]] = set()
+        self.forgotten: set[tuple[str, int]] = set()
 
     async def play(self, moves: int) -> None:
         await self.router.open()
@@ -47,7 +47,7 @@ class Schedule:
         await self.router.until(lambda: not self._open())
 
     def _open(self) -> list[tuple[str, int]]:
-        given_up = self.unknown_runs | self.retired
+        given_up = self.unknown_runs | self.forgotten
         return [
             key
             for key, (_, work) in self.works.items()
@@ -79,7 +79,7 @@ class Schedule:
                 and key not in self._open()
                 and self.rng.random() < 0.5
             ):
-                self.retired.add(key)
+                self.forgotten.add(key)
                 await self.router.forget(run)
 
     async def _forget_early(self) -> None:

@@ -22,7 +22,7 @@ async def test_a_run_from_tokens_generates_the_text_of_one_engine() -> None:
         assert record.last["decode_started"].WhichOneof("path") == "from_tokens"
         assert record.last["decode_started"].slots[0].position == 30
         await node.audit()
-        assert node.decode.unforgotten == 1
+        assert node.decode.ended_runs == 1
         await router.forget(run)
 
 

@@ -129,7 +129,7 @@ async def test_a_newer_session_ends_the_older_and_gets_the_runs_that_it_names() 
         assert [held.run.request for held in welcome.runs] == ["t/named"]
         assert [run.request for run in welcome.unknown_runs] == ["t/gone"]
         assert {run.request for run in welcome.orphans} == {"t/unnamed", "t/ended"}
-        assert (node.decode.orphans, node.decode.unforgotten, node.decode.sessions) == (1, 1, 1)
+        assert (node.decode.orphans, node.decode.ended_runs, node.decode.sessions) == (1, 1, 1)
         advance(60)
         node.device.seconds = 0.0
         await newer.until_message(named, "ended")
@@ -149,7 +149,7 @@ async def test_tokens_generated_without_a_session_are_sent_to_the_next() -> None
         await router.leave()
         have = max(router.record_of(run).tokens) + 1
         node.device.seconds = 0.0
-        await eventually(lambda: node.decode.unforgotten == 1)
+        await eventually(lambda: node.decode.ended_runs == 1)
         welcome = await router.open(owned(run, have))
         assert welcome.runs[0].phase == wire.RunStatus.PHASE_ENDED
         assert welcome.runs[0].ended[0].end_position == 28
@@ -157,7 +157,7 @@ async def test_tokens_generated_without_a_session_are_sent_to_the_next() -> None
         assert router.record_of(run).text(8) == run_alone(work)
         assert len(router.record_of(run).logprobs) == 20
         await router.forget(run)
-        await eventually(lambda: node.decode.unforgotten == 0)
+        await eventually(lambda: node.decode.ended_runs == 0)
 
 
 async def test_an_adopted_run_continues_under_its_new_owner() -> None:
@@ -294,7 +294,7 @@ async def test_a_router_that_reads_nothing_over_grpc_loses_its_session() -> None
         call = services.DecodeStub(channel).Session()
         await call.write(hello(node))
         await call.write(wire.RouterMessage(start=wire.Start(run=run, engine_request=work)))
-        await eventually(lambda: node.decode.unforgotten == 1)
+        await eventually(lambda: node.decode.ended_runs == 1)
         for _ in range(20_000):
             if not node.decode.sessions:
                 break

@@ -103,7 +103,7 @@ class RunExecutor:
             if run.prior_tokens <= entry.entry < len(transfer.output):
                 run.logprobs[entry.entry] = logprobs_from_wire(transfer.output[entry.entry], entry)
         # The engine may have reported steps of the sequence before the fetch returned.
-        early, run.tokens_before_join = run.tokens_before_join, []
+        early, run.early_tokens = run.early_tokens, []
         for token in early:
             run.add_token(token)
         run.decode_started = _decode_started(run, transfer)
@@ -159,7 +159,7 @@ class RunExecutor:
             self._remove(run)
 
     def refuse(self, run: DecodeRun, failure: wire.Failure) -> None:
-        """End and forget a run that the engine has not begun; its ticket stays valid."""
+        """End and forget a run that the engine has not started; its ticket stays valid."""
         if run in self._runs and run.end is None:
             run.notify.refused(failure)
             self._remove(run)
@@ -203,8 +203,8 @@ def _decode_started(run: DecodeRun, transfer: TransferResult) -> wire.DecodeStar
 
 def _end_reason(run: DecodeRun) -> wire.OutputEnd.Reason:
     event: SequenceFinished | None = run.finished.result() if run.finished.done() else None
-    has_joined = run.phase == wire.RunStatus.PHASE_RUNNING
-    if event is None or not has_joined or event.reason in (FinishReason.CANCELLED, FinishReason.FAILED):
+    is_running = run.phase == wire.RunStatus.PHASE_RUNNING
+    if event is None or not is_running or event.reason in (FinishReason.CANCELLED, FinishReason.FAILED):
         return run.cancel_reason or wire.OutputEnd.REASON_CANCELLED
     return end_reason(event.reason, run.stopping)
 

@@ -92,7 +92,7 @@ def send_step_tokens(runs: Mapping[str, DecodeRun], tokens: Iterable[Token], ste
         if run is None:
             continue
         if run.phase != running:
-            run.tokens_before_join.append(token)
+            run.early_tokens.append(token)
             continue
         run.add_token(token)
         if not run.sent_first_token:

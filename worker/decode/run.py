@@ -54,7 +54,7 @@ class DecodeRun:
     keeps_ticket: bool = False  # the ticket stays valid for another worker
     migration_ticket: wire.Ticket | None = None  # of the run's own cache, for a migration
     migration_requested: bool = False  # offer a ticket as soon as it runs
-    tokens_before_join: list[Token] = field(default_factory=list)  # reported before the fetch returned
+    early_tokens: list[Token] = field(default_factory=list)  # reported before the fetch returned
     timeline: Timeline | None = None  # the engine's, once it began
     sent_first_token: bool = False
     decode_started: wire.DecodeStarted | None = None  # not sent yet: the run had no session

@@ -120,12 +120,12 @@ class DecodeRunManager(HostHandler):
     def on_step(self, output: StepOutput) -> None:
         self.executor.step = output.step
         runs = self.runs.by_sequence
-        for begun in output.started:
-            if run := runs.get(begun.id):
-                run.timeline = begun.timeline
+        for started in output.started:
+            if run := runs.get(started.id):
+                run.timeline = started.timeline
                 if run.ticket is None:
                     run.phase = wire.RunStatus.PHASE_RUNNING
-                    run.notify.scheduled(begun.cached)
+                    run.notify.scheduled(started.cached)
         for part in output.prompt_logprobs:
             if run := runs.get(part.id):
                 run.notify.prompt_logprobs(part)

@@ -70,11 +70,11 @@ class DecodeService(services.DecodeServicer):
         return sum(run.session is None and run.end is None for run in self.run_manager.runs)
 
     @property
-    def cancel_marks(self) -> int:
+    def cancel_tombstones(self) -> int:
         return len(self.run_manager.runs.cancel_tombstones)
 
     @property
-    def unforgotten(self) -> int:
+    def ended_runs(self) -> int:
         return sum(run.end is not None for run in self.run_manager.runs)
 
     async def drain(self) -> None:

@@ -41,12 +41,12 @@ class PrefillExecutor:
                 with tracing.span("prefill", run.traceparent) as span:
                     await run.until(lambda: run.is_admitted)
                     self._add_to_engine(run)
-                    await run.until(lambda: run.begun is not None)
+                    await run.until(lambda: run.started is not None)
                     span.event("scheduled")
                     if run.handoff and not run.has_first_token:
                         self._issue_ticket(run)  # the router chooses the receiver while the other chunks are computed
                     await run.until(lambda: run.has_first_token)
-                    cached = run.begun.cached if run.begun is not None else 0
+                    cached = run.started.cached if run.started is not None else 0
                     span.set(worker=self._host.peer.id, tokens=len(run.request.token_ids), cached_tokens=cached)
                 run.send(first=first_tokens(run))
                 if run.handoff and run.finished is None:

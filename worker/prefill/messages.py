@@ -7,15 +7,15 @@ from decant.worker.wire_codec import end_reason, logprobs_to_wire, microseconds
 
 
 def first_tokens(run: PrefillRun) -> wire.FirstTokens:
-    begun, token = run.begun, run.first_token
-    assert begun is not None
+    started, token = run.started, run.first_token
+    assert started is not None
     assert token is not None
-    timeline = begun.timeline
+    timeline = started.timeline
     assert timeline.scheduled is not None
     assert timeline.first_token is not None
     return wire.FirstTokens(
         tokens=[_first(run, token)],
-        cached_tokens=min(begun.cached, run.request.prompt_len),
+        cached_tokens=min(started.cached, run.request.prompt_len),
         queued_us=microseconds(timeline.scheduled - run.received),
         prefill_us=microseconds(timeline.first_token - timeline.scheduled),
     )

@@ -36,7 +36,7 @@ class PrefillQueue:
 
     @property
     def num_waiting(self) -> int:
-        return sum(run.begun is None and run.error is None for run in self._runs.values())
+        return sum(run.started is None and run.error is None for run in self._runs.values())
 
     def add(self, run: PrefillRun) -> None:
         self._runs[run.id] = run
@@ -67,7 +67,7 @@ class PrefillQueue:
         return 2 * blocks > self._host.total_blocks
 
     def _blocks(self, run: PrefillRun) -> int:
-        cached = 0 if run.begun is None else run.begun.cached
+        cached = 0 if run.started is None else run.started.cached
         return self._host.blocks_for(len(run.request.token_ids) + 1 - cached)
 
 

@@ -40,7 +40,7 @@ class PrefillRun:
     remaining_s: float | None  # until the deadline; None: there is none
     traceparent: str = ""
     is_admitted: bool = False
-    begun: SequenceStarted | None = None
+    started: SequenceStarted | None = None
     first_token: Token | None = None
     is_parked: bool = False  # the first token is sampled, and more may follow
     finished: SequenceFinished | None = None  # the first token is the last
@@ -60,7 +60,7 @@ class PrefillRun:
 
     @property
     def phase(self) -> wire.RunStatus.Phase:
-        return wire.RunStatus.PHASE_RUNNING if self.begun else wire.RunStatus.PHASE_WAITING
+        return wire.RunStatus.PHASE_RUNNING if self.started else wire.RunStatus.PHASE_WAITING
 
     @property
     def has_first_token(self) -> bool:

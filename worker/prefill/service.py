@@ -80,8 +80,8 @@ class PrefillService(services.PrefillServicer, HostHandler):
     def on_step(self, output: StepOutput) -> None:
         if not self._runs:
             return
-        for run, begun in self._live(output.started):
-            run.begun = begun
+        for run, started in self._live(output.started):
+            run.started = started
             run.wake()
         for run, part in self._live(output.prompt_logprobs):
             run.send(prompt_logprobs=prompt_logprobs(run, part))

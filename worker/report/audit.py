@@ -36,9 +36,9 @@ class Decodes(HasRuns, Protocol):
     @property
     def orphans(self) -> int: ...
     @property
-    def cancel_marks(self) -> int: ...
+    def cancel_tombstones(self) -> int: ...
     @property
-    def unforgotten(self) -> int: ...
+    def ended_runs(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ class AuditService(services.AuditServicer):
             sessions=self._decode.sessions,
             fetches=self._decode.fetches_receiving + sum(lease.is_opened for lease in after.leases),
             orphans=self._decode.orphans,
-            cancel_marks=self._decode.cancel_marks,
-            unforgotten=self._decode.unforgotten,
+            cancel_tombstones=self._decode.cancel_tombstones,
+            ended_runs=self._decode.ended_runs,
         )
         for name, (run, output, phase, _) in {**before.runs, **after.runs}.items():
             blocks = len(pool.blocks(name))

@@ -36,12 +36,12 @@ class WorkerMetrics(HostHandler):
     def on_step(self, output: StepOutput) -> None:
         if output.tokens:
             self._metrics.generated.inc(len(output.tokens))
-        for begun in output.started:
-            if begun.id in self._arriving:
-                self._arriving.remove(begun.id)
+        for started in output.started:
+            if started.id in self._arriving:
+                self._arriving.remove(started.id)
             else:
-                self._metrics.prompt[PromptSource.CACHED].inc(begun.cached)
-                self._metrics.prompt[PromptSource.COMPUTED].inc(begun.tokens - begun.cached)
+                self._metrics.prompt[PromptSource.CACHED].inc(started.cached)
+                self._metrics.prompt[PromptSource.COMPUTED].inc(started.tokens - started.cached)
         for ended in output.ended:
             self._arriving.discard(ended.id)
 
