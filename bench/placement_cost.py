@@ -58,17 +58,17 @@ def new_pool(workers: int) -> WorkerPool:
     unused: Any = NoWorkers()
     pool = WorkerPool(ROUTER, unused, {MODEL: 1}, PeerTls(), handoff_min_tokens=64)
     for number in range(workers):
-        facts = WorkerRegistration(
+        registration = WorkerRegistration(
             peer=wire.Peer(id=f"worker-{number}", incarnation=1),
             model=MODEL,
             role=wire.ROLE_DECODE if number % 2 else wire.ROLE_PREFILL,
             layout_hash=1,
             capacity=Capacity(total_blocks=8192, block_size=BLOCK_SIZE),
         )
-        session = WorkerSession(ROUTER, facts.peer, unused, pool)
+        session = WorkerSession(ROUTER, registration.peer, unused, pool)
         session._outgoing.open([])
         index = pool.membership.prefix_indexes[MODEL]
-        worker = WorkerHandle(facts, unused, session, 0, index=index)
+        worker = WorkerHandle(registration, unused, session, 0, index=index)
         pool.membership._workers[worker.incarnation] = worker
     return pool
 

@@ -16,8 +16,8 @@ class DecodeSettings(WorkerSettings):
     port: int = Field(default=50071, ge=0, le=65535, description="port to listen on; 0 takes a free one")
 
 
-KIND = WorkerRole(wire.ROLE_DECODE, "decode_worker", DecodeSettings)
+ROLE = WorkerRole(wire.ROLE_DECODE, "decode_worker", DecodeSettings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_worker(KIND, arguments)
+    return run_worker(ROLE, arguments)

@@ -16,8 +16,8 @@ class PrefillSettings(WorkerSettings):
     port: int = Field(default=50061, ge=0, le=65535, description="port to listen on; 0 takes a free one")
 
 
-KIND = WorkerRole(wire.ROLE_PREFILL, "prefill_worker", PrefillSettings)
+ROLE = WorkerRole(wire.ROLE_PREFILL, "prefill_worker", PrefillSettings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run_worker(KIND, arguments)
+    return run_worker(ROLE, arguments)

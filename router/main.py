@@ -152,10 +152,10 @@ class RouterProcess:
     async def start(self, server: Server) -> None:
         await self._reach_store()
         address = self._settings.advertise or join_address(_reached_at(self._settings.host), server.port)
-        facts = RouterRegistration(peer=self.peer, address=address, version=VERSION)
+        registration = RouterRegistration(peer=self.peer, address=address, version=VERSION)
         replaced = partial(self.readiness.mark_failed, "another process has this router's id")
         self._registrar = registrar = RouterRegistrar(
-            self._store, facts, self.journal_writer.resync_all, replaced, self.requests.load
+            self._store, registration, self.journal_writer.resync_all, replaced, self.requests.load
         )
         incarnation, timings = Incarnation.of(self.peer), self._timings
         takeover = OrphanRecovery(
@@ -208,7 +208,7 @@ class RouterProcess:
         set_queue_metrics(metrics.queues, self.requests.executions.open.values(), pool, now)
         for model in pool.costs:
             for role in (wire.ROLE_PREFILL, wire.ROLE_DECODE):
-                workers = [worker for worker in pool.of(model) if worker.facts.role == role]
+                workers = [worker for worker in pool.of(model) if worker.registration.role == role]
                 labels = (model, enum_label(wire.Role, role))
                 metrics.known_workers.labels(*labels).set(len(workers))
                 metrics.ready_workers.labels(*labels).set(sum(worker.is_usable for worker in workers))

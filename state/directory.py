@@ -22,47 +22,49 @@ from decant.state.errors import IncarnationReplaced
 from decant.state.ids import Incarnation
 from decant.state.keys import Kind, Ttls
 
-Facts = TypeVar("Facts", bound=WorkerRegistration | RouterRegistration)
+AnyRegistration = TypeVar("AnyRegistration", bound=WorkerRegistration | RouterRegistration)
 
 
 @dataclass(frozen=True)
-class DirectoryEntry(Generic[Facts]):
-    facts: Facts
+class DirectoryEntry(Generic[AnyRegistration]):
+    registration: AnyRegistration
     load: Load
     renewed_ago_s: float = 0.0  # since its registration was last renewed
 
     @property
     def incarnation(self) -> Incarnation:
-        return Incarnation.of(self.facts.peer)
+        return Incarnation.of(self.registration.peer)
 
 
 @dataclass(frozen=True)
-class Listing(Generic[Facts]):
+class Listing(Generic[AnyRegistration]):
     version: bytes  # changes with registrations, not with load alone
     next_end_s: float | None  # until the first of these expires unless renewed; None: there are none
-    present: tuple[DirectoryEntry[Facts], ...]
+    present: tuple[DirectoryEntry[AnyRegistration], ...]
 
 
-class Directory(Generic[Facts]):
-    def __init__(self, client: Client, kind: Kind, facts: type[Facts], ttls: Ttls) -> None:
+class Directory(Generic[AnyRegistration]):
+    def __init__(self, client: Client, kind: Kind, message: type[AnyRegistration], ttls: Ttls) -> None:
         self._client = client
         self._kind: Kind = kind
-        self._facts = facts
+        self._message = message
         self._lasts = (round(ttls.registration_s * 1000), round(ttls.directory_s * 1000))
 
-    async def register(self, facts: Facts, load: Load | None = None) -> Registration[Facts]:
+    async def register(
+        self, registration: AnyRegistration, load: Load | None = None
+    ) -> RegistrationHandle[AnyRegistration]:
         """Become the present incarnation of the id; call it once per process."""
-        since = await self._client.run(scripts.DIRECTORY_REGISTER.call(self._names, *self._args(facts, load)))
-        return Registration(self, facts, since)
+        since = await self._client.run(scripts.DIRECTORY_REGISTER.call(self._names, *self._args(registration, load)))
+        return RegistrationHandle(self, registration, since)
 
-    async def listing(self) -> Listing[Facts]:
+    async def listing(self) -> Listing[AnyRegistration]:
         reply = await self._client.run(scripts.DIRECTORY_LIST.call(self._names))
         version, next_end_ms, *rest = reply
         parsed = map(self._parsed, rest[::3], rest[1::3], rest[2::3])
         present = tuple(one for one in parsed if one is not None)
         return Listing(version, next_end_ms / 1000 if next_end_ms >= 0 else None, present)
 
-    async def wait_for_change(self, known: Listing[Facts], timeout_s: float) -> Listing[Facts]:
+    async def wait_for_change(self, known: Listing[AnyRegistration], timeout_s: float) -> Listing[AnyRegistration]:
         """Wait at most `timeout_s` for a change since `known`. Raises StoreUnavailable at once."""
         clock = asyncio.get_running_loop().time
         ends = clock() + timeout_s
@@ -77,45 +79,53 @@ class Directory(Generic[Facts]):
         call = scripts.DIRECTORY_ALIVE.call(self._names[:2], incarnation.id, incarnation.hex)
         return bool(await self._client.run(call))
 
-    async def renew(self, facts: Facts, load: Load | None, since: int) -> bool:
-        args = self._args(facts, load)
+    async def renew(self, registration: AnyRegistration, load: Load | None, since: int) -> bool:
+        args = self._args(registration, load)
         return bool(await self._client.run(scripts.DIRECTORY_RENEW.call(self._names, *args, since)))
 
     async def remove(self, incarnation: Incarnation) -> None:
         await self._client.run(scripts.DIRECTORY_REMOVE.call(self._names, incarnation.id, incarnation.hex))
 
-    def _parsed(self, packed: bytes | None, load: bytes | None, ends_ms: int) -> DirectoryEntry[Facts] | None:
-        facts = self._facts()
+    def _parsed(self, packed: bytes | None, load: bytes | None, ends_ms: int) -> DirectoryEntry[AnyRegistration] | None:
+        registration = self._message()
         try:
-            facts.ParseFromString(packed or b"")
+            registration.ParseFromString(packed or b"")
             parsed_load = Load.FromString(load or b"")
         except DecodeError:
             return None
-        return DirectoryEntry(facts, parsed_load, max(0, self._lasts[0] - ends_ms) / 1000) if facts.peer.id else None
+        if not registration.peer.id:
+            return None
+        return DirectoryEntry(registration, parsed_load, max(0, self._lasts[0] - ends_ms) / 1000)
 
     @property
     def _names(self) -> list[str]:
         return [keys.peers(self._kind), keys.expiry(self._kind), keys.changes(self._kind)]
 
-    def _args(self, facts: Facts, load: Load | None) -> tuple[str | bytes | int, ...]:
-        incarnation = Incarnation.of(facts.peer)
+    def _args(self, registration: AnyRegistration, load: Load | None) -> tuple[str | bytes | int, ...]:
+        incarnation = Incarnation.of(registration.peer)
         packed = load.SerializeToString() if load else b""
-        return (incarnation.id, incarnation.hex, facts.SerializeToString(deterministic=True), packed, *self._lasts)
+        return (
+            incarnation.id,
+            incarnation.hex,
+            registration.SerializeToString(deterministic=True),
+            packed,
+            *self._lasts,
+        )
 
 
-class Registration(Generic[Facts]):
-    def __init__(self, directory: Directory[Facts], facts: Facts, since: int) -> None:
-        self.facts = facts  # the owner may replace it, except for the peer
+class RegistrationHandle(Generic[AnyRegistration]):
+    def __init__(self, directory: Directory[AnyRegistration], registration: AnyRegistration, since: int) -> None:
+        self.registration = registration  # the owner may replace it, except for the peer
         self._directory = directory
         self._since = since  # microseconds by the clock of Redis: orders the incarnations of one id
 
     async def renew(self, load: Load | None = None) -> None:
         """Renew, or write again what expired or was lost with Redis. Raises IncarnationReplaced."""
-        if not await self._directory.renew(self.facts, load, self._since):
-            raise IncarnationReplaced(Incarnation.of(self.facts.peer))
+        if not await self._directory.renew(self.registration, load, self._since):
+            raise IncarnationReplaced(Incarnation.of(self.registration.peer))
 
     async def remove(self) -> None:
-        await self._directory.remove(Incarnation.of(self.facts.peer))
+        await self._directory.remove(Incarnation.of(self.registration.peer))
 
 
 Workers: TypeAlias = Directory[WorkerRegistration]

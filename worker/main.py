@@ -71,30 +71,30 @@ class WorkerRole:
     settings: type[WorkerSettings]
 
 
-def main(kind: WorkerRole, arguments: Sequence[str] | None, load_device: LoadDevice | None = None) -> int:
+def main(role: WorkerRole, arguments: Sequence[str] | None, load_device: LoadDevice | None = None) -> int:
     """Run a worker; return 0 after a graceful end, 1 after a failure, 2 for invalid settings or an unusable model."""
     argv = sys.argv[1:] if arguments is None else arguments
-    settings = load_or_exit(kind.settings, argv, program=kind.program)
-    logs.start(kind.program, settings)
+    settings = load_or_exit(role.settings, argv, program=role.program)
+    logs.start(role.program, settings)
     try:
-        with tracing.exporting(f"decant-{kind.program.replace('_', '-')}"):
-            is_graceful = shutdown.run(run(settings, kind.role, load_device or load_model))
+        with tracing.exporting(f"decant-{role.program.replace('_', '-')}"):
+            is_graceful = shutdown.run(run(settings, role.role, load_device or load_model))
     except tracing.CannotExport as error:
-        return _refused(kind, str(error))
+        return _refused(role, str(error))
     except (InvalidConfig, SettingError) as error:
-        return _refused(kind, f"{flag_name(error.field)}: {error.limit}, got {error.value}")
+        return _refused(role, f"{flag_name(error.field)}: {error.limit}, got {error.value}")
     except (ModelRefused, ModelUnreadable) as error:
-        return _refused(kind, f"--model: {error}")
+        return _refused(role, f"--model: {error}")
     except StoreFault as error:
-        return _refused(kind, f"--redis-url: {error}")
+        return _refused(role, f"--redis-url: {error}")
     except (DeviceFailed, EngineStopped) as error:
         _log.error("load or warm-up failed", reason=str(error))
         return 1
     return 0 if is_graceful else 1
 
 
-def _refused(kind: WorkerRole, reason: str) -> int:
-    print(f"{kind.program}: {reason}", file=sys.stderr)
+def _refused(role: WorkerRole, reason: str) -> int:
+    print(f"{role.program}: {reason}", file=sys.stderr)
     return 2
 
 
@@ -191,7 +191,7 @@ class Worker:
         return prefill, decode
 
     async def _register(self, host: EngineHost, files: ModelFiles) -> Registrar:
-        facts = WorkerRegistration(
+        registration = WorkerRegistration(
             peer=host.peer,
             address=host.address,
             role=host.role,
@@ -212,7 +212,7 @@ class Worker:
         store = await self._stack.enter_async_context(Store(StoreSettings(self._settings.redis_url)))
         registrar = Registrar(
             store.workers,
-            facts,
+            registration,
             host.load,
             lifetimes.renew_every_s,
             self.readiness.mark_failed,

@@ -13,10 +13,10 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-from decant.decode_worker.main import KIND as DECODE
+from decant.decode_worker.main import ROLE as DECODE
 from decant.engine.fake import FakeDevice
 from decant.engine.plan import StepPlan
-from decant.prefill_worker.main import KIND as PREFILL
+from decant.prefill_worker.main import ROLE as PREFILL
 from decant.protos import worker_pb2 as wire
 from decant.worker import main as process
 from decant.worker.prefill.service import PrefillService

@@ -137,7 +137,7 @@ async def router_address(url: str) -> str:
         listing = await store.routers.listing()
         while not listing.present:
             listing = await store.routers.wait_for_change(listing, READY_SECONDS)
-        return listing.present[0].facts.address
+        return listing.present[0].registration.address
 
 
 async def _printed_port(process: Process) -> int:

@@ -48,7 +48,7 @@ def run(redis_url: str, tls: Tls | None, *, as_json: bool) -> bool:
     workers, _ = status.directory(redis_url)
     if not workers.present:
         raise CommandFailed("no worker is registered: there is nothing to audit", status=2)
-    audits = asyncio.run(_audit_all([one.facts for one in workers.present], connector))
+    audits = asyncio.run(_audit_all([one.registration for one in workers.present], connector))
     if as_json:
         print(json.dumps({"workers": [_document(one) for one in audits]}))
     else:

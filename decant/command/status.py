@@ -69,19 +69,19 @@ class Row:
     name: str
     role: str
     state: str
-    facts: WorkerRegistration | RouterRegistration | None = None
+    registration: WorkerRegistration | RouterRegistration | None = None
     load: Load | None = None
 
 
 def rows_of(workers: Workers, routers: Routers, deployment: Deployment | None) -> list[Row]:
     processes = dict(deployment.processes) if deployment is not None else {}
     listed: list[tuple[str, DirectoryEntry[Any]]] = [("router", one) for one in routers.present]
-    listed += [(enum_label(Role, one.facts.role), one) for one in workers.present]
+    listed += [(enum_label(Role, one.registration.role), one) for one in workers.present]
     rows = []
-    for role, one in sorted(listed, key=lambda pair: (pair[0] != "router", pair[1].facts.peer.id)):
-        id = one.facts.peer.id
+    for role, one in sorted(listed, key=lambda pair: (pair[0] != "router", pair[1].registration.peer.id)):
+        id = one.registration.peer.id
         name = id.removesuffix(f"@{_host_of(deployment)}")  # ids have a suffix on a Redis that deployments share
-        rows.append(Row(id, role, _state(one, processes.pop(name, None)), one.facts, one.load))
+        rows.append(Row(id, role, _state(one, processes.pop(name, None)), one.registration, one.load))
     for name, process in processes.items():
         state = "not registered" if process.is_ready else process.describe()
         rows.append(Row(name, name.rpartition("-")[0], state))
@@ -104,9 +104,11 @@ def _state(one: DirectoryEntry[Any], process: Process | None) -> str:
 
 def document(rows: list[Row], deployment: Deployment | None) -> dict[str, Any]:
     registered = [
-        (row, {**_plain(row.facts), "load": _plain(row.load), "state": row.state}) for row in rows if row.facts
+        (row, {**_plain(row.registration), "load": _plain(row.load), "state": row.state})
+        for row in rows
+        if row.registration
     ]
-    others = [{"name": row.name, "role": row.role, "state": row.state} for row in rows if row.facts is None]
+    others = [{"name": row.name, "role": row.role, "state": row.state} for row in rows if row.registration is None]
     return {
         "has_started": deployment.has_started if deployment is not None else None,
         "is_ending": deployment.is_ending if deployment is not None else None,
@@ -121,17 +123,17 @@ def show(rows: list[Row], console: Console, deployment: Deployment | None = None
         console.print(f"`decant up` (process {deployment.pid}) is {'ending' if deployment.is_ending else 'starting'}")
     table = new_table("name", "role", "state", "running", "waiting", "queued", "free blocks", "model", "address")
     for row in rows:
-        if row.facts is None or row.load is None:
+        if row.registration is None or row.load is None:
             table.add_row(row.name, row.role, row.state)
             continue
         load = row.load
         counts = [str(load.running), str(load.waiting)]
-        if isinstance(row.facts, WorkerRegistration):
+        if isinstance(row.registration, WorkerRegistration):
             free = f"{load.free_blocks + load.cached_blocks}/{load.total_blocks}"
-            counts += [str(load.queued_tokens), free, row.facts.model]
+            counts += [str(load.queued_tokens), free, row.registration.model]
         else:
             counts += ["", "", ""]
-        table.add_row(row.name, row.role, row.state, *counts, row.facts.address)
+        table.add_row(row.name, row.role, row.state, *counts, row.registration.address)
     if rows:
         console.print(table)
     else:

@@ -180,7 +180,7 @@ class Attempt:
         request = wire.PrefillRequest(
             run=self._run,
             router=self._router,
-            worker=worker.facts.peer,
+            worker=worker.registration.peer,
             engine_request=self._context.engine_request(self._num_tokens),
             handoff=self._context.needs_decode(self._num_tokens),
         )

@@ -63,8 +63,10 @@ class AttemptContext:
 
     def mark_uncertain_tail(self, worker: WorkerHandle) -> None:
         """Mark the tail uncertain if a client may have tokens that this worker would generate differently."""
-        facts = worker.facts
-        if self.stream.may_lag_client and not (facts.equal_bits and facts.layout_hash == self.layout_hash):
+        registration = worker.registration
+        if self.stream.may_lag_client and not (
+            registration.equal_bits and registration.layout_hash == self.layout_hash
+        ):
             self.owned.record.certain_seq = self.stream.mark_tail_uncertain()
 
     def record_workers(
@@ -78,12 +80,12 @@ class AttemptContext:
             attempts.add(attempt=self.owned.attempt)
         attempt = attempts[-1]
         if prefill_worker is not None:
-            attempt.prefill_worker.CopyFrom(prefill_worker.facts.peer)
+            attempt.prefill_worker.CopyFrom(prefill_worker.registration.peer)
         if decode_worker is not None:
-            attempt.decode_worker.CopyFrom(decode_worker.facts.peer)
+            attempt.decode_worker.CopyFrom(decode_worker.registration.peer)
         for worker in (prefill_worker, decode_worker):  # their layout hashes agree
             if worker is not None:
-                attempt.layout_hash = worker.facts.layout_hash if worker.facts.equal_bits else 0
+                attempt.layout_hash = worker.registration.layout_hash if worker.registration.equal_bits else 0
         if failure is not None:
             attempt.failure.CopyFrom(failure)
 

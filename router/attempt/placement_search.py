@@ -113,5 +113,8 @@ def choose_migration_target(
     workers = pool.snapshot(context.model, context.excluded_workers | excluded, context.prefix)
     candidates = [worker for worker in workers if not worker.is_avoided]
     return choose_decode_worker(
-        candidates, PlacementRequest(tokens=context.writer.position), source.facts.layout_hash, source.incarnation
+        candidates,
+        PlacementRequest(tokens=context.writer.position),
+        source.registration.layout_hash,
+        source.incarnation,
     )

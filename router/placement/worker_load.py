@@ -35,19 +35,21 @@ class CorrectedCounter:
 
 
 class WorkerLoad:
-    def __init__(self, facts: WorkerRegistration, index: PrefixIndex | None = None) -> None:
-        self.incarnation = Incarnation.of(facts.peer)
-        self.block_size = facts.capacity.block_size or 1
-        self._group_blocks = tuple(facts.capacity.group_blocks) or (0,)
+    def __init__(self, registration: WorkerRegistration, index: PrefixIndex | None = None) -> None:
+        self.incarnation = Incarnation.of(registration.peer)
+        self.block_size = registration.capacity.block_size or 1
+        self._group_blocks = tuple(registration.capacity.group_blocks) or (0,)
         self._index = index or PrefixIndex()
         self.number = self._index.add_worker(self.block_size)
         self.queued_tokens = CorrectedCounter()
         """Prompt tokens to compute."""
         self.sequences = CorrectedCounter()
-        self.layout_hash = facts.layout_hash
+        self.layout_hash = registration.layout_hash
         self._routers: frozenset[Incarnation] | None = None
         """Routers in the last report; None before the first in this session."""
-        self._load = wire.Load(role=facts.role, free_blocks=facts.capacity.total_blocks, takes_prompts=True)
+        self._load = wire.Load(
+            role=registration.role, free_blocks=registration.capacity.total_blocks, takes_prompts=True
+        )
         self._cached = WorkerPrefixCache(self._index, self.number)
         self._snapshots: dict[tuple[int, bool], WorkerSnapshot] = {}
         self._is_full = False

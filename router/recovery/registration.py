@@ -8,7 +8,7 @@ from collections.abc import Callable
 from decant.protos.state_pb2 import RouterRegistration
 from decant.protos.worker_pb2 import Load
 from decant.runtime.telemetry import logs
-from decant.state.directory import Registration
+from decant.state.directory import RegistrationHandle
 from decant.state.errors import IncarnationReplaced, StateError
 from decant.state.store import Store
 
@@ -19,25 +19,25 @@ class RouterRegistrar:
     def __init__(
         self,
         store: Store,
-        facts: RouterRegistration,
+        registration: RouterRegistration,
         on_store_emptied: Callable[[], None],
         on_replaced: Callable[[], None],
         load: Callable[[], Load] = Load,
     ) -> None:
         self._store = store
-        self._facts = facts
+        self._registration = registration
         self._on_store_emptied = on_store_emptied
         self._on_replaced = on_replaced
         self._load = load
-        self._registration: Registration[RouterRegistration] | None = None
+        self._handle: RegistrationHandle[RouterRegistration] | None = None
         self._instance: str | None = None
         self.is_store_available = False
 
     async def close(self) -> None:
         """Remove the registration; `run` must have ended."""
-        if self._registration is not None:
+        if self._handle is not None:
             try:
-                await self._registration.remove()
+                await self._handle.remove()
             except StateError as error:
                 _log.warning("this router stays registered until its registration expires", error=str(error))
 
@@ -58,10 +58,10 @@ class RouterRegistrar:
             await asyncio.sleep(renew_every_s)
 
     async def _renew(self) -> None:
-        if self._registration is None:
-            self._registration = await self._store.routers.register(self._facts, self._load())
+        if self._handle is None:
+            self._handle = await self._store.routers.register(self._registration, self._load())
         else:
-            await self._registration.renew(self._load())
+            await self._handle.renew(self._load())
         instance = (await self._store.instance.current()).id
         if self._instance is not None and instance != self._instance:
             _log.warning("the state store was emptied: all requests here are written again")

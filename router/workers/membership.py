@@ -102,7 +102,7 @@ class WorkerMembership:
                 await asyncio.sleep(self._timings.retry_s)
 
     def _apply(self, listing: Listing[WorkerRegistration]) -> None:
-        self._registered = {entry.incarnation: entry.facts for entry in listing.present}
+        self._registered = {entry.incarnation: entry.registration for entry in listing.present}
         self._ended &= self._registered.keys()
         self._rejected &= self._registered.keys()
         for incarnation, worker in self._workers.items():
@@ -111,42 +111,50 @@ class WorkerMembership:
         self._is_listed.set()
 
     def _add_registered(self) -> None:
-        for incarnation, facts in self._registered.items():
-            if incarnation not in self._workers and incarnation not in self._ended and self._is_compatible(facts):
-                self._add(facts)
+        for incarnation, registration in self._registered.items():
+            if (
+                incarnation not in self._workers
+                and incarnation not in self._ended
+                and self._is_compatible(registration)
+            ):
+                self._add(registration)
 
-    def _is_compatible(self, facts: WorkerRegistration) -> bool:
-        if facts.model not in self._tokenizers:
+    def _is_compatible(self, registration: WorkerRegistration) -> bool:
+        if registration.model not in self._tokenizers:
             return False  # another router's model
-        why = self._incompatibility(facts)
+        why = self._incompatibility(registration)
         if why is None:
             return True
-        incarnation = Incarnation.of(facts.peer)
+        incarnation = Incarnation.of(registration.peer)
         if incarnation not in self._rejected:
             self._rejected.add(incarnation)
-            _log.warning("a worker can't be used", worker=incarnation.id, model=facts.model, reason=why)
+            _log.warning("a worker can't be used", worker=incarnation.id, model=registration.model, reason=why)
         return False
 
-    def _incompatibility(self, facts: WorkerRegistration) -> str | None:
-        protocol = facts.peer.protocol
+    def _incompatibility(self, registration: WorkerRegistration) -> str | None:
+        protocol = registration.peer.protocol
         if not is_compatible(protocol):
             return "another protocol"
-        if facts.tokenizer != self._tokenizers[facts.model]:
+        if registration.tokenizer != self._tokenizers[registration.model]:
             return "another tokenizer"
-        if any(not is_compatible(protocol, one.facts.peer.protocol) for one in self if one.facts.model == facts.model):
+        if any(
+            not is_compatible(protocol, one.registration.peer.protocol)
+            for one in self
+            if one.registration.model == registration.model
+        ):
             return "its protocol is two versions from that of another worker"  # to which it could not hand over
         return None
 
-    def _add(self, facts: WorkerRegistration) -> None:
+    def _add(self, registration: WorkerRegistration) -> None:
         generation = self._connector.generation()
-        channel = self._connector.open(facts.address)
-        session = WorkerSession(self._router, facts.peer, channel, self._observer, self._timings)
-        index = self.prefix_indexes[facts.model]
-        worker = WorkerHandle(facts, channel, session, generation, self._timings, index)
+        channel = self._connector.open(registration.address)
+        session = WorkerSession(self._router, registration.peer, channel, self._observer, self._timings)
+        index = self.prefix_indexes[registration.model]
+        worker = WorkerHandle(registration, channel, session, generation, self._timings, index)
         self._workers[worker.incarnation] = worker
         self._tasks[worker.incarnation] = start_task("worker", self._serve(worker), worker=worker.incarnation.id)
-        role = enum_name(wire.Role, facts.role)
-        _log.info("worker added", worker=worker.incarnation.id, address=facts.address, role=role)
+        role = enum_name(wire.Role, registration.role)
+        _log.info("worker added", worker=worker.incarnation.id, address=registration.address, role=role)
 
     async def _serve(self, worker: WorkerHandle) -> None:
         try:
@@ -158,7 +166,7 @@ class WorkerMembership:
             del self._workers[worker.incarnation], self._tasks[worker.incarnation]
             worker.load.close()
             _log.info("worker removed", worker=worker.incarnation.id)
-            self._observer.on_members_changed(worker.facts.model)
+            self._observer.on_members_changed(worker.registration.model)
             await worker.channel.close()
         self._add_registered()  # this one if it reopens, and those that could not be used beside it
 

@@ -68,12 +68,14 @@ class WorkerPool:
         return {worker.load.block_size for worker in self.of(model)}
 
     def layout_of(self, model: str) -> int:
-        layout_hashes = {worker.facts.layout_hash if worker.facts.equal_bits else 0 for worker in self.of(model)}
+        layout_hashes = {
+            worker.registration.layout_hash if worker.registration.equal_bits else 0 for worker in self.of(model)
+        }
         return layout_hashes.pop() if len(layout_hashes) == 1 else 0
 
     def max_context_length(self, model: str) -> int | None:
         usable = [worker for worker in self.of(model) if worker.is_usable]
-        return min((worker.facts.capacity.max_context_length for worker in usable), default=None)
+        return min((worker.registration.capacity.max_context_length for worker in usable), default=None)
 
     def has_usable(self, model: str) -> bool:
         return any(worker.is_usable for worker in self.of(model))
@@ -89,7 +91,7 @@ class WorkerPool:
         """Whether a worker can take a migrated run now; cheap: it is called for each sequence at every heartbeat."""
         candidates = [
             worker
-            for worker in self.of(source.facts.model)
+            for worker in self.of(source.registration.model)
             if worker is not source and worker.load.layout_hash == source.load.layout_hash
             if worker.is_usable and not worker.is_avoided and worker.incarnation not in excluded
         ]
@@ -122,13 +124,13 @@ class WorkerPool:
     def on_opened(self, session: WorkerSession) -> None:
         if (worker := self.membership.get(Incarnation.of(session.worker))) is not None:
             worker.load.reset()
-            self.on_members_changed(worker.facts.model)
+            self.on_members_changed(worker.registration.model)
 
     def on_heartbeat(self, session: WorkerSession, heartbeat: wire.Heartbeat) -> None:
         self.tickets.on_renewed(heartbeat.renew)
         if (worker := self.membership.get(Incarnation.of(session.worker))) is not None:
             worker.load.apply_heartbeat(heartbeat)
-            line = self.waiting_lines[worker.facts.model]
+            line = self.waiting_lines[worker.registration.model]
             if line and worker.is_usable and worker.load.has_capacity:
                 line.open(kind for kind in line.kinds if self._may_take(worker, kind))
 
@@ -151,7 +153,7 @@ class WorkerPool:
         if not decodes or not self._any_usable(worker, decodes=False):
             return True
         return kind.waits_for is WaitsFor.SHORT_PREFILL and load.queued_tokens.value < self.handoff_min_tokens(
-            worker.facts.model
+            worker.registration.model
         )
 
     def _any_usable(self, like: WorkerHandle, *, decodes: bool) -> bool:
@@ -159,5 +161,5 @@ class WorkerPool:
             (worker.load.role != wire.ROLE_PREFILL) == decodes
             and worker.load.layout_hash == like.load.layout_hash
             and worker.is_usable
-            for worker in self.of(like.facts.model)
+            for worker in self.of(like.registration.model)
         )

@@ -18,17 +18,17 @@ class WorkerHandle:
 
     def __init__(
         self,
-        facts: WorkerRegistration,
+        registration: WorkerRegistration,
         channel: grpc.aio.Channel,
         session: WorkerSession,
         generation: int,
         timings: WorkerTimings = WorkerTimings(),
         index: PrefixIndex | None = None,
     ) -> None:
-        self.facts = facts
-        self.model = facts.model
+        self.registration = registration
+        self.model = registration.model
         self.generation = generation
-        self.load = WorkerLoad(facts, index)
+        self.load = WorkerLoad(registration, index)
         self.incarnation = self.load.incarnation
         self.channel = channel
         self.prefill = services.PrefillStub(channel)

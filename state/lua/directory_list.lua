@@ -1,6 +1,6 @@
 -- Lists registrations, and removes expired ones.
 -- KEYS peers, expiry, changes
--- Returns {id of the last change, ms until the next expiry or -1, then for each: facts, load, ms until it expires}.
+-- Returns {id of the last change, ms until the next expiry or -1, then for each: registration, load, ms until expiry}.
 
 local now = now_ms()
 local gone = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now)

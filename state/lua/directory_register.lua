@@ -1,5 +1,5 @@
 -- Registers an incarnation. Of several under one id, the one that registered last is the present one.
--- KEYS peers, expiry, changes   ARGV id, incarnation, facts, load, registration_ms, directory_ms
+-- KEYS peers, expiry, changes   ARGV id, incarnation, registration, load, registration_ms, directory_ms
 -- Returns the time of its first registration, in microseconds.
 
 local id, now = ARGV[1], now_us()

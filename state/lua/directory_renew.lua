@@ -1,5 +1,5 @@
 -- Renews a registration, or writes it again if it expired or Redis was emptied.
--- KEYS peers, expiry, changes   ARGV id, incarnation, facts, load, registration_ms, directory_ms, since
+-- KEYS peers, expiry, changes   ARGV id, incarnation, registration, load, registration_ms, directory_ms, since
 -- Returns 1; or 0 if a later incarnation is registered, and writes nothing.
 
 local id, since = ARGV[1], tonumber(ARGV[7])

@@ -48,8 +48,10 @@ def redis() -> Iterator[str]:
 def register(url: str, address: str, id: str = "decode-1") -> None:
     async def write() -> None:
         async with make_store(url, registration_s=600.0) as store:
-            facts = WorkerRegistration(peer=new_peer(id), address=address, role=wire.ROLE_DECODE, model="m")
-            await store.workers.register(facts, wire.Load(total_blocks=10, free_blocks=4, running=2, queued_tokens=55))
+            registration = WorkerRegistration(peer=new_peer(id), address=address, role=wire.ROLE_DECODE, model="m")
+            await store.workers.register(
+                registration, wire.Load(total_blocks=10, free_blocks=4, running=2, queued_tokens=55)
+            )
             load = wire.Load(running=3, waiting=1)
             await store.routers.register(
                 RouterRegistration(peer=new_peer("router-1"), address="h:1", version="1"), load

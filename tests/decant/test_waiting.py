@@ -152,8 +152,8 @@ def test_a_question_is_asked_again_once_the_worker_is_back(
 
 
 def registered(id: str, load: Load, renewed_ago_s: float = 0.0) -> DirectoryEntry[WorkerRegistration]:
-    facts = WorkerRegistration(peer=Peer(id=id), role=ROLE_DECODE, address="h:2", model="m")
-    return DirectoryEntry(facts, load, renewed_ago_s)
+    registration = WorkerRegistration(peer=Peer(id=id), role=ROLE_DECODE, address="h:2", model="m")
+    return DirectoryEntry(registration, load, renewed_ago_s)
 
 
 def test_the_state_of_each_process_is_shown() -> None:

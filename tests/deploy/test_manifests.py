@@ -21,8 +21,8 @@ from tests.deploy.rendering import BASE, ROOT, Object, by_kubectl, plainly, rend
 
 PROCESSES: Mapping[str, type[Settings]] = {
     "router": RouterSettings,
-    "prefill-worker": decant.prefill_worker.main.KIND.settings,
-    "decode-worker": decant.decode_worker.main.KIND.settings,
+    "prefill-worker": decant.prefill_worker.main.ROLE.settings,
+    "decode-worker": decant.decode_worker.main.ROLE.settings,
 }
 HEALTH_SERVICES = {"alive", "ready"}
 VERSION = "1.32"

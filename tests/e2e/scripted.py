@@ -76,7 +76,7 @@ async def scripted(
         running = await stack.enter_async_context(router(server, *settings))
         await become_ready(running)
         for worker in workers:  # not renewed: from then on the session counts
-            await store.workers.register(worker.facts)
+            await store.workers.register(worker.registration)
         await until(lambda: all(worker.hellos for worker in workers))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(running.address, NO_LIMITS))
         stub = InferenceServiceStub(channel)

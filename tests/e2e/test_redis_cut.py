@@ -112,7 +112,7 @@ async def test_streams_go_on_when_their_router_loses_redis_for_longer_than_a_reg
         enter = stack.enter_async_context
         direct = await enter(make_store(server.url, registration_s=600.0, refill_s=0.0))
         worker_harness = await enter(worker("d", role=wire.ROLE_DECODE, blocks=256, budget=64))
-        await direct.workers.register(registered(worker_harness).facts)
+        await direct.workers.register(registered(worker_harness).registration)
         line = await enter(redis_proxy(server))
         quick = partial(make_store, deadline_s=0.5, registration_s=LIFETIMES.registration_s, refill_s=0.0)
         routers = [

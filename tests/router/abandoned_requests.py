@@ -22,7 +22,7 @@ from tests.router.harness import (
     Core,
     make_request,
 )
-from tests.state.factories import router_facts, write_request
+from tests.state.factories import router_registration, write_request
 
 TIMINGS = TakeoverTimings()
 PROMPT = [1, 2, 3]
@@ -56,7 +56,7 @@ async def watching(
 ) -> AsyncIterator[None]:
     incarnation, ttls = Incarnation.of(harness.router.peer), Ttls(refill_s=refill_s, registration_s=registration_s)
     store.instance = StoreInstance(store._client, ttls)
-    registration = await store.routers.register(router_facts(incarnation))
+    registration = await store.routers.register(router_registration(incarnation))
     takeover = OrphanRecovery(store, harness.requests, incarnation, is_connected, ttls, timings)
     try:
         async with BackgroundTask("takeover", takeover.run):

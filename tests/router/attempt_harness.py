@@ -86,7 +86,7 @@ class Listener:
 
 class Directory:
     def __init__(self, world: World) -> None:
-        self._present = tuple(DirectoryEntry(worker.facts, wire.Load()) for worker in world.workers.values())
+        self._present = tuple(DirectoryEntry(worker.registration, wire.Load()) for worker in world.workers.values())
 
     async def listing(self) -> Listing[Any]:
         return Listing(b"1", None, self._present)
@@ -167,7 +167,7 @@ class Scenario:
             worker.is_reachable = True
         for number in range(ROUNDS):
             for worker in self.world.workers.values():
-                worker.is_full = worker.facts.role == wire.ROLE_DECODE and number < self.case.full_rounds
+                worker.is_full = worker.registration.role == wire.ROLE_DECODE and number < self.case.full_rounds
             await self.round()
             if number < self.case.full_rounds and number % 8 == 7:
                 self.check_tickets()
@@ -228,10 +228,10 @@ class Scenario:
 
     @property
     def decode_workers(self) -> list[ScriptedWorker]:
-        return [each for each in self.world.workers.values() if each.facts.role == wire.ROLE_DECODE]
+        return [each for each in self.world.workers.values() if each.registration.role == wire.ROLE_DECODE]
 
     def session(self, worker: ScriptedWorker) -> Any:
-        return self.pool.worker(Incarnation.of(worker.facts.peer)).session
+        return self.pool.worker(Incarnation.of(worker.registration.peer)).session
 
     def check_tickets(self) -> None:
         for worker in self.decode_workers:
@@ -262,6 +262,6 @@ class Scenario:
             if worker.is_alive:
                 assert not worker.attached, "a run was neither cancelled nor forgotten"
                 assert not worker.renewed, "a ticket is renewed though its request has ended"
-            known = self.pool.worker(Incarnation.of(worker.facts.peer))
+            known = self.pool.worker(Incarnation.of(worker.registration.peer))
             assert not known.session.is_busy
             assert known.load.queued_tokens.own == known.load.sequences.own == 0

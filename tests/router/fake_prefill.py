@@ -19,7 +19,7 @@ class FakePrefill(WorkerState, services.PrefillServicer):
         self.prefills.append(request)
         self.changed.set()
         script, run = self.script, request.run
-        assert same_incarnation(request.worker, self.facts.peer)
+        assert same_incarnation(request.worker, self.registration.peer)
         if script.refuse:
             yield wire.PrefillEvent(refused=self.refusal(run))
             return
@@ -44,10 +44,10 @@ class FakePrefill(WorkerState, services.PrefillServicer):
         cache = Cache(self, asyncio.get_running_loop().create_future())
         if request.handoff:
             ticket = wire.Ticket(
-                id=f"{self.facts.peer.id}:{run.request}:{run.attempt}".encode(),
+                id=f"{self.registration.peer.id}:{run.request}:{run.attempt}".encode(),
                 run=run,
-                sender=self.facts.peer,
-                layout_hash=self.facts.layout_hash,
+                sender=self.registration.peer,
+                layout_hash=self.registration.layout_hash,
                 lease_ms=10_000,
                 tokens=base + len(written),
                 outputs=[0],

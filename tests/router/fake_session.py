@@ -19,7 +19,7 @@ from tests.router.fake_state import FakeRun, Queue, WorkerState, key
 class FakeSession(WorkerState, services.DecodeServicer):
     async def Session(self, requests: Any, context: Any) -> AsyncIterator[wire.WorkerMessage]:  # noqa: N802
         hello = (await anext(aiter(requests))).hello
-        if not same_incarnation(hello.worker, self.facts.peer):
+        if not same_incarnation(hello.worker, self.registration.peer):
             error: ServiceError = FailedPrecondition(Reason.WRONG_PEER, "another incarnation")
             await context.abort(error.code, error.detail.message, trailers(error.detail))
         if self.script.is_starting:
@@ -57,10 +57,10 @@ class FakeSession(WorkerState, services.DecodeServicer):
     def _welcome(self, hello: wire.Hello) -> wire.Welcome:
         named = {key(owned.run) for owned in hello.owned}
         return wire.Welcome(
-            worker=self.facts.peer,
-            role=self.facts.role,
+            worker=self.registration.peer,
+            role=self.registration.role,
             model=MODEL,
-            layout_hash=self.facts.layout_hash,
+            layout_hash=self.registration.layout_hash,
             runs=[self.runs[each].held for each in named if each in self.runs],
             unknown_runs=[owned.run for owned in hello.owned if key(owned.run) not in self.runs],
             orphans=[run.run for each, run in self.runs.items() if each not in named and len(self._outs) == 1],
@@ -208,13 +208,13 @@ class FakeSession(WorkerState, services.DecodeServicer):
                 raise
             del self.runs[key(run.run)]
             cause = wire.CAUSE_CANCELLED if cache.nothing_left else wire.CAUSE_PEER_LOST
-            self._send(wire.WorkerMessage(failed=failed(run.run, cause, cache.sender.facts.peer)), run)
+            self._send(wire.WorkerMessage(failed=failed(run.run, cause, cache.sender.registration.peer)), run)
             return None
         if self.script.handoff_fails:
             del self.runs[key(run.run)]
             cause = self.script.handoff_fails.pop(0)
             cache.released.set()
-            self._send(wire.WorkerMessage(failed=failed(run.run, cause, cache.sender.facts.peer)), run)
+            self._send(wire.WorkerMessage(failed=failed(run.run, cause, cache.sender.registration.peer)), run)
             return None
         cache.released.set()
         run.phase = wire.RunStatus.PHASE_RUNNING

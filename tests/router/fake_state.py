@@ -59,7 +59,7 @@ class WorkerState:
         self.script = Script()
         self.go = asyncio.Event()
         self.load = wire.Load(total_blocks=1000, free_blocks=1000, takes_prompts=True, role=role)
-        self.facts = WorkerRegistration(
+        self.registration = WorkerRegistration(
             peer=new_peer(name),
             role=role,
             model=MODEL,

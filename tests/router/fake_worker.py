@@ -28,7 +28,7 @@ class FakeWorker(FakePrefill, FakeSession):
             port = server.add_insecure_port(address)
         else:
             port = server.add_secure_port(address, self.credentials)
-        self.facts.address = f"127.0.0.1:{port}"
+        self.registration.address = f"127.0.0.1:{port}"
         await server.start()
         self._server = server
 
@@ -46,7 +46,7 @@ class FakeWorker(FakePrefill, FakeSession):
         """Restart the server as after a network loss: streams broke, the incarnation is the same."""
         assert self._server is not None
         await self._server.stop(None)
-        await self.start(int(self.facts.address.rpartition(":")[2]))
+        await self.start(int(self.registration.address.rpartition(":")[2]))
 
     def break_session(self) -> None:
         if self._out is not None:

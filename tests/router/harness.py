@@ -174,7 +174,7 @@ async def core(
     **settings: Any,
 ) -> AsyncIterator[Core]:
     """Run a router that has found the registered workers; at its end nothing may be left anywhere."""
-    registrations = [await store.workers.register(worker.facts) for worker in workers]
+    registrations = [await store.workers.register(worker.registration) for worker in workers]
     options = {"models": (MODEL,), "flush_ms": 10, "handoff_min_tokens": 0, **settings}
     peer = new_peer(id)
     tokenizers, handoff_min_tokens = {MODEL: TOKENIZER}, options["handoff_min_tokens"]
@@ -233,7 +233,7 @@ def states(found: StoredRequest) -> list[int]:
 
 
 def incarnation_of(worker: FakeWorker) -> Incarnation:
-    return Incarnation.of(worker.facts.peer)
+    return Incarnation.of(worker.registration.peer)
 
 
 def pass_on(worker: FakeWorker, until: int) -> None:

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import sys
 
-from decant.decode_worker.main import KIND as DECODE
+from decant.decode_worker.main import ROLE as DECODE
 from decant.engine.fake import FakeDevice
 from decant.engine.plan import StepPlan
-from decant.prefill_worker.main import KIND as PREFILL
+from decant.prefill_worker.main import ROLE as PREFILL
 from decant.worker.main import main
 from decant.worker.settings import WorkerSettings
 

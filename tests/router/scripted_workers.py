@@ -56,7 +56,7 @@ class ScriptedWorker:
         self.is_reachable = True
         self.is_full = False
         self.is_draining = False
-        self.facts = WorkerRegistration(
+        self.registration = WorkerRegistration(
             peer=new_peer(name),
             address=name,
             role=role,
@@ -126,7 +126,7 @@ class ScriptedWorker:
     def send_heartbeat(self) -> None:
         waiting = [run for run in self.runs.values() if run.phase == RunStatus.PHASE_WAITING]
         renew = [run.start.ticket.id for run in waiting if run.start.HasField("ticket")]
-        load = wire.Load(total_blocks=1000, free_blocks=1000, takes_prompts=True, role=self.facts.role)
+        load = wire.Load(total_blocks=1000, free_blocks=1000, takes_prompts=True, role=self.registration.role)
         load.draining = self.is_draining
         self.send(heartbeat=wire.Heartbeat(step=1, load=load, renew=renew))
 
@@ -176,9 +176,9 @@ class ScriptedWorker:
         del self.runs[key_of(run.run)]
 
     def offer(self, run: wire.Run, tokens: int) -> Export:
-        id = f"{self.facts.peer.id}-{len(self.world.exports)}".encode()
+        id = f"{self.registration.peer.id}-{len(self.world.exports)}".encode()
         ticket = wire.Ticket(
-            id=id, run=run, sender=self.facts.peer, layout_hash=LAYOUT_HASH, lease_ms=3000, tokens=tokens
+            id=id, run=run, sender=self.registration.peer, layout_hash=LAYOUT_HASH, lease_ms=3000, tokens=tokens
         )
         export = self.world.exports[id] = Export(ticket, renewed_at=self.world.now())
         return export
@@ -197,8 +197,8 @@ class _Handler:
         self._worker.is_greeted = True
         owned = {key_of(each.run): each for each in hello.owned}
         welcome = wire.Welcome(
-            worker=self._worker.facts.peer,
-            role=self._worker.facts.role,
+            worker=self._worker.registration.peer,
+            role=self._worker.registration.role,
             model=MODEL,
             layout_hash=LAYOUT_HASH,
             runs=[self._worker.runs[key].held for key in owned if key in self._worker.runs],

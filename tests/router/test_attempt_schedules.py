@@ -127,7 +127,7 @@ async def follow_adopted(case: Case, phase: wire.RunStatus.Phase | None, written
     written = min(written, len(world.answer) - 1)
     before = place_run(scenario, phase, written)
     record = RequestRecord(model=MODEL, prompt_tokens=len(PROMPT))
-    holder = world.workers["d"].facts.peer
+    holder = world.workers["d"].registration.peer
     record.attempts.add(attempt=1, decode_worker=holder, layout_hash=LAYOUT_HASH)
     entries = [Entry(0, token) for token in world.answer[:written]]
     request = scenario.request()

@@ -119,10 +119,10 @@ async def test_tokens_that_redis_lost_are_written_again(store: Store, bare: sync
     async with fleet(P, D) as workers, core(store, workers) as harness:
         stream = await begin_paused(harness, workers[1], 2)
         await until(lambda: harness.owned("r").state == Generation.STATE_DECODING)
-        facts = RouterRegistration(peer=new_peer("me"), address="x:1")
+        registration = RouterRegistration(peer=new_peer("me"), address="x:1")
         calls: list[str] = []
         replaced = lambda: calls.append("replaced")  # noqa: E731
-        membership = RouterRegistrar(store, facts, harness.router.journal_writer.resync_all, replaced)
+        membership = RouterRegistrar(store, registration, harness.router.journal_writer.resync_all, replaced)
         async with BackgroundTask("renewing", partial(membership.run, 0.02)):
             await until(lambda: membership._instance and not harness.owned("r").needs_write)
             bare.flushall()
@@ -139,7 +139,7 @@ async def test_tokens_that_redis_lost_are_written_again(store: Store, bare: sync
             await until(lambda: calls)
         await membership.close()
         (present,) = (await store.routers.listing()).present
-        assert present.facts.address == "x:2"
+        assert present.registration.address == "x:2"
         workers[1].go.set()
         await until_ended(stream)
 

@@ -81,7 +81,7 @@ async def test_a_session_has_one_affinity_worker_and_sessions_are_spread(store: 
 async def test_requests_without_prefix_reuse_have_no_preferred_worker(store: Store) -> None:
     async with fleet(P, P2, D) as workers, core(store, workers) as harness:
         affinity_worker = (await harness.answer(make_request("shared", session="s"))).trace.prefill_worker
-        other = next(worker for worker in workers[:2] if worker.facts.peer.id != affinity_worker)
+        other = next(worker for worker in workers[:2] if worker.registration.peer.id != affinity_worker)
         request = make_request("alone", session="s")
         request.engine_request.bypass_prefix_cache = True
         before = len(other.prefills)

@@ -40,8 +40,8 @@ def names(harness: Core) -> set[str]:
 
 async def test_another_tokenizer_or_model_is_not_used(store: Store) -> None:
     async with fleet(P, D, D2) as workers:
-        workers[0].facts.tokenizer += 1
-        workers[1].facts.model = "another"
+        workers[0].registration.tokenizer += 1
+        workers[1].registration.model = "another"
         async with core(store, workers) as harness:
             assert names(harness) == {"d2"}
             assert not workers[0].hellos
@@ -53,7 +53,7 @@ async def test_another_tokenizer_or_model_is_not_used(store: Store) -> None:
 async def test_workers_of_neighbouring_protocol_versions_are_used(store: Store, change: int) -> None:
     async with fleet(P, D, P2, D2) as workers:
         for worker, by in zip(workers, (change, 0, -2, 2), strict=True):
-            worker.facts.peer.protocol += by
+            worker.registration.peer.protocol += by
         async with core(store, workers[2:] + workers[:2]) as harness:
             assert names(harness) == {"p", "d"}
             stream = await harness.answer(make_request())
@@ -63,12 +63,12 @@ async def test_workers_of_neighbouring_protocol_versions_are_used(store: Store, 
 @pytest.mark.slow
 async def test_no_two_workers_are_used_whose_protocols_are_two_versions_apart(store: Store) -> None:
     async with fleet(P, D) as (old, new):
-        old.facts.peer.protocol -= 1
-        new.facts.peer.protocol += 1
+        old.registration.peer.protocol -= 1
+        new.registration.peer.protocol += 1
         timings = RouterTimings(workers=WorkerTimings(watch_s=10 * PATIENCE))  # no listing without a change
         async with core(store, [old], timings=timings) as harness:
-            await store.workers.register(new.facts)
-            registration = await store.workers.register(old.facts)
+            await store.workers.register(new.registration)
+            registration = await store.workers.register(old.registration)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(until(lambda: "d" in names(harness)), 0.3)
             await registration.remove()
@@ -86,7 +86,7 @@ async def test_a_failure_of_a_worker_s_session_is_logged_and_removes_the_worker(
     async with fleet(P, D) as workers, core(store, workers[:1]) as harness:
         monkeypatch.setattr(WorkerSession, "run", fail)
         with capture_logs() as logs:
-            await store.workers.register(workers[1].facts)
+            await store.workers.register(workers[1].registration)
             await until(lambda: "a task failed" in [line["event"] for line in logs])
         assert [line["worker"] for line in logs if line["event"] == "a task failed"] == ["d"]
         assert names(harness) == {"p"}
@@ -95,7 +95,7 @@ async def test_a_failure_of_a_worker_s_session_is_logged_and_removes_the_worker(
 async def test_workers_that_register_later_are_found_and_removed_ones_forgotten(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers[:1]) as harness:
         assert names(harness) == {"p"}
-        registration = await store.workers.register(workers[1].facts)
+        registration = await store.workers.register(workers[1].registration)
         await until(lambda: names(harness) == {"p", "d"})
         await registration.remove()
         await workers[1].stop()
@@ -107,7 +107,7 @@ async def test_workers_that_register_later_are_found_and_removed_ones_forgotten(
 async def test_a_registration_that_ran_out_ends_nothing_while_the_session_lives(store: Store) -> None:
     async with fleet(D) as workers, core(store, workers) as harness:
         stream = await begin_paused(harness, workers[0], 2)
-        await store.workers.remove(Incarnation.of(workers[0].facts.peer))
+        await store.workers.remove(Incarnation.of(workers[0].registration.peer))
         (worker,) = harness.router.pool.of("m")
         await until(lambda: not worker.is_registered)
         workers[0].break_session()  # runs are there: it is opened again
@@ -124,9 +124,9 @@ async def test_a_restarted_worker_on_the_same_address_is_another_one(store: Stor
         stream = await begin_paused(harness, old, 2)
         await old.stop()
         new = FakeWorker(Fleet(), "d", wire.ROLE_DECODE)
-        await new.start(int(old.facts.address.rpartition(":")[2]))
+        await new.start(int(old.registration.address.rpartition(":")[2]))
         try:
-            await store.workers.register(new.facts)
+            await store.workers.register(new.registration)
             assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
             assert new.starts[0].run.attempt == 2
             await until(lambda: len(list(harness.router.pool.of("m"))) == 1)
@@ -142,7 +142,7 @@ async def test_a_draining_worker_keeps_what_it_has_and_gets_no_more(store: Store
         await until_written(stream, 2)
         draining, other = sorted(workers, key=lambda worker: not worker.starts)
         draining.load.draining = True
-        await until(lambda: names(harness) == {other.facts.peer.id})
+        await until(lambda: names(harness) == {other.registration.peer.id})
         for worker in workers:
             worker.go.set()
         assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
@@ -175,11 +175,11 @@ async def test_a_router_leaves_soon_though_a_worker_does_not_answer(store: Store
 
 async def test_the_context_length_is_the_shortest_of_usable_workers(store: Store) -> None:
     async with fleet(D, D2) as workers:
-        workers[0].facts.capacity.max_context_length = 100
+        workers[0].registration.capacity.max_context_length = 100
         async with core(store, workers) as harness:
             assert harness.requests.max_context_length("m") == 100
             assert harness.requests.max_context_length("another") is None
-            await store.workers.remove(Incarnation.of(workers[0].facts.peer))
+            await store.workers.remove(Incarnation.of(workers[0].registration.peer))
             await workers[0].stop()
             await until(lambda: harness.requests.max_context_length("m") == 2048)
 

@@ -19,7 +19,7 @@ SHARED = tuple(n % 60 for n in range(10 * BLOCK))
 
 @dataclass
 class Registered:
-    facts: WorkerRegistration
+    registration: WorkerRegistration
 
 
 @asynccontextmanager
@@ -29,7 +29,7 @@ async def nodes(*names: str, blocks: int = 64) -> AsyncIterator[list[tuple[Node,
         return
     async with Node(names[0], blocks=blocks, lease_ms=1000) as node, nodes(*names[1:], blocks=blocks) as others:
         capacity = Capacity(total_blocks=blocks, block_size=BLOCK, max_context_length=blocks * BLOCK, max_running=8)
-        facts = WorkerRegistration(
+        registration = WorkerRegistration(
             peer=node.peer,
             role=wire.ROLE_DECODE,
             model="m",
@@ -38,7 +38,7 @@ async def nodes(*names: str, blocks: int = 64) -> AsyncIterator[list[tuple[Node,
             capacity=capacity,
             address=node.address,
         )
-        yield [(node, Registered(facts)), *others]
+        yield [(node, Registered(registration)), *others]
 
 
 def valid_request(id: str, *tail: int) -> ValidRequest:

@@ -45,7 +45,9 @@ class Deployment:
 
     async def audit(self, name: str) -> wire.AuditResponse:
         (address,) = (
-            each.facts.address for each in (await self.store.workers.listing()).present if each.incarnation.id == name
+            each.registration.address
+            for each in (await self.store.workers.listing()).present
+            if each.incarnation.id == name
         )
         async with grpc.aio.insecure_channel(address) as channel:
             answer: wire.AuditResponse = await services.AuditStub(channel).Audit(wire.AuditRequest())

@@ -49,7 +49,7 @@ async def test_a_router_reaches_workers_again_after_all_certificates_were_replac
     files = certificates.make(tmp_path / "tls")
     async with fleet(D) as (worker,):
         await serve_with(files, worker)
-        await store.workers.register(worker.facts)
+        await store.workers.register(worker.registration)
         pool = pool_with(files, store)
         watching = BackgroundTask("pool", pool.membership.run)
         watching.start()
@@ -69,7 +69,7 @@ async def test_files_that_do_not_fit_together_for_a_while_cost_a_router_nothing(
     async with fleet(D, D2) as (first, second):
         await serve_with(files, first)
         await serve_with(files, second)
-        await store.workers.register(first.facts)
+        await store.workers.register(first.registration)
         pool = pool_with(files, store)
         watching = BackgroundTask("pool", pool.membership.run)
         watching.start()
@@ -78,7 +78,7 @@ async def test_files_that_do_not_fit_together_for_a_while_cost_a_router_nothing(
             certificates.make(tmp_path / "new").key.rename(files.key)
             with pytest.raises(SettingError):
                 server_credentials(server_tls(files))
-            await store.workers.register(second.facts)
+            await store.workers.register(second.registration)
             await until(lambda: usable(pool) == {"d": 0, "d2": 0})
         finally:
             await watching.close()

@@ -136,7 +136,7 @@ async def test_workers_of_one_role_answer_without_a_handoff(store: Store, role: 
 
 async def test_workers_with_different_layouts_do_not_hand_over(store: Store) -> None:
     async with fleet(P, D) as workers:
-        workers[1].facts.layout_hash += 1
+        workers[1].registration.layout_hash += 1
         async with core(store, workers) as harness:
             stream = await harness.answer(make_request())
             assert tokens_of(stream) == answer(PROMPT, 5)

@@ -128,7 +128,7 @@ async def become_ready(running: Running) -> None:
 
 def usable(workers: list[FakeWorker]) -> list[FakeWorker]:
     for worker in workers:
-        worker.facts.tokenizer = tiny().tokenizer_hash
+        worker.registration.tokenizer = tiny().tokenizer_hash
     return workers
 
 
@@ -147,7 +147,7 @@ async def test_a_router_on_every_address_registers_its_host_name(server: Private
     async with router(server, "--host", host) as running:
         await become_ready(running)
         (entry,) = (await store.routers.listing()).present
-        assert entry.facts.address == f"{socket.gethostname()}:{running.address.rpartition(':')[2]}"
+        assert entry.registration.address == f"{socket.gethostname()}:{running.address.rpartition(':')[2]}"
 
 
 @pytest.mark.slow
@@ -156,12 +156,12 @@ async def test_a_client_is_answered_through_both_pools_and_the_router_drains(
 ) -> None:
     async with fleet(P, D) as workers:
         for worker in usable(workers):
-            await store.workers.register(worker.facts)
+            await store.workers.register(worker.registration)
         workers[1].script.pause_at = 3
         async with router(server, "--id", "one") as running:
             await become_ready(running)
             (present,) = (await store.routers.listing()).present
-            assert (present.facts.peer.id, present.facts.address) == ("one", running.address)
+            assert (present.registration.peer.id, present.registration.address) == ("one", running.address)
             async with grpc.aio.insecure_channel(running.address) as channel:
                 stub = services.InferenceServiceStub(channel)
                 call = stub.GenerateStream(generate_request())
@@ -243,7 +243,7 @@ async def test_workers_that_take_requests_are_counted_by_model_and_role(server: 
         assert "200 OK" in await page(port, "/ready"), "a router is ready without workers"
         assert ready_workers(await page(port, "/metrics")) == {"prefill": 0, "decode": 0}
         (worker,) = usable(workers)
-        await store.workers.register(worker.facts)
+        await store.workers.register(worker.registration)
         async with asyncio.timeout(PATIENCE):
             while True:
                 if ready_workers(await page(port, "/metrics")) == {"prefill": 1, "decode": 0}:

@@ -72,9 +72,9 @@ async def session(
     worker: FakeWorker, router: wire.Peer | None = None, **timings: Any
 ) -> AsyncIterator[tuple[WorkerSession, Watcher]]:
     watcher = Watcher()
-    async with open_channel(worker.facts.address, PeerTls()) as channel:
+    async with open_channel(worker.registration.address, PeerTls()) as channel:
         peer = router or new_peer("router")
-        opened = WorkerSession(peer, worker.facts.peer, channel, watcher, WorkerTimings(**timings))
+        opened = WorkerSession(peer, worker.registration.peer, channel, watcher, WorkerTimings(**timings))
         task = asyncio.create_task(opened.run(lambda: True))
         try:
             async with asyncio.timeout(PATIENCE):
@@ -315,10 +315,10 @@ async def test_the_runs_of_a_worker_whose_session_broke_wait_while_it_is_reached
 async def test_another_incarnation_ends_the_session() -> None:
     async with fleet(D) as (worker,):
         known = wire.Peer()
-        known.CopyFrom(worker.facts.peer)
-        worker.facts.peer.incarnation += 1
+        known.CopyFrom(worker.registration.peer)
+        worker.registration.peer.incarnation += 1
         watcher = Watcher()
-        async with open_channel(worker.facts.address, PeerTls()) as channel:
+        async with open_channel(worker.registration.address, PeerTls()) as channel:
             opened = WorkerSession(new_peer("router"), known, channel, watcher)
             run = make_run()
             opened.start(run.following)

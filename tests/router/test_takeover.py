@@ -21,7 +21,7 @@ from tests.router.abandoned_requests import KEY, PROMPT, left_behind, watching
 from tests.router.fake_script import MODEL, answer
 from tests.router.fake_worker import fleet
 from tests.router.harness import core, make_request, tokens_of, until, until_ended, until_written
-from tests.state.factories import router_facts
+from tests.state.factories import router_registration
 from tests.worker.waiting import eventually
 
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
@@ -127,7 +127,7 @@ async def test_a_router_that_registers_again_during_its_takeover_keeps_its_entri
     gate = Gate(monkeypatch, store, "adopt_orphan")
     async with fleet(P, D) as workers, core(store, workers) as harness, watching(store, harness):
         await gate.arrived.wait()
-        registration = await store.routers.register(router_facts(GONE))
+        registration = await store.routers.register(router_registration(GONE))
         lookups = record_lookups(store, monkeypatch)
         gate.opened.set()
         await until(lambda: len(lookups) > 1)

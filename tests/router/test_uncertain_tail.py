@@ -48,7 +48,7 @@ async def test_an_equal_tail_is_resumed(store: Store) -> None:
 async def test_the_tail_of_a_new_request_is_what_all_workers_generate(store: Store, has_equal_bits: bool) -> None:
     await left_behind(store, layout_hash=None)
     async with fleet(P, D) as workers:
-        workers[0].facts.equal_bits = has_equal_bits
+        workers[0].registration.equal_bits = has_equal_bits
         async with core(store, workers) as harness:
             stream = await harness.requests.resume(KEY)
             if has_equal_bits:
@@ -84,7 +84,7 @@ async def refused_behind(stream: TokenStream, after_seq: int, *, certain: int) -
 async def test_one_worker_that_promises_nothing_is_enough_to_refuse(store: Store) -> None:
     await left_behind(store, *answer(PROMPT, 2), layout_hash=LAYOUT_HASH)
     async with fleet(P, D) as workers:
-        workers[1].facts.equal_bits = False
+        workers[1].registration.equal_bits = False
         async with core(store, workers) as harness:
             stream = await harness.requests.resume(KEY)
             await refused_behind(stream, 4, certain=2)
@@ -131,7 +131,7 @@ async def test_an_uncertain_tail_stays_uncertain_for_the_next_router(store: Stor
 async def test_the_next_attempt_continues_from_the_tokens_already_sent(store: Store) -> None:
     async with fleet(P, D, ("e", wire.ROLE_DECODE)) as workers:
         for worker in workers:
-            worker.facts.equal_bits = False
+            worker.registration.equal_bits = False
         workers[1].script.fails_at = workers[2].script.fails_at = [3]
         async with core(store, workers) as harness:
             stream = await harness.answer(make_request())

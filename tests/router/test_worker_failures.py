@@ -352,6 +352,6 @@ async def test_patience_with_lost_workers_begins_when_the_last_is_lost(
         await store.workers.remove(incarnation_of(full))
         await full.stop()
         await until(lambda: not list(harness.router.pool.membership))
-        await store.workers.register(other.facts)
+        await store.workers.register(other.registration)
         assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
         assert stream.trace.decode_worker == "d2"

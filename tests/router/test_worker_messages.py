@@ -324,7 +324,7 @@ async def _again(harness: Core, number: int) -> TokenStream:
 
 async def test_a_role_that_only_a_newer_build_knows_ends_no_router(store: Store) -> None:
     async with fleet(P, D, D2) as workers:
-        workers[2].facts.role = 99  # type: ignore[assignment]
+        workers[2].registration.role = 99  # type: ignore[assignment]
         async with core(store, workers) as harness:
             assert isinstance((await harness.answer(make_request())).end, Finish)
 

@@ -21,8 +21,8 @@ from tests.state.factories import (
     make_request,
     packed,
     router,
-    router_facts,
-    worker_facts,
+    router_registration,
+    worker_registration,
     write_request,
     written,
 )
@@ -42,8 +42,8 @@ async def walk(store: Store) -> list[Step]:
     failing = make_request(RequestKey("tenant", "failing"))
     later, other = make_request(RequestKey("t}{", "later")), RequestKey("t2", "other")
     limits = TenantLimits(in_flight=10, tokens_per_minute=20)
-    worker = await store.workers.register(worker_facts(Incarnation("w", 3)))
-    me = await store.routers.register(router_facts(router(1)))
+    worker = await store.workers.register(worker_registration(Incarnation("w", 3)))
+    me = await store.routers.register(router_registration(router(1)))
 
     async def write() -> None:
         request.synced_entries, request.synced_state = (
@@ -84,7 +84,7 @@ async def walk(store: Store) -> list[Step]:
     request.append(written(1, 2))
     return [
         Step("store instance", store.instance.current, 1),
-        Step("register", lambda: store.workers.register(worker_facts(Incarnation("w", 3))), 1),
+        Step("register", lambda: store.workers.register(worker_registration(Incarnation("w", 3))), 1),
         Step("renew", lambda: worker.renew(Load(running=1)), 1),
         Step("renew router", me.renew, 1),
         Step("listing", store.workers.listing, 1),

@@ -83,13 +83,13 @@ def written(*tokens: int) -> list[Entry]:
     return [Entry(0, token) for token in tokens]
 
 
-def router_facts(incarnation: Incarnation) -> RouterRegistration:
+def router_registration(incarnation: Incarnation) -> RouterRegistration:
     return RouterRegistration(
         peer=Peer(id=incarnation.id, incarnation=incarnation.incarnation, protocol=PROTOCOL), address="host:1"
     )
 
 
-def worker_facts(incarnation: Incarnation, address: str = "host:2") -> WorkerRegistration:
+def worker_registration(incarnation: Incarnation, address: str = "host:2") -> WorkerRegistration:
     peer = Peer(id=incarnation.id, incarnation=incarnation.incarnation, protocol=PROTOCOL)
     return WorkerRegistration(peer=peer, address=address, role=ROLE_DECODE, layout_hash=(1 << 64) - 1)
 

@@ -12,7 +12,7 @@ from decant.state.errors import IncarnationReplaced
 from decant.state.ids import Incarnation
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
-from tests.state.factories import make_store, pass_time, router, router_facts, worker_facts
+from tests.state.factories import make_store, pass_time, router, router_registration, worker_registration
 
 OLD, NEW = Incarnation("worker", (1 << 64) - 1), Incarnation("worker", 7)
 
@@ -22,10 +22,10 @@ async def incarnations(store: Store) -> set[Incarnation]:
 
 
 async def test_a_registration_reads_back_with_its_load(store: Store) -> None:
-    facts = worker_facts(OLD)
-    registered = await store.workers.register(facts, Load(free_blocks=3))
+    registration = worker_registration(OLD)
+    registered = await store.workers.register(registration, Load(free_blocks=3))
     (present,) = (await store.workers.listing()).present
-    assert (present.facts, present.load, present.incarnation) == (facts, Load(free_blocks=3), OLD)
+    assert (present.registration, present.load, present.incarnation) == (registration, Load(free_blocks=3), OLD)
     await registered.renew(Load(free_blocks=2))
     (present,) = (await store.workers.listing()).present
     assert present.load == Load(free_blocks=2)
@@ -33,7 +33,7 @@ async def test_a_registration_reads_back_with_its_load(store: Store) -> None:
 
 async def test_a_registration_that_cannot_be_read_hides_no_other(store: Store, bare: sync_redis.Redis) -> None:
     for number in range(2):
-        await store.workers.register(worker_facts(Incarnation(f"w{number}", number)))
+        await store.workers.register(worker_registration(Incarnation(f"w{number}", number)))
     bare.hset(keys.peers("workers"), "f:w1", b"\xff")
     assert await incarnations(store) == {Incarnation("w0", 0)}
     bare.hdel(keys.peers("workers"), "f:w1", "l:w1")
@@ -41,16 +41,16 @@ async def test_a_registration_that_cannot_be_read_hides_no_other(store: Store, b
 
 
 async def test_workers_and_routers_are_apart(store: Store) -> None:
-    await store.workers.register(worker_facts(OLD))
-    await store.routers.register(router_facts(router()))
+    await store.workers.register(worker_registration(OLD))
+    await store.routers.register(router_registration(router()))
     assert await incarnations(store) == {OLD}
     assert [present.incarnation for present in (await store.routers.listing()).present] == [router()]
 
 
 async def test_a_registration_that_is_not_renewed_expires(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     async with make_store(server.url, registration_s=60) as store:
-        await store.workers.register(worker_facts(OLD))
-        other = await store.workers.register(worker_facts(Incarnation("other", 1)))
+        await store.workers.register(worker_registration(OLD))
+        other = await store.workers.register(worker_registration(Incarnation("other", 1)))
         assert await incarnations(store) == {OLD, Incarnation("other", 1)}
         pass_time(bare, 40)
         await other.renew()
@@ -63,7 +63,7 @@ async def test_a_registration_that_is_not_renewed_expires(server: PrivateRedis, 
 
 async def test_a_listing_has_the_time_since_each_renewal(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     async with make_store(server.url, registration_s=60) as store:
-        registered = await store.workers.register(worker_facts(OLD))
+        registered = await store.workers.register(worker_registration(OLD))
         pass_time(bare, 40)
         (present,) = (await store.workers.listing()).present
         assert 40 <= present.renewed_ago_s < 60
@@ -73,7 +73,7 @@ async def test_a_listing_has_the_time_since_each_renewal(server: PrivateRedis, b
 
 
 async def test_an_expired_registration_returns_when_it_is_renewed(store: Store, bare: sync_redis.Redis) -> None:
-    registered = await store.workers.register(worker_facts(OLD))
+    registered = await store.workers.register(worker_registration(OLD))
     for listed in (True, False):
         pass_time(bare, 60)
         if listed:
@@ -83,8 +83,8 @@ async def test_an_expired_registration_returns_when_it_is_renewed(store: Store, 
 
 
 async def test_an_earlier_incarnation_has_no_effect_on_the_new_one(store: Store) -> None:
-    old = await store.workers.register(worker_facts(OLD))
-    new = await store.workers.register(worker_facts(NEW))
+    old = await store.workers.register(worker_registration(OLD))
+    new = await store.workers.register(worker_registration(NEW))
     with pytest.raises(IncarnationReplaced):
         await old.renew()
     await old.remove()
@@ -96,8 +96,8 @@ async def test_an_earlier_incarnation_has_no_effect_on_the_new_one(store: Store)
 
 
 async def test_the_order_of_incarnations_survives_an_emptied_redis(store: Store, bare: sync_redis.Redis) -> None:
-    old = await store.workers.register(worker_facts(OLD))
-    new = await store.workers.register(worker_facts(NEW))
+    old = await store.workers.register(worker_registration(OLD))
+    new = await store.workers.register(worker_registration(NEW))
     bare.flushall()
     await old.renew()
     await new.renew()
@@ -107,8 +107,8 @@ async def test_the_order_of_incarnations_survives_an_emptied_redis(store: Store,
 
 
 async def test_registering_twice_keeps_the_order(store: Store) -> None:
-    first = await store.workers.register(worker_facts(OLD))
-    again = await store.workers.register(worker_facts(OLD))
+    first = await store.workers.register(worker_registration(OLD))
+    again = await store.workers.register(worker_registration(OLD))
     await first.renew()
     await again.renew()
     assert await incarnations(store) == {OLD}
@@ -118,15 +118,15 @@ async def test_a_change_wakes_waiters(store: Store) -> None:
     seen = await store.workers.listing()
     waiting = asyncio.create_task(store.workers.wait_for_change(seen, timeout_s=30))
     await asyncio.sleep(0.05)
-    registered = await store.workers.register(worker_facts(OLD))
+    registered = await store.workers.register(worker_registration(OLD))
     seen = await asyncio.wait_for(waiting, 10)
     assert [present.incarnation for present in seen.present] == [OLD]
 
     waiting = asyncio.create_task(store.workers.wait_for_change(seen, timeout_s=30))
-    registered.facts.role = ROLE_PREFILL
+    registered.registration.role = ROLE_PREFILL
     await registered.renew()
     seen = await asyncio.wait_for(waiting, 10)
-    assert [present.facts.role for present in seen.present] == [ROLE_PREFILL]
+    assert [present.registration.role for present in seen.present] == [ROLE_PREFILL]
 
     waiting = asyncio.create_task(store.workers.wait_for_change(seen, timeout_s=30))
     await asyncio.sleep(0.05)
@@ -135,7 +135,7 @@ async def test_a_change_wakes_waiters(store: Store) -> None:
 
 
 async def test_a_change_of_load_alone_wakes_no_waiter(store: Store) -> None:
-    registered = await store.workers.register(worker_facts(OLD))
+    registered = await store.workers.register(worker_registration(OLD))
     seen = await store.workers.listing()
     await registered.renew(Load(running=5))
     assert (await store.workers.wait_for_change(seen, timeout_s=0.1)).version == seen.version
@@ -144,7 +144,7 @@ async def test_a_change_of_load_alone_wakes_no_waiter(store: Store) -> None:
 @pytest.mark.slow
 async def test_an_expiry_wakes_waiters(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     async with make_store(server.url, registration_s=60) as store:
-        await store.workers.register(worker_facts(OLD))
+        await store.workers.register(worker_registration(OLD))
         seen = await store.workers.listing()
         assert seen.present
         assert seen.next_end_s
@@ -154,7 +154,7 @@ async def test_an_expiry_wakes_waiters(server: PrivateRedis, bare: sync_redis.Re
 
 
 async def test_a_registration_in_an_emptied_redis_wakes_waiters(store: Store, bare: sync_redis.Redis) -> None:
-    registered = await store.workers.register(worker_facts(OLD))
+    registered = await store.workers.register(worker_registration(OLD))
     seen = await store.workers.listing()
     waiting = asyncio.create_task(store.workers.wait_for_change(seen, timeout_s=30))
     await asyncio.sleep(0.05)

@@ -19,7 +19,7 @@ from tests.state.factories import (
     make_store,
     pass_time,
     router,
-    router_facts,
+    router_registration,
     write_request,
 )
 
@@ -29,7 +29,7 @@ def request_keys(count: int) -> list[RequestKey]:
 
 
 async def test_a_living_router_keeps_its_requests(store: Store) -> None:
-    await store.routers.register(router_facts(router(1)))
+    await store.routers.register(router_registration(router(1)))
     await list_open(store, router(1), request_keys(2))
     assert await store.open.orphaned() == set()
     with pytest.raises(OwnerAlive):
@@ -40,8 +40,8 @@ async def test_a_living_router_keeps_its_requests(store: Store) -> None:
 async def test_an_earlier_incarnation_of_a_live_router_is_dead(store: Store) -> None:
     restarted = Incarnation(router(1).id, 5)
     await list_open(store, router(1), request_keys(2))
-    await store.routers.register(router_facts(router(1)))
-    await store.routers.register(router_facts(restarted))
+    await store.routers.register(router_registration(router(1)))
+    await store.routers.register(router_registration(restarted))
     assert await store.open.orphaned() == {router(1)}
     assert set(await store.open.take(router(1), restarted)) == set(request_keys(2))
     assert await store.open.orphaned() == set()
@@ -71,7 +71,7 @@ async def test_more_than_one_command_holds(store: Store) -> None:
 
 async def test_a_dead_routers_requests_go_on_elsewhere(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     async with make_store(server.url, registration_s=60) as store:
-        await store.routers.register(router_facts(router(1)))
+        await store.routers.register(router_registration(router(1)))
         held = [make_request(key, tokens=[1]) for key in request_keys(3)]
         for request in held:
             await store.requests.accept(request)

@@ -21,8 +21,8 @@ from tests.state.factories import (
     make_request,
     make_store,
     router,
-    router_facts,
-    worker_facts,
+    router_registration,
+    worker_registration,
     write_request,
     written,
 )
@@ -36,7 +36,7 @@ ASKS: list[Callable[[Store], Coroutine[Any, Any, object]]] = [
     lambda store: write_request(store, make_request(tokens=[1])),
     lambda store: store.requests.read(KEY),
     lambda store: store.requests.adopt_orphan(KEY, router(2)),
-    lambda store: store.workers.register(worker_facts(router())),
+    lambda store: store.workers.register(worker_registration(router())),
     lambda store: store.routers.listing(),
     lambda store: store.open.orphaned(),
     lambda store: store.instance.current(),
@@ -112,7 +112,7 @@ async def test_a_caller_that_gives_up_leaves_no_answer_behind(server: PrivateRed
 
 async def test_a_flood_of_reads_delays_no_renewal_and_no_write(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     async with make_store(server.url, deadline_s=30, connections=2) as store:
-        registered = await store.routers.register(router_facts(router()))
+        registered = await store.routers.register(router_registration(router()))
         reads = store.requests._reads
         flood = [asyncio.create_task(reads.wait_for_entry("nothing", b"0-0", 60)) for _ in range(50)]
         await asyncio.sleep(0.05)
@@ -154,7 +154,7 @@ async def test_lost_scripts_are_loaded_again(store: Store, bare: sync_redis.Redi
     bare.script_flush()
     await all_well(store)
     bare.script_flush()
-    await store.routers.register(router_facts(router()))
+    await store.routers.register(router_registration(router()))
 
 
 async def test_permanent_errors_are_not_outages(store: Store, bare: sync_redis.Redis) -> None:

@@ -21,7 +21,7 @@ from tests.state.factories import (
     make_request,
     pass_time,
     router,
-    router_facts,
+    router_registration,
     write_request,
     written,
 )
@@ -139,7 +139,7 @@ async def test_an_ended_request_is_shown_and_not_adopted(store: Store) -> None:
 
 async def test_an_orphan_is_adopted_only_when_its_owner_is_gone(store: Store, bare: sync_redis.Redis) -> None:
     await store.requests.accept(make_request())
-    await store.routers.register(router_facts(router(1)))
+    await store.routers.register(router_registration(router(1)))
     with pytest.raises(OwnerAlive):
         await store.requests.adopt_orphan(KEY, router(2))
     assert await store.open.of(router(2)) == set()

@@ -33,7 +33,7 @@ from tests.state.factories import (
     packed,
     pass_time,
     router,
-    router_facts,
+    router_registration,
     write_request,
     written,
 )
@@ -283,7 +283,7 @@ async def test_an_ended_request_is_kept_for_its_time(server: PrivateRedis, bare:
 async def test_every_key_but_the_store_instance_has_a_lifetime(store: Store, bare: sync_redis.Redis) -> None:
     await store.requests.accept(make_request())
     await write_request(store, make_request(RequestKey("t", "whole"), tokens=[1]))
-    await store.routers.register(router_facts(router()))
+    await store.routers.register(router_registration(router()))
     await store.instance.current()
     lasting = {key for key in bare.keys("*") if bare.pttl(key) < 0}
     assert lasting == {keys.STORE_INSTANCE.encode()}

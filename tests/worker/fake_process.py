@@ -13,11 +13,11 @@ import os
 import sys
 import time
 
-from decant.decode_worker.main import KIND as DECODE
+from decant.decode_worker.main import ROLE as DECODE
 from decant.engine.errors import DeviceFailed
 from decant.engine.fake import FakeDevice
 from decant.engine.plan import StepPlan, StepResult
-from decant.prefill_worker.main import KIND as PREFILL
+from decant.prefill_worker.main import ROLE as PREFILL
 from decant.runtime.telemetry import logs
 from decant.worker.main import main
 from decant.worker.settings import WorkerSettings

@@ -194,7 +194,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Registered:
-    facts: WorkerRegistration
+    registration: WorkerRegistration
 
 
 def registered(harness: WorkerHarness, *, equal_bits: bool = True) -> Any:

@@ -142,7 +142,7 @@ def audit(channel: grpc.Channel) -> wire.AuditResponse:
 
 async def registered(redis: PrivateRedis) -> list[WorkerRegistration]:
     async with Store(StoreSettings(redis.url, deadline_s=10)) as store:
-        return [present.facts for present in (await store.workers.listing()).present]
+        return [present.registration for present in (await store.workers.listing()).present]
 
 
 def prefill(channel: grpc.Channel, worker: wire.Peer, *, handoff: bool, model: str = "") -> Iterator[wire.PrefillEvent]:
@@ -165,14 +165,14 @@ async def test_a_worker_without_torch_serves_and_drains(run: Run, redis: Private
     address = worker.ready()
     with channel_to(address) as channel:
         seen = audit(channel)
-        (facts,) = await registered(redis)
-        assert (facts.peer, facts.address, facts.role) == (seen.worker, address, wire.ROLE_DECODE)
-        capacity = facts.capacity
-        assert facts.equal_bits, "on a CPU that was measured"
+        (registration,) = await registered(redis)
+        assert (registration.peer, registration.address, registration.role) == (seen.worker, address, wire.ROLE_DECODE)
+        capacity = registration.capacity
+        assert registration.equal_bits, "on a CPU that was measured"
         assert (capacity.total_blocks, capacity.block_size, capacity.max_context_length) == (512, 16, 8192)
-        assert (capacity.max_running, facts.model) == (256, models.path().name)
-        assert facts.tokenizer
-        assert facts.layout_hash
+        assert (capacity.max_running, registration.model) == (256, models.path().name)
+        assert registration.tokenizer
+        assert registration.layout_hash
         assert healthy(channel, "ready")
         assert healthy(channel, "decant.internal.v1.Decode")
         (event,) = prefill(channel, seen.worker, handoff=False)
@@ -360,8 +360,8 @@ async def test_a_worker_serves_the_tiny_model(run: Run, redis: PrivateRedis, mod
     with channel_to(worker.ready()) as channel:
         seen = audit(channel)
         assert (seen.role, seen.total_blocks * seen.block_bytes <= 8 << 20) == (role, True)
-        (facts,) = await registered(redis)
-        assert facts.role == role
+        (registration,) = await registered(redis)
+        assert registration.role == role
         (event,) = prefill(channel, seen.worker, handoff=False)
         assert event.first.tokens[0].HasField("finished")
     loaded, measured = worker.until("loaded"), worker.until("step costs measured")

@@ -37,10 +37,10 @@ class Harness:
     def __init__(self, store: Store, incarnation: int = 1) -> None:
         self.load = Load(running=1)
         self.lost: list[str] = []
-        facts = WorkerRegistration(
+        registration = WorkerRegistration(
             peer=Peer(id="w", incarnation=incarnation, protocol=PROTOCOL), address="127.0.0.1:1", role=ROLE_DECODE
         )
-        self.registrar = Registrar(store.workers, facts, lambda: self.load, EVERY_S, self.lost.append)
+        self.registrar = Registrar(store.workers, registration, lambda: self.load, EVERY_S, self.lost.append)
 
 
 async def present(store: Store, running: int) -> DirectoryEntry[WorkerRegistration]:
@@ -57,7 +57,7 @@ async def test_a_worker_is_registered_with_its_load_until_it_leaves(store: Store
     async with harness.registrar:
         assert (await store.workers.listing()).present[0].load.running == 1, "from the first instant on"
         harness.load = Load(running=2)
-        assert (await present(store, 2)).facts.address == "127.0.0.1:1"
+        assert (await present(store, 2)).registration.address == "127.0.0.1:1"
         await harness.registrar.leave()
         assert not (await store.workers.listing()).present
     assert not (await store.workers.listing()).present
@@ -78,7 +78,7 @@ async def test_a_new_incarnation_ends_the_registration(store: Store) -> None:
         await eventually(lambda: len(old.lost) == 1)
         await old.registrar.leave()
         (found,) = (await store.workers.listing()).present
-        assert found.facts.peer.incarnation == 2
+        assert found.registration.peer.incarnation == 2
     assert not new.lost
 
 

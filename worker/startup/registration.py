@@ -12,7 +12,7 @@ from decant.protos.state_pb2 import WorkerRegistration
 from decant.protos.worker_pb2 import Load
 from decant.runtime.background import BackgroundTask
 from decant.runtime.telemetry import logs
-from decant.state.directory import Registration, Workers
+from decant.state.directory import RegistrationHandle, Workers
 from decant.state.errors import IncarnationReplaced, StoreFault, StoreUnavailable
 
 _log = logs.get(__name__)
@@ -22,17 +22,17 @@ class Registrar:
     def __init__(
         self,
         workers: Workers,
-        facts: WorkerRegistration,
+        registration: WorkerRegistration,
         load: Callable[[], Load],
         every_s: float,
         on_lost: Callable[[str], None],
     ) -> None:
         self._workers = workers
-        self._facts = facts
+        self._registration = registration
         self._load = load
         self._every_s = every_s
         self._on_lost = on_lost
-        self._registration: Registration[WorkerRegistration] | None = None
+        self._handle: RegistrationHandle[WorkerRegistration] | None = None
         self._is_unavailable = False
         self._renewal_requested = asyncio.Event()
         self._renewal_task = BackgroundTask("registration", self._renew_always, lambda _, error: on_lost(repr(error)))
@@ -54,7 +54,7 @@ class Registrar:
     async def leave(self) -> None:
         """Remove the registration if Redis is available; idempotent."""
         await self._renewal_task.close()
-        registration, self._registration = self._registration, None
+        registration, self._handle = self._handle, None
         if registration is not None:
             with contextlib.suppress(StoreUnavailable, StoreFault):
                 await registration.remove()
@@ -74,18 +74,18 @@ class Registrar:
                 self._log_availability(error)
             except IncarnationReplaced as replaced:
                 _log.error("another incarnation of this worker registered", reason=str(replaced))
-                self._registration = None
+                self._handle = None
                 self._on_lost(str(replaced))
                 return
             else:
                 self._log_availability(None)
 
     async def _renew(self) -> None:
-        if self._registration is None:
-            self._registration = await self._workers.register(self._facts, self._load())
-            _log.info("registered", peer=self._facts.peer.id, address=self._facts.address)
+        if self._handle is None:
+            self._handle = await self._workers.register(self._registration, self._load())
+            _log.info("registered", peer=self._registration.peer.id, address=self._registration.address)
         else:
-            await self._registration.renew(self._load())
+            await self._handle.renew(self._load())
 
     def _log_availability(self, error: Exception | None) -> None:
         if error is not None and not self._is_unavailable:
