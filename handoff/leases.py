@@ -1,7 +1,7 @@
 """Tickets: the right to fetch one cache, once, while its lease is renewed.
 
 issued ── renewed ──> opened ── renewed by peer ──> committed ── released ──> closed
-   └── lease over ───────┴──── lease over ─────────────┴── 3 s over ───────> expired: the sender frees the blocks
+   └── lease expires ────┴──── lease expires ──────────┴── 3 s over ───────> expired: the sender frees the blocks
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class LeaseTable:
     def open(self, message: wire.Open) -> Lease:
         lease = self._leases.get(message.ticket)
         if lease is None or lease.is_opened:
-            raise HandoffFailed(wire.CAUSE_LEASE_OVER, "unknown ticket: its lease is over, or it was used")
+            raise HandoffFailed(wire.CAUSE_LEASE_EXPIRED, "unknown ticket: its lease has expired, or it was used")
         ticket = lease.ticket
         if message.sender.incarnation != ticket.sender.incarnation or message.sender.id != ticket.sender.id:
             raise HandoffFailed(
@@ -117,7 +117,7 @@ class LeaseTable:
         lease = self._leases.pop(id, None)
         if lease is not None:
             detail = "not released after its commit" if lease.is_committed else f"not renewed for {self.lease_ms} ms"
-            self._notify(lease, wire.Failure(cause=wire.CAUSE_LEASE_OVER, detail=detail))
+            self._notify(lease, wire.Failure(cause=wire.CAUSE_LEASE_EXPIRED, detail=detail))
             self._on_expired(lease)
 
     def _notify(self, lease: Lease, failure: wire.Failure | None) -> None:

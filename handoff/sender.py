@@ -2,7 +2,7 @@
 
 Open ──> export ──> kv_chunk, kv_chunk ... (as blocks fill) ──> parked ──> commit ──> Release ──> freed
             │            acks and heartbeats renew the lease                │
-            └── the sequence ended first: closed                            └── lease over: freed
+            └── the sequence ended first: closed                            └── lease expired: freed
 
 A prefill sequence parks after its first token. A live sequence decodes until only its last, partial block is unsent,
 then parks; if its fetch or lease ends without a commit, it continues here.

@@ -76,7 +76,7 @@ class Directory(Generic[AnyRegistration]):
         return listing
 
     async def is_registered(self, incarnation: Incarnation) -> bool:
-        call = scripts.DIRECTORY_ALIVE.call(self._names[:2], incarnation.id, incarnation.hex)
+        call = scripts.DIRECTORY_IS_REGISTERED.call(self._names[:2], incarnation.id, incarnation.hex)
         return bool(await self._client.run(call))
 
     async def renew(self, registration: AnyRegistration, load: Load | None, since: int) -> bool:

@@ -9,7 +9,7 @@ StateError
 ├── AlreadyExists       the request id has another payload
 ├── UnknownRequest      unknown, expired, or another tenant's
 ├── StoreRefilling      unknown, and Redis was emptied; retry later
-├── OwnerAlive          the request's owner is registered
+├── OwnerRegistered     the request's owner is registered
 ├── QuotaExceeded       a tenant has reached a limit
 └── PrivateRedisFailed  a private Redis did not start
 """
@@ -74,9 +74,9 @@ class StoreRefilling(StateError):
         self.retry_after_s = retry_after_s
 
 
-class OwnerAlive(StateError):
+class OwnerRegistered(StateError):
     def __init__(self, owner: Incarnation) -> None:
-        super().__init__(f"{owner} is alive and keeps its requests")
+        super().__init__(f"{owner} is registered and keeps its requests")
         self.owner = owner
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from decant.state import keys, scripts
 from decant.state.client import Client
-from decant.state.errors import OwnerAlive
+from decant.state.errors import OwnerRegistered
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.keys import Ttls
 from decant.state.owned import OwnedRequest
@@ -50,7 +50,7 @@ class OpenRequests:
         return set(_readable(Incarnation.parse, await self._client.run(scripts.OPEN_ORPHANED.call(names))))
 
     async def take(self, dead: Incarnation, router: Incarnation, max_requests: int = BATCH) -> list[RequestKey]:
-        """Move entries of a lost router to `router`; no two routers get the same one. Raises OwnerAlive.
+        """Move entries of a lost router to `router`; no two routers get the same one. Raises OwnerRegistered.
 
         If the reply is lost, they are in `of(router)`.
         """
@@ -60,8 +60,8 @@ class OpenRequests:
                 names, dead.id, dead.hex, str(dead), str(router), min(max_requests, BATCH), self._open_ms
             )
         )
-        if reply[0] == b"alive":
-            raise OwnerAlive(dead)
+        if reply[0] == b"registered":
+            raise OwnerRegistered(dead)
         return list(_readable(RequestKey.parse, reply[1:]))
 
 

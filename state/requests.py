@@ -19,7 +19,7 @@ from decant.state.client import Client, Reply
 from decant.state.directory import Routers
 from decant.state.errors import (
     AlreadyExists,
-    OwnerAlive,
+    OwnerRegistered,
     StateError,
     StoreFault,
     StoreUnavailable,
@@ -163,7 +163,7 @@ class Requests:
     async def adopt_orphan(self, key: RequestKey, router: Incarnation) -> StoredRequest:
         """Adopt a request whose owner is not registered.
 
-        Raises OwnerAlive, and what `adopt` raises: Superseded when another router was faster.
+        Raises OwnerRegistered, and what `adopt` raises: Superseded when another router was faster.
         """
         epoch, owner = await self._client.execute("HMGET", keys.request(key), "epoch", "owner")
         if epoch is None:
@@ -172,7 +172,7 @@ class Requests:
         incarnation = Incarnation.parse(owner.decode())
         if incarnation != router and await self._routers.is_registered(incarnation):
             await self._open.remove(router, [key])
-            raise OwnerAlive(incarnation)
+            raise OwnerRegistered(incarnation)
         return await self.adopt(key, router, int(epoch))
 
     def _adopt_command(self, key: RequestKey, router: Incarnation, epoch: int | str, ended_ms: int | str) -> Command:

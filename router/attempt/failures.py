@@ -28,7 +28,7 @@ RETRY_ELSEWHERE = frozenset({wire.CAUSE_BUSY, wire.CAUSE_DRAINING})
 _BLAMELESS = frozenset(
     {
         wire.CAUSE_CANCELLED,
-        wire.CAUSE_LEASE_OVER,
+        wire.CAUSE_LEASE_EXPIRED,
         wire.CAUSE_RECLAIMED,
         wire.CAUSE_OWNER_LOST,
         wire.CAUSE_ID_REUSED,

@@ -106,7 +106,7 @@ class RequestRegistry:
     async def take_over(self, key: RequestKey) -> None:
         """Continue a request whose router is lost, or that this router owns and does not run.
 
-        Raises StateError, OwnerAlive and Superseded among them, and ServiceError where it can't run here.
+        Raises StateError, OwnerRegistered and Superseded among them, and ServiceError where it can't run here.
         """
         stored = await self._router.requests.read(key)
         if stored.ended or self.has_request(key):

@@ -17,7 +17,14 @@ from decant.router.timings import TakeoverTimings
 from decant.runtime.backoff import Backoff
 from decant.runtime.errors import ServiceError
 from decant.runtime.telemetry import logs
-from decant.state.errors import OwnerAlive, StateError, StoreUnavailable, Superseded, UnknownRequest, UnreadableRequest
+from decant.state.errors import (
+    OwnerRegistered,
+    StateError,
+    StoreUnavailable,
+    Superseded,
+    UnknownRequest,
+    UnreadableRequest,
+)
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.keys import Ttls
 from decant.state.store import Store
@@ -88,7 +95,7 @@ class OrphanRecovery:
             message = "requests can't be taken over"
             _log.warning(message, requests=len(failures), router=dead.id, error=str(failures[-1]))
         if not left:
-            with suppress(OwnerAlive):
+            with suppress(OwnerRegistered):
                 await self._store.open.take(dead, self._router)  # forgets a router that has no entries
 
     async def _reclaim(self) -> None:
@@ -102,7 +109,7 @@ class OrphanRecovery:
             await self._registry.take_over(key)
         except StoreUnavailable:
             raise
-        except OwnerAlive as error:
+        except OwnerRegistered as error:
             if error.owner == owner:
                 return None  # it registered again: the entry is its own
         except (Superseded, UnknownRequest):

@@ -71,7 +71,7 @@ class Worker:
     @property
     def num_expired(self) -> int:
         failures = [lease.failure for lease in self.ended_leases if lease.failure is not None]
-        return sum(failure.cause == wire.CAUSE_LEASE_OVER for failure in failures)
+        return sum(failure.cause == wire.CAUSE_LEASE_EXPIRED for failure in failures)
 
     def _on_step(self, output: StepOutput) -> None:
         self.sender.on_step(output)

@@ -198,7 +198,7 @@ async def test_a_ticket_opens_once_and_only_for_what_it_names() -> None:
         ticket, arrival = await sender.offer(ask()), await receiver.reserve(ask())
         good = receiver.receiver._open(ticket, arrival)
         wrong: dict[wire.Cause, dict[str, Any]] = {
-            wire.CAUSE_LEASE_OVER: {"ticket": b"0123456789abcdef"},
+            wire.CAUSE_LEASE_EXPIRED: {"ticket": b"0123456789abcdef"},
             wire.CAUSE_WRONG_PEER: {"sender": wire.Peer(id="p", incarnation=2)},
             wire.CAUSE_UNKNOWN_RUN: {"run": wire.Run(request="r", epoch=1, attempt=2)},
             wire.CAUSE_LAYOUT_DIFFERS: {"layout_hash": 1},
@@ -210,7 +210,7 @@ async def test_a_ticket_opens_once_and_only_for_what_it_names() -> None:
             opening.MergeFrom(wire.Open(**change))
             assert await first_message(sender, opening) == cause
         await receiver.receiver.receive(Wire(sender.sender), ticket, arrival)
-        assert await first_message(sender, good) == wire.CAUSE_LEASE_OVER
+        assert await first_message(sender, good) == wire.CAUSE_LEASE_EXPIRED
         await receiver.finished("r")
 
 

@@ -61,7 +61,7 @@ async def test_where_one_end_has_no_agent_blocks_come_in_messages(offers: bool) 
 
 
 async def test_bytes_that_changed_before_they_were_read_are_refused() -> None:
-    """The change is as if the lease were over and the block another sequence's."""
+    """The change is as if the lease had expired and the block another sequence's."""
 
     def overwrite(message: wire.FetchResponse) -> list[wire.FetchResponse]:
         for offset in message.kv_chunk.block_offsets[:1]:

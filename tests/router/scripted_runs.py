@@ -264,7 +264,7 @@ class ScriptedRun:
             self.source = self.worker.world.exports.get(self.start.ticket.id)
             if self.source is None or (self.source.is_closed and self.source.cause != wire.CAUSE_CANCELLED):
                 self.source = None
-                self.fail(wire.CAUSE_LEASE_OVER)
+                self.fail(wire.CAUSE_LEASE_EXPIRED)
                 return
             self.source.is_fetching = True
             self.phase = RunStatus.PHASE_ARRIVING

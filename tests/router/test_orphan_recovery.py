@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from decant.protos.inference_pb2 import Generation
-from decant.state.errors import OwnerAlive
+from decant.state.errors import OwnerRegistered
 from decant.state.ids import Incarnation
 from decant.state.store import Store
 from tests.router.abandoned_requests import KEY, PROMPT, left_behind, watching
@@ -72,7 +72,7 @@ async def test_a_living_routers_requests_are_its_own(store: Store) -> None:
             stream = await one.requests.begin(make_request())
             await until_written(stream, 2)
             await until(lambda: one.owned("r").synced_entries == 2)
-            with pytest.raises(OwnerAlive):
+            with pytest.raises(OwnerRegistered):
                 await two.requests.take_over(KEY)
         workers[1].go.set()
         assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)

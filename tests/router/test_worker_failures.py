@@ -70,7 +70,7 @@ async def test_a_failure_before_the_ticket_goes_to_another_prefill_worker(store:
         assert [len(worker.prefills) for worker in workers[:2]] in ([2, 1], [1, 2])
 
 
-@pytest.mark.parametrize("cause", [wire.CAUSE_CORRUPT, wire.CAUSE_LEASE_OVER, wire.CAUSE_LAYOUT_DIFFERS])
+@pytest.mark.parametrize("cause", [wire.CAUSE_CORRUPT, wire.CAUSE_LEASE_EXPIRED, wire.CAUSE_LAYOUT_DIFFERS])
 async def test_a_failed_handoff_continues_from_tokens_without_gap_or_repeat(store: Store, cause: wire.Cause) -> None:
     async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[1].script.handoff_fails = [cause]

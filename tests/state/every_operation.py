@@ -88,7 +88,7 @@ async def walk(store: Store) -> list[Step]:
         Step("renew", lambda: worker.renew(Load(running=1)), 1),
         Step("renew router", me.renew, 1),
         Step("listing", store.workers.listing, 1),
-        Step("alive", lambda: store.routers.is_registered(router(1)), 1),
+        Step("is registered", lambda: store.routers.is_registered(router(1)), 1),
         Step("quota", lambda: store.quotas.acquire(KEY, 10, limits), 1),
         Step("quotas", lambda: store.quotas.renew([KEY, other]), 2),
         Step("accept", lambda: store.requests.accept(request), 2),

@@ -121,7 +121,7 @@ FAULTS = [
         "",
         test_open.test_a_dead_routers_requests_go_on_elsewhere,
     ),
-    Fault(scripts.OPEN_TAKE, "return {'alive'}", "", test_open.test_a_living_router_keeps_its_requests),
+    Fault(scripts.OPEN_TAKE, "return {'registered'}", "", test_open.test_a_living_router_keeps_its_requests),
     Fault(scripts.OPEN_TAKE, "'SPOP'", "'SRANDMEMBER'", test_open.test_of_several_routers_one_takes_each_request),
     Fault(
         scripts.OPEN_TAKE,
@@ -165,7 +165,7 @@ FAULTS = [
         test_directory.test_a_registration_that_is_not_renewed_expires,
     ),
     Fault(
-        scripts.DIRECTORY_ALIVE,
+        scripts.DIRECTORY_IS_REGISTERED,
         "> now_ms()",
         "",
         test_request_owners.test_an_orphan_is_adopted_only_when_its_owner_is_gone,

@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 import redis as sync_redis
 
-from decant.state.errors import OwnerAlive, Superseded
+from decant.state.errors import OwnerRegistered, Superseded
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.owned import OwnedRequest
 from decant.state.private_redis import PrivateRedis
@@ -32,7 +32,7 @@ async def test_a_living_router_keeps_its_requests(store: Store) -> None:
     await store.routers.register(router_registration(router(1)))
     await list_open(store, router(1), request_keys(2))
     assert await store.open.orphaned() == set()
-    with pytest.raises(OwnerAlive):
+    with pytest.raises(OwnerRegistered):
         await store.open.take(router(1), router(2))
     assert await store.open.of(router(1)) == set(request_keys(2))
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import redis as sync_redis
 
-from decant.state.errors import AlreadyExists, OwnerAlive, Superseded
+from decant.state.errors import AlreadyExists, OwnerRegistered, Superseded
 from decant.state.keys import Ttls
 from decant.state.owned import OwnedRequest
 from decant.state.store import Store
@@ -140,7 +140,7 @@ async def test_an_ended_request_is_shown_and_not_adopted(store: Store) -> None:
 async def test_an_orphan_is_adopted_only_when_its_owner_is_gone(store: Store, bare: sync_redis.Redis) -> None:
     await store.requests.accept(make_request())
     await store.routers.register(router_registration(router(1)))
-    with pytest.raises(OwnerAlive):
+    with pytest.raises(OwnerRegistered):
         await store.requests.adopt_orphan(KEY, router(2))
     assert await store.open.of(router(2)) == set()
     assert (await store.requests.read(KEY)).epoch == 1

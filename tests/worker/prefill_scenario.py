@@ -108,7 +108,7 @@ class PrefillCall:
                 assert self.request.engine_request.HasField("remaining_ms")
             case wire.CAUSE_ENGINE:
                 assert self.node.device.broken
-            case wire.CAUSE_LEASE_OVER:
+            case wire.CAUSE_LEASE_EXPIRED:
                 assert self.ticket is not None
             case wire.CAUSE_PEER_LOST | wire.CAUSE_RECLAIMED:
                 assert self.is_disturbed

@@ -34,7 +34,7 @@ async def test_an_expired_ticket_is_reported_and_the_next_attempt_succeeds() -> 
         await eventually(lambda: not sender.host.sender.leases.all())
         await router.start(run, work, ticket)
         failure = (await router.until_message(run, "failed")).failure
-        assert (failure.cause, failure.peer) == (wire.CAUSE_LEASE_OVER, sender.peer)
+        assert (failure.cause, failure.peer) == (wire.CAUSE_LEASE_EXPIRED, sender.peer)
         again = make_run(attempt=2)
         await router.start(again, work)
         [record] = await router.until_ended(again)

@@ -79,7 +79,7 @@ async def test_a_failed_handoff_is_counted_by_its_cause() -> None:
         with pytest.raises(HandoffFailed):
             await receiver.receive(gone, to_request("late", work, model=MODEL))
         found = values(registry)
-        assert found['handoff_failures_total{cause="lease_over"}'] == 1
+        assert found['handoff_failures_total{cause="lease_expired"}'] == 1
         assert found["handoff_seconds_count"] == 0
 
 

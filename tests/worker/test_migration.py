@@ -112,7 +112,7 @@ async def test_the_ticket_is_the_same_until_it_is_withdrawn() -> None:
         second = await take_ticket(old)
         assert second.id != first.id
         await new.start(RUN, work, first)
-        assert (await new.until_message(RUN, "failed")).failure.cause == wire.CAUSE_LEASE_OVER
+        assert (await new.until_message(RUN, "failed")).failure.cause == wire.CAUSE_LEASE_EXPIRED
         speed_up(old)
         [record] = await old.until_ended(RUN)
         assert record.text(10) == run_alone(work)

@@ -65,7 +65,7 @@ async def test_a_ticket_that_is_not_renewed_expires(harness: WorkerHarness) -> N
     advance(harness.host.lease_s)
     failed = await call.expect("failed")
     await call.ended()
-    assert failed.failure.cause == wire.CAUSE_LEASE_OVER
+    assert failed.failure.cause == wire.CAUSE_LEASE_EXPIRED
     await harness.emptied()
 
 
@@ -80,7 +80,7 @@ async def test_a_ticket_that_is_renewed_does_not_expire() -> None:
             assert harness.host.sender.leases.renew(ticket.id)
         assert (await harness.audit()).leases[0].ticket == ticket.id
         advance(harness.host.lease_s)
-        assert (await call.expect("failed")).failure.cause == wire.CAUSE_LEASE_OVER
+        assert (await call.expect("failed")).failure.cause == wire.CAUSE_LEASE_EXPIRED
         await harness.emptied()
 
 

@@ -218,7 +218,7 @@ def test_a_drain_waits_for_running_requests_and_refuses_new_ones(run: Run) -> No
         (late,) = prefill(channel, peer, handoff=False)
         assert late.refused.failure.cause == wire.CAUSE_DRAINING
         assert not healthy(channel, "ready")
-        assert next(events).failed.failure.cause == wire.CAUSE_LEASE_OVER
+        assert next(events).failed.failure.cause == wire.CAUSE_LEASE_EXPIRED
     assert worker.ended() == (0, "")
 
 
