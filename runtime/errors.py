@@ -92,7 +92,7 @@ class ServiceError(Exception):
         return self.detail.reason.value.lower()
 
     @property
-    def blame(self) -> FaultOwner:
+    def fault_owner(self) -> FaultOwner:
         if self.reason in _CLIENT_REASONS or self.code in _CLIENT_CODES:
             return FaultOwner.CLIENT
         return FaultOwner.CAPACITY if self.reason in _CAPACITY_REASONS else FaultOwner.SERVER

@@ -21,7 +21,7 @@ WATCH = """\
 | question | query |
 | --- | --- |
 | Are answers slow? | `histogram_quantile(0.99, sum by (le) (rate(decant_time_to_first_token_seconds_bucket[5m])))` |
-| Does the service fail? | `sum(rate(decant_errors_total{blame="server"}[5m]))` |
+| Does the service fail? | `sum(rate(decant_errors_total{fault_owner="server"}[5m]))` |
 | Is a worker missing? | `min by (model, role) (decant_ready_workers)` |
 | Do requests wait? | `sum by (job) (decant_requests_waiting)` |
 | How many seconds of prefill wait? | `sum by (model) (decant_waiting_prompt_seconds)` |
@@ -118,7 +118,7 @@ def _labels(causes: Iterable[str]) -> list[tuple[str, str]]:
             + ", ".join(code(reason.value.lower()) for reason in metrics.REFUSALS),
         ),
         ("`code`", "gRPC status"),
-        ("`blame`", ", ".join(code(blame.value) for blame in FaultOwner)),
+        ("`fault_owner`", ", ".join(code(owner.value) for owner in FaultOwner)),
         ("`model`", "models that the router serves"),
         (
             "`tenant`",

@@ -1,6 +1,6 @@
 """What a worker's failure means for the request and the worker.
 
-cause                               the request                     worker at fault
+cause                               the request                     faulty worker
 INVALID, NEVER_FITS                 InvalidArgument                 none
 UNSUPPORTED                         Unimplemented                   none
 BUSY, DRAINING                      another worker, same attempt    none, but no new work until its next load report
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 RETRY_ELSEWHERE = frozenset({wire.CAUSE_BUSY, wire.CAUSE_DRAINING})
 """The same attempt goes to another worker, or to this one later."""
-_BLAMELESS = frozenset(
+_NO_FAULTY_WORKER = frozenset(
     {
         wire.CAUSE_CANCELLED,
         wire.CAUSE_LEASE_EXPIRED,
@@ -39,12 +39,12 @@ _BLAMELESS = frozenset(
 
 
 class AttemptFailed(Exception):
-    """Failure after which another attempt may succeed; ``blamed`` is the worker at fault, if any."""
+    """Failure after which another attempt may succeed; ``faulty_worker`` is the one at fault, if any."""
 
-    def __init__(self, failure: wire.Failure, blamed: Incarnation | None) -> None:
+    def __init__(self, failure: wire.Failure, faulty_worker: Incarnation | None) -> None:
         super().__init__(f"{enum_name(wire.Cause, failure.cause)}: {failure.detail}")
         self.failure = failure
-        self.blamed = blamed
+        self.faulty_worker = faulty_worker
 
     @property
     def label(self) -> str:
@@ -82,7 +82,7 @@ def error_for(failure: wire.Failure, sender: Incarnation) -> ServiceError | Atte
             return Unimplemented(failure.violation.field or "GenerateRequest", failure.violation.value or "a value")
         case wire.CAUSE_DEADLINE:
             return DeadlineExceeded()
-        case cause if cause in _BLAMELESS:
+        case cause if cause in _NO_FAULTY_WORKER:
             return AttemptFailed(failure, None)
         case _:
             return AttemptFailed(failure, Incarnation.of(failure.peer) if failure.HasField("peer") else sender)

@@ -69,7 +69,7 @@ class Migration:
             worker.load.mark_full()
             return
         self._failed_targets.add(worker.incarnation)
-        if isinstance(failure, AttemptFailed) and failure.blamed == worker.incarnation:
+        if isinstance(failure, AttemptFailed) and failure.faulty_worker == worker.incarnation:
             worker.record_failure()
 
     # Called by decode legs

@@ -286,9 +286,9 @@ class Execution:
         _log.warning("attempt failed", attempt=self.owned.attempt, error=str(failed))
         if failure.cause == wire.CAUSE_ID_REUSED:
             self._exclude_other_request(attempt)
-        if failed.blamed is not None:
-            context.excluded_workers.add(failed.blamed)
-            self._router.pool.record_failure(failed.blamed)
+        if failed.faulty_worker is not None:
+            context.excluded_workers.add(failed.faulty_worker)
+            self._router.pool.record_failure(failed.faulty_worker)
         context.local_prefill |= attempt.had_ticket or bool(self.stream.tokens)
         if self.owned.attempt >= self._router.settings.attempts and finish_from_tokens(self.stream) is None:
             raise workers_lost_error(self.stream, Reason.WORKERS_LOST, f"{self.owned.attempt} attempts failed")

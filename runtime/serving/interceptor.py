@@ -136,7 +136,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             raise asyncio.CancelledError  # the client has disconnected
         self._count(error)
         if not isinstance(error, Internal):
-            log = _log.warning if error.blame is FaultOwner.SERVER else _log.debug
+            log = _log.warning if error.fault_owner is FaultOwner.SERVER else _log.debug
             log("call failed", code=error.code.name, reason=error.label)
         if _cancelled():
             raise asyncio.CancelledError

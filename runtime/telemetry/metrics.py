@@ -79,7 +79,7 @@ class Registry:
 
 class ProcessMetrics:
     def __init__(self, registry: Registry) -> None:
-        labels = ("reason", "code", "blame")
+        labels = ("reason", "code", "fault_owner")
         self.errors = registry.counter("errors_total", "Calls that ended with an error.", labels)
         build = {
             "version": version("decant-llm"),
@@ -92,7 +92,7 @@ class ProcessMetrics:
         ).set(1)
 
     def count_error(self, error: ServiceError) -> None:
-        self.errors.labels(error.label, error.code.name, error.blame.value).inc()
+        self.errors.labels(error.label, error.code.name, error.fault_owner.value).inc()
 
 
 class TenantMetrics:

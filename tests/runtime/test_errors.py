@@ -46,8 +46,8 @@ def test_every_public_reason_has_a_case() -> None:
 
 
 def test_only_server_faults_count_as_server_errors() -> None:
-    blamed = {(error.reason, error.code) for error in ERRORS if error.blame is FaultOwner.SERVER}
-    assert blamed == {
+    server_errors = {(error.reason, error.code) for error in ERRORS if error.fault_owner is FaultOwner.SERVER}
+    assert server_errors == {
         (Reason.INTERNAL, grpc.StatusCode.INTERNAL),
         (Reason.WORKERS_LOST, grpc.StatusCode.UNAVAILABLE),
         (Reason.WORKERS_LOST, grpc.StatusCode.ABORTED),

@@ -82,7 +82,7 @@ async def test_every_error_arrives_as_it_was_raised_on_every_kind_of_call() -> N
         for error in ERRORS:
             counts[error.label] += 4
         assert {label: s.counted(reason=label) for label in counts} == counts
-        assert s.counted(blame="server") == 4 * sum(error.blame == "server" for error in ERRORS)
+        assert s.counted(fault_owner="server") == 4 * sum(error.fault_owner == "server" for error in ERRORS)
 
 
 async def test_pushback_is_sent_with_a_retry_delay() -> None:
@@ -102,7 +102,7 @@ async def test_an_unexpected_exception_reveals_nothing_and_is_logged_once(kind: 
         _, back = await failure(s, kind)
         assert (back.code, back.label, str(back)) == (grpc.StatusCode.INTERNAL, "internal", "internal error")
         assert SECRET not in repr(back.detail)
-        assert s.counted(reason="internal", blame="server") == 1
+        assert s.counted(reason="internal", fault_owner="server") == 1
     errors = [line for line in logged(lines) if line["level"] == "error"]
     assert len(errors) == 1
     assert SECRET in errors[0]["exception"]
@@ -247,8 +247,8 @@ async def test_repeated_client_errors_are_no_failure_of_the_server() -> None:
         for call in calls:
             with contextlib.suppress(grpc.aio.AioRpcError):
                 await call
-        assert s.counted(blame="client") == 200
-        assert s.counted(blame="server") == 0
+        assert s.counted(fault_owner="client") == 200
+        assert s.counted(fault_owner="server") == 0
         assert (await s.inference.GetServerInfo(pb.GetServerInfoRequest())).version == "1"
 
 

@@ -58,7 +58,7 @@ def test_two_processes_in_one_test_do_not_share() -> None:
     ProcessMetrics(other).count_error(QueueFull(1, retry_after=1))
     assert 'reason="internal"' in one.text().decode()
     assert 'reason="internal"' not in other.text().decode()
-    assert 'blame="capacity",code="RESOURCE_EXHAUSTED",reason="queue_full"' in other.text().decode()
+    assert 'code="RESOURCE_EXHAUSTED",fault_owner="capacity",reason="queue_full"' in other.text().decode()
 
 
 def test_a_metric_has_no_series_of_creation_times() -> None:

@@ -187,7 +187,7 @@ async def test_during_a_drain_only_public_services_are_closed() -> None:
         stream.let.set()
         handed_on.set()
         assert await asyncio.wait_for(s.running, PATIENCE)
-        assert s.counted(reason="draining", blame="capacity") == 2
+        assert s.counted(reason="draining", fault_owner="capacity") == 2
 
 
 @pytest.mark.parametrize("stuck_in", ["drain", "stream"])
@@ -254,7 +254,7 @@ async def test_the_admin_port_serves_health_and_metrics() -> None:
         assert (await asyncio.to_thread(get, "/other"))[0] == 404
         status, text = await asyncio.to_thread(get, "/metrics")
         assert status == 200
-        assert 'decant_errors_total{blame="server",code="INTERNAL",reason="internal"} 1.0' in text
+        assert 'decant_errors_total{code="INTERNAL",fault_owner="server",reason="internal"} 1.0' in text
         stream = await Stream(s).begun()
         s.server.shutdown.request("test")
         await until(s, State.STOPPED)

@@ -130,7 +130,7 @@ def _router(window: Window) -> RouterFigures:
         waiting=now.total("decant_requests_waiting"),
         requests_per_s=window.rate("decant_requests_total"),
         output_tokens_per_s=window.rate("decant_generation_tokens_total"),
-        errors_per_s=window.rate("decant_errors_total", blame="server"),
+        errors_per_s=window.rate("decant_errors_total", fault_owner="server"),
         cpu_cores=window.rate("process_cpu_seconds_total"),
     )
 
