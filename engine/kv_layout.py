@@ -27,7 +27,7 @@ MAX_GROUPS = 8
 """Unless there are more kinds of windows. Each costs time for every sequence of a step."""
 
 
-class Kind(enum.Enum):
+class WindowKind(enum.Enum):
     FULL = "full"
     SLIDING = "sliding"
     CHUNKED = "chunked"
@@ -37,23 +37,23 @@ class Kind(enum.Enum):
 class Window:
     """Keys that a query at position q sees: from ``first_visible(q)``, which never decreases with q, to q."""
 
-    kind: Kind = Kind.FULL
+    kind: WindowKind = WindowKind.FULL
     size: int = 0
 
     def first_visible(self, position: int) -> int:
         match self.kind:
-            case Kind.FULL:
+            case WindowKind.FULL:
                 return 0
-            case Kind.SLIDING:
+            case WindowKind.SLIDING:
                 return max(0, position - self.size + 1)
-            case Kind.CHUNKED:
+            case WindowKind.CHUNKED:
                 return position // self.size * self.size
 
     def first_block(self, position: int, block_size: int) -> int:
         return self.first_visible(position) // block_size
 
     def blocks_at_once(self, count: int, block_size: int) -> int:
-        return count if self.kind is Kind.FULL else min(count, self.max_blocks(block_size))
+        return count if self.kind is WindowKind.FULL else min(count, self.max_blocks(block_size))
 
     def max_blocks(self, block_size: int) -> int:
         """Most blocks that a window spans, and the next one. Not for FULL."""
@@ -138,7 +138,9 @@ def _group(specs: Sequence[LayerSpec]) -> tuple[CacheGroup, ...]:
     kinds: dict[Window, list[int]] = {}
     for layer, spec in enumerate(specs):
         kinds.setdefault(spec.window, []).append(layer)
-    ordered = sorted(kinds.items(), key=lambda kind: (kind[0].kind is not Kind.FULL, -kind[0].size, kind[0].kind.value))
+    ordered = sorted(
+        kinds.items(), key=lambda kind: (kind[0].kind is not WindowKind.FULL, -kind[0].size, kind[0].kind.value)
+    )
     best: list[list[list[int]]] = []
     fewest: tuple[int, ...] = ()
     for size in sorted(set(_sizes(specs, list(kinds.values()))), reverse=True):

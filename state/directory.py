@@ -20,7 +20,7 @@ from decant.state import keys, scripts
 from decant.state.client import Client
 from decant.state.errors import IncarnationReplaced
 from decant.state.ids import Incarnation
-from decant.state.keys import Kind, Ttls
+from decant.state.keys import DirectoryKind, Ttls
 
 AnyRegistration = TypeVar("AnyRegistration", bound=WorkerRegistration | RouterRegistration)
 
@@ -44,9 +44,9 @@ class Listing(Generic[AnyRegistration]):
 
 
 class Directory(Generic[AnyRegistration]):
-    def __init__(self, client: Client, kind: Kind, message: type[AnyRegistration], ttls: Ttls) -> None:
+    def __init__(self, client: Client, kind: DirectoryKind, message: type[AnyRegistration], ttls: Ttls) -> None:
         self._client = client
-        self._kind: Kind = kind
+        self._kind: DirectoryKind = kind
         self._message = message
         self._lasts = (round(ttls.registration_s * 1000), round(ttls.directory_s * 1000))
 

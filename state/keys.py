@@ -36,7 +36,7 @@ from urllib.parse import quote
 
 from decant.state.ids import Incarnation, RequestKey
 
-Kind = Literal["workers", "routers"]
+DirectoryKind = Literal["workers", "routers"]
 
 STORE_INSTANCE = "decant:{store_instance}"
 OWNERS = "decant:{routers}:owners"
@@ -71,15 +71,15 @@ def logprobs(key: RequestKey) -> str:
     return f"decant:{{{key}}}:logprobs"
 
 
-def peers(kind: Kind) -> str:
+def peers(kind: DirectoryKind) -> str:
     return f"decant:{{{kind}}}:peers"
 
 
-def expiry(kind: Kind) -> str:
+def expiry(kind: DirectoryKind) -> str:
     return f"decant:{{{kind}}}:expiry"
 
 
-def changes(kind: Kind) -> str:
+def changes(kind: DirectoryKind) -> str:
     return f"decant:{{{kind}}}:changes"
 
 

@@ -19,7 +19,7 @@ from decant.engine.cuda.kv_store import CudaKvStore
 from decant.engine.cuda.runner import CudaRunner
 from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.errors import InvalidConfig
-from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
+from decant.engine.kv_layout import KvLayout, LayerSpec, WindowKind
 from decant.engine.library_errors import translate_device_errors
 from decant.engine.model import backend as model_backend
 from decant.engine.model.attention.interface import AttentionBackend, AttentionCall
@@ -180,7 +180,7 @@ def _attend(
         )
     )
     call = AttentionCall(0, query, key, value, spec.key_dim**-0.5, None, None, None)
-    return make(store, [AttentionWindow(Kind.SLIDING, 16)], flat).attend(call).float()
+    return make(store, [AttentionWindow(WindowKind.SLIDING, 16)], flat).attend(call).float()
 
 
 def _try_layers(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -14,7 +14,7 @@ from decant.router.placement.policy import (
     choose_first_worker,
 )
 from decant.router.workers.pool import WorkerPool
-from decant.router.workers.waiting_line import Kind, WaitsFor
+from decant.router.workers.waiting_line import CapacityKind, WaitsFor
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime.priority import queue_key
 from decant.state.ids import Incarnation
@@ -47,7 +47,7 @@ class Search(ABC, Generic[_T]):
     def choose(self) -> _T | None: ...
 
     @abstractmethod
-    def _kind(self) -> Kind: ...
+    def _kind(self) -> CapacityKind: ...
 
     def _workers(self) -> list[WorkerSnapshot]:
         context = self._context
@@ -68,12 +68,12 @@ class PromptSearch(Search[Placement]):
     def choose(self) -> Placement | None:
         return choose_first_worker(self._workers(), self._request())
 
-    def _kind(self) -> Kind:
+    def _kind(self) -> CapacityKind:
         request = self._request()
         if request.from_tokens:
-            return Kind(WaitsFor.FROM_TOKENS)
+            return CapacityKind(WaitsFor.FROM_TOKENS)
         is_short = request.tokens < request.handoff_min_tokens
-        return Kind(WaitsFor.SHORT_PREFILL if is_short else WaitsFor.PREFILL)
+        return CapacityKind(WaitsFor.SHORT_PREFILL if is_short else WaitsFor.PREFILL)
 
 
 class CacheSearch(Search[Incarnation]):
@@ -103,8 +103,8 @@ class CacheSearch(Search[Incarnation]):
     def choose(self) -> Incarnation | None:
         return choose_decode_worker(self._workers(), self._request(), self._ticket.layout_hash, self._prefill_worker)
 
-    def _kind(self) -> Kind:
-        return Kind(WaitsFor.CACHE, self._ticket.layout_hash, self._prefill_worker)
+    def _kind(self) -> CapacityKind:
+        return CapacityKind(WaitsFor.CACHE, self._ticket.layout_hash, self._prefill_worker)
 
 
 def choose_migration_target(

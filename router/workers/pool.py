@@ -13,7 +13,7 @@ from decant.router.timings import WorkerTimings
 from decant.router.workers.membership import WorkerMembership
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.ticket_renewals import TicketRenewals
-from decant.router.workers.waiting_line import Kind, WaitingLine, WaitsFor
+from decant.router.workers.waiting_line import CapacityKind, WaitingLine, WaitsFor
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime.connections.tls import PeerTls
 from decant.state.directory import Workers
@@ -141,7 +141,7 @@ class WorkerPool:
         else:
             line.notify_all()
 
-    def _may_take(self, worker: WorkerHandle, kind: Kind) -> bool:
+    def _may_take(self, worker: WorkerHandle, kind: CapacityKind) -> bool:
         load, decodes = worker.load, worker.load.role != wire.ROLE_PREFILL
         if kind.waits_for is WaitsFor.CACHE:
             fits = kind.layout_hash == load.layout_hash and kind.sender != worker.incarnation

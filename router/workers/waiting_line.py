@@ -22,7 +22,7 @@ class WaitsFor(Enum):
     CACHE = "a worker that fetches the KV cache"
 
 
-class Kind(NamedTuple):
+class CapacityKind(NamedTuple):
     waits_for: WaitsFor
     layout_hash: int = 0
     sender: Incarnation | None = None
@@ -31,7 +31,7 @@ class Kind(NamedTuple):
 class Waiter:
     """A waiting request; after ``wake`` it calls ``WaitingLine.leave`` once placed, else ``WaitingLine.end_turn``."""
 
-    def __init__(self, order: float, kind: Kind, wake: Callable[[], None]) -> None:
+    def __init__(self, order: float, kind: CapacityKind, wake: Callable[[], None]) -> None:
         self.order = order
         self.kind = kind
         self.wake = wake
@@ -40,8 +40,8 @@ class Waiter:
 
 class WaitingLine:
     def __init__(self) -> None:
-        self._queues: dict[Kind, list[tuple[float, int, Waiter]]] = {}  # sorted, none empty
-        self._open: set[Kind] = set()
+        self._queues: dict[CapacityKind, list[tuple[float, int, Waiter]]] = {}  # sorted, none empty
+        self._open: set[CapacityKind] = set()
         self._awake: Waiter | None = None
         self._numbers = count()
 
@@ -49,10 +49,10 @@ class WaitingLine:
         return sum(map(len, self._queues.values()))
 
     @property
-    def kinds(self) -> Iterable[Kind]:
+    def kinds(self) -> Iterable[CapacityKind]:
         return tuple(self._queues)
 
-    def has_waiter(self, kind: Kind) -> bool:
+    def has_waiter(self, kind: CapacityKind) -> bool:
         return kind in self._queues
 
     def join(self, waiter: Waiter) -> None:
@@ -65,7 +65,7 @@ class WaitingLine:
             for _, _, waiter in queue:
                 waiter.wake()
 
-    def open(self, kinds: Iterable[Kind]) -> None:
+    def open(self, kinds: Iterable[CapacityKind]) -> None:
         self._open.update(kinds)
         self._next()
 

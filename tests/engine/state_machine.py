@@ -13,7 +13,7 @@ from decant.engine.costs import StepCostModel
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidRequest, OutOfBlocks, UnknownSequence
 from decant.engine.fake import FakeDevice
-from decant.engine.kv_layout import FULL, Kind, Window
+from decant.engine.kv_layout import FULL, Window, WindowKind
 from decant.engine.plan import StepPlan, StepResult
 from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
 from decant.engine.scheduler import Limits
@@ -28,7 +28,7 @@ EOS = frozenset({3, 5})
 COSTS = (StepCostModel(), StepCostModel(token=0.1, pair=0.002))
 """Unknown, so that only the token budget counts; and such that a few tokens fill the time of a step."""
 Windows = tuple[Window, ...]
-SLIDING, CHUNKED, NARROW = Window(Kind.SLIDING, 7), Window(Kind.CHUNKED, 6), Window(Kind.SLIDING, 3)
+SLIDING, CHUNKED, NARROW = Window(WindowKind.SLIDING, 7), Window(WindowKind.CHUNKED, 6), Window(WindowKind.SLIDING, 3)
 GROUPS: tuple[Windows, ...] = (
     (SLIDING,),
     (CHUNKED,),

@@ -15,7 +15,7 @@ from decant.engine.cpu import gemm as products
 from decant.engine.cpu import linear as linears
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidConfig, ModelRefused
-from decant.engine.kv_layout import Kind
+from decant.engine.kv_layout import WindowKind
 from decant.engine.model.attention import masks as views
 from decant.engine.model.attention.interface import NAME
 from decant.engine.model.attention.masks import AttentionWindow
@@ -139,7 +139,7 @@ def test_attention_that_is_a_hundredth_too_sharp_is_refused_in_any_dtype(kind, d
 def test_a_sliding_window_one_token_too_narrow_is_refused_in_any_dtype(dtype, tmp_path, monkeypatch):
     folder = tiny.save(tiny.config("mistral", sliding_window=12), tmp_path)
     assert serve(folder, dtype=dtype).probe_result.exact
-    monkeypatch.setattr(views, "fit", lambda *_: AttentionWindow(Kind.SLIDING, 11))
+    monkeypatch.setattr(views, "fit", lambda *_: AttentionWindow(WindowKind.SLIDING, 11))
     with pytest.raises(ModelRefused, match="its logits differ from transformers' own"):
         serve(folder, dtype=dtype)
 

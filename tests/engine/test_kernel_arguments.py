@@ -23,7 +23,7 @@ from decant.engine.cpu.fused_ops import RmsNorm
 from decant.engine.cpu.gemm import PackedWeight
 from decant.engine.cpu.kernels import loader as native
 from decant.engine.cpu.kernels.loader import KERNELS
-from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
+from decant.engine.kv_layout import KvLayout, LayerSpec, WindowKind
 from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
@@ -156,7 +156,9 @@ def test_attention_is_right_or_refused(kernels: str, data: st.DataObject) -> Non
     value = part(kv_heads, count, value_dim)
     sinks = part(kv_heads * group)[0] if draw(st.booleans()) else None
     view = draw(
-        st.sampled_from([AttentionWindow(), AttentionWindow(Kind.SLIDING, 3), AttentionWindow(Kind.CHUNKED, 4)])
+        st.sampled_from(
+            [AttentionWindow(), AttentionWindow(WindowKind.SLIDING, 3), AttentionWindow(WindowKind.CHUNKED, 4)]
+        )
     )
     call = AttentionCall(0, query, key, value, 0.3, draw(st.sampled_from([None, 2.0])), sinks, None)
     try:
@@ -276,7 +278,7 @@ from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.step_batch import flatten
-from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
+from decant.engine.kv_layout import WindowKind, KvLayout, LayerSpec
 from decant.engine.model.kv_store import KvStore
 from decant.engine.plan import Row
 from decant.engine.cpu.gemm import PackedWeight

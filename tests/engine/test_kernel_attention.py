@@ -9,7 +9,7 @@ import torch
 
 from decant.engine.cpu.attention import NativeAttention
 from decant.engine.cpu.kernels.loader import KERNELS
-from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
+from decant.engine.kv_layout import KvLayout, LayerSpec, WindowKind
 from decant.engine.model.attention.interface import AttentionBackend, AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
@@ -40,8 +40,8 @@ SHAPES = [
     Shape(2, 14, 64, 64),
     Shape(4, 4, 128, 128),
     Shape(2, 6, 40, 48),
-    Shape(3, 3, 40, 24, AttentionWindow(Kind.SLIDING, 33)),
-    Shape(1, 8, 16, 16, AttentionWindow(Kind.CHUNKED, 32), softcap=20.0, sinks=True),
+    Shape(3, 3, 40, 24, AttentionWindow(WindowKind.SLIDING, 33)),
+    Shape(1, 8, 16, 16, AttentionWindow(WindowKind.CHUNKED, 32), softcap=20.0, sinks=True),
     Shape(1, 160, 8, 8, sinks=True),
 ]
 DTYPES = [torch.float32, torch.bfloat16]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from decant.engine.errors import UnknownSequence
-from decant.engine.kv_layout import FULL, Kind, Window
+from decant.engine.kv_layout import FULL, Window, WindowKind
 from decant.engine.request import SamplingParams
 from tests.engine.factories import (
     OutputLog,
@@ -23,7 +23,7 @@ from tests.engine.properties import nothing_is_held, same_output_as_alone
 LIVE = make_request("live", 22, 12, sampling=SamplingParams(temperature=1.0, seed=3))
 
 
-@pytest.mark.parametrize("windows", [(FULL,), (FULL, Window(Kind.SLIDING, 7))])
+@pytest.mark.parametrize("windows", [(FULL,), (FULL, Window(WindowKind.SLIDING, 7))])
 def test_an_export_is_finalized_when_only_its_last_block_is_unsent(windows: tuple[Window, ...]) -> None:
     device = make_device()
     device.windows = windows

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from decant.engine.checkpoint import checkpoint
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidConfig
-from decant.engine.kv_layout import Kind, longest_sequence
+from decant.engine.kv_layout import WindowKind, longest_sequence
 from decant.engine.loading import load
 from decant.engine.model import rope
 from decant.engine.model.backend import TorchBackend
@@ -227,12 +227,12 @@ def test_layer_windows_are_those_of_the_configuration(subjects):
     kinds = {
         name: [(view.kind, view.size) for view in subjects(name).device.runner._layer_windows] for name in tiny.SERVED
     }
-    full, sliding = (Kind.FULL, 0), (Kind.SLIDING, 24)
+    full, sliding = (WindowKind.FULL, 0), (WindowKind.SLIDING, 24)
     assert kinds["llama"] == [full, full]
     assert kinds["mistral"] == [sliding, sliding]
     assert kinds["gemma2"] == kinds["gemma3_text"] == kinds["gemma3"] == kinds["gpt_oss"] == [sliding, full]
     assert sorted(kinds["qwen2_moe"], key=str) == sorted([sliding, full], key=str)
-    assert kinds["llama4_text"] == [(Kind.CHUNKED, 32), full]
+    assert kinds["llama4_text"] == [(WindowKind.CHUNKED, 32), full]
 
 
 def test_keys_and_values_may_differ_in_width(subjects):

@@ -10,7 +10,7 @@ from decant.engine.blocks import BlockPool
 from decant.engine.engine import Engine
 from decant.engine.errors import OutOfBlocks
 from decant.engine.fake import FakeDevice
-from decant.engine.kv_layout import FULL, Kind, KvLayout, LayerSpec, Window
+from decant.engine.kv_layout import FULL, KvLayout, LayerSpec, Window, WindowKind
 from tests.engine.factories import (
     BLOCK,
     CONTEXT_LENGTH,
@@ -26,7 +26,7 @@ from tests.engine.factories import (
 )
 from tests.engine.state_machine import GROUPS, Windows, play
 
-SLIDING, CHUNKED = Window(Kind.SLIDING, 10), Window(Kind.CHUNKED, 12)
+SLIDING, CHUNKED = Window(WindowKind.SLIDING, 10), Window(WindowKind.CHUNKED, 12)
 HELD_AT_ONCE = 5  # blocks of BLOCK tokens: a window of 10 or 12, and two more
 MIXED = (FULL, SLIDING)
 KINDS: list[Windows] = [(SLIDING,), (CHUNKED,), MIXED, (FULL, CHUNKED, SLIDING)]
@@ -72,12 +72,12 @@ def test_a_long_sequence_holds_a_window_of_blocks(windows: Windows) -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     size=st.integers(1, 40),
-    kind=st.sampled_from([Kind.SLIDING, Kind.CHUNKED]),
+    kind=st.sampled_from([WindowKind.SLIDING, WindowKind.CHUNKED]),
     tokens=st.integers(1, 80),
     budget=st.integers(1, 64),
 )
 def test_a_group_with_a_window_holds_at_most_that_window_and_a_chunk(
-    size: int, kind: Kind, tokens: int, budget: int
+    size: int, kind: WindowKind, tokens: int, budget: int
 ) -> None:
     engine = engine_of((FULL, Window(kind, size)), budget=budget)
     engine.add(make_request(tokens=tokens, max_tokens=8))

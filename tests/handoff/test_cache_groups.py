@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from decant.engine.kv_layout import FULL, Kind, Window
+from decant.engine.kv_layout import FULL, Window, WindowKind
 from decant.handoff.packing import MESSAGE_BYTES
 from decant.protos import worker_pb2 as wire
 from tests.handoff.factories import BLOCK, Worker, ask, run_alone
 from tests.handoff.harness import hand_over
 
-GROUPS = (FULL, Window(Kind.SLIDING, 9), Window(Kind.CHUNKED, 6))
+GROUPS = (FULL, Window(WindowKind.SLIDING, 9), Window(WindowKind.CHUNKED, 6))
 
 
 @pytest.mark.parametrize("message_bytes", [MESSAGE_BYTES, 20])

@@ -13,7 +13,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from decant.bench.model_shapes import SHAPES
 from decant.engine.blocks import BlockPool
-from decant.engine.kv_layout import Kind, KvLayout, LayerSpec, Window
+from decant.engine.kv_layout import KvLayout, LayerSpec, Window, WindowKind
 from decant.plan.capacity.devices import PRESETS
 from decant.plan.capacity.memory import KvCapacity
 from decant.plan.capacity.model_shape import find_shape, from_config, parse_shape, read_shape
@@ -84,7 +84,7 @@ def test_windows_of_layers_are_read(changes: dict[str, object], windows: tuple[t
 def test_a_sequence_of_full_and_windowed_layers_takes_the_blocks_of_the_engine_s_groups(length: int) -> None:
     shape = from_config("", GPT_OSS_20B)
     kv_capacity = KvCapacity(40 * GIB, 10 * GIB, shape.kv_bytes("bfloat16"), kv_windows=shape.kv_windows("bfloat16"))
-    sliding = Window(Kind.SLIDING, 128)
+    sliding = Window(WindowKind.SLIDING, 128)
     layers = (LayerSpec(8, 64, 64, sliding), LayerSpec(8, 64, 64)) * 12
     layout = KvLayout(layers, kv_capacity.block_size, itemsize=2)
     pool = BlockPool(1, layout.block_size, layout.windows)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from decant.protos import worker_pb2 as wire
 from decant.router.placement.policy import WorkerSnapshot
-from decant.router.workers.waiting_line import Kind, Waiter, WaitingLine, WaitsFor
+from decant.router.workers.waiting_line import CapacityKind, Waiter, WaitingLine, WaitsFor
 from decant.state.ids import Incarnation
 from decant.state.store import Store
 from tests.router.fake_script import answer
@@ -20,7 +20,7 @@ from tests.router.harness import Core, core, make_request, tokens_of, until, unt
 
 P, P2 = ("p", wire.ROLE_PREFILL), ("p2", wire.ROLE_PREFILL)
 D, D2 = ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
-PREFILL, TOKENS = Kind(WaitsFor.PREFILL), Kind(WaitsFor.FROM_TOKENS)
+PREFILL, TOKENS = CapacityKind(WaitsFor.PREFILL), CapacityKind(WaitsFor.FROM_TOKENS)
 PROMPT = [1, 2, 3]
 
 
@@ -45,7 +45,7 @@ class CountedTurns:
 
 @dataclass
 class Harness:
-    places: dict[Kind, int]
+    places: dict[CapacityKind, int]
     line: WaitingLine = field(default_factory=WaitingLine)
     placed: list[str] = field(default_factory=list)
     tries: int = 0
@@ -53,14 +53,14 @@ class Harness:
     def __post_init__(self) -> None:
         self.turns = CountedTurns(self.line)
 
-    def join(self, name: str, order: float = 0.0, kind: Kind = PREFILL) -> Waiter:
+    def join(self, name: str, order: float = 0.0, kind: CapacityKind = PREFILL) -> Waiter:
         turns: list[None] = []
         waiter = Waiter(order, kind, lambda: turns.append(None))
         waiter.name, waiter.turns = name, turns  # type: ignore[attr-defined]
         self.line.join(waiter)
         return waiter
 
-    def open(self, kind: Kind, places: int, *waiters: Waiter) -> None:
+    def open(self, kind: CapacityKind, places: int, *waiters: Waiter) -> None:
         self.places[kind] = self.places.get(kind, 0) + places
         self.line.open([kind])
         while awake := [waiter for waiter in waiters if waiter.turns]:  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from transformers.utils.logging import enable_default_handler, set_tqdm_hook
 from decant.decode_worker.main import DecodeSettings
 from decant.engine.costs import StepCostModel
 from decant.engine.fake import FakeDevice
-from decant.engine.kv_layout import FULL, Kind, Window
+from decant.engine.kv_layout import FULL, Window, WindowKind
 from decant.engine.loading import HASHED, READ, load
 from decant.engine.model.model import ModelConfig
 from decant.engine.scheduler import TOKEN_BUDGET, choose_token_budget
@@ -44,9 +44,9 @@ def test_the_context_length_is_what_the_blocks_of_all_cache_groups_hold() -> Non
     small = device(StepCostModel())
     small.context_length = 4096
     assert limits_of(settings(), small).context_length == 64 * 16
-    small.windows = (FULL, Window(Kind.SLIDING, 32))
+    small.windows = (FULL, Window(WindowKind.SLIDING, 32))
     assert limits_of(settings(), small).context_length == 60 * 16, "at most four blocks are of the window"
-    small.windows = (Window(Kind.SLIDING, 32),)
+    small.windows = (Window(WindowKind.SLIDING, 32),)
     assert limits_of(settings(), small).context_length == 4096
 
 

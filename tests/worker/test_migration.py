@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from decant.engine.kv_layout import FULL, Kind, Window
+from decant.engine.kv_layout import FULL, Window, WindowKind
 from decant.protos import worker_pb2 as wire
 from tests.worker.decode_harness import Node, make_run, make_work, run_alone
 from tests.worker.session_client import Router
@@ -49,7 +49,7 @@ def with_written(work: wire.EngineRequest, old: Router, prompt: int) -> wire.Eng
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 async def test_source_and_target_generate_one_text_wherever_the_run_migrates(seed: int) -> None:
-    rng, windows = random.Random(seed), (FULL, Window(Kind.SLIDING, 9)) if seed % 3 == 2 else (FULL,)
+    rng, windows = random.Random(seed), (FULL, Window(WindowKind.SLIDING, 9)) if seed % 3 == 2 else (FULL,)
     prompt, wanted = rng.randint(1, 60), 200
     work = make_work(prompt, wanted, seed=seed)
     async with pair(budget=rng.choice((8, 16)), windows=windows) as (old, new):

@@ -11,7 +11,7 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface
 
 from decant.engine.errors import ModelRefused
-from decant.engine.kv_layout import Kind, LayerSpec, Window
+from decant.engine.kv_layout import LayerSpec, Window, WindowKind
 from decant.engine.model.attention.interface import NAME, AttentionCall
 
 MaskFunction = Callable[..., torch.Tensor]
@@ -22,11 +22,11 @@ MaskFunction = Callable[..., torch.Tensor]
 class AttentionWindow(Window):
     def first(self, positions: torch.Tensor) -> torch.Tensor:
         match self.kind:
-            case Kind.FULL:
+            case WindowKind.FULL:
                 return torch.zeros_like(positions)
-            case Kind.SLIDING:
+            case WindowKind.SLIDING:
                 return (positions - self.size + 1).clamp(min=0)
-            case Kind.CHUNKED:
+            case WindowKind.CHUNKED:
                 return positions // self.size * self.size
 
 
@@ -47,10 +47,10 @@ def _candidates(
     context_length: int, first: int, seen: torch.Tensor, queries: torch.Tensor
 ) -> Iterator[AttentionWindow]:
     yield AttentionWindow()
-    yield AttentionWindow(Kind.SLIDING, context_length - first)
+    yield AttentionWindow(WindowKind.SLIDING, context_length - first)
     starts = {int(row.int().argmax()) for row in seen} - {0}
     if starts:
-        yield AttentionWindow(Kind.CHUNKED, min(starts) if len(starts) == 1 else _step(sorted(starts)))
+        yield AttentionWindow(WindowKind.CHUNKED, min(starts) if len(starts) == 1 else _step(sorted(starts)))
 
 
 def _step(starts: list[int]) -> int:

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from decant.engine.cuda import attention
 from decant.engine.cuda.attention import TritonAttention
-from decant.engine.kv_layout import Kind, KvLayout, LayerSpec
+from decant.engine.kv_layout import KvLayout, LayerSpec, WindowKind
 from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
@@ -47,11 +47,11 @@ CASES = {
     "group of 7": Case(heads=7, kv_heads=1, key_dim=64, value_dim=64, dtype=torch.float16),
     "wide heads": Case(heads=2, kv_heads=1, key_dim=256, value_dim=256),
     "odd widths": Case(key_dim=80, value_dim=72),
-    "sliding": Case(view=AttentionWindow(Kind.SLIDING, 24)),
-    "chunked": Case(view=AttentionWindow(Kind.CHUNKED, 24), dtype=torch.float16),
+    "sliding": Case(view=AttentionWindow(WindowKind.SLIDING, 24)),
+    "chunked": Case(view=AttentionWindow(WindowKind.CHUNKED, 24), dtype=torch.float16),
     "softcap": Case(softcap=2.0),
     "sinks": Case(sinks=True),
-    "float32": Case(dtype=torch.float32, view=AttentionWindow(Kind.SLIDING, 7), sinks=True, softcap=3.0),
+    "float32": Case(dtype=torch.float32, view=AttentionWindow(WindowKind.SLIDING, 7), sinks=True, softcap=3.0),
 }
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
@@ -166,7 +166,10 @@ def test_random_ragged_batches_agree_with_float64(seed: int) -> None:
     ends = [rng.randint(1, 100) for _ in range(4)]
     spans = tuple((rng.choice([end - 1, rng.randrange(max(0, end - 40), end)]), end) for end in ends)
     view = rng.choice(
-        [AttentionWindow(), *(AttentionWindow(kind, rng.randint(1, 60)) for kind in Kind if kind is not Kind.FULL)]
+        [
+            AttentionWindow(),
+            *(AttentionWindow(kind, rng.randint(1, 60)) for kind in WindowKind if kind is not WindowKind.FULL),
+        ]
     )
     inputs = AttentionInputs(
         Case(heads=4, kv_heads=rng.choice([1, 2, 4]), view=view, sinks=rng.random() < 0.5, spans=spans), seed
@@ -176,7 +179,7 @@ def test_random_ragged_batches_agree_with_float64(seed: int) -> None:
         assert (result.double() - expected).norm() <= TOLERANCE[torch.bfloat16] * expected.norm()
 
 
-@pytest.mark.parametrize("view", [AttentionWindow(), AttentionWindow(Kind.SLIDING, 24)], ids=["full", "sliding"])
+@pytest.mark.parametrize("view", [AttentionWindow(), AttentionWindow(WindowKind.SLIDING, 24)], ids=["full", "sliding"])
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(view: AttentionWindow) -> None:
     inputs = AttentionInputs(Case(heads=2, kv_heads=1, view=view, sinks=True))
     together = inputs.run(range(5))
