@@ -17,7 +17,7 @@ from typing import Any
 
 from decant.engine.plan import BlockMemory
 from decant.handoff.memory_reads import NoBuffer
-from decant.handoff.shared import Shared
+from decant.handoff.shared_connections import SharedConnections
 from decant.protos import worker_pb2 as wire
 from decant.runtime.connections.heartbeat import loop_timeout
 from decant.runtime.telemetry import logs
@@ -67,7 +67,7 @@ class NixlAgent:
         self.buffer_bytes, self.read_seconds = buffer_bytes, read_seconds
         self.retired: list[NixlReader] = []
         """Closed readers whose buffers stay registered until ``aclose``: a read without success may still write."""
-        self.peers: Shared[bytes, _Peer] = Shared(self._connect, self._disconnect, IDLE_SECONDS)
+        self.peers: SharedConnections[bytes, _Peer] = SharedConnections(self._connect, self._disconnect, IDLE_SECONDS)
         self._loaded: Counter[str] = Counter()  # connections by name of the agent
         self._reads: set[asyncio.Task[None]] = set()
         config = self.api.nixlAgentConfig()

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import grpc
 
 from decant.handoff.codec import Received, decode
-from decant.handoff.shared import IDLE_SECONDS, Shared
+from decant.handoff.shared_connections import IDLE_SECONDS, SharedConnections
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 
@@ -75,7 +75,7 @@ class GrpcTransport:
     memory: wire.BlockMemory | None = None
 
     def __init__(self, connect: ChannelFactory, idle_seconds: float = IDLE_SECONDS) -> None:
-        self.channels = Shared(connect, lambda channel: channel.close(), idle_seconds)
+        self.channels = SharedConnections(connect, lambda channel: channel.close(), idle_seconds)
 
     def source(self, address: str) -> GrpcSource:
         return GrpcSource(partial(self.channels.borrow, address))

@@ -81,8 +81,8 @@ class RouterSelector(Backoffs):
         def free_at(router: int) -> float:
             return max(now, self.until(router), of_call.until(router) if of_call else 0.0)
 
-        circle = [(self._last + step) % self.count for step in range(1, self.count + 1)]
-        router = min(circle, key=free_at)
+        routers = [(self._last + step) % self.count for step in range(1, self.count + 1)]
+        router = min(routers, key=free_at)
         self._last = router
         return Selection(router, free_at(router) - now)
 

@@ -47,7 +47,7 @@ class QuotaLeases:
             self._held.add(key)
 
     @asynccontextmanager
-    async def during(self, key: RequestKey) -> AsyncIterator[None]:
+    async def lease(self, key: RequestKey) -> AsyncIterator[None]:
         """Hold a lease for a call without tokens; the release is written when the block ends. Raises QuotaExceeded."""
         await self.acquire(key, 0)
         try:

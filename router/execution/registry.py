@@ -143,7 +143,7 @@ class RequestRegistry:
         """Count a call that needs no worker as in flight during the block, which raises QuotaExceeded at its start."""
         if self._router.journal_writer.is_unavailable:
             return nullcontext()
-        return self._router.quota_leases.during(RequestKey(tenant, f"call-{uuid.uuid4()}"))
+        return self._router.quota_leases.lease(RequestKey(tenant, f"call-{uuid.uuid4()}"))
 
     async def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
         """Raise QueueFull for a request that would wait too long or behind too many, unless it is already accepted."""

@@ -69,7 +69,7 @@ class WorkerLoad:
     def takes_prompts(self) -> bool:
         return self._load.takes_prompts
 
-    def may_reach(self, router: Incarnation) -> bool:
+    def may_have_session_with(self, router: Incarnation) -> bool:
         """Whether the worker has a session with ``router`` or has not reported yet; outdated if this router has no
         session there.
         """

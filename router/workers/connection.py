@@ -7,7 +7,7 @@ from decant.protos import worker_pb2 as wire
 from decant.router.timings import WorkerTimings
 from decant.router.workers.outgoing import Outgoing
 from decant.router.workers.stream_io import StreamBroken, read, write
-from decant.runtime.connections.heartbeat import Silence, loop_timeout
+from decant.runtime.connections.heartbeat import HeartbeatMonitor, loop_timeout
 from decant.runtime.connections.peer import same_incarnation
 from decant.runtime.error_details import Reason
 from decant.runtime.serving.shutdown import race
@@ -15,7 +15,7 @@ from decant.runtime.serving.shutdown import race
 STUCK_STEPS = 8
 
 
-class Steps:
+class StuckStepDetector:
     def __init__(self, timings: WorkerTimings) -> None:
         self._timings = timings
         self.is_stuck = False
@@ -46,8 +46,8 @@ class Connection:
     """One connection of a session; ``outgoing`` is open from the welcome to the break."""
 
     def __init__(self, call: Any, outgoing: Outgoing, owner: ConnectionOwner, timings: WorkerTimings) -> None:
-        self.silence = Silence(timings.heartbeat_s)
-        self.steps = Steps(timings)
+        self.heartbeat_monitor = HeartbeatMonitor(timings.heartbeat_s)
+        self.step_detector = StuckStepDetector(timings)
         self._call = call
         self._outgoing = outgoing
         self._owner = owner
@@ -55,7 +55,7 @@ class Connection:
 
     @property
     def is_healthy(self) -> bool:
-        return not (self.steps.is_stuck or self.silence.is_suspect)
+        return not (self.step_detector.is_stuck or self.heartbeat_monitor.is_suspect)
 
     async def run(self) -> None:
         """Run once, until the worker ends the session. Raises StreamBroken, TimeoutError; ValueError for a malformed
@@ -84,15 +84,15 @@ class Connection:
 
     async def _receive(self) -> None:
         while (message := await read(self._call)) is not None:
-            self.silence.reset()
+            self.heartbeat_monitor.reset()
             if message.HasField("heartbeat"):
-                self.steps.update(message.heartbeat)
+                self.step_detector.update(message.heartbeat)
             self._owner.on_message(message)
 
     async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(self._timings.heartbeat_s)
-            self.silence.tick()
-            if self.silence.is_lost:
+            self.heartbeat_monitor.tick()
+            if self.heartbeat_monitor.is_lost:
                 raise StreamBroken("no message was received for too long")
             self._outgoing.heartbeat(self._owner.next_heartbeat())

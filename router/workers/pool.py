@@ -117,7 +117,7 @@ class WorkerPool:
 
     def is_connected(self, router: Incarnation) -> bool:
         """Whether a worker has a session with ``router``, or has not reported yet."""
-        return any(worker.session.is_open and worker.load.may_reach(router) for worker in self.membership)
+        return any(worker.session.is_open and worker.load.may_have_session_with(router) for worker in self.membership)
 
     # Events of sessions
 

@@ -74,11 +74,11 @@ class WorkerSession:
 
     @property
     def is_suspect(self) -> bool:
-        return self._connection is not None and self._connection.silence.is_suspect
+        return self._connection is not None and self._connection.heartbeat_monitor.is_suspect
 
     @property
     def is_stuck(self) -> bool:
-        return self._connection is not None and self._connection.steps.is_stuck
+        return self._connection is not None and self._connection.step_detector.is_stuck
 
     # What the router sends
 
@@ -183,7 +183,7 @@ class WorkerSession:
             self.unknown.ignore()
             return
         heartbeat = message.heartbeat
-        if self._connection is not None and self._connection.steps.is_lost and self.is_busy:
+        if self._connection is not None and self._connection.step_detector.is_lost and self.is_busy:
             age_ms = heartbeat.step_age_ms
             _log.warning("a step is stuck, its runs go elsewhere", worker=self.worker.id, age_ms=age_ms)
             self._give_up(f"its step is stuck: {age_ms} ms old")

@@ -1,5 +1,5 @@
-"""Detection of a lost peer. Silence is counted in ticks of this event loop, as messages stay unread while it stalls; a
-stall of any length is one tick.
+"""Detection of a lost peer. Its silence is counted in ticks of this event loop, as messages stay unread while the loop
+stalls; a stall of any length is one tick.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SILENT_SECONDS = 3.0
 """A peer silent for so long is lost."""
 
 
-class Silence:
+class HeartbeatMonitor:
     """Time since a peer's last message. The owner calls ``tick`` every ``tick_seconds``, and ``reset`` on a message."""
 
     def __init__(self, tick_seconds: float = HEARTBEAT_SECONDS) -> None:

@@ -348,7 +348,7 @@ async def test_a_stuck_step_is_far_older_than_others_of_its_size() -> None:
         worker.script.stuck_ms = 1_900
         await until(lambda: not opened.is_stuck)
         assert opened._connection is not None
-        opened._connection.steps.update(wire.Heartbeat(step_age_ms=30_000, longest_step_ms=4_000))
+        opened._connection.step_detector.update(wire.Heartbeat(step_age_ms=30_000, longest_step_ms=4_000))
         assert not opened.is_stuck, "its like take as long"
         assert watcher.loads > 0
 

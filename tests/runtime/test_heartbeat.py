@@ -9,23 +9,23 @@ from decant.runtime.connections.heartbeat import (
     HEARTBEAT_SECONDS,
     SILENT_SECONDS,
     SUSPECT_SECONDS,
+    HeartbeatMonitor,
     LoopTimer,
-    Silence,
     loop_timeout,
 )
 
 
 @pytest.mark.parametrize("tick_seconds", [HEARTBEAT_SECONDS, 0.0625])
 def test_a_peer_is_suspect_and_then_lost_by_ticks_since_its_last_message(tick_seconds: float) -> None:
-    silence = Silence() if tick_seconds == HEARTBEAT_SECONDS else Silence(tick_seconds)
+    monitor = HeartbeatMonitor() if tick_seconds == HEARTBEAT_SECONDS else HeartbeatMonitor(tick_seconds)
     seen = []
     for _ in range(round(SILENT_SECONDS / tick_seconds) + 1):
-        seen.append((silence.is_suspect, silence.is_lost))
-        silence.tick()
+        seen.append((monitor.is_suspect, monitor.is_lost))
+        monitor.tick()
     assert seen.index((True, False)) == SUSPECT_SECONDS / tick_seconds
     assert seen.index((True, True)) == SILENT_SECONDS / tick_seconds
-    silence.reset()
-    assert not silence.is_suspect
+    monitor.reset()
+    assert not monitor.is_suspect
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ class RunExecutor:
     async def _release(self, run: DecodeRun) -> None:
         if run.ticket is not None and run.phase != wire.RunStatus.PHASE_RUNNING and not run.keeps_ticket:
             self._host.receiver.decline(self._host.transport.source(run.ticket.address), run.ticket)
-        self.migrations.end(run, by_itself=False)
+        self.migrations.end(run, is_finished=False)
         is_done = asyncio.Event()
         self._host.loop.post(lambda engine: engine.cancel(run.request.id, run.num_cacheable), then=is_done.set)
         await is_done.wait()
@@ -130,7 +130,7 @@ class RunExecutor:
             del run.tokens[run.truncated_at :]
         run.phase = wire.RunStatus.PHASE_ENDED
         run.end = wire.OutputEnd(output=run.output, reason=reason, end_position=run.position)
-        self.migrations.end(run, by_itself=True)
+        self.migrations.end(run, is_finished=True)
         self._runs.stop_events(run)
         run.stop_timers()
         if run.session is None:
@@ -184,7 +184,7 @@ class RunExecutor:
         await self._host.receiver.close()
 
     def _remove(self, run: DecodeRun) -> None:
-        self.migrations.end(run, by_itself=False)
+        self.migrations.end(run, is_finished=False)
         run.detach()
         self._runs.remove(run)
         run.keeps_ticket = True

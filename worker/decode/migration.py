@@ -50,10 +50,10 @@ class MigrationSource:
         lease = self._host.sender.leases.find(run.migration_ticket.id)
         return lease is None or lease.is_committed
 
-    def end(self, run: DecodeRun, *, by_itself: bool) -> None:
-        """End the offer of a run; if that ended ``by_itself``, an open fetch reports that nothing is left."""
+    def end(self, run: DecodeRun, *, is_finished: bool) -> None:
+        """End the offer of a run; if its output ``is_finished``, an open fetch reports that nothing is left."""
         lease = None if run.migration_ticket is None else self._host.sender.leases.find(run.migration_ticket.id)
-        if lease is not None and not (by_itself and lease.is_opened):
+        if lease is not None and not (is_finished and lease.is_opened):
             failure = wire.Failure(cause=wire.CAUSE_RECLAIMED, detail="the run has ended at its source")
             self._host.sender.reclaim(lease.ticket.id, failure)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc
 
 from decant.protos import worker_pb2 as wire
-from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS, Silence
+from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS, HeartbeatMonitor
 from decant.runtime.connections.peer import UnknownMessages
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, ServiceError
@@ -55,7 +55,7 @@ class RouterSession:
         self._error: ServiceError | None = None
         self._free_slots: list[int] = []
         self._slots = 0
-        self._silence = Silence(self._limits.heartbeat_s)
+        self._heartbeat_monitor = HeartbeatMonitor(self._limits.heartbeat_s)
         self._was_suspect = False
 
     def send(self, message: wire.WorkerMessage) -> None:
@@ -112,7 +112,7 @@ class RouterSession:
         self, requests: AsyncIterator[wire.RouterMessage], handle: Callable[[RouterSession, wire.RouterMessage], None]
     ) -> None:
         async for message in requests:
-            self._silence.reset()
+            self._heartbeat_monitor.reset()
             if not message.HasField("heartbeat") or message.heartbeat.renew:
                 handle(self, message)
 
@@ -130,7 +130,7 @@ class RouterSession:
         while True:
             await asyncio.sleep(limits.heartbeat_s)
             self.send(wire.WorkerMessage(heartbeat=self._make_heartbeat(self)))
-            self._silence.tick()
+            self._heartbeat_monitor.tick()
             self._watch()
             self._ticks += 1
             if (
@@ -141,12 +141,12 @@ class RouterSession:
 
     @property
     def is_lost(self) -> bool:
-        return self._silence.is_lost
+        return self._heartbeat_monitor.is_lost
 
     def _watch(self) -> None:
-        is_suspect = self._silence.is_suspect
+        is_suspect = self._heartbeat_monitor.is_suspect
         if is_suspect and not self._was_suspect:
-            _log.warning("router is silent", router=self.router.id, seconds=self._silence.seconds)
+            _log.warning("router is silent", router=self.router.id, seconds=self._heartbeat_monitor.seconds)
         elif self._was_suspect and not is_suspect:
             _log.info("router is no longer silent", router=self.router.id)
         self._was_suspect = is_suspect

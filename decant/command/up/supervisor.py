@@ -119,12 +119,12 @@ class Supervisor:
             backoff = RESTART_BACKOFF.seconds(failures)
             _log.warning("process ended", name=child.spec.name, status=status, restart_in_seconds=backoff)
             await asyncio.sleep(backoff)
-            child = await self._start(self._again(child))
+            child = await self._start(self._restart_spec(child))
             if await child.ready():
                 self._lost_at.pop(child.spec.name, None)
                 self._changed.set()
 
-    def _again(self, child: Child) -> Spec:
+    def _restart_spec(self, child: Child) -> Spec:
         """Return the spec of a restart: a router keeps its port, a worker registers a new one."""
         if child.spec.name in self._router_names and child.address is not None:
             return replace(child.spec, port=int(child.address.rpartition(":")[2]))

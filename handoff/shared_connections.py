@@ -21,8 +21,8 @@ class _Entry(Generic[T]):
     timer: asyncio.TimerHandle | None = None
 
 
-class Shared(Generic[K, T]):
-    """Values by key: opened by their first user, closed ``idle_seconds`` after their last one."""
+class SharedConnections(Generic[K, T]):
+    """Connections by key: opened by their first user, closed ``idle_seconds`` after their last one."""
 
     def __init__(
         self,

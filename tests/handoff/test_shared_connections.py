@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from decant.handoff.shared import Shared
+from decant.handoff.shared_connections import SharedConnections
 
 
 async def test_nothing_is_opened_after_the_owner_is_closed() -> None:
@@ -17,7 +17,7 @@ async def test_nothing_is_opened_after_the_owner_is_closed() -> None:
         opened.append(key)
         return key
 
-    shared: Shared[str, str] = Shared(open_one, close)
+    shared: SharedConnections[str, str] = SharedConnections(open_one, close)
     with shared.borrow("a"):
         assert opened == ["a"]
     await shared.close()
@@ -32,7 +32,7 @@ async def test_an_evicted_value_is_closed_after_its_last_user_and_nothing_else_i
     async def close(value: list[str]) -> None:
         closed.append(value)
 
-    shared: Shared[str, list[str]] = Shared(lambda key: [key], close)
+    shared: SharedConnections[str, list[str]] = SharedConnections(lambda key: [key], close)
     with shared.borrow("a") as first:
         with shared.borrow("a") as same:
             assert same is first
@@ -55,7 +55,7 @@ async def test_an_evicted_value_in_use_is_closed_with_its_owner_once() -> None:
     async def close(value: list[str]) -> None:
         closed.append(value)
 
-    shared: Shared[str, list[str]] = Shared(lambda key: [key], close)
+    shared: SharedConnections[str, list[str]] = SharedConnections(lambda key: [key], close)
     with shared.borrow("a") as value:
         shared.evict("a", value)
         await shared.close()
