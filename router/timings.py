@@ -33,9 +33,9 @@ class WorkerTimings:
     """Time for workers to end their sessions at the router's end."""
     avoidance: Backoff = Backoff(0.5, 8.0)
     """Time for which a worker that lost a request comes last in placement."""
-    no_worker_patience_s: float = 5.0
+    no_worker_timeout_s: float = 5.0
     """Time that a request waits for a worker with the model, or one that can fetch its KV cache."""
-    no_capacity_patience_s: float = 60.0
+    no_capacity_timeout_s: float = 60.0
     """Time that a request waits for a worker with capacity."""
     late_report_s: float = 0.5
     """Time to wait, after a decode worker ended a request, for the prefill worker's first token and durations."""

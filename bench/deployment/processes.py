@@ -114,11 +114,11 @@ async def module_process(command: Sequence[str], log: Path, stdout: int | None =
         await end(process)
 
 
-async def end(process: Process, by: int = signal.SIGTERM, patience: float = END_SECONDS) -> None:
+async def end(process: Process, by: int = signal.SIGTERM, timeout_s: float = END_SECONDS) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(by)
     try:
-        async with asyncio.timeout(patience):
+        async with asyncio.timeout(timeout_s):
             await process.wait()
     except TimeoutError:
         process.kill()

@@ -16,7 +16,7 @@ Every request may be repeated: the service runs an id once.
 
     limit of tries
     before the first message   each router once, and `MORE_TRIES`; after QUOTA_EXCEEDED only these
-    a stream that has begun    `patience` seconds after it broke; again after a new message
+    a stream that has begun    `resume_seconds` after it broke; again after a new message
     a deadline                 no wait for a try that would begin after it
 """
 
@@ -57,7 +57,7 @@ def is_retryable(error: ServiceError) -> bool:
 class RetryState:
     """Retry state of a call, or of a stream with its resumptions."""
 
-    def __init__(self, selector: RouterSelector, seconds: float | None = None, patience: float = 0.0) -> None:
+    def __init__(self, selector: RouterSelector, seconds: float | None = None, resume_seconds: float = 0.0) -> None:
         """Begin with a try that ignores backoffs. Raises InvalidArgument unless timeout `seconds` is finite or None."""
         if seconds is not None and not (isinstance(seconds, int | float) and math.isfinite(seconds)):
             limit = "a finite number of seconds, or None for no deadline"
@@ -68,7 +68,7 @@ class RetryState:
         self._selector = selector
         self._clock = selector.clock
         self._deadline = None if seconds is None else selector.clock() + seconds
-        self._patience = patience
+        self._resume_seconds = resume_seconds
         self._backoffs = selector.backoffs_of_call()
         self._untried = set(range(selector.count))
         self._left = MORE_TRIES
@@ -85,7 +85,7 @@ class RetryState:
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
     def mark_progress(self) -> None:
-        """Reset backoffs and patience; call it for each response or new message of a stream."""
+        """Reset backoffs and the time to resume; call it for each response or new message of a stream."""
         if not self._is_healthy:
             self._is_healthy = self._has_begun = True
             self._broke_at = None
@@ -123,6 +123,6 @@ class RetryState:
             return True
         if self._has_begun:
             self._broke_at = now if self._broke_at is None else self._broke_at
-            return now + selection.pause >= self._broke_at + self._patience
+            return now + selection.pause >= self._broke_at + self._resume_seconds
         self._left -= selection.router not in self._untried
         return self._left < 0 or selection.pause > LONGEST_PAUSE_S * (1 + JITTER)

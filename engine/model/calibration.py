@@ -14,7 +14,7 @@ from decant.engine.costs import StepCostModel, StepWork
 from decant.engine.plan import Device, Row, StepPlan
 from decant.engine.request import Request
 
-PATIENCE_S = 3.0
+TIME_LIMIT_S = 3.0
 """Seconds of all steps. The first two run in any case."""
 
 ROUNDS = 3
@@ -33,10 +33,10 @@ SHAPES: Sequence[Shape] = (DECODE, CHUNK, DECODES, ((1024, 32),), ((0, 128),), (
 Clock = Callable[[], float]
 
 
-def measure(device: Device, *, patience: float = PATIENCE_S, clock: Clock = time.perf_counter) -> StepCostModel:
+def measure(device: Device, *, time_limit_s: float = TIME_LIMIT_S, clock: Clock = time.perf_counter) -> StepCostModel:
     plans = [_plan(device, shape) for shape in SHAPES if _fits(device, shape)]
     device.run(plans[0])  # the first step allocates memory
-    ends = clock() + patience
+    ends = clock() + time_limit_s
     best: dict[int, float] = {}
 
     def known() -> StepCostModel:
@@ -69,11 +69,11 @@ def choose_threads(
     plans = [_plan(device, shape) for shape in (DECODE, CHUNK, DECODES) if _fits(device, shape)]
     chosen, fastest, began = cores, float("inf"), clock()
     for threads in dict.fromkeys(max(1, cores >> halvings) for halvings in range(3)):
-        if threads < cores and clock() - began > PATIENCE_S / 2:
+        if threads < cores and clock() - began > TIME_LIMIT_S / 2:
             break
         use(threads)
         device.run(plans[0])  # the first use creates threads
-        ends = clock() + PATIENCE_S / 4
+        ends = clock() + TIME_LIMIT_S / 4
         score = math.prod(_fastest(device, plan, ends, clock) for plan in plans)
         if score < fastest * _CLEAR_GAIN ** len(plans):
             chosen, fastest = threads, score

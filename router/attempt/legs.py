@@ -81,11 +81,11 @@ class Legs:
                 unanswered = None
             elif unanswered is None:
                 unanswered = loop.time()
-            patience_ends = search.patience_ends(since, unanswered)
-            if patience_ends <= loop.time():
+            timeout_ends = search.timeout_ends(since, unanswered)
+            if timeout_ends <= loop.time():
                 raise search.failure()
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(min(patience_ends, loop.time() + PLACEMENT_RETRY_SECONDS)):
+                async with asyncio.timeout_at(min(timeout_ends, loop.time() + PLACEMENT_RETRY_SECONDS)):
                     await self.wait_for_change()
 
     async def wait_for_change(self) -> None:

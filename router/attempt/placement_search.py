@@ -31,11 +31,11 @@ class Search(ABC, Generic[_T]):
         self.order = queue_key(request.accepted_at, request.engine_request.priority)
         self.kind = self._kind()
 
-    def patience_ends(self, since: float, unanswered: float | None) -> float:
+    def timeout_ends(self, since: float, unanswered: float | None) -> float:
         """Time at which a search that began at ``since`` ends; since ``unanswered`` no eligible worker answers."""
         timings = self._pool.timings
-        ends = since + timings.no_capacity_patience_s
-        return ends if unanswered is None else min(ends, unanswered + timings.no_worker_patience_s)
+        ends = since + timings.no_capacity_timeout_s
+        return ends if unanswered is None else min(ends, unanswered + timings.no_worker_timeout_s)
 
     def failure(self) -> Exception:
         return NoWorker()
@@ -84,8 +84,8 @@ class CacheSearch(Search[Incarnation]):
         self._prefill_worker = prefill_worker.incarnation
         super().__init__(context, pool)
 
-    def patience_ends(self, since: float, unanswered: float | None) -> float:
-        return super().patience_ends(since, unanswered) if self._receivers() else since
+    def timeout_ends(self, since: float, unanswered: float | None) -> float:
+        return super().timeout_ends(since, unanswered) if self._receivers() else since
 
     def failure(self) -> Exception:
         """Without a receiver, have another attempt compute the prompt where it can be decoded."""

@@ -60,7 +60,7 @@ class WaitingLine:
         insort(self._queues.setdefault(waiter.kind, []), (waiter.order, waiter.number, waiter))
 
     def notify_all(self) -> None:
-        """Wake all waiters to check their patience; no waiter gets a turn."""
+        """Wake all waiters to check their timeouts; no waiter gets a turn."""
         for queue in self._queues.values():
             for _, _, waiter in queue:
                 waiter.wake()

@@ -131,7 +131,7 @@ def test_routers_without_backoff_are_selected_first(steps: list[tuple[str, int, 
 )
 def test_only_retryable_errors_are_tried_again(error: decant.ServiceError, again: bool) -> None:
     assert is_retryable(error) is again
-    tries = RetryState(make_selector(2, Clock()), patience=30)
+    tries = RetryState(make_selector(2, Clock()), resume_seconds=30)
     tries.mark_progress()
     if again:
         pause = tries.pause_after(error)
@@ -154,30 +154,30 @@ def tried(tries: RetryState, clock: Clock, error: decant.ServiceError) -> int:
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_tries_before_the_first_message_are_limited(count: int) -> None:
     clock = Clock()
-    assert tried(RetryState(make_selector(count, clock), patience=30), clock, lost()) == count + MORE_TRIES
+    assert tried(RetryState(make_selector(count, clock), resume_seconds=30), clock, lost()) == count + MORE_TRIES
     assert clock.now < 100.0 + 1
 
 
-def test_a_stream_that_has_begun_is_tried_for_its_patience() -> None:
+def test_a_stream_that_has_begun_is_tried_for_its_resume_seconds() -> None:
     clock = Clock()
-    tries = RetryState(make_selector(1, clock), patience=30)
+    tries = RetryState(make_selector(1, clock), resume_seconds=30)
     tries.mark_progress()
     assert tried(tries, clock, lost()) > 20
     assert 28 < clock.now - 100 < 30
 
 
-def test_patience_starts_again_after_a_message() -> None:
+def test_resume_seconds_start_again_after_a_message() -> None:
     clock = Clock()
-    tries = RetryState(make_selector(1, clock), patience=3)
+    tries = RetryState(make_selector(1, clock), resume_seconds=3)
     for _ in range(20):
         tries.mark_progress()
         clock.now += tries.pause_after(lost()) + 1
     assert clock.now > 120
 
 
-def test_without_patience_a_stream_that_broke_is_over() -> None:
+def test_without_resume_seconds_a_stream_that_broke_is_over() -> None:
     for count in (1, 2):
-        tries = RetryState(make_selector(count, Clock()), patience=0)
+        tries = RetryState(make_selector(count, Clock()), resume_seconds=0)
         tries.mark_progress()
         with pytest.raises(decant.Unavailable):
             tries.pause_after(lost())
@@ -254,7 +254,7 @@ def test_calls_that_are_refused_together_return_at_different_times() -> None:
 
 
 def test_a_refusal_before_the_stream_began_does_not_delay_its_resumption() -> None:
-    tries = RetryState(make_selector(2, Clock()), patience=3)
+    tries = RetryState(make_selector(2, Clock()), resume_seconds=3)
     assert (tries.pause_after(decant.QueueFull(4, retry_after=20)), tries.router) == (0, 1)
     tries.mark_progress()
     assert (tries.pause_after(lost()), tries.router) == (0, 0)
@@ -263,7 +263,7 @@ def test_a_refusal_before_the_stream_began_does_not_delay_its_resumption() -> No
 @given(st.floats(0, 50), st.lists(st.tuples(st.booleans(), st.floats(0, 8)), max_size=30))
 def test_no_try_begins_after_the_deadline(seconds: float, steps: list[tuple[bool, float]]) -> None:
     clock = Clock()
-    tries = RetryState(RouterSelector(2, clock), seconds, patience=1000)
+    tries = RetryState(RouterSelector(2, clock), seconds, resume_seconds=1000)
     for answers, took in steps:
         clock.now += took
         if answers:

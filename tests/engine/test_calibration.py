@@ -36,7 +36,7 @@ MIXED = chunk(1500, 200).plus(DECODES)
 )
 def test_unmeasured_steps_take_the_stated_costs(costs: StepCostModel) -> None:
     device = Timed(costs)
-    found = measure(device, patience=1e9, clock=device.clock)
+    found = measure(device, time_limit_s=1e9, clock=device.clock)
     for work in (DECODES, MIXED, chunk(0, 512), chunk(1800, 16)):
         assert found.seconds(work) == pytest.approx(costs.seconds(work), rel=0.01)
 
@@ -50,7 +50,7 @@ def test_noise_changes_the_measured_costs_only_slightly() -> None:
 
     for seed in range(20):
         chance, device = random.Random(seed), Noisy(COSTS)
-        found = measure(device, patience=1e9, clock=device.clock)
+        found = measure(device, time_limit_s=1e9, clock=device.clock)
         assert found.seconds(MIXED) == pytest.approx(COSTS.seconds(MIXED), rel=0.5)
 
 
@@ -58,7 +58,7 @@ def test_noise_changes_the_measured_costs_only_slightly() -> None:
 def test_measuring_ends_in_time_and_a_slow_machine_runs_less(slower: float) -> None:
     """Three steps always run: one that lays out memory, a decode, a chunk."""
     device = Timed(COSTS, slower)
-    found = measure(device, patience=3.0, clock=device.clock)
+    found = measure(device, time_limit_s=3.0, clock=device.clock)
     needed = slower * (2 * COSTS.seconds(chunk(0, 1)) + COSTS.seconds(chunk(0, 32)))
     assert device.now <= max(needed, 3.0 + slower * COSTS.seconds(chunk(0, 1))) + 1e-6
     assert len(device.plans) >= 3

@@ -293,7 +293,7 @@ async def test_without_any_worker_a_request_is_refused_at_once(store: Store) -> 
 
 @pytest.mark.slow
 async def test_when_the_last_worker_goes_for_good_the_request_is_not_left_hanging(store: Store) -> None:
-    timings = RouterTimings(workers=WorkerTimings(no_worker_patience_s=0.5))
+    timings = RouterTimings(workers=WorkerTimings(no_worker_timeout_s=0.5))
     async with fleet(D) as workers, core(store, workers, timings=timings) as harness:
         stream = await begin_paused(harness, workers[0], 2)
         await store.workers.remove(incarnation_of(workers[0]))
@@ -315,7 +315,7 @@ async def test_when_the_last_worker_goes_for_good_the_request_is_not_left_hangin
     ],
 )
 async def test_a_cache_that_no_worker_can_fetch_is_computed_again(store: Store, loss: str) -> None:
-    timings = RouterTimings(workers=WorkerTimings(no_worker_patience_s=0.5))
+    timings = RouterTimings(workers=WorkerTimings(no_worker_timeout_s=0.5))
     async with fleet(P, D) as workers, core(store, workers, timings=timings) as harness:
         decode = workers[1]
         decode.script.refuse = [wire.CAUSE_BUSY] * 1000
@@ -341,14 +341,14 @@ async def test_a_cache_that_no_worker_can_fetch_is_computed_again(store: Store, 
 async def test_patience_with_lost_workers_begins_when_the_last_is_lost(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timings = RouterTimings(workers=WorkerTimings(no_worker_patience_s=20))
+    timings = RouterTimings(workers=WorkerTimings(no_worker_timeout_s=20))
     async with fleet(D, D2) as workers, core(store, workers[:1], timings=timings) as harness:
         full, other = workers
         full.load.takes_prompts = False
         await until(lambda: not next(iter(harness.router.pool.membership)).load.takes_prompts)
         stream = await harness.requests.begin(make_request())
         await until(lambda: harness.router.pool.waiting)
-        jump(monkeypatch, 25)  # longer than that patience, shorter than with full workers
+        jump(monkeypatch, 25)  # longer than that timeout, shorter than with full workers
         await store.workers.remove(incarnation_of(full))
         await full.stop()
         await until(lambda: not list(harness.router.pool.membership))
