@@ -151,12 +151,12 @@ class EngineHost:
         """Ticket for the cache of a sequence here, which has ``tokens`` tokens; the sender issues it."""
         return wire.Ticket(
             run=run,
+            tokens=tokens,
+            outputs=[request.sampling.output_index],
+            salt=request.salt,
             sender=self.peer,
             address=self.address,
             layout_hash=self.layout_hash,
-            salt=request.salt,
-            tokens=tokens,
-            outputs=[request.sampling.output_index],
         )
 
     @property
