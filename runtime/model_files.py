@@ -68,7 +68,7 @@ def find(model: str, revision: str | None = None, *, id: str | None = None) -> M
 def download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """Download files of a hub model. Raises errors of huggingface_hub and of its HTTP client.
 
-    From then on no request of huggingface_hub in this process waits without limit for a hub that does not answer.
+    Requests of the client that huggingface_hub keeps then wait no longer for an answer than for a download.
     """
     hooks = get_session().event_hooks["request"]
     if _limit_waits not in hooks:
