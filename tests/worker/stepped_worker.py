@@ -44,6 +44,8 @@ class SteppedLoop(EngineLoop):
         try:
             for call in batch:
                 call.run(self._engine)
+            for call in batch:
+                call.raise_without_caller()
             if self._engine.has_work:
                 batch = self._answer(batch)
             output = self._engine.step()

@@ -125,12 +125,13 @@ async def test_a_bug_after_a_fetch_ends_the_sequence_in_the_engine(monkeypatch: 
     monkeypatch.setattr(notifications.RunNotifier, "tokens_from", break_down)
     run, work = make_run(), make_work(30, 60)
     async with Node("p") as sender, routed() as (node, router):
+        node.device.seconds = 0.02
         await router.start(run, work, await sender.offer(run, work))
         failure = (await router.until_message(run, "failed")).failure
         assert (failure.cause, failure.detail) == (wire.CAUSE_ENGINE, "ZeroDivisionError: a bug")
         await node.audit()
         await sender.audit()
-        assert node.engine.steps < 10, "the sequence was cancelled, not completed"
+        assert node.engine.steps < 50, "the sequence was cancelled, not completed"
 
 
 async def test_a_worker_can_fetch_from_itself() -> None:
