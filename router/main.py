@@ -216,7 +216,7 @@ class RouterProcess:
         metrics.store_unwritten.set(self.journal_writer.num_unwritten)
 
     def _is_store_available(self) -> bool:
-        """Whether Redis answered the last renewal of the registration, also without requests, and the last write."""
+        """Whether Redis answered the last renewal of the registration, and no write waits for it."""
         is_renewed = self._registrar is not None and self._registrar.is_store_available
         return is_renewed and not self.journal_writer.is_unavailable
 

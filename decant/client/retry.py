@@ -2,7 +2,7 @@
 
     error                                                   another try
     lost connection: a status without ErrorInfo             yes
-    another server: UNIMPLEMENTED without ErrorInfo          yes
+    another server: UNIMPLEMENTED without ErrorInfo         yes
     UNAVAILABLE, QUEUE_FULL, QUOTA_EXCEEDED                 yes, after the server's RetryInfo
     ABORTED (DRAINING, OWNER_CHANGED, SLOW_READER)          yes
     any other                                               no

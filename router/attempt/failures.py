@@ -6,7 +6,7 @@ UNSUPPORTED                         Unimplemented                   none
 BUSY, DRAINING                      another worker, same attempt    none, but no new work until its next load report
 DEADLINE                            DeadlineExceeded                none
 ID_REUSED                           AlreadyExists, or another worker if the store has the request; none
-the others of _BLAMELESS            another attempt                 none
+others of _NO_FAULTY_WORKER         another attempt                 none
 all others                          another attempt                 the named peer, else the worker that reports it
 """
 

@@ -118,7 +118,7 @@ class JournalWriter:
             self._flush_seconds = clock() - began
             if not self._running and not self._ended:
                 self._has_work.clear()
-                self.is_unavailable = False  # the next request finds out, as no write is left that would
+                self.is_unavailable, self._failures = False, 0  # the next request finds out: no write is left
 
     def _pause(self) -> float:
         if self.is_unavailable:

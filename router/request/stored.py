@@ -142,7 +142,7 @@ def recorded_layout_hash(stored: StoredRequest, pool: WorkerPool) -> int:
     attempts = stored.record.attempts
     if attempts:
         return attempts[-1].layout_hash
-    return 0 if stored.entries else pool.layout_of(stored.record.model)
+    return 0 if stored.entries else pool.layout_hash_of(stored.record.model)
 
 
 def record_end(owned: OwnedRequest, stream: TokenStream, end: Finish | ServiceError) -> None:

@@ -67,7 +67,7 @@ class WorkerPool:
     def block_sizes(self, model: str) -> set[int]:
         return {worker.load.block_size for worker in self.of(model)}
 
-    def layout_of(self, model: str) -> int:
+    def layout_hash_of(self, model: str) -> int:
         layout_hashes = {
             worker.registration.layout_hash if worker.registration.equal_bits else 0 for worker in self.of(model)
         }

@@ -147,7 +147,8 @@ class WorkerSession:
         if self.is_open or self.is_final:
             _log.warning("session broken", worker=self.worker.id, error=str(error), is_final=self.is_final)
         elif not self.attempted.is_set():
-            _log.warning("session can't be opened", worker=self.worker.id, error=str(error))
+            reason = str(error) or "no welcome in time"
+            _log.warning("session can't be opened", worker=self.worker.id, error=reason)
 
     def _start_reconnect_grace(self) -> None:
         if self._reconnect_grace is None:

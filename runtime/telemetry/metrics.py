@@ -207,7 +207,7 @@ class RequestMetrics:
         )
         self.store_available = registry.gauge(
             "state_store_available",
-            "1 if Redis answered the last renewal of the registration and the last write, else 0.",
+            "1 if Redis answered the last renewal of the registration and no write waits for it, else 0.",
         )
         self.store_unwritten = registry.gauge(
             "state_store_unwritten_requests", "Ended requests whose end is not written to Redis yet."
