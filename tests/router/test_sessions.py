@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from decant.protos import worker_pb2 as wire
@@ -17,15 +15,14 @@ from decant.router.request.token_stream import TokenStream
 from decant.router.request.token_writer import TokenWriter
 from decant.router.timings import WorkerTimings
 from decant.router.workers.session import WorkerSession
-from decant.router.workers.subscription import RunSubscription, WriteError
+from decant.router.workers.subscription import RunSubscription
 from decant.runtime.backoff import Backoff
 from decant.runtime.connections.channel import open_channel
 from decant.runtime.connections.peer import new_peer
 from decant.runtime.connections.tls import PeerTls
-from decant.runtime.packed import pack, unpack
 from tests.router.fake_script import answer
 from tests.router.fake_worker import FakeWorker, fleet
-from tests.router.harness import PATIENCE, ended_run, make_request, until
+from tests.router.harness import PATIENCE, make_request, until
 from tests.router.run_recorder import RunRecorder
 
 D = ("d", wire.ROLE_DECODE)
@@ -370,38 +367,3 @@ async def test_a_malformed_frame_breaks_the_session_and_its_runs() -> None:
         worker._send(wire.WorkerMessage(frame=wire.Frame(slots=b"\0\0\0\0", positions=b"", tokens=b"")))
         await until(lambda: wire.Failed in run.kinds)
         await until(lambda: opened.is_open)
-
-
-@given(st.lists(st.integers(0, 9), max_size=60), st.data())
-def test_tokens_in_any_order_and_repetition_are_each_written_once(order: list[int], data: st.DataObject) -> None:
-    async def main() -> None:
-        stream = TokenStream(make_request(max_tokens=10))
-        writer = TokenWriter(stream)
-        for k in order:
-            known = len(stream.tokens)
-            trouble = writer.write(3 + k, 100 + k)
-            assert trouble is (WriteError.GAP if k > known else None)
-        assert stream.tokens == [100 + k for k in range(len(stream.tokens))]
-        for k, token in enumerate(stream.tokens):
-            assert writer.write(3 + k, token + 1) is WriteError.CONFLICT
-        assert writer.write(2, 1) is WriteError.CONFLICT
-        assert writer.write(writer.position, 1 << 24) is WriteError.MALFORMED
-        assert stream.tokens == [100 + k for k in range(len(stream.tokens))]
-
-    asyncio.run(main())
-
-
-async def test_nothing_is_written_to_a_stream_that_has_ended() -> None:
-    stream = TokenStream(make_request())
-    writer = TokenWriter(stream)
-    writer.write(3, 7)
-    stream.end = ended_run()
-    writer.write(4, 8)
-    assert stream.tokens == [7]
-
-
-def test_packed_numbers_are_little_endian_and_whole() -> None:
-    assert pack([1, 258]) == b"\x01\0\0\0\x02\x01\0\0"
-    assert list(unpack(b"\x01\0\0\0\x02\x01\0\0")) == [1, 258]
-    with pytest.raises(ValueError):
-        unpack(b"\0\0\0")
