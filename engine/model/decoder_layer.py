@@ -6,6 +6,7 @@ support to the original.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -52,7 +53,7 @@ def head_width(module: nn.Module) -> int:
     return next((width for width in widths if isinstance(width, int)), 0)
 
 
-class FusedLayer(Generic[Attention]):
+class FusedLayer(ABC, Generic[Attention]):
     attention: type[Attention]
     """With which a step must attend."""
 
@@ -72,8 +73,9 @@ class FusedLayer(Generic[Attention]):
             return self.original_forward(hidden_states, *args, **kwargs)
         return self._compute(hidden_states, angles, attention)
 
+    @abstractmethod
     def _compute(self, hidden: torch.Tensor, angles: Angles, attention: Attention) -> torch.Tensor:
-        raise NotImplementedError
+        """Compute a call that ``_fits``: hidden states [1, T, hidden] in and out."""
 
     def _fits(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         return (
