@@ -24,6 +24,7 @@ from decant.engine.engine import Engine
 from decant.engine.errors import DeviceFailed, InvalidConfig
 from decant.engine.kv_layout import KvLayout, LayerSpec
 from decant.engine.loading import load
+from decant.engine.model import probe
 from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.backend import TorchBackend
 from decant.engine.model.kv_store import KvStore
@@ -53,13 +54,19 @@ class InterpretedBackend(CudaBackend):
         return "interpreted" if self.device.type == "cpu" else super().kind
 
 
+def shorten_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a load compute few rows before the test computes its own."""
+    monkeypatch.setattr(cuda_backend, "TRIAL_SAMPLING", cuda_backend.TRIAL_SAMPLING[:2])
+    monkeypatch.setattr(probe, "LENGTHS", (4, 3, 2))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layers"), [("gemma2", 0), ("gpt_oss", 0), ("llama", 1)])
 def test_a_model_generates_what_transformers_generates(
     name: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "SPLIT", 32)
-    monkeypatch.setattr(cuda_backend, "TRIAL_SAMPLING", cuda_backend.TRIAL_SAMPLING[:2])
+    shorten_trials(monkeypatch)
     calls: list[AttentionCall] = []
     attend = TritonAttention._attend
 

@@ -19,6 +19,7 @@ from decant.engine.cuda.exact import ExactLinear, make_exact
 from decant.engine.cuda.staging import Staging
 from decant.engine.errors import InvalidConfig
 from decant.engine.loading import load
+from decant.engine.model import probe
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.backend import PARTS
 from decant.engine.model.model import ModelConfig
@@ -82,7 +83,8 @@ def test_a_model_is_exact_by_the_probe(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(cuda_backend, "TRIAL_SAMPLING", cuda_backend.TRIAL_SAMPLING[:1])
     for name, size in {"TILE_ROWS": 64, "TILE_COLUMNS": 256, "TILE_DEPTH": 64}.items():
         monkeypatch.setattr(exact, name, size)
-    config = tiny.config("qwen3")
+    monkeypatch.setattr(probe, "LENGTHS", (19, 4, 3))  # one has two blocks
+    config = tiny.config("qwen3", num_attention_heads=2, num_key_value_heads=1)
     config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
     options: Any = {"device": DEVICE.type, "context_length": 64, "kv_bytes": 1 << 20, "exact": True}
     backend = InterpretedBackend(DEVICE, exact=True)

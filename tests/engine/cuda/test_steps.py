@@ -13,7 +13,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from decant.engine.cuda import backend as cuda_backend
 from decant.engine.cuda import runner as cuda_runner
 from decant.engine.cuda import step_draw
 from decant.engine.cuda.graph_sizes import GraphLimits, GraphSize
@@ -33,7 +32,7 @@ from decant.engine.request import Request, SamplingParams, StopParams
 from decant.engine.sampler_state import SamplerState
 from decant.engine.scheduler import Limits
 from tests.engine import tiny
-from tests.engine.cuda.test_backend import InterpretedBackend
+from tests.engine.cuda.test_backend import InterpretedBackend, shorten_trials
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 VOCABULARY = 200
@@ -122,7 +121,7 @@ def test_a_step_draws_what_the_plain_sampler_draws(monkeypatch: pytest.MonkeyPat
 def load_interpreted(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capture: Callable[[CudaRunner], None] = lambda runner: None
 ) -> ModelDevice:
-    monkeypatch.setattr(cuda_backend, "TRIAL_SAMPLING", cuda_backend.TRIAL_SAMPLING[:2])
+    shorten_trials(monkeypatch)
     config = ModelConfig(str(folder), dtype="float32", device=DEVICE.type, context_length=64, kv_bytes=1 << 20)
     device = load(config, backend=InterpretedBackend(DEVICE))
     assert isinstance(device.runner, CudaRunner)
