@@ -34,6 +34,7 @@ from decant.engine.scheduler import Limits
 from tests.engine import tiny
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+SINGLE_KEY_HEAD = {"num_attention_heads": 2, "num_key_value_heads": 1}
 LAYOUT = KvLayout((LayerSpec(1, 16, 16),), 16, 4)
 
 
@@ -75,7 +76,8 @@ def test_a_model_generates_what_transformers_generates(
         return attend(self, call)
 
     monkeypatch.setattr(TritonAttention, "_attend", counted)
-    config = tiny.config(name)
+    changes = SINGLE_KEY_HEAD if name != "llama" else {}
+    config = tiny.config(name, **changes)
     config.num_hidden_layers = layers or 2
     folder = tiny.save(config, tmp_path)
     options = ModelConfig(str(folder), dtype="float32", device=DEVICE.type, context_length=128, kv_bytes=1 << 20)
