@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.engine.cuda.kernel_shapes import shapes
+
 SHARED_BYTES = {"89": 99 << 10, "90": 227 << 10}
 """Shared memory of a program by compute capability: L40S and RTX 4090, H100 and H200."""
 
@@ -29,7 +31,8 @@ DIFFERENT_IN_EVERY_STEP = {
 def compiled() -> dict[str, dict[str, dict[str, Any]]]:
     command = [sys.executable, "-m", "tests.engine.cuda.compile_kernels", *SHARED_BYTES]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    kernels = json.dumps(shapes())
+    done = subprocess.run(command, env=environment, input=kernels, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     facts: dict[str, dict[str, dict[str, Any]]] = json.loads(done.stdout)
     return facts
