@@ -58,14 +58,18 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return weights(loop.train(TRIAL, make_documents(), tmp_path_factory.mktemp("run") / "whole.pt", CPU, no_crash))
+
+
 @pytest.mark.parametrize("stop", [1, 4, 7, 9, 11], ids=lambda stop: f"after step {stop}")
-def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, monkeypatch, stop):
+def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, monkeypatch, whole, stop):
     monkeypatch.setattr(loop, "CHECKPOINT_EVERY", 3)
-    whole = loop.train(TRIAL, make_documents(), tmp_path / "whole.pt", CPU, no_crash)
     with pytest.raises(SimulatedCrash):
         loop.train(TRIAL, make_documents(), tmp_path / "cut.pt", CPU, crash_after(stop))
     resumed = loop.train(TRIAL, make_documents(), tmp_path / "cut.pt", CPU, no_crash)
-    assert same(weights(whole), weights(resumed))
+    assert same(whole, weights(resumed))
 
 
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, monkeypatch):
@@ -84,11 +88,10 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, mo
     assert torch.load(file, weights_only=True)["step"] == 3
 
 
-def test_another_seed_gives_other_weights(tmp_path):
-    one = loop.train(TRIAL, make_documents(), tmp_path / "one.pt", CPU, no_crash)
+def test_another_seed_gives_other_weights(tmp_path, whole):
     other = dataclasses.replace(TRIAL, seed=1)
-    two = loop.train(other, make_documents(), tmp_path / "two.pt", CPU, no_crash)
-    assert not same(weights(one), weights(two))
+    run = loop.train(other, make_documents(), tmp_path / "other.pt", CPU, no_crash)
+    assert not same(whole, weights(run))
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
