@@ -98,8 +98,12 @@ class Pools:
         return low
 
     def _token(self, others: float) -> float:
-        return self.speed.step(min(others + 1, float(self._fit)), self._workload.context)
+        return self.speed.step(min(others + 1, float(self._fit)), self._context)
 
-    @property
+    @cached_property
+    def _context(self) -> float:
+        return self._workload.context
+
+    @cached_property
     def _fit(self) -> int:
-        return self._kv_capacity.sequences(math.ceil(self._workload.context))
+        return self._kv_capacity.sequences(math.ceil(self._context))
