@@ -47,9 +47,9 @@ CASES = {
     "group of 7": Case(heads=7, kv_heads=1, key_dim=64, value_dim=64, dtype=torch.float16),
     "wide heads": Case(heads=2, kv_heads=1, key_dim=256, value_dim=256),
     "odd widths": Case(key_dim=80, value_dim=72),
-    "sliding": Case(view=AttentionWindow(WindowKind.SLIDING, 24)),
-    "chunked": Case(view=AttentionWindow(WindowKind.CHUNKED, 24), dtype=torch.float16),
-    "softcap": Case(softcap=2.0),
+    "sliding": Case(heads=2, kv_heads=1, view=AttentionWindow(WindowKind.SLIDING, 24)),
+    "chunked": Case(heads=2, kv_heads=1, view=AttentionWindow(WindowKind.CHUNKED, 24), dtype=torch.float16),
+    "softcap": Case(heads=2, kv_heads=1, softcap=2.0),
     "sinks": Case(sinks=True),
     "float32": Case(dtype=torch.float32, view=AttentionWindow(WindowKind.SLIDING, 7), sinks=True, softcap=3.0),
 }

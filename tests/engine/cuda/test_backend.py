@@ -34,7 +34,7 @@ from decant.engine.scheduler import Limits
 from tests.engine import tiny
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
-SINGLE_KEY_HEAD = {"num_attention_heads": 2, "num_key_value_heads": 1}
+SINGLE_KEY_HEAD: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
 LAYOUT = KvLayout((LayerSpec(1, 16, 16),), 16, 4)
 
 

@@ -27,7 +27,7 @@ from decant.engine.model.step_batch import flatten
 from decant.engine.plan import Row
 from decant.engine.request import Request
 from tests.engine import tiny
-from tests.engine.cuda.test_backend import LAYOUT, InterpretedBackend
+from tests.engine.cuda.test_backend import LAYOUT, SINGLE_KEY_HEAD, InterpretedBackend
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 
@@ -84,7 +84,7 @@ def test_a_model_is_exact_by_the_probe(tmp_path: Path, monkeypatch: pytest.Monke
     for name, size in {"TILE_ROWS": 64, "TILE_COLUMNS": 256, "TILE_DEPTH": 64}.items():
         monkeypatch.setattr(exact, name, size)
     monkeypatch.setattr(probe, "LENGTHS", (19, 4, 3))  # one has two blocks
-    config = tiny.config("qwen3", num_attention_heads=2, num_key_value_heads=1)
+    config = tiny.config("qwen3", **SINGLE_KEY_HEAD)
     config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
     options: Any = {"device": DEVICE.type, "context_length": 64, "kv_bytes": 1 << 20, "exact": True}
     backend = InterpretedBackend(DEVICE, exact=True)

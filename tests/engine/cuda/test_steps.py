@@ -32,7 +32,7 @@ from decant.engine.request import Request, SamplingParams, StopParams
 from decant.engine.sampler_state import SamplerState
 from decant.engine.scheduler import Limits
 from tests.engine import tiny
-from tests.engine.cuda.test_backend import InterpretedBackend, shorten_trials
+from tests.engine.cuda.test_backend import SINGLE_KEY_HEAD, InterpretedBackend, shorten_trials
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 VOCABULARY = 200
@@ -151,7 +151,7 @@ def test_batches_replayed_with_padding_generate_what_transformers_generates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = recorded(monkeypatch, Staging, "upload", lambda *_: InterpretedBackend.inside)
-    config = tiny.config("llama")
+    config = tiny.config("llama", **SINGLE_KEY_HEAD)
     config.num_hidden_layers = 1
     folder = tiny.save(config, tmp_path)
     rerun = Rerun()
@@ -194,7 +194,7 @@ class Outputs(Rerun):
 
 @pytest.mark.slow
 def test_all_graphs_write_their_logits_to_one_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny.config("llama")
+    config = tiny.config("llama", **SINGLE_KEY_HEAD)
     config.num_hidden_layers = 1
     monkeypatch.setattr("decant.engine.cuda.graphs.graph_sizes", lambda rows: [GraphSize(1, 2), GraphSize(3, 6)])
     capture = Outputs()
