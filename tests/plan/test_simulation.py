@@ -93,7 +93,8 @@ def test_several_workers_are_between_one_shared_queue_m_d_c_and_a_queue_each() -
 @pytest.mark.slow
 def test_bursts_make_requests_wait_longer() -> None:
     workload = Workload(Tokens(100, 100), ONE, rate=5.0)
-    calm, bursts = (waits(simulate(workload, replace(SCENARIO, burstiness=each))) for each in (1.0, 0.2))
+    scenario = replace(SCENARIO, requests=1500)
+    calm, bursts = (waits(simulate(workload, replace(scenario, burstiness=each))) for each in (1.0, 0.2))
     assert sum(bursts) > 2 * sum(calm)
 
 
