@@ -10,17 +10,8 @@ from tests.state.state_machine import Writers
 STEPS = 60
 
 
-async def run_requests(server: PrivateRedis, bare: sync_redis.Redis, count: int) -> None:
-    async with make_store(server.url, refill_s=0) as store:
-        for seed in range(count):
-            await Writers(store, bare, seed).play(STEPS)
-
-
 @pytest.mark.slow
 async def test_redis_keeps_the_greatest_of_what_owners_write(server: PrivateRedis, bare: sync_redis.Redis) -> None:
-    await run_requests(server, bare, 60)
-
-
-@pytest.mark.slow
-async def test_redis_keeps_the_greatest_over_many_requests(server: PrivateRedis, bare: sync_redis.Redis) -> None:
-    await run_requests(server, bare, 250)
+    async with make_store(server.url, refill_s=0) as store:
+        for seed in range(250):
+            await Writers(store, bare, seed).play(STEPS)
