@@ -27,8 +27,7 @@ from tests.engine.factories import OutputLog, evict_all, make_engine, make_reque
 from tests.engine.state_machine import CONTEXT_LENGTH, COSTS, World, make_world_request, play
 
 ANY = st.integers(0, 99)
-QUICK = settings(deadline=None, max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck))
-DEEP = settings(QUICK, max_examples=200, stateful_step_count=100)
+LONG = settings(deadline=None, max_examples=200, stateful_step_count=100, suppress_health_check=list(HealthCheck))
 
 REQUESTS = st.builds(
     make_world_request,
@@ -109,12 +108,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 @pytest.mark.slow
 def test_nothing_leaks_and_all_end_as_if_alone_after_any_actions() -> None:
-    run_state_machine_as_test(EngineMachine, settings=QUICK)
-
-
-@pytest.mark.slow
-def test_nothing_leaks_and_all_end_as_if_alone_in_long_runs() -> None:
-    run_state_machine_as_test(EngineMachine, settings=DEEP)
+    run_state_machine_as_test(EngineMachine, settings=LONG)
 
 
 @pytest.mark.slow
