@@ -14,7 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from operator import itemgetter
 
 from decant.engine.costs import StepCostModel
 from decant.engine.counter_rng import counter_uniform
@@ -25,14 +25,12 @@ from decant.engine.plan import BlockMemory, DeviceMemory, FurtherToken, Row, Ste
 SLOT_BYTES = 8
 CANDIDATES = 16
 
+WEIGHTS = [-(rank + 1) * math.log(2) for rank in range(CANDIDATES)]
+_NORMAL = math.log(sum(math.exp(weight) for weight in WEIGHTS))
+_LOGPROBS = [weight - _NORMAL for weight in WEIGHTS]
 _OTHER_WEIGHT = -20.0
 
 _SLOT = struct.Struct("<II")
-
-
-class Candidate(NamedTuple):
-    token: int
-    weight: float
 
 
 class FakeDevice:
@@ -103,10 +101,10 @@ class FakeDevice:
         return StepResult(sampled, logprobs, prompts, further=further)
 
     def _next(self, row: Row) -> FurtherToken:
-        distribution = candidates(self._checksum(row, row.end), self.vocab_size)
-        token = draw(distribution, row, self.eos_token_ids)
+        likely = candidates(self._checksum(row, row.end), self.vocab_size)
+        token = draw(likely, row, self.eos_token_ids)
         count = row.request.logprobs
-        return FurtherToken(token, None if count is None else _logprobs(distribution, token, count))
+        return FurtherToken(token, None if count is None else _logprobs(likely, token, count))
 
     def _speculate(self, row: Row, token: int) -> list[FurtherToken]:
         accepted: list[FurtherToken] = []
@@ -133,7 +131,8 @@ class FakeDevice:
 
     def _slot(self, row: Row, group: int, position: int) -> memoryview:
         block, slot = divmod(position, self.block_size)
-        return self.read(row.blocks[group][block])[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
+        at = row.blocks[group][block] * self.block_bytes + slot * SLOT_BYTES
+        return self._bytes[at : at + SLOT_BYTES]
 
     def _checksum(self, row: Row, count: int) -> int:
         total = 0
@@ -142,7 +141,8 @@ class FakeDevice:
             for index in range(first // self.block_size, -(-count // self.block_size)):
                 begin = max(first - index * self.block_size, 0)
                 stop = min(count - index * self.block_size, self.block_size)
-                total = zlib.crc32(self.read(blocks[index])[begin * SLOT_BYTES : stop * SLOT_BYTES], total)
+                at = blocks[index] * self.block_bytes
+                total = zlib.crc32(self._bytes[at + begin * SLOT_BYTES : at + stop * SLOT_BYTES], total)
         return total
 
     def _prompt_logprobs(self, row: Row) -> list[TokenLogprobs]:
@@ -158,17 +158,18 @@ def slot_bytes(token: int, position: int, before: bytes, group: int = 0) -> byte
     return _SLOT.pack(token, zlib.crc32(before, position + 1 + (group << 24)))
 
 
-def candidates(total: int, vocab_size: int) -> list[Candidate]:
+def candidates(total: int, vocab_size: int) -> list[int]:
+    """Return the likely tokens by rank, whose weights are always the same."""
     stride = 1 + 2 * (total >> 16) % vocab_size
     while math.gcd(stride, vocab_size) != 1:
         stride += 1
-    return [Candidate((total + rank * stride) % vocab_size, -(rank + 1) * math.log(2)) for rank in range(CANDIDATES)]
+    return [(total + rank * stride) % vocab_size for rank in range(CANDIDATES)]
 
 
-def draw(distribution: list[Candidate], row: Row, eos: frozenset[int]) -> int:
+def draw(likely: list[int], row: Row, eos: frozenset[int]) -> int:
     request = row.request
     sampling, position = request.sampling, row.end - request.prompt_len
-    weights = dict(distribution)
+    weights = dict(zip(likely, WEIGHTS, strict=True))
     for token, bias in sampling.logit_bias.items():
         weights[token] = weights.get(token, _OTHER_WEIGHT) + bias
     if position < request.stop.min_tokens:
@@ -178,7 +179,7 @@ def draw(distribution: list[Candidate], row: Row, eos: frozenset[int]) -> int:
         return 0  # every token is forbidden
     if sampling.has_penalties:
         _penalise(weights, row)
-    ordered = sorted(weights.items(), key=lambda item: -item[1])
+    ordered = sorted(weights.items(), key=itemgetter(1), reverse=True)
     if sampling.is_greedy:
         return ordered[0][0]
     kept = _keep([(token, weight / sampling.temperature) for token, weight in ordered], row)
@@ -216,10 +217,7 @@ def _keep(ordered: list[tuple[int, float]], row: Row) -> list[tuple[int, float]]
     return kept
 
 
-def _logprobs(distribution: list[Candidate], token: int, count: int) -> TokenLogprobs:
-    normal = math.log(sum(math.exp(weight) for _, weight in distribution))
-    weight = dict(distribution).get(token, _OTHER_WEIGHT)
-    rank = 1 + sum(other > weight for _, other in distribution)
-    return TokenLogprobs(
-        token, weight - normal, rank, tuple((other, value - normal) for other, value in distribution[:count])
-    )
+def _logprobs(likely: list[int], token: int, count: int) -> TokenLogprobs:
+    rank = likely.index(token) if token in likely else CANDIDATES
+    logprob = _LOGPROBS[rank] if rank < CANDIDATES else _OTHER_WEIGHT - _NORMAL
+    return TokenLogprobs(token, logprob, rank + 1, tuple(zip(likely[:count], _LOGPROBS, strict=False)))
