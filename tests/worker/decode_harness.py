@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Self
@@ -11,7 +12,7 @@ import grpc
 from decant.engine.engine import Engine
 from decant.engine.fake import FakeDevice
 from decant.engine.kv_layout import FULL, Window
-from decant.engine.plan import StepPlan, StepResult
+from decant.engine.plan import Row, StepPlan, StepResult
 from decant.engine.request import Request
 from decant.engine.scheduler import Limits
 from decant.handoff.packing import checksum
@@ -189,14 +190,19 @@ def run_alone(work: wire.EngineRequest, eos: Sequence[int] = (), windows: Window
 
 
 def run_request_alone(request: Request, eos: Sequence[int] = (), windows: Windows = (FULL,)) -> list[int]:
-    engine = Engine(
-        Device(256 * len(windows), eos, windows), Limits(token_budget=64, max_running=1, context_length=1024)
-    )
-    engine.add(request)
-    output = list(request.token_ids[request.prompt_len :])
-    while engine.has_work:
-        output += [token.token for token in engine.step().tokens]
-    return output
+    """Return the outputs of ``request``, those that it came with first, without engine or other rows."""
+    device = FakeDevice(num_blocks=256 * len(windows), block_size=BLOCK, vocab_size=64, eos_token_ids=frozenset(eos))
+    device.windows = windows
+    blocks = tuple(array("i", range(256 * group, 256 * (group + 1))) for group in range(len(windows)))
+    tokens, computed, token = list(request.token_ids), 0, None
+    ends = request.stop.ids(device.eos_token_ids)
+    while token not in ends and len(tokens) - request.prompt_len != request.stop.max_tokens:
+        row = Row(request, tokens, computed, len(tokens), blocks, sample=True)
+        (token,) = device.run(StepPlan((row,), len(tokens) - computed)).sampled
+        computed = len(tokens)
+        assert token is not None
+        tokens.append(token)
+    return tokens[request.prompt_len :]
 
 
 @asynccontextmanager
