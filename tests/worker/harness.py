@@ -37,6 +37,7 @@ from decant.worker.prefill.service import PrefillService
 from decant.worker.report.audit import AuditService
 from decant.worker.wire_codec import to_request
 from tests.router.fake_script import TOKENIZER
+from tests.worker.decode_harness import run_request_alone
 from tests.worker.waiting import PATIENCE, eventually
 
 BLOCK = 4
@@ -46,10 +47,11 @@ ROUTER = wire.Peer(id="router", incarnation=7, protocol=PROTOCOL)
 
 
 class Device(FakeDevice):
-    """Device whose steps wait while it is held, and raise if it is ``broken``."""
+    """Device whose steps take ``step_s``, wait while it is held, and raise if it is ``broken``."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(block_size=BLOCK, vocab_size=VOCABULARY, **settings)
+    def __init__(self, *, step_s: float, **settings: Any) -> None:
+        super().__init__(block_size=BLOCK, vocab_size=VOCABULARY, cost=lambda _: self.step_s, **settings)
+        self.step_s = step_s
         self.free = threading.Event()
         self.free.set()
         self.broken = False
@@ -242,7 +244,7 @@ async def worker(
 ) -> AsyncIterator[WorkerHarness]:
     """Serve a worker until the block ends; then it may hold only leases that expire."""
     stops = frozenset(() if eos is None else (eos,))
-    device = Device(num_blocks=blocks, eos_token_ids=stops, cost=lambda _: step_s)
+    device = Device(num_blocks=blocks, eos_token_ids=stops, step_s=step_s)
     engine = Engine(device, Limits(budget, min(8, budget), blocks * BLOCK), checksum=checksum)
     names = [services_.full_name for services_ in wire.DESCRIPTOR.services_by_name.values()]
     server = grpc.aio.server(interceptors=[ErrorInterceptor(lambda _: None, services=names)])
@@ -286,11 +288,5 @@ def make_work(
 
 
 def run_alone(work: wire.EngineRequest, *, eos: int | None = None) -> list[int]:
-    stops = frozenset(() if eos is None else (eos,))
-    device = FakeDevice(num_blocks=256, block_size=BLOCK, vocab_size=VOCABULARY, eos_token_ids=stops)
-    engine = Engine(device)
-    engine.add(replace(to_request("alone", work, model=MODEL), park_after=None))
-    tokens: list[int] = []
-    while engine.has_work:
-        tokens.extend(token.token for token in engine.step().tokens)
-    return tokens
+    request = replace(to_request("alone", work, model=MODEL), park_after=None)
+    return run_request_alone(request, () if eos is None else (eos,))
