@@ -307,10 +307,10 @@ def make_world_request(
     return replace(request, **more)  # type: ignore[arg-type]
 
 
-def random_request(rng: random.Random) -> Request:
+def random_request(rng: random.Random, longest: int = CONTEXT_LENGTH - 4) -> Request:
     return make_world_request(
         rng.randrange(2),
-        rng.randint(1, CONTEXT_LENGTH - 4),
+        rng.randint(1, longest),
         last=rng.choice([0, 0, 1]),
         max_tokens=rng.choice([1, 4, 8, None]),
         seed=rng.choice([None, 1, 2]),

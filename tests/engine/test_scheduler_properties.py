@@ -1,20 +1,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from decant.engine.blocks import BlockPool, BlockTable
 from decant.engine.costs import StepCostModel
@@ -24,91 +15,42 @@ from decant.engine.request import FinishReason
 from decant.engine.scheduler import STEPS_PER_PRIORITY
 from tests.engine import properties
 from tests.engine.factories import OutputLog, evict_all, make_engine, make_request, prompt, run, step_until
-from tests.engine.state_machine import CONTEXT_LENGTH, COSTS, World, make_world_request, play
+from tests.engine.state_machine import CONTEXT_LENGTH, COSTS, World, play, random_request
 
-ANY = st.integers(0, 99)
-LONG = settings(deadline=None, max_examples=200, stateful_step_count=100, suppress_health_check=list(HealthCheck))
-
-REQUESTS = st.builds(
-    make_world_request,
-    st.integers(0, 1),
-    st.integers(1, CONTEXT_LENGTH),
-    last=st.integers(0, 1),
-    max_tokens=st.sampled_from([1, 4, 8, None]),
-    seed=st.sampled_from([None, 1, 2]),
-    priority=st.integers(-1, 1),
-    salt=st.sampled_from([b"", b"", b"other"]),
-    use_prefix_cache=st.sampled_from([True, True, True, False]),
-    park_after=st.sampled_from([None, None, 1, 2]),
-    prompt_logprobs=st.sampled_from([None, None, None, 2]),
-    logprobs=st.sampled_from([None, 1]),
+ACTIONS: tuple[tuple[int, Callable[[World, int, int], object]], ...] = (
+    (6, lambda world, n, more: list(map(world.step, [n % 2] * (1 + more % 4)))),
+    (2, lambda world, n, more: world.add(n % 2, random_request(random.Random(256 * n + more), CONTEXT_LENGTH))),
+    (2, lambda world, n, more: world.cancel(n)),
+    (1, lambda world, n, more: world.park(n)),
+    (1, lambda world, n, more: world.resume(n)),
+    (5, lambda world, n, more: world.fork(n)),
+    (3, lambda world, n, more: world.open(n)),
+    (2, lambda world, n, more: world.push(n, 1 + more % 3)),
+    (3, lambda world, n, more: [act(n) for act in (world.finalize, world.join)[: 1 + more % 2]]),
+    (1, lambda world, n, more: world.give_up(n, by_cancel=more % 2 == 1)),
 )
-
-
-class EngineMachine(RuleBasedStateMachine):
-    @initialize(budget=st.sampled_from([1, 3, 6, 16]), running=st.sampled_from([1, 2, 4]), costs=st.sampled_from(COSTS))
-    def begin(self, budget: int, running: int, costs: StepCostModel) -> None:
-        self.machine = World(budget, running, costs)
-
-    @rule(where=st.integers(0, 1), request=REQUESTS)
-    def add(self, where: int, request: Any) -> None:
-        self.machine.add(where, request)
-
-    @rule(where=st.integers(0, 1), times=st.integers(1, 4))
-    def step(self, where: int, times: int) -> None:
-        for _ in range(times):
-            self.machine.step(where)
-
-    @rule(n=ANY)
-    def cancel(self, n: int) -> None:
-        self.machine.cancel(n)
-
-    @rule(n=ANY)
-    def park(self, n: int) -> None:
-        self.machine.park(n)
-
-    @rule(n=ANY)
-    def resume(self, n: int) -> None:
-        self.machine.resume(n)
-
-    @rule(n=ANY)
-    def fork(self, n: int) -> None:
-        self.machine.fork(n)
-
-    @rule(n=ANY)
-    def open(self, n: int) -> None:
-        self.machine.open(n)
-
-    @precondition(lambda self: self.machine.moves)
-    @rule(n=ANY, most=st.integers(1, 3))
-    def push(self, n: int, most: int) -> None:
-        self.machine.push(n, most)
-
-    @precondition(lambda self: self.machine.moves)
-    @rule(n=ANY, join=st.booleans())
-    def commit(self, n: int, join: bool) -> None:
-        self.machine.finalize(n)
-        if join:
-            self.machine.join(n)
-
-    @precondition(lambda self: self.machine.moves)
-    @rule(n=ANY, by_cancel=st.booleans())
-    def give_up(self, n: int, by_cancel: bool) -> None:
-        self.machine.give_up(n, by_cancel=by_cancel)
-
-    @invariant()
-    def holds(self) -> None:
-        if hasattr(self, "machine"):
-            self.machine.check()
-
-    def teardown(self) -> None:
-        if hasattr(self, "machine"):
-            self.machine.finish()
+"""Weights, and actions with two numbers that choose their details."""
 
 
 @pytest.mark.slow
-def test_nothing_leaks_and_all_end_as_if_alone_after_any_actions() -> None:
-    run_state_machine_as_test(EngineMachine, settings=LONG)
+@settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
+@given(
+    budget=st.sampled_from([1, 3, 6, 16]),
+    running=st.sampled_from([1, 2, 4]),
+    costs=st.sampled_from(COSTS),
+    absent=st.sets(st.integers(2, len(ACTIONS) - 1)),
+    drawn=st.binary(min_size=300, max_size=300),
+)
+def test_nothing_leaks_and_all_end_as_if_alone_after_any_actions(
+    budget: int, running: int, costs: StepCostModel, absent: Set[int], drawn: bytes
+) -> None:
+    """Play 100 actions of three bytes each; the history lacks those in ``absent``."""
+    world = World(budget, running, costs)
+    actions = [action for place, (weight, action) in enumerate(ACTIONS) if place not in absent for _ in range(weight)]
+    for kind, n, more in zip(drawn[::3], drawn[1::3], drawn[2::3], strict=True):
+        actions[kind % len(actions)](world, n, more)
+        world.check()
+    world.finish()
 
 
 @pytest.mark.slow
