@@ -21,6 +21,8 @@ from decant.protos import inference_pb2_grpc
 from tests.e2e.deployment import PATIENCE_S
 
 TOKENIZER = Tokenizer.from_file(str(models.path() / "tokenizer.json"))
+END = 1
+"""The small model's end-of-text token."""
 
 
 @dataclass
@@ -85,15 +87,17 @@ def plain_model() -> Any:
     return AutoModelForCausalLM.from_pretrained(models.path(), dtype=torch.float32).eval()
 
 
-def generated(ids: Sequence[int], max_tokens: int) -> list[int]:
-    model = plain_model()
-    given = torch.tensor([list(ids)])
+def check_generated(prompt: Sequence[int], ids: Sequence[int], max_tokens: int) -> None:
+    """Check that these are the tokens of transformers' greedy ``generate``: each the likeliest, up to the first end.
+
+    One pass over all of them, a tenth of the time that ``generate`` takes.
+    """
+    whole = torch.tensor([[*prompt, *ids]])
     with torch.inference_mode():
-        written = model.generate(
-            given, attention_mask=torch.ones_like(given), max_new_tokens=max_tokens, do_sample=False
-        )
-    tokens: list[int] = written[0, len(ids) :].tolist()
-    return tokens
+        logits = plain_model()(whole, use_cache=False, logits_to_keep=len(ids) + 1).logits[0, :-1]
+    assert list(ids) == logits.argmax(-1).tolist()
+    assert END not in ids[:-1]
+    assert len(ids) == max_tokens or (len(ids) < max_tokens and ids[-1] == END)
 
 
 @functools.cache

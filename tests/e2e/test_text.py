@@ -6,7 +6,7 @@ import pytest
 from decant.engine.request import SamplingParams
 from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
-from tests.e2e.client_checks import TOKENIZER, Answer, ask, generate_request, generated, open_stub, run_alone
+from tests.e2e.client_checks import END, TOKENIZER, Answer, ask, check_generated, generate_request, open_stub, run_alone
 from tests.e2e.deployment import Deployment, deployment
 
 pytestmark = pytest.mark.slow
@@ -38,10 +38,9 @@ def counted(answer: Answer, prompt: int, output: int) -> None:
 async def test_greedy_text_equals_transformers_generate(stub: InferenceServiceStub, prompt: str) -> None:
     ids = ids_of(prompt)
     answer = await ask(stub, generate_request(prompt, max_tokens=48))
-    expected = generated(ids, 48)
-    assert answer.ids == expected
-    assert answer.text == TOKENIZER.decode(expected)
-    counted(answer, len(ids), len(expected))
+    check_generated(ids, answer.ids, 48)
+    assert answer.text == TOKENIZER.decode(answer.ids)
+    counted(answer, len(ids), len(answer.ids))
     assert answer.receipt.prefill_worker.startswith("prefill")
     assert answer.receipt.decode_worker.startswith("decode")
     assert answer.receipt.handoff_bytes > 0 or answer.usage.cached_prompt_tokens
@@ -54,18 +53,17 @@ async def test_prompts_of_every_length_are_served(stub: InferenceServiceStub, le
     ids = [0, *source[start : start + length - 1]]
     assert len(ids) == length
     answer = await ask(stub, generate_request(ids, max_tokens=20))
-    expected = generated(ids, min(20, CONTEXT_LENGTH - length))
-    assert answer.ids == expected
-    ended = expected[-1] == 1
+    check_generated(ids, answer.ids, min(20, CONTEXT_LENGTH - length))
+    ended = answer.ids[-1] == END
     cut = CONTEXT_LENGTH - length < 20
     reason = pb.FINISH_REASON_STOP if ended else pb.FINISH_REASON_CONTEXT_LENGTH if cut else pb.FINISH_REASON_LENGTH
     assert answer.finished.finish_reason == reason
-    counted(answer, length, len(expected))
+    counted(answer, length, len(answer.ids))
 
 
 async def test_one_token_needs_no_decode_worker(stub: InferenceServiceStub) -> None:
     answer = await ask(stub, generate_request(PROMPTS[0], max_tokens=1))
-    assert answer.ids == generated(ids_of(PROMPTS[0]), 1)
+    check_generated(ids_of(PROMPTS[0]), answer.ids, 1)
     assert answer.receipt.decode_worker == ""
     assert answer.receipt.handoff_bytes == 0
     assert answer.finished.finish_reason == pb.FINISH_REASON_LENGTH
@@ -78,7 +76,7 @@ async def test_sixty_four_concurrent_requests_are_served(pair: Deployment, stub:
         *(ask(stub, generate_request(prompt, max_tokens=limit)) for prompt, limit in zip(prompts, limits, strict=True))
     )
     for prompt, limit, answer in zip(prompts, limits, answers, strict=True):
-        assert answer.ids == generated(ids_of(prompt), limit), prompt
+        check_generated(ids_of(prompt), answer.ids, limit)
     await asyncio.to_thread(pair.settled)
 
 
@@ -95,7 +93,7 @@ async def test_every_size_of_the_pools_gives_the_same_text(prefill: int, decode:
             prompts = [f"{PROMPTS[index % len(PROMPTS)]}# {index}\n" for index in range(24)]
             answers = await asyncio.gather(*(ask(stub, generate_request(prompt, max_tokens=12)) for prompt in prompts))
         for prompt, answer in zip(prompts, answers, strict=True):
-            assert answer.ids == generated(ids_of(prompt), 12), prompt
+            check_generated(ids_of(prompt), answer.ids, 12)
         assert len({answer.receipt.prefill_worker for answer in answers}) == prefill
         assert len({answer.receipt.decode_worker for answer in answers}) == decode
         await asyncio.to_thread(running.settled)
