@@ -130,7 +130,7 @@ class WorkerHarness(HostHandler):
         )
 
     async def audit(self) -> wire.AuditResponse:
-        answer: wire.AuditResponse = await services.AuditStub(self.channel).Audit(wire.AuditRequest())
+        answer = await self.auditor.audit()
         assert not answer.violations, list(answer.violations)
         return answer
 
