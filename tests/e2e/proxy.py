@@ -81,6 +81,16 @@ class Proxy(grpc.GenericRpcHandler):
         self.is_mute = False  # fetches receive nothing, not even an end
         self.fetches = 0
         self.cuts: tuple[Cut, ...] = ()
+        self._channels: dict[str, grpc.aio.Channel] = {}  # by target
+
+    def _channel(self) -> grpc.aio.Channel:
+        if self.target not in self._channels:
+            self._channels[self.target] = grpc.aio.insecure_channel(self.target, OPTIONS)
+        return self._channels[self.target]
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         method = handler_call_details.method
@@ -93,24 +103,23 @@ class Proxy(grpc.GenericRpcHandler):
             if self.is_mute and method == FETCH:
                 await asyncio.Event().wait()
             broken = asyncio.Event()
-            async with grpc.aio.insecure_channel(self.target, OPTIONS) as channel:
-                forwarded = self._uncut(method, TO_WORKER, requests, broken)
-                call: Any = channel.stream_stream(method)(cast(Any, forwarded))
-                breaking = asyncio.create_task(_break(call, broken))
-                try:
-                    async for answer in self._uncut(method, TO_CALLER, call, broken):
-                        for changed in _changed(tamper, answer):
-                            yield changed
-                except grpc.aio.AioRpcError as error:
-                    await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
-                except asyncio.CancelledError:
-                    if not broken.is_set():
-                        raise
-                finally:
-                    breaking.cancel()
-                    call.cancel()
-                if broken.is_set():
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+            forwarded = self._uncut(method, TO_WORKER, requests, broken)
+            call: Any = self._channel().stream_stream(method)(cast(Any, forwarded))
+            breaking = asyncio.create_task(_break(call, broken))
+            try:
+                async for answer in self._uncut(method, TO_CALLER, call, broken):
+                    for changed in _changed(tamper, answer):
+                        yield changed
+            except grpc.aio.AioRpcError as error:
+                await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
+            except asyncio.CancelledError:
+                if not broken.is_set():
+                    raise
+            finally:
+                breaking.cancel()
+                call.cancel()
+            if broken.is_set():
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
 
         return grpc.stream_stream_rpc_method_handler(forward)
 
@@ -151,6 +160,7 @@ async def serving() -> AsyncIterator[Proxy]:
         yield made
     finally:
         await server.stop(None)
+        await made.close()
 
 
 @contextmanager
