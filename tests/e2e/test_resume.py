@@ -24,8 +24,8 @@ from tests.ports import reserved_port
 
 pytestmark = pytest.mark.slow
 
-TOKENS = 900
-SHORT = 150
+TOKENS = 300
+SHORT = 80
 LONG = 1900
 """Tokens of an answer during which Redis is stopped and started, all that fit into the small model's context."""
 PROMPT = [0, *(5 + n * 31 % 4000 for n in range(60))]
