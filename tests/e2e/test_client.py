@@ -13,7 +13,7 @@ from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, Process, depl
 
 pytestmark = pytest.mark.slow
 
-TOKENS = 1000  # more than a second of work, so that no router is through with an answer before the test has ended it
+TOKENS = 400  # a second of work, so that no router is through with an answer before the test has ended it
 PROMPT = [0, *(7 + n * 29 % 4000 for n in range(60))]
 WANTED: dict[str, Any] = {
     "max_tokens": TOKENS,
