@@ -24,6 +24,8 @@ PROMPT = "def total(values):\n    result = 0\n    for value in values:\n"
 IDS = TOKENIZER.encode(PROMPT).ids
 WRITTEN = 24
 LONG = 1500
+DETACHED = 100
+"""Tokens of an answer that is written to its end without a client."""
 BEGIN, END = 0, 1
 TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}def {% endif %}"
@@ -314,21 +316,27 @@ async def _cache(stub: Stub) -> None:
 @field("StreamOptions.on_disconnect", "StreamOptions.detach_ttl_ms")
 async def _disconnect(stub: Stub) -> None:
     detach = pb.StreamOptions.ON_DISCONNECT_DETACH
-    ends = {
-        pb.Generation.STATE_CANCELLED: [
-            pb.StreamOptions(),
-            pb.StreamOptions(on_disconnect=pb.StreamOptions.ON_DISCONNECT_CANCEL),
-            pb.StreamOptions(on_disconnect=detach, detach_ttl_ms=1),
-        ],
-        pb.Generation.STATE_SUCCEEDED: [
-            pb.StreamOptions(on_disconnect=detach),
-            pb.StreamOptions(on_disconnect=detach, detach_ttl_ms=600_000),
-        ],
+    ends: dict[Any, tuple[int, list[pb.StreamOptions]]] = {
+        pb.Generation.STATE_CANCELLED: (
+            LONG,
+            [
+                pb.StreamOptions(),
+                pb.StreamOptions(on_disconnect=pb.StreamOptions.ON_DISCONNECT_CANCEL),
+                pb.StreamOptions(on_disconnect=detach, detach_ttl_ms=1),
+            ],
+        ),
+        pb.Generation.STATE_SUCCEEDED: (
+            DETACHED,
+            [
+                pb.StreamOptions(on_disconnect=detach),
+                pb.StreamOptions(on_disconnect=detach, detach_ttl_ms=600_000),
+            ],
+        ),
     }
-    for state, options in ends.items():
+    for state, (tokens, options) in ends.items():
         for stream in options:
             id = str(uuid.uuid4())
-            stopping = pb.StoppingParams(max_tokens=LONG, ignore_eos=True)
+            stopping = pb.StoppingParams(max_tokens=tokens, ignore_eos=True)
             call = stub.GenerateStream(request(request_id=id, stopping=stopping, stream=stream))
             await call.read()
             call.cancel()
