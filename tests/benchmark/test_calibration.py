@@ -2,21 +2,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, cast
 
 import pytest
+from typer.testing import CliRunner
 
 from decant.bench.calibration.costs import PromptSample, Samples, StepSample, costs
 from decant.bench.calibration.experiment import CalibrationOptions, measure
 from decant.bench.calibration.running_answers import RunningAnswers
 from decant.bench.errors import InvalidBenchmark
+from decant.command.app import app
+from decant.command.deployment import temporary_deployment
 from decant.engine.costs import StepCostModel, chunk
 from decant.plan.costs import cost_profile
 from decant.protos import inference_pb2 as pb
+from decant.runtime.settings import variable_name
+from tests.e2e.deployment import Deployment, deployment
 
 PREFILL = StepCostModel(fixed=0.004, token=5e-4, pair=3e-7)
 DECODE = StepCostModel(fixed=0.008, token=3e-4, pair=2e-6)
@@ -66,11 +69,18 @@ def test_work_that_is_faster_beside_other_work_is_no_negative_contention() -> No
 
 
 @pytest.mark.slow
-def test_the_command_measures_a_deployment_and_the_plan_reads_it() -> None:
-    command = [sys.executable, "-P", "-m", "decant.command", "bench", "calibrate"]
+def test_the_command_measures_a_deployment_and_the_plan_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def started(*arguments: str, variables: Mapping[str, str]) -> Iterator[Deployment]:
+        assert arguments == ("--prefill", "1", "--decode", "1", "--kv-memory", "64M")
+        threshold = int(variables[variable_name("handoff_min_tokens")])
+        with deployment(dtype="auto", handoff_min_tokens=threshold) as running:
+            yield running
+
+    monkeypatch.setattr(temporary_deployment, "temporary_deployment", started)
     lengths = ("--prompt-tokens", "64", "--output-tokens", "8", "--kv-memory", "64M")
-    done = subprocess.run([*command, *lengths], capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, ["bench", "calibrate", *lengths])
+    assert done.exit_code == 0, done.stderr
     document = json.loads(done.stdout)
     profile = cost_profile.from_document(document)
     assert profile.prefill.seconds(chunk(0, 64)) >= profile.prefill.seconds(chunk(0, 1)) > 0
