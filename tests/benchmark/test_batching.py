@@ -80,6 +80,7 @@ def test_every_eighth_answer_is_long() -> None:
     queue = queues.every_eighth_long(64, 16, 256)
     assert [index for index, output in enumerate(queue.outputs, start=1) if output == 256] == [8, 16, 24, 32]
     assert queue.batch_size == queue.reserved == 8
+    assert slots.ratios(queue) == (4.0, 4.0)
 
 
 @pytest.mark.parametrize("contender", CONTENDERS)

@@ -6,29 +6,39 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from decant.bench import model_shapes
-from tests.e2e.fork_server import completed
+from decant.bench.batching import curve, experiment
+from decant.command.app import app
 
-COMMAND = [sys.executable, "-P", "-m", "decant.command", "bench", "batching"]
+BATCHING = ("bench", "batching")
+COMMAND = [sys.executable, "-P", "-m", "decant.command", *BATCHING]
 
 
 def batching(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=600, check=False)
 
 
+@pytest.fixture
+def short_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths in the same proportions as the published ones, in a quarter of the steps."""
+    for name in ("QUEUE_PROMPT", "SHORT", "LONG", "EQUAL"):
+        monkeypatch.setattr(experiment, name, getattr(experiment, name) // 4)
+    monkeypatch.setattr(curve, "OUTPUT", curve.OUTPUT // 4)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(650)
-def test_the_small_model_is_measured_and_padding_costs_throughput(tmp_path: Path) -> None:
+def test_the_small_model_is_measured_and_padding_costs_throughput(short_queues: None, tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     sizes = ("--requests", "32", "--caps", "64", "--prompt-tokens", "32", "--kv-tokens", "768")
-    done = batching(*sizes, "--threads", "1", "--json", "--html", str(report))
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, [*BATCHING, *sizes, "--threads", "1", "--json", "--html", str(report)])
+    assert done.exit_code == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["model_id"] == "tiny-python"
     assert document["sentence"] in report.read_text()
     eighth = document["queues"][0]
-    assert eighth["over_batch"]["slots"] == pytest.approx(4.0, rel=0.01)
+    assert eighth["over_batch"]["slots"] == pytest.approx(256 / 67)
     runs, ratios = eighth["runs"], eighth["over_batch"]
     assert ratios["useful_per_step"] > 3
     shown = runs["continuous, paged"]["output_throughput"] / runs["static, padded to its batch"]["output_throughput"]
@@ -36,15 +46,14 @@ def test_the_small_model_is_measured_and_padding_costs_throughput(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(650)
 def test_tables_are_printed_of_another_shape_with_queues_of_the_default_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_queues: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     options = ("--model", "tiny", "--requests", "32", "--caps", "64", "--threads", "1")
-    done = completed("decant.command", "bench", "batching", *options, timeout=600)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, [*BATCHING, *options])
+    assert done.exit_code == 0, done.stderr
     assert "continuous, paged, against static batches" in done.stdout
 
 
