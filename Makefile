@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export TORCH_INDEX ?=
 INSTALLER ?= uv
 AT_ONCE ?= 3
-DEMO := tests/decant/test_up.py::test_the_demo_shows_it_all_and_leaves_nothing
+DEMO := tests/e2e/test_install.py::test_the_demo_of_the_wheel_shows_it_all_and_leaves_nothing
 PYTEST = $(BIN)/python -m pytest --numprocesses $(AT_ONCE) --dist worksteal
 PYTHON ?=
 # Many container images forbid bytecode; each process would compile torch and transformers again (6 s).

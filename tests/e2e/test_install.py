@@ -1,5 +1,6 @@
-import json
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -8,8 +9,11 @@ import venv
 import zipfile
 from pathlib import Path
 
+import psutil
 import pytest
 
+from decant.command import demo
+from tests.decant.supervisor_harness import nothing_left
 from tests.e2e.deployment import PATIENCE_S
 
 pytestmark = pytest.mark.slow
@@ -62,44 +66,27 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return environment
 
 
-def test_the_wheel_runs_a_deployment_and_asks_it(environment: Path, tmp_path: Path) -> None:
-    decant = str(environment / "bin" / "decant")
+def test_the_demo_of_the_wheel_shows_it_all_and_leaves_nothing(environment: Path, tmp_path: Path) -> None:
+    before = {one.pid for one in psutil.process_iter()}
     variables = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
     variables.pop("PYTHONPATH", None)
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [decant, *arguments], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=PATIENCE_S
+            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=2 * PATIENCE_S
         )
 
-    where = [str(environment / "bin" / "python"), "-P", "-c", "from decant import router; print(router.__file__)"]
-    found = subprocess.run(where, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
-    assert found.stdout.startswith(str(environment)), found.stdout
-    up = subprocess.Popen(
-        [decant, "up", "--port", "0", "--ready-seconds", str(PATIENCE_S)],
-        cwd=tmp_path,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        assert up.stdout
-        lines = []
-        for line in up.stdout:
-            lines.append(line)
-            if '"ready"' in line and "address" in line:
-                break
-        else:
-            pytest.fail("".join(lines))
-        done = run("generate", "def add(a, b):\n", "--max-tokens", "12", "--json")
-        assert done.returncode == 0, done.stderr
-        answer = json.loads(done.stdout)
-        assert answer["text"]
-        assert run("audit").returncode == 0
-        assert run("status", "--json").returncode == 0
-    finally:
-        up.terminate()
-        rest, _ = up.communicate(timeout=PATIENCE_S)
-    assert up.returncode == 0, rest
-    assert not list(tmp_path.iterdir())
+    python = str(environment / "bin" / "python")
+    where = run(python, "-P", "-c", "from decant import router; print(router.__file__)")
+    assert where.stdout.startswith(str(environment)), where
+    done = run(str(environment / "bin" / "decant"), "demo")
+    assert done.returncode == 0, done.stderr
+    for part in ("def is_empty(self):", "prefill-1 -> decode-1", "adds up"):
+        assert part in done.stdout
+    question = done.stdout[done.stdout.index(demo.PROMPT) :].partition("\ndecant status")[0]
+    function, _, line = question.strip().rpartition("\n")
+    assert ast.parse(function).body, "a whole function"
+    assert re.search(r"\d+ tokens", line)
+    left = [one for one in psutil.process_iter(["cmdline"]) if one.pid not in before]
+    assert not [one for one in left if str(tmp_path) in " ".join(one.info["cmdline"] or [])]
+    nothing_left([], tmp_path)
