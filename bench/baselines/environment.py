@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import subprocess
+import sys
 import venv
 from collections import deque
 from collections.abc import Callable
@@ -30,17 +31,16 @@ def python(requirements: Path, say: Callable[[str], None]) -> Path:
     if not (folder / "complete").exists():
         shutil.rmtree(folder, ignore_errors=True)
         say("a new environment")
-        venv.create(folder, with_pip=True)
+        venv.create(folder)
         _install(interpreter, requirements, say)
         (folder / "complete").touch()
     return interpreter
 
 
 def _install(interpreter: Path, requirements: Path, say: Callable[[str], None]) -> None:
-    install = ["-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--no-compile", "--requirement"]
-    pip = subprocess.Popen(
-        [interpreter, *install, requirements], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    command = [sys.executable, "-m", "pip", "--python", str(interpreter), "--disable-pip-version-check", "install"]
+    options = ["--no-deps", "--no-compile", "--requirement", str(requirements)]
+    pip = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output = deque[str](maxlen=200)
     try:
         assert pip.stdout is not None
