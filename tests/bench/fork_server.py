@@ -1,17 +1,24 @@
-"""``subprocess_runner.run`` in a fork of a process that has imported torch, with tiny sizes."""
+"""Processes of benchmarks in forks of a process that has imported torch.
+
+``run`` stands for ``subprocess_runner.run``, with tiny sizes, ``module_process`` for ``bench.deployment``'s.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import multiprocessing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from bench.comparison.subprocess_runner import ChildFailed, Job, OnProgress
+from bench.deployment import processes
+from tests.e2e.fork_server import Forked
 
 Run = Callable[..., dict[str, Any]]
 
@@ -45,6 +52,29 @@ def run(module: str, job: Job, on_progress: OnProgress, python: Path | None = No
 
 def run_one_of(modules: Sequence[str], otherwise: Run, module: str, *arguments: Any) -> dict[str, Any]:
     return run(module, *arguments) if module in modules else otherwise(module, *arguments)
+
+
+class _Awaitable:
+    """What ``bench.deployment`` needs of an asyncio.subprocess.Process."""
+
+    def __init__(self, process: Forked) -> None:
+        self._process = process
+        self.pid = process.pid
+        self.send_signal = process.send_signal
+        self.kill = process.kill
+
+    async def wait(self) -> int:
+        return await asyncio.to_thread(self._process.wait)
+
+
+@asynccontextmanager
+async def module_process(command: Sequence[str], log: Path) -> AsyncIterator[_Awaitable]:
+    with log.open("wb") as output:
+        process = _Awaitable(Forked(command[0], command[1:], output.fileno(), output.fileno()))
+    try:
+        yield process
+    finally:
+        await processes.end(process)  # type: ignore[arg-type]
 
 
 def _measure(module: str, job: str, channel: Connection) -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from multiprocessing.forkserver import ensure_running
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from bench import router
-from bench.deployment import frames, load
+from bench.deployment import frames, load, processes
 from bench.deployment import grpc_baseline as bare
 from bench.deployment.load import Job
 from bench.router import GOALS, Goal, LoadFailed
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc as services
+from tests.bench import fork_server as forked
 from tests.ports import reserved_port
 
 PATIENCE = 120.0
@@ -170,7 +172,15 @@ def test_a_goal_has_a_direction(at_least: bool, figure: float, met: bool) -> Non
 
 @pytest.mark.slow
 async def test_the_whole_bench_on_a_tiny_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = psutil.Process().children(recursive=True)  # other tests fork their processes from a persistent one
+    ensure_running()
+    before = psutil.Process().children(recursive=True)
+    module_process = processes.module_process
+    monkeypatch.setattr(
+        processes,
+        "module_process",
+        # Of the gRPC baseline, the standard output is read.
+        lambda *started, **streams: (module_process if streams else forked.module_process)(*started, **streams),
+    )
     monkeypatch.setattr(router, "CLIENTS", (2, 4))
     monkeypatch.setattr(router, "STREAMS", 8)  # their writes outnumber those of registrations
     result = await router.measure(0.4, Console(stderr=True), settle_s=0.1, warm_s=0.05)

@@ -10,10 +10,12 @@ import pytest
 
 from bench import service
 from bench.comparison.subprocess_runner import Job
+from bench.deployment import service as deployed
 from bench.deployment.cpu_use import CpuUse, hottest
 from bench.deployment.service import PARTS, LoadFailed
 from bench.deployment.service import service as running_service
 from bench.workloads import exponential
+from tests.bench import fork_server as forked
 
 
 def spent(user: float, system: float) -> dict[str, float]:
@@ -71,7 +73,8 @@ async def test_a_worker_that_ends_early_is_reported_with_its_reason(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_workload_goes_through_client_router_and_worker(tiny: Path, tmp_path: Path) -> None:
+def test_a_workload_goes_through_client_router_and_worker(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deployed, "module_process", forked.module_process)
     items = exponential(512, count=3, prompt=16, mean=8)
     job = Job(str(tiny), "bfloat16", 1, tuple(items), token_budget=64, kv_bytes=1 << 22)
     run = asyncio.run(service.whole_service(job))
