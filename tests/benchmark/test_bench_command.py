@@ -45,13 +45,21 @@ def measured(address: str, *arguments: str) -> dict[str, Any]:
 
 
 def test_up_starts_a_deployment_and_prints_tables_and_the_answer() -> None:
-    """The logs of 200 requests fill a pipe twice."""
-    options = ("--up", "--rate", "100", "--slo", "ttft=30s,tpot=10s", *SMALL, "--requests", "200")
+    """The logs of 250 requests fill a pipe twice. A prefill worker, as by default, would be one more start of torch."""
+    workers = ("--prefill", "0", "--decode", "1")
+    options = ("--up", *workers, "--rate", "100", "--slo", "ttft=30s,tpot=10s", *SMALL, "--requests", "250")
     done = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    for text in ("200 completed, 0 failed", "TTFT", "second token", "handoff", "100% of the requests meet"):
+    for text in ("250 completed, 0 failed", "TTFT", "100% of the requests meet"):
         assert text in done.stdout
     assert "keeps TTFT p99 under 30000 ms and TPOT p99 under 10000 ms at 100 requests/s" in done.stdout
+
+
+def test_tables_have_the_parts_of_the_time_to_the_second_token(address: str) -> None:
+    done = bench("--address", address, "--rate", "50", *SMALL)
+    assert done.returncode == 0, done.stderr
+    for text in ("12 completed, 0 failed", "TTFT", "second token", "handoff"):
+        assert text in done.stdout
 
 
 def test_an_open_loop_has_the_keys_of_vllm_and_forced_lengths(address: str) -> None:
