@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from contextlib import redirect_stdout
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from bench import engine, machine, workloads
 from bench.comparison import subprocess_runner as child
-from bench.comparison.contenders import CONTENDERS
 from bench.comparison.subprocess_runner import ChildFailed
 from bench.engine import Bench
 from bench.workloads import Item
@@ -56,7 +54,7 @@ def measured(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     options = ("--threads", "1", "--no-limits", "--batch-size", "2", "--static-batches", "2", "--kv-bytes", "4000000")
     command = ["engine", "--model", str(tiny), "--workload", str(path), "--json", "-", *options]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as output:
-        patch.setattr(child, "run", partial(forked.run_one_of, (CONTENDERS["static"].module,), child.run))
+        patch.setattr(child, "run", forked.run)
         patch.setattr("signal.signal", lambda *_: None)
         patch.setattr(sys, "argv", command)
         assert engine.main() == 0
