@@ -22,7 +22,7 @@ def until(find: Callable[[], list[psutil.Process]], bench: subprocess.Popen[byte
         assert bench.poll() is None, "the command ended by itself"
         if found := find():
             return found
-        time.sleep(0.05)
+        time.sleep(0.2)  # each look goes through all processes of the machine
     raise AssertionError("the deployment did not get so far")
 
 
