@@ -325,6 +325,17 @@ def generate(model: Any, tokens: Sequence[int], count: int) -> Written:
     return Written(tuple(out.sequences[0, len(tokens) :].tolist()), tuple((best[:, 0] - best[:, 1]).tolist()))
 
 
+@torch.no_grad()
+def follow(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Written:
+    """Choose at each position what ``generate`` would after ``prompt`` and the earlier ``tokens``, in one pass.
+
+    Up to the first other token the choices are those of ``generate``.
+    """
+    sequence = torch.tensor([[*prompt, *tokens]])[:, :-1]
+    best = model(input_ids=sequence, use_cache=False).logits[0, len(prompt) - 1 :].float().topk(2)
+    return Written(tuple(best.indices[:, 0].tolist()), tuple((best.values[:, 0] - best.values[:, 1]).tolist()))
+
+
 @dataclass
 class Run:
     tokens: dict[str, list[int]]
