@@ -32,6 +32,7 @@ from decant.engine.model.step_batch import flatten as flatten_in_numpy
 from decant.engine.plan import Row
 from decant.engine.request import Request
 from decant.engine.sampler_state import SamplerState
+from tests.e2e import fork_server
 from tests.engine.sampler.harness import MIXES
 from tests.engine.sampler.harness import row as sampled_row
 
@@ -266,72 +267,14 @@ def test_invalid_sizes_are_refused(kernels: str, data: st.DataObject) -> None:
         one[name]()
 
 
-_WITH_LITTLE_MEMORY = """
-import importlib
-import resource
-import sys
-from array import array
-import torch
-torch.set_num_threads(2)
-from decant.engine.cpu.sampler import NativeSampler
-from decant.engine.model.attention.interface import AttentionCall
-from decant.engine.cpu.attention import NativeAttention
-from decant.engine.model.attention.masks import AttentionWindow
-from decant.engine.model.step_batch import flatten
-from decant.engine.kv_layout import WindowKind, KvLayout, LayerSpec
-from decant.engine.model.kv_store import KvStore
-from decant.engine.plan import Row
-from decant.engine.cpu.gemm import PackedWeight
-from decant.engine.request import Request, SamplingParams
-kernels = importlib.import_module("decant.engine.cpu.kernels." + sys.argv[1])
-
-def drawing(size):
-    logits = torch.zeros(2, size, dtype=torch.bfloat16)
-    one = Request("r", (0,), sampling=SamplingParams(temperature=1.0))
-    from decant.engine.sampler_state import SamplerState
-    rows = [Row(one, [0], 0, 1, (array("i"),), True, SamplerState(one))] * 2
-    return lambda: NativeSampler(kernels).sample(rows, logits, frozenset())
-
-def attending(width):
-    store = KvStore(KvLayout((LayerSpec(1, 16, width),), 16, 4), 20, torch.float32, torch.device("cpu"))
-    tokens = list(range(256))
-    rows = [Row(Request("r", (0,)), tokens, 0, 256, (array("i", range(16)),), True)]
-    attention = NativeAttention(kernels, store, [AttentionWindow()], flatten(rows, 16, store.null_block))
-    query, key = torch.zeros(1, 4, 256, 16), torch.zeros(1, 1, 256, 16)
-    value = torch.zeros(1, 1, 1, width).expand(1, 1, 256, width)
-    call = AttentionCall(0, query, key, value, 1.0, None, None, None)
-    return lambda: attention.attend(call)
-
-def multiplying(rows):
-    product = PackedWeight(kernels, torch.zeros(16, 1), None)
-    x = torch.zeros(rows, 1)
-    return lambda: product(x)
-
-cases = [(multiplying, 1000, 98_000), (drawing, 1000, 30_000_000), (attending, 16, 40_000)]
-for make, small, large in cases:
-    make(small)()  # threads, and what they take once
-    work = make(large)
-    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    for spare in range(0, 1 << 32, 12 << 20):  # until there is enough
-        resource.setrlimit(resource.RLIMIT_AS, (used + spare, resource.RLIM_INFINITY))
-        try:
-            work()
-            break
-        except (MemoryError, RuntimeError):
-            continue
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    print(make.__name__, spare > 0)
-"""
-
-
 @pytest.mark.slow
 @every_build
 def test_no_memory_within_a_parallel_region_is_a_memory_error(kernels: str) -> None:
-    command, plain = (
-        [sys.executable, "-c", _WITH_LITTLE_MEMORY, kernels],
-        {**os.environ, "LD_PRELOAD": ""},
-    )  # a sanitizer maps terabytes
-    done = subprocess.run(command, env=plain, capture_output=True, text=True, timeout=300, check=False)
+    module = "tests.engine.little_memory"
+    if os.environ.get("LD_PRELOAD"):  # a sanitizer maps terabytes
+        command, plain = [sys.executable, "-m", module, kernels], {**os.environ, "LD_PRELOAD": ""}
+        done = subprocess.run(command, env=plain, capture_output=True, text=True, timeout=300, check=False)
+    else:
+        done = fork_server.completed(module, kernels, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["multiplying", "True", "drawing", "True", "attending", "True"]
