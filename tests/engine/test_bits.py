@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
-from transformers.initialization import no_init_weights
 
 from decant import models
 from decant.bench import model_shapes as shapes
@@ -29,6 +28,7 @@ from decant.engine.model.step_batch import FlatBatch, Ints
 from decant.engine.plan import Row
 from decant.engine.request import Request, SamplingParams, StopParams
 from decant.engine.scheduler import Limits
+from tests.engine import tiny
 
 pytestmark = pytest.mark.slow
 
@@ -320,24 +320,11 @@ def hand_over(sender: Engine, receiver: Engine, request: Request) -> None:
     sender.check_integrity()
 
 
-def save_qwen(folder: Path, vocabulary: int) -> str:
-    """Weights repeat the same numbers at other places in each row: they are drawn in a tenth of the time."""
-    shape = {**shapes.SHAPES["qwen2.5-0.5b"], "num_hidden_layers": 2, "vocab_size": vocabulary}
-    with no_init_weights():
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=torch.bfloat16)
-    model.tie_weights()
-    drawn = (torch.randn(1_000_003, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" not in name:
-                weight.copy_(drawn.repeat(-(-weight.numel() // len(drawn)))[: weight.numel()].view_as(weight))
-    model.save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.mark.parametrize(("dtype", "vocabulary"), [("bfloat16", 151_936), ("float32", 38_016)])
 def test_rows_are_exact_at_the_shape_of_qwen_half_a_billion(dtype: str, vocabulary: int, tmp_path: Path) -> None:
-    device = load(ModelConfig(save_qwen(tmp_path, vocabulary), dtype=dtype, kv_bytes=16 << 20))
+    shape = {**shapes.SHAPES["qwen2.5-0.5b"], "num_hidden_layers": 2, "vocab_size": vocabulary}
+    folder = tiny.save_large(AutoConfig.for_model(**shape), tmp_path)
+    device = load(ModelConfig(str(folder), dtype=dtype, kv_bytes=16 << 20))
     lengths = [140, 1, 33, 64, 20, 7]
     bench = Bench(device, lengths)
     with threads(2):

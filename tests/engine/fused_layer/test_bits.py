@@ -10,11 +10,13 @@ import torch
 
 from decant.engine.cpu.backend import CpuBackend
 from decant.engine.cpu.fused_layer import unfuse
+from decant.engine.loading import load
 from decant.engine.model.attention.interface import attending
 from decant.engine.model.attention.masks import AttentionWindow
+from decant.engine.model.model import ModelConfig
 from decant.engine.model.runner import ModelRunner
 from tests.engine import tiny
-from tests.engine.fused_layer.harness import compute_steps, device_of, equal, fused, needs_kernels, row
+from tests.engine.fused_layer.harness import WIDE, compute_steps, device_of, equal, fused, needs_kernels, row
 
 pytestmark = needs_kernels
 
@@ -56,7 +58,8 @@ def test_a_fused_layer_has_the_bits_of_its_parts(kind: str, dtype: str, tmp_path
 @pytest.mark.slow
 def test_layers_as_wide_as_in_real_models_are_fused(tmp_path: Path) -> None:
     wide = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "head_dim": 64}
-    device = device_of(tmp_path, "qwen2", "bfloat16", **wide, num_hidden_layers=6)
+    made = tiny.config("qwen2", **WIDE | wide, num_hidden_layers=6)
+    device = load(ModelConfig(str(tiny.save_large(made, tmp_path)), device="cpu", kv_bytes=4 << 20))
     assert len(fused(device)) == 6
 
 
