@@ -49,7 +49,6 @@ def pytest_configure() -> None:
 
 LONGEST = (
     "tests/e2e/test_install.py",
-    "tests/benchmark/test_batching_command.py",
     "tests/engine/test_architectures.py",
     "tests/engine/test_bits.py",
     "tests/worker/test_decode_schedules.py",

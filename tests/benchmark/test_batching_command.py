@@ -46,7 +46,7 @@ def test_the_small_model_is_measured_and_padding_costs_throughput(short_queues: 
 
 
 @pytest.mark.slow
-def test_tables_are_printed_of_another_shape_with_queues_of_the_default_sizes(
+def test_tables_are_printed_of_another_shape(
     short_queues: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
