@@ -356,8 +356,7 @@ def test_a_redis_that_denies_access_is_refused(run: Run, redis: PrivateRedis) ->
     ("module", "role"), [("decant.prefill_worker", wire.ROLE_PREFILL), ("decant.decode_worker", wire.ROLE_DECODE)]
 )
 async def test_a_worker_serves_the_tiny_model(run: Run, redis: PrivateRedis, module: str, role: wire.Role) -> None:
-    whole = role == wire.ROLE_PREFILL  # how an interpreter with torch ends is the same for both roles
-    worker = run((module,), "--kv-bytes", str(8 << 20), whole=whole)
+    worker = run((module,), "--kv-bytes", str(8 << 20), whole=role == wire.ROLE_PREFILL)  # both roles end alike
     with channel_to(worker.ready()) as channel:
         seen = audit(channel)
         assert (seen.role, seen.total_blocks * seen.block_bytes <= 8 << 20) == (role, True)
