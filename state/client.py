@@ -7,26 +7,18 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from redis import exceptions
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
+from redis.asyncio import Redis
 
+from decant.state.connections import FORMER_PRIMARY, ConnectionAges, ConnectionPool, error_code
 from decant.state.errors import StateError, StoreFault, StoreUnavailable
 from decant.state.scripts import Argument, Command
 
 # bytes, an integer, None, or a list of these; see each script
 Reply: TypeAlias = Any
 
-_UNAVAILABLE = (
-    exceptions.ConnectionError,
-    exceptions.TimeoutError,
-    exceptions.ReadOnlyError,
-    exceptions.ClusterDownError,
-    exceptions.TryAgainError,
-    exceptions.OutOfMemoryError,
-    OSError,  # TimeoutError is one
-)
-_UNAVAILABLE_PREFIXES = ("BUSY ", "MISCONF ", "NOREPLICAS ")  # errors without a class: writes are impossible for now
+_UNAVAILABLE = (exceptions.ConnectionError, exceptions.TimeoutError)
+_UNAVAILABLE_CODES = FORMER_PRIMARY | {"BUSY", "MISCONF", "NOREPLICAS", "NOSCRIPT", "OOM", "TRYAGAIN"}
+"""Error codes of a server that can't write now, or lost its scripts twice."""
 _REFUSED = (
     exceptions.AuthenticationError,
     exceptions.AuthorizationError,
@@ -34,18 +26,11 @@ _REFUSED = (
 
 
 class Client:
-    def __init__(self, url: str, deadline_s: float, max_connections: int) -> None:
-        """Make a client; `deadline_s` of a call includes the wait for a connection."""
+    def __init__(self, url: str, deadline_s: float, max_connections: int, ages: ConnectionAges | None = None) -> None:
+        """Make a client; `deadline_s` of a call includes the wait for a connection; clients of a store share `ages`."""
         self._deadline_s = deadline_s
-        self._pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=max_connections,
-            timeout=None,
-            protocol=2,
-            socket_timeout=None,
-            socket_connect_timeout=None,
-            retry=Retry(NoBackoff(), 1, supported_errors=(exceptions.ConnectionError,)),
-        )
+        self._ages = ages or ConnectionAges()
+        self._pool = ConnectionPool.of_url(url, max_connections, self._ages)
         self._redis = Redis.from_pool(self._pool)
 
     async def execute(self, *args: Argument) -> Reply:
@@ -90,12 +75,19 @@ class Client:
                 if any(isinstance(reply, exceptions.NoScriptError) for reply in replies):
                     await self._load(commands)
                     replies = await self._send(commands)
-        except (exceptions.RedisError, OSError) as error:
-            raise _translate_error(error, deadline_s) from error
-        return [
-            _translate_error(reply, deadline_s) if isinstance(reply, exceptions.RedisError) else reply
-            for reply in replies
-        ]
+        except Exception as error:  # whatever the library raises is a fault of this border
+            raise self._translate(error, deadline_s) from error
+        return [self._translate(reply, deadline_s) if isinstance(reply, Exception) else reply for reply in replies]
+
+    def _translate(self, error: Exception, deadline_s: float) -> StoreUnavailable | StoreFault:
+        code = error_code(error)
+        if code in FORMER_PRIMARY:
+            self._ages.replace_all()
+        if _is_permanent(error, code):
+            return StoreFault(str(error))
+        if isinstance(error, TimeoutError):
+            return StoreUnavailable(f"no answer within {deadline_s:g} s")
+        return StoreUnavailable(str(error) or type(error).__name__)
 
     async def _send(self, commands: Sequence[Command]) -> list[Reply]:
         pipeline = self._redis.pipeline(transaction=False)
@@ -105,11 +97,16 @@ class Client:
 
     async def _load(self, commands: Sequence[Command]) -> None:
         texts = {command.script.text for command in commands if command.script}
-        await self._send([Command(("SCRIPT", "LOAD", text)) for text in texts])
+        for reply in await self._send([Command(("SCRIPT", "LOAD", text)) for text in texts]):
+            if isinstance(reply, Exception):
+                raise reply
 
 
-def _translate_error(error: Exception, deadline_s: float) -> StoreUnavailable | StoreFault:
-    refused = isinstance(error, _REFUSED) or isinstance(error.__cause__, _REFUSED)  # wrapped while connecting
-    if (isinstance(error, _UNAVAILABLE) or str(error).startswith(_UNAVAILABLE_PREFIXES)) and not refused:
-        return StoreUnavailable(str(error) or f"no answer within {deadline_s:g} s")
-    return StoreFault(str(error))
+def _is_permanent(error: Exception, code: str) -> bool:
+    if isinstance(error, _REFUSED) or isinstance(error.__cause__, _REFUSED):  # wrapped while connecting
+        return True
+    return (
+        isinstance(error, exceptions.RedisError)
+        and not isinstance(error, _UNAVAILABLE)
+        and code not in _UNAVAILABLE_CODES
+    )

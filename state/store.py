@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from decant.protos.state_pb2 import RouterRegistration, WorkerRegistration
 from decant.state.client import Client
+from decant.state.connections import ConnectionAges
 from decant.state.directory import Directory, Routers, Workers
 from decant.state.keys import Ttls
 from decant.state.open_requests import OpenRequests
@@ -58,8 +59,9 @@ class Store:
     """
 
     def __init__(self, settings: StoreSettings) -> None:
+        ages = ConnectionAges()
         self._client, self._reads, self._directory = self._clients = [
-            Client(settings.url, settings.deadline_s, settings.max_connections) for _ in range(3)
+            Client(settings.url, settings.deadline_s, settings.max_connections, ages) for _ in range(3)
         ]
         ttls = settings.ttls
         self.workers: Workers = Directory(self._directory, "workers", WorkerRegistration, ttls)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
@@ -22,6 +21,7 @@ from tests.router.harness import PATIENCE, Core, core, tokens_of, until_ended, u
 from tests.router.test_migration import valid_request
 from tests.state.conftest import bare, server
 from tests.state.factories import make_store
+from tests.state.redis_proxy import redis_proxy
 from tests.worker.harness import WorkerHarness, registered, run_alone, worker
 from tests.worker.waiting import eventually
 
@@ -31,48 +31,6 @@ LIFETIMES = Ttls(registration_s=0.6, refill_s=0.0)
 STREAMS = 4
 """Per router."""
 WANTED = 40
-
-
-@dataclass
-class RedisProxy:
-    socket: str
-    is_cut: bool = False
-    address: str = ""
-    _writers: set[asyncio.StreamWriter] = field(default_factory=set)
-
-    async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.is_cut:
-            writer.transport.abort()
-            return
-        there, back = await asyncio.open_unix_connection(self.socket)
-        self._writers |= {writer, back}
-        await asyncio.gather(self._pass(reader, back), self._pass(there, writer))
-        self._writers -= {writer, back}
-
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while data := await reader.read(1 << 16):
-                writer.write(data)
-                await writer.drain()
-        except OSError:
-            pass
-        finally:
-            writer.close()
-
-    def cut(self) -> None:
-        self.is_cut = True
-        for writer in list(self._writers):
-            writer.transport.abort()
-
-
-@asynccontextmanager
-async def redis_proxy(server: PrivateRedis) -> AsyncIterator[RedisProxy]:
-    made = RedisProxy(server.url.removeprefix("unix://"))
-    listening = await asyncio.start_server(made.forward, "127.0.0.1", 0)
-    made.address = f"redis://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-    async with listening:
-        yield made
-        made.cut()
 
 
 @asynccontextmanager
