@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, Callable
-from contextlib import AbstractContextManager
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -49,14 +49,12 @@ class GrpcSource:
         self._borrow = borrow
 
     async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[Received, None]:
-        with self._borrow() as channel:
+        with self._borrow() as channel, _broken_call():
             opened: Any = channel.stream_stream(FETCH, wire.FetchRequest.SerializeToString, decode)
             call = opened(requests)
             try:
                 async for response in call:
                     yield response
-            except grpc.aio.AioRpcError as error:
-                raise ConnectionError(f"{error.code().name}: {error.details()}") from error
             finally:
                 call.cancel()
 
@@ -64,11 +62,18 @@ class GrpcSource:
         pass
 
     async def release(self, request: wire.ReleaseRequest, seconds: float) -> None:
-        with self._borrow() as channel:
-            try:
-                await services.KvSourceStub(channel).Release(request, timeout=seconds)
-            except grpc.aio.AioRpcError as error:
-                raise ConnectionError(f"{error.code().name}: {error.details()}") from error
+        with self._borrow() as channel, _broken_call():
+            await services.KvSourceStub(channel).Release(request, timeout=seconds)
+
+
+@contextmanager
+def _broken_call() -> Iterator[None]:
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise ConnectionError(f"{error.code().name}: {error.details()}") from error
+    except Exception as error:  # whatever gRPC raises is a break of this call
+        raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
 
 class GrpcTransport:

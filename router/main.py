@@ -34,7 +34,7 @@ from decant.router.settings import RouterSettings
 from decant.router.text.served_model import Models, load
 from decant.router.timings import RouterTimings
 from decant.router.workers.pool import WorkerPool
-from decant.runtime.background import BackgroundTask
+from decant.runtime.background import BackgroundTask, run_restarting
 from decant.runtime.connections.peer import default_id, new_peer
 from decant.runtime.enum_names import enum_label, enum_labels
 from decant.runtime.model_files import ModelUnreadable
@@ -197,7 +197,8 @@ class RouterProcess:
     ) -> None:
         for close in closes:
             self._ends.push_async_callback(close)
-        await self._ends.enter_async_context(BackgroundTask(name, run, self._part_failed))
+        task = BackgroundTask(name, partial(run_restarting, name, run), self._part_failed)
+        await self._ends.enter_async_context(task)
 
     def _part_failed(self, name: str, error: BaseException) -> None:
         self.readiness.mark_failed(f"{name} failed")

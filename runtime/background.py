@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from decant.runtime.backoff import Backoff
 from decant.runtime.telemetry import logs
 
 CLOSE_SECONDS = 10.0
@@ -37,6 +39,36 @@ def start_task(
     task = asyncio.create_task(coroutine, name=name)
     task.add_done_callback(report)
     return task
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    max_crashes: int = 5
+    """Crashes in a row after which the last one is raised."""
+    pause: Backoff = Backoff(0.5, 8.0)
+    steady_s: float = 60.0
+    """A run that lasts longer begins a new row."""
+
+
+async def run_restarting(
+    name: str, run: Callable[[], Coroutine[Any, Any, None]], policy: RestartPolicy = RestartPolicy()
+) -> None:
+    """Run until `run` returns; after an exception, log it and run again: one failed call ends no loop of a process.
+
+    Raises the exception of the last of ``policy.max_crashes`` in a row: another process may do better.
+    """
+    clock = asyncio.get_running_loop().time
+    crashes = 0
+    while True:
+        began_at = clock()
+        try:
+            return await run()
+        except Exception as error:
+            crashes = 1 if clock() - began_at > policy.steady_s else crashes + 1
+            if crashes >= policy.max_crashes:
+                raise
+            _log.error("a task failed and starts again", task=name, crashes=crashes, exc_info=error)
+        await asyncio.sleep(policy.pause.seconds(crashes))
 
 
 class BackgroundTask:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -23,7 +24,7 @@ from decant.handoff.receiver import KvReceiver, TransferResult
 from decant.handoff.sender import KvSender
 from decant.handoff.transport import KvSource, Transport
 from decant.protos import worker_pb2 as wire
-from decant.runtime.background import BackgroundTask
+from decant.runtime.background import BackgroundTask, run_restarting
 from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS
 from decant.worker.epochs import Epochs
 from decant.worker.prefix_cache_feed import PrefixCacheFeed
@@ -115,7 +116,9 @@ class EngineHost:
         self.transfer_layout = transfer_layout(device)
         self.loop = EngineLoop(engine, self._on_step, self._on_crash)
         self.device_memory = device.memory
-        self._sampling = BackgroundTask("load samples", self._sample_load_always)
+        self._sampling = BackgroundTask(
+            "load samples", partial(run_restarting, "load samples", self._sample_load_always)
+        )
         self.sender = KvSender(
             self.loop, self.transfer_layout, self.step_heartbeat, limits.lease_ms, on_lease_end=self._on_lease_end
         )

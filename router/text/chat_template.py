@@ -78,7 +78,8 @@ class ChatTemplate:
     def _render(self, head: bytes, texts: bytes) -> tuple[Mapping[str, Any], str]:
         limit_s = START_SECONDS
         try:
-            if self._process is None:
+            if self._process is None or self._process.poll() is not None:  # it may end while it is idle
+                self._end_process()
                 self._process = _start()
                 self._end_process = weakref.finalize(self, _end, self._process)
                 _exchange(self._process, _EMPTY, b"", time.monotonic() + limit_s)

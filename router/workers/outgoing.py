@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from decant.protos import worker_pb2 as wire
-from decant.router.workers.stream_io import write
+from decant.router.workers.stream_io import finish, write
 from decant.router.workers.subscription import RunKey, key_of
 
 
@@ -61,8 +61,7 @@ class Outgoing:
         queue = self._queue
         while (message := await queue.get()) is not None:
             await write(call, message)
-        await call.done_writing()
-        await call.code()
+        await finish(call)
 
     def _send_to_forget(self) -> None:
         if self._to_forget:

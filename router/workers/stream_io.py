@@ -35,20 +35,27 @@ async def write(call: Any, message: Any) -> None:
         await call.write(message)
 
 
+async def finish(call: Any) -> None:
+    """Send nothing more, and wait until the worker has ended the call."""
+    with _broken_stream():
+        await call.done_writing()
+        await call.code()
+
+
 @contextlib.contextmanager
 def _broken_stream() -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
         raise _broken(error) from None
-    except (grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-        raise StreamBroken(str(error)) from None
     except asyncio.CancelledError:
         # gRPC also raises it for a status CANCELLED, as a stopping server sends.
         task = asyncio.current_task()
         if task is not None and task.cancelling() > 0:
             raise
         raise StreamBroken("CANCELLED by the worker") from None
+    except Exception as error:  # whatever gRPC raises is a break of this stream
+        raise StreamBroken(f"{type(error).__name__}: {error}") from error
 
 
 def _broken(error: grpc.aio.AioRpcError) -> StreamBroken:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
@@ -10,15 +11,21 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from decant.command.app import app
 from decant.command.deployment import deployments
 from decant.command.deployment.deployments import Deployment
 from decant.command.up import exec_child as lifelines
+from decant.command.up.child import Child
+from decant.command.up.output import Output
+from decant.command.up.supervisor import Supervisor
+from decant.runtime.backoff import Backoff
 from tests.decant.supervisor_harness import PATIENCE_S, Up, nothing_left, plan, stand_ins, up
 
 pytestmark = pytest.mark.slow
@@ -131,6 +138,18 @@ def test_a_killed_process_is_restarted_and_reported(tmp_path: Path, name: str) -
         descendants = running.descendants()
         assert running.end() == 0
         nothing_left(descendants, tmp_path)
+
+
+async def test_a_process_that_the_system_cannot_start_again_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = Supervisor(plan({}, ROUTER, "redis://"), Output(io.StringIO(), console=False))
+    child = Mock(spec=Child)
+    child.spec, child.address = supervisor._plan.routers[0], None
+    start = AsyncMock(side_effect=[BlockingIOError("Resource temporarily unavailable"), OSError("no memory"), child])
+    monkeypatch.setattr(supervisor, "_start", start)
+    monkeypatch.setattr("decant.command.up.supervisor.RESTART_BACKOFF", Backoff(0.0, 0.0))
+    with capture_logs() as lines:
+        assert await supervisor._start_again(child) is child
+    assert [line["reason"] for line in lines] == ["Resource temporarily unavailable", "no memory"]
 
 
 def test_a_redis_of_its_own_that_ends_ends_all(tmp_path: Path) -> None:

@@ -47,6 +47,23 @@ async def test_a_broken_fetch_is_reported_and_costs_one_lease(transport: Transpo
         await receiver.emptied()
 
 
+async def test_whatever_grpc_raises_is_a_lost_sender() -> None:
+    transport = GrpcTransport(connect)
+    source = transport.source("127.0.0.1:1")
+    with transport.channels.borrow("127.0.0.1:1") as channel:
+        await channel.close()
+
+        async def requests() -> AsyncIterator[wire.FetchRequest]:
+            yield wire.FetchRequest()
+
+        with pytest.raises(ConnectionError, match="closed"):
+            async for _ in source.fetch(requests()):
+                pass
+        with pytest.raises(ConnectionError, match="closed"):
+            await source.release(wire.ReleaseRequest(), PATIENCE)
+    await transport.close()
+
+
 async def test_an_unreachable_sender_is_lost() -> None:
     transport = GrpcTransport(connect)
     async with Worker("p", lease_ms=300) as sender, Worker("d") as receiver:

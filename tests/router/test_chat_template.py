@@ -253,14 +253,12 @@ async def test_a_conversation_larger_than_any_pipe_goes_through():
 
 
 @pytest.mark.slow
-async def test_a_killed_process_is_replaced():
+async def test_a_process_that_ended_while_idle_is_replaced():
     chat = template("{{ messages[0].content }}")
     assert await chat.render(HELLO, add_generation_prompt=True) == "hello"
     assert chat._process is not None
     chat._process.kill()
     chat._process.wait()
-    with pytest.raises(InvalidArgument):
-        await chat.render(HELLO, add_generation_prompt=True)
     assert await chat.render(HELLO, add_generation_prompt=True) == "hello"
 
 

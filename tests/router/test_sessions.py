@@ -6,7 +6,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
+import grpc
 import pytest
 from structlog.testing import capture_logs
 
@@ -119,6 +121,23 @@ async def test_a_session_that_can_not_be_opened_is_logged_once(tmp_path: Path) -
             closed = WorkerSession(new_peer("router"), new_peer("d"), channel, Watcher(), timings)
             await closed.run(lambda: next(attempts, None) is not None)
     assert [(line["event"], line["worker"]) for line in logs] == [("session can't be opened", "d")]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the handler is closed"), grpc.aio.InternalError("no batch")])
+async def test_whatever_grpc_raises_breaks_one_connection_of_a_session(error: Exception) -> None:
+    timings = WorkerTimings(session_backoff=Backoff(0.001, 0.001))
+    attempts = iter(range(5))
+    calls = []
+
+    def begin() -> Mock:
+        calls.append(Mock(write=AsyncMock(side_effect=error)))
+        return calls[-1]
+
+    async with open_channel("127.0.0.1:1", PeerTls()) as channel, asyncio.timeout(PATIENCE):
+        broken = WorkerSession(new_peer("router"), new_peer("d"), channel, Watcher(), timings)
+        broken._stub = Mock(Session=begin)
+        await broken.run(lambda: next(attempts, None) is not None)
+    assert len(calls) == 5
 
 
 async def test_runs_that_ended_are_forgotten_together() -> None:

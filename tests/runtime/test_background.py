@@ -5,7 +5,8 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
-from decant.runtime.background import BackgroundTask, start_task
+from decant.runtime.background import BackgroundTask, RestartPolicy, run_restarting, start_task
+from decant.runtime.backoff import Backoff
 
 
 def is_running(name: str) -> bool:
@@ -138,3 +139,55 @@ async def test_a_task_that_returns_or_is_cancelled_has_not_failed() -> None:
         await asyncio.sleep(0)
     assert not errors
     assert not logs
+
+
+AT_ONCE = Backoff(0.0, 0.0)
+
+
+async def test_a_loop_that_fails_runs_again_and_each_failure_is_logged() -> None:
+    runs = list[int]()
+
+    async def fail_twice() -> None:
+        runs.append(len(runs))
+        if len(runs) < 3:
+            await crash()
+
+    with capture_logs() as logs:
+        await run_restarting("part", fail_twice, RestartPolicy(max_crashes=3, pause=AT_ONCE))
+    assert runs == [0, 1, 2]
+    assert [(line["task"], line["crashes"], str(line["exc_info"])) for line in logs] == [
+        ("part", 1, "broken"),
+        ("part", 2, "broken"),
+    ]
+
+
+async def test_a_loop_that_keeps_failing_raises() -> None:
+    runs = list[int]()
+
+    async def fail() -> None:
+        runs.append(len(runs))
+        await crash()
+
+    with pytest.raises(ValueError, match="broken"):
+        await run_restarting("part", fail, RestartPolicy(max_crashes=3, pause=AT_ONCE))
+    assert len(runs) == 3
+
+
+async def test_failures_far_apart_never_end_a_loop() -> None:
+    runs = list[int]()
+
+    async def fail_ten_times() -> None:
+        runs.append(len(runs))
+        await asyncio.sleep(0)
+        if len(runs) <= 10:
+            await crash()
+
+    await run_restarting("part", fail_ten_times, RestartPolicy(max_crashes=2, pause=AT_ONCE, steady_s=-1.0))
+    assert len(runs) == 11
+
+
+async def test_a_loop_that_is_cancelled_does_not_run_again() -> None:
+    async with BackgroundTask("part", lambda: run_restarting("part", forever)):
+        await asyncio.sleep(0)
+        assert is_running("part")
+    assert not is_running("part")

@@ -5,10 +5,13 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import pytest
+import redis as sync_redis
 from structlog.testing import capture_logs
 
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.protos.worker_pb2 import ROLE_DECODE, Load, Peer
+from decant.runtime.background import RestartPolicy
+from decant.runtime.backoff import Backoff
 from decant.runtime.protocol import PROTOCOL
 from decant.state.directory import DirectoryEntry
 from decant.state.keys import Ttls
@@ -40,7 +43,8 @@ class Harness:
         registration = WorkerRegistration(
             peer=Peer(id="w", incarnation=incarnation, protocol=PROTOCOL), address="127.0.0.1:1", role=ROLE_DECODE
         )
-        self.registrar = Registrar(store.workers, registration, lambda: self.load, EVERY_S, self.lost.append)
+        restarts = RestartPolicy(pause=Backoff(EVERY_S, EVERY_S))
+        self.registrar = Registrar(store.workers, registration, lambda: self.load, EVERY_S, self.lost.append, restarts)
 
 
 async def present(store: Store, running: int) -> DirectoryEntry[WorkerRegistration]:
@@ -82,7 +86,24 @@ async def test_a_new_incarnation_ends_the_registration(store: Store) -> None:
     assert not new.lost
 
 
-async def test_an_unexpected_exception_ends_the_worker_and_its_registration(store: Store) -> None:
+async def test_an_exception_that_passes_ends_no_registration(store: Store) -> None:
+    harness = Harness(store)
+    failed = list[int]()
+
+    def fail_once() -> Load:
+        if not failed:
+            failed.append(1)
+            raise ZeroDivisionError("a bug")
+        return Load(running=3)
+
+    async with harness.registrar:
+        harness.registrar._load = fail_once
+        await present(store, 3)
+    assert failed
+    assert not harness.lost
+
+
+async def test_an_exception_that_stays_ends_the_worker_and_its_registration(store: Store) -> None:
     harness = Harness(store)
 
     def fail() -> Load:
@@ -92,6 +113,19 @@ async def test_an_unexpected_exception_ends_the_worker_and_its_registration(stor
         harness.registrar._load = fail
         await eventually(lambda: harness.lost == ["ZeroDivisionError('a bug')"])
     assert not (await store.workers.listing()).present
+
+
+async def test_a_worker_that_starts_while_redis_is_full_registers_when_it_is_not(
+    server: PrivateRedis, store: Store
+) -> None:
+    harness = Harness(store)
+    with sync_redis.Redis.from_url(server.url) as bare:
+        bare.config_set("maxmemory", 1)
+        async with harness.registrar:
+            assert not (await store.workers.listing()).present
+            bare.config_set("maxmemory", 0)
+            await present(store, 1)
+    assert not harness.lost
 
 
 @pytest.mark.slow

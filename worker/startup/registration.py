@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.protos.worker_pb2 import Load
-from decant.runtime.background import BackgroundTask
+from decant.runtime.background import BackgroundTask, RestartPolicy, run_restarting
 from decant.runtime.telemetry import logs
 from decant.state.directory import RegistrationHandle, Workers
 from decant.state.errors import IncarnationReplaced, StoreFault, StoreUnavailable
@@ -26,6 +27,7 @@ class Registrar:
         load: Callable[[], Load],
         every_s: float,
         on_lost: Callable[[str], None],
+        restarts: RestartPolicy = RestartPolicy(),
     ) -> None:
         self._workers = workers
         self._registration = registration
@@ -35,7 +37,8 @@ class Registrar:
         self._handle: RegistrationHandle[WorkerRegistration] | None = None
         self._is_unavailable = False
         self._renewal_requested = asyncio.Event()
-        self._renewal_task = BackgroundTask("registration", self._renew_always, lambda _, error: on_lost(repr(error)))
+        renew = partial(run_restarting, "registration", self._renew_always, restarts)
+        self._renewal_task = BackgroundTask("registration", renew, lambda _, error: on_lost(repr(error)))
 
     async def __aenter__(self) -> Self:
         """Register. Raises StoreFault for an unsuitable Redis; an unavailable one is retried later."""

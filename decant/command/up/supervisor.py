@@ -119,10 +119,22 @@ class Supervisor:
             backoff = RESTART_BACKOFF.seconds(failures)
             _log.warning("process ended", name=child.spec.name, status=status, restart_in_seconds=backoff)
             await asyncio.sleep(backoff)
-            child = await self._start(self._restart_spec(child))
+            child = await self._start_again(child)
             if await child.ready():
                 self._lost_at.pop(child.spec.name, None)
                 self._changed.set()
+
+    async def _start_again(self, child: Child) -> Child:
+        """Start a process in place of one that ended, also if the system can't start one for a while."""
+        failures = 0
+        while True:
+            try:
+                return await self._start(self._restart_spec(child))
+            except OSError as error:
+                failures += 1
+                name, backoff = child.spec.name, RESTART_BACKOFF.seconds(failures)
+                _log.error("process can't be started", name=name, reason=str(error), retry_in_seconds=backoff)
+                await asyncio.sleep(backoff)
 
     def _restart_spec(self, child: Child) -> Spec:
         """Return the spec of a restart: a router keeps its port, a worker registers a new one."""
