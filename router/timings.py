@@ -45,8 +45,8 @@ class WorkerTimings:
 class JournalTimings:
     """Pauses of the journal writer."""
 
-    unavailable: Backoff = Backoff(0.5, 4.0)
-    """While Redis is unavailable; shortened by up to half, at random."""
+    probe_s: float = 0.25
+    """Between writes of one request while Redis is unavailable; shortened by up to half, at random."""
     fault: Backoff = Backoff(1.0, 30.0)
     """Between writes of a request that Redis refuses with an error."""
 

@@ -1,14 +1,15 @@
 """Writer of requests to Redis, behind their tokens: changes every flush_ms, an end at once. No token waits for a write.
 
-While Redis is unavailable, changes stay here and are retried after a growing pause. A request that Redis refuses with
-an error has a growing pause of its own and delays no other.
+While Redis is unavailable, changes stay here. Every `JournalTimings.probe_s` the smallest of them is written, and all
+once that succeeds: until then, they are lost with this router. A request that Redis refuses with an error has a growing
+pause of its own and delays no other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,7 +61,6 @@ class JournalWriter:
         self._running: dict[OwnedRequest, JournaledRequest] = {}
         self._ended: dict[OwnedRequest, JournaledRequest] = {}
         self._faults: dict[OwnedRequest, _Fault] = {}
-        self._failures = 0  # in a row, of whole flushes
         self._flush_seconds = 0.0  # the last flush of all requests
         self._has_work = asyncio.Event()  # any request is registered
         self._has_ended = asyncio.Event()  # a request has ended
@@ -113,18 +113,30 @@ class JournalWriter:
             while not self.is_unavailable and clock() < tick and await self._ended_before(tick):
                 await self._flush(list(self._ended))
             await asyncio.sleep(tick - clock())
+            num_probed = await self._probe() if self.is_unavailable else 0
+            if num_probed is None:
+                continue
             began = clock()
-            await self._flush([*self._running, *self._ended])
+            num_written = await self._flush([*self._running, *self._ended])
             self._flush_seconds = clock() - began
+            if self.is_unavailable and num_written is not None and num_probed + num_written:
+                self.is_unavailable = False
+                _log.info("the state store is available again", requests=num_probed + num_written)
             if not self._running and not self._ended:
                 self._has_work.clear()
-                self.is_unavailable, self._failures = False, 0  # the next request finds out: no write is left
+                self.is_unavailable = False  # the next request finds out: no write is left
 
     def _pause(self) -> float:
         if self.is_unavailable:
-            return self._timings.unavailable.seconds(self._failures) * random.uniform(0.5, 1.0)
+            return self._timings.probe_s * random.uniform(0.5, 1.0)
         busy = self._flush_seconds * (1 - BUSY_SHARE) / BUSY_SHARE
         return max(self._interval, min(busy, MAX_BUSY_SECONDS))
+
+    async def _probe(self) -> int | None:
+        """Write the smallest change, if there is any; return the number of writes, None if Redis is unavailable."""
+        due = self._due([*self._running, *self._ended])
+        smallest = [min(due, key=lambda owned: owned.write_bytes)] if due else []
+        return await self._write(smallest, smallest)
 
     async def _ended_before(self, tick: float) -> bool:
         try:
@@ -134,22 +146,30 @@ class JournalWriter:
             return False
         return True
 
-    async def _flush(self, requests: Collection[OwnedRequest]) -> None:
-        """Write what is due; a request with a reply before an outage counts as written."""
+    async def _flush(self, requests: Collection[OwnedRequest]) -> int | None:
+        """Write what is due; return the number of requests, None if Redis is unavailable."""
         self._has_ended.clear()
+        return await self._write(self._due(requests), requests)
+
+    def _due(self, requests: Collection[OwnedRequest]) -> list[OwnedRequest]:
+        """Append new tokens; return the requests that have something to write now."""
         now = asyncio.get_running_loop().time()
         for owned in requests:
             if (request := self._running.get(owned)) is not None:
                 append_new(owned, request.stream)
-        batch = [owned for owned in requests if owned.needs_write and self._is_due(owned, now)]
+        return [owned for owned in requests if owned.needs_write and self._is_due(owned, now)]
+
+    async def _write(self, batch: Sequence[OwnedRequest], requests: Collection[OwnedRequest]) -> int | None:
+        """Write ``batch``, and handle the results of ``requests``, which contain it."""
         failures: Mapping[OwnedRequest, WriteFailure] = {}
+        num_written: int | None = len(batch)
         try:
             failures = await self._requests.flush(batch) if batch else {}
-        except StateError as error:
+        except StateError as error:  # a request with a reply before it counts as written
             self._on_unavailable(error)
-        else:
-            self._on_replies(len(batch))
+            num_written = None
         self._handle_results(requests, failures)
+        return num_written
 
     def _is_due(self, owned: OwnedRequest, now: float) -> bool:
         fault = self._faults.get(owned)
@@ -191,15 +211,6 @@ class JournalWriter:
         if not self.is_unavailable:
             _log.warning("the state store is unavailable: requests continue", error=str(error))
         self.is_unavailable = True
-        self._failures += 1
-
-    def _on_replies(self, written: int) -> None:
-        if not written:
-            return
-        self._failures = 0
-        if self.is_unavailable:
-            self.is_unavailable = False
-            _log.info("the state store is available again", requests=written)
 
     def _check_idle(self) -> None:
         if not self._running and not self._ended:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from decant.protos.state_pb2 import RouterRegistration
 from decant.protos.worker_pb2 import Load
+from decant.router.timings import STORE_RETRY_SECONDS
 from decant.runtime.telemetry import logs
 from decant.state.directory import RegistrationHandle
 from decant.state.errors import IncarnationReplaced, StateError
@@ -55,7 +56,7 @@ class RouterRegistrar:
                 if not is_logged:
                     _log.warning("this router can't be registered now", error=str(error))
                 self.is_store_available, is_logged = False, True
-            await asyncio.sleep(renew_every_s)
+            await asyncio.sleep(renew_every_s if self.is_store_available else min(renew_every_s, STORE_RETRY_SECONDS))
 
     async def _renew(self) -> None:
         if self._handle is None:
