@@ -67,6 +67,8 @@ class RouterTimings:
     workers: WorkerTimings = field(default_factory=WorkerTimings)
     journal: JournalTimings = field(default_factory=JournalTimings)
     takeover: TakeoverTimings = field(default_factory=TakeoverTimings)
+    silent_s: float = 1.0
+    """Time for a request to be refused or accepted; then it waits for admission, and its client gets headers."""
     unread_s: float = 60.0
     """Longest time that a message waits for its client after the request's end."""
     persist_s: float = 2.0

@@ -27,4 +27,10 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.min_reconnect_backoff_ms", 5_000),
 )
 
+ACCEPTED = "decant-accepted"
+"""Key of the initial metadata that a router sends when it has accepted a request."""
+
+NO_PROXY: tuple[tuple[str, int], ...] = (("grpc.enable_http_proxy", 0),)
+"""For channels within a deployment."""
+
 NAME_OVERRIDE = "grpc.ssl_target_name_override"

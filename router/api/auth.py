@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -17,6 +18,7 @@ from pydantic_core import ErrorDetails
 from decant.router.text.served_model import Models
 from decant.runtime.error_details import Violation, shorten
 from decant.runtime.errors import Unauthenticated
+from decant.runtime.grpc_options import ACCEPTED
 from decant.runtime.settings import InvalidSettings
 from decant.runtime.settings_sources import read_toml
 from decant.state.quota import TenantLimits
@@ -39,10 +41,18 @@ class Tenant:
     limits: TenantLimits = NO_LIMITS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AuthenticatedCall:
     tenant: Tenant
     context: grpc.aio.ServicerContext[Any, Any]
+    _has_headers: bool = False
+
+    async def send_acceptance(self) -> None:
+        """Send the headers of an accepted request, once. gRPC cancels the handler of a client that has left."""
+        if not self._has_headers:
+            self._has_headers = True
+            with suppress(grpc.aio.InternalError, grpc.aio.UsageError):
+                await self.context.send_initial_metadata(((ACCEPTED, "true"),))
 
 
 class Authenticator(Protocol):

@@ -1,6 +1,8 @@
 """The public gRPC service.
 
-Nothing is sent before the first token, not even metadata: until then gRPC's own retries work.
+refused     only trailers: gRPC's own retries work until here
+accepted    initial metadata at once, so that a proxy and the client know that the request waits here
+first token messages
 """
 
 from __future__ import annotations
@@ -92,6 +94,7 @@ class InferenceService:
         with _span("Generate", request.request_id, call) as span:
             stream = await self._begin(request, call, span)
             with self._attached_reader(stream) as reader:
+                await call.send_acceptance()
                 await wait_for_resume_point(stream, 0)
                 response, reader.finish = await ResponseWriter(stream, self._model(stream)).collect(reader.meter)
         return response
@@ -100,7 +103,7 @@ class InferenceService:
     async def ResumeStream(self, request: pb.ResumeStreamRequest, call: AuthenticatedCall) -> None:  # noqa: N802
         key = _key_of(request, call)
         with _span("ResumeStream", key.id, call):
-            await self._stream(await self._registry.resume(key), request.after_seq, call)
+            await self._stream(await self._registry.resume(key, call.send_acceptance), request.after_seq, call)
 
     async def _begin(self, request: pb.GenerateRequest, call: AuthenticatedCall, span: Span) -> TokenStream:
         tenant, deadline = call.tenant, Deadline.of(call.context)
@@ -114,7 +117,7 @@ class InferenceService:
                 valid = await validate(request, tenant.models, self._registry.max_context_length, deadline, tenant.name)
             valid.engine_request.traceparent = span.traceparent
             span.set(model=model, tenant=tenant.name, request_id=valid.key.id, prompt_tokens=valid.prompt_tokens)
-            return await self._registry.begin(valid)
+            return await self._registry.begin(valid, call.send_acceptance)
 
     @contextmanager
     def _count_refusals(self, model: str, tenant: str) -> Iterator[None]:
@@ -129,6 +132,7 @@ class InferenceService:
 
     async def _stream(self, stream: TokenStream, after_seq: int, call: AuthenticatedCall) -> None:
         with self._attached_reader(stream) as reader:
+            await call.send_acceptance()
             await wait_for_resume_point(stream, after_seq)
             writer = ResponseWriter(stream, self._model(stream), after_seq)
             reader.finish = await writer.stream(reader.lease.watched(call.context.write), reader.meter)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 
 from decant.protos import worker_pb2 as wire
@@ -25,6 +26,13 @@ from decant.state.owned import StoredRequest
 _log = logs.get(__name__)
 
 
+OnWaiting = Callable[[], Awaitable[None]]
+
+
+async def _ignore() -> None:
+    pass
+
+
 class RequestRegistry:
     def __init__(self, router: RouterServices) -> None:
         self.executions = ExecutionTable(router)
@@ -37,11 +45,12 @@ class RequestRegistry:
         table = self.executions
         return wire.Load(running=table.running, waiting=table.waiting, draining=self.is_draining)
 
-    async def begin(self, request: ValidRequest) -> TokenStream:
-        """Return a request's stream once it is admitted, and recorded if Redis is available.
+    async def begin(self, request: ValidRequest, on_waiting: OnWaiting = _ignore) -> TokenStream:
+        """Return a request's stream once it is admitted, and recorded if Redis is available. Call ``on_waiting`` if
+        that takes longer than ``timings.silent_s``.
 
         For an equal request with the same id, live or stored, return its stream, but restart one that failed before its
-        first token. Cancelling this call while it waits ends the request.
+        first token. Cancelling this call while it waits is a disconnection: the request keeps its turn for its grace.
 
         Raises QueueFull, QuotaExceeded, AlreadyExists, Unavailable, DeadlineExceeded, Cancelled.
         """
@@ -63,13 +72,13 @@ class RequestRegistry:
                     raise
                 return await self._attach_stored(stored)
             execution = self.executions.launch(request, epoch=epoch)
-        return await self._attach(execution)
+        return await self._attach(execution, on_waiting)
 
-    async def resume(self, key: RequestKey) -> TokenStream:
-        """Return the stream from its first token. Raises NotFound, Unavailable, or the request's refusal."""
+    async def resume(self, key: RequestKey, on_waiting: OnWaiting = _ignore) -> TokenStream:
+        """Return the stream from its first token; see `begin`. Raises NotFound, Unavailable, or why it was refused."""
         execution = self.executions.find(key)
         if execution is not None:
-            return await self._attach(execution)
+            return await self._attach(execution, on_waiting)
         return await self._attach_stored(await self._adoptions.read(key))
 
     async def get(self, key: RequestKey) -> RequestSnapshot:
@@ -215,13 +224,17 @@ class RequestRegistry:
             raise AlreadyExists(request.key.id)
         return stored
 
-    async def _attach(self, execution: Execution) -> TokenStream:
+    async def _attach(self, execution: Execution, on_waiting: OnWaiting) -> TokenStream:
+        execution.reattach_reader()
         execution.num_waiting_callers += 1
         try:
+            done, _ = await asyncio.wait([execution.accepted], timeout=self._router.timings.silent_s)
+            if not done:
+                await on_waiting()
             stored = await asyncio.shield(execution.accepted)
         except asyncio.CancelledError:
             if execution.num_waiting_callers == 1 and execution.stream.reader is None:
-                _cancel(execution)
+                self.on_disconnect(execution.stream)
             raise
         finally:
             execution.num_waiting_callers -= 1

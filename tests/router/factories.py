@@ -84,7 +84,7 @@ class ScriptedRegistry:
         """Tenants of calls that need no worker."""
         self.plan: Callable[[TokenStream], Any] = lambda stream: None
 
-    async def begin(self, request: ValidRequest) -> TokenStream:
+    async def begin(self, request: ValidRequest, on_waiting: Any = None) -> TokenStream:
         if self.refusal is not None:
             raise self.refusal
         stream = TokenStream(request)
@@ -93,7 +93,7 @@ class ScriptedRegistry:
         self.streams.put_nowait(stream)
         return stream
 
-    async def resume(self, key: RequestKey) -> TokenStream:
+    async def resume(self, key: RequestKey, on_waiting: Any = None) -> TokenStream:
         try:
             return self.known[key]
         except KeyError:

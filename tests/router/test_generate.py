@@ -9,6 +9,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from decant.protos import inference_pb2 as pb
+from decant.runtime.connections.channel import open_channel
+from decant.runtime.connections.tls import PeerTls
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import (
     Cancelled,
@@ -18,6 +20,7 @@ from decant.runtime.errors import (
     QueueFull,
     Unimplemented,
 )
+from decant.runtime.grpc_options import ACCEPTED
 from decant.runtime.serving.interceptor import ClientDisconnected
 from decant.runtime.telemetry.metrics import Registry
 from tests.router.factories import AT_LENGTH, STOPPED, ScriptedRegistry, write
@@ -49,18 +52,33 @@ async def test_a_stream_arrives_as_it_is_written():
         assert s.requests.lost.empty()
 
 
-async def test_nothing_is_sent_before_the_first_token():
-    async with harness() as s:
-        call = s.stub.GenerateStream(generate_request())
-        stream = await s.stream()
-        metadata = asyncio.ensure_future(call.initial_metadata())
-        done, _ = await asyncio.wait([metadata], timeout=0.3)
-        assert not done
-        write(stream, 5)
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream", "ResumeStream"])
+async def test_headers_of_an_accepted_request_arrive_before_its_first_token(method):
+    async with harness() as s, open_channel(s.server.address, PeerTls()) as channel:
+        request: Any = generate_request(request_id="r")
+        if method == "ResumeStream":
+            s.stub.GenerateStream(request)
+            stream = await s.stream()
+            request = pb.ResumeStreamRequest(request_id="r")
+        # As a stream: a unary call of grpc.aio shows its headers at its end.
+        call: Any = channel.unary_stream(f"/decant.v1.InferenceService/{method}")(request.SerializeToString())
+        if method != "ResumeStream":
+            stream = await s.stream()
         async with asyncio.timeout(PATIENCE):
-            await metadata
-        write(stream, end=AT_LENGTH)
+            assert (ACCEPTED, "true") in tuple(await call.initial_metadata())
+        assert not call.done()
+        write(stream, 5, end=AT_LENGTH)
         await all_of(call)
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+async def test_a_refusal_is_trailers_alone_so_that_grpc_may_retry_it(method):
+    async with harness() as s:
+        for refusal, fields in ((None, {"prompt": ""}), (QueueFull(3, retry_after=1.5), {})):
+            s.requests.refusal = refusal
+            call = getattr(s.stub, method)(generate_request(**fields))
+            await call.code()
+            assert not tuple(await call.initial_metadata())
 
 
 async def test_the_whole_answer_is_one_response():
@@ -119,6 +137,9 @@ async def test_a_write_that_fails_is_the_first_that_is_seen_of_a_client_that_lef
 
         def invocation_metadata(self) -> tuple[()]:
             return ()
+
+        async def send_initial_metadata(self, metadata: Any) -> None:
+            pass
 
         async def write(self, message: Any) -> None:
             raise error

@@ -26,6 +26,7 @@ from tests.router.harness import (
     CANCELLED,
     DECODING,
     FAILED,
+    PATIENCE,
     SUCCEEDED,
     D,
     P,
@@ -135,8 +136,37 @@ async def test_a_lost_stream_whose_answer_ends_within_the_grace_stays_a_success(
         assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
 
 
+@pytest.mark.slow
+async def test_a_request_that_waits_for_admission_keeps_its_turn_while_its_client_reconnects(store: Store) -> None:
+    async with fleet(P, D) as workers, core(store, workers, max_active=1, resume_grace_ms=60_000) as harness:
+        workers[1].script.pause_at = 2
+        stream = await harness.requests.begin(make_request("one"))
+        await until_written(stream, 1)
+        is_waiting = asyncio.Event()
+
+        async def notify() -> None:
+            is_waiting.set()
+
+        waiting = [asyncio.ensure_future(harness.requests.begin(make_request("two"), notify))]
+        async with asyncio.timeout(PATIENCE):
+            await is_waiting.wait()
+        waiting.append(asyncio.ensure_future(harness.requests.begin(make_request("three"))))
+        await until(lambda: harness.router.admission.waiting == 2)
+        waiting[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting[0]
+        again = asyncio.ensure_future(harness.requests.begin(make_request("two")))
+        workers[1].go.set()
+        two = await again
+        assert not waiting[1].done()
+        assert harness.requests.executions.open[two.request.key].disconnect_timer is None
+        await until_ended(two)
+        await until_ended(await waiting[1])
+
+
 async def test_a_cancel_reaches_those_that_wait_for_admission(store: Store) -> None:
-    async with fleet(P, D) as workers, core(store, workers, max_active=1, queue_limit=2) as harness:
+    settings = {"max_active": 1, "queue_limit": 2, "resume_grace_ms": 0}
+    async with fleet(P, D) as workers, core(store, workers, **settings) as harness:
         workers[1].script.pause_at = 2
         stream = await harness.requests.begin(make_request("one"))
         await until_written(stream, 1)

@@ -117,9 +117,10 @@ async def test_a_client_that_reads_slowly_keeps_its_stream():
 
 async def test_an_uncertain_tail_is_refused_and_resumes_from_the_certain_tokens():
     async with harness() as s:
-        s.stub.GenerateStream(generate_request(request_id="r"))
+        first = s.stub.GenerateStream(generate_request(request_id="r"))
         stream = await s.stream()
         write(stream, 70, 71)
+        await first.read()
         stream.may_lag_client = True
         behind = resumed(s, after_seq=4)
         assert stream.mark_tail_uncertain() == 2
