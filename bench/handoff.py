@@ -43,6 +43,7 @@ from decant.protos import worker_pb2 as wire
 from decant.runtime.connections import certificates
 from decant.runtime.connections.channel import open_channel
 from decant.runtime.connections.tls import PeerTls, ServerTls, server_credentials
+from decant.runtime.grpc_options import NO_PROXY
 
 GOAL = 0.8
 STEP_GOAL = 1.2
@@ -106,7 +107,7 @@ async def migrate(model: Path, mib: int, tls: ServerTls) -> None:
 
 
 def connect(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, [("grpc.max_receive_message_length", 4 * MESSAGE_BYTES)])
+    return grpc.aio.insecure_channel(address, [*NO_PROXY, ("grpc.max_receive_message_length", 4 * MESSAGE_BYTES)])
 
 
 class Pair:

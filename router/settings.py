@@ -31,7 +31,18 @@ class RouterSettings(MemberSettings):
         ge=0,
         description="prompts with fewer uncached tokens are computed on the decode worker; 0: none; unset: measured",
     )
+    connection_seconds: float = Field(
+        default=60.0,
+        ge=1,
+        le=86_400,
+        description="seconds after which a client connects again, and so resolves the name of the routers again;"
+        " running calls end on their connection",
+    )
     serve_without_redis: bool = Field(
         default=True,
         description="accept new requests while Redis is unavailable; they cannot be resumed on another router",
     )
+
+    @property
+    def max_connection_age_s(self) -> float | None:
+        return self.connection_seconds

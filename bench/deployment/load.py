@@ -27,6 +27,7 @@ import grpc
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc as services
+from decant.runtime.grpc_options import NO_PROXY
 from decant.runtime.serving.server import freeze_gc
 
 WARM_SECONDS = 1.0
@@ -143,7 +144,7 @@ class Clients:
 
 
 async def serve(job: Job, send: Callable[[dict[str, Any]], None]) -> None:
-    async with grpc.aio.insecure_channel(job.address) as channel:
+    async with grpc.aio.insecure_channel(job.address, NO_PROXY) as channel:
         clients = Clients(job, channel, send)
         freeze_gc()
         await getattr(clients, job.kind)()

@@ -20,6 +20,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from decant import models
+from decant.runtime.grpc_options import NO_PROXY
 from decant.state.client import Client
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store, StoreSettings
@@ -149,7 +150,7 @@ async def _printed_port(process: Process) -> int:
 
 
 async def serving(address: str) -> None:
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with grpc.aio.insecure_channel(address, NO_PROXY) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
         async for answer in watch:
             if answer.status == health_pb2.HealthCheckResponse.SERVING:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,16 @@ _OPTIONS: tuple[tuple[str, str | int], ...] = (
     *CHANNEL_OPTIONS,
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
 )
+
+_RESOLVE_MS = 5_000
+"""Least milliseconds between two resolutions of a name, which every lost connection asks for, also one that a router
+ends at its age. By default 30 s, in which a router at a new address is not found.
+"""
+
+PROXY = "grpc_proxy"
+"""Environment variable of an HTTP proxy to routers. `http_proxy` and `https_proxy` are for web pages: with them alone,
+gRPC would send calls to loopback and to a cluster through the proxy.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +66,20 @@ def credentials_of(token: str | None) -> tuple[tuple[str, str], ...]:
 
 def open_blocking(address: str, tls: Tls | None) -> grpc.Channel:
     if tls is None:
-        return grpc.insecure_channel(address, _OPTIONS)
+        return grpc.insecure_channel(address, _options())
     return grpc.secure_channel(address, tls.credentials(), _options(tls))
 
 
 def open_async(address: str, tls: Tls | None) -> grpc.aio.Channel:
     if tls is None:
-        return grpc.aio.insecure_channel(address, _OPTIONS)
+        return grpc.aio.insecure_channel(address, _options())
     return grpc.aio.secure_channel(address, tls.credentials(), _options(tls))
 
 
-def _options(tls: Tls) -> tuple[tuple[str, str | int], ...]:
-    return _OPTIONS if tls.name is None else (*_OPTIONS, (NAME_OVERRIDE, tls.name))
+def _options(tls: Tls | None = None) -> tuple[tuple[str, str | int], ...]:
+    proxy = ("grpc.enable_http_proxy", int(bool(os.environ.get(PROXY))))
+    name = ((NAME_OVERRIDE, tls.name),) if tls is not None and tls.name is not None else ()
+    return (*_OPTIONS, ("grpc.dns_min_time_between_resolutions_ms", _RESOLVE_MS), proxy, *name)
 
 
 def _read(path: str | Path | None) -> bytes | None:

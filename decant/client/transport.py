@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 
 import grpc
 
+from decant.client.channel import PROXY
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import DeadlineExceeded, ServiceError, from_detail
 
@@ -21,6 +23,13 @@ _UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
 _OTHER_NAME = "Hostname Verification Check failed"
 
 
+def is_lasting(error: ServiceError) -> bool:
+    """Whether an error is of TLS settings that do not fit the router's: only other settings end it."""
+    return error.reason is Reason.UNSPECIFIED and any(
+        text in error.detail.message for text in (_NO_TLS, _UNTRUSTED, _OTHER_NAME)
+    )
+
+
 def with_advice(error: ServiceError, router: str, *, tls: bool, seconds: float | None) -> ServiceError:
     """Add a typed deadline, or advice on a failed connection, to errors of gRPC itself."""
     if error.reason is not Reason.UNSPECIFIED:
@@ -30,7 +39,8 @@ def with_advice(error: ServiceError, router: str, *, tls: bool, seconds: float |
     match = _NO_CONNECTION.match(error.detail.message)
     if error.code is not grpc.StatusCode.UNAVAILABLE or match is None:
         return error
-    return from_detail(replace(error.detail, message=f"no connection to {router}: {_why(match[1], tls)}"))
+    proxy = f" (through the proxy of {PROXY})" if os.environ.get(PROXY) else ""
+    return from_detail(replace(error.detail, message=f"no connection to {router}{proxy}: {_why(match[1], tls)}"))
 
 
 def _why(text: str, tls: bool) -> str:

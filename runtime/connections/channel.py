@@ -8,16 +8,15 @@ import grpc
 
 from decant.runtime.connections.tls import PeerTls, channel_files
 from decant.runtime.errors import DeadlineExceeded
-from decant.runtime.grpc_options import CHANNEL_OPTIONS, NAME_OVERRIDE
+from decant.runtime.grpc_options import CHANNEL_OPTIONS, NAME_OVERRIDE, NO_PROXY
 
 PEER_OPTIONS: tuple[tuple[str, int], ...] = (
     *CHANNEL_OPTIONS,
     # Pings only keep NAT entries alive; heartbeats detect a lost peer.
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # The owner of a request retries. There is no proxy inside a deployment.
-    ("grpc.enable_retries", 0),
-    ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 0),  # the owner of a request retries
+    *NO_PROXY,
     # Channels share no connections, so a broken one affects one peer.
     ("grpc.use_local_subchannel_pool", 1),
 )

@@ -11,6 +11,7 @@ from decant.runtime.settings import SettingError
 
 MAX_PENDING_CALLS = 1_000_000
 MAX_PENDING_SECONDS = 86_400
+_NO_LIMIT = 2**31 - 1  # milliseconds
 
 
 class ServerSettings(ServerTls):
@@ -32,6 +33,11 @@ class ServerSettings(ServerTls):
         default=MAX_MESSAGE_BYTES, ge=1024, lt=2**31, description="maximum size of a message, in each direction"
     )
     drain_seconds: float = Field(default=45.0, ge=0, description="seconds after SIGTERM for running calls to end")
+
+    @property
+    def max_connection_age_s(self) -> float | None:
+        """Age at which a connection takes no more calls; its running calls end on it. None: no limit."""
+        return None
 
 
 def bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
@@ -64,7 +70,15 @@ def server_options(settings: ServerSettings) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
+        *_connection_age(settings.max_connection_age_s),
     ]
+
+
+def _connection_age(seconds: float | None) -> list[tuple[str, int]]:
+    """Options of a limit, which gRPC varies by a tenth. Its grace has none: a stream ends by its own deadline."""
+    if seconds is None:
+        return []
+    return [("grpc.max_connection_age_ms", round(seconds * 1000)), ("grpc.max_connection_age_grace_ms", _NO_LIMIT)]
 
 
 def join_address(host: str, port: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -17,11 +17,13 @@ from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc
 from decant.runtime.error_details import to_status, trailers
 from decant.runtime.errors import DeadlineExceeded, NotFound, ServiceError
+from decant.runtime.grpc_options import ACCEPTED
 from decant.runtime.serving.health import HealthService, Readiness
 from tests.loop_thread import on_a_thread
 
 PATIENCE_S = 60.0
 
+Options = Sequence[tuple[str, Any]]
 Answering = Callable[[pb.GenerateRequest, Any], AsyncIterator[pb.GenerateStreamResponse]]
 
 
@@ -37,6 +39,8 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
     is_ready: bool = True
     """Of gRPC's health service when the server starts."""
     refusal: ServiceError | None = None
+    accepts: bool = False
+    """Sends the headers of an accepted request before its first message."""
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     was_cancelled: threading.Event = field(default_factory=threading.Event)
@@ -78,6 +82,8 @@ class Script(inference_pb2_grpc.InferenceServiceServicer):
         try:
             if self.refusal is not None:
                 await refuse(context, self.refusal)
+            if self.accepts:
+                await context.send_initial_metadata(((ACCEPTED, "true"),))
             async for message in self._rest(request, after_seq, context):
                 if cut is not None and sent == cut.after:
                     await refuse(context, cut.error)
@@ -201,13 +207,13 @@ async def never(request: pb.GenerateRequest, _: Any) -> AsyncIterator[pb.Generat
 
 
 @asynccontextmanager
-async def _serving(script: Script, port: int) -> AsyncIterator[str]:
-    server, readiness = grpc.aio.server(interceptors=[TokenRecorder(script)]), Readiness()
+async def _serving(script: Script, port: int, host: str, options: Options) -> AsyncIterator[str]:
+    server, readiness = grpc.aio.server(interceptors=[TokenRecorder(script)], options=options), Readiness()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(script, server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthService(readiness, []), server)
     if script.is_ready:
         readiness.mark_ready()
-    address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+    address = f"{host}:{server.add_insecure_port(f'{host}:{port}')}"
     await server.start()
     try:
         yield address
@@ -217,6 +223,6 @@ async def _serving(script: Script, port: int) -> AsyncIterator[str]:
 
 
 @contextmanager
-def serving(script: Script, port: int = 0) -> Iterator[str]:
-    with on_a_thread(_serving(script, port)) as address:
+def serving(script: Script, port: int = 0, host: str = "127.0.0.1", options: Options = ()) -> Iterator[str]:
+    with on_a_thread(_serving(script, port, host, options)) as address:
         yield address
