@@ -155,7 +155,12 @@ class RouterProcess:
         registration = RouterRegistration(peer=self.peer, address=address, version=VERSION)
         replaced = partial(self.readiness.mark_failed, "another process has this router's id")
         self._registrar = registrar = RouterRegistrar(
-            self._store, registration, self.journal_writer.resync_all, replaced, self.requests.load
+            self._store,
+            registration,
+            self.journal_writer.resync_all,
+            replaced,
+            self.requests.load,
+            self.pool.membership.unused,
         )
         incarnation, timings = Incarnation.of(self.peer), self._timings
         takeover = OrphanRecovery(

@@ -5,7 +5,8 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -21,6 +22,7 @@ from decant.protos.worker_pb2 import Load, Role
 from decant.runtime.enum_names import enum_label
 from decant.state.directory import DirectoryEntry, Listing
 from decant.state.errors import StateError
+from decant.state.ids import Incarnation
 from decant.state.keys import Ttls
 from decant.state.store import Store, StoreSettings
 
@@ -71,17 +73,41 @@ class Row:
     state: str
     registration: WorkerRegistration | RouterRegistration | None = None
     load: Load | None = None
+    unused_by: Mapping[str, str] = field(default_factory=dict)
+    """Reasons by router that can't use this worker."""
+
+
+def unused_workers(routers: Routers) -> dict[Incarnation, dict[str, str]]:
+    """Reasons by worker and by the id of the router that can't use it."""
+    unused: dict[Incarnation, dict[str, str]] = {}
+    for router in routers.present:
+        for one in router.registration.unused_workers:
+            by_router = unused.setdefault(Incarnation(one.id, one.incarnation), {})
+            by_router[router.registration.peer.id] = one.reason
+    return unused
+
+
+def describe_unused(reasons: Mapping[str, str]) -> str:
+    routers: dict[str, list[str]] = {}
+    for router, reason in sorted(reasons.items()):
+        routers.setdefault(reason, []).append(router)
+    return "; ".join(f"not used by {', '.join(ids)}: {reason}" for reason, ids in routers.items())
 
 
 def rows_of(workers: Workers, routers: Routers, deployment: Deployment | None) -> list[Row]:
     processes = dict(deployment.processes) if deployment is not None else {}
+    unused = unused_workers(routers)
     listed: list[tuple[str, DirectoryEntry[Any]]] = [("router", one) for one in routers.present]
     listed += [(enum_label(Role, one.registration.role), one) for one in workers.present]
     rows = []
     for role, one in sorted(listed, key=lambda pair: (pair[0] != "router", pair[1].registration.peer.id)):
         id = one.registration.peer.id
         name = id.removesuffix(f"@{_host_of(deployment)}")  # ids have a suffix on a Redis that deployments share
-        rows.append(Row(id, role, _state(one, processes.pop(name, None)), one.registration, one.load))
+        state = _state(one, processes.pop(name, None))
+        reasons = unused.get(one.incarnation, {}) if role != "router" else {}
+        if state == READY and reasons:
+            state = f"{READY}, {describe_unused(reasons)}"
+        rows.append(Row(id, role, state, one.registration, one.load, reasons))
     for name, process in processes.items():
         state = "not registered" if process.is_ready else process.describe()
         rows.append(Row(name, name.rpartition("-")[0], state))
@@ -108,6 +134,9 @@ def document(rows: list[Row], deployment: Deployment | None) -> dict[str, Any]:
         for row in rows
         if row.registration
     ]
+    for row, plain in registered:
+        if row.role != "router":
+            plain["unused_by"] = dict(row.unused_by)
     others = [{"name": row.name, "role": row.role, "state": row.state} for row in rows if row.registration is None]
     return {
         "has_started": deployment.has_started if deployment is not None else None,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from decant.protos.state_pb2 import RouterRegistration
+from decant.protos.state_pb2 import RouterRegistration, UnusedWorker
 from decant.protos.worker_pb2 import Load
 from decant.router.timings import STORE_RETRY_SECONDS
 from decant.runtime.telemetry import logs
@@ -24,12 +24,14 @@ class RouterRegistrar:
         on_store_emptied: Callable[[], None],
         on_replaced: Callable[[], None],
         load: Callable[[], Load] = Load,
+        unused_workers: Callable[[], Sequence[UnusedWorker]] = tuple,
     ) -> None:
         self._store = store
         self._registration = registration
         self._on_store_emptied = on_store_emptied
         self._on_replaced = on_replaced
         self._load = load
+        self._unused_workers = unused_workers
         self._handle: RegistrationHandle[RouterRegistration] | None = None
         self._instance: str | None = None
         self.is_store_available = False
@@ -59,6 +61,8 @@ class RouterRegistrar:
             await asyncio.sleep(renew_every_s if self.is_store_available else min(renew_every_s, STORE_RETRY_SECONDS))
 
     async def _renew(self) -> None:
+        del self._registration.unused_workers[:]
+        self._registration.unused_workers.extend(self._unused_workers())
         if self._handle is None:
             self._handle = await self._store.routers.register(self._registration, self._load())
         else:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from decant.protos import worker_pb2 as wire
-from decant.protos.state_pb2 import WorkerRegistration
+from decant.protos.state_pb2 import UnusedWorker, WorkerRegistration
 from decant.router.placement.prefix_index import PrefixIndex
 from decant.router.timings import WorkerTimings
 from decant.router.workers.session import WorkerSession
@@ -56,7 +56,7 @@ class WorkerMembership:
         self._registered: dict[Incarnation, WorkerRegistration] = {}  # by the last listing
         self._workers: dict[Incarnation, WorkerHandle] = {}
         self._ended: set[Incarnation] = set()  # ended, and the directory may still list them
-        self._rejected: set[Incarnation] = set()  # logged
+        self._rejected: dict[Incarnation, str] = {}  # and why; logged
         self._tasks: dict[Incarnation, asyncio.Task[None]] = {}
         self._is_listed = asyncio.Event()
 
@@ -65,6 +65,18 @@ class WorkerMembership:
 
     def get(self, incarnation: Incarnation) -> WorkerHandle | None:
         return self._workers.get(incarnation)
+
+    def unused(self) -> list[UnusedWorker]:
+        """Registered workers that this router can't use, and why."""
+        reasons = {one: str(why) for one, why in self._rejected.items()}
+        reasons |= {
+            one: f"no session: {worker.session.break_reason}"
+            for one, worker in self._workers.items()
+            if worker.is_registered and not worker.session.is_open and worker.session.break_reason
+        }
+        return [
+            UnusedWorker(id=one.id, incarnation=one.incarnation, reason=why) for one, why in sorted(reasons.items())
+        ]
 
     async def wait_settled(self) -> None:
         await self._is_listed.wait()
@@ -104,7 +116,7 @@ class WorkerMembership:
     def _apply(self, listing: Listing[WorkerRegistration]) -> None:
         self._registered = {entry.incarnation: entry.registration for entry in listing.present}
         self._ended &= self._registered.keys()
-        self._rejected &= self._registered.keys()
+        self._rejected = {one: why for one, why in self._rejected.items() if one in self._registered}
         for incarnation, worker in self._workers.items():
             worker.is_registered = incarnation in self._registered
         self._add_registered()
@@ -122,12 +134,13 @@ class WorkerMembership:
     def _is_compatible(self, registration: WorkerRegistration) -> bool:
         if registration.model not in self._tokenizers:
             return False  # another router's model
+        incarnation = Incarnation.of(registration.peer)
         why = self._incompatibility(registration)
         if why is None:
+            self._rejected.pop(incarnation, None)
             return True
-        incarnation = Incarnation.of(registration.peer)
         if incarnation not in self._rejected:
-            self._rejected.add(incarnation)
+            self._rejected[incarnation] = why
             _log.warning("a worker can't be used", worker=incarnation.id, model=registration.model, reason=why)
         return False
 

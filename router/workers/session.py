@@ -42,6 +42,8 @@ class WorkerSession:
         self.worker = worker
         self.is_final = False
         """Never opened again: another incarnation, another protocol, or the router's end."""
+        self.break_reason = ""
+        """Why the session is not open, if that is known."""
         self.attempted = asyncio.Event()
         """Set once the session was opened, or could not be."""
         self.dependents: set[SessionDependent] = set()
@@ -142,13 +144,13 @@ class WorkerSession:
         return was_open
 
     def _log_break(self, error: Exception) -> None:
+        self.break_reason = str(error) or "no welcome in time"
         if isinstance(error, StreamBroken) and error.reason in (Reason.WRONG_PEER, Reason.WRONG_PROTOCOL):
             self.is_final = True
         if self.is_open or self.is_final:
             _log.warning("session broken", worker=self.worker.id, error=str(error), is_final=self.is_final)
         elif not self.attempted.is_set():
-            reason = str(error) or "no welcome in time"
-            _log.warning("session can't be opened", worker=self.worker.id, error=reason)
+            _log.warning("session can't be opened", worker=self.worker.id, error=self.break_reason)
 
     def _start_reconnect_grace(self) -> None:
         if self._reconnect_grace is None:
@@ -172,6 +174,7 @@ class WorkerSession:
 
     def on_welcome(self, hello: wire.Hello, welcome: wire.Welcome) -> None:
         self._end_reconnect_grace()
+        self.break_reason = ""
         self.attempted.set()
         self.runs.on_welcome(welcome, {key_of(owned.run) for owned in hello.owned})
         _log.info("session opened", worker=self.worker.id, runs=len(welcome.runs), orphans=len(welcome.orphans))

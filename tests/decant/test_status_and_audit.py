@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from decant.command.app import app
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc
-from decant.protos.state_pb2 import RouterRegistration, WorkerRegistration
+from decant.protos.state_pb2 import RouterRegistration, UnusedWorker, WorkerRegistration
 from decant.runtime.connections.peer import new_peer
 from decant.state.private_redis import PrivateRedis
 from tests.state.factories import make_store
@@ -76,6 +76,33 @@ def test_status_shows_processes_and_their_load(redis: str) -> None:
     assert report["workers"][0]["load"]["running"] == 2
     assert [report["workers"][0]["state"], report["routers"][0]["state"]] == ["ready", "ready"]
     assert report["routers"][0]["load"]["waiting"] == 1
+
+
+def test_status_says_which_ready_worker_a_router_does_not_use(redis: str) -> None:
+    async def write() -> None:
+        async with make_store(redis, registration_s=600.0) as store:
+            peers = {id: new_peer(id) for id in ("decode-1", "decode-2")}
+            for id, peer in peers.items():
+                registration = WorkerRegistration(peer=peer, address="h:2", role=wire.ROLE_DECODE, model="m")
+                await store.workers.register(registration, wire.Load(draining=id == "decode-2"))
+            unused = [
+                UnusedWorker(id=id, incarnation=peer.incarnation, reason="another tokenizer")
+                for id, peer in peers.items()
+            ]
+            unused.append(UnusedWorker(id="decode-1", incarnation=1, reason="its incarnation is gone"))
+            for router in ("router-1", "router-2"):
+                one = RouterRegistration(peer=new_peer(router), address="h:1", unused_workers=unused)
+                await store.routers.register(one)
+
+    asyncio.run(write())
+    shown = run("status", "--redis-url", redis).stdout
+    (line,) = [line for line in shown.splitlines() if line.startswith("decode-1")]
+    assert "ready, not used by router-1, router-2: another tokenizer" in line
+    (draining,) = [line for line in shown.splitlines() if line.startswith("decode-2")]
+    assert draining.split()[2] == "draining"
+    assert "its incarnation is gone" not in shown
+    workers = json.loads(run("status", "--redis-url", redis, "--json").stdout)["workers"]
+    assert workers[0]["unused_by"] == {"router-1": "another tokenizer", "router-2": "another tokenizer"}
 
 
 def test_status_is_shown_again_every_second_until_it_is_interrupted(

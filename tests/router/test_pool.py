@@ -45,6 +45,9 @@ async def test_another_tokenizer_or_model_is_not_used(store: Store) -> None:
         async with core(store, workers) as harness:
             assert names(harness) == {"d2"}
             assert not workers[0].hellos
+            (unused,) = harness.router.pool.membership.unused()
+            assert (unused.id, unused.incarnation) == ("p", workers[0].registration.peer.incarnation)
+            assert "tokenizer" in unused.reason
             stream = await harness.answer(make_request())
             assert stream.trace.decode_worker == "d2"
 
