@@ -21,7 +21,6 @@ from decant.client.options import (
     tokenize_request,
 )
 from decant.client.results import Answer, CancelStatus, Generation
-from decant.client.retry import RetryState
 from decant.client.routers import AsyncRouters
 from decant.client.streams import AsyncStream
 from decant.protos import inference_pb2 as pb
@@ -48,8 +47,7 @@ class AsyncClient:
         backoff: Backoff = DEFAULT_BACKOFF,
     ) -> None:
         self._call_seconds = call_seconds
-        self._resume_seconds = resume_seconds
-        self._routers = AsyncRouters(targets(address, tls=tls is not None), tls, token, backoff)
+        self._routers = AsyncRouters(targets(address, tls=tls is not None), tls, token, backoff, resume_seconds)
 
     @with_options
     async def generate(
@@ -99,7 +97,7 @@ class AsyncClient:
         (<FinishReason.STOP: 'stop'>, 4, 'd')
         """
         request = named_request(prompt, messages, options)
-        return AsyncStream(self._routers, request, RetryState(self._routers.selector, timeout, self._resume_seconds))
+        return AsyncStream(self._routers, request, self._routers.retries(timeout))
 
     def resume(self, request_id: str, after_seq: int = 0, *, timeout: float | None = None) -> AsyncStream:
         """See `decant.Client.resume`.
@@ -110,7 +108,7 @@ class AsyncClient:
         ' b'
         """
         request = fill(pb.ResumeStreamRequest(), request_id=request_id, after_seq=after_seq)
-        return AsyncStream(self._routers, request, RetryState(self._routers.selector, timeout, self._resume_seconds))
+        return AsyncStream(self._routers, request, self._routers.retries(timeout))
 
     async def generation(self, request_id: str) -> Generation:
         """See `decant.Client.generation`.

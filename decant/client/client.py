@@ -21,7 +21,6 @@ from decant.client.options import (
     tokenize_request,
 )
 from decant.client.results import Answer, CancelStatus, Generation
-from decant.client.retry import RetryState
 from decant.client.routers import Routers
 from decant.client.streams import Stream
 from decant.protos import inference_pb2 as pb
@@ -62,8 +61,7 @@ class Client:
         Raises ValueError without an address or for a token that can't be sent, OSError for an unreadable TLS file.
         """
         self._call_seconds = call_seconds
-        self._resume_seconds = resume_seconds
-        self._routers = Routers(targets(address, tls=tls is not None), tls, token, backoff)
+        self._routers = Routers(targets(address, tls=tls is not None), tls, token, backoff, resume_seconds)
 
     @with_options
     def generate(
@@ -113,7 +111,7 @@ class Client:
         (<FinishReason.STOP: 'stop'>, 4, 'd')
         """
         request = named_request(prompt, messages, options)
-        return Stream(self._routers, request, RetryState(self._routers.selector, timeout, self._resume_seconds))
+        return Stream(self._routers, request, self._routers.retries(timeout))
 
     def resume(self, request_id: str, after_seq: int = 0, *, timeout: float | None = None) -> Stream:
         """The rest of a request's stream, from any router: all after `after_seq` output tokens. An older stream of it
@@ -126,7 +124,7 @@ class Client:
         ' b'
         """
         request = fill(pb.ResumeStreamRequest(), request_id=request_id, after_seq=after_seq)
-        return Stream(self._routers, request, RetryState(self._routers.selector, timeout, self._resume_seconds))
+        return Stream(self._routers, request, self._routers.retries(timeout))
 
     def generation(self, request_id: str) -> Generation:
         """State and output so far, until the request expires. Raises NotFound.

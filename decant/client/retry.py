@@ -16,8 +16,12 @@ Every request may be repeated: the service runs an id once.
 
     limit of tries
     before the first message   each router once, and `MORE_TRIES`; after QUOTA_EXCEEDED only these
-    a stream that has begun    `resume_seconds` after it broke; again after a new message
+    a stream that has begun,   `resume_seconds` after it broke, again after a new message or after a router has accepted
+    or a loss that may pass    the request; before the first message at least the tries above
     a deadline                 no wait for a try that would begin after it
+
+A loss that may pass is a lost connection, or a router that leaves. A refusal does not: the router is well, and repeated
+calls would only load it.
 """
 
 from __future__ import annotations
@@ -46,12 +50,18 @@ _LOST_CODES = frozenset(
 _ROUTER_REASONS = frozenset({Reason.UNSPECIFIED, Reason.DRAINING})
 _MOVED_REASONS = frozenset({Reason.DRAINING, Reason.OWNER_CHANGED, Reason.SLOW_READER})
 """The request runs at another router, or is complete in the store."""
+_PASSING_REASONS = _ROUTER_REASONS | _MOVED_REASONS
 
 
 def is_retryable(error: ServiceError) -> bool:
     if error.reason is Reason.UNSPECIFIED:
         return error.code in _LOST_CODES
     return error.retryable or error.reason in _MOVED_REASONS
+
+
+def may_pass(error: ServiceError) -> bool:
+    """Whether a retryable error is a loss that may pass, not the refusal of a router or of another server."""
+    return error.reason in _PASSING_REASONS and error.code is not grpc.StatusCode.UNIMPLEMENTED
 
 
 class RetryState:
@@ -67,15 +77,21 @@ class RetryState:
         """Metadata of each call, beside the credentials."""
         self._selector = selector
         self._clock = selector.clock
-        self._deadline = None if seconds is None else selector.clock() + seconds
+        self._deadline: float | None = None
         self._resume_seconds = resume_seconds
         self._backoffs = selector.backoffs_of_call()
         self._untried = set(range(selector.count))
-        self._left = MORE_TRIES
+        self._left = {False: MORE_TRIES, True: MORE_TRIES}
+        """More tries after refusals, and after losses that may pass."""
         self._has_begun = False
         self._broke_at: float | None = None
         self._router = selector.select().router
         self._is_healthy = False
+        self.start_deadline()
+
+    def start_deadline(self) -> None:
+        """Count the timeout from now; the constructor does so too."""
+        self._deadline = None if self.seconds is None else self._clock() + self.seconds
 
     @property
     def router(self) -> int:
@@ -92,14 +108,20 @@ class RetryState:
             self._backoffs = self._selector.backoffs_of_call()
             self._selector.record_success(self._router)
 
-    def pause_after(self, error: ServiceError) -> float:
-        """Select the next `router`; return the seconds until its call. Raises `error` if it is final."""
+    def mark_accepted(self) -> None:
+        """Reset the time to resume: a router had accepted the request when its call broke."""
+        self._broke_at = None
+
+    def pause_after(self, error: ServiceError, *, is_lasting: bool = False) -> float:
+        """Select the next `router`; return the seconds until its call. Raises `error` if it is final; a lasting one
+        needs the caller's correction, and gets only the tries of a refusal.
+        """
         if not is_retryable(error):
             raise error
         self._is_healthy = False
         self._back_off(error)
         selection = self._selector.select(self._backoffs)
-        if self._is_late(selection):
+        if self._is_late(selection, may_pass=may_pass(error) and not is_lasting):
             raise error
         self._router = selection.router
         return selection.pause
@@ -117,12 +139,15 @@ class RetryState:
         if shared:
             self._untried.clear()
 
-    def _is_late(self, selection: Selection) -> bool:
-        now = self._clock()
-        if self._deadline is not None and now + selection.pause >= self._deadline:
+    def _is_late(self, selection: Selection, *, may_pass: bool) -> bool:
+        now, pause = self._clock(), selection.pause
+        if self._deadline is not None and now + pause >= self._deadline:
             return True
+        self._broke_at = now if self._broke_at is None else self._broke_at
+        has_time = now + pause < self._broke_at + self._resume_seconds
         if self._has_begun:
-            self._broke_at = now if self._broke_at is None else self._broke_at
-            return now + selection.pause >= self._broke_at + self._resume_seconds
-        self._left -= selection.router not in self._untried
-        return self._left < 0 or selection.pause > LONGEST_PAUSE_S * (1 + JITTER)
+            return not has_time
+        self._left[may_pass] -= selection.router not in self._untried
+        if may_pass and has_time:
+            return False
+        return self._left[may_pass] < 0 or pause > LONGEST_PAUSE_S * (1 + JITTER)

@@ -5,7 +5,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -15,11 +15,12 @@ from google.protobuf.message import Message
 from decant.client.balancer import RouterSelector
 from decant.client.channel import Tls, credentials_of, open_async, open_blocking
 from decant.client.retry import RetryState
-from decant.client.transport import with_advice
+from decant.client.transport import is_lasting, with_advice
 from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
 from decant.runtime.backoff import Backoff
 from decant.runtime.errors import Cancelled, EndedCall, ServiceError, from_call
+from decant.runtime.grpc_options import ACCEPTED
 from decant.runtime.telemetry import tracing
 
 CANCEL_SECONDS = 2.0
@@ -28,12 +29,24 @@ WAIT_SECONDS = 0.2
 """Longest single wait in the main thread: a signal that comes just before it does not end it."""
 
 
+OnWait = Callable[[ServiceError], None]
+"""Receives the error after which a call waits for its next try; an error that it raises ends the call."""
+
+
+def _ignore(error: ServiceError) -> None:
+    pass
+
+
 @contextlib.contextmanager
-def typed_errors() -> Iterator[None]:
+def typed_errors(retries: RetryState | None = None) -> Iterator[None]:
+    """Raise a ServiceError for the error of a call, after its acceptance was noted in `retries`."""
     try:
         yield
     except grpc.RpcError as error:
-        raise from_call(cast(EndedCall, error)) from None
+        call = cast(Any, error)
+        if retries is not None and any(key == ACCEPTED for key, _ in call.initial_metadata() or ()):
+            retries.mark_accepted()
+        raise from_call(cast(EndedCall, call)) from None
 
 
 def closed_error() -> Cancelled:
@@ -69,8 +82,17 @@ class CancelSignal:
 class Routers:
     """Blocking calls to several routers; thread-safe."""
 
-    def __init__(self, addresses: tuple[str, ...], tls: Tls | None, token: str | None, backoff: Backoff) -> None:
+    def __init__(
+        self,
+        addresses: tuple[str, ...],
+        tls: Tls | None,
+        token: str | None,
+        backoff: Backoff,
+        resume_seconds: float,
+    ) -> None:
         self.addresses = addresses
+        self.on_wait: OnWait = _ignore
+        self._resume_seconds = resume_seconds
         self._metadata = credentials_of(token)
         self._has_tls = tls is not None
         self.selector = RouterSelector(len(addresses), backoff=backoff)
@@ -89,12 +111,18 @@ class Routers:
                 self._signals.add(signal)
         return signal
 
+    def retries(self, seconds: float | None) -> RetryState:
+        return RetryState(self.selector, seconds, self._resume_seconds)
+
     def call(self, method: str, request: Message, seconds: float | None) -> Any:
-        retries, signal = RetryState(self.selector, seconds), self.cancel_signal()
+        return self._call(method, request, self.retries(seconds))
+
+    def _call(self, method: str, request: Message, retries: RetryState) -> Any:
+        signal = self.cancel_signal()
         with call_span(method, request, retries):
             while True:
                 try:
-                    with typed_errors():
+                    with typed_errors(retries):
                         return self._call_once(method, request, retries)
                 except ServiceError as error:
                     self.wait(retries, signal, error)
@@ -106,7 +134,11 @@ class Routers:
     def wait(self, retries: RetryState, signal: CancelSignal, error: ServiceError) -> None:
         """Wait for the next try. Raises `error` if there is none, Cancelled once `signal` is set."""
         if not signal.is_set:
-            signal.wait(retries.pause_after(self._with_advice(error, retries)))
+            advised = self._with_advice(error, retries)
+            pause = retries.pause_after(advised, is_lasting=is_lasting(error))
+            if pause:
+                self.on_wait(advised)
+            signal.wait(pause)
         if signal.is_set:
             raise closed_error() from None
 
@@ -114,9 +146,10 @@ class Routers:
         return with_advice(error, self.addresses[retries.router], tls=self._has_tls, seconds=retries.seconds)
 
     def cancel_request(self, request_id: str) -> None:
-        """Cancel a request, ignoring errors: the end of its call cancels it later."""
+        """Cancel a request with a few tries, ignoring errors: the end of its call cancels it later."""
         with contextlib.suppress(ServiceError):
-            self.call("CancelGeneration", pb.CancelGenerationRequest(request_id=request_id), CANCEL_SECONDS)
+            request = pb.CancelGenerationRequest(request_id=request_id)
+            self._call("CancelGeneration", request, RetryState(self.selector, CANCEL_SECONDS))
 
     def close(self) -> None:
         with self._lock:
@@ -160,10 +193,10 @@ class AsyncCancelSignal:
 
 
 @contextlib.contextmanager
-def typed_errors_until(signal: AsyncCancelSignal) -> Iterator[None]:
-    """Raise Cancelled, not CancelledError, for a call that `signal` ended."""
+def typed_errors_until(signal: AsyncCancelSignal, retries: RetryState) -> Iterator[None]:
+    """`typed_errors` that raises Cancelled, not CancelledError, for a call that `signal` ended."""
     try:
-        with typed_errors():
+        with typed_errors(retries):
             yield
     except asyncio.CancelledError:
         task = asyncio.current_task()
@@ -175,8 +208,17 @@ def typed_errors_until(signal: AsyncCancelSignal) -> Iterator[None]:
 class AsyncRouters:
     """`Routers` for one event loop."""
 
-    def __init__(self, addresses: tuple[str, ...], tls: Tls | None, token: str | None, backoff: Backoff) -> None:
+    def __init__(
+        self,
+        addresses: tuple[str, ...],
+        tls: Tls | None,
+        token: str | None,
+        backoff: Backoff,
+        resume_seconds: float,
+    ) -> None:
         self.addresses = addresses
+        self.on_wait: OnWait = _ignore
+        self._resume_seconds = resume_seconds
         self._metadata = credentials_of(token)
         self._has_tls = tls is not None
         self.selector = RouterSelector(len(addresses), backoff=backoff)
@@ -193,12 +235,18 @@ class AsyncRouters:
             self._signals.add(signal)
         return signal
 
+    def retries(self, seconds: float | None) -> RetryState:
+        return RetryState(self.selector, seconds, self._resume_seconds)
+
     async def call(self, method: str, request: Message, seconds: float | None) -> Any:
-        retries, signal = RetryState(self.selector, seconds), self.cancel_signal()
+        return await self._call(method, request, self.retries(seconds))
+
+    async def _call(self, method: str, request: Message, retries: RetryState) -> Any:
+        signal = self.cancel_signal()
         with call_span(method, request, retries):
             while True:
                 try:
-                    with typed_errors_until(signal):
+                    with typed_errors_until(signal, retries):
                         response = await self.start_call(method, request, retries)
                     retries.mark_progress()
                     return response
@@ -213,7 +261,11 @@ class AsyncRouters:
 
     async def wait(self, retries: RetryState, signal: AsyncCancelSignal, error: ServiceError) -> None:
         if not signal.is_set:
-            await signal.wait(retries.pause_after(self._with_advice(error, retries)))
+            advised = self._with_advice(error, retries)
+            pause = retries.pause_after(advised, is_lasting=is_lasting(error))
+            if pause:
+                self.on_wait(advised)
+            await signal.wait(pause)
         if signal.is_set:
             raise closed_error() from None
 
@@ -222,7 +274,8 @@ class AsyncRouters:
 
     async def cancel_request(self, request_id: str) -> None:
         with contextlib.suppress(ServiceError):
-            await self.call("CancelGeneration", pb.CancelGenerationRequest(request_id=request_id), CANCEL_SECONDS)
+            request = pb.CancelGenerationRequest(request_id=request_id)
+            await self._call("CancelGeneration", request, RetryState(self.selector, CANCEL_SECONDS))
 
     async def close(self) -> None:
         self._is_closed = True

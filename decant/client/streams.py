@@ -4,23 +4,25 @@
                                        ResumeStream(id, seq) --deltas----X
                                                                           ResumeStream(id, seq) --deltas, finished
 
-A seq is the same position at every router: no token is repeated or lost.
+A seq is the same position at every router: no token is repeated or lost. The first call begins with ``with`` or with
+the first read, which both end it: a stream that is dropped before has no call and no request.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from google.protobuf.message import Message
 
 from decant.client.results import Delta
 from decant.client.retry import RetryState
-from decant.client.routers import AsyncRouters, Routers, call_span, typed_errors, typed_errors_until
+from decant.client.routers import AsyncRouters, Routers, call_span, closed_error, typed_errors, typed_errors_until
 from decant.client.transcript import Transcript
 from decant.protos import inference_pb2 as pb
 from decant.runtime.errors import ServiceError
+from decant.runtime.telemetry import tracing
 
 StreamRequest = pb.GenerateRequest | pb.ResumeStreamRequest
 
@@ -33,11 +35,12 @@ class ResumableStream(Transcript):
         self._request = request
         self._addresses = addresses
         self._retries = retries
+        self._call: Any = None
         self._is_over = False
         self._is_resuming = False
+        self._span = tracing.Span()
         if isinstance(request, pb.ResumeStreamRequest):
             self.seq = request.after_seq
-        self._span = call_span(self._next_call()[0], request, retries)
 
     @property
     def router(self) -> str:
@@ -56,6 +59,13 @@ class ResumableStream(Transcript):
         if not self.seq and isinstance(self._request, pb.GenerateRequest):
             return "GenerateStream", self._request
         return "ResumeStream", pb.ResumeStreamRequest(request_id=self.request_id, after_seq=self.seq)
+
+    def _first_call(self) -> tuple[str, Message]:
+        """Start the deadline and the span."""
+        self._retries.start_deadline()
+        method, message = self._next_call()
+        self._span = call_span(method, self._request, self._retries)
+        return method, message
 
     def _resumption(self) -> tuple[str, Message]:
         self._is_resuming = self.started is not None
@@ -82,13 +92,13 @@ class Stream(ResumableStream):
         super().__init__(request, routers.addresses, retries)
         self._routers = routers
         self._signal = routers.cancel_signal()
-        self._call = routers.start_call(*self._next_call(), retries)
 
     def __iter__(self) -> Iterator[Delta]:
         try:
+            self._begin()
             while not self.is_complete:
                 try:
-                    with typed_errors():
+                    with typed_errors(self._retries):
                         for message in self._call:
                             if delta := self._receive(message):
                                 yield delta
@@ -108,6 +118,8 @@ class Stream(ResumableStream):
         if not self._is_over:
             self._is_over = True
             self._signal.set()
+            if self._call is None:
+                return
             try:
                 if self._cancels:
                     self._routers.cancel_request(self.request_id)
@@ -119,17 +131,28 @@ class Stream(ResumableStream):
     def disconnect(self) -> None:
         """End the call, not the request; iterating raises Cancelled. For any thread or signal handler."""
         self._signal.set()
-        self._call.cancel()
+        if self._call is not None:
+            self._call.cancel()
+
+    def _begin(self) -> None:
+        if self._call is None:
+            self._start(*self._first_call())
 
     def _resume_after(self, error: ServiceError) -> None:
         if self.is_complete:  # only the call's end was missing
             return
         self._routers.wait(self._retries, self._signal, error)
-        self._call = self._routers.start_call(*self._resumption(), self._retries)
+        self._start(*self._resumption())
+
+    def _start(self, method: str, request: Message) -> None:
         if self._signal.is_set:
+            raise closed_error()
+        self._call = self._routers.start_call(method, request, self._retries)
+        if self._signal.is_set:  # since the first look
             self._call.cancel()
 
     def __enter__(self) -> Self:
+        self._begin()
         return self
 
     def __exit__(
@@ -145,13 +168,13 @@ class AsyncStream(ResumableStream):
         super().__init__(request, routers.addresses, retries)
         self._routers = routers
         self._signal = routers.cancel_signal()
-        self._call = routers.start_call(*self._next_call(), retries)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         try:
+            self._begin()
             while not self.is_complete:
                 try:
-                    with typed_errors_until(self._signal):
+                    with typed_errors_until(self._signal, self._retries):
                         async for message in self._call:
                             if delta := self._receive(message):
                                 yield delta
@@ -170,6 +193,8 @@ class AsyncStream(ResumableStream):
         if not self._is_over:
             self._is_over = True
             self._signal.set()
+            if self._call is None:
+                return
             try:
                 if self._cancels:
                     await self._routers.cancel_request(self.request_id)
@@ -181,15 +206,26 @@ class AsyncStream(ResumableStream):
     def disconnect(self) -> None:
         """End the call, not the request; iterating raises Cancelled."""
         self._signal.set()
-        self._call.cancel()
+        if self._call is not None:
+            self._call.cancel()
+
+    def _begin(self) -> None:
+        if self._call is None:
+            self._start(*self._first_call())
 
     async def _resume_after(self, error: ServiceError) -> None:
         if self.is_complete:
             return
         await self._routers.wait(self._retries, self._signal, error)
-        self._call = self._routers.start_call(*self._resumption(), self._retries)
+        self._start(*self._resumption())
+
+    def _start(self, method: str, request: Message) -> None:
+        if self._signal.is_set:
+            raise closed_error()
+        self._call = self._routers.start_call(method, request, self._retries)
 
     async def __aenter__(self) -> Self:
+        self._begin()
         return self
 
     async def __aexit__(

@@ -13,6 +13,7 @@ from typing import Any, cast
 from google.protobuf.json_format import MessageToDict
 
 from decant import Cancelled, Client, Options, Prompt, ServiceError, Stream, Tls, Unavailable
+from decant.client.retry import may_pass
 from decant.command.deployment.waiting import Waiting
 from decant.command.errors import CommandFailed, one_line_errors
 from decant.command.options import tls_from
@@ -55,6 +56,8 @@ class GenerateArgs:
     tls: Tls | None = None
     timeout: float | None = None
     as_json: bool = False
+    waits: bool = True
+    """Wait for a router that is away. False: raise Unavailable at once if nothing has been received."""
 
 
 def run_command(params: dict[str, Any]) -> None:
@@ -93,6 +96,7 @@ def run(args: GenerateArgs, prompt: Prompt, options: Options) -> str:
         raise CommandFailed(f"{error.filename}: {error.strerror}") from None
     clock = Clock(time.monotonic())
     with client, client.stream(prompt, timeout=args.timeout, **options) as stream, _until_ctrl_c(client, stream):
+        client._routers.on_wait = _WaitReport(stream, waits=args.waits)
         try:
             _show(stream, clock, as_json=args.as_json)
         except Unavailable as error:
@@ -111,10 +115,28 @@ def run_here(args: GenerateArgs, prompt: Prompt, options: Options, waiting: Wait
     while True:
         deployment = waiting.deployment()
         try:
-            return run(replace(args, address=deployment.addresses), prompt, options)
+            return run(replace(args, address=deployment.addresses, waits=False), prompt, options)
         except Unavailable:
             if not waiting.for_restart(deployment):
                 raise
+
+
+class _WaitReport:
+    """Report that the first message waits for a router, each reason once in a row; see `GenerateArgs.waits`."""
+
+    def __init__(self, stream: Stream, *, waits: bool) -> None:
+        self._stream = stream
+        self._waits = waits
+        self._last = ""
+
+    def __call__(self, error: ServiceError) -> None:
+        if self._stream.seq or not may_pass(error):
+            return
+        if not self._waits:
+            raise error
+        if (text := str(error)) != self._last:
+            self._last = text
+            _print_status(f"{text}; trying again")
 
 
 def _show(stream: Stream, clock: Clock, *, as_json: bool) -> None:

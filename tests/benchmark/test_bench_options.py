@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from decant import AsyncClient
 from decant.command.app import app
 from decant.command.deployment.deployments import Deployment
 
@@ -51,7 +53,8 @@ def test_a_deployment_that_is_starting_is_not_measured(monkeypatch: pytest.Monke
     assert done.output == "decant: `decant up` (process 7) is starting: measure it once it is ready\n"
 
 
-def test_a_deployment_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+def test_a_deployment_that_is_not_there_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decant.bench.benchmark.AsyncClient", partial(AsyncClient, resume_seconds=0))
     done = CliRunner().invoke(app, ["bench", *NOWHERE, "--html", str(tmp_path / "report.html")])
     assert done.exit_code == 1
     assert done.output.count("\n") == 1

@@ -152,10 +152,57 @@ def tried(tries: RetryState, clock: Clock, error: decant.ServiceError) -> int:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_tries_before_the_first_message_are_limited(count: int) -> None:
+@pytest.mark.parametrize(
+    "refusal", [unavailable(), decant.QueueFull(4, retry_after=0.1), lost(grpc.StatusCode.UNIMPLEMENTED)], ids=str
+)
+def test_refusals_before_the_first_message_are_limited(count: int, refusal: decant.ServiceError) -> None:
     clock = Clock()
-    assert tried(RetryState(make_selector(count, clock), resume_seconds=30), clock, lost()) == count + MORE_TRIES
+    assert tried(RetryState(make_selector(count, clock), resume_seconds=30), clock, refusal) == count + MORE_TRIES
     assert clock.now < 100.0 + 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize(
+    "loss", [lost(), decant.Unavailable(Reason.DRAINING, "draining", retry_after=0.1)], ids=["lost", "draining"]
+)
+def test_a_loss_before_the_first_message_is_tried_for_resume_seconds(count: int, loss: decant.ServiceError) -> None:
+    clock = Clock()
+    assert tried(RetryState(make_selector(count, clock), resume_seconds=30), clock, loss) > 20
+    assert 28 < clock.now - 100 < 30
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_without_resume_seconds_a_loss_before_the_first_message_has_a_few_tries(count: int) -> None:
+    clock = Clock()
+    assert tried(RetryState(make_selector(count, clock), resume_seconds=0), clock, lost()) == count + MORE_TRIES
+
+
+def test_the_tries_after_a_refusal_do_not_count_losses() -> None:
+    clock = Clock()
+    tries = RetryState(make_selector(1, clock), resume_seconds=30)
+    for _ in range(10):
+        clock.now += tries.pause_after(lost())
+    assert tried(tries, clock, unavailable()) == 1 + MORE_TRIES
+
+
+def test_a_loss_that_only_other_settings_end_has_a_few_tries() -> None:
+    clock = Clock()
+    tries = RetryState(make_selector(1, clock), resume_seconds=30)
+    for _ in range(MORE_TRIES):
+        clock.now += tries.pause_after(lost(), is_lasting=True)
+    with pytest.raises(decant.Unavailable):
+        tries.pause_after(lost(), is_lasting=True)
+
+
+def test_resume_seconds_start_again_after_a_call_that_a_router_had_accepted() -> None:
+    clock = Clock()
+    tries = RetryState(make_selector(1, clock), resume_seconds=3)
+    for _ in range(20):
+        clock.now += 2
+        tries.mark_accepted()
+        clock.now += tries.pause_after(lost())
+    assert clock.now > 140
+    assert tried(tries, clock, lost()) < 10
 
 
 def test_a_stream_that_has_begun_is_tried_for_its_resume_seconds() -> None:

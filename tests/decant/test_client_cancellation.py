@@ -86,6 +86,107 @@ def test_a_stream_abandoned_before_its_first_message_ends_its_call(client: Clien
         assert script.call_ended.wait(PATIENCE_S)
 
 
+def drop(client: Any) -> None:
+    client.stream("x", request_id="r")
+
+
+def fail_before_the_first_read(client: Any) -> None:
+    def begin() -> None:
+        stream = client.stream("x", request_id="r")
+        raise ZeroDivisionError(stream.request_id)
+
+    with contextlib.suppress(ZeroDivisionError):
+        begin()
+
+
+def drop_an_iterator(client: Any) -> None:
+    stream = client.stream("x", request_id="r")
+    iter(stream) if isinstance(client, Client) else aiter(stream)
+
+
+DROPS = [drop, fail_before_the_first_read, drop_an_iterator]
+
+
+@pytest.mark.parametrize("leave", DROPS, ids=lambda f: f.__name__)
+def test_a_stream_that_is_dropped_before_its_first_read_runs_nothing(
+    client: Client, script: Script, leave: Any
+) -> None:
+    script.answering = endless_answer
+    leave(client)
+    client.server_info()  # comes after a call that began before
+    assert script.requests == []
+
+
+@pytest.mark.parametrize("leave", DROPS, ids=lambda f: f.__name__)
+async def test_an_async_stream_dropped_before_its_first_read_runs_nothing(
+    address: str, script: Script, leave: Any
+) -> None:
+    script.answering = endless_answer
+    async with AsyncClient(address) as client:
+        leave(client)
+
+        async def cancelled_between() -> None:
+            stream = client.stream("x", request_id="r")
+            await asyncio.Event().wait()
+            await anext(aiter(stream))
+
+        task = asyncio.create_task(cancelled_between())
+        await client.server_info()
+        task.cancel()
+        await asyncio.wait([task])
+        await asyncio.sleep(0.05)  # for calls that began
+        await client.server_info()
+    assert script.requests == []
+
+
+def test_a_with_block_begins_the_call_that_its_end_cancels(client: Client, script: Script) -> None:
+    script.answering = endless_answer
+    with client.stream("x", request_id="r"):
+        client.server_info()
+        assert [request.request_id for request in script.requests] == ["r"]
+    assert script.was_cancelled.wait(PATIENCE_S)
+    assert script.call_ended.wait(PATIENCE_S)
+
+
+async def test_an_async_with_block_begins_the_call_that_its_end_cancels(address: str, script: Script) -> None:
+    script.answering = endless_answer
+    async with AsyncClient(address) as client:
+        async with client.stream("x", request_id="r"), asyncio.timeout(PATIENCE_S):
+            while not script.requests:  # noqa: ASYNC110 - another loop appends
+                await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(script.was_cancelled.wait, PATIENCE_S)
+        assert await asyncio.to_thread(script.call_ended.wait, PATIENCE_S)
+
+
+@pytest.mark.parametrize("how", ["close", "disconnect", "client"])
+async def test_a_stream_that_was_closed_before_its_first_read_is_cancelled(
+    address: str, script: Script, how: str
+) -> None:
+    client = Client(address)
+    stream = client.stream("x")
+    {"close": stream.close, "disconnect": stream.disconnect, "client": client.close}[how]()
+    with pytest.raises(decant.Cancelled):
+        list(stream)
+    async with AsyncClient(address) as other:
+        unread = other.stream("x")
+        closed = {"close": unread.close, "disconnect": unread.disconnect, "client": other.close}[how]()
+        if closed is not None:
+            await closed
+        with pytest.raises(decant.Cancelled):
+            [delta async for delta in unread]
+    client.close()
+    assert script.requests == []
+
+
+def test_a_stream_s_timeout_counts_from_its_first_read(client: Client, script: Script) -> None:
+    now = [100.0]
+    client._routers.selector.clock = lambda: now[0]
+    stream = client.stream("x", timeout=PATIENCE_S)
+    now[0] += 2 * PATIENCE_S
+    assert [delta.text for delta in stream] == ["a", "b", "c"]
+    assert script.time_left is not None
+
+
 def test_a_signal_just_before_a_wait_for_the_next_try_ends_it() -> None:
     """The timer's thread receives the signal: like one just before the wait, it does not wake the main thread."""
     closing = CancelSignal()

@@ -36,7 +36,7 @@ async def test_mutual_tls_connects_and_the_error_names_a_missing_certificate(tmp
             (None, "it may speak TLS, which tls=Tls(ca=...) (--ca) turns on"),
             (decant.Tls(ca=ours.ca), "it may ask for Tls(certificate=..., key=...) (--certificate, --key)"),
         ):
-            async with AsyncClient(address, tls=wrong) as client:
+            async with AsyncClient(address, tls=wrong, resume_seconds=0) as client:
                 with pytest.raises(decant.Unavailable) as caught:
                     await client.server_info()
             assert str(caught.value) == f"no connection to {address}: it closed the connection: {advice}"
@@ -52,12 +52,15 @@ async def test_a_tls_mismatch_is_named_in_the_error(tmp_path: Path, address: str
             (address, decant.Tls(ca=ours.ca), "it uses plaintext: leave out tls= (--ca)"),
             ("127.0.0.1:1", None, "Connection refused"),
         ):
-            async with AsyncClient(where, tls=tls) as client:
+            resume_seconds = 0.0 if tls is None else LASTING_S  # settings that never fit are not tried for so long
+            async with AsyncClient(where, tls=tls, call_seconds=LASTING_S, resume_seconds=resume_seconds) as client:
                 with pytest.raises(decant.Unavailable) as caught:
                     await client.server_info()
             assert str(caught.value).startswith(f"no connection to {where}: ")
             assert advice in str(caught.value)
 
+
+LASTING_S = 3600.0
 
 TOKEN = "s3cret-of-acme"
 

@@ -41,7 +41,7 @@ async def test_an_error_status_raises_the_matching_exception(address: str, scrip
 
 
 def test_an_unreachable_server_is_unavailable() -> None:
-    with Client("127.0.0.1:1") as client, pytest.raises(decant.Unavailable):
+    with Client("127.0.0.1:1", resume_seconds=0) as client, pytest.raises(decant.Unavailable):
         client.generate("x", timeout=PATIENCE_S)
 
 

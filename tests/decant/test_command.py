@@ -109,10 +109,12 @@ def test_a_value_that_no_field_holds_is_one_line(address: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_a_server_that_is_not_there_is_one_line() -> None:
-    done = run("generate", "x", "--address", "127.0.0.1:1")
+def test_a_server_that_is_not_there_is_named_once_while_it_is_tried_again() -> None:
+    done = run("generate", "x", "--address", "127.0.0.1:1", "--timeout", "0.4")
     assert done.exit_code == 1
-    assert done.stderr.count("\n") == 1
+    waiting, error = done.stderr.splitlines()
+    assert waiting == f"{error.removeprefix('decant: ')}; trying again"
+    assert "no connection to 127.0.0.1:1" in error
 
 
 def test_an_error_in_mid_answer_comes_after_what_was_written(address: str, script: Script) -> None:

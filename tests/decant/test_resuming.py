@@ -79,18 +79,9 @@ async def test_a_break_after_any_message_changes_nothing(some: Two, after: int, 
 )
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_sequence_of_breaks_changes_anything(both: Two, breaks: list[Break], routers: int) -> None:
-    tries, begun = routers + MORE_TRIES, False
-    for one in breaks:
-        begun = begun or one.after > 0
-        tries -= not begun
     both.reset(breaks)
-    address = ",".join(both.address.split(",")[:routers])
-    if tries > 0:
-        read(address)
-        assert len(both.resumed) <= len(breaks)
-    else:
-        with pytest.raises(decant.ServiceError):
-            read(address)
+    read(",".join(both.address.split(",")[:routers]))
+    assert len(both.resumed) <= len(breaks)
 
 
 def test_resume_seconds_0_raises_the_break_and_keeps_the_text(two: Two) -> None:

@@ -31,7 +31,7 @@ async def test_a_router_that_is_not_ready_is_skipped(two: Two) -> None:
         async with AsyncClient(f"{address},{two.address}") as client:
             for _ in range(4):
                 assert (await client.generate("x")).text == "abc!"
-        async with AsyncClient(address) as client:
+        async with AsyncClient(address, resume_seconds=0) as client:
             with pytest.raises(decant.Unavailable):
                 await client.generate("x")
     assert (two.num_requests, busy.requests) == (4, [])
