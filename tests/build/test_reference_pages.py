@@ -11,6 +11,7 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from google.rpc import error_details_pb2
 
 import decant
+from decant.client.channel import PROXY
 from decant.protos import inference_pb2 as pb
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS
 from decant.router.limits import limits
@@ -174,6 +175,7 @@ def test_nothing_is_mentioned_that_does_not_exist(page: str) -> None:
     methods = {method.name for method in SERVICE.methods}
     kinds = {**MESSAGES, **error_details_pb2.DESCRIPTOR.message_types_by_name}
     attributes = {name for name in dir(decant.InvalidArgument) if not name.startswith("_")} | {"resume_seconds"}
+    attributes |= {"http_proxy", "https_proxy", "no_proxy", PROXY, f"no_{PROXY}"}  # variables of gRPC
     for span in code(prose):
         if match := re.fullmatch(r"([A-Z]\w*)\.(\w+)", span):
             assert match[1] in kinds and match[2] in kinds[match[1]].fields_by_name, span  # noqa: PT018
