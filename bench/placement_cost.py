@@ -56,7 +56,7 @@ class NoWorkers:
 
 def new_pool(workers: int) -> WorkerPool:
     unused: Any = NoWorkers()
-    pool = WorkerPool(ROUTER, unused, {MODEL: 1}, PeerTls(), handoff_min_tokens=64)
+    pool = WorkerPool(ROUTER, unused, {MODEL: {1}}, PeerTls(), handoff_min_tokens=64)
     for number in range(workers):
         registration = WorkerRegistration(
             peer=wire.Peer(id=f"worker-{number}", incarnation=1),

@@ -35,7 +35,6 @@ def load(
     def layout_hash(layout: KvLayout) -> str:
         return checkpoint.layout_hash(weights, layout, context_length, dtype, backend.identity)
 
-    eos = source.eos_token_ids(model)
     check_files = partial(weights.check_unchanged, source.name)
-    read = ReadModel(model, source.name, context_length, eos, layout_hash, check_files)
+    read = ReadModel(model, source.name, context_length, layout_hash, check_files)
     return make_device(read, config, backend, progress)

@@ -65,8 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = load_or_exit(RouterSettings, sys.argv[1:] if arguments is None else arguments, program=PROGRAM)
     logs.start("router", settings)
     try:
-        models = load(settings.models)
+        models = load(settings.models, settings.add_bos)
         callers = load_callers(settings.credentials, models)
+    except SettingError as error:
+        return _refuse(f"{flag_name(error.field)}: {error.limit}, got {error.value}")
     except (ModelUnreadable, InvalidSettings, ValueError) as error:
         return _refuse(error)
     try:
@@ -116,7 +118,7 @@ class RouterProcess:
         self.readiness = Readiness()
         self.registry = Registry()
         self.peer = new_peer(settings.id or default_id("router"))
-        hashes = {id: model.tokenizer_hash for id, model in models.by_id.items()}
+        hashes = {id: model.hashes for id, model in models.by_id.items()}
         self.pool = WorkerPool(self.peer, store.workers, hashes, settings, settings.handoff_min_tokens, timings.workers)
         self.journal_writer = JournalWriter(store.requests, settings.flush_ms, timings.journal)
         self.quota_leases = QuotaLeases(store.quotas, callers.limits)

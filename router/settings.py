@@ -11,6 +11,11 @@ class RouterSettings(MemberSettings):
     models: tuple[str, ...] = Field(
         min_length=1, description="folders or hub names, optionally as ID=SOURCE; the first is the default model"
     )
+    add_bos: tuple[str, ...] = Field(
+        default=(),
+        description="ids of models whose text prompts begin with the BOS token although tokenizer.json adds none; "
+        "the same on all routers",
+    )
     credentials: Path | None = Field(
         default=None, description="TOML file of the tenants that may call; unset: every client may"
     )

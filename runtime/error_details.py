@@ -54,6 +54,7 @@ class Reason(StrEnum):
     INTERNAL = "INTERNAL"
     OWNER_CHANGED = "OWNER_CHANGED"
     SLOW_READER = "SLOW_READER"
+    TOKENIZER_MISMATCH = "TOKENIZER_MISMATCH"
     WRONG_PEER = "WRONG_PEER"  # between router and worker only, as in decant.internal.v1.Cause
     WRONG_PROTOCOL = "WRONG_PROTOCOL"
 

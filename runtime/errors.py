@@ -68,7 +68,14 @@ _CLIENT_CODES = frozenset(
 )
 _CLIENT_REASONS = frozenset({Reason.QUOTA_EXCEEDED, Reason.SUPERSEDED, Reason.SLOW_READER})
 _CAPACITY_REASONS = frozenset(
-    {Reason.QUEUE_FULL, Reason.NO_WORKER, Reason.DRAINING, Reason.OWNER_CHANGED, Reason.DEADLINE_EXCEEDED}
+    {
+        Reason.QUEUE_FULL,
+        Reason.NO_WORKER,
+        Reason.DRAINING,
+        Reason.OWNER_CHANGED,
+        Reason.DEADLINE_EXCEEDED,
+        Reason.TOKENIZER_MISMATCH,
+    }
 )
 
 
@@ -206,7 +213,7 @@ class QueueFull(ServiceError):
 class Unavailable(ServiceError):
     """A call that can't be served now.
 
-    `reason` is NO_WORKER, DRAINING, OWNER_CHANGED, WORKERS_LOST or STATE_STORE_UNAVAILABLE.
+    `reason` is NO_WORKER, DRAINING, OWNER_CHANGED, WORKERS_LOST, STATE_STORE_UNAVAILABLE or TOKENIZER_MISMATCH.
     """
 
     def __init__(self, reason: Reason, message: str, *, retry_after: float) -> None:

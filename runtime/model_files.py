@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ from typing import Any
 from huggingface_hub import constants, get_session, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from decant.runtime.tokenizer_files import facts_of
+
 PATTERNS = ("*.json", "*.jinja", "tokenizer*")
 """Files that are downloaded of a hub model."""
 
 _WITHOUT_NETWORK = "without network, give a folder, or set HF_HOME to a cache that has the model"
-_HASHED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -36,8 +38,10 @@ class ModelFiles:
     revision          hub commit, or a hash of a folder's small files
     context_length    in tokens
     vocab_size        rows of the embedding; may exceed the tokenizer's
+    eos_token_ids     those of the configuration and the tokenizer's own, below ``vocab_size``
     default_sampling  as transformers' ``generate``: greedy unless do_sample is set
-    tokenizer         64-bit hash of tokenizer and limits, which routers and workers compare
+    token_ids         64-bit hash of what determines token ids and ends, which routers and workers compare
+    tokenizer_files   64-bit hash of the tokenizer's files as bytes, which those that know no ``token_ids`` compare
     """
 
     id: str
@@ -47,7 +51,13 @@ class ModelFiles:
     vocab_size: int | None
     eos_token_ids: tuple[int, ...]
     default_sampling: Mapping[str, float]
-    tokenizer: int
+    token_ids: int
+    tokenizer_files: int
+
+    @property
+    def hashes(self) -> frozenset[int]:
+        """Hashes that a compatible process has."""
+        return frozenset((self.token_ids, self.tokenizer_files))
 
 
 def find(model: str, revision: str | None = None, *, id: str | None = None) -> ModelFiles:
@@ -93,25 +103,61 @@ def _read(id: str, model: str, folder: Path, commit: str | None) -> ModelFiles:
     generation = read_json(model, folder / "generation_config.json") or {}
     try:
         context_length, vocab_size = _context_length(text), _count(text, "vocab_size")
-        eos = _ids(generation.get("eos_token_id", text.get("eos_token_id", config.get("eos_token_id"))))
+        tokenizer = facts_of(read_json(model, folder / "tokenizer.json") or {}, read_tokenizer_config(model, folder))
+        eos = _end_tokens((generation, text, config), tokenizer.eos_token_id, vocab_size)
         sampling = _default_sampling(generation)
     except ValueError as error:
         raise ModelUnreadable(model, str(error)) from None
-    digest = hashlib.blake2b(json.dumps([context_length, vocab_size, sorted(eos)]).encode(), digest_size=8)
-    for name in _HASHED:
-        file = folder / name
-        content = file.read_bytes() if file.is_file() else b""
-        digest.update(len(content).to_bytes(8, "little") + content)
+    files = _digest(json.dumps([context_length, vocab_size, sorted(eos)]).encode(), *_contents(folder))
     return ModelFiles(
         id=id,
         folder=folder,
-        revision=commit or digest.hexdigest(),
+        revision=commit or files.hex(),
         context_length=context_length,
         vocab_size=vocab_size,
         eos_token_ids=eos,
         default_sampling=sampling,
-        tokenizer=int.from_bytes(digest.digest(), "little"),
+        token_ids=_integer(_digest(json.dumps([vocab_size, sorted(eos)]).encode(), tokenizer.identity)),
+        tokenizer_files=_integer(files),
     )
+
+
+def read_tokenizer_config(model: str, folder: Path) -> Mapping[str, Any]:
+    """Read tokenizer_config.json with special_tokens_map.json. Raises ModelUnreadable."""
+    config = read_json(model, folder / "tokenizer_config.json") or {}
+    if "added_tokens_decoder" in config:
+        return config
+    return {**config, **(read_json(model, folder / "special_tokens_map.json") or {})}
+
+
+def _contents(folder: Path) -> Iterator[bytes]:
+    for name in _TOKENIZER_FILES:
+        file = folder / name
+        content = file.read_bytes() if file.is_file() else b""
+        yield len(content).to_bytes(8, "little")
+        yield content
+
+
+def _digest(*parts: bytes) -> bytes:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def _integer(digest: bytes) -> int:
+    return int.from_bytes(digest, "little")
+
+
+def _end_tokens(
+    configs: Iterable[Mapping[str, Any]], of_tokenizer: int | None, vocab_size: int | None
+) -> tuple[int, ...]:
+    """Ids of the first configuration that names some, and the tokenizer's: chat models are often trained to end with
+    it, and keep the base model's id in their configuration.
+    """
+    named = next((value for config in configs if (value := config.get("eos_token_id")) is not None), None)
+    ids = dict.fromkeys((*_ids(named), *_ids(of_tokenizer)))
+    return tuple(id for id in ids if vocab_size is None or id < vocab_size)
 
 
 def _default_sampling(generation: Mapping[str, Any]) -> Mapping[str, float]:

@@ -59,7 +59,7 @@ CRASH_REPLY_S = 0.25
 SWITCH_S = 0.0005
 """Interpreter switch interval: the engine's thread waits for the event loop's at every call."""
 
-LoadDevice = Callable[[WorkerSettings], Device]
+LoadDevice = Callable[[WorkerSettings, ModelFiles], Device]
 
 _log = logs.get(__name__)
 
@@ -156,7 +156,7 @@ class Worker:
         settings = self._settings
         server.shutdown.ends_process = True
         files = await asyncio.to_thread(model_files.find, settings.model, settings.model_revision, id=settings.model_id)
-        device = await in_own_thread(self._load_device, settings)
+        device = await in_own_thread(lambda settings: self._load_device(settings, files), settings)
         engine = Engine(device, limits_of(settings, device), checksum=checksum)
         host = await self._make_host(engine, files, server)
         await _warm_up_engine(host)
@@ -197,7 +197,8 @@ class Worker:
             role=host.role,
             model=host.model,
             layout_hash=host.layout_hash,
-            tokenizer=files.tokenizer,
+            tokenizer=files.tokenizer_files,
+            token_ids=files.token_ids,
             capacity=Capacity(
                 total_blocks=host.total_blocks,
                 block_size=host.block_size,

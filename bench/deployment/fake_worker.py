@@ -18,6 +18,7 @@ from decant.engine.fake import FakeDevice
 from decant.engine.plan import StepPlan
 from decant.prefill_worker.main import ROLE as PREFILL
 from decant.protos import worker_pb2 as wire
+from decant.runtime.model_files import ModelFiles
 from decant.worker import main as process
 from decant.worker.prefill.service import PrefillService
 from decant.worker.settings import WorkerSettings
@@ -31,7 +32,7 @@ def main(role: str, times: str, first_ms: float, step_ms: float, arguments: list
         reads = any(row.start < row.request.prompt_len for row in plan.rows)
         return (first_ms if reads else step_ms) / 1000
 
-    def load(settings: WorkerSettings) -> FakeDevice:
+    def load(settings: WorkerSettings, files: ModelFiles) -> FakeDevice:
         return FakeDevice(
             num_blocks=1 << 14, block_size=settings.block_size, vocab_size=VOCABULARY, context_length=2048, cost=cost
         )

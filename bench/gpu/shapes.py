@@ -121,7 +121,7 @@ def make_served(
     """Make a device of the model, changing it in place; without ``kv_bytes``, blocks take the GPU's free memory."""
     config = ModelConfig(name, device=str(model.device), kv_bytes=kv_bytes, cuda_kernels=kernels, exact=exact)
     context_length = model.config.max_position_embeddings
-    read = ReadModel(model, name, context_length, frozenset(), lambda layout: f"{name} {layout}")
+    read = ReadModel(model, name, context_length, lambda layout: f"{name} {layout}")
     return make_device(read, config, choose_backend(config))
 
 

@@ -20,7 +20,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -111,9 +110,6 @@ class Checkpoint:
             # From the cache: for a listing of that commit, the hub's client would repeat a failed request for 24 s.
             folder = _fetch_small(self.path, self.revision, local_files_only=True)
             weight_files.check_weights(folder, weight_files.read_config(folder))
-        if self.weight_format is not PLAIN:  # transformers got no folder to read it from
-            with suppress(OSError):
-                model.generation_config = GenerationConfig.from_pretrained(folder)
         _drop_other_media(model)
         with refuse_model_on_error(self.name, f"its weights can't be put on {device}"):
             torch.nn.Module.to(model, device)
@@ -143,16 +139,6 @@ class Checkpoint:
         files = weight_files.weight_files(folder, weight_files.read_config(folder))
         with refuse_model_on_error(self.name, "its weights can't be read"):
             return digest_files([folder / "config.json", *files])
-
-    def eos_token_ids(self, model: PreTrainedModel) -> frozenset[int]:
-        generation = getattr(model, "generation_config", None)
-        named = generation.eos_token_id if generation is not None else None
-        named = self.config.get_text_config().eos_token_id if named is None else named
-        if named is None:
-            return frozenset()
-        embeddings: Any = model.get_input_embeddings()
-        vocabulary = range(embeddings.num_embeddings)
-        return frozenset(token for token in ([named] if isinstance(named, int) else named) if token in vocabulary)
 
 
 def open(path: str, revision: str | None = None) -> Checkpoint:

@@ -44,6 +44,7 @@ class ModelConfig:
     context_length  in tokens; None: the checkpoint's
     kv_bytes        None: what a GPU has left, in the memory of the host ``HOST_KV_BYTES``
     block_size      in tokens: a power of two of at most 128
+    eos_token_ids   tokens that end a sequence; those outside the vocabulary are dropped
     cuda_kernels    "none": torch alone; "triton": own kernels, never run on a GPU
     exact           on CUDA: only kernels that give a row the same bits in any batch; a CPU has no others
     step_sizes      the largest steps, for which a GPU keeps memory if ``kv_bytes`` is None
@@ -56,6 +57,7 @@ class ModelConfig:
     context_length: int | None = None
     kv_bytes: int | None = None
     block_size: int = BLOCK_SIZE
+    eos_token_ids: frozenset[int] = frozenset()
     cuda_kernels: CudaKernels = "none"
     exact: bool = False
     step_sizes: StepSizes = field(default_factory=StepSizes)
@@ -148,7 +150,6 @@ class ReadModel:
     model: PreTrainedModel
     name: str
     context_length: int
-    eos_token_ids: frozenset[int]
     layout_hash: Callable[[KvLayout], str]
     check_files: Callable[[], object] = lambda: None
 
@@ -187,12 +188,14 @@ def make_device(
     )
     store = backend.make_store(layout, kv_bytes // layout.block_bytes, dtype)
     store.prefault()
+    vocab_size = token_embeddings(model).num_embeddings
+    eos = frozenset(token for token in config.eos_token_ids if token < vocab_size)
     return ModelDevice(
         store=store,
-        runner=backend.make_runner(model, store, layer_windows, RunnerLimits(read.eos_token_ids, context_length)),
+        runner=backend.make_runner(model, store, layer_windows, RunnerLimits(eos, context_length)),
         context_length=context_length,
-        vocab_size=token_embeddings(model).num_embeddings,
-        eos_token_ids=read.eos_token_ids,
+        vocab_size=vocab_size,
+        eos_token_ids=eos,
         layout_hash=read.layout_hash(layout),
         equal_bits=backend.exact >= PARTS,
         probe_result=ProbeResult(exact, difference),

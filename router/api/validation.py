@@ -57,9 +57,14 @@ _LIMITS = {"SamplingParams.n": f"{MAX_OUTPUTS} is all this server does"}
 
 
 async def validate(
-    request: pb.GenerateRequest, models: Models, max_context_length: ContextLengthOf, deadline: Deadline, tenant: str
+    request: pb.GenerateRequest,
+    models: Models,
+    max_context_length: ContextLengthOf,
+    deadline: Deadline,
+    tenant: str,
+    unix_time: float | None = None,
 ) -> ValidRequest:
-    """Validate and tokenize a request.
+    """Validate and tokenize a request; ``unix_time`` is when it was accepted, None: now.
 
     Raises InvalidArgument, Unimplemented, NotFound, PermissionDenied; Unavailable if no worker gives the context
     length; QueueFull or DeadlineExceeded where a text waits for a thread.
@@ -74,7 +79,7 @@ async def validate(
     context_length = context_length_of(model, max_context_length)
     if context_length is None:
         raise Unavailable(Reason.NO_WORKER, "no worker serves this model", retry_after=RETRY_AFTER_SECONDS)
-    prompt = await prompt_of(request, model, context_length, deadline)
+    prompt = await prompt_of(request, model, context_length, deadline, unix_time)
     if request.response.echo:
         options = replace(options, echo=await _prompt_text(request, prompt, model, options, deadline))
     stopping = _stopping(request.stopping, model, context_length - len(prompt))

@@ -8,7 +8,13 @@ from collections.abc import Awaitable, Callable
 from decant.router.execution.execution import Execution
 from decant.router.execution.execution_table import ExecutionTable
 from decant.router.execution.services import RouterServices
-from decant.router.request.stored import check_stored, finish_from_record, finished_stream, store_error
+from decant.router.request.stored import (
+    check_same_prompt,
+    check_stored,
+    finish_from_record,
+    finished_stream,
+    store_error,
+)
 from decant.router.request.token_stream import TokenStream
 from decant.router.request.valid_request import ValidRequest
 from decant.runtime.telemetry import logs
@@ -66,6 +72,8 @@ class Adoptions:
         StateError, and ServiceError where it can't run here.
         """
         request = await self._restore(stored)
+        if adopt != self._router.requests.cancel:
+            check_same_prompt(stored, request)
         task = asyncio.create_task(self._adopt(request, adopt, on_adopted))
         self._tasks[task] = request.key
         task.add_done_callback(self._tasks.pop)

@@ -122,8 +122,7 @@ class RequestRegistry:
             return
         model = stored.record.model
         if self._router.pool.max_context_length(model) is None:
-            detail = f"this router reaches no worker that serves {model}"
-            raise Unavailable(Reason.NO_WORKER, detail, retry_after=RETRY_AFTER_SECONDS)
+            raise self._router.pool.membership.why_unserved(model)
         self._check_not_draining()
         await self._adoptions.adopt(
             stored, self._router.requests.adopt_orphan, lambda new: self.on_disconnect(new.stream)
@@ -201,8 +200,7 @@ class RequestRegistry:
         self._check_not_draining()
         self._check_predicted_wait(model, request.engine_request.priority, request.deadline)
         if next(self._router.pool.of(model), None) is None:
-            detail = f"no worker serves {model} now"
-            raise Unavailable(Reason.NO_WORKER, detail, retry_after=RETRY_AFTER_SECONDS)
+            raise self._router.pool.membership.why_unserved(model)
 
     def _check_not_draining(self) -> None:
         if self.is_draining:

@@ -24,7 +24,8 @@ def make_request_restorer(models: Models, max_context_length: ContextLengthOf) -
         request.model = stored.record.model  # an empty name meant the tenant's default of that time
         request.sampling.seed = stored.record.seed
         context_length = (lambda _: _NO_LIMIT) if stored.ended else max_context_length
-        valid = await validate(request, models, context_length, _deadline(stored.record), stored.key.tenant)
+        created = stored.record.create_time.ToDatetime(UTC).timestamp()
+        valid = await validate(request, models, context_length, _deadline(stored.record), stored.key.tenant, created)
         valid.engine_request.traceparent = stored.record.traceparent
         return replace(valid, key=stored.key, payload=stored.payload, accepted_at=_accepted_at(stored.record))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -50,6 +51,24 @@ def check_stored(stored: StoredRequest, request: ValidRequest) -> None:
         raise UnreadableRequest(stored.key, f"token ids below {request.vocab_size}, got {highest}")
     if any(entry.output for entry in stored.entries):
         raise UnreadableRequest(stored.key, "output 0 is the only one")
+
+
+def check_same_prompt(stored: StoredRequest, request: ValidRequest) -> None:
+    """Raise Unavailable if this router makes another prompt of a request: its output would not continue the recorded
+    one.
+    """
+    recorded, own = stored.record.prompt_hash, _prompt_hash(request)
+    if recorded and recorded != own:
+        message = (
+            f"this router makes prompt {own:016x} of request {stored.key.id}, and the one that accepted it made "
+            f"{recorded:016x}: their tokenizers, chat templates or --add-bos differ"
+        )
+        raise Unavailable(Reason.TOKENIZER_MISMATCH, message, retry_after=RETRY_AFTER_SECONDS)
+
+
+def _prompt_hash(request: ValidRequest) -> int:
+    digest = hashlib.blake2b(request.engine_request.prompt, digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
 
 
 def store_error(error: StateError, key: RequestKey) -> ServiceError:
@@ -120,6 +139,7 @@ def new_record(request: ValidRequest, router: Incarnation, epoch: int) -> OwnedR
         model=request.engine_request.model,
         seed=request.engine_request.sampling.seed,
         prompt_tokens=request.prompt_tokens,
+        prompt_hash=_prompt_hash(request),
         traceparent=request.engine_request.traceparent,
     )
     remaining_s = request.deadline.remaining()

@@ -31,7 +31,7 @@ MAX_RENDERED = 16 * 1024 * 1024
 NO_DEADLINE = Deadline()
 
 _PROGRAM = Path(__file__).with_name("template_process.py")
-_EMPTY = json.dumps({"template": "", "variables": {}, "max_characters": 0, "lengths": []}).encode()
+_EMPTY = json.dumps({"template": "", "variables": {}, "max_characters": 0, "lengths": [], "time": None}).encode()
 _ENVIRONMENT = ("TZ", "LANG", "LC_ALL", "LC_TIME")
 
 
@@ -52,8 +52,14 @@ class ChatTemplate:
         self._end_process: Callable[[], Any] = _nothing
 
     async def render(
-        self, messages: Sequence[pb.Message], *, add_generation_prompt: bool, deadline: Deadline = NO_DEADLINE
+        self,
+        messages: Sequence[pb.Message],
+        *,
+        add_generation_prompt: bool,
+        deadline: Deadline = NO_DEADLINE,
+        unix_time: float | None = None,
     ) -> str:
+        """Render messages; ``unix_time`` is what the template takes for now, None: the clock's."""
         texts = [text.encode() for message in messages for text in (message.role, message.content)]
         head = {
             "template": self._template,
@@ -65,6 +71,7 @@ class ChatTemplate:
             },
             "max_characters": self._max_characters,
             "lengths": list(map(len, texts)),
+            "time": unix_time,
         }
         content = b"".join(texts)
         reply, text = await self._work.run(len(content), deadline, self._render, json.dumps(head).encode(), content)

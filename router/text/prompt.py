@@ -27,12 +27,19 @@ def context_length_of(model: ServedModel, max_context_length: ContextLengthOf) -
 
 
 async def prompt_of(
-    request: pb.GenerateRequest, model: ServedModel, context_length: int, deadline: Deadline
+    request: pb.GenerateRequest,
+    model: ServedModel,
+    context_length: int,
+    deadline: Deadline,
+    unix_time: float | None = None,
 ) -> list[int]:
-    """Token ids of a request's prompt: at least one, fewer than ``context_length``, all in the vocabulary."""
+    """Token ids of a request's prompt: at least one, fewer than ``context_length``, all in the vocabulary.
+
+    ``unix_time`` is the time for the chat template; None: now.
+    """
     match request.WhichOneof("input"):
         case "messages":
-            ids = await chat_tokens(request.messages, model, context_length, deadline)
+            ids = await chat_tokens(request.messages, model, context_length, deadline, unix_time)
         case "token_ids":
             return await _checked_prompt_ids(request.token_ids.ids, model, context_length, deadline)
         case _:
@@ -45,14 +52,23 @@ async def prompt_of(
     return ids
 
 
-async def chat_tokens(messages: pb.Messages, model: ServedModel, context_length: int, deadline: Deadline) -> list[int]:
+async def chat_tokens(
+    messages: pb.Messages,
+    model: ServedModel,
+    context_length: int,
+    deadline: Deadline,
+    unix_time: float | None = None,
+) -> list[int]:
     if model.chat is None:
-        advice = f"{model.id} has no chat template: send a text"
+        others = f"; it has {', '.join(model.other_templates)}" if model.other_templates else ""
+        advice = f"{model.id} has no {'default ' if others else ''}chat template{others}: send a text"
         raise InvalidArgument("messages", "a model with a chat template", model.id, advice=advice)
     if not messages.messages:
         raise InvalidArgument("messages.messages", "at least 1 message", 0)
     add_prompt = messages.add_generation_prompt if messages.HasField("add_generation_prompt") else True
-    text = await model.chat.render(messages.messages, add_generation_prompt=add_prompt, deadline=deadline)
+    text = await model.chat.render(
+        messages.messages, add_generation_prompt=add_prompt, deadline=deadline, unix_time=unix_time
+    )
     return await text_tokens("messages", text, model, context_length, deadline, special=False)
 
 

@@ -1,7 +1,7 @@
 """Models of this router: tokenizer, chat template and limits.
 
-Tokenizing equals that of transformers, except for classes that build another pipeline than tokenizer.json
-(LlamaTokenizer, for older files).
+Tokenizing is tokenizer.json's, as in transformers, except for classes of 5.23 that build another pipeline than the
+file's (Llama's for older files, Gemma's); 4.57 uses the file's.
 """
 
 from __future__ import annotations
@@ -13,24 +13,28 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from decant.protos import inference_pb2 as pb
 from decant.router.limits import check_sampling
 from decant.router.text.chat_template import ChatTemplate
 from decant.router.text.detokenizer import TokenTable, UnsupportedDecoder, make_token_table
+from decant.router.text.load_tokenizer import contradictions, load_tokenizer
+from decant.router.text.template_files import DEFAULT, read_templates
 from decant.router.text.text_work import TextWork
 from decant.router.text.token_bounds import TextBound, text_bound
 from decant.runtime.connections.channel import Deadline
 from decant.runtime.errors import InvalidArgument, NotFound, PermissionDenied
-from decant.runtime.model_files import ModelFiles, ModelUnreadable, find, read_json
+from decant.runtime.model_files import ModelFiles, ModelUnreadable, find, read_tokenizer_config
+from decant.runtime.settings import SettingError
+from decant.runtime.telemetry import logs
+from decant.runtime.tokenizer_files import NAMED_TOKENS, token_text
 
 MAX_INLINE_LENGTH = 2048
 """What the event loop converts, in about a millisecond; threads convert more."""
 NO_DEADLINE = Deadline()
 
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_MORE_SPECIAL = ("extra_special_tokens", "additional_special_tokens")
+_log = logs.get(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,8 +48,13 @@ class ServedModel:
     eos_token_ids: frozenset[int]
     default_sampling: pb.SamplingParams
     chat: ChatTemplate | None
-    tokenizer_hash: int
+    hashes: frozenset[int]
+    """Of the tokenizer: those that a compatible worker has."""
     tokenizer: Tokenizer = field(repr=False)
+    other_templates: tuple[str, ...] = ()
+    """Names of the chat templates beside the default."""
+    contradictions: tuple[str, ...] = ()
+    """Of the tokenizer's files, for the log."""
     texts: TextWork = field(default_factory=TextWork, repr=False)
     token_table: TokenTable = field(init=False, repr=False)
     bound: TextBound | None = field(init=False, repr=False)
@@ -116,18 +125,25 @@ class Models:
         return Models(models, self.by_id.keys() - set(ids))
 
 
-def load(sources: Iterable[str]) -> Models:
-    """Load models given as SOURCE or ID=SOURCE, downloading a hub's files. Raises ModelUnreadable."""
+def load(sources: Iterable[str], add_bos: Collection[str] = ()) -> Models:
+    """Load models given as SOURCE or ID=SOURCE, downloading a hub's files; prompts of those in ``add_bos``, by id,
+    begin with the BOS token. Raises ModelUnreadable; SettingError for an id without a model.
+    """
     models: dict[str, ServedModel] = {}
     texts = TextWork()
     for source in sources:
         id, location = _split_source(source)
-        model = served(find(location, id=id), texts)
+        files = find(location, id=id)
+        model = served(files, texts, add_bos=files.id in add_bos)
         if model.id in models:
             raise ModelUnreadable(
                 source, f"another model is called {model.id} already; give it a name: NAME={location}"
             )
         models[model.id] = model
+        for reason in model.contradictions:
+            _log.warning("the tokenizer's files contradict each other", model=model.id, reason=reason)
+    if unknown := sorted(set(add_bos) - models.keys()):
+        raise SettingError("add_bos", f"ids of models that this router serves ({', '.join(models)})", unknown[0])
     return Models(models.values())
 
 
@@ -138,10 +154,12 @@ def _split_source(source: str) -> tuple[str | None, str]:
     return id or None, location
 
 
-def served(files: ModelFiles, texts: TextWork | None = None) -> ServedModel:
+def served(files: ModelFiles, texts: TextWork | None = None, *, add_bos: bool = False) -> ServedModel:
     """Load tokenizer and chat template of a model. Raises ModelUnreadable."""
-    config = _config(files)
-    tokenizer = _tokenizer(files, config)
+    config = read_tokenizer_config(files.id, files.folder)
+    tokenizer = load_tokenizer(files, config, add_bos=add_bos)
+    templates = dict(read_templates(files, config))
+    default = templates.pop(DEFAULT, None)
     sampling = _default_sampling(files)
     try:
         return ServedModel(
@@ -151,8 +169,10 @@ def served(files: ModelFiles, texts: TextWork | None = None) -> ServedModel:
             vocab_size=files.vocab_size or tokenizer.get_vocab_size(),
             eos_token_ids=frozenset(files.eos_token_ids),
             default_sampling=sampling,
-            chat=_chat(files, config),
-            tokenizer_hash=files.tokenizer,
+            chat=ChatTemplate(default, dict(_named_tokens(config))) if default else None,
+            other_templates=tuple(templates),
+            contradictions=tuple(contradictions(files, tokenizer, config)),
+            hashes=files.hashes,
             tokenizer=tokenizer,
             texts=texts or TextWork(),
         )
@@ -160,26 +180,11 @@ def served(files: ModelFiles, texts: TextWork | None = None) -> ServedModel:
         raise ModelUnreadable(files.id, f"tokenizer.json: {error}") from None
 
 
-def _chat(files: ModelFiles, config: Mapping[str, Any]) -> ChatTemplate | None:
-    file = files.folder / "chat_template.jinja"
-    template = config.get("chat_template")
-    if file.is_file():
-        try:
-            template = file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ModelUnreadable(files.id, f"chat_template.jinja can't be read: {error}") from None
-    if isinstance(template, list):
-        template = {named["name"]: named["template"] for named in template}
-    if isinstance(template, dict):
-        template = template.get("default")
-    return ChatTemplate(template, dict(_named_tokens(config))) if template else None
-
-
 def _named_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     more = config.get("extra_special_tokens")
-    named = {name: config[name] for name in _SPECIAL if config.get(name)} | (more if isinstance(more, dict) else {})
+    named = {name: config[name] for name in NAMED_TOKENS if config.get(name)} | (more if isinstance(more, dict) else {})
     for name, token in named.items():
-        yield name, token if isinstance(token, str) else token["content"]
+        yield name, token_text(token)
 
 
 def _default_sampling(files: ModelFiles) -> pb.SamplingParams:
@@ -191,56 +196,3 @@ def _default_sampling(files: ModelFiles) -> pb.SamplingParams:
     except InvalidArgument as error:
         raise ModelUnreadable(files.id, f"generation_config.json: {error}") from None
     return sampling
-
-
-def _config(files: ModelFiles) -> Mapping[str, Any]:
-    config = _read(files, "tokenizer_config.json")
-    return config if "added_tokens_decoder" in config else {**config, **_read(files, "special_tokens_map.json")}
-
-
-def _read(files: ModelFiles, name: str) -> Mapping[str, Any]:
-    return read_json(files.id, files.folder / name) or {}
-
-
-def _tokenizer(files: ModelFiles, config: Mapping[str, Any]) -> Tokenizer:
-    path = files.folder / "tokenizer.json"
-    if not path.is_file():
-        raise ModelUnreadable(files.id, "it has no tokenizer.json: save it with a fast tokenizer of transformers")
-    tokenizer = _from_file(files.id, path)
-    # The file may keep settings of the last training; a prompt is neither truncated nor padded.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = bool(config.get("split_special_tokens", False))
-    present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    tokenizer.add_tokens([token for token in _added(config) if token.content not in present])
-    return tokenizer
-
-
-def _from_file(model: str, path: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
-        raise ModelUnreadable(model, f"tokenizer.json can't be read: {error}") from None
-
-
-def _added(config: Mapping[str, Any]) -> Iterator[AddedToken]:
-    """Tokens to add, in the order of transformers, which decides their ids."""
-    listed: Mapping[str, Any] = config.get("added_tokens_decoder") or {}
-    for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
-        yield _token(token)
-    for name in _SPECIAL:
-        if config.get(name):
-            yield _token(config[name])
-    for name in _MORE_SPECIAL:
-        more = config.get(name) or ()
-        for token in more.values() if isinstance(more, dict) else more:
-            yield _token(token)
-
-
-def _token(described: str | Mapping[str, Any]) -> AddedToken:
-    if isinstance(described, str):
-        return AddedToken(described, special=True, normalized=False)
-    flags = {
-        name: bool(described[name]) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in described
-    }
-    return AddedToken(described["content"], special=bool(described.get("special", True)), **flags)

@@ -3,7 +3,8 @@
 It has little memory, and opens no file and no socket. Outside the standard library it imports only jinja2.
 
     request and reply      | length of head: u32, big-endian | length of text: u32 | head: JSON | text: UTF-8 |
-    request                {"template", "variables", "max_characters": characters, "lengths": bytes of the text's parts}
+    request                {"template", "variables", "max_characters": characters, "lengths": bytes of the text's parts,
+                            "time": seconds of the Unix clock that templates take for now; null: this process's clock}
                            text: role and content of each message, concatenated
     reply                  {} and the text; or {"refused"}: by the template itself; or {"failed"}: the error
 
@@ -79,7 +80,7 @@ def _compiled(template: str) -> Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals.update(raise_exception=_refuse, strftime_now=_now, dict=_dict)
+    environment.globals.update(raise_exception=_refuse, dict=_dict)
     return environment.from_string(template)
 
 
@@ -87,8 +88,8 @@ def _refuse(message: object) -> NoReturn:
     raise Refused(str(message))
 
 
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)  # noqa: DTZ005 - templates tell the local day
+def _local_time(seconds: float | None) -> datetime:
+    return datetime.now() if seconds is None else datetime.fromtimestamp(seconds)  # noqa: DTZ005, DTZ006 - the local day
 
 
 def _dict(*args: Any, **more: Any) -> dict[Any, Any]:
@@ -104,7 +105,11 @@ def _to_json(
 
 def reply_to(request: dict[str, Any], texts: bytes) -> tuple[dict[str, str], bytes]:
     try:
-        request["variables"]["messages"] = list(_messages(request.pop("lengths"), texts))
+        now = _local_time(request.pop("time"))
+        request["variables"] |= {
+            "messages": list(_messages(request.pop("lengths"), texts)),
+            "strftime_now": now.strftime,
+        }
         return {}, render(**request).encode()
     except Refused as error:
         return {"refused": str(error)}, b""
@@ -134,7 +139,9 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
 
 def confine() -> None:
     for template in (_WARM_UP_TEMPLATE, "{% if %}", "{{ raise_exception('x') }}", "{{ 1 / 0 }}", "{{ x.y.z }}"):
-        reply_to({"template": template, "variables": {}, "max_characters": 10_000, "lengths": [4, 0]}, b"user")
+        reply_to(
+            {"template": template, "variables": {}, "max_characters": 10_000, "lengths": [4, 0], "time": None}, b"user"
+        )
     if sys.platform != "darwin":  # macOS refuses a limit below what is mapped, which is more than this from the start
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))

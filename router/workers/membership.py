@@ -7,7 +7,7 @@ of an id is a new worker. While Redis is unavailable, the known workers stay.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Protocol
 
 from decant.protos import worker_pb2 as wire
@@ -21,7 +21,9 @@ from decant.runtime.background import start_task
 from decant.runtime.connections.channel import Connector
 from decant.runtime.connections.tls import PeerTls
 from decant.runtime.enum_names import enum_name
-from decant.runtime.protocol import is_compatible
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import RETRY_AFTER_SECONDS, Unavailable
+from decant.runtime.protocol import PROTOCOL, is_compatible
 from decant.runtime.telemetry import logs
 from decant.state.directory import Listing, Workers
 from decant.state.errors import StateError
@@ -30,18 +32,22 @@ from decant.state.ids import Incarnation
 _log = logs.get(__name__)
 
 
+def _unusable(message: str, reason: Reason = Reason.NO_WORKER) -> Unavailable:
+    return Unavailable(reason, message, retry_after=RETRY_AFTER_SECONDS)
+
+
 class MembershipObserver(SessionObserver, Protocol):
     def on_members_changed(self, model: str) -> None: ...
 
 
 class WorkerMembership:
-    """Known workers; `close` comes after `run`, and ``tokenizers`` are hashes by model id."""
+    """Known workers; `close` comes after `run`. ``tokenizers``, by model id, are the hashes that a worker may have."""
 
     def __init__(
         self,
         router: wire.Peer,
         directory: Workers,
-        tokenizers: Mapping[str, int],
+        tokenizers: Mapping[str, Collection[int]],
         tls: PeerTls,
         observer: MembershipObserver,
         timings: WorkerTimings,
@@ -56,7 +62,7 @@ class WorkerMembership:
         self._registered: dict[Incarnation, WorkerRegistration] = {}  # by the last listing
         self._workers: dict[Incarnation, WorkerHandle] = {}
         self._ended: set[Incarnation] = set()  # ended, and the directory may still list them
-        self._rejected: dict[Incarnation, str] = {}  # and why; logged
+        self._rejected: dict[Incarnation, Unavailable] = {}  # logged
         self._tasks: dict[Incarnation, asyncio.Task[None]] = {}
         self._is_listed = asyncio.Event()
 
@@ -116,7 +122,7 @@ class WorkerMembership:
     def _apply(self, listing: Listing[WorkerRegistration]) -> None:
         self._registered = {entry.incarnation: entry.registration for entry in listing.present}
         self._ended &= self._registered.keys()
-        self._rejected = {one: why for one, why in self._rejected.items() if one in self._registered}
+        self._rejected = {one: error for one, error in self._rejected.items() if one in self._registered}
         for incarnation, worker in self._workers.items():
             worker.is_registered = incarnation in self._registered
         self._add_registered()
@@ -135,28 +141,38 @@ class WorkerMembership:
         if registration.model not in self._tokenizers:
             return False  # another router's model
         incarnation = Incarnation.of(registration.peer)
-        why = self._incompatibility(registration)
-        if why is None:
+        error = self._incompatibility(registration)
+        if error is None:
             self._rejected.pop(incarnation, None)
             return True
         if incarnation not in self._rejected:
-            self._rejected[incarnation] = why
-            _log.warning("a worker can't be used", worker=incarnation.id, model=registration.model, reason=why)
+            self._rejected[incarnation] = error
+            _log.warning("a worker can't be used", worker=incarnation.id, model=registration.model, reason=str(error))
         return False
 
-    def _incompatibility(self, registration: WorkerRegistration) -> str | None:
-        protocol = registration.peer.protocol
+    def _incompatibility(self, registration: WorkerRegistration) -> Unavailable | None:
+        model, worker, protocol = registration.model, registration.peer.id, registration.peer.protocol
         if not is_compatible(protocol):
-            return "another protocol"
-        if registration.tokenizer != self._tokenizers[registration.model]:
-            return "another tokenizer"
+            return _unusable(f"worker {worker} of {model} has protocol {protocol}, and this router {PROTOCOL}")
+        hashes, hash = self._tokenizers[model], registration.token_ids or registration.tokenizer
+        if hash not in hashes:
+            own = " or ".join(sorted(f"{hash:016x}" for hash in hashes))
+            message = f"worker {worker} has tokenizer {hash:016x} of {model}, and this router {own}"
+            return _unusable(message, Reason.TOKENIZER_MISMATCH)
         if any(
             not is_compatible(protocol, one.registration.peer.protocol)
             for one in self
-            if one.registration.model == registration.model
-        ):
-            return "its protocol is two versions from that of another worker"  # to which it could not hand over
+            if one.registration.model == model
+        ):  # to which it could not hand over
+            return _unusable(f"worker {worker} has a protocol two versions from that of another worker of {model}")
         return None
+
+    def why_unserved(self, model: str) -> Unavailable:
+        """Error for a request of a model that no worker serves: why a registered one is not used, if there is one."""
+        for incarnation, error in self._rejected.items():
+            if (registration := self._registered.get(incarnation)) is not None and registration.model == model:
+                return error
+        return _unusable(f"no worker serves {model} now")
 
     def _add(self, registration: WorkerRegistration) -> None:
         generation = self._connector.generation()

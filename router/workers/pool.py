@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
 from decant.protos import worker_pb2 as wire
@@ -25,7 +25,7 @@ class WorkerPool:
         self,
         router: wire.Peer,
         directory: Workers,
-        tokenizers: Mapping[str, int],
+        tokenizers: Mapping[str, Collection[int]],
         tls: PeerTls,
         handoff_min_tokens: int | None = None,
         timings: WorkerTimings = WorkerTimings(),

@@ -102,7 +102,7 @@ def check_generated(prompt: Sequence[int], ids: Sequence[int], max_tokens: int) 
 
 @functools.cache
 def device(dtype: str) -> ModelDevice:
-    return load(ModelConfig(str(models.path()), dtype=dtype, kv_bytes=64 << 20))
+    return load(ModelConfig(str(models.path()), dtype=dtype, kv_bytes=64 << 20, eos_token_ids=frozenset({END})))
 
 
 def run_alone(

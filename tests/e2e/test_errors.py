@@ -19,8 +19,9 @@ from decant.state import keys
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
-from tests.e2e.scripted import PROMPT, Harness, generate_request, read, scripted
+from tests.e2e.scripted import BOTH, PROMPT, Harness, generate_request, read, scripted
 from tests.router.fake_script import answer
+from tests.router.fake_worker import fleet
 from tests.router.harness import PATIENCE, pass_on, until
 from tests.router.test_auth import OTHER, SECRET, bearer, digest
 from tests.router.test_router_process import MODEL
@@ -224,6 +225,19 @@ async def test_a_model_without_workers_is_unavailable(server: PrivateRedis, stor
     async with scripted(server, store, pools=()) as harness:
         refused = await error_of(harness.stub.Generate(generate_request(5)))
     assert (refused.code, refused.reason) == (Code.UNAVAILABLE, "NO_WORKER")
+    assert refused.retry_ms > 0
+
+
+@reason("TOKENIZER_MISMATCH")
+async def test_a_worker_with_another_tokenizer_is_named(server: PrivateRedis, store: Store) -> None:
+    async with scripted(server, store, pools=()) as harness, fleet(BOTH[1]) as (worker,):
+        worker.registration.token_ids = 0xABC
+        await store.workers.register(worker.registration)
+        refused = await error_of(harness.stub.Generate(generate_request(5)))
+        while refused.reason == "NO_WORKER":  # the router has not read the registration yet
+            await asyncio.sleep(0.01)
+            refused = await error_of(harness.stub.Generate(generate_request(5)))
+    assert (refused.code, refused.reason) == (Code.UNAVAILABLE, "TOKENIZER_MISMATCH")
     assert refused.retry_ms > 0
 
 

@@ -73,8 +73,7 @@ def test_float16_is_for_cuda(device, copy):
 
 
 def test_an_end_token_outside_the_vocabulary_is_dropped(copy):
-    (copy / "generation_config.json").unlink()
-    device = serve(edit(copy, eos_token_id=[-1, 7, tiny.VOCAB]), dtype="float32")
+    device = serve(copy, dtype="float32", eos_token_ids=frozenset({7, tiny.VOCAB}))
     assert device.eos_token_ids == {7}
     stop = StopParams(max_tokens=4, min_tokens=3)
     run = tiny.run(Engine(device, Limits(context_length=64)), [Request("r", (1, 2), stop=stop)])

@@ -113,11 +113,10 @@ def test_a_registered_format_serves_what_its_weights_are(copy: Path, int8: Int8R
     matrices = {name for name, tensor in stored.items() if tensor.dtype == torch.int8}
     assert set(int8.converted) == matrices
     assert len(int8.converted) == len(matrices), "each is converted once"
-    generated, layout_hash, ends = tokens(device), device.layout_hash, device.eos_token_ids
+    generated, layout_hash = tokens(device), device.layout_hash
     dequantize(copy)
     plain = serve(copy)
     assert tokens(plain) == generated
-    assert plain.eos_token_ids == ends
     assert plain.layout_hash != layout_hash, "other files have another layout hash"
 
 

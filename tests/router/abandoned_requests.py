@@ -29,13 +29,16 @@ PROMPT = [1, 2, 3]
 KEY = RequestKey("default", "r")
 
 
-async def left_behind(store: Store, *tokens: int, layout_hash: int | None = None, **asked: Any) -> None:
+async def left_behind(
+    store: Store, *tokens: int, layout_hash: int | None = None, prompt_hash: int = 0, **asked: Any
+) -> None:
     """Store a request with output `tokens`, whose router is not registered.
 
+    `prompt_hash` is of the prompt that the router made; 0: it kept none.
     `layout_hash` is of the worker that ran it, which is lost too; 0: it promised no equal bits, None: it ran nowhere.
     """
     request = make_request(**asked)
-    record = RequestRecord(model=MODEL, seed=4, prompt_tokens=3)
+    record = RequestRecord(model=MODEL, seed=4, prompt_tokens=3, prompt_hash=prompt_hash)
     if layout_hash is not None:
         record.attempts.add(attempt=1, decode_worker=new_peer("lost"), layout_hash=layout_hash)
     owned = OwnedRequest.begin(KEY, Incarnation("gone", 1), request.payload, record, datetime.now(UTC))

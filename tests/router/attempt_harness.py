@@ -123,7 +123,7 @@ class Scenario:
         self.case = case
         self.world = World(roles, case.max_tokens, case.stops_at)
         self.listener: Any = Listener()
-        self.pool = WorkerPool(new_peer("router"), Directory(self.world), {MODEL: TOKENIZER}, PeerTls(), 0)  # type: ignore[arg-type]
+        self.pool = WorkerPool(new_peer("router"), Directory(self.world), {MODEL: {TOKENIZER}}, PeerTls(), 0)  # type: ignore[arg-type]
         self.watching = BackgroundTask("pool", self.pool.membership.run)
         self.pool.membership._connector = Connector(self.world)  # type: ignore[assignment]
         checked = RouterSettings(models=(MODEL,), attempts=5)

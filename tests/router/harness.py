@@ -177,7 +177,7 @@ async def core(
     registrations = [await store.workers.register(worker.registration) for worker in workers]
     options = {"models": (MODEL,), "flush_ms": 10, "handoff_min_tokens": 0, **settings}
     peer = new_peer(id)
-    tokenizers, handoff_min_tokens = {MODEL: TOKENIZER}, options["handoff_min_tokens"]
+    tokenizers, handoff_min_tokens = {MODEL: {TOKENIZER}}, options["handoff_min_tokens"]
     pool = WorkerPool(peer, store.workers, tokenizers, PeerTls(), handoff_min_tokens, timings.workers)
     journal_writer = JournalWriter(store.requests, options["flush_ms"])
     checked = RouterSettings(**options)

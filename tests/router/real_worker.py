@@ -10,13 +10,14 @@ from decant.decode_worker.main import ROLE as DECODE
 from decant.engine.fake import FakeDevice
 from decant.engine.plan import StepPlan
 from decant.prefill_worker.main import ROLE as PREFILL
+from decant.runtime.model_files import ModelFiles
 from decant.worker.main import main
 from decant.worker.settings import WorkerSettings
 
 STEP_SECONDS = 0.02
 
 
-def _device(_: WorkerSettings) -> FakeDevice:
+def _device(_: WorkerSettings, __: ModelFiles) -> FakeDevice:
     def cost(_: StepPlan) -> float:
         return STEP_SECONDS
 

@@ -282,3 +282,9 @@ def test_memory_is_limited_where_the_platform_accepts_it(
     rendering.confine()
     assert (resource.RLIMIT_AS in limits) == has_memory_limit
     assert limits[resource.RLIMIT_NOFILE] == limits[resource.RLIMIT_NPROC] == (0, 0)
+
+
+async def test_a_template_takes_the_time_of_acceptance_for_now() -> None:
+    chat = ChatTemplate("{% macro day() %}{{ strftime_now('%Y-%m') }}{% endmacro %}{{ day() }}", {})
+    assert await chat.render(HELLO, add_generation_prompt=True, unix_time=86_400.0 * 45) == "1970-02"
+    assert await chat.render(HELLO, add_generation_prompt=True) >= "2025-01"

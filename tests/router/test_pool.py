@@ -10,10 +10,13 @@ from decant.router.placement.prefix_index import PromptBlocks, reported_hashes
 from decant.router.timings import RouterTimings, WorkerTimings
 from decant.router.workers.session import WorkerSession
 from decant.runtime.backoff import Backoff
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import Unavailable
 from decant.runtime.packed import pack
+from decant.runtime.protocol import PROTOCOL
 from decant.state.ids import Incarnation
 from decant.state.store import Store
-from tests.router.fake_script import answer
+from tests.router.fake_script import TOKENIZER, answer
 from tests.router.fake_state import Fleet
 from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import (
@@ -50,6 +53,35 @@ async def test_another_tokenizer_or_model_is_not_used(store: Store) -> None:
             assert "tokenizer" in unused.reason
             stream = await harness.answer(make_request())
             assert stream.trace.decode_worker == "d2"
+
+
+async def test_a_worker_that_sends_both_hashes_is_judged_by_that_of_its_token_ids(store: Store) -> None:
+    async with fleet(P, D) as workers:
+        workers[0].registration.token_ids, workers[0].registration.tokenizer = TOKENIZER, 1
+        workers[1].registration.token_ids = TOKENIZER + 1
+        async with core(store, workers) as harness:
+            assert names(harness) == {"p"}
+
+
+async def test_a_caller_is_given_the_tokenizers_of_a_router_and_workers_that_do_not_fit(store: Store) -> None:
+    async with fleet(D) as workers:
+        workers[0].registration.token_ids = 0xABC
+        async with core(store, workers) as harness:
+            with pytest.raises(Unavailable) as refused:
+                await harness.answer(make_request())
+    assert refused.value.reason is Reason.TOKENIZER_MISMATCH
+    assert refused.value.detail.retry_after
+    for part in ("worker d has tokenizer 0000000000000abc of m", f"this router {TOKENIZER:016x}"):
+        assert part in str(refused.value)
+
+
+async def test_a_caller_is_given_the_protocols_of_a_router_and_workers_that_do_not_fit(store: Store) -> None:
+    async with fleet(D) as workers:
+        workers[0].registration.peer.protocol += 2
+        async with core(store, workers) as harness:
+            with pytest.raises(Unavailable, match=f"worker d of m has protocol {PROTOCOL + 2}") as refused:
+                await harness.answer(make_request())
+    assert refused.value.reason is Reason.NO_WORKER
 
 
 @pytest.mark.parametrize("change", [-1, 1])

@@ -22,7 +22,7 @@ D, D2 = ("d", wire.ROLE_DECODE), ("d2", wire.ROLE_DECODE)
 
 def pool_with(files: PeerFiles, store: Store) -> WorkerPool:
     tls = PeerTls(peer_ca=files.ca, peer_certificate=files.certificate, peer_key=files.key, peer_name=PEER_NAME)
-    return WorkerPool(new_peer("router"), store.workers, {MODEL: TOKENIZER}, tls, 0)
+    return WorkerPool(new_peer("router"), store.workers, {MODEL: {TOKENIZER}}, tls, 0)
 
 
 def server_tls(files: PeerFiles) -> ServerTls:

@@ -128,7 +128,7 @@ async def become_ready(running: Running) -> None:
 
 def usable(workers: list[FakeWorker]) -> list[FakeWorker]:
     for worker in workers:
-        worker.registration.tokenizer = tiny().tokenizer_hash
+        worker.registration.token_ids = min(tiny().hashes)
     return workers
 
 

@@ -11,8 +11,10 @@ import pytest
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.router.request.reader_lease import ReaderLease
+from decant.router.request.stored import new_record
 from decant.router.timings import TakeoverTimings
-from decant.runtime.errors import Unavailable
+from decant.runtime.error_details import Reason
+from decant.runtime.errors import Cancelled, Unavailable
 from decant.state.errors import StoreUnavailable
 from decant.state.ids import Incarnation, RequestKey, State
 from decant.state.owned import StoredRequest
@@ -63,6 +65,30 @@ async def test_a_router_that_a_worker_has_a_session_with_keeps_its_requests(
         connected.clear()
         await until(lambda: workers[1].starts)
         await until_ended(await harness.requests.resume(KEY))
+
+
+async def test_a_router_that_makes_another_prompt_of_a_request_neither_continues_nor_keeps_it(store: Store) -> None:
+    await left_behind(store, *answer(PROMPT, 2), prompt_hash=0xABC)
+    async with fleet(P, D) as workers, core(store, workers) as harness:
+        with pytest.raises(Unavailable, match=r"prompt .* of request r, .* made 0000000000000abc") as refused:
+            await harness.requests.resume(KEY)
+        assert refused.value.reason is Reason.TOKENIZER_MISMATCH
+        with pytest.raises(Unavailable):
+            await harness.requests.take_over(KEY)
+        found = await store.requests.read(KEY)
+        assert (found.epoch, found.owner) == (1, GONE)
+        assert not workers[1].starts
+        assert isinstance(await harness.requests.cancel(KEY), Cancelled)
+        assert await has_state(store, Generation.STATE_CANCELLED)
+
+
+async def test_a_router_that_makes_the_same_prompt_of_a_request_continues_it(store: Store) -> None:
+    recorded = new_record(make_request(), GONE, 1).record.prompt_hash
+    assert recorded
+    await left_behind(store, *answer(PROMPT, 2), prompt_hash=recorded)
+    async with fleet(P, D) as workers, core(store, workers) as harness:
+        stream = await until_ended(await harness.requests.resume(KEY))
+        assert stream.tokens[:2] == answer(PROMPT, 2)
 
 
 async def test_a_worker_names_the_routers_that_it_has_sessions_with(store: Store) -> None:

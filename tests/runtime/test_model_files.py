@@ -53,7 +53,7 @@ def test_a_served_name_changes_nothing_else(tmp_path):
     place = write_files(tmp_path / "m")
     plain, named = find(place), find(place, id="mine")
     assert (plain.id, named.id) == ("m", "mine")
-    assert (plain.tokenizer, plain.revision) == (named.tokenizer, named.revision)
+    assert (plain.hashes, plain.revision) == (named.hashes, named.revision)
 
 
 def test_a_hub_model_is_named_by_its_commit_and_comes_without_weights(tmp_path, monkeypatch):
@@ -190,37 +190,113 @@ def both(tmp_path: Path, change: Any) -> tuple[ModelFiles, ModelFiles]:
 
 def test_copies_of_a_model_agree(tmp_path):
     one, other = both(tmp_path, lambda place: None)
-    assert (one.tokenizer, one.revision) == (other.tokenizer, other.revision)
-    assert 0 < one.tokenizer < 2**64
+    assert (one.hashes, one.revision) == (other.hashes, other.revision)
+    assert all(0 < hash < 2**64 for hash in one.hashes)
+
+
+def edit(place: Path, name: str, change: Any, **dump: Any) -> None:
+    """Change the JSON object in a file in place, or make it."""
+    file = place / name
+    content = json.loads(file.read_text()) if file.is_file() else {}
+    change(content)
+    file.write_text(json.dumps(content, **dump))
+
+
+def add_token(tokenizer: dict[str, Any]) -> None:
+    new = {**tokenizer["added_tokens"][0], "id": 4096, "content": "<new>"}
+    tokenizer["added_tokens"].append(new)
+
+
+CHANGES_TOKEN_IDS: dict[str, tuple[str, Any]] = {
+    "a merge": ("tokenizer.json", lambda file: file["model"]["merges"].pop()),
+    "an added token": ("tokenizer.json", add_token),
+    "the normalizer": ("tokenizer.json", lambda file: file.update(normalizer={"type": "NFC"})),
+    "the post-processor": ("tokenizer.json", lambda file: file.update(post_processor=None)),
+    "special tokens in texts": ("tokenizer_config.json", lambda file: file.update(split_special_tokens=False)),
+    "a token of the configuration": ("tokenizer_config.json", lambda file: file.update(pad_token="<pad>")),
+    "a token of the older map": ("special_tokens_map.json", lambda file: file.update(pad_token="<pad>")),
+    "the tokenizer's end token": ("tokenizer_config.json", lambda file: file.update(eos_token="<|begin|>")),
+    "the generation's end token": ("generation_config.json", lambda file: file.update(eos_token_id=5)),
+    "the size of the embedding": ("config.json", lambda file: file.update(vocab_size=5000)),
+}
+KEEPS_TOKEN_IDS: dict[str, tuple[str, Any]] = {
+    "the order of a file": ("tokenizer.json", lambda file: file.update(model=file.pop("model"))),
+    "merges as text": (
+        "tokenizer.json",
+        lambda file: file["model"].update(merges=[" ".join(merge) for merge in file["model"]["merges"]]),
+    ),
+    "truncation": ("tokenizer.json", lambda file: file.update(truncation={"max_length": 8})),
+    "white space": ("tokenizer_config.json", lambda file: None),
+    "the chat template": ("tokenizer_config.json", lambda file: file.update(chat_template="{{ messages }}")),
+    "a maximum length": ("tokenizer_config.json", lambda file: file.update(model_max_length=7)),
+    "a token that is there": ("special_tokens_map.json", lambda file: file.update(pad_token="<|end|>")),
+    "the context length": ("config.json", lambda file: file.update(max_position_embeddings=1234)),
+    "sampling": ("generation_config.json", lambda file: file.update(top_k=5)),
+    "the dtype": ("config.json", lambda file: file.update(torch_dtype="float32")),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES_TOKEN_IDS)
+def test_models_with_other_token_ids_or_ends_disagree(tmp_path, name):
+    file, change = CHANGES_TOKEN_IDS[name]
+    one, other = both(tmp_path, lambda place: edit(place, file, change))
+    assert one.hashes.isdisjoint(other.hashes)
+
+
+@pytest.mark.parametrize("name", KEEPS_TOKEN_IDS)
+def test_what_changes_no_token_id_keeps_models_compatible(tmp_path, name):
+    file, change = KEEPS_TOKEN_IDS[name]
+    one, other = both(tmp_path, lambda place: edit(place, file, change, indent=7))
+    assert one.token_ids == other.token_ids
+
+
+def test_a_template_in_a_file_of_its_own_keeps_models_compatible(tmp_path):
+    one, other = both(tmp_path, lambda place: (place / "chat_template.jinja").write_text("{{ messages }}"))
+    assert one.token_ids == other.token_ids
 
 
 @pytest.mark.parametrize(
-    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+    ("tokenizer", "file"),
+    [({"added_tokens": [3]}, "tokenizer.json"), ({"model": {"merges": 3}}, "tokenizer.json"), ([], "tokenizer.json")],
 )
-def test_models_with_another_tokenizer_disagree(tmp_path, name):
-    def change(place: Path) -> None:
-        with (place / name).open("a") as file:
-            file.write(" ")
-
-    one, other = both(tmp_path, change)
-    assert one.tokenizer != other.tokenizer
+def test_a_malformed_tokenizer_is_refused_by_name(tmp_path, tokenizer, file):
+    with pytest.raises(ModelUnreadable, match=file):
+        find(write_files(tmp_path / "m", tokenizer=tokenizer, tokenizer_config={"eos_token": "x"}))
 
 
-@pytest.mark.parametrize("name", ["max_position_embeddings", "vocab_size"])
-def test_models_with_other_limits_disagree(tmp_path, name):
-    def change(place: Path) -> None:
-        config = json.loads((place / "config.json").read_text())
-        (place / "config.json").write_text(json.dumps({**config, name: 1234}))
-
-    one, other = both(tmp_path, change)
-    assert one.tokenizer != other.tokenizer
+VOCABULARY = {"a": 0, "</s>": 2, "<|im_end|>": 5}
 
 
-def test_settings_of_one_side_do_not_affect_agreement(tmp_path):
-    def change(place: Path) -> None:
-        config = json.loads((place / "config.json").read_text())
-        (place / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32"}))
-        (place / "README.md").write_text("words")
-
-    one, other = both(tmp_path, change)
-    assert one.tokenizer == other.tokenizer
+@pytest.mark.parametrize(
+    ("config", "generation", "eos_token", "ends"),
+    [
+        ({"eos_token_id": 2}, {"eos_token_id": 2}, "<|im_end|>", (2, 5)),
+        ({"eos_token_id": 2}, {"eos_token_id": [2, 5]}, "<|im_end|>", (2, 5)),
+        ({"eos_token_id": 2}, None, {"content": "<|im_end|>"}, (2, 5)),
+        ({}, None, "</s>", (2,)),
+        ({"eos_token_id": 2}, None, "<unknown>", (2,)),
+        ({"eos_token_id": 2, "vocab_size": 5}, None, "<|im_end|>", (2,)),
+        ({"eos_token_id": 2}, {"eos_token_id": None}, None, (2,)),
+        ({"eos_token_id": 3, "text_config": {"eos_token_id": None}}, {"eos_token_id": None}, None, (3,)),
+        ({"eos_token_id": None}, {"eos_token_id": None}, None, ()),
+        ({"eos_token_id": [7, 9], "vocab_size": 8}, None, None, (7,)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["vocabulary", "added", "unigram"])
+def test_the_tokenizers_end_token_is_an_end_beside_the_configurations(
+    tmp_path, config, generation, eos_token, ends, kind
+):
+    added = [{"id": id, "content": text} for text, id in VOCABULARY.items()]
+    pieces = [[next((t for t, own in VOCABULARY.items() if own == id), f"piece {id}"), -1.0] for id in range(6)]
+    tokenizers: dict[str, dict[str, Any]] = {
+        "vocabulary": {"model": {"vocab": VOCABULARY}},
+        "added": {"model": {"vocab": {}}, "added_tokens": added},
+        "unigram": {"model": {"vocab": pieces}},
+    }
+    files: dict[str, Any] = {
+        "config": config,
+        "tokenizer": tokenizers[kind],
+        "tokenizer_config": {"eos_token": eos_token},
+    }
+    files |= {} if generation is None else {"generation_config": generation}
+    assert find(write_files(tmp_path / "m", **files)).eos_token_ids == ends

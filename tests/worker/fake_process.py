@@ -18,6 +18,7 @@ from decant.engine.errors import DeviceFailed
 from decant.engine.fake import FakeDevice
 from decant.engine.plan import StepPlan, StepResult
 from decant.prefill_worker.main import ROLE as PREFILL
+from decant.runtime.model_files import ModelFiles
 from decant.runtime.telemetry import logs
 from decant.worker.main import main
 from decant.worker.settings import WorkerSettings
@@ -31,7 +32,7 @@ class Device(FakeDevice):
         return super().run(plan)
 
 
-def load(settings: WorkerSettings) -> Device:
+def load(settings: WorkerSettings, files: ModelFiles) -> Device:
     if slow := os.environ.get("SLOW_LOAD"):
         logs.get(__name__).info("loading slowly")
         time.sleep(float(slow))
@@ -42,7 +43,10 @@ def load(settings: WorkerSettings) -> Device:
         sum(range(4_000_000))
     blocks = (settings.kv_bytes or 1 << 20) // (settings.block_size * 8)
     return Device(
-        num_blocks=blocks, block_size=settings.block_size, vocab_size=4096, context_length=settings.context_length
+        num_blocks=blocks,
+        block_size=settings.block_size,
+        vocab_size=4096,
+        context_length=settings.context_length,
     )
 
 

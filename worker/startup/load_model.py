@@ -17,6 +17,7 @@ from decant.engine.kv_layout import longest_sequence
 from decant.engine.plan import Device
 from decant.engine.scheduler import MAX_TOKEN_BUDGET, Limits, choose_token_budget
 from decant.runtime.cores import usable_cores
+from decant.runtime.model_files import ModelFiles
 from decant.runtime.telemetry import logs
 from decant.worker.settings import WorkerSettings
 from decant.worker.startup import cpu_build
@@ -47,7 +48,7 @@ async def in_own_thread(load: Callable[[_Settings], _Loaded], settings: _Setting
         executor.shutdown(wait=False)
 
 
-def load_model(settings: WorkerSettings) -> Device:
+def load_model(settings: WorkerSettings, files: ModelFiles) -> Device:
     """Load the model and measure its steps. Raises ModelRefused, InvalidConfig, DeviceFailed."""
     cpu_build.choose(settings.kernels)
     with _without_collections():
@@ -70,6 +71,7 @@ def load_model(settings: WorkerSettings) -> Device:
         context_length=settings.context_length,
         kv_bytes=settings.kv_bytes,
         block_size=settings.block_size,
+        eos_token_ids=frozenset(files.eos_token_ids),
         cuda_kernels=settings.cuda_kernels,
         exact=settings.exact,
         step_sizes=StepSizes(
