@@ -32,6 +32,7 @@ from decant.router.limits import (
     check_size,
 )
 from decant.router.request.valid_request import ValidRequest
+from decant.router.text.detokenizer import PromptEnd
 from decant.router.text.output_text import OutputOptions, new_output_text
 from decant.router.text.prompt import ContextLengthOf, check_vocabulary, context_length_of, prompt_of
 from decant.router.text.served_model import Models, ServedModel
@@ -75,13 +76,16 @@ async def validate(
     _check_form(request)
     model = models.find(request.model)
     options = _output_options(request)
+    _check_hidden_stops(options, model)
     sampling = _sampling(request.sampling, model)
     context_length = context_length_of(model, max_context_length)
     if context_length is None:
         raise Unavailable(Reason.NO_WORKER, "no worker serves this model", retry_after=RETRY_AFTER_SECONDS)
     prompt = await prompt_of(request, model, context_length, deadline, unix_time)
-    if request.response.echo:
-        options = replace(options, echo=await _prompt_text(request, prompt, model, options, deadline))
+    if request.response.echo or not request.HasField("messages"):
+        end = model.token_table.prompt_end(prompt, skip_special_tokens=options.skip_special_tokens)
+        echo = await _echo(request, prompt, model, end, deadline) if request.response.echo else ""
+        options = replace(options, after=end, echo=echo)
     stopping = _stopping(request.stopping, model, context_length - len(prompt))
     id = request.request_id or str(uuid.uuid4())
     engine_request = wire.EngineRequest(
@@ -187,12 +191,17 @@ def _with_id(request: pb.GenerateRequest, id: str) -> pb.GenerateRequest:
 # Fields
 
 
-async def _prompt_text(
-    request: pb.GenerateRequest, prompt: Sequence[int], model: ServedModel, options: OutputOptions, deadline: Deadline
+async def _echo(
+    request: pb.GenerateRequest, prompt: Sequence[int], model: ServedModel, end: PromptEnd, deadline: Deadline
 ) -> str:
     if request.HasField("prompt"):
         return request.prompt
-    return await model.decode(prompt, skip_special_tokens=options.skip_special_tokens, deadline=deadline)
+    skip = _skips_special_tokens(request.response)
+    return await model.text_before(prompt, end, skip_special_tokens=skip, deadline=deadline)
+
+
+def _skips_special_tokens(response: pb.ResponseOptions) -> bool:
+    return response.skip_special_tokens if response.HasField("skip_special_tokens") else True
 
 
 def _output_options(request: pb.GenerateRequest) -> OutputOptions:
@@ -209,7 +218,7 @@ def _output_options(request: pb.GenerateRequest) -> OutputOptions:
         token_ids=response.token_ids,
         logprobs=response.logprobs if response.HasField("logprobs") else None,
         prompt_logprobs=response.prompt_logprobs if response.HasField("prompt_logprobs") else None,
-        skip_special_tokens=response.skip_special_tokens if response.HasField("skip_special_tokens") else True,
+        skip_special_tokens=_skips_special_tokens(response),
         stops=_stop_strings(stopping.stop),
         include_stop=stopping.include_stop_in_output,
         min_chunk_tokens=max(1, request.stream.min_chunk_tokens),
@@ -223,6 +232,16 @@ def _stop_strings(texts: Sequence[str]) -> StopStrings | None:
             raise InvalidArgument(f"stopping.stop[{place}]", "at least 1 character", 0)
         check_count(f"stopping.stop[{place}]", len(text.encode()), MAX_STOP_STRING_BYTES, "bytes")
     return StopStrings(texts) if texts else None
+
+
+def _check_hidden_stops(options: OutputOptions, model: ServedModel) -> None:
+    """Refuse stop strings with a special token beside other text, which the text never has while those are skipped."""
+    stops = options.stops.texts if options.stops is not None and options.skip_special_tokens else ()
+    for place, stop in enumerate(stops):
+        token = model.token_table.find_special(stop)
+        if token is not None and stop not in model.token_table.special_tokens:
+            limit = f"{token} alone or no special token, or response.skip_special_tokens false"
+            raise InvalidArgument(f"stopping.stop[{place}]", limit, stop)
 
 
 def _sampling(params: pb.SamplingParams, model: ServedModel) -> wire.Sampling:

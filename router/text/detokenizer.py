@@ -7,7 +7,8 @@
       Strip, none                     lack its space
     BPEDecoder                      text and a space       the space: the last token has none
 
-All pieces together are what ``Tokenizer.decode`` returns.
+All pieces together are what ``Tokenizer.decode`` returns; after a prompt, they and its text are what that returns
+for all tokens.
 An emoji that may continue (a joiner, a skin tone, half a flag) is held back until the next character.
 
 Not `tokenizers.decoders.DecodeStream`: it loses what it holds back at the end, and it divides emoji.
@@ -45,6 +46,21 @@ class UnsupportedDecoder(ValueError):
     pass
 
 
+class PromptEnd(NamedTuple):
+    """What the text after a prompt depends on.
+
+    has_text  whether a token of the prompt has text: the next one keeps its space
+    stripped  spaces that are still removed from the beginning of the text
+    then      text that the prompt's last token adds if another follows
+    rest      bytes of an unfinished character at the end of the prompt
+    """
+
+    has_text: bool = False
+    stripped: int = 0
+    then: str = ""
+    rest: bytes = b""
+
+
 class Detokenizer(ABC):
     __slots__ = ("_held",)
 
@@ -73,7 +89,17 @@ class Detokenizer(ABC):
 class TokenTable(ABC):
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_tokens = {token.content: id for id, token in added.items() if token.special and token.content}
+        """Ids of the special tokens, which outputs may skip, by their text."""
+        self._special = {id for id, token in added.items() if token.special}
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        self._any_special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def find_special(self, text: str) -> str | None:
+        """Find a special token in a text."""
+        match = self._any_special.search(text)
+        return None if match is None else match[0]
 
     def token_of(self, id: int, *, skip_special_tokens: bool) -> str | None:
         if skip_special_tokens and id in self._special:
@@ -85,7 +111,14 @@ class TokenTable(ABC):
     def bytes_of(self, id: int) -> bytes: ...
 
     @abstractmethod
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer: ...
+    def detokenizer(self, *, skip_special_tokens: bool, after: PromptEnd | None = None) -> Detokenizer: ...
+
+    @abstractmethod
+    def prompt_end(self, ids: Sequence[int], *, skip_special_tokens: bool) -> PromptEnd: ...
+
+    @abstractmethod
+    def without_rest(self, ids: Sequence[int], end: PromptEnd) -> Sequence[int]:
+        """``ids`` of a prompt without those that are ``end.rest`` alone."""
 
 
 def make_token_table(tokenizer: Tokenizer) -> TokenTable:
@@ -103,6 +136,15 @@ def make_token_table(tokenizer: Tokenizer) -> TokenTable:
         if name not in _ONE_BY_ONE or (has_bytes and name == "BPEDecoder"):
             raise UnsupportedDecoder(f"a decoder with {name} in this place can't be followed token by token")
     return _PieceTokenTable(tokenizer, steps[:-1] if has_bytes else steps, has_bytes=has_bytes, stripped=stripped)
+
+
+_LONGEST_CHARACTER = 4
+"""Bytes."""
+
+
+def _unfinished(data: bytes) -> bytes:
+    """Bytes at the end that more bytes may complete to a character."""
+    return data[utf_8_decode(data, "replace", False)[1] :]
 
 
 # ---------------------------------------------------------------------------------------------- byte level
@@ -142,17 +184,28 @@ class _ByteTokenTable(TokenTable):
     def bytes_of(self, id: int) -> bytes:
         return self._tables[False][id]
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
-        return _ByteDetokenizer(self._tables[skip_special_tokens])
+    def detokenizer(self, *, skip_special_tokens: bool, after: PromptEnd | None = None) -> Detokenizer:
+        return _ByteDetokenizer(self._tables[skip_special_tokens], after or PromptEnd())
+
+    def prompt_end(self, ids: Sequence[int], *, skip_special_tokens: bool) -> PromptEnd:
+        table, data = self._tables[skip_special_tokens], b""
+        for id in reversed(ids):
+            data = table[id] + data
+            if len(data) >= _LONGEST_CHARACTER:
+                break
+        return PromptEnd(rest=_unfinished(data))
+
+    def without_rest(self, ids: Sequence[int], end: PromptEnd) -> Sequence[int]:
+        return ids  # the last one may begin with another character
 
 
 class _ByteDetokenizer(Detokenizer):
     __slots__ = ("_rest", "_table")
 
-    def __init__(self, table: _ByteTable) -> None:
+    def __init__(self, table: _ByteTable, after: PromptEnd) -> None:
         super().__init__()
         self._table = table
-        self._rest = b""  # of a character, three bytes at most
+        self._rest = after.rest  # of a character, three bytes at most
 
     def add(self, ids: Sequence[int]) -> str:
         table = self._table
@@ -203,7 +256,7 @@ class _PieceTokenTable(TokenTable):
         self, tokenizer: Tokenizer, steps: Sequence[Mapping[str, Any]], *, has_bytes: bool, stripped: int
     ) -> None:
         super().__init__(tokenizer)
-        self.stripped = stripped
+        self._stripped = stripped
         self._has_bytes = has_bytes
         self._decoder = _decoder(steps) if tokenizer.decoder is not None else None
         self._tables = {skip: _PieceTable(self, skip) for skip in (False, True)}
@@ -229,8 +282,38 @@ class _PieceTokenTable(TokenTable):
             case byte:
                 return bytes([byte])
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
-        return _PieceDetokenizer(self._tables[skip_special_tokens])
+    def detokenizer(self, *, skip_special_tokens: bool, after: PromptEnd | None = None) -> Detokenizer:
+        return _PieceDetokenizer(self._tables[skip_special_tokens], after or PromptEnd(stripped=self._stripped))
+
+    def prompt_end(self, ids: Sequence[int], *, skip_special_tokens: bool) -> PromptEnd:
+        table, left, first = self._tables[skip_special_tokens], self._stripped, None
+        for index, id in enumerate(ids):
+            entry = table[id] if first is not None else table.first(id)
+            if entry is None:
+                continue
+            first = index if first is None else first
+            text = chr(entry) if isinstance(entry, int) else entry.text
+            spaces = len(text) - len(text.lstrip(" "))
+            left = max(0, left - spaces) if spaces == len(text) else 0
+            if not left:
+                break
+        if first is None:
+            return PromptEnd(stripped=self._stripped)
+        run = bytearray()
+        for index in range(len(ids) - 1, first - 1, -1):
+            entry = table[ids[index]] if index > first else table.first(ids[index])
+            if isinstance(entry, int):
+                run.insert(0, entry)
+            elif entry is not None and not run:
+                return PromptEnd(True, left, then=entry.then)
+            elif entry is not None or len(run) >= _LONGEST_CHARACTER:
+                break
+        return PromptEnd(True, left, rest=_unfinished(bytes(run)))
+
+    def without_rest(self, ids: Sequence[int], end: PromptEnd) -> Sequence[int]:
+        of_bytes = [index for index, id in enumerate(ids) if isinstance(self._tables[False][id], int)]
+        dropped = frozenset(of_bytes[len(of_bytes) - len(end.rest) :])
+        return [id for index, id in enumerate(ids) if index not in dropped]
 
     def _decode(self, tokens: list[str]) -> str:
         text: str = " ".join(tokens) if self._decoder is None else self._decoder.decode(tokens)
@@ -240,13 +323,13 @@ class _PieceTokenTable(TokenTable):
 class _PieceDetokenizer(Detokenizer):
     __slots__ = ("_has_begun", "_run", "_stripped", "_table", "_then")
 
-    def __init__(self, table: _PieceTable) -> None:
+    def __init__(self, table: _PieceTable, after: PromptEnd) -> None:
         super().__init__()
         self._table = table
-        self._has_begun = False
-        self._run = bytearray()
-        self._then = ""
-        self._stripped = table.token_table.stripped  # spaces still to remove from the beginning
+        self._has_begun = after.has_text
+        self._run = bytearray(after.rest)
+        self._then = after.then
+        self._stripped = after.stripped  # spaces still to remove from the beginning
 
     def add(self, ids: Sequence[int]) -> str:
         text = "".join([self._next(id) for id in ids])

@@ -1,7 +1,8 @@
 """Text of one output after each token; incomplete characters and beginnings of stop strings are held back.
 
 The text after k tokens depends on these and the request alone. A token that ends the output has no text, unless the
-request includes stops. The last possible token completes what was held back.
+request includes stops. The last possible token completes what was held back. A special token whose text is a stop
+string ends the output also where special tokens are skipped.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decant.protos import worker_pb2 as wire
-from decant.router.text.detokenizer import Detokenizer
+from decant.router.text.detokenizer import Detokenizer, PromptEnd
 from decant.router.text.served_model import ServedModel
 from decant.router.text.stop_strings import StopStrings
 
@@ -22,6 +23,8 @@ class OutputOptions:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: str = ""
+    after: PromptEnd | None = None
+    """End of the prompt that the text follows; None: the text begins by itself, as an answer in a conversation does."""
     skip_special_tokens: bool = True
     stops: StopStrings | None = None
     include_stop: bool = False
@@ -39,7 +42,9 @@ class OutputText:
     stop: str | None = None
 
     def __init__(self, model: ServedModel, options: OutputOptions, stopping: wire.Stopping) -> None:
-        self._detokenizer: Detokenizer = model.token_table.detokenizer(skip_special_tokens=options.skip_special_tokens)
+        self._detokenizer: Detokenizer = model.token_table.detokenizer(
+            skip_special_tokens=options.skip_special_tokens, after=options.after
+        )
         self._remaining_tokens = stopping.max_tokens
         requested = frozenset(stopping.stop_token_ids)
         self._end_tokens = requested | (frozenset() if stopping.ignore_eos else model.eos_token_ids)
@@ -70,6 +75,8 @@ class StoppableText(OutputText):
         self._include = options.include_stop
         self._tokens_before_stops = max(0, stopping.min_tokens - 1)  # coming tokens that can't complete a stop string
         self._held = ""
+        ids = model.token_table.special_tokens if options.skip_special_tokens else {}
+        self._stop_tokens = {ids[stop]: stop for stop in self._stops.texts if stop in ids}  # they have no text
 
     def add(self, tokens: Sequence[int]) -> str:
         before_stops, tokens = tokens[: self._tokens_before_stops], tokens[self._tokens_before_stops :]
@@ -78,7 +85,17 @@ class StoppableText(OutputText):
             self._tokens_before_stops -= len(before_stops)
             text = self._release(super().add(before_stops), may_stop=False)
         if tokens and self.stop is None:
-            text += self._release(super().add(tokens), may_stop=True)
+            is_stopped = tokens[-1] in self._stop_tokens and tokens[-1] not in self._end_tokens
+            text += self._release(super().add(tokens[:-1] if is_stopped else tokens), may_stop=True)
+            if is_stopped and self.stop is None:
+                text += self._stop_at(self._stop_tokens[tokens[-1]])
+        return text
+
+    def _stop_at(self, stop: str) -> str:
+        text = self._release(super().end(), may_stop=True)
+        if self.stop is None:
+            self.stop = stop
+            text += stop if self._include else ""
         return text
 
     def end(self) -> str:

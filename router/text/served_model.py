@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from decant.protos import inference_pb2 as pb
 from decant.router.limits import check_sampling
 from decant.router.text.chat_template import ChatTemplate
-from decant.router.text.detokenizer import TokenTable, UnsupportedDecoder, make_token_table
+from decant.router.text.detokenizer import PromptEnd, TokenTable, UnsupportedDecoder, make_token_table
 from decant.router.text.load_tokenizer import contradictions, load_tokenizer
 from decant.router.text.template_files import DEFAULT, read_templates
 from decant.router.text.text_work import TextWork
@@ -88,6 +88,16 @@ class ServedModel:
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         text: str = self.tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
         return text
+
+    async def text_before(
+        self, ids: Sequence[int], end: PromptEnd, *, skip_special_tokens: bool, deadline: Deadline = NO_DEADLINE
+    ) -> str:
+        """Text of a prompt without its unfinished character, with which the output's text begins."""
+        if not end.rest:
+            return await self.decode(ids, skip_special_tokens=skip_special_tokens, deadline=deadline)
+        ids = self.token_table.without_rest(ids, end)
+        text = await self.decode(ids, skip_special_tokens=skip_special_tokens, deadline=deadline)
+        return text.removesuffix("\ufffd")
 
     async def least_tokens(self, text: str, enough: int) -> int:
         least = 0

@@ -17,18 +17,18 @@ class Match(NamedTuple):
 
 
 class StopStrings:
-    __slots__ = ("_first", "_longest_prefix", "_prefixes", "_stops")
+    __slots__ = ("_first", "_longest_prefix", "_prefixes", "texts")
 
     def __init__(self, stops: Iterable[str]) -> None:
-        self._stops = tuple(stops)
-        self._prefixes = frozenset(stop[:length] for stop in self._stops for length in range(1, len(stop)))
-        self._first = frozenset(stop[0] for stop in self._stops)
-        self._longest_prefix = max(map(len, self._stops), default=1) - 1
+        self.texts = tuple(stops)
+        self._prefixes = frozenset(stop[:length] for stop in self.texts for length in range(1, len(stop)))
+        self._first = frozenset(stop[0] for stop in self.texts)
+        self._longest_prefix = max(map(len, self.texts), default=1) - 1
 
     def find(self, text: str, start: int) -> Match | None:
         """Find a stop string that ends after ``text[:start]``; it may begin before."""
         best = None
-        for stop in self._stops:
+        for stop in self.texts:
             begin = text.find(stop, max(0, start - len(stop) + 1))
             if begin >= 0:
                 match = Match(begin + len(stop), stop)

@@ -7,6 +7,7 @@ from decant.protos import inference_pb2 as pb
 from decant.router.api.response_writer import ResponseWriter
 from decant.router.api.usage import RequestMeter
 from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.text.served_model import ServedModel
 from decant.runtime.telemetry.metrics import Registry, RequestMetrics
 from tests.router.factories import AT_LENGTH, tiny, valid, write
 
@@ -14,10 +15,12 @@ EOS = 1
 
 
 class Reader:
-    def __init__(self, stream: TokenStream, pace: Any = None, after_seq: int = 0) -> None:
+    def __init__(
+        self, stream: TokenStream, pace: Any = None, after_seq: int = 0, served: ServedModel | None = None
+    ) -> None:
         self.stream = stream
         self.messages: list[pb.GenerateStreamResponse] = []
-        self.answer = ResponseWriter(stream, tiny(), after_seq)
+        self.answer = ResponseWriter(stream, served or tiny(), after_seq)
         self.account = RequestMeter(stream, RequestMetrics(Registry(process=False)).of("tiny-python"))
         self._pace = pace
 
@@ -39,8 +42,8 @@ class Reader:
         return "".join(delta.text for delta in self.deltas)
 
 
-async def read(tokens: list[int], end: Finish = AT_LENGTH, **fields: Any) -> Reader:
-    reader = Reader(TokenStream(await valid(**fields)))
+async def read(tokens: list[int], end: Finish = AT_LENGTH, served: ServedModel | None = None, **fields: Any) -> Reader:
+    reader = Reader(TokenStream(await valid(served=served, **fields)), served=served)
     write(reader.stream, *tokens, end=end)
     await reader.read()
     return reader

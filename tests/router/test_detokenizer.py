@@ -152,3 +152,58 @@ def test_a_decoder_that_can_not_be_followed_is_refused_by_name(decoder, name):
     made.decoder = decoder
     with pytest.raises(UnsupportedDecoder, match=name):
         make_token_table(made)
+
+
+def following(kind: str, prompt: list[int], output: list[int], *, skip: bool) -> str:
+    """Text of the output alone, after a prompt."""
+    end = words(kind).prompt_end(prompt, skip_special_tokens=skip)
+    return whole(words(kind).detokenizer(skip_special_tokens=skip, after=end), output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_wherever_a_text_is_cut_in_prompt_and_output_their_texts_are_that_of_all_tokens(kind):
+    texts = st.text(max_size=20) | st.text(alphabet="the a dog👨👩👧\u200d🇩🇪é日本 ", max_size=20)
+
+    @given(texts, st.data())
+    @settings(max_examples=150, deadline=None)
+    def same(text: str, data: st.DataObject) -> None:
+        ids = tokenizer(kind).encode(text).ids
+        count = data.draw(st.integers(0, len(ids)))
+        prompt, output, table = ids[:count], ids[count:], words(kind)
+        for skip in (True, False):
+            end = table.prompt_end(prompt, skip_special_tokens=skip)
+            before = tokenizer(kind).decode(table.without_rest(prompt, end), skip_special_tokens=skip)
+            before = before.removesuffix("\ufffd") if end.rest else before
+            all_text = tokenizer(kind).decode(ids, skip_special_tokens=skip)
+            assert before + following(kind, prompt, output, skip=skip) == all_text
+
+    same()
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "output", "text"),
+    [
+        ("byte_fallback", ["▁a"], ["▁the"], " the"),
+        ("byte_fallback", ["<s>"], ["▁the", "▁a"], "the a"),
+        ("byte_fallback", [], ["▁the"], "the"),
+        ("byte_fallback", ["▁"], ["▁the"], " the"),
+        ("byte_fallback", ["a", "<0xC3>"], ["<0xA9>", "a"], "éa"),
+        ("byte_fallback", ["<0xE6>", "<0x97>", "<0xA5>"], ["<0xE6>", "<0x9C>", "<0xAC>"], "本"),
+        ("byte_fallback", ["a", "<0xC3>", "<s>"], ["<0xA9>"], "é"),
+        ("byte_fallback_unstripped", ["▁a"], ["▁the"], " the"),
+        ("byte_level", ["Ã"], ["©"], "é"),
+        ("tiny-python", ["a"], ["Ġ"], " "),
+    ],
+)
+def test_the_text_after_a_prompt_keeps_its_space_and_completes_its_character(kind, prompt, output, text):
+    prompt, output = ([tokenizer(kind).token_to_id(token) for token in tokens] for tokens in (prompt, output))
+    assert following(kind, prompt, output, skip=True) == text
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "word_piece", "end_of_word", "words"])
+def test_a_word_after_a_prompt_keeps_its_space(kind):
+    ids = tokenizer(kind).encode("the dog", add_special_tokens=False).ids
+    count = len(tokenizer(kind).encode("the", add_special_tokens=False).ids)
+    assert following(kind, ids[:count], ids[count:], skip=True) == " dog"
+    assert following(kind, [], ids[count:], skip=True) == "dog"

@@ -149,9 +149,8 @@ def write(place: Path, files: dict[str, Any]) -> Path:
     for name, content in files.items():
         file = place / name
         file.parent.mkdir(exist_ok=True)
-        if isinstance(content, dict) and file.is_file():
-            content = {**json.loads(file.read_text()), **content}
-        file.write_text(content if isinstance(content, str) else json.dumps(content))
+        before = json.loads(file.read_text()) if file.is_file() else {}
+        file.write_text(content if isinstance(content, str) else json.dumps({**before, **content}))
     return place
 
 

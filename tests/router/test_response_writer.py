@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from decant.protos import inference_pb2 as pb
 from decant.router.api.response_writer import ResponseWriter
 from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.text.served_model import load
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import Aborted
 from tests.router.factories import AT_LENGTH, STOPPED, model, tiny, valid, write
 from tests.router.response_reader import EOS, Reader, ids_of, options, read, settle
+from tests.router.tokenizer_factories import MADE, folder
 
 
 async def test_a_stream_reads_started_deltas_finished():
@@ -246,3 +248,41 @@ async def test_stop_tokens_are_those_of_the_model():
     other = model(eos_token_ids=frozenset({6}))
     response, _ = await ResponseWriter(stream, other).collect(Reader(stream).account)
     assert response.outputs[0].text == tiny().tokenizer.decode([5])
+
+
+@pytest.fixture(params=["byte_fallback", "metaspace", "word_piece", "end_of_word"])
+def spaced(request, tmp_path):
+    """A model whose tokenizer writes the space before a word in the word's token."""
+    return load(
+        [str(folder(tmp_path / "m", MADE[request.param](), {"chat_template": "{{ messages[0].content }}"}))]
+    ).default
+
+
+async def test_the_first_word_after_a_prompt_has_its_space_in_text_echo_and_logprobs(spaced):
+    prompt, tokens = await spaced.encode("the dog"), await spaced.encode("the", special=False)
+    for source in ({"prompt": "the dog"}, {"token_ids": pb.TokenIds(ids=prompt)}):
+        plain = await read(tokens, served=spaced, **source, **options(logprobs=0))
+        assert plain.text == " the"
+        assert "".join(one.token for delta in plain.deltas for one in delta.logprobs).strip() == "the"
+        echo = await read(tokens, served=spaced, **source, **options(echo=True))
+        assert echo.text == "the dog the" == spaced.tokenizer.decode([*prompt, *tokens])
+
+
+async def test_a_resumed_stream_has_the_same_spaces(spaced):
+    tokens = [*await spaced.encode("the", special=False), *await spaced.encode("dog", special=False)]
+    stream = TokenStream(await valid(served=spaced, prompt="the dog"))
+    write(stream, *tokens, end=AT_LENGTH)
+    whole = Reader(stream, served=spaced)
+    await whole.read()
+    for count in range(1, len(tokens)):
+        rest = Reader(stream, after_seq=count, served=spaced)
+        await rest.read()
+        assert whole.text.endswith(rest.text)
+    assert whole.text == " the dog"
+
+
+async def test_an_answer_in_a_conversation_begins_without_a_space_unless_it_follows_an_echo(spaced):
+    tokens = await spaced.encode("dog", special=False)
+    messages = pb.Messages(messages=[pb.Message(role="user", content="the")])
+    assert (await read(tokens, served=spaced, messages=messages)).text == "dog"
+    assert (await read(tokens, served=spaced, messages=messages, **options(echo=True))).text == "the dog"

@@ -17,6 +17,7 @@ from decant.router.request.valid_request import ValidRequest
 from decant.router.text.output_text import new_output_text
 from decant.router.text.stop_strings import StopStrings
 from decant.router.workers.subscription import WriteError
+from decant.runtime.errors import InvalidArgument
 from decant.state.store import Store
 from tests.router.factories import tiny, valid
 from tests.router.fake_script import answer
@@ -117,6 +118,63 @@ class Plain:
             held = 0 if self.is_last(tokens[:count]) else plain_held(text, self.stops)
             shown.append(text[: len(text) - held])
         return shown, None
+
+
+BEGIN, END = 0, EOS
+NAMES = {BEGIN: "<|begin|>", END: "<|end|>"}
+
+
+async def stopped(tokens: list[int], **fields: Any) -> tuple[str, Finish | None]:
+    """Text and end of an output of ``tokens``, each written and read alone; None: no stop string."""
+    request = await valid(**fields)
+    stream = TokenStream(request)
+    writer, reader = TokenWriter(stream), Reader(stream)
+    task = asyncio.create_task(reader.read())
+    for place, token in enumerate(tokens):
+        writer.write(request.prompt_tokens + place, token)
+        await settle()
+    stream.end = writer.stopped or Finish(pb.FINISH_REASON_LENGTH)
+    stream.notify()
+    await task
+    return reader.text, writer.stopped
+
+
+@pytest.mark.parametrize("ignore_eos", [True, False])
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("token", [BEGIN, END])
+async def test_a_stop_string_that_is_a_special_token_ends_the_output(token, skip, ignore_eos):
+    if token == END and not ignore_eos:
+        pytest.skip("the end of sequence ends it first")
+    tokens = [*await tiny().encode("x = 1", special=False), token, 7, 7]
+    response = pb.ResponseOptions(skip_special_tokens=skip)
+    for include in (False, True):
+        stopping = pb.StoppingParams(stop=[NAMES[token]], ignore_eos=ignore_eos, include_stop_in_output=include)
+        text, end = await stopped(tokens, stopping=stopping, response=response)
+        assert text == "x = 1" + (NAMES[token] if include else "")
+        assert end == Finish(pb.FINISH_REASON_STOP, stop_string=NAMES[token])
+
+
+async def test_a_special_token_completes_no_stop_string_before_min_tokens():
+    tokens = [*await tiny().encode("x", special=False), BEGIN, *await tiny().encode("y", special=False), BEGIN]
+    stopping = pb.StoppingParams(stop=["<|begin|>"], min_tokens=3)
+    text, end = await stopped(tokens, stopping=stopping)
+    assert (text, end) == ("xy", Finish(pb.FINISH_REASON_STOP, stop_string="<|begin|>"))
+
+
+async def test_the_text_of_a_special_token_in_other_tokens_ends_the_output_too():
+    tokens = await tiny().encode("a<|begin|>", special=False)
+    assert BEGIN not in tokens
+    text, end = await stopped([*tokens, 7], stopping=pb.StoppingParams(stop=["<|begin|>"]))
+    assert (text, end) == ("a", Finish(pb.FINISH_REASON_STOP, stop_string="<|begin|>"))
+
+
+@pytest.mark.parametrize("stop", ["x<|begin|>", "<|end|>\n", "<|begin|><|end|>"])
+async def test_a_stop_string_that_skipped_tokens_keep_from_matching_is_refused(stop):
+    with pytest.raises(InvalidArgument, match="skip_special_tokens false") as refused:
+        await valid(stopping=pb.StoppingParams(stop=["y", stop]))
+    assert refused.value.field == "stopping.stop[1]"
+    assert stop in str(refused.value) or repr(stop) in str(refused.value)
+    await valid(stopping=pb.StoppingParams(stop=[stop]), response=pb.ResponseOptions(skip_special_tokens=False))
 
 
 PIECES = ["def f", "(x)", ":\n", "    ", "return", "é", "日本", "👨‍👩‍👧", "😀", "\n\n"]

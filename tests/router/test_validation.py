@@ -19,6 +19,7 @@ from decant.router.limits import (
     MAX_STOP_TOKEN_IDS,
     limits,
 )
+from decant.router.text.detokenizer import PromptEnd
 from decant.router.text.output_text import OutputOptions
 from decant.router.text.served_model import Models
 from decant.runtime.connections.channel import Deadline
@@ -233,10 +234,12 @@ async def test_an_empty_id_is_generated_and_a_given_one_is_kept():
 
 
 async def test_output_options_follow_the_request():
-    assert (await valid()).output_options == OutputOptions()
+    assert (await valid()).output_options == OutputOptions(after=PromptEnd())
     asked = pb.ResponseOptions(text=False, token_ids=True, logprobs=0, skip_special_tokens=False)
     made = await valid(response=asked)
-    assert made.output_options == OutputOptions(text=False, token_ids=True, logprobs=0, skip_special_tokens=False)
+    assert made.output_options == OutputOptions(
+        text=False, token_ids=True, logprobs=0, skip_special_tokens=False, after=PromptEnd()
+    )
     assert made.engine_request.HasField("logprobs")
     assert not (await valid()).engine_request.HasField("logprobs")
 
