@@ -101,7 +101,9 @@ class Checkpoint:
         model: PreTrainedModel = loaded[0]
         missing = sorted(loaded[1]["missing_keys"])
         if missing:  # transformers would use random numbers
-            raise ModelRefused(self.name, f"it lacks {len(missing)} of its weights, {missing[0]} among them")
+            untied = missing == ["lm_head.weight"]
+            advice = "; if it shares the embedding's, set tie_word_embeddings to true in config.json" if untied else ""
+            raise ModelRefused(self.name, f"it lacks {len(missing)} of its weights, {missing[0]} among them{advice}")
         if surplus := _surplus(loaded[1]["unexpected_keys"], self.config.get_text_config()):
             reason = f"it has {len(surplus)} weights that the model does not use, {surplus[0]} among them"
             raise ModelRefused(self.name, reason)

@@ -7,8 +7,8 @@
       Strip, none                     lack its space
     BPEDecoder                      text and a space       the space: the last token has none
 
-All pieces together are what ``Tokenizer.decode`` returns; after a prompt, they and its text are what that returns
-for all tokens.
+All pieces together are what ``Tokenizer.decode`` returns; after a prompt, the prompt's text and they are what it returns
+for all tokens. But an added token with accents is its text, whose letters the library's ByteLevel takes for bytes.
 An emoji that may continue (a joiner, a skin tone, half a flag) is held back until the next character.
 
 Not `tokenizers.decoders.DecodeStream`: it loses what it holds back at the end, and it divides emoji.
@@ -90,6 +90,7 @@ class TokenTable(ABC):
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
+        self._added = frozenset(added)
         self.special_tokens = {token.content: id for id, token in added.items() if token.special and token.content}
         """Ids of the special tokens, which outputs may skip, by their text."""
         self._special = {id for id, token in added.items() if token.special}
@@ -106,6 +107,15 @@ class TokenTable(ABC):
             return None
         token: str | None = self._tokenizer.id_to_token(id)
         return token
+
+    def is_added(self, id: int) -> bool:
+        """Whether a token's entry is text, in no alphabet of the decoder."""
+        return id in self._added
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of all ``ids``."""
+        text: str = self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
+        return text
 
     @abstractmethod
     def bytes_of(self, id: int) -> bytes: ...
@@ -160,6 +170,13 @@ def _byte_letters() -> dict[str, int]:
 _BYTES = _byte_letters()
 
 
+def _bytes_of_letters(token: str) -> bytes:
+    try:
+        return bytes([_BYTES[letter] for letter in token])
+    except KeyError:
+        return token.encode()
+
+
 class _ByteTable(dict[int, bytes]):
     def __init__(self, token_table: TokenTable, skip_special_tokens: bool) -> None:
         super().__init__()
@@ -168,10 +185,8 @@ class _ByteTable(dict[int, bytes]):
 
     def __missing__(self, id: int) -> bytes:
         token = self._token_table.token_of(id, skip_special_tokens=self._skip) or ""
-        try:
-            data = bytes([_BYTES[letter] for letter in token])
-        except KeyError:  # an added token, whose entry is text
-            data = token.encode()
+        is_added = self._token_table.is_added(id)
+        data = token.encode() if is_added else _bytes_of_letters(token)
         self[id] = data
         return data
 
@@ -183,6 +198,11 @@ class _ByteTokenTable(TokenTable):
 
     def bytes_of(self, id: int) -> bytes:
         return self._tables[False][id]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        # The library takes an added token's letters above U+00A0 for bytes.
+        table = self._tables[skip_special_tokens]
+        return b"".join([table[id] for id in ids]).decode(errors="replace")
 
     def detokenizer(self, *, skip_special_tokens: bool, after: PromptEnd | None = None) -> Detokenizer:
         return _ByteDetokenizer(self._tables[skip_special_tokens], after or PromptEnd())

@@ -86,8 +86,7 @@ class ServedModel:
         return await self.texts.run(4 * len(ids), deadline, self._decode, ids, skip_special_tokens)
 
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        text: str = self.tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
-        return text
+        return self.token_table.decode(ids, skip_special_tokens=skip_special_tokens)
 
     async def text_before(
         self, ids: Sequence[int], end: PromptEnd, *, skip_special_tokens: bool, deadline: Deadline = NO_DEADLINE
