@@ -24,6 +24,7 @@ from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.queue_depth import set_queue_metrics
 from decant.router.execution.registry import RequestRegistry
 from decant.router.execution.requests_page import requests_page
+from decant.router.execution.result_memory import ResultMemory
 from decant.router.execution.services import RouterServices
 from decant.router.limits import limits
 from decant.router.recovery.open_requests import OpenEntries
@@ -168,6 +169,13 @@ class RouterProcess:
         takeover = OrphanRecovery(
             self._store, self.requests, incarnation, self.pool.is_connected, Ttls(), timings.takeover
         )
+        results = ResultMemory(
+            self._store.results,
+            self._settings.result_bytes,
+            self._metrics.results,
+            timings.memory_check_s,
+            timings.store_retry_s,
+        )
         entries = OpenEntries(self._store, incarnation, timings.sweep_every_s)
         await self._run("sessions", self.pool.membership.run, self.pool.membership.close)
         await self._run("registration", partial(registrar.run, Ttls().renew_every_s), registrar.close)
@@ -176,6 +184,7 @@ class RouterProcess:
         self._ends.push_async_callback(self.requests.close)
         await self._run("takeover", takeover.run)
         await self._run("open entries", entries.run)
+        await self._run("result memory", results.run)
         try:
             async with asyncio.timeout(timings.settle_s):
                 await self.pool.membership.wait_settled()

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from decant.runtime.byte_size import BYTE_SIZE, parse_byte_size
+from decant.runtime.settings import SettingError
 from decant.state.member_settings import MemberSettings
 
 
@@ -43,6 +45,11 @@ class RouterSettings(MemberSettings):
         description="seconds after which a client connects again, and so resolves the name of the routers again;"
         " running calls end on their connection",
     )
+    result_memory: str | None = Field(
+        default=None,
+        description="bytes of Redis' memory for results of all routers, such as 512M; the oldest are deleted first; "
+        "unset: half of Redis' maxmemory, 256M without one",
+    )
     serve_without_redis: bool = Field(
         default=True,
         description="accept new requests while Redis is unavailable; they cannot be resumed on another router",
@@ -51,3 +58,15 @@ class RouterSettings(MemberSettings):
     @property
     def max_connection_age_s(self) -> float | None:
         return self.connection_seconds
+
+    @field_validator("result_memory")
+    @classmethod
+    def _result_memory(cls, size: str | None) -> str | None:
+        try:
+            return size if size is None or parse_byte_size(size) else None
+        except ValueError:
+            raise SettingError("result_memory", BYTE_SIZE, size) from None
+
+    @property
+    def result_bytes(self) -> int | None:
+        return parse_byte_size(self.result_memory) if self.result_memory is not None else None

@@ -78,5 +78,7 @@ class RouterTimings:
     store_retry_s: float = STORE_RETRY_SECONDS
     settle_s: float = 10.0
     """Time for sessions with known workers to open before the router is ready."""
+    memory_check_s: float = 15.0
+    """Interval of looks at the memory of Redis and of the results in it."""
     sweep_every_s: float = 30.0
     """Interval of sweeps for entries of the open set without an open request."""

@@ -19,6 +19,9 @@ decant:{workers|routers}:changes      stream  one entry: when the directory chan
 decant:{routers}:open:<router>        set     tenant/id of a router's unfinished requests        open_s from the last
                                                                                                  addition
 decant:{routers}:owners               set     routers that have an open set                      as the open sets
+decant:{results}:ended                zset    tenant/id of an ended request -> its end, in ms    ended_s from the last
+                                                                                                 addition
+decant:{results}:bytes                hash    tenant/id -> bytes of its keys; total: their sum   as ended
 decant:{quota/tenant}:in_flight       zset    request id -> end of its lease, in ms              quota_lease_s
 decant:{quota/tenant}:charged         hash    request id -> tokens charged for it                as in_flight
 decant:{quota/tenant}:full_at         string  when the tenant's minute is full again, in         until then
@@ -40,6 +43,7 @@ DirectoryKind = Literal["workers", "routers"]
 
 STORE_INSTANCE = "decant:{store_instance}"
 OWNERS = "decant:{routers}:owners"
+RESULTS = ("decant:{results}:ended", "decant:{results}:bytes")
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,10 @@ def journal(key: RequestKey) -> str:
 
 def logprobs(key: RequestKey) -> str:
     return f"decant:{{{key}}}:logprobs"
+
+
+def of_request(key: RequestKey) -> list[str]:
+    return [request(key), journal(key), logprobs(key)]
 
 
 def peers(kind: DirectoryKind) -> str:

@@ -38,8 +38,8 @@ class OpenRequests:
     async def remove(self, router: Incarnation, requests: Sequence[RequestKey]) -> None:
         await self._client.run_all([_remove_command(router, batch) for batch in split_batches(requests)])
 
-    async def remove_all(self, requests: Iterable[OwnedRequest]) -> None:
-        await self._client.run_all([_remove_command(router, batch) for router, batch in _batches(requests)])
+    def remove_commands(self, requests: Iterable[OwnedRequest]) -> list[Command]:
+        return [_remove_command(router, batch) for router, batch in _batches(requests)]
 
     async def of(self, router: Incarnation) -> set[RequestKey]:
         return set(_readable(RequestKey.parse, await self._client.execute("SMEMBERS", keys.open_set(router))))

@@ -80,6 +80,7 @@ class OwnedRequest:
         self.synced_entries = 0  # entries that Redis is known to have
         self.synced_state: tuple[int, State] | None = None  # the attempt and state that Redis is known to have
         self.logprobs_options = LogprobsOptions.of(payload)
+        self.result_bytes = 0  # of Redis' memory, once its end is written
         self.is_listed = True  # Redis may have it among the open requests of its owner
         self.prompt_logprobs_unsynced = False  # Redis is not known to have them
         self._journal = bytearray()

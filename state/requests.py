@@ -30,6 +30,7 @@ from decant.state.ids import ENDED, Incarnation, RequestKey
 from decant.state.keys import Ttls
 from decant.state.open_requests import OpenRequests, split_batches
 from decant.state.owned import OwnedRequest, StoredRequest
+from decant.state.results import Results
 from decant.state.scripts import Command
 from decant.state.store_instance import StoreInstance
 from decant.state.stored import parse
@@ -58,6 +59,7 @@ class Requests:
         self._routers = routers
         self._open = open_requests
         self._instance = instance
+        self.results = Results(client, ttls)
         self._open_ms = round(ttls.open_s * 1000)
         self._ended_ms = round(ttls.ended_s * 1000)
 
@@ -97,14 +99,15 @@ class Requests:
         await self._write_batches(to_rewrite, failures)
         elsewhere = [r for r, error in failures.items() if _is_elsewhere(r, error)]
         over = [*elsewhere, *(r for r in requests if r.ended and r.is_listed and not r.is_unsynced)]
-        await self._open.remove_all(over)
+        sizes = {request.key: request.result_bytes for request in over if request.result_bytes}
+        await self.results.add(sizes, self._open.remove_commands(over))
         for request in over:
             request.is_listed = False
         return failures
 
     async def read(self, key: RequestKey, first: int = 0) -> StoredRequest:
         """Read a request with its entries from `first` on. Raises UnknownRequest, StoreRefilling."""
-        reply = await self._reads.run(scripts.REQUEST_READ.call(_names(key), first))
+        reply = await self._reads.run(scripts.REQUEST_READ.call(keys.of_request(key), first))
         if reply[0] == b"unknown":
             raise await self._instance.unknown_error(key)
         return parse(key, reply[1])
@@ -176,7 +179,7 @@ class Requests:
         return await self.adopt(key, router, int(epoch))
 
     def _adopt_command(self, key: RequestKey, router: Incarnation, epoch: int | str, ended_ms: int | str) -> Command:
-        return scripts.REQUEST_ADOPT.call(_names(key), str(router), self._open_ms, epoch, ended_ms)
+        return scripts.REQUEST_ADOPT.call(keys.of_request(key), str(router), self._open_ms, epoch, ended_ms)
 
     async def _with_open_entry(self, key: RequestKey, router: Incarnation, command: Command) -> Reply:
         """Write the open entry first: without one, a request is never found."""
@@ -216,7 +219,8 @@ class Requests:
             requests, sent, replies[len(adds) :], strict=True
         ):
             match reply:
-                case [b"written", length]:
+                case [b"written", length, result_bytes]:
+                    request.result_bytes = result_bytes
                     request.synced_entries, request.synced_state = max(request.synced_entries, length), (attempt, state)
                     request.prompt_logprobs_unsynced &= not has_prompt_logprobs
                 case [b"superseded", *_]:
@@ -270,12 +274,8 @@ def _is_open(state: bytes) -> bool:
     return state.isdigit() and int(state) not in ENDED
 
 
-def _names(key: RequestKey) -> list[str]:
-    return [keys.request(key), keys.journal(key), keys.logprobs(key)]
-
-
 def _own_names(request: OwnedRequest) -> list[str]:
-    return _names(request.key)[: 3 if request.logprobs_options.any else 2]
+    return keys.of_request(request.key)[: 3 if request.logprobs_options.any else 2]
 
 
 def _is_elsewhere(request: OwnedRequest, error: WriteFailure) -> bool:

@@ -70,6 +70,7 @@ class Store:
         self.quotas = Quotas(self._directory, ttls)
         self.open = OpenRequests(self._client, ttls)
         self.requests = Requests(self._client, self._reads, self.routers, self.open, self.instance, ttls)
+        self.results = self.requests.results
 
     async def ping(self) -> None:
         """Wait for an answer of Redis. Raises StoreFault for a wrong password."""

@@ -169,6 +169,24 @@ class QueueMetrics:
         )
 
 
+class ResultMetrics:
+    """Of results and memory in Redis, as of this router's last look."""
+
+    def __init__(self, registry: Registry) -> None:
+        gauge = registry.gauge
+        self.bytes = gauge("result_bytes", "Memory in Redis of the results of all routers.")
+        self.max_bytes = gauge(
+            "result_max_bytes", "Memory in Redis beyond which this router deletes the oldest results."
+        )
+        self.count = gauge("results", "Ended requests of all routers that Redis keeps.")
+        self.oldest = gauge("oldest_result_seconds", "Time since the end of the oldest result; 0 if there is none.")
+        self.discarded = registry.counter(
+            "results_discarded_total", "Results that this router deleted before their time, to keep result_max_bytes."
+        )
+        self.store_used = gauge("state_store_used_bytes", "Memory that Redis uses.")
+        self.store_max = gauge("state_store_max_bytes", "Memory that Redis may use, its maxmemory; 0: no limit.")
+
+
 class RequestMetrics:
     SOURCES = (PromptSource.COMPUTED, PromptSource.CACHED)
     """A router does not learn what came with a handoff."""
@@ -209,6 +227,7 @@ class RequestMetrics:
             "state_store_available",
             "1 if Redis answered the last renewal of the registration and no write waits for it, else 0.",
         )
+        self.results = ResultMetrics(registry)
         self.store_unwritten = registry.gauge(
             "state_store_unwritten_requests", "Ended requests whose end is not written to Redis yet."
         )

@@ -30,6 +30,16 @@ local function keep(milliseconds, ...)
   end
 end
 
+-- Removes a result from the index. The first command only frees memory: a full Redis permits the others after it.
+local function forget_result(ended, bytes, request)
+  redis.call('ZREM', ended, request)
+  local size = redis.call('HGET', bytes, request)
+  if size then
+    redis.call('HDEL', bytes, request)
+    redis.call('HINCRBY', bytes, 'total', '-' .. size)
+  end
+end
+
 -- Returns epoch, attempt, state, owner, stream_epoch, record, payload, ms until it expires, number of journal entries,
 -- entries from `from` on; with `logprobs` (a key) the prompt's logprobs and the output's.
 local function snapshot(request, journal, logprobs, from)

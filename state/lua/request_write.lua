@@ -4,7 +4,7 @@
 -- ARGV owner, epoch, attempt, state, base, entries, record, open_ms, ended_ms,
 --      with the third key: bytes of one entry's logprobs or 0, logprobs of the entries, the prompt's or '',
 --      of a whole write: digest, payload
--- Returns {'written', number of entries}, {'superseded', epoch, owner, state, stream_epoch}, {'behind', number of entries}
+-- Returns {'written', number of entries, bytes in memory if it has ended or 0}, {'superseded', epoch, owner, state, stream_epoch}, {'behind', number of entries}
 -- if the journal ends before `base`, {'incomplete'} if a whole write is needed, {'differs'} if a request with another
 -- payload has the id. Writes nothing but for 'written'.
 
@@ -44,6 +44,14 @@ local function append_all(length, logprobs)
   end
 end
 
+local function bytes_if_ended()
+  local bytes = 0
+  for _, key in ipairs(state >= FIRST_END and KEYS or {}) do
+    bytes = bytes + (redis.call('MEMORY', 'USAGE', key, 'SAMPLES', 0) or 0)
+  end
+  return bytes
+end
+
 local found = redis.call('HMGET', KEYS[1], 'epoch', 'attempt', 'state', 'owner', 'stream_epoch', 'digest')
 local old_epoch, old_attempt, old_state, old_owner = tonumber(found[1]), tonumber(found[2]), tonumber(found[3]), found[4]
 
@@ -61,7 +69,7 @@ if not old_epoch or epoch > old_epoch then
     'record', ARGV[7], 'digest', ARGV[digest], 'payload', ARGV[digest + 1])
   append_all(0, 0)
   keep(lifetime(), unpack(KEYS))
-  return {'written', last}
+  return {'written', last, bytes_if_ended()}
 end
 
 -- Two routers have the same epoch only if Redis lost an adoption: the first that is stored stays the owner.
@@ -84,4 +92,4 @@ if newer or (state == old_state and last >= length) then
     keep(lifetime(), unpack(KEYS))
   end
 end
-return {'written', math.max(last, length)}
+return {'written', math.max(last, length), bytes_if_ended()}

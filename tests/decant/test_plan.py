@@ -201,3 +201,10 @@ with one_line_errors():
 )
 def test_commands_reach_routers_on_every_address_over_loopback(host: str, reached_at: str) -> None:
     assert plan(host=host).reached_at == reached_at
+
+
+@pytest.mark.parametrize(("available", "limit"), [(256, 32), (2048, 128), (1 << 20, 256)])
+def test_the_private_redis_has_a_limit_and_never_deletes_live_keys(available: int, limit: int) -> None:
+    options = resources.redis_limit(available * MIB)
+    assert flag(options, "--maxmemory") == str(limit * MIB)
+    assert flag(options, "--maxmemory-policy") == "noeviction"

@@ -14,6 +14,7 @@ import decant.decode_worker.main
 import decant.prefill_worker.main
 from decant.command.app import app
 from decant.router.settings import RouterSettings
+from decant.runtime.byte_size import parse_byte_size
 from decant.runtime.serving.server import CLEANUP_SECONDS
 from decant.runtime.settings import PREFIX, Settings
 from decant.runtime.settings_sources import load
@@ -201,6 +202,15 @@ def test_workers_get_the_threads_and_memory_of_their_settings() -> None:
         given, limits = settings(name), container(OURS[name])["resources"]["limits"]
         assert given.threads == int(limits["cpu"])
         assert given.kv_bytes <= size(limits["memory"]) // 2
+
+
+def test_redis_deletes_nothing_by_itself_and_its_container_has_memory_beside_its_data() -> None:
+    redis = container(DEPLOYMENTS["decant-redis"])
+    arguments = dict(zip(redis["args"][::2], redis["args"][1::2], strict=True))
+    assert arguments["--maxmemory-policy"] == "noeviction"
+    limit = parse_byte_size(redis["resources"]["limits"]["memory"])
+    assert parse_byte_size(arguments["--maxmemory"]) <= limit * 3 / 4
+    assert settings("router").result_memory is None, "half of maxmemory"
 
 
 def test_router_and_workers_serve_the_same_model_over_the_same_redis() -> None:

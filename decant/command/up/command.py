@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 
 from decant.command.errors import CommandFailed
-from decant.command.up import checks
+from decant.command.up import checks, resources
 from decant.command.up.options import UpOptions
 from decant.command.up.output import Output
 from decant.command.up.plan import Plan, make_plan
@@ -56,7 +56,7 @@ def supervise(plan_for: Callable[[str], Plan], redis_url: str | None, output: Ou
 async def _supervise(plan_for: Callable[[str], Plan], redis_url: str | None, output: Output) -> int:
     if redis_url is not None:
         return await Supervisor(plan_for(redis_url), output).run()
-    async with PrivateRedis() as redis:
+    async with PrivateRedis(options=resources.redis_limit(resources.available_memory())) as redis:
         return await race(Supervisor(plan_for(redis.url), output).run(), _ended(redis))
 
 

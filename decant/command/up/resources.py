@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,14 +9,16 @@ from decant.engine.checkpoint import weight_files
 from decant.engine.errors import ModelRefused
 from decant.engine.kv_layout import HOST_KV_BYTES
 from decant.plan.quantities import show_bytes
+from decant.runtime.byte_size import parse_byte_size
 
 KV_FLOOR = 16 << 20
 _KEPT_FREE = 0.25  # of the memory that is available: steps, prompts, everything else on this machine
+_REDIS_SHARE = 1 / 4  # of what is kept free
+_REDIS_BYTES = 32 << 20, 256 << 20  # least and most
 _COPIES = 1.5  # of the weights while they are loaded and packed
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def divide_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
@@ -39,6 +40,13 @@ def kv_share(available: int, weights: int, workers: int) -> int:
         text = f"memory: {needed}, got {show_bytes(available)} that are free; start fewer, or pass --kv-memory"
         raise CommandFailed(text, status=2)
     return min(share, HOST_KV_BYTES)
+
+
+def redis_limit(available: int) -> tuple[str, ...]:
+    """Return the options of a private Redis: when it is full it refuses writes, and deletes nothing by itself."""
+    least, most = _REDIS_BYTES
+    limit = min(most, max(least, int(available * _KEPT_FREE * _REDIS_SHARE)))
+    return ("--maxmemory", str(limit), "--maxmemory-policy", "noeviction")
 
 
 def available_memory() -> int:
@@ -86,11 +94,10 @@ def weights_size(model: str, dtype: str = "auto") -> int:
 
 
 def parse_size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:iB|B)?", text.strip(), re.IGNORECASE)
-    count = int(float(match[1]) * _UNITS[match[2].upper()]) if match is not None else 0
-    if not count:
-        raise CommandFailed(f"--kv-memory: a size above 0, such as 512M or 2G, got {text}", status=2)
-    return count
+    try:
+        return parse_byte_size(text)
+    except ValueError as error:
+        raise CommandFailed(f"--kv-memory: {error}", status=2) from None
 
 
 def _number(file: Path) -> int | None:
