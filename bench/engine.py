@@ -29,7 +29,7 @@ from bench.comparison.subprocess_runner import Job, OnProgress
 from bench.options import positive
 from bench.workloads import GENERATORS, InvalidWorkload, Item
 from decant.bench import model_shapes as shapes
-from decant.runtime.cores import usable_cores
+from decant.runtime.cores import available_cores
 
 DTYPES = ("bfloat16", "float32")
 
@@ -171,7 +171,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", metavar="OUT", help="where the JSON goes; - for standard output, and nothing else")
     parser.add_argument("--plot", metavar="OUT.svg", type=_svg, help="where a picture of the workloads goes")
-    parser.add_argument("--threads", type=positive, default=len(usable_cores()))
+    parser.add_argument("--threads", type=positive, default=available_cores())
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--token-budget", type=positive, default=512, help="tokens that a step computes")
     parser.add_argument("--kv-bytes", type=positive, default=1 << 30, help="memory for the engine's blocks")

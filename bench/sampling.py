@@ -28,7 +28,7 @@ from decant.engine.model.sampler import Sampler
 from decant.engine.plan import Row
 from decant.engine.request import Request, SamplingParams
 from decant.engine.sampler_state import SamplerState
-from decant.runtime.cores import usable_cores
+from decant.runtime.cores import available_cores
 
 KINDS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--rows", type=positive, default=64)
     parser.add_argument("--vocabulary", type=positive, default=151_936)
     parser.add_argument("--written", type=positive, default=WRITTEN, help="tokens that each sequence has so far")
-    parser.add_argument("--threads", type=positive, default=len(usable_cores()))
+    parser.add_argument("--threads", type=positive, default=available_cores())
     parser.add_argument("--runs", type=positive, default=7)
     add_json(parser)
     args = parser.parse_args()

@@ -34,7 +34,7 @@ from bench.engine import items_of
 from bench.options import positive
 from bench.workloads import GENERATORS, InvalidWorkload
 from decant.bench import model_shapes as shapes
-from decant.runtime.cores import usable_cores
+from decant.runtime.cores import available_cores
 
 GOAL = 0.9
 KEYS = ("duration", "output_throughput", "median_ttft_ms", "median_tpot_ms", "p99_itl_ms", "max_itl_ms")
@@ -130,7 +130,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help=f"a folder, or a shape: {', '.join(shapes.SHAPES)}")
     parser.add_argument("--workload", default="exponential", help=f"a .jsonl file, or one of {', '.join(GENERATORS)}")
     parser.add_argument("--runs", type=positive, default=2, help="of each, in turn")
-    parser.add_argument("--threads", type=positive, default=len(usable_cores()))
+    parser.add_argument("--threads", type=positive, default=available_cores())
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--token-budget", type=positive, default=512, help="tokens that a step computes")
     parser.add_argument("--kv-bytes", type=positive, default=1 << 30, help="memory for the engine's blocks")

@@ -11,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decant.command.errors import CommandFailed
+from decant.command.up import plan as up_plan
 from decant.command.up import resources
+from decant.command.up.checks import check_memory
 from decant.command.up.options import UpOptions
 from decant.command.up.plan import Plan, make_plan
 from decant.engine.kv_layout import HOST_KV_BYTES
+from decant.runtime import cgroup, cores
 from decant.runtime.cores import usable_cores
 from decant.runtime.settings import InvalidSettings
 
@@ -48,10 +51,11 @@ def test_caches_and_weights_that_exceed_free_memory_are_refused(available: int, 
     try:
         each = resources.kv_share(available, weights, workers)
     except CommandFailed:
-        assert available * 0.75 < workers * (weights * 1.5 + resources.KV_FLOOR + 1)
+        code = workers * resources.PROCESS_BYTES
+        assert (available - code) * 0.75 < workers * (weights * 1.5 + resources.KV_FLOOR + 1)
     else:
         assert resources.KV_FLOOR <= each <= HOST_KV_BYTES
-        assert workers * (each + weights) <= available
+        assert workers * (each + weights + resources.PROCESS_BYTES) <= available
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,7 @@ def test_without_proc_meminfo_half_of_the_installed_memory_is_available(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resources, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(resources, "_CGROUP", tmp_path)
+    monkeypatch.setattr(cgroup, "_ROOT", tmp_path)
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert resources.available_memory() == installed // 2
 
@@ -116,12 +120,33 @@ def test_names_are_unique_where_others_use_the_same_redis() -> None:
 
 
 def test_spinning_is_switched_off_only_when_there_are_more_threads_than_cores() -> None:
-    cores = len(usable_cores())
+    count = len(usable_cores())
     enough = plan(prefill=1, decode=0)
-    many = plan(prefill=cores, decode=1)
+    many = plan(prefill=count, decode=1)
     assert "GOMP_SPINCOUNT" not in enough.workers[0].environment
     assert {spec.environment["GOMP_SPINCOUNT"] for spec in many.workers} == {"0"}
     assert "GOMP_SPINCOUNT" not in many.routers[0].environment
+
+
+def test_a_quota_of_cpu_time_limits_the_threads_of_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: list(range(8)))
+    monkeypatch.setattr(up_plan, "usable_cores", lambda: list(range(8)))
+    for quota, threads in ((None, ["4", "4"]), (5.5, ["3", "2"]), (1.0, ["1", "1"])):
+        monkeypatch.setattr(cgroup, "cpu_quota", lambda quota=quota: quota)
+        workers = plan().workers
+        assert [flag(spec.arguments, "--threads") for spec in workers] == threads
+        assert all(bool(spec.cores) == (quota is None) for spec in workers), "a quota pins nothing"
+        assert all(("GOMP_SPINCOUNT" in spec.environment) == (quota == 1.0) for spec in workers)
+
+
+@pytest.mark.parametrize("free", [600, 800, 1024, 1948, 2600])
+@pytest.mark.parametrize("prefill", [0, 1])
+def test_the_kv_memory_that_up_chooses_passes_its_own_check(
+    free: int, prefill: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "available_memory", lambda: free * MIB)
+    options = UpOptions(prefill=prefill, decode=1)
+    check_memory(options, make_plan(options, "unix:///r", {"PATH": "/bin"}))
 
 
 def test_each_process_gets_the_variables_that_are_its_own() -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
@@ -20,7 +19,7 @@ from decant.engine.scheduler import TOKEN_BUDGET, choose_token_budget
 from decant.models import path
 from decant.worker.settings import WorkerSettings
 from decant.worker.startup import load_model as loading
-from decant.worker.startup.load_model import available_cores, in_own_thread, limits_of
+from decant.worker.startup.load_model import in_own_thread, limits_of
 
 SLOW = StepCostModel(fixed=0.05, token=0.004, pair=1e-6)
 
@@ -117,17 +116,3 @@ def test_each_step_of_a_load_is_reported() -> None:
     assert {HASHED, READ} < set(percents)
     assert percents == sorted(set(percents))
     assert percents[-1] < 100
-
-
-@pytest.mark.parametrize(("quota", "cores"), [("100000 100000", 1), ("150000 100000", 1), ("50000 100000", 1)])
-def test_no_more_cores_than_the_control_group_has_time_for(tmp_path: Path, quota: str, cores: int) -> None:
-    file = tmp_path / "cpu.max"
-    file.write_text(quota)
-    assert available_cores(file) == cores
-
-
-@pytest.mark.parametrize("text", ["max 100000", ""])
-def test_without_a_quota_all_usable_cores_count(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "cpu.max"
-    file.write_text(text)
-    assert available_cores(file) == available_cores(tmp_path / "no such file") >= 1

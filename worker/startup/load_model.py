@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ from decant.engine.costs import StepCostModel
 from decant.engine.kv_layout import longest_sequence
 from decant.engine.plan import Device
 from decant.engine.scheduler import MAX_TOKEN_BUDGET, Limits, choose_token_budget
-from decant.runtime.cores import usable_cores
+from decant.runtime.cores import available_cores
 from decant.runtime.model_files import ModelFiles
 from decant.runtime.telemetry import logs
 from decant.worker.settings import WorkerSettings
@@ -29,8 +28,6 @@ _Loaded = TypeVar("_Loaded")
 _WEIGHTS = "Loading weights"
 """Transformers' progress bar over a checkpoint's tensors."""
 _REPORT_INTERVAL_S = 1.0
-
-_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 _log = logs.get(__name__)
 
@@ -149,15 +146,6 @@ def limits_of(settings: WorkerSettings, device: Device) -> Limits:
     seconds = settings.step_ms / 1000
     budget = settings.token_budget or max(settings.max_running, choose_token_budget(device.costs, seconds))
     return Limits(budget, settings.max_running, context_length, seconds)
-
-
-def available_cores(quota: Path = _CPU_QUOTA) -> int:
-    cores = len(usable_cores())
-    try:
-        share, period = (int(word) for word in quota.read_text().split())
-    except (OSError, ValueError):  # no such group, or "max": no limit
-        return cores
-    return max(1, min(cores, share // period))
 
 
 def _log_measured(costs: StepCostModel, **chosen: int) -> None:

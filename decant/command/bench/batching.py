@@ -43,7 +43,7 @@ def batching(  # noqa: PLR0913 - a command's options are its parameters
     from decant.bench.errors import InvalidBenchmark
     from decant.bench.reports.report import dump
     from decant.command.status import new_console
-    from decant.runtime.cores import usable_cores
+    from decant.runtime.cores import available_cores
 
     with one_line_errors():
         check_report(html)
@@ -54,7 +54,7 @@ def batching(  # noqa: PLR0913 - a command's options are its parameters
                 kv_tokens=kv_tokens,
                 requests=requests,
                 token_budget=token_budget,
-                threads=threads or len(usable_cores()),
+                threads=threads or available_cores(),
                 seed=seed,
             )
             folder, device = _load(model, dtype, kv_memory, options.threads)

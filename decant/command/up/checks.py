@@ -27,9 +27,6 @@ from decant.runtime.settings import SettingError, variable_name
 from decant.state.errors import StateError
 from decant.state.store import Store, StoreSettings
 
-PROCESS_BYTES = 256 << 20
-"""Memory of Python and torch in a worker."""
-
 
 def check_model(options: UpOptions) -> None:
     model = model_of(options)
@@ -62,7 +59,7 @@ def check_peers(plan: Plan) -> None:
 
 def check_memory(options: UpOptions, plan: Plan) -> None:
     weights = resources.weights_size(model_of(options), options.dtype)
-    needed, free = len(plan.workers) * (weights + plan.kv_bytes + PROCESS_BYTES), resources.available_memory()
+    needed, free = len(plan.workers) * (weights + plan.kv_bytes + resources.PROCESS_BYTES), resources.available_memory()
     if needed > free:
         each = f"{show_bytes(weights)} of weights and {show_bytes(plan.kv_bytes)} of KV cache"
         advice = "start fewer workers, or give less with --kv-memory"

@@ -11,7 +11,7 @@ from decant.command.up import peers, resources
 from decant.command.up.options import UpOptions
 from decant.command.up.peers import PeerCredentials
 from decant.router.settings import RouterSettings
-from decant.runtime.cores import usable_cores
+from decant.runtime.cores import available_cores, usable_cores
 from decant.runtime.serving.server_settings import is_every_address, join_address
 from decant.runtime.settings import PREFIX, Settings, variable_name
 from decant.runtime.settings_sources import CLIENT_VARIABLES, load
@@ -97,9 +97,9 @@ def _workers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
     names += [(f"decode-{n}", "decant.decode_worker") for n in range(1, options.decode + 1)]
     if not names:
         raise CommandFailed("--prefill and --decode: at least one worker in all, got none", status=2)
-    cores = usable_cores()
+    cores, at_once = usable_cores(), available_cores()
     own = _only(environment, WorkerSettings, peers.OF_PEERS | peers.OF_SERVERS)
-    if len(names) > len(cores):  # a spinning barrier would wait for a thread that does not run
+    if len(names) > at_once:  # a spinning barrier would wait for a thread that does not run
         own.setdefault("GOMP_SPINCOUNT", "0")
     where = ("--redis-url", redis_url, "--host", "127.0.0.1", "--log-format", "json", *_ADMIN)
     common = (*where, "--model", model_of(options), "--dtype", options.dtype)
@@ -110,9 +110,10 @@ def _workers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
             module=module,
             arguments=("--id", _id(options, name), "--threads", str(len(share)), *common, *memory),
             environment=own,
-            cores=share,
+            # With a quota any core may run them: other containers of the machine would choose the same ones.
+            cores=share if at_once == len(cores) else (),
         )
-        for (name, module), share in zip(names, resources.divide_cores(cores, len(names)), strict=True)
+        for (name, module), share in zip(names, resources.divide_cores(cores[:at_once], len(names)), strict=True)
     ]
 
 

@@ -9,14 +9,16 @@ from decant.engine.checkpoint import weight_files
 from decant.engine.errors import ModelRefused
 from decant.engine.kv_layout import HOST_KV_BYTES
 from decant.plan.quantities import show_bytes
+from decant.runtime import cgroup
 from decant.runtime.byte_size import parse_byte_size
 
 KV_FLOOR = 16 << 20
-_KEPT_FREE = 0.25  # of the memory that is available: steps, prompts, everything else on this machine
+PROCESS_BYTES = 256 << 20
+"""Memory of Python and torch in a worker."""
+_KEPT_FREE = 0.25  # of the memory beside workers' code: steps, prompts, everything else on this machine
 _REDIS_SHARE = 1 / 4  # of what is kept free
 _REDIS_BYTES = 32 << 20, 256 << 20  # least and most
 _COPIES = 1.5  # of the weights while they are loaded and packed
-_CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -34,9 +36,11 @@ def divide_cores(cores: Sequence[int], workers: int) -> list[tuple[int, ...]]:
 
 
 def kv_share(available: int, weights: int, workers: int) -> int:
-    share = int(available * (1 - _KEPT_FREE) / workers - weights * _COPIES)
+    """Return the bytes of KV cache of each worker: less than `check_memory` accepts. Raises CommandFailed."""
+    share = int((available - workers * PROCESS_BYTES) * (1 - _KEPT_FREE) / workers - weights * _COPIES)
     if share < KV_FLOOR:
-        needed = f"{workers} workers with {show_bytes(weights)} of weights each"
+        workers_text = "1 worker" if workers == 1 else f"{workers} workers"
+        needed = f"{workers_text} with {show_bytes(weights)} of weights and {show_bytes(PROCESS_BYTES)} of code each"
         text = f"memory: {needed}, got {show_bytes(available)} that are free; start fewer, or pass --kv-memory"
         raise CommandFailed(text, status=2)
     return min(share, HOST_KV_BYTES)
@@ -50,9 +54,8 @@ def redis_limit(available: int) -> tuple[str, ...]:
 
 
 def available_memory() -> int:
-    machine = _machine_memory()
-    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
-    return machine if limit is None or used is None else min(machine, limit - used)
+    machine, granted = _machine_memory(), cgroup.available_memory()
+    return machine if granted is None else min(machine, granted)
 
 
 def _machine_memory() -> int:
@@ -98,10 +101,3 @@ def parse_size(text: str) -> int:
         return parse_byte_size(text)
     except ValueError as error:
         raise CommandFailed(f"--kv-memory: {error}", status=2) from None
-
-
-def _number(file: Path) -> int | None:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return None
