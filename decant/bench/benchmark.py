@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -35,6 +36,11 @@ Notify = Callable[[str, Record | None, int], None]
 """Gets a run's name, a record (None at its begin), and the number of requests."""
 
 
+def fresh_seed() -> int:
+    """Draw a seed: with that of an earlier call, workers would have its prompts in their prefix caches."""
+    return secrets.randbelow(1 << 31)
+
+
 @dataclass(frozen=True)
 class BenchOptions:
     """Options of `decant bench`, `slos` in seconds. Without `rate`, `concurrency` and `trace` all requests are sent at
@@ -58,7 +64,7 @@ class BenchOptions:
     warm_up: int = 4
     slos: Mapping[str, float] = field(default_factory=dict)
     timeout: float = 600.0
-    seed: int = 0
+    seed: int = field(default_factory=fresh_seed)
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,7 @@ class RequestSource:
             return self._first
         count = round(len(self._first) * rate / options.rate)
         if options.dataset is None:
-            return _random(self._model, replace(options, requests=count, seed=options.seed + run))
+            return _random(self._model, replace(options, requests=count), f"{options.seed}/run {run}")
         return list(islice(cycle(self._first), count))
 
 
@@ -179,7 +185,7 @@ class _Benchmark:
         for index, request in enumerate(self._requests[: options.warm_up]):
             length = len(request.prompt) if not isinstance(request.prompt, str) else 16
             lengths = (Uniform(length, length), Uniform(request.output_len, request.output_len))
-            warm = random_requests(1, size, lengths, SharedPrefix(), -1 - options.seed - index)
+            warm = random_requests(1, size, lengths, SharedPrefix(), f"{options.seed}/warm-up {index}")
             (record,) = await self._load("warm-up", min(options.warm_up, len(self._requests))).closed(warm, 1)
             if record.error:
                 raise InvalidBenchmark("warm-up", "requests that succeed", record.error)
@@ -200,6 +206,7 @@ class _Benchmark:
             "backend": "decant",
             "endpoint_type": "decant",
             "label": None,
+            "seed": options.seed,
             "model_id": self._model.id,
             "tokenizer_id": self._model.id,
             "num_prompts": count,
@@ -230,7 +237,7 @@ class _Benchmark:
 async def _requests(client: AsyncClient, model: pb.Model, options: BenchOptions) -> list[BenchRequest]:
     path = options.dataset
     if path is None:
-        return _random(model, options)
+        return _random(model, options, options.seed)
     if path.suffix != ".json":
         return read_trace(path, model.vocab_size, model.max_context_length or None)[: options.requests]
     conversations = read_sharegpt(path)[: options.requests]
@@ -257,7 +264,7 @@ async def _conversation(
     return replace(requests[0], follow_ups=requests[1:]) if requests else None
 
 
-def _random(model: pb.Model, options: BenchOptions) -> list[BenchRequest]:
+def _random(model: pb.Model, options: BenchOptions, seed: int | str) -> list[BenchRequest]:
     lengths: tuple[Lengths, Lengths] = ANYSCALE
     if options.workload == "random":
         prompt, output = options.prompt_tokens, options.output_tokens
@@ -266,7 +273,7 @@ def _random(model: pb.Model, options: BenchOptions) -> list[BenchRequest]:
     if model.max_context_length and longest > model.max_context_length:
         limit = f"at most {model.max_context_length:,} with the output (context length of {model.id})"
         raise InvalidBenchmark("prompt tokens", limit, f"{longest:,}")
-    return random_requests(options.requests, model.vocab_size, lengths, options.prefix, options.seed)
+    return random_requests(options.requests, model.vocab_size, lengths, options.prefix, seed)
 
 
 def parse_slos(text: str) -> dict[str, float]:

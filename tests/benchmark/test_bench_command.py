@@ -86,7 +86,17 @@ def test_a_closed_loop_has_as_many_requests_at_a_time_as_clients(address: str, t
 def test_a_shared_prefix_is_found_in_the_cache(address: str) -> None:
     run = measured(address, "--concurrency", "1", "--prefix-tokens", "128", *SMALL)
     assert run["total_cached_tokens"] >= 8 * 112
-    assert measured(address, "--concurrency", "1", "--seed", "7", *SMALL)["total_cached_tokens"] == 0
+    assert "of the prompt tokens were cached" in run["sentence"]
+
+
+def test_each_call_has_prompts_that_no_worker_has_cached_unless_its_seed_is_repeated(address: str) -> None:
+    first, second = (measured(address, "--concurrency", "1", *SMALL) for _ in range(2))
+    assert first["total_cached_tokens"] == second["total_cached_tokens"] == 0
+    assert first["seed"] != second["seed"]
+    again = measured(address, "--concurrency", "1", "--seed", str(first["seed"]), *SMALL)
+    assert again["input_lens"] == first["input_lens"]
+    assert again["total_cached_tokens"] > 0.1 * again["total_input_tokens"]
+    assert again["sentence"].endswith(" % of the prompt tokens were cached".replace(" %", "%"))
 
 
 def test_a_trace_is_sent_at_its_times(address: str, tmp_path: Path) -> None:

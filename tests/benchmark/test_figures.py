@@ -114,7 +114,7 @@ def run_at(rate: float, *, ttft: float = 0.1, tpot: float = 0.01, queue_ms: floa
     receipt = Receipt(queue_ms=queue_ms, prefill_ms=50.0)
     records = [record(0.0, [ttft, ttft + tpot], receipt=receipt)]
     records += [record(0.0, [], error=reason, receipt=None) for reason in fails.values()]
-    return {"request_rate": rate, **summarise(records, SLOS)}
+    return {"request_rate": rate, **summarise(records, SLOS), "total_cached_tokens": 0}
 
 
 SLOS = {"ttft": 0.5, "tpot": 0.05}
@@ -145,3 +145,11 @@ def test_the_answer_of_a_single_run_says_whether_it_keeps_them() -> None:
     assert sentence([run_at(2.0, first="X")], {}).endswith("; 1 of 2 requests fail (X)")
     traced = {**run_at(float("inf")), "trace": True}
     assert sentence([traced], SLOS).endswith("at the times of the trace (9.09 requests/s)")
+
+
+def test_the_answer_says_how_many_prompt_tokens_were_cached() -> None:
+    few, many = ({**run_at(2.0), "total_input_tokens": 100, "total_cached_tokens": count} for count in (9, 60))
+    assert sentence([few], SLOS) == f"{KEEPS} at 2 requests/s"
+    assert sentence([many], SLOS) == f"{KEEPS} at 2 requests/s; 60% of the prompt tokens were cached"
+    assert sentence([many], {}).endswith("; 60% of the prompt tokens were cached")
+    assert sentence([few, many], SLOS).endswith("; up to 60% of a run's prompt tokens were cached")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -10,8 +11,9 @@ from typing import Any, Never
 import pytest
 from google.rpc import code_pb2
 
-from decant.bench.benchmark import BenchOptions, RequestSource, check, parse_slos
+from decant.bench.benchmark import BenchOptions, RequestSource, _Benchmark, check, parse_slos
 from decant.bench.errors import InvalidBenchmark
+from decant.bench.records import Record
 from decant.bench.traffic.arrivals import ramp_arrivals, random_arrivals
 from decant.bench.traffic.lengths import Exponential, Uniform, parse_lengths
 from decant.bench.traffic.load import LOST_IN_A_ROW, Load
@@ -120,6 +122,28 @@ def test_prompts_share_prefixes_and_differ_behind_them() -> None:
     assert len({tuple(one.prompt[32:]) for one in requests}) == 40
     assert {len(one.prompt) for one in requests} == {40}
     assert {one.output_len for one in requests} == {2, 3, 4}
+
+
+async def test_no_prompt_of_a_warm_up_or_of_a_run_is_sent_by_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = BenchOptions(requests=8, rate=1.0, prompt_tokens="16", output_tokens="1", warm_up=4, seed=0)
+    model, sent = pb.Model(vocab_size=1000), list[tuple[int | str, ...]]()
+
+    class WarmUps:
+        async def closed(self, requests: Sequence[BenchRequest], _: int) -> list[Record]:
+            sent.extend(tuple(request.prompt) for request in requests)
+            return [Record(0.0, 0.0)]
+
+    requests = random_requests(8, 1000, (Uniform(16, 16), Uniform(1, 1)), SharedPrefix(), options.seed)
+    bench = _Benchmark(None, model, options, requests, lambda *_: None)  # type: ignore[arg-type]
+    monkeypatch.setattr(bench, "_load", lambda *_: WarmUps())
+    await bench.warm_up()
+    for rate in (1.0, 2.0, 1.5):
+        sent += [tuple(request.prompt) for request in bench._source.take(rate)]
+    assert len(set(sent)) == len(sent) == 4 + 8 + 16 + 12
+
+
+def test_without_a_seed_each_benchmark_has_its_own() -> None:
+    assert len({BenchOptions().seed for _ in range(10)}) > 1
 
 
 def test_a_seed_gives_the_same_requests_again() -> None:

@@ -45,6 +45,7 @@ def show(result: Result, console: Console) -> None:
             console.print(f"requests were sent late (p99 {run['p99_send_lag_ms']:.0f} ms): this client is too slow")
     else:
         console.print(_sweep(result.runs))
+        console.print(f"seed {result.runs[0]['seed']}")
     console.print(result.sentence)
 
 
@@ -61,6 +62,7 @@ def _totals(run: Mapping[str, Any]) -> Table:
         "tokens", f"{run['total_input_tokens']:,} of prompts{cached}, {run['total_output_tokens']:,} of output"
     )
     rates = f"{run['request_throughput']:.3g} requests/s, {run['output_throughput']:.1f} output tokens/s"
+    table.add_row("seed", str(run["seed"]))
     table.add_row("throughput", f"{rates}, {run['total_token_throughput']:.1f} with prompts")
     table.add_row("output tokens/s of a request", f"{run['mean_tps']:.1f} mean, {run['p50_tps']:.1f} p50")
     if run["request_goodput"] is not None:

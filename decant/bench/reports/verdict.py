@@ -6,6 +6,10 @@ from typing import Any
 _NAMES = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2E"}
 
 
+CACHED_SHARE = 0.1
+"""Of the prompt tokens: from here on the prefix cache decides the figures, and the sentence says so."""
+
+
 def missed(summary: Mapping[str, Any], slos: Mapping[str, float]) -> list[str]:
     if summary["failed"]:
         return list(slos)
@@ -24,8 +28,22 @@ def bottleneck(summary: Mapping[str, Any], slos: Mapping[str, float]) -> str:
 
 
 def sentence(runs: Sequence[Mapping[str, Any]], slos: Mapping[str, float]) -> str:
-    if not slos:
-        return _figures(runs[-1])
+    text = _objectives(runs, slos) if slos else _figures(runs[-1])
+    cached = max(map(_cached_share, runs))
+    if cached < CACHED_SHARE:
+        return text
+    return (
+        f"{text}; up to {cached:.0%} of a run's prompt tokens were cached"
+        if len(runs) > 1
+        else (f"{text}; {cached:.0%} of the prompt tokens were cached")
+    )
+
+
+def _cached_share(run: Mapping[str, Any]) -> float:
+    return float(run["total_cached_tokens"] / run["total_input_tokens"]) if run["total_input_tokens"] else 0.0
+
+
+def _objectives(runs: Sequence[Mapping[str, Any]], slos: Mapping[str, float]) -> str:
     limits = " and ".join(f"{_NAMES[name]} p99 under {limit * 1e3:g} ms" for name, limit in slos.items())
     met_runs = [run for run in runs if not missed(run, slos)]
     missed_runs = [run for run in runs if missed(run, slos)]

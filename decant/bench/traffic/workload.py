@@ -36,7 +36,7 @@ class SharedPrefix:
 
 
 def random_requests(
-    count: int, vocab_size: int, lengths: tuple[Lengths, Lengths], prefix: SharedPrefix, seed: int
+    count: int, vocab_size: int, lengths: tuple[Lengths, Lengths], prefix: SharedPrefix, seed: int | str
 ) -> list[BenchRequest]:
     rng = Random(seed)
     prefixes = [_tokens(rng, vocab_size, prefix.tokens) for _ in range(prefix.count)]

@@ -49,7 +49,10 @@ Concurrency = Annotated[
 Sweep = Annotated[bool, Option("--sweep", help="Search the highest rate that keeps --slo, from --rate on.")]
 WarmUp = Annotated[int, Option(min=0, help="Requests before the measured ones.")]
 Timeout = Annotated[float, Option(min=0.001, help="Deadline of a request in seconds.")]
-Seed = Annotated[int, Option(help="Seed of prompts, lengths and arrivals.")]
+Seed = Annotated[
+    int | None,
+    Option(help="Seed of prompts, lengths and arrivals; unset: a new one, so that no worker has the prompts cached."),
+]
 Html = Annotated[Path | None, Option(help="Also write a report with charts, as one HTML file.")]
 
 
@@ -82,7 +85,7 @@ def measure(  # noqa: PLR0913 - a command's options are its parameters
     slo: opt.Slo = "",
     warm_up: WarmUp = 4,
     timeout: Timeout = 600.0,
-    seed: Seed = 0,
+    seed: Seed = None,
     html: Html = None,
     as_json: opt.Json = False,
 ) -> None:
@@ -174,7 +177,7 @@ def _up_arguments(params: dict[str, Any]) -> list[str] | None:
 
 
 def _options(params: dict[str, Any]) -> Any:
-    from decant.bench.benchmark import BenchOptions, parse_slos
+    from decant.bench.benchmark import BenchOptions, fresh_seed, parse_slos
     from decant.bench.errors import InvalidBenchmark
     from decant.bench.traffic.workload import SharedPrefix
 
@@ -190,6 +193,7 @@ def _options(params: dict[str, Any]) -> Any:
         model="" if params["up"] else params["model"] or "",
         prefix=SharedPrefix(params["prefix_tokens"], params["prefixes"]),
         slos=parse_slos(params["slo"]),
+        seed=fresh_seed() if params["seed"] is None else params["seed"],
     )
 
 
