@@ -106,6 +106,10 @@ class EngineLoop:
         self._stopped: EngineStopped | None = None
         self._step_began: float | None = None
         self._durations = StepDurations()
+        self.busy_steps = 0
+        """Steps that computed tokens, ever."""
+        self.busy_seconds = 0.0
+        """Seconds of these steps, with what the thread does between them."""
         self._stalled = False  # the last step had nothing that it could do
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -178,6 +182,7 @@ class EngineLoop:
         stopped, batch = EngineStopped("the engine was stopped"), list[_Call]()
         try:
             while self._wait():
+                woke = time.monotonic()
                 batch = self._take_batch()
                 for call in batch:
                     call.run(self._engine)
@@ -195,6 +200,9 @@ class EngineLoop:
                 self._stalled = not (output.num_tokens or output.ended)
                 self._deliver(batch, output)
                 batch = []
+                if output.num_tokens:
+                    self.busy_steps += 1
+                    self.busy_seconds += time.monotonic() - woke
         except Exception as error:  # noqa: BLE001 - every pending caller must be answered
             stopped = EngineStopped(f"the engine crashed: {type(error).__name__}: {error}")
             stopped.__cause__ = error

@@ -16,6 +16,7 @@ from typing import Any
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import RouterRegistration
+from decant.router.admission.control import AdmissionControl
 from decant.router.admission.quota import QuotaLeases
 from decant.router.api.auth import Authenticator
 from decant.router.api.auth import load as load_callers
@@ -40,7 +41,6 @@ from decant.runtime.connections.peer import default_id, new_peer
 from decant.runtime.enum_names import enum_label, enum_labels
 from decant.runtime.model_files import ModelUnreadable
 from decant.runtime.serving import shutdown
-from decant.runtime.serving.admission import Admission
 from decant.runtime.serving.health import Readiness
 from decant.runtime.serving.server import Server, serve
 from decant.runtime.serving.server_settings import is_every_address, join_address
@@ -123,7 +123,8 @@ class RouterProcess:
         self.pool = WorkerPool(self.peer, store.workers, hashes, settings, settings.handoff_min_tokens, timings.workers)
         self.journal_writer = JournalWriter(store.requests, settings.flush_ms, timings.journal)
         self.quota_leases = QuotaLeases(store.quotas, callers.limits)
-        admission = Admission(settings.max_active, settings.queue_limit)
+        admission = AdmissionControl(settings, models.by_id, self.pool.capacity)
+        self.pool.on_capacity_changed = admission.grant
         restore = make_request_restorer(models, self.pool.max_context_length)
         metrics = RequestMetrics(self.registry, callers.tenants, enum_labels(wire.Cause))
         router = RouterServices(

@@ -109,6 +109,7 @@ class EngineHost:
         self.layout_hash, self.equal_bits = short_layout_hash(device.layout_hash), device.equal_bits
         self.context_length = engine.limits.context_length
         self.max_running = engine.limits.max_running
+        self.step_costs = device.costs
         self.block_size, self.total_blocks = device.block_size, device.num_blocks
         self.windows = device.windows
         self.lease_s, self.max_waiting = limits.lease_ms / 1000, limits.max_waiting
@@ -182,6 +183,8 @@ class EngineHost:
             takes_prompts=not self.draining and 2 * leased <= engine.total_blocks,
             draining=self.draining,
             role=self.role,
+            busy_steps=self.loop.busy_steps,
+            busy_us=round(self.loop.busy_seconds * 1e6),
         )
 
     def step_heartbeat(self) -> wire.Heartbeat:

@@ -205,6 +205,8 @@ class Worker:
                 group_blocks=host.group_blocks,
                 max_context_length=host.context_length,
                 max_running=host.max_running,
+                step_us=host.step_costs.fixed * 1e6,
+                step_us_per_sequence=(host.step_costs.token + host.step_costs.logits) * 1e6,
             ),
             equal_bits=host.equal_bits,
         )

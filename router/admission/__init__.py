@@ -1,5 +1,5 @@
-"""Whether a request may start: predicted waits and quotas. The bounded queue is the runtime's `Admission`.
+"""Whether a request may start: the forecast of its end, and quotas.
 
-Entry: ``overload.check_wait`` before a request is validated, ``quota.QuotaLeases`` when it starts. Requests enter;
-QueueFull or QuotaExceeded leaves. QuotaLeases owns this router's leases in Redis.
+Entry: ``AdmissionControl``, asked before a request is validated, and ``quota.QuotaLeases`` when it starts. Requests
+enter; QueueFull or QuotaExceeded leaves. QuotaLeases owns this router's leases in Redis.
 """

@@ -15,6 +15,7 @@ import grpc
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc
+from decant.router.admission.request_size import RequestSize, least_size
 from decant.router.api.auth import AuthenticatedCall, Authenticator, authenticated
 from decant.router.api.get_generation import generation
 from decant.router.api.response_writer import ResponseWriter
@@ -25,7 +26,7 @@ from decant.router.execution.registry import RequestRegistry
 from decant.router.limits import check_id, check_size
 from decant.router.request.reader_lease import ReaderLease, wait_for_resume_point
 from decant.router.request.token_stream import Finish, TokenStream
-from decant.router.text.prompt import ASSUMED_CONTEXT_LENGTH, context_length_of
+from decant.router.text.prompt import ASSUMED_CONTEXT_LENGTH, context_length_of, least_prompt_tokens
 from decant.router.text.served_model import Models, ServedModel
 from decant.router.timings import RouterTimings
 from decant.runtime.connections.channel import Deadline
@@ -107,17 +108,22 @@ class InferenceService:
 
     async def _begin(self, request: pb.GenerateRequest, call: AuthenticatedCall, span: Span) -> TokenStream:
         tenant, deadline = call.tenant, Deadline.of(call.context)
-        model = tenant.models.find(request.model).id
+        served = tenant.models.find(request.model)
+        model = served.id
         # Before any other work: an overloaded router must refuse a request cheaply.
         check_id(request.request_id)
         key = RequestKey(tenant.name, request.request_id)
         with self._count_refusals(model, tenant.name):
-            await self._registry.check_wait(key, model, request.priority, deadline)
+            size = self._least_size(request, served)
+            await self._registry.check_load(key, model, size, request.priority, deadline)
             with tracing.span("tokenize", span.traceparent):
                 valid = await validate(request, tenant.models, self._registry.max_context_length, deadline, tenant.name)
             valid.engine_request.traceparent = span.traceparent
             span.set(model=model, tenant=tenant.name, request_id=valid.key.id, prompt_tokens=valid.prompt_tokens)
             return await self._registry.begin(valid, call.send_acceptance)
+
+    def _least_size(self, request: pb.GenerateRequest, model: ServedModel) -> RequestSize:
+        return least_size(request, least_prompt_tokens(request, model), self._context_length(model))
 
     @contextmanager
     def _count_refusals(self, model: str, tenant: str) -> Iterator[None]:

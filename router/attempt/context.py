@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import dataclass, field
 
 from decant.protos import worker_pb2 as wire
-from decant.router.admission.wait_prediction import Wait
 from decant.router.placement.prefix_index import PromptBlocks
 from decant.router.request.stored import new_record, recorded_decode_worker, recorded_layout_hash, stream_from_store
 from decant.router.request.token_stream import TokenStream
@@ -30,7 +29,6 @@ class AttemptContext:
     current_decode_worker: Incarnation | None = None
     layout_hash: int = 0
     """Layout hash of the workers whose tokens an earlier owner has sent, if they give equal bits; else 0."""
-    wait: Wait | None = None
     traceparent: str = ""
     prefix: PromptBlocks = field(init=False)
 
@@ -90,11 +88,9 @@ class AttemptContext:
             attempt.failure.CopyFrom(failure)
 
 
-def new_context(request: ValidRequest, router: wire.Peer, pool: WorkerPool, epoch: int) -> AttemptContext:
+def new_context(request: ValidRequest, router: wire.Peer, epoch: int) -> AttemptContext:
     stream = TokenStream(request)
-    context = AttemptContext(stream, new_record(request, Incarnation.of(router), epoch), TokenWriter(stream))
-    context.wait = pool.wait_predictors[context.model].enter(request.engine_request.priority)
-    return context
+    return AttemptContext(stream, new_record(request, Incarnation.of(router), epoch), TokenWriter(stream))
 
 
 def adopted_context(request: ValidRequest, stored: StoredRequest, pool: WorkerPool) -> AttemptContext:

@@ -104,7 +104,5 @@ class AttemptRecorder:
         self._costs.add_transfer(self._tokens - cached_tokens, min(seconds, paused))
 
     def _set_scheduled(self, at: float) -> None:
-        if self._context.wait is not None:
-            self._context.wait.mark_scheduled()
         self._trace.scheduled_at = at
         self._trace.queue_s = max(0.0, at - self._began_at)

@@ -12,6 +12,7 @@ from enum import IntEnum
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
+from decant.router.admission.model_admission import AcceptedRequest, StartedRequest
 from decant.router.attempt.attempt import Attempt
 from decant.router.attempt.context import adopted_context, new_context
 from decant.router.attempt.failures import AttemptFailed, NoWorker, OwnedElsewhere
@@ -32,7 +33,6 @@ from decant.runtime.errors import (
     ServiceError,
     Unavailable,
 )
-from decant.runtime.serving.admission import AdmissionSlot
 from decant.runtime.telemetry import logs, tracing
 from decant.state import errors
 from decant.state.errors import StateError
@@ -82,12 +82,13 @@ class Execution:
         self._request = request
         self._owner = owner
         self._router = router
-        self._slot: AdmissionSlot | None = None
+        self._slot: StartedRequest | None = None
+        self._admission = router.admission.of(request.engine_request.model)
         self._attempt: Attempt | None = None
         self._finish: Finish | None = None
         """Finish of a complete answer whose receipt may still wait: nothing ends it otherwise, except another owner."""
         if adopted is None:
-            self._context = new_context(request, router.peer, router.pool, epoch)
+            self._context = new_context(request, router.peer, epoch)
         else:
             self._context = adopted_context(request, adopted, router.pool)
             router.quota_leases.hold(request.key)
@@ -137,6 +138,8 @@ class Execution:
             return
         if self._finish is not None and not self.is_superseded:
             end = self._finish
+        if isinstance(end, Finish):
+            self._admission.learn(self._request.size, len(self.stream.tokens), self.stream.cached_tokens)
         was_recorded, self.phase = self.is_recorded, Phase.ENDED
         self.stream.end = end
         self.stream.notify()
@@ -152,8 +155,6 @@ class Execution:
             self.mark_persisted()
 
     def _release(self, reason: wire.Cancel.Reason) -> None:
-        if self._context.wait is not None:
-            self._context.wait.discard()
         self.reattach_reader()
         if self._attempt is not None:
             self._attempt.close(reason)
@@ -214,7 +215,7 @@ class Execution:
     async def _admit(self) -> None:
         router, request = self._router, self._request
         if self.is_recorded:
-            self._slot = router.admission.enter_at_once()
+            self._slot = self._admission.enter_at_once(self._accepted_request())
             if self._context.current_decode_worker is None:
                 self.owned.start_attempt(datetime.now(UTC))
             router.journal_writer.begin(self)
@@ -223,7 +224,7 @@ class Execution:
         if not router.journal_writer.is_unavailable:
             max_tokens = request.prompt_tokens + engine_request.stopping.max_tokens
             await router.quota_leases.acquire(request.key, max_tokens)
-        self._slot = await router.admission.enter(engine_request.priority, request.deadline)
+        self._slot = await self._admission.enter(self._accepted_request())
         if router.journal_writer.is_unavailable:
             self._accept_unrecorded("writes fail")
         else:
@@ -232,6 +233,11 @@ class Execution:
         router.quota_leases.hold(request.key)
         router.journal_writer.begin(self)
         self.accepted.set_result(None)
+
+    def _accepted_request(self) -> AcceptedRequest:
+        request = self._request
+        priority = request.engine_request.priority
+        return self._admission.accepted(request.size, priority, request.deadline, self.stream.tokens)
 
     async def _record(self) -> None:
         key = self._request.key

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
-from decant.router.admission.overload import check_wait
+from decant.router.admission.request_size import RequestSize
 from decant.router.execution.adoption import Adoptions
 from decant.router.execution.execution import Execution
 from decant.router.execution.execution_table import ExecutionTable
@@ -153,12 +153,14 @@ class RequestRegistry:
             return nullcontext()
         return self._router.quota_leases.lease(RequestKey(tenant, f"call-{uuid.uuid4()}"))
 
-    async def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
-        """Raise QueueFull for a request that would wait too long or behind too many, unless it is already accepted."""
+    async def check_load(
+        self, key: RequestKey, model: str, size: RequestSize, priority: int, deadline: Deadline
+    ) -> None:
+        """Raise QueueFull for a request that could not end in time, unless it is already accepted."""
         if self.executions.find(key) is not None:
             return
         try:
-            self._check_predicted_wait(model, priority, deadline)
+            self._check_load(model, size, priority, deadline)
         except QueueFull:
             if not key.id or self._router.journal_writer.is_unavailable:
                 raise
@@ -198,7 +200,7 @@ class RequestRegistry:
     def _check(self, request: ValidRequest) -> None:
         model = request.engine_request.model
         self._check_not_draining()
-        self._check_predicted_wait(model, request.engine_request.priority, request.deadline)
+        self._check_load(model, request.size, request.engine_request.priority, request.deadline)
         if next(self._router.pool.of(model), None) is None:
             raise self._router.pool.membership.why_unserved(model)
 
@@ -206,10 +208,8 @@ class RequestRegistry:
         if self.is_draining:
             raise Unavailable(Reason.DRAINING, "this router is draining", retry_after=RETRY_AFTER_SECONDS)
 
-    def _check_predicted_wait(self, model: str, priority: int, deadline: Deadline) -> None:
-        router = self._router
-        num_waiting = router.admission.waiting + router.pool.waiting
-        check_wait(router.settings, num_waiting, router.pool.wait_predictors[model].predict(priority), deadline)
+    def _check_load(self, model: str, size: RequestSize, priority: int, deadline: Deadline) -> None:
+        self._router.admission.of(model).check(size, priority, deadline, self._router.pool.waiting)
 
     async def _read_accepted(self, request: ValidRequest) -> StoredRequest | None:
         try:

@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from decant.protos import worker_pb2 as wire
+from decant.router.admission.control import AdmissionControl
 from decant.router.admission.quota import QuotaLeases
 from decant.router.execution.journal_writer import JournalWriter
 from decant.router.request.stored import RestoreRequest
 from decant.router.settings import RouterSettings
 from decant.router.timings import RouterTimings
 from decant.router.workers.pool import WorkerPool
-from decant.runtime.serving.admission import Admission
 from decant.runtime.telemetry.metrics import RequestMetrics
 from decant.state.requests import Requests
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class RouterServices:
     peer: wire.Peer
     settings: RouterSettings
-    admission: Admission
+    admission: AdmissionControl
     pool: WorkerPool
     requests: Requests
     journal_writer: JournalWriter

@@ -43,6 +43,8 @@ class WorkerLoad:
         self.number = self._index.add_worker(self.block_size)
         self.queued_tokens = CorrectedCounter()
         """Prompt tokens to compute."""
+        self.computed_tokens = 0
+        """Prompt tokens of this router that the worker has computed, ever."""
         self.sequences = CorrectedCounter()
         self.layout_hash = registration.layout_hash
         self._routers: frozenset[Incarnation] | None = None
@@ -168,12 +170,16 @@ class LoadReservation:
         load.add(1, queued_tokens)
 
     def mark_prefilled(self) -> None:
+        self._load.computed_tokens += self._queued_tokens
+        self._drop_queued_tokens()
+
+    def _drop_queued_tokens(self) -> None:
         queued_tokens, self._queued_tokens = self._queued_tokens, 0
         self._load.add(0, -queued_tokens)
 
     def release(self) -> None:
         if not self._is_released:
             self._is_released = True
-            self.mark_prefilled()
+            self._drop_queued_tokens()
             self._load.add(-1, 0)
             self._expected.release()

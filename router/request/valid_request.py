@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
+from decant.router.admission.request_size import RequestSize, exact_size
 from decant.router.text.output_text import OutputOptions, OutputText
 from decant.runtime.connections.channel import Deadline
 from decant.state.ids import RequestKey
@@ -32,3 +33,8 @@ class ValidRequest:
     """Output token ids are below this."""
     new_output_text: Callable[[], OutputText] | None = None
     """None without stop strings."""
+
+    @property
+    def size(self) -> RequestSize:
+        has_stop_strings = self.new_output_text is not None
+        return exact_size(self.engine_request, self.prompt_tokens, has_stop_strings=has_stop_strings)

@@ -26,6 +26,16 @@ def context_length_of(model: ServedModel, max_context_length: ContextLengthOf) -
     return model.max_context_length if of_workers is None else of_workers
 
 
+def least_prompt_tokens(request: pb.GenerateRequest, model: ServedModel) -> int:
+    """Lower bound of a prompt's tokens, in time that does not grow with a text."""
+    match request.WhichOneof("input"):
+        case "token_ids":
+            return len(request.token_ids.ids)
+        case "messages":
+            return 1  # a template may drop what a message holds
+    return max(1, model.least_tokens_at_once(request.prompt))
+
+
 async def prompt_of(
     request: pb.GenerateRequest,
     model: ServedModel,

@@ -98,6 +98,10 @@ class ServedModel:
         text = await self.decode(ids, skip_special_tokens=skip_special_tokens, deadline=deadline)
         return text.removesuffix("\ufffd")
 
+    def least_tokens_at_once(self, text: str) -> int:
+        """Lower bound of a text's tokens from its length, or from its first characters where spaces don't count."""
+        return 0 if self.bound is None else next(iter(self.bound.growing(text)), 0)
+
     async def least_tokens(self, text: str, enough: int) -> int:
         least = 0
         for least in () if self.bound is None else self.bound.growing(text):

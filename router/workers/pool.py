@@ -1,16 +1,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
 from decant.protos import worker_pb2 as wire
-from decant.router.admission.wait_prediction import WaitPredictor
+from decant.router.placement.capacity import PoolCapacity
 from decant.router.placement.cost_model import PrefillTransferCosts
 from decant.router.placement.policy import WorkerSnapshot
 from decant.router.placement.prefix_index import PromptBlocks
 from decant.router.timings import WorkerTimings
 from decant.router.workers.membership import WorkerMembership
+from decant.router.workers.pool_capacity import capacity_of
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.ticket_renewals import TicketRenewals
 from decant.router.workers.waiting_line import CapacityKind, WaitingLine, WaitsFor
@@ -35,9 +36,11 @@ class WorkerPool:
         self.tickets = TicketRenewals()
         self.costs = {model: PrefillTransferCosts(now) for model in tokenizers}
         self.waiting_lines = {model: WaitingLine() for model in tokenizers}
-        self.wait_predictors = {model: WaitPredictor(now) for model in tokenizers}
+        self.on_capacity_changed: Callable[[str], None] = lambda model: None
+        """Called with a model whose workers have reported, come or gone."""
         self.timings = timings
         self._handoff_min_tokens = handoff_min_tokens
+        self._now = now
 
     # Queries of placement
 
@@ -58,6 +61,10 @@ class WorkerPool:
             for worker in self.of(model)
             if worker.is_usable
         ]
+
+    def capacity(self, model: str) -> PoolCapacity:
+        usable = [worker for worker in self.of(model) if worker.is_usable]
+        return capacity_of(usable, self.costs[model].prefill_s_per_token)
 
     def handoff_min_tokens(self, model: str) -> int:
         if self._handoff_min_tokens is not None:
@@ -130,9 +137,12 @@ class WorkerPool:
         self.tickets.on_renewed(heartbeat.renew)
         if (worker := self.membership.get(Incarnation.of(session.worker))) is not None:
             worker.load.apply_heartbeat(heartbeat)
+            own, computed = worker.load.queued_tokens.own, worker.load.computed_tokens
+            worker.rates.apply_heartbeat(heartbeat, self._now(), own, computed)
             line = self.waiting_lines[worker.registration.model]
             if line and worker.is_usable and worker.load.has_capacity:
                 line.open(kind for kind in line.kinds if self._may_take(worker, kind))
+            self.on_capacity_changed(worker.model)
 
     def on_members_changed(self, model: str) -> None:
         line = self.waiting_lines[model]
@@ -140,6 +150,7 @@ class WorkerPool:
             line.open(line.kinds)
         else:
             line.notify_all()
+        self.on_capacity_changed(model)
 
     def _may_take(self, worker: WorkerHandle, kind: CapacityKind) -> bool:
         load, decodes = worker.load, worker.load.role != wire.ROLE_PREFILL

@@ -9,6 +9,7 @@ from decant.protos.state_pb2 import WorkerRegistration
 from decant.router.placement.policy import WorkerSnapshot
 from decant.router.placement.prefix_index import PrefixIndex
 from decant.router.placement.worker_load import WorkerLoad
+from decant.router.placement.worker_rates import WorkerRates
 from decant.router.timings import WorkerTimings
 from decant.router.workers.session import WorkerSession
 
@@ -29,6 +30,7 @@ class WorkerHandle:
         self.model = registration.model
         self.generation = generation
         self.load = WorkerLoad(registration, index)
+        self.rates = WorkerRates(registration.capacity)
         self.incarnation = self.load.incarnation
         self.channel = channel
         self.prefill = services.PrefillStub(channel)

@@ -1,6 +1,6 @@
 """A bounded priority queue in front of a bounded number of slots, on one event loop.
 
-enter --slot free--------------------------> active --leave--> the first waiter gets the slot
+enter --slot free--------------------------> active --leave--> the first waiters get the free slots
   |--all taken--> waits, ordered by `queue_key` -^
   |                 '--deadline passed, or cancelled--> removed
   '--queue full---> QueueFull
@@ -23,13 +23,22 @@ _Waiter = tuple[float, int, asyncio.Future[None]]
 
 
 class Admission:
-    def __init__(self, max_active: int, queue_limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+    """``may_start`` may keep slots empty; its owner calls ``grant`` when its answer may have changed to true."""
+
+    def __init__(
+        self,
+        max_active: int,
+        queue_limit: int,
+        clock: Callable[[], float] = time.monotonic,
+        may_start: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.active = 0
         self._max_active = max_active
         self._queue_limit = queue_limit
         self._queue: list[_Waiter] = []  # sorted; empty whenever a slot is free
         self._numbers = count()
         self._clock = clock
+        self._may_start = may_start
 
     @property
     def waiting(self) -> int:
@@ -38,7 +47,8 @@ class Admission:
     async def enter(self, priority: int, deadline: Deadline) -> AdmissionSlot:
         """Wait for a slot, which the caller must ``leave``. Raises QueueFull, DeadlineExceeded."""
         deadline.check()
-        if self.active < self._max_active:
+        self.grant()  # a new request never overtakes one that may start now
+        if not self._queue and self._has_free_slot():
             self.active += 1
             return AdmissionSlot(self)
         if len(self._queue) >= self._queue_limit:
@@ -61,20 +71,27 @@ class Admission:
         except (TimeoutError, asyncio.CancelledError):
             # The slot may have been granted in the same moment.
             if granted.done() and not granted.cancelled():
-                self._grant_next()
+                self._leave()
             else:
                 self._forget(waiter)
             if limit.expired():
                 raise DeadlineExceeded from None
             raise
 
-    def _grant_next(self) -> None:
-        while self._queue and self.active <= self._max_active:
+    def grant(self) -> None:
+        """Give free slots to the first waiters."""
+        while self._queue and self._has_free_slot():
             granted = self._queue.pop(0)[2]
-            if not granted.cancelled():
+            if not granted.done():
+                self.active += 1
                 granted.set_result(None)
-                return
+
+    def _has_free_slot(self) -> bool:
+        return self.active < self._max_active and self._may_start()
+
+    def _leave(self) -> None:
         self.active -= 1
+        self.grant()
 
     def _forget(self, waiter: _Waiter) -> None:
         index = bisect_left(self._queue, waiter)
@@ -91,4 +108,4 @@ class AdmissionSlot:
     def leave(self) -> None:
         if self._admission is not None:
             admission, self._admission = self._admission, None
-            admission._grant_next()
+            admission._leave()

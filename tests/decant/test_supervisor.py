@@ -23,7 +23,9 @@ from decant.command.deployment import deployments
 from decant.command.deployment.deployments import Deployment
 from decant.command.up import exec_child as lifelines
 from decant.command.up.child import Child
+from decant.command.up.options import UpOptions
 from decant.command.up.output import Output
+from decant.command.up.plan import make_plan
 from decant.command.up.supervisor import Supervisor
 from decant.runtime.backoff import Backoff
 from tests.decant.supervisor_harness import PATIENCE_S, Up, nothing_left, plan, stand_ins, up
@@ -295,7 +297,7 @@ def without(name: str) -> list[str]:
 
 
 def test_without_prctl_a_process_ends_with_its_parent() -> None:
-    sleeping = [*without("prctl"), "PARENT", "", sys.executable, "-c", "import time; time.sleep(600)"]
+    sleeping = [*without("prctl"), "PARENT", "", "0", sys.executable, "-c", "import time; time.sleep(600)"]
     code = f"""
 import os, subprocess, time
 child = subprocess.Popen([str(os.getpid()) if word == "PARENT" else word for word in {sleeping}])
@@ -317,13 +319,13 @@ time.sleep(600)
 
 def test_without_prctl_the_watcher_ends_with_its_process_and_holds_none_of_its_streams() -> None:
     code = "import psutil; print(*[child.pid for child in psutil.Process().children()])"
-    command = [*without("prctl"), str(os.getpid()), "", sys.executable, "-c", code]
+    command = [*without("prctl"), str(os.getpid()), "", "0", sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     until(lambda: not psutil.pid_exists(int(done.stdout)))
 
 
 def test_without_core_affinity_a_process_starts_on_any_core() -> None:
-    command = [*without("sched_setaffinity"), str(os.getpid()), "0", sys.executable, "-c", "print('started')"]
+    command = [*without("sched_setaffinity"), str(os.getpid()), "0", "0", sys.executable, "-c", "print('started')"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     assert done.stdout.strip() == "started"
 
@@ -331,8 +333,18 @@ def test_without_core_affinity_a_process_starts_on_any_core() -> None:
 def test_each_process_runs_on_the_cores_that_are_its_own() -> None:
     core = min(os.sched_getaffinity(0))
     code = "import os; print(os.sched_getaffinity(0))"
-    exec_child = (sys.executable, "-I", "-S", lifelines.__file__, str(os.getpid()), str(core))
+    exec_child = (sys.executable, "-I", "-S", lifelines.__file__, str(os.getpid()), str(core), "0")
     done = subprocess.run(
         [*exec_child, sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
     )
     assert done.stdout.strip() == str({core})
+
+
+def test_workers_give_way_to_the_router_and_to_redis() -> None:
+    plan = make_plan(UpOptions(), "redis://", {})
+    assert {spec.niceness for spec in plan.routers} == {0}
+    assert all(spec.niceness > 0 for spec in plan.workers)
+    code = "import os; print(os.nice(0))"
+    command = [sys.executable, "-I", "-S", lifelines.__file__, str(os.getpid()), "", "3", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    assert int(done.stdout) == min(19, os.nice(0) + 3)

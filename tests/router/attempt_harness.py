@@ -8,6 +8,7 @@ from typing import Any
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
+from decant.router.admission.control import AdmissionControl
 from decant.router.execution.execution import Execution
 from decant.router.execution.services import RouterServices
 from decant.router.request.token_stream import Finish
@@ -17,7 +18,6 @@ from decant.router.workers.pool import WorkerPool
 from decant.runtime.background import BackgroundTask
 from decant.runtime.connections.peer import new_peer
 from decant.runtime.connections.tls import PeerTls
-from decant.runtime.serving.admission import Admission
 from decant.runtime.telemetry.metrics import Registry, RequestMetrics
 from decant.state.directory import DirectoryEntry, Listing
 from decant.state.errors import StoreUnavailable
@@ -126,7 +126,7 @@ class Scenario:
         self.pool = WorkerPool(new_peer("router"), Directory(self.world), {MODEL: {TOKENIZER}}, PeerTls(), 0)  # type: ignore[arg-type]
         self.watching = BackgroundTask("pool", self.pool.membership.run)
         self.pool.membership._connector = Connector(self.world)  # type: ignore[assignment]
-        checked = RouterSettings(models=(MODEL,), attempts=5)
+        checked = RouterSettings(models=(MODEL,), attempts=5, max_active=10, queue_limit=10)
         parts: Any = {
             "requests": self.listener,
             "journal_writer": self.listener,
@@ -135,7 +135,8 @@ class Scenario:
             "metrics": RequestMetrics(Registry(process=False)),
         }
         peer = new_peer("router")
-        self.router = RouterServices(peer, checked, Admission(10, 10), self.pool, ended_s=60.0, **parts)
+        admission = AdmissionControl(checked, (MODEL,), self.pool.capacity)
+        self.router = RouterServices(peer, checked, admission, self.pool, ended_s=60.0, **parts)
         self.faults_left = case.faults
         self.faults_done = 0
         self.known: list[int] = []

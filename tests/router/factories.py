@@ -11,6 +11,7 @@ from decant import models as trained
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import RequestRecord
+from decant.router.admission.request_size import RequestSize
 from decant.router.api.auth import DEFAULT_TENANT
 from decant.router.api.validation import validate
 from decant.router.request.stored import RequestSnapshot
@@ -117,7 +118,9 @@ class ScriptedRegistry:
     def max_context_length(self, model: str) -> int | None:
         return self.context_length
 
-    async def check_wait(self, key: RequestKey, model: str, priority: int, deadline: Deadline) -> None:
+    async def check_load(
+        self, key: RequestKey, model: str, size: RequestSize, priority: int, deadline: Deadline
+    ) -> None:
         pass
 
     @asynccontextmanager

@@ -15,6 +15,7 @@ import pytest
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
+from decant.router.admission.control import AdmissionControl
 from decant.router.admission.quota import QuotaLeases
 from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.registry import RequestRegistry
@@ -32,7 +33,6 @@ from decant.runtime.connections.peer import new_peer
 from decant.runtime.connections.tls import PeerTls
 from decant.runtime.errors import ServiceError
 from decant.runtime.packed import pack
-from decant.runtime.serving.admission import Admission
 from decant.runtime.telemetry.metrics import Registry, RequestMetrics
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.owned import OwnedRequest, StoredRequest
@@ -181,7 +181,8 @@ async def core(
     pool = WorkerPool(peer, store.workers, tokenizers, PeerTls(), handoff_min_tokens, timings.workers)
     journal_writer = JournalWriter(store.requests, options["flush_ms"])
     checked = RouterSettings(**options)
-    admission = Admission(checked.max_active, checked.queue_limit)
+    admission = AdmissionControl(checked, tokenizers, pool.capacity)
+    pool.on_capacity_changed = admission.grant
     quota_leases = QuotaLeases(store.quotas, quotas)
     metrics = RequestMetrics(Registry(process=False))
     router = RouterServices(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,10 +29,11 @@ class Queue:
     def post(self, command: Callable[[Engine], object], then: Callable[[], object]) -> None:
         self.posted.append((command, then))
 
-    async def push(self, name: str, length: int, number: int = 0) -> None:
+    async def push(self, name: str, length: int, number: int = 0, *, due: float = math.inf) -> None:
         request = Request(name, tuple(range(length)), stop=StopParams(max_tokens=4))
         run = DecodeRun(wire.Run(request=name), request, wire.Stopping(), (0.0, number), 0.0)
         run.ticket = wire.Ticket()
+        run.due = due
         self.tasks.append(asyncio.create_task(self._enter(run)))
         await asyncio.sleep(0)
 

@@ -7,6 +7,7 @@ waits only behind such a run, which would starve otherwise.
 from __future__ import annotations
 
 import asyncio
+import time
 from bisect import insort
 from collections.abc import Sequence
 
@@ -17,7 +18,12 @@ from decant.engine.transfer import IncomingSequence
 from decant.worker.decode.run import DecodeRun
 from decant.worker.engine_host import EngineHost
 
-Outcome = IncomingSequence | InvalidRequest | None
+
+class Expired(Exception):
+    """The deadline has passed before the engine got the run, which ends by its timer."""
+
+
+Outcome = IncomingSequence | InvalidRequest | Expired | None
 """None: added to the engine."""
 
 
@@ -86,8 +92,8 @@ class DecodeAdmission:
 
     def _answer(self, run: DecodeRun, outcome: Outcome | EngineStopped) -> None:
         answer = self._answers.get(run)
-        if answer is None or answer.done():
-            return  # the run was cancelled
+        if answer is None or answer.done() or isinstance(outcome, Expired):
+            return  # the run was cancelled, or is about to be
         if isinstance(outcome, Exception):
             answer.set_exception(outcome)
         else:
@@ -129,6 +135,9 @@ class _AdmitCommand:
 
     def _admit(self, engine: Engine) -> None:
         for run in self.runs:
+            if time.monotonic() >= run.due:
+                self.outcomes.append((run, Expired()))
+                continue
             try:
                 outcome: Outcome = None
                 if run.ticket is None:

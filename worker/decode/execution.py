@@ -6,6 +6,7 @@ A cancel interrupts the coroutine where it waits; it then releases the engine's 
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 
 from decant.engine.errors import EngineStopped, InvalidRequest
@@ -45,6 +46,7 @@ class RunExecutor:
     def start(self, run: DecodeRun, remaining_ms: int | None) -> None:
         loop = asyncio.get_running_loop()
         if remaining_ms is not None:
+            run.due = time.monotonic() + remaining_ms / 1000
             run.deadline = loop.call_later(remaining_ms / 1000, self.cancel, run, wire.OutputEnd.REASON_DEADLINE)
         on_failure = partial(self._on_failure, run)
         task = start_task("decode run", self.execute(run), on_failure, request_id=run.ref.request)

@@ -9,6 +9,7 @@ A cancelled, refused or failed run leaves from any phase. `RunExecutor` sets the
 from __future__ import annotations
 
 import asyncio
+import math
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -63,6 +64,7 @@ class DecodeRun:
     end: wire.OutputEnd | None = None
     is_forgotten: bool = False  # before its end: drop the run as soon as the end is sent
     deadline: asyncio.TimerHandle | None = None
+    due: float = math.inf  # the deadline, by time.monotonic
     orphan_timer: asyncio.TimerHandle | None = None
     finished: asyncio.Future[SequenceFinished] = field(default_factory=asyncio.Future)
     notify: RunNotifier = field(init=False)

@@ -6,6 +6,7 @@ Deadline, end of the lease, broken call, newer owner and crash of the engine rel
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 
 from decant.engine.engine import Engine
@@ -71,6 +72,8 @@ class PrefillExecutor:
         """Add the run without waiting for the answer, which comes with a step: the deadline may be earlier."""
 
         def add(engine: Engine) -> None:
+            if run.remaining_s is not None and time.monotonic() >= run.received + run.remaining_s:
+                return  # its coroutine ends it: the prompt costs no step
             try:
                 engine.add(run.request)
             except InvalidRequest as error:

@@ -45,7 +45,8 @@ class Child:
         """Start a process in a group of its own: Ctrl-C is for `up`. `on_change` is called after each change of state
         or address.
         """
-        exec_child = (sys.executable, "-I", "-S", str(_EXEC_CHILD), str(os.getpid()), ",".join(map(str, spec.cores)))
+        options = (str(os.getpid()), ",".join(map(str, spec.cores)), str(spec.niceness))
+        exec_child = (sys.executable, "-I", "-S", str(_EXEC_CHILD), *options)
         process = await asyncio.create_subprocess_exec(
             *exec_child,
             *spec.command,

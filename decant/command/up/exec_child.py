@@ -1,9 +1,9 @@
 """Replaces itself by a program that is killed when its parent ends.
 
-    python exec_child.py PARENT CORES PROGRAM ARGUMENTS...
+    python exec_child.py PARENT CORES NICENESS PROGRAM ARGUMENTS...
 
-PARENT is a process id; CORES "0,1", or "" for all, is ignored on platforms without CPU affinity. Imports only the
-standard library, to start fast.
+PARENT is a process id; CORES "0,1", or "" for all, is ignored on platforms without CPU affinity; NICENESS is added to
+that of this process. Imports only the standard library, to start fast.
 """
 
 import ctypes
@@ -16,12 +16,13 @@ _PR_SET_PDEATHSIG = 1
 _WATCH_S = 0.5
 
 
-def main(parent: int, cores: str, command: list[str]) -> None:
+def main(parent: int, cores: str, niceness: int, command: list[str]) -> None:
     end_with(parent)
     if os.getppid() != parent:  # it ended before it could be watched
         sys.exit(f"{parent} has ended")
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
+    os.nice(niceness)
     os.execv(command[0], command)
 
 
@@ -60,4 +61,4 @@ def _exists(process: int) -> bool:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:])

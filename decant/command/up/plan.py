@@ -22,13 +22,16 @@ _DIFFERS = {
 }
 """Refused in the environment."""
 
+WORKER_NICENESS = 5
+"""Of workers, which fill their cores with computing: a router that shares a core answers first, and Redis too."""
+
 _ADMIN = ("--admin-host", "127.0.0.1", "--admin-port", "0")
 """Listens on loopback: the port has neither TLS nor credentials."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Process to start; `port` 0 is a free one, empty `cores` are all."""
+    """Process to start; `port` 0 is a free one, empty `cores` are all, `niceness` is beyond that of `decant up`."""
 
     name: str
     module: str
@@ -36,6 +39,7 @@ class Spec:
     environment: Mapping[str, str]
     port: int = 0
     cores: tuple[int, ...] = ()
+    niceness: int = 0
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -112,6 +116,7 @@ def _workers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
             environment=own,
             # With a quota any core may run them: other containers of the machine would choose the same ones.
             cores=share if at_once == len(cores) else (),
+            niceness=WORKER_NICENESS,
         )
         for (name, module), share in zip(names, resources.divide_cores(cores[:at_once], len(names)), strict=True)
     ]

@@ -9,9 +9,10 @@ import pytest
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc as services
 from decant.protos import worker_pb2 as wire
-from decant.router.admission.wait_prediction import LONG_SECONDS, Wait, WaitPredictor
+from decant.router.admission.request_size import RequestSize
 from decant.router.api.auth import NoAuthentication
 from decant.router.api.service import InferenceService, ServerInfoSource
+from decant.router.placement.capacity import PoolCapacity
 from decant.router.request.token_stream import Finish
 from decant.router.text.served_model import Models
 from decant.runtime.connections.channel import Deadline, open_channel
@@ -24,7 +25,7 @@ from decant.runtime.serving.server_settings import ServerSettings
 from decant.runtime.telemetry.metrics import Registry, RequestMetrics
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.store import Store
-from tests.router.factories import model
+from tests.router.factories import ScriptedRegistry, model
 from tests.router.fake_script import MODEL
 from tests.router.fake_worker import fleet
 from tests.router.harness import Core, core, make_request, until, until_ended
@@ -32,94 +33,41 @@ from tests.router.harness import Core, core, make_request, until, until_ended
 P, D = ("p", wire.ROLE_PREFILL), ("d", wire.ROLE_DECODE)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.at = 0.0
-
-    def __call__(self) -> float:
-        return self.at
+SIZE = RequestSize(3, 5)
 
 
-def queue(clock: Clock, each: float, arriving: int, begun: int) -> tuple[WaitPredictor, list[Wait]]:
-    waits = WaitPredictor(clock)
-    entered = [waits.enter(0) for _ in range(arriving)]
-    for wait in entered[:begun]:
-        clock.at += each
-        wait.mark_scheduled()
-        wait.discard()
-    return waits, entered[begun:]
-
-
-def test_a_wait_is_predicted_by_those_of_the_requests_before() -> None:
-    clock = Clock()
-    waits, left = queue(clock, 0.5, arriving=40, begun=20)
-    assert waits.predict(0) == pytest.approx(0.5 + 0.5 * 20, rel=0.01)
-    for wait in left[10:]:
-        wait.discard()
-    assert waits.predict(0) == pytest.approx(0.5 + 0.5 * 10, rel=0.01)
-
-
-def test_a_prediction_counts_only_requests_ahead() -> None:
-    clock = Clock()
-    waits, _ = queue(clock, 0.5, arriving=40, begun=20)
-    assert waits.predict(1000) == pytest.approx(0.5, rel=0.01)
-    assert waits.predict(-1000) == waits.predict(0)
-
-
-def test_a_prediction_follows_workers_that_became_faster() -> None:
-    clock = Clock()
-    waits, left = queue(clock, 1.0, arriving=200, begun=20)
-    before = waits.predict(0)
-    for wait in left[:100]:
-        clock.at += 0.01
-        wait.mark_scheduled()
-    assert waits.predict(0) < before / 2
-
-
-def test_nothing_is_predicted_at_the_start_of_a_burst() -> None:
-    clock = Clock()
-    waits, _ = queue(clock, 1.0, arriving=1, begun=1)
-    late = [waits.enter(0) for _ in range(1000)]
-    assert waits.predict(0) == 0.0
-    clock.at += LONG_SECONDS
-    assert waits.predict(0) > 0.0
-    for wait in late:
-        wait.discard()
-    assert waits.predict(0) == 0.0
-    assert len(waits) == 0
-
-
-def test_nothing_is_predicted_before_anything_was_measured() -> None:
-    clock = Clock()
-    waits, _ = queue(clock, 1.0, arriving=50, begun=0)
-    clock.at += 100
-    assert waits.predict(0) == 0.0
-
-
-# ---------------------------------------------------------------------------------------- over scripted workers
-
-
-def predicting(harness: Core, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness.router.pool.wait_predictors[MODEL], "predict", lambda priority: seconds)
+def overload(harness: Core, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each request wait ``seconds`` for the prompts before it."""
+    tokens = 1_000_000
+    capacity = PoolCapacity(
+        decode_workers=1,
+        batch_limit=256,
+        prompt_tokens_per_s=tokens / seconds,
+        queued_prompt_tokens=tokens,
+        other_sequences=1,
+    )
+    admission = harness.router.admission.of(MODEL)
+    monkeypatch.setattr(admission, "_measure", lambda: capacity)
+    admission._state.at = -1e9
 
 
 async def test_a_request_whose_wait_exceeds_its_time_is_refused_with_the_wait(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(P, D) as workers, core(store, workers, max_queue_seconds=30) as harness:
-        predicting(harness, 20.0, monkeypatch)
+        overload(harness, 20.0, monkeypatch)
         with pytest.raises(QueueFull) as refused:
             await harness.requests.begin(make_request(seconds=10))
-        assert refused.value.retry_after == 20.0
+        assert refused.value.retry_after == pytest.approx(10.0), "the longest"
         assert "20.0 s" in str(refused.value)
         assert not workers[0].prefills
         await until_ended(await harness.requests.begin(make_request(seconds=60)))
         workers[1].script.pause_at = 2
         running = await harness.requests.begin(make_request("without a deadline"))
-        predicting(harness, 31.0, monkeypatch)
+        overload(harness, 31.0, monkeypatch)
         with pytest.raises(QueueFull, match="at most 30 s") as refused:
             await harness.requests.begin(make_request("another"))
-        assert refused.value.retry_after == 31.0
+        assert refused.value.retry_after == pytest.approx(1.0, abs=0.1)
         again = await harness.requests.begin(make_request("without a deadline"))
         assert again is running, "one that was accepted is answered, whatever is predicted now"
         workers[1].go.set()
@@ -138,7 +86,6 @@ async def test_requests_that_wait_for_a_slot_count_against_the_limit(store: Stor
         workers[0].load.takes_prompts = True
         for stream in waiting:
             await until_ended(stream)
-        assert len(harness.router.pool.wait_predictors[MODEL]) == 0
 
 
 @pytest.mark.slow
@@ -186,13 +133,13 @@ async def test_a_known_request_is_not_refused_before_it_is_read(store: Store, mo
     async with fleet(P, D) as workers, core(store, workers) as harness:
         workers[1].script.pause_at = 1
         stream = await harness.requests.begin(make_request())
-        predicting(harness, 1e6, monkeypatch)
-        await harness.requests.check_wait(stream.request.key, MODEL, 0, Deadline())
+        overload(harness, 1e6, monkeypatch)
+        await harness.requests.check_load(stream.request.key, MODEL, SIZE, 0, Deadline())
         with pytest.raises(QueueFull):
-            await harness.requests.check_wait(RequestKey("default", "new"), MODEL, 0, Deadline())
+            await harness.requests.check_load(RequestKey("default", "new"), MODEL, SIZE, 0, Deadline())
         with monkeypatch.context() as patch:
             patch.setattr(harness.router.journal_writer, "is_unavailable", True)
-            await harness.requests.check_wait(stream.request.key, MODEL, 0, Deadline())
+            await harness.requests.check_load(stream.request.key, MODEL, SIZE, 0, Deadline())
         workers[1].go.set()
         await until_ended(stream)
 
@@ -208,9 +155,9 @@ async def test_a_request_that_another_router_accepted_is_not_refused_for_its_wai
         if is_ended:
             await until_ended(stream)
             await until(lambda: one.store_is_done)
-        predicting(two, 1e6, monkeypatch)
+        overload(two, 1e6, monkeypatch)
         key = stream.request.key
-        await two.requests.check_wait(key, MODEL, 0, Deadline())
+        await two.requests.check_load(key, MODEL, SIZE, 0, Deadline())
         again = await two.requests.begin(make_request())
         workers[1].go.set()
         assert isinstance((await until_ended(again)).end, Finish)
@@ -218,3 +165,38 @@ async def test_a_request_that_another_router_accepted_is_not_refused_for_its_wai
             await two.requests.begin(make_request(max_tokens=6))
         with pytest.raises(QueueFull):
             await two.requests.begin(make_request("new"))
+
+
+class UnboundedCall:
+    def time_remaining(self) -> None:
+        return None
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+
+async def test_a_text_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tokenize(*_: object, **__: object) -> None:
+        raise AssertionError("a refused text was tokenized")
+
+    served = Models([model(id=MODEL)])
+    monkeypatch.setattr(type(served.default), "encode", tokenize)
+    sizes: list[RequestSize] = []
+
+    class Refusing(ScriptedRegistry):
+        async def check_load(
+            self, key: RequestKey, model: str, size: RequestSize, priority: int, deadline: Deadline
+        ) -> None:
+            sizes.append(size)
+            raise QueueFull("full", retry_after=1.0)
+
+    about = ServerInfoSource(Incarnation("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
+    metrics = RequestMetrics(Registry(process=False))
+    service = InferenceService(served, Refusing(), about, metrics, NoAuthentication(served))  # type: ignore[arg-type]
+    text = "word " * 4000
+    request = pb.GenerateRequest(prompt=text, stopping=pb.StoppingParams(max_tokens=7, ignore_eos=True))
+    with pytest.raises(QueueFull):
+        await service.Generate(request, UnboundedCall())  # type: ignore[arg-type, call-arg]
+    (size,) = sizes
+    assert 1 <= size.prompt_tokens <= len(text), "a lower bound from the text's length"
+    assert (size.max_tokens, size.min_tokens) == (7, 7)
