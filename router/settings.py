@@ -25,9 +25,9 @@ class RouterSettings(MemberSettings):
     max_queue_seconds: float = Field(
         default=60.0,
         gt=0,
-        description="a request is refused at once if its predicted wait is longer",
+        description="a request is refused at once if its forecast wait is longer",
     )
-    max_active: int = Field(default=4096, ge=1, description="maximum requests in progress; more wait in the queue")
+    max_active: int = Field(default=4096, ge=1, description="maximum requests of a model in progress; more wait")
     flush_ms: int = Field(default=200, ge=1, le=10_000, description="milliseconds between two writes of the journals")
     resume_grace_ms: int = Field(
         default=3_000, ge=0, description="milliseconds to resume a lost stream before its request is cancelled"

@@ -33,7 +33,7 @@ OVERTAKEN_SHARE = 0.75
 """The same for a waiting request that another one overtakes."""
 RUNNING_SHARE = 0.9
 """The same for the answers that run, whose forecasts are shorter."""
-REFRESH_SECONDS = 0.05
+REFRESH_SECONDS = 0.2
 """Age of the measured capacity, which takes time in proportion to the workers and the running requests."""
 
 

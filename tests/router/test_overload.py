@@ -196,7 +196,7 @@ async def test_a_text_is_refused_before_it_is_tokenized(monkeypatch: pytest.Monk
     text = "word " * 4000
     request = pb.GenerateRequest(prompt=text, stopping=pb.StoppingParams(max_tokens=7, ignore_eos=True))
     with pytest.raises(QueueFull):
-        await service.Generate(request, UnboundedCall())  # type: ignore[arg-type, call-arg]
+        await service.Generate(request, UnboundedCall())
     (size,) = sizes
     assert 1 <= size.prompt_tokens <= len(text), "a lower bound from the text's length"
     assert (size.max_tokens, size.min_tokens) == (7, 7)
