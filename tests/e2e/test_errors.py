@@ -20,12 +20,12 @@ from decant.state.ids import Incarnation, RequestKey
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from tests.e2e.scripted import BOTH, PROMPT, Harness, generate_request, read, scripted
+from tests.router.conftest import bare, server, store
 from tests.router.fake_script import answer
 from tests.router.fake_worker import fleet
 from tests.router.harness import PATIENCE, pass_on, until
 from tests.router.test_auth import OTHER, SECRET, bearer, digest
 from tests.router.test_router_process import MODEL
-from tests.state.conftest import bare, server, store
 
 __all__ = ["bare", "server", "store"]
 
@@ -265,7 +265,7 @@ async def test_a_request_fails_when_all_workers_do(harness: Harness) -> None:
 async def test_a_deadline_that_passes_leaves_what_was_written(harness: Harness) -> None:
     paused(harness, 3)
     with pytest.raises(grpc.aio.AioRpcError) as late:
-        await read(harness.stub.GenerateStream(generate_request(5, request_id="late"), timeout=1.0))
+        await read(harness.stub.GenerateStream(generate_request(5, request_id="late"), timeout=3.0))
     assert late.value.code() is Code.DEADLINE_EXCEEDED, "perhaps gRPC's own, which brings no details"
     async with asyncio.timeout(PATIENCE):
         while True:

@@ -21,8 +21,8 @@ from tests.e2e.fault_injection import (
     fault_injection,
 )
 from tests.e2e.proxy import SESSION, Cut
+from tests.router.conftest import bare, server, store
 from tests.router.harness import Core, until_ended
-from tests.state.conftest import bare, server, store
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,9 @@ from decant.runtime.errors import InvalidArgument, NotFound, QueueFull, ServiceE
 from decant.state.private_redis import PrivateRedis
 from decant.state.store import Store
 from tests.e2e.scripted import PROMPT, Harness, generate_request, read, scripted
+from tests.router.conftest import bare, server, store
 from tests.router.fake_script import answer
 from tests.router.harness import PATIENCE, until
-from tests.state.conftest import bare, server, store
 
 __all__ = ["bare", "server", "store"]
 

@@ -15,8 +15,8 @@ from docs.generate.metrics import Recorder
 from tests.e2e.deployment import PATIENCE_S
 from tests.e2e.metrics_page import Totals, read_page, read_totals, until_metric
 from tests.e2e.scripted import PROMPT, Harness, generate_request, read, scripted
+from tests.router.conftest import bare, server, store
 from tests.router.test_auth import SECRET, bearer, digest
-from tests.state.conftest import bare, server, store
 
 __all__ = ["bare", "server", "store"]
 
