@@ -109,16 +109,18 @@ class LeaseTable:
     def all(self) -> list[Lease]:
         return list(self._leases.values())
 
-    def _timer(self, id: bytes, *, committed: bool = False) -> asyncio.TimerHandle:
-        seconds = min(self._committed_seconds, self.lease_ms / 1000) if committed else self.lease_ms / 1000
-        return asyncio.get_running_loop().call_later(seconds, self._expire, id)
-
-    def _expire(self, id: bytes) -> None:
+    def expire(self, id: bytes) -> None:
+        """End a lease, if it exists, as one that was not renewed in time."""
         lease = self._leases.pop(id, None)
         if lease is not None:
+            lease.timer.cancel()
             detail = "not released after its commit" if lease.is_committed else f"not renewed for {self.lease_ms} ms"
             self._notify(lease, wire.Failure(cause=wire.CAUSE_LEASE_EXPIRED, detail=detail))
             self._on_expired(lease)
+
+    def _timer(self, id: bytes, *, committed: bool = False) -> asyncio.TimerHandle:
+        seconds = min(self._committed_seconds, self.lease_ms / 1000) if committed else self.lease_ms / 1000
+        return asyncio.get_running_loop().call_later(seconds, self.expire, id)
 
     def _notify(self, lease: Lease, failure: wire.Failure | None) -> None:
         lease.failure = failure

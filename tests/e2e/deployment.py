@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import IO, Any, Self
@@ -27,7 +27,8 @@ PATIENCE_S = 120.0
 """Deadline of whatever a busy machine does slowly."""
 
 SMALL_KV = ("--kv-bytes", str(32 << 20))
-ONE_THREAD = ("--threads", "1")
+ON_A_BUSY_MACHINE = ("--threads", "1", "--lease-ms", "60000")
+"""Of a worker: no lease ends because a process of the test waits for its turn on the CPU."""
 
 
 class Process:
@@ -128,6 +129,14 @@ class Worker:
             answer: worker_pb2.AuditResponse = stub.Audit(worker_pb2.AuditRequest(), timeout=PATIENCE_S)
             return answer
 
+    def release(self, leases: Iterable[worker_pb2.AuditResponse.Lease]) -> None:
+        abandoned = worker_pb2.ReleaseRequest.OUTCOME_ABANDONED
+        with grpc.insecure_channel(self.address) as channel:
+            stub = worker_pb2_grpc.KvSourceStub(channel)
+            for lease in leases:
+                request = worker_pb2.ReleaseRequest(ticket=lease.ticket, run=lease.run, outcome=abandoned)
+                stub.Release(request, timeout=PATIENCE_S)
+
 
 @dataclass
 class Deployment:
@@ -148,7 +157,7 @@ class Deployment:
     def settled(self) -> list[worker_pb2.AuditResponse]:
         """Return audits of all workers, none with violations, once no block is held.
 
-        Waits up to PATIENCE_S for leases to expire.
+        Releases the tickets that nothing fetches any more, whose leases are long so that none ends before it is used.
         """
         ends = time.monotonic() + PATIENCE_S
         while True:
@@ -165,6 +174,9 @@ class Deployment:
             if not busy:
                 return audits
             assert time.monotonic() < ends, busy
+            if not any(audit.owners for audit in audits):
+                for worker, audit in zip(self.workers, audits, strict=True):
+                    worker.release(audit.leases)
             time.sleep(0.05)
 
 
@@ -195,11 +207,11 @@ def deployment(
         for index in range(prefill + decode):
             module = "prefill_worker" if index < prefill else "decode_worker"
             reached = ("--advertise", between[index].address) if index < len(between) else ()
-            arguments = (*common, *ONE_THREAD, "--model", model, "--dtype", dtype, *worker, *reached)
+            arguments = (*common, *ON_A_BUSY_MACHINE, "--model", model, "--dtype", dtype, *worker, *reached)
             made.workers.append(Worker(stack.enter_context(Process(module, *arguments))))
         if another:
             id, _, folder = another.partition("=")
-            arguments = (*common, *ONE_THREAD, "--model", folder, "--model-id", id, "--dtype", dtype, *worker)
+            arguments = (*common, *ON_A_BUSY_MACHINE, "--model", folder, "--model-id", id, "--dtype", dtype, *worker)
             made.workers.append(Worker(stack.enter_context(Process("decode_worker", *arguments))))
         for one in made.workers:
             one.address = one.process.until("serving")["address"]

@@ -6,7 +6,8 @@ router s ──┴──> proxy ──> decode worker d ──> p's proxy: fetch
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -23,8 +24,11 @@ from decant.state.store import Store
 from tests.e2e.proxy import FETCH, PREFILL, RELEASE, SESSION, TO_CALLER, TO_WORKER, Cut, Direction, Proxy, serving
 from tests.router.harness import Core, core, make_request
 from tests.worker.harness import MODEL, WorkerHarness, registered, run_alone, tokens, worker
+from tests.worker.waiting import expire, expire_orphans
 
-LEASE_MS = 300
+LEASE_MS = 600_000
+"""Longer than a test waits: leases end by messages, or between requests by `quiet`."""
+ROUTERS = 2
 STEP_S = 0.001
 PROMPT = 21
 WANTED = 7
@@ -92,7 +96,7 @@ class FaultInjection:
     async def answered(self, *points: CutPoint) -> list[Cut]:
         """Send a request, cut calls at these points, and check the output.
 
-        Returns the cuts once no message of the request is left to send, except renewals of leases.
+        Returns the cuts once no message of the request is left to send.
         """
         request, expected = self.request()
         cuts = self.arm(*points)
@@ -102,12 +106,22 @@ class FaultInjection:
         await self.quiet()
         return cuts
 
-    async def quiet(self) -> None:
-        """Wait until no request is active: later messages belong to the next."""
-        await self.workers[RECEIVER].until(
-            lambda seen: not (seen.owners or seen.fetches or seen.orphans or seen.ended_runs)
-        )
-        await self.workers[SENDER].until(lambda seen: not seen.fetches)
+    async def quiet(self, tasks: Sequence[asyncio.Task[object]] = ()) -> None:
+        """Wait until no request is active: later messages belong to the next.
+
+        Once its ``tasks`` are done and all sessions are open, what is left of a request ends with its lease: orphans,
+        which no router claims any more, and tickets.
+        """
+        sender, receiver = self.workers[SENDER], self.workers[RECEIVER]
+
+        def is_quiet(seen: wire.AuditResponse) -> bool:
+            if seen.sessions == ROUTERS and all(task.done() for task in tasks):
+                expire_orphans(receiver.decode.run_manager)
+            return not (seen.owners or seen.fetches or seen.orphans or seen.ended_runs)
+
+        await receiver.until(is_quiet)
+        expire(sender.host.sender.leases)
+        await sender.until(lambda seen: not seen.fetches)
 
     async def settle(self) -> None:
         self.arm()

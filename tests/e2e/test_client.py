@@ -9,7 +9,7 @@ import pytest
 
 from decant import Answer, AsyncClient, Client, Finished, FinishReason
 from tests.e2e.client_checks import check_greedy
-from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, Process, deployment
+from tests.e2e.deployment import PATIENCE_S, Deployment, Process, deployment
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +72,7 @@ def is_whole(reading: Reading) -> None:
 @pytest.fixture
 async def running(request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
     router = ("--drain-seconds", "0.1")
-    with deployment(routers=3, router=router, worker=(*SMALL_KV, "--lease-ms", "3000")) as made:
+    with deployment(routers=3, router=router) as made:
         yield made
         await asyncio.to_thread(made.settled)
 

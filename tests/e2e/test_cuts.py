@@ -43,7 +43,7 @@ class Harness:
 def processes() -> Iterator[tuple[Deployment, tuple[Proxy, Proxy]]]:
     with ExitStack() as stack:
         proxies = stack.enter_context(proxy()), stack.enter_context(proxy())
-        small = (*SMALL_KV, "--lease-ms", "1000", "--token-budget", "32", "--max-running", "16")
+        small = (*SMALL_KV, "--token-budget", "32", "--max-running", "16")
         yield stack.enter_context(deployment(routers=2, worker=small, between=proxies)), proxies
 
 

@@ -100,7 +100,7 @@ async def done_at(
 
     cuts = harness.arm(points[0]._replace(instead=now), *points[1:])
     stream = await harness.one.answer(request)
-    await harness.quiet()
+    await harness.quiet(tasks)
     found = await tasks[0] if tasks else None
     return stream, expected, found, cuts
 

@@ -7,7 +7,7 @@ import pytest
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
 from tests.e2e.client_checks import TOKENIZER, ask, check_generated, generate_request, open_stub
-from tests.e2e.deployment import SMALL_KV, Deployment, deployment
+from tests.e2e.deployment import Deployment, deployment
 from tests.e2e.proxy import Proxy, Tamper, proxy
 
 pytestmark = pytest.mark.slow
@@ -19,8 +19,7 @@ PROMPT = "def total(values):\n    result = 0\n" * 12
 def harness() -> Iterator[tuple[Deployment, Proxy]]:
     with ExitStack() as stack:
         between = stack.enter_context(proxy())
-        small = (*SMALL_KV, "--lease-ms", "2000")
-        running = stack.enter_context(deployment(worker=small, between=(between,)))
+        running = stack.enter_context(deployment(between=(between,)))
         yield running, between
 
 

@@ -19,7 +19,7 @@ from decant.state import keys
 from decant.state.ids import RequestKey
 from decant.state.private_redis import PrivateRedis
 from tests.e2e.client_checks import Answer, ask, check_greedy, generate_request, open_stub
-from tests.e2e.deployment import PATIENCE_S, SMALL_KV, Deployment, deployment
+from tests.e2e.deployment import PATIENCE_S, Deployment, deployment
 from tests.ports import reserved_port
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ class Two:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Deployment]:
-    with deployment(routers=2, worker=(*SMALL_KV, "--lease-ms", "3000")) as running:
+    with deployment(routers=2) as running:
         yield running
 
 
@@ -202,7 +202,7 @@ async def test_the_other_router_cancels(two: Two) -> None:
 
 
 async def test_a_killed_router_loses_no_output() -> None:
-    with deployment(routers=2, worker=(*SMALL_KV, "--lease-ms", "3000")) as running:
+    with deployment(routers=2) as running:
         first, one = open_stub(running.addresses[0])
         second, other = open_stub(running.addresses[1])
         async with first, second:
@@ -216,7 +216,7 @@ async def test_a_killed_router_loses_no_output() -> None:
 
 
 async def test_detached_requests_of_a_lost_router_are_finished_by_the_other() -> None:
-    with deployment(routers=2, worker=(*SMALL_KV, "--lease-ms", "3000")) as running:
+    with deployment(routers=2) as running:
         first, one = open_stub(running.addresses[0])
         second, other = open_stub(running.addresses[1])
         async with first, second:
@@ -239,7 +239,7 @@ async def test_detached_requests_of_a_lost_router_are_finished_by_the_other() ->
 
 async def test_a_tail_that_only_its_reader_has_comes_out_the_same_again() -> None:
     with (
-        deployment(routers=2, worker=(*SMALL_KV, "--lease-ms", "3000")) as running,
+        deployment(routers=2) as running,
         sync_redis.Redis.from_url(running.redis.url, protocol=2) as bare,
     ):
         first, one = open_stub(running.addresses[0])
@@ -267,10 +267,9 @@ async def test_a_tail_that_only_its_reader_has_comes_out_the_same_again() -> Non
 
 
 async def test_streams_outlive_a_redis_that_comes_back_empty() -> None:
-    worker = (*SMALL_KV, "--lease-ms", "3000")
     with (
         reserved_port() as port,
-        deployment(routers=2, redis=(redis := PrivateRedis(port=port)), worker=worker) as running,
+        deployment(routers=2, redis=(redis := PrivateRedis(port=port))) as running,
     ):
         first, one = open_stub(running.addresses[0])
         second, other = open_stub(running.addresses[1])

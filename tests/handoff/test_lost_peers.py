@@ -25,7 +25,7 @@ from decant.runtime.errors import InvalidArgument, ServiceError
 from decant.runtime.serving.interceptor import ErrorInterceptor
 from tests.handoff.factories import Wire, Worker, ask
 from tests.handoff.harness import TRANSPORTS, Transport, connect, hand_over
-from tests.worker.waiting import PATIENCE, advance, eventually
+from tests.worker.waiting import PATIENCE, advance, eventually, expire
 
 
 @TRANSPORTS
@@ -66,12 +66,13 @@ async def test_whatever_grpc_raises_is_a_lost_sender() -> None:
 
 async def test_an_unreachable_sender_is_lost() -> None:
     transport = GrpcTransport(connect)
-    async with Worker("p", lease_ms=300) as sender, Worker("d") as receiver:
+    async with Worker("p", lease_ms=600_000) as sender, Worker("d") as receiver:
         ticket, arrival = await sender.offer(ask()), await receiver.reserve(ask())
         with pytest.raises(HandoffFailed) as failed:
             await receiver.receiver.receive(transport.source("127.0.0.1:1"), ticket, arrival)
         assert failed.value.cause == wire.CAUSE_PEER_LOST
         await receiver.emptied()
+        expire(sender.sender.leases)
         await sender.emptied()
     await transport.close()
 
@@ -112,7 +113,7 @@ async def test_an_unopened_ticket_ends_with_its_lease_unless_it_is_renewed() -> 
 async def test_the_blocks_of_a_lost_receiver_are_free_long_before_the_lease(
     is_silent: bool,
 ) -> None:
-    timing = SenderTiming(silent_s=0.3)
+    timing = SenderTiming(silent_s=0.3 if is_silent else 600.0)
     async with Worker("p", lease_ms=600_000, timing=timing) as sender, Worker("d") as receiver:
         request = ask()
         ticket, arrival = await sender.offer(request), await receiver.reserve(request)
@@ -137,7 +138,7 @@ async def test_the_blocks_of_a_lost_receiver_are_free_long_before_the_lease(
 
 
 async def test_blocks_of_a_receiver_lost_after_the_commit_are_free_before_the_lease() -> None:
-    timing = SenderTiming(committed_s=0.1)
+    timing = SenderTiming(committed_s=60.0)
     async with Worker("p", lease_ms=600_000, timing=timing) as sender, Worker("d") as receiver:
         request = ask()
         ticket, arrival = await sender.offer(request), await receiver.reserve(request)
@@ -147,6 +148,8 @@ async def test_blocks_of_a_receiver_lost_after_the_commit_are_free_before_the_le
 
         responses = [decode(message).response async for message in sender.sender.fetch(opens())]
         assert responses[-1].HasField("commit")
+        assert await sender.num_held_blocks()
+        advance(60)
         await sender.emptied()
         assert sender.num_expired == 1
         await receiver.loop.call(lambda _: arrival.abort())

@@ -15,7 +15,7 @@ from decant.protos import worker_pb2 as wire
 from tests.handoff.factories import Worker, ask, run_alone
 from tests.handoff.harness import LocalAgent, LocalReader, reads
 from tests.handoff.test_cache_groups import GROUPS
-from tests.worker.waiting import eventually
+from tests.worker.waiting import advance, eventually
 
 
 def agent_of(sender: Worker) -> LocalAgent:
@@ -235,7 +235,7 @@ async def test_the_commit_waits_until_every_chunk_was_read() -> None:
 
 
 async def test_a_receiver_that_stops_reading_loses_the_blocks_with_its_lease_and_gets_no_commit() -> None:
-    async with Worker("p", lease_ms=300) as sender, Worker("d") as receiver:
+    async with Worker("p", lease_ms=600_000) as sender, Worker("d") as receiver:
         agent_of(sender)
         ticket, arrival = await sender.offer(ask()), await receiver.reserve(ask())
 
@@ -247,9 +247,16 @@ async def test_a_receiver_that_stops_reading_loses_the_blocks_with_its_lease_and
                 await asyncio.sleep(0.05)
                 yield wire.FetchRequest(heartbeat=wire.Heartbeat())
 
+        responses, passed = list[wire.FetchResponse](), 0.0
         async with contextlib.aclosing(sender.sender.fetch(requests())) as messages:
-            kinds = [decode(message).response.WhichOneof("message") async for message in messages]
-        assert kinds[-1] == "closed"
-        assert "commit" not in kinds
+            async for message in messages:
+                responses.append(decode(message).response)
+                if sender.tokens.get("r") and responses[-1].HasField("heartbeat"):
+                    assert passed < 1200, "heartbeats renew the lease"
+                    advance(240)
+                    passed += 240
+                    await asyncio.sleep(0.1)  # heartbeats of the receiver arrive
+        assert responses[-1].closed.failure.cause == wire.CAUSE_LEASE_EXPIRED
+        assert not any(response.HasField("commit") for response in responses)
         await sender.emptied()
         await receiver.loop.call(lambda _: arrival.abort())

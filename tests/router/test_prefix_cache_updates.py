@@ -27,7 +27,7 @@ async def nodes(*names: str, blocks: int = 64) -> AsyncIterator[list[tuple[Node,
     if not names:
         yield []
         return
-    async with Node(names[0], blocks=blocks, lease_ms=1000) as node, nodes(*names[1:], blocks=blocks) as others:
+    async with Node(names[0], blocks=blocks, lease_ms=600_000) as node, nodes(*names[1:], blocks=blocks) as others:
         capacity = Capacity(total_blocks=blocks, block_size=BLOCK, max_context_length=blocks * BLOCK, max_running=8)
         registration = WorkerRegistration(
             peer=node.peer,

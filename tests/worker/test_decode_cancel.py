@@ -31,10 +31,10 @@ class Harness:
 
 
 @asynccontextmanager
-async def run_in_state(state: str, lease_ms: int = LONG, **more: Any) -> AsyncIterator[Harness]:
+async def run_in_state(state: str, **more: Any) -> AsyncIterator[Harness]:
     run, work = make_run(), make_work(40, 80, **more)
     blocks, running = (40, 8) if state == "waiting for blocks" else (128, 1 if state == "waiting its turn" else 8)
-    decode = Node("d", blocks=blocks, running=running, lease_ms=lease_ms)
+    decode = Node("d", blocks=blocks, running=running, lease_ms=LONG)
     async with Node("p", lease_ms=LONG) as sender, decode as node, Router(node) as router:
         harness = Harness(sender, node, router, run, work)
         await REACH[state](harness)
@@ -139,8 +139,12 @@ async def test_time_that_is_over_ends_a_run_in_every_state(state: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_runs_of_a_broken_session_are_kept_for_one_lease_in_every_state(state: str) -> None:
-    async with run_in_state(state, lease_ms=300) as harness:
+    async with run_in_state(state) as harness:
         await harness.router.leave()
+        advance(0.9 * harness.node.host.lease_s)
+        await asyncio.sleep(0.05)
+        assert harness.run in [run for run, *_ in harness.node.decode.runs()]
+        advance(0.1 * harness.node.host.lease_s)
         await eventually(lambda: not list(harness.node.decode.runs()))
         assert harness.node.decode.orphans == 0
         assert not await harness.node.host.loop.call(lambda engine: set(engine.sequences)), "it is not decoded"

@@ -10,12 +10,15 @@ from decant.handoff.transport import KvSource, Transport
 from decant.protos import worker_pb2 as wire
 from decant.worker.decode import notifications
 from tests.worker.decode_harness import Node, make_run, make_work, routed, run_alone
-from tests.worker.waiting import eventually
+from tests.worker.waiting import advance, eventually, expire
+
+LONG = 600_000
+"""Lease in milliseconds that never runs out by itself in a test."""
 
 
 async def test_an_unreachable_sender_is_named() -> None:
     run, work = make_run(), make_work()
-    async with Node("p", lease_ms=300) as sender, routed() as (node, router):
+    async with Node("p", lease_ms=LONG) as sender, routed() as (node, router):
         ticket = await sender.offer(run, work)
         ticket.address = "127.0.0.1:1"
         await router.start(run, work, ticket)
@@ -23,14 +26,16 @@ async def test_an_unreachable_sender_is_named() -> None:
         assert (failure.cause, failure.peer) == (wire.CAUSE_PEER_LOST, sender.peer)
         assert not list(node.decode.runs())
         await node.audit()
+        expire(sender.host.sender.leases)
         await sender.audit()
 
 
 async def test_an_expired_ticket_is_reported_and_the_next_attempt_succeeds() -> None:
     work = make_work(30, 8)
-    async with Node("p", lease_ms=300) as sender, routed() as (node, router):
+    async with Node("p", lease_ms=LONG) as sender, routed() as (node, router):
         run = make_run()
         ticket = await sender.offer(run, work)
+        advance(sender.host.lease_s)
         await eventually(lambda: not sender.host.sender.leases.all())
         await router.start(run, work, ticket)
         failure = (await router.until_message(run, "failed")).failure
@@ -44,7 +49,7 @@ async def test_an_expired_ticket_is_reported_and_the_next_attempt_succeeds() -> 
 
 async def test_a_sender_killed_during_a_fetch_is_lost_soon() -> None:
     run, work = make_run(), make_work(60, 8)
-    async with Node("p", lease_ms=300) as sender, routed() as (node, router):
+    async with Node("p", lease_ms=LONG) as sender, routed() as (node, router):
         sender.device.seconds = 0.5
         await router.start(run, work, await sender.offer(run, work))
         await router.until_message(run, "scheduled")
@@ -52,6 +57,7 @@ async def test_a_sender_killed_during_a_fetch_is_lost_soon() -> None:
         failure = (await router.until_message(run, "failed")).failure
         assert (failure.cause, failure.peer) == (wire.CAUSE_PEER_LOST, sender.peer)
         await node.audit()
+        expire(sender.host.sender.leases)
 
 
 async def test_an_output_that_ended_with_its_first_token_leaves_nothing_to_fetch() -> None:

@@ -11,7 +11,7 @@ from decant.engine.kv_layout import FULL, Window, WindowKind
 from decant.protos import worker_pb2 as wire
 from tests.worker.decode_harness import Node, make_run, make_work, run_alone
 from tests.worker.session_client import Router
-from tests.worker.waiting import eventually
+from tests.worker.waiting import advance, eventually
 
 RUN = make_run()
 
@@ -90,10 +90,12 @@ async def test_a_run_migrates_with_its_logprobs() -> None:
 
 async def test_a_run_whose_ticket_is_not_used_continues() -> None:
     work = make_work(10, 200)
-    async with pair(lease_ms=100) as (old, _):
+    async with pair(lease_ms=600_000) as (old, _):
         await old.start(RUN, work)
         await old.until_tokens(RUN, 2)
         await take_ticket(old)
+        assert old.node.host.sender.leases.all()
+        advance(old.node.host.lease_s)
         await eventually(lambda: not old.node.host.sender.leases.all())
         speed_up(old)
         [record] = await old.until_ended(RUN)

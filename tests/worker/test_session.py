@@ -288,7 +288,7 @@ async def test_a_router_loses_its_session_by_the_age_of_its_oldest_unread_messag
 async def test_a_router_that_reads_nothing_over_grpc_loses_its_session() -> None:
     run, work, limits = make_run(), make_work(8, 480), SessionLimits(max_unread=50)
     async with (
-        Node("d", lease_ms=3000, session_limits=limits) as node,
+        Node("d", lease_ms=600_000, session_limits=limits) as node,
         grpc.aio.insecure_channel(node.address) as channel,
     ):
         call = services.DecodeStub(channel).Session()
@@ -303,6 +303,7 @@ async def test_a_router_that_reads_nothing_over_grpc_loses_its_session() -> None
                     wire.RouterMessage(resend=wire.Resend(run=run, resume=wire.ResumePosition(output=0, position=8)))
                 )
         await eventually(lambda: node.decode.sessions == 0)
+        advance(node.host.lease_s)
         await eventually(lambda: not list(node.decode.runs()))
         call.cancel()
 
