@@ -211,7 +211,7 @@ async def test_the_deadline_holds_while_resuming(two: Two) -> None:
     two.routers[0].breaks.extend([Break(2, LOST)] * 3)
     began = time.monotonic()
     async with AsyncClient(two.address) as client:
-        stream = client.stream("x", timeout=1.0)
+        stream = client.stream("x", timeout=3.0)
         with pytest.raises(decant.DeadlineExceeded):
             [delta async for delta in stream]
         assert stream.text == "ab"
@@ -219,7 +219,7 @@ async def test_the_deadline_holds_while_resuming(two: Two) -> None:
             await asyncio.to_thread(list, Client(two.address).stream("x", timeout=0.5))
     assert time.monotonic() - began < PATIENCE_S
     left = [script.time_left for script in two.routers if script.time_left is not None]
-    assert all(0 < one <= 1.1 for one in left)
+    assert all(0 < one <= 3.1 for one in left)
 
 
 @pytest.fixture

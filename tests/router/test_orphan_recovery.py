@@ -43,7 +43,7 @@ async def test_a_taken_over_request_without_a_reader_ends_after_its_grace(store:
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=100) as harness:
         workers[1].script.pause_at = 3
         async with watching(store, harness):
-            await until(lambda: harness.requests.executions.running)
+            await until(lambda: workers[1].starts)
             await until(lambda: not harness.requests.executions.running and harness.store_is_done)
         assert (await store.requests.read(KEY)).state == Generation.STATE_CANCELLED
 

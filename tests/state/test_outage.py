@@ -26,6 +26,7 @@ from tests.state.factories import (
     write_request,
     written,
 )
+from tests.worker.waiting import eventually
 
 DEADLINE_S = 0.3
 PATIENCE_S = 60.0  # ends a test that hangs
@@ -110,12 +111,17 @@ async def test_a_caller_that_gives_up_leaves_no_answer_behind(server: PrivateRed
         await all_well(store)
 
 
+def blocked_clients(bare: sync_redis.Redis) -> int:
+    info: Any = bare.info("clients")
+    return int(info["blocked_clients"])
+
+
 async def test_a_flood_of_reads_delays_no_renewal_and_no_write(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     async with make_store(server.url, deadline_s=30, connections=2) as store:
         registered = await store.routers.register(router_registration(router()))
         reads = store.requests._reads
         flood = [asyncio.create_task(reads.wait_for_entry("nothing", b"0-0", 60)) for _ in range(50)]
-        await asyncio.sleep(0.05)
+        await eventually(lambda: blocked_clients(bare) == 2)  # all connections for reads
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 await store.requests.read(KEY)
