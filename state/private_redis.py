@@ -72,7 +72,10 @@ class PrivateRedis:
     def start(self) -> Self:
         """Start Redis and wait until it answers. Raises PrivateRedisFailed with its output, after cleanup."""
         server = find_redis_server()
-        folder = _make_folder()
+        try:
+            folder = _make_folder()
+        except OSError as error:
+            raise PrivateRedisFailed(f"TMPDIR: a folder that can be written ({error.strerror})") from None
         self._address = ("127.0.0.1", self._port) if self._port else f"{folder}/redis.sock"
         command = [server, "--dir", folder, "--save", "", "--appendonly", "no", "--daemonize", "no", "--logfile", ""]
         command += ["--loglevel", "warning", "--port", str(self._port or 0), "--bind", "127.0.0.1"]

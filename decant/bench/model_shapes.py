@@ -86,9 +86,13 @@ def make(shape: str, folder: Path | None = None, *, seed: int = 0) -> Path:
         return folder
     if folder.exists() and any(folder.iterdir()):
         raise InvalidBenchmark("folder", "empty, or a checkpoint", folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Write aside and rename when complete: an interrupted run leaves no partial checkpoint.
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Write aside and rename when complete: an interrupted run leaves no partial checkpoint.
+        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        limit = f"a folder that can be written ({error.strerror}); HOME or XDG_CACHE_HOME chooses it"
+        raise InvalidBenchmark("cache of models", limit, folder.parent) from None
     try:
         _write(dict(config), aside, seed)
         _write_tokenizer(config["vocab_size"], aside)

@@ -14,12 +14,16 @@ from google.protobuf.json_format import MessageToDict
 
 from decant import Cancelled, Client, Options, Prompt, ServiceError, Stream, Tls, Unavailable
 from decant.client.retry import may_pass
+from decant.command.deployment import deployments
 from decant.command.deployment.waiting import Waiting
 from decant.command.errors import CommandFailed, one_line_errors
 from decant.command.options import tls_from
 
 TOKEN = "DECANT_TOKEN"
 """The tenant's secret; other users can read command lines."""
+
+RESUME_SECONDS = 30.0
+"""The default of the client."""
 
 UNSET: tuple[Any, ...] = (None, [], ())
 """Values of options that are not given."""
@@ -56,6 +60,8 @@ class GenerateArgs:
     tls: Tls | None = None
     timeout: float | None = None
     as_json: bool = False
+    wait: float = 0.0
+    """Least seconds to wait for a router that is away; the client may wait longer."""
     waits: bool = True
     """Wait for a router that is away. False: raise Unavailable at once if nothing has been received."""
 
@@ -67,7 +73,7 @@ def run_command(params: dict[str, Any]) -> None:
         values = {name: params.get(name) for name in Options.__annotations__}
         options = cast(Options, {name: value for name, value in values.items() if value not in UNSET})
         tls, as_json = tls_from(params), params["as_json"]
-        args = GenerateArgs(params["address"] or "", tls, params["timeout"], as_json)
+        args = GenerateArgs(params["address"] or "", tls, params["timeout"], as_json, wait=params["wait"] or 0.0)
         if params["address"] is None:
             line = run_here(args, prompt, options, Waiting("--address", params["wait"]))
         else:
@@ -87,7 +93,9 @@ def _read_prompt(argument: str | None) -> str:
 def run(args: GenerateArgs, prompt: Prompt, options: Options) -> str:
     """Print the output; return the summary. Raises ServiceError, but CommandFailed for Unavailable after any output."""
     try:
-        client = Client(args.address, tls=args.tls, token=os.environ.get(TOKEN) or None)
+        resume_seconds = max(args.wait, RESUME_SECONDS)
+        token = os.environ.get(TOKEN) or None
+        client = Client(args.address, tls=args.tls, token=token, resume_seconds=resume_seconds)
     except ValueError as error:
         parameter, _, limit = str(error).partition(":")
         where = {"address": "--address", "token": TOKEN}[parameter]
@@ -96,7 +104,7 @@ def run(args: GenerateArgs, prompt: Prompt, options: Options) -> str:
         raise CommandFailed(f"{error.filename}: {error.strerror}") from None
     clock = Clock(time.monotonic())
     with client, client.stream(prompt, timeout=args.timeout, **options) as stream, _until_ctrl_c(client, stream):
-        client._routers.on_wait = _WaitReport(stream, waits=args.waits)
+        client._routers.on_wait = _WaitReport(stream, _starting_here(args.address), waits=args.waits)
         try:
             _show(stream, clock, as_json=args.as_json)
         except Unavailable as error:
@@ -109,6 +117,18 @@ def run(args: GenerateArgs, prompt: Prompt, options: Options) -> str:
         sys.stdout.write("\n")
         sys.stdout.flush()
     return summary(stream, clock)
+
+
+def _starting_here(address: str | Sequence[str]) -> str:
+    """Return a hint if the address may be that of a deployment of this machine that is starting."""
+    hosts = {one.strip().rpartition(":")[0] for one in str(address).split(",")}
+    if not hosts & {"localhost", "127.0.0.1", "[::1]"}:
+        return ""
+    with contextlib.suppress(CommandFailed):
+        for one in deployments.running():
+            if not one.has_started:
+                return f"; `decant up` (process {one.pid}) is starting"
+    return ""
 
 
 def run_here(args: GenerateArgs, prompt: Prompt, options: Options, waiting: Waiting) -> str:
@@ -124,8 +144,9 @@ def run_here(args: GenerateArgs, prompt: Prompt, options: Options, waiting: Wait
 class _WaitReport:
     """Report that the first message waits for a router, each reason once in a row; see `GenerateArgs.waits`."""
 
-    def __init__(self, stream: Stream, *, waits: bool) -> None:
+    def __init__(self, stream: Stream, hint: str, *, waits: bool) -> None:
         self._stream = stream
+        self._hint = hint
         self._waits = waits
         self._last = ""
 
@@ -136,7 +157,7 @@ class _WaitReport:
             raise error
         if (text := str(error)) != self._last:
             self._last = text
-            _print_status(f"{text}; trying again")
+            _print_status(f"{text}{self._hint}; trying again")
 
 
 def _show(stream: Stream, clock: Clock, *, as_json: bool) -> None:

@@ -52,7 +52,10 @@ Priority = Annotated[int | None, Option(help="Priority, -1000 to 1000; larger is
 RequestId = Annotated[str | None, Option(help="Id of the request; unset: generated.")]
 Timeout = Annotated[float | None, Option(min=0, help="Seconds until the deadline of the request.")]
 WaitForStart = Annotated[
-    float | None, Option(min=0, help="Seconds to wait for a deployment on this machine; unset: 60 while it starts.")
+    float | None,
+    Option(
+        min=0, help="Seconds to wait for a deployment; unset: 60 while one on this machine starts, 30 with --address."
+    ),
 ]
 
 # status

@@ -63,3 +63,9 @@ def test_an_existing_checkpoint_is_used_and_other_folders_are_left_alone(tiny: P
     with pytest.raises(InvalidBenchmark, match="folder: empty, or a checkpoint, got"):
         shapes.make("tiny", tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidBenchmark, match="cache of models: a folder that can be written"):
+        shapes.make("tiny", tmp_path / "file" / "folder")

@@ -15,8 +15,12 @@ from typer.testing import CliRunner, Result
 
 import decant
 from decant.command.app import app
+from decant.command.deployment.deployments import Deployment, DeploymentRecord
+from decant.command.errors import CommandFailed
 from decant.protos import inference_pb2 as pb
-from tests.decant.scripted import PATIENCE_S, Break, Script, endless_answer, refuse
+from decant.state.errors import PrivateRedisFailed
+from decant.state.private_redis import PrivateRedis
+from tests.decant.scripted import PATIENCE_S, Break, Script, endless_answer, refuse, short_answer
 
 KEYS = {
     "request_id",
@@ -115,6 +119,66 @@ def test_a_server_that_is_not_there_is_named_once_while_it_is_tried_again() -> N
     waiting, error = done.stderr.splitlines()
     assert waiting == f"{error.removeprefix('decant: ')}; trying again"
     assert "no connection to 127.0.0.1:1" in error
+
+
+def test_an_address_of_a_deployment_that_starts_is_said_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    starting = Deployment(7, (), "unix:///r", has_started=False)
+    monkeypatch.setattr("decant.command.deployment.deployments.running", lambda: [starting])
+    done = run("generate", "x", "--address", "127.0.0.1:1", "--timeout", "0.4")
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[0].endswith("; `decant up` (process 7) is starting; trying again")
+    assert "is starting" not in run("generate", "x", "--address", "invalid.example:1", "--timeout", "0.4").stderr
+
+
+@pytest.mark.parametrize(("wait", "seconds"), [([], 30.0), (["--wait", "90"], 90.0), (["--wait", "1"], 30.0)])
+def test_generate_waits_for_a_router_at_its_address_as_long_as_it_is_asked_to(
+    wait: list[str], seconds: float, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[float] = []
+
+    class Recorded(decant.Client):
+        def __init__(self, *arguments: Any, resume_seconds: float, **options: Any) -> None:
+            made.append(resume_seconds)
+            super().__init__(*arguments, resume_seconds=resume_seconds, **options)
+
+    monkeypatch.setattr("decant.command.generate.Client", Recorded)
+    assert run("generate", "x", "--address", address, *wait).stdout == "abc\n"
+    assert made == [seconds]
+
+
+def test_without_a_folder_for_temporary_files_one_line_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", none)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    for command in (["generate", "x"], ["status"], ["bench"]):
+        done = run(*command)
+        assert done.exit_code == 1
+        assert done.stderr == "decant: TMPDIR: a folder that can be written, got none, nor can /tmp be written\n"
+    with pytest.raises(CommandFailed, match="TMPDIR: a folder"), DeploymentRecord():
+        pass
+    with pytest.raises(PrivateRedisFailed, match="TMPDIR: a folder"):
+        PrivateRedis().start()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("redirect", ["", ">&-", "2>&- >&-", "| head -c 1"])
+def test_an_output_that_is_ascii_or_closed_gets_no_traceback(redirect: str, address: str, script: Script) -> None:
+    async def foreign(request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
+        async for message in short_answer(request, context):
+            if message.HasField("delta"):
+                message.delta.text = message.delta.text.replace("a", "é\u2028")
+            yield message
+
+    script.answering = foreign
+    command = f"{sys.executable} -m decant.command generate é --address {address} {redirect}"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0
+    if not redirect:
+        assert done.stdout == "\\xe9\\u2028bc\n"
 
 
 def test_an_error_in_mid_answer_comes_after_what_was_written(address: str, script: Script) -> None:

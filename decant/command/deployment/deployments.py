@@ -48,7 +48,15 @@ class Deployment:
 
 
 def folder() -> Path:
-    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    """Return the folder of records. Raises CommandFailed if there is none that can be written."""
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or _temporary_folder())
+
+
+def _temporary_folder() -> str:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        raise CommandFailed("TMPDIR: a folder that can be written, got none, nor can /tmp be written") from None
 
 
 def running() -> list[Deployment]:
@@ -100,7 +108,10 @@ class DeploymentRecord:
         self._lock = descriptor
 
     def __enter__(self) -> Self:
-        self.temporary = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        try:
+            self.temporary = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_temporary_folder()))
+        except OSError as error:
+            raise CommandFailed(f"TMPDIR: a folder that can be written ({error.strerror})") from None
         command = ["/bin/sh", "-c", _KEEPER, "decant-keeper", str(self.path), f"{self.path}.new", str(self.temporary)]
         self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0)
         return self
