@@ -135,6 +135,8 @@ class Stream(ResumableStream):
             self._call.cancel()
 
     def _begin(self) -> None:
+        if self._signal.is_set:
+            raise closed_error()
         if self._call is None:
             self._start(*self._first_call())
 
@@ -145,10 +147,8 @@ class Stream(ResumableStream):
         self._start(*self._resumption())
 
     def _start(self, method: str, request: Message) -> None:
-        if self._signal.is_set:
-            raise closed_error()
         self._call = self._routers.start_call(method, request, self._retries)
-        if self._signal.is_set:  # since the first look
+        if self._signal.is_set:  # by another thread, which may not have seen the call
             self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -210,6 +210,8 @@ class AsyncStream(ResumableStream):
             self._call.cancel()
 
     def _begin(self) -> None:
+        if self._signal.is_set:
+            raise closed_error()
         if self._call is None:
             self._start(*self._first_call())
 
@@ -220,8 +222,6 @@ class AsyncStream(ResumableStream):
         self._start(*self._resumption())
 
     def _start(self, method: str, request: Message) -> None:
-        if self._signal.is_set:
-            raise closed_error()
         self._call = self._routers.start_call(method, request, self._retries)
 
     async def __aenter__(self) -> Self:

@@ -77,7 +77,7 @@ async def test_a_running_client_uses_a_router_that_its_name_has_gained(
         stack.enter_context(serving(second, port, "127.0.0.2", aging))
         name = f"dns://127.0.0.1:{stack.enter_context(name_server(addresses))}/{NAME}:{port}"
         async with AsyncClient(name) as client:
-            called = stack.enter_context(Client(name)) if blocking else client
+            called: Any = stack.enter_context(Client(name)) if blocking else client
             stream = client.stream("x")
             reading = aiter(stream)
             assert (await anext(reading)).text == "a"

@@ -165,8 +165,10 @@ async def test_a_request_that_waits_for_admission_keeps_its_turn_while_its_clien
 
 
 async def test_a_cancel_reaches_those_that_wait_for_admission(store: Store) -> None:
-    settings = {"max_active": 1, "queue_limit": 2, "resume_grace_ms": 0}
-    async with fleet(P, D) as workers, core(store, workers, **settings) as harness:
+    async with (
+        fleet(P, D) as workers,
+        core(store, workers, max_active=1, queue_limit=2, resume_grace_ms=0) as harness,
+    ):
         workers[1].script.pause_at = 2
         stream = await harness.requests.begin(make_request("one"))
         await until_written(stream, 1)
