@@ -36,6 +36,7 @@ ERRORS: list[ServiceError] = [
     QuotaExceeded("tenant a", "in_flight", 8, 9, retry_after=1.5),
     QueueFull(256, retry_after=0.25),
     Unavailable(Reason.NO_WORKER, "no worker is ready for model m", retry_after=2),
+    Unavailable(Reason.TOKENIZER_MISMATCH, "worker d has another tokenizer of m", retry_after=2),
     Unavailable(Reason.DRAINING, "this router is draining", retry_after=0),
     Unavailable(Reason.WORKERS_LOST, "lost 3 workers before the first token", retry_after=1),
     Unavailable(Reason.STATE_STORE_UNAVAILABLE, "the state store is unavailable", retry_after=0.0014),
