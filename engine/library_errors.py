@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,7 +15,7 @@ from decant.engine.errors import DeviceFailed, ModelRefused
 DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 """RuntimeErrors that no model causes."""
 
-FAILURES = (
+FAILURES: tuple[type[Exception], ...] = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -27,7 +28,13 @@ FAILURES = (
     TypeError,
     ValueError,
 )
-"""What a model that is not supported may raise in a load."""
+"""What a model that is not supported may raise in a load, beside ``triton_errors``."""
+
+
+def triton_errors() -> tuple[type[Exception], ...]:
+    """Base of the errors of triton's compiler and launches, once triton is imported. They are no RuntimeErrors."""
+    errors = sys.modules.get("triton.errors")
+    return () if errors is None else (errors.TritonError,)
 
 
 @contextmanager
@@ -46,7 +53,7 @@ def refuse_model_on_error(name: str, what: str) -> Iterator[None]:
         yield
     except DEVICE_ERRORS:
         raise
-    except FAILURES as error:
+    except FAILURES + triton_errors() as error:
         text = " ".join(str(error).split())[:300]
         reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
         raise ModelRefused(name, f"{what}: {reason}") from error

@@ -25,7 +25,7 @@ from bench.options import add_json, write_result
 
 SECONDS = 400.0
 
-PARTS = ("transformers", "decode", "prompt", "mixed", "idle", "interference", "exact", "queue")
+PARTS = ("decode", "prompt", "mixed", "idle", "interference", "exact", "queue", "queue-1b", "transformers")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,12 +46,14 @@ def main(arguments: list[str] | None = None) -> int:
     bench = Bench(TINY if args.tiny else Sizes(), device, args.cuda_kernels if device.type == "cuda" else "none")
     head = describe(bench, tiny=args.tiny)
     print("\n".join(f"{name}: {value}" for name, value in head.items()), file=sys.stderr)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for row in measure(bench, names, args.seconds):
-        rows.append(row)
+        rows.append(dataclasses.asdict(row) | {"verdict": row.verdict})
         print(line(row), file=sys.stderr, flush=True)
-    result = head | {"rows": [dataclasses.asdict(row) | {"verdict": row.verdict} for row in rows]}
-    write_result(result, args.json, lambda: None)
+        if args.json != "-":  # what is measured stays if a later part ends the process
+            write_result(head | {"loads": bench.loads, "rows": rows}, args.json, lambda: None)
+    if args.json == "-":
+        write_result(head | {"loads": bench.loads, "rows": rows}, args.json, lambda: None)
     return 0
 
 

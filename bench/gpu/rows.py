@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,17 +11,37 @@ from typing import Any
 
 import torch
 
-from bench.gpu import ceilings, idle, interference, shapes
+from bench.gpu import ceilings, continuous_batching, idle, interference, shapes
 from bench.gpu.serving import decode_steps, make_engine, request, serve
 from bench.gpu.shapes import Decode, Sizes
 from decant.engine.errors import EngineError
+from decant.engine.library_errors import triton_errors
 from decant.engine.model.backend import CudaKernels
 from decant.engine.model.model import ModelDevice
 
 UNMEASURED = "not measured"
 
-FAILURES = (AssertionError, AttributeError, EngineError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a part may raise on a machine that lacks something."""
+FAILURES: tuple[type[Exception], ...] = (
+    AssertionError,
+    AttributeError,
+    EngineError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a part may raise on a machine that lacks something, beside ``triton_errors``."""
+
+TRANSFORMERS_SECONDS = 180.0
+
+
+def free_memory(device: torch.device) -> None:
+    """Free what the parts before held: fused layers and engines are in cycles, which only the collector frees."""
+    gc.unfreeze()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)
@@ -44,27 +66,35 @@ class Row:
 
 
 class Bench:
+    """Measures parts, of which each begins with the memory of the others freed, except the model that several share.
+
+    ``loads`` describes each model that was loaded: its kernels, what fell back to torch, graphs, and free memory.
+    """
+
     def __init__(self, sizes: Sizes, device: torch.device, kernels: CudaKernels) -> None:
         self.sizes = sizes
         self.device = device
         self.kernels = kernels
+        self.loads: list[dict[str, Any]] = []
         self.bandwidth = ceilings.bandwidth(device, sizes.copied_bytes)
         self.rate = ceilings.product_rate(device, sizes.product)
         self._served: ModelDevice | None = None
         self._weights = self._products = 0
-        self._others_throughput = 0.0  # of transformers' continuous batching
+        self._own_throughput = 0.0  # at the outputs that are compared with transformers' continuous batching
+        self.ends = float("inf")
 
     def parts(self) -> dict[str, Callable[[], Iterator[Row]]]:
-        """Parts in order: those that need the unchanged model come first."""
+        """Parts in order; those that share the large model come first."""
         return {
-            "transformers": self.transformers,
             "decode": self.decodes,
             "prompt": self.prompt,
             "mixed": self.mixed,
             "idle": self.idle,
             "interference": self.interference,
             "exact": self.exact,
-            "queue": self.queue,
+            "queue": lambda: self.queue(self.sizes.small_models[0]),
+            "queue-1b": lambda: self.queue(self.sizes.small_models[1]),
+            "transformers": self.transformers,
         }
 
     # -- the large model ----------------------------------------------------------------------------------------
@@ -75,11 +105,21 @@ class Bench:
             self._served = self._make(self.sizes.model)
         return self._served
 
+    def _release(self) -> None:
+        self._served = None
+        free_memory(self.device)
+
     def _make(self, name: str, *, exact: bool = False) -> ModelDevice:
         model = shapes.make_model(name, self.sizes.context_length, self.device)
         self._weights, self._products = shapes.weight_bytes(model), shapes.products(model)
         kv_bytes = shapes.kv_bytes(model, self._kv_tokens())
-        return shapes.make_served(model, name, kernels=self.kernels, exact=exact, kv_bytes=kv_bytes)
+        began = time.perf_counter()
+        device = shapes.make_served(model, name, kernels=self.kernels, exact=exact, kv_bytes=kv_bytes)
+        self.loads.append(shapes.describe(device, name) | {"load_s": round(time.perf_counter() - began, 1)})
+        print(f"loaded: {self.loads[-1]}", file=sys.stderr, flush=True)
+        gc.collect()
+        gc.freeze()  # as workers do: a collection that looks through a model is a gap of a quarter of a second
+        return device
 
     def _kv_tokens(self) -> int:
         sizes, steps = self.sizes, self.sizes.steps
@@ -120,7 +160,7 @@ class Bench:
         limit = length * self._products / self.rate
         detail = {"ttft_ms": min(seconds) * 1e3, "limit_ms": limit * 1e3}
         yield Row(
-            f"prompt of {length:,} tokens: first token", limit / min(seconds), "of the limit", 0.65, detail=detail
+            f"prompt of {length:,} tokens: first token", limit / min(seconds), "of the limit", 0.75, detail=detail
         )
 
     def _requests(self, output: int, vocabulary: int) -> list[Any]:
@@ -135,68 +175,63 @@ class Bench:
             name = f"{count} at once, {shortest:,} to {longest:,} in, {output} out"
             detail = {"tpot_ms": trace.tpot * 1e3, "seconds": trace.seconds}
             yield Row(name, trace.throughput, "tokens/s", detail=detail)
-        if self._others_throughput:
-            times = trace.throughput / self._others_throughput
-            yield Row(f"{name}: beside transformers' continuous batching", times, "times", 5.0)
+        self._own_throughput = trace.throughput
 
     def transformers(self) -> Iterator[Row]:
+        self._release()
         count, output = self.sizes.mixed[0], self.sizes.compared_outputs
-        name = f"transformers' continuous batching, the same with {output} out"
+        name = f"transformers' continuous batching, {count} at once, {output} out"
         if self.device.type != "cuda":
             yield Row(name, None, "tokens/s", why="its batching needs a GPU")
             return
-        model: Any = shapes.make_model(self.sizes.model, self.sizes.context_length, self.device)
-        requests = self._requests(output, model.config.vocab_size)
-        if not hasattr(model, "generate_batch"):
-            yield Row(name, None, "tokens/s", why="this transformers has no generate_batch")
-            return
-        model.set_attn_implementation("paged|sdpa")
-        model.generation_config.update(max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        began = time.perf_counter()
-        outputs = model.generate_batch(
-            [list(one.token_ids) for one in requests], generation_config=model.generation_config
-        )
-        seconds = time.perf_counter() - began
-        tokens = sum(len(one.generated_tokens) for one in outputs.values())
-        if tokens < count * output:
-            yield Row(name, None, "tokens/s", why=f"it generated {tokens} of {count * output} tokens")
-            return
-        self._others_throughput = tokens / seconds
-        yield Row(name, self._others_throughput, "tokens/s", detail={"seconds": seconds})
+        prompts = [list(one.token_ids) for one in self._requests(output, shapes.vocabulary(self.sizes.model))]
+        job = continuous_batching.Job(self.sizes.model, str(self.device), self.sizes.context_length, prompts, output)
+        left = self.ends - time.monotonic()
+        tokens, seconds = continuous_batching.measure(job, max(1.0, min(left, TRANSFORMERS_SECONDS)))
+        yield Row(name, tokens / seconds, "tokens/s", detail={"seconds": seconds})
+        if self._own_throughput:
+            times = self._own_throughput * seconds / tokens
+            yield Row(f"{count} at once, {output} out: beside transformers' continuous batching", times, "times", 5.0)
 
     def idle(self) -> Iterator[Row]:
         one = self.sizes.decodes[1]
         name = f"device idle between decode steps, {one.sequences} sequences"
         if self.device.type != "cuda":
-            yield Row(name, None, "of the time", 0.05, is_most=True, why="needs a GPU's profile")
+            yield Row(name, None, "of the time", 0.03, is_most=True, why="needs a GPU's profile")
             return
         share = idle.share(lambda: decode_steps(self.served, one.sequences, one.context // 4, self.sizes.steps))
-        yield Row(name, share, "of the time", 0.05, is_most=True)
+        yield Row(name, share, "of the time", 0.03, is_most=True)
 
     def interference(self) -> Iterator[Row]:
         sizes, device = self.sizes, self.served
-        mixed = interference.longest_gap_mixed(device, sizes)
         count, length = sizes.long_prompts
+        title = f"longest gap of {sizes.answers} answers, {count} prompts of {length:,}"
+        chunks = interference.gaps_mixed(device, sizes, sizes.chunk)
+        detail = {"longest_ms": chunks.longest * 1e3, "median_ms": chunks.median * 1e3}
+        name = f"{title}, mixed in chunks of {sizes.chunk}"
+        yield Row(name, chunks.longest / chunks.median, "of the median", 2.0, is_most=True, detail=detail)
+        mixed = interference.gaps_mixed(device, sizes, length)
         second = shapes.beside(device, count * (-(-length // device.block_size) + 2))
-        split = interference.longest_gap_split(device, second, sizes)
-        name = f"longest gap of {sizes.answers} answers, {count} prompts of {length:,}: split to mixed in whole"
-        detail = {"split_ms": split * 1e3, "mixed_ms": mixed * 1e3}
-        yield Row(name, split / mixed, "of mixed", 0.1, is_most=True, detail=detail)
+        split = interference.gaps_split(device, second, sizes)
+        detail = {"split_ms": split.longest * 1e3, "split_median_ms": split.median * 1e3}
+        detail |= {"mixed_ms": mixed.longest * 1e3}
+        name = f"{title}: split to mixed in whole"
+        yield Row(name, split.longest / mixed.longest, "of mixed", 0.1, is_most=True, detail=detail)
 
     def exact(self) -> Iterator[Row]:
         one = self.sizes.decodes[1]
         plain = median(took for took, _ in decode_steps(self.served, one.sequences, one.context, self.sizes.steps))
-        self._served = None  # its memory is needed
+        self._release()
         device = self._make(self.sizes.model, exact=True)
         exact = median(took for took, _ in decode_steps(device, one.sequences, one.context, self.sizes.steps))
         detail = {"exact_ms": exact * 1e3, "step_ms": plain * 1e3, "equal_bits": device.equal_bits}
-        yield Row(f"exact, {one.sequences} sequences", exact / plain, "of the step", 1.6, is_most=True, detail=detail)
+        yield Row(f"exact, {one.sequences} sequences", exact / plain, "of the step", 1.25, is_most=True, detail=detail)
 
-    # -- the small model ----------------------------------------------------------------------------------------
+    # -- the small models ---------------------------------------------------------------------------------------
 
-    def queue(self) -> Iterator[Row]:
-        self._served = None
-        sizes, device = self.sizes, self._make(self.sizes.small_model)
+    def queue(self, model: str) -> Iterator[Row]:
+        self._release()
+        sizes, device = self.sizes, self._make(model)
         rng = random.Random(0)
         outputs = [
             max(1, min(sizes.queue_most, round(rng.expovariate(1 / sizes.queue_mean)))) for _ in range(sizes.queue)
@@ -214,7 +249,7 @@ class Bench:
             ([max(one) for one in batches], 6.0, "a static batch padded to its own longest"),
         ):
             static = sum(prompt + (length - 1) * step for length in padded)
-            title = f"{sizes.queue:,} requests, {sizes.queue_kv_tokens:,} tokens of KV: beside {name}"
+            title = f"{model}: {sizes.queue:,} requests, {sizes.queue_kv_tokens:,} tokens of KV: beside {name}"
             yield Row(title, static / trace.seconds, "times", least, detail=detail | {"static_s": static})
 
     def _static_pace(self, device: ModelDevice, batch: int) -> tuple[float, float]:
@@ -228,12 +263,13 @@ class Bench:
 
 
 def measure(bench: Bench, names: Sequence[str], seconds: float) -> Iterator[Row]:
-    ends = time.monotonic() + seconds
+    bench.ends = time.monotonic() + seconds
     for name in names:
-        if time.monotonic() > ends:
+        if time.monotonic() > bench.ends:
             yield Row(name, None, "", why=f"{seconds:g} s were over")
             continue
         try:
             yield from bench.parts()[name]()
-        except FAILURES as error:
+        except FAILURES + triton_errors() as error:
             yield Row(name, None, "", why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        free_memory(bench.device)

@@ -30,6 +30,14 @@ _SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_key_value_heads": 3,
             "vocab_size": 49152,
         },
+        "llama-3.2-1b": {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        },
         "tiny": {
             "hidden_size": 64,
             "intermediate_size": 128,
@@ -52,10 +60,10 @@ class Decode:
 @dataclass(frozen=True)
 class Sizes:
     model: str = "llama-3.1-8b"
-    small_model: str = "smollm2-135m"
+    small_models: tuple[str, str] = ("smollm2-135m", "llama-3.2-1b")
     context_length: int = 10_240
     steps: int = 48
-    decodes: tuple[Decode, ...] = (Decode(1, 1024, 0.85), Decode(64, 2048, 0.75), Decode(256, 1024, 0.65))
+    decodes: tuple[Decode, ...] = (Decode(1, 1024, 0.85), Decode(64, 2048, 0.78), Decode(256, 1024, 0.75))
     prompt: int = 3500
     mixed: tuple[int, int, int] = (64, 1500, 2000)  # requests, shortest and longest prompt
     outputs: int = 500
@@ -67,16 +75,17 @@ class Sizes:
     queue_kv_tokens: int = 8200
     answers: int = 32
     long_prompts: tuple[int, int] = (8, 8000)  # how many, tokens of each
+    chunk: int = 256  # tokens of the prompts in a step beside the answers
     copied_bytes: int = 4 << 30
     product: int = 8192
 
 
 TINY = Sizes(
     model="tiny",
-    small_model="tiny",
+    small_models=("tiny", "tiny"),
     context_length=256,
     steps=3,
-    decodes=(Decode(1, 24, 0.85), Decode(3, 24, 0.75)),
+    decodes=(Decode(1, 24, 0.85), Decode(3, 24, 0.78)),
     prompt=48,
     mixed=(3, 12, 20),
     outputs=4,
@@ -88,6 +97,7 @@ TINY = Sizes(
     queue_kv_tokens=112,
     answers=2,
     long_prompts=(1, 64),
+    chunk=16,
     copied_bytes=1 << 20,
     product=64,
 )
@@ -123,6 +133,26 @@ def make_served(
     context_length = model.config.max_position_embeddings
     read = ReadModel(model, name, context_length, lambda layout: f"{name} {layout}")
     return make_device(read, config, choose_backend(config))
+
+
+def vocabulary(name: str) -> int:
+    size: int = _SHAPES[name]["vocab_size"]
+    return size
+
+
+def describe(device: ModelDevice, name: str) -> dict[str, Any]:
+    """Which kernels compute a loaded model, as far as its backend and runner know."""
+    backend, memory = device.backend, device.memory()
+    graphs = getattr(device.runner, "graphs", None)
+    return {
+        "model": name,
+        "backend": backend.kind,
+        "fallbacks": getattr(backend, "fallbacks", {}),
+        "fused_layers": f"{backend.fused_layers(device.model)} of {len(device.store.layout.layers)}",
+        "graphs": "none" if graphs is None else graphs.summary,
+        "block_size": device.block_size,
+        "free_gb": None if memory is None else round(memory.free / 1e9, 2),
+    }
 
 
 def weight_bytes(model: torch.nn.Module) -> int:

@@ -127,6 +127,9 @@ class CudaBackend(TorchBackend):
             runner.capture(limits.context_length, GraphLimits())
         return runner
 
+    def fused_layers(self, model: torch.nn.Module) -> int:
+        return sum(isinstance(module.forward, fused_layer.TritonLayer) for module in model.modules())
+
     graph_bytes = GraphLimits().bytes
 
     def make_attention(

@@ -92,6 +92,7 @@ class DecodeGraphs:
         self._tile_rows = tile_rows
         self._logits: torch.Tensor | None = None
         self.graphs: dict[GraphSize, DecodeGraph] = {}
+        self.summary = "none"
 
     def capture(self, capture: Callable[[Replay], Replay], limits: GraphLimits, used_bytes: Callable[[], int]) -> None:
         """Capture graphs; after an error, which is logged, batches run without them."""
@@ -117,7 +118,8 @@ class DecodeGraphs:
         except RuntimeError as error:
             logger.warning("decode batches run without CUDA graphs: %s", error)
             return
-        logger.info("captured %d of %d CUDA graphs", len(self.graphs), len(sizes))
+        self.summary = f"{len(self.graphs)} of {len(sizes)}"
+        logger.info("captured %s CUDA graphs", self.summary)
 
     def find(self, rows: Sequence[Row], flat: FlatBatch) -> tuple[DecodeGraph, FlatBatch] | None:
         """Graph for a batch, and the batch padded to its size; None if no graph fits."""

@@ -1,17 +1,32 @@
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from bench.gpu import __main__ as command
-from bench.gpu import shapes
+from bench.gpu import continuous_batching, shapes
 from bench.gpu.idle import gaps_share
-from bench.gpu.rows import Row, measure
+from bench.gpu.interference import Arrivals
+from bench.gpu.rows import Bench, Row, measure
+
+
+@pytest.fixture(autouse=True)
+def frozen_again() -> Iterator[None]:
+    yield
+    gc.freeze()
 
 
 @pytest.mark.slow
@@ -26,7 +41,9 @@ def test_a_tiny_model_is_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.M
     rows = {row["name"]: row for row in result["rows"]}
     unmeasured = {name for name, row in rows.items() if row["value"] is None}
     assert all(name.startswith(("device idle", "transformers")) for name in unmeasured), rows
-    assert len(rows) == 11
+    assert len(result["rows"]) == 14
+    assert [load["model"] for load in result["loads"]] == ["tiny"] * 4
+    assert all(load["backend"] and load["fused_layers"] for load in result["loads"])
     assert all(row["value"] is None or row["value"] > 0 for row in rows.values())
 
 
@@ -38,19 +55,129 @@ def test_the_command_needs_no_package_of_the_servers() -> None:
     assert not servers & set(run.stdout.split())
 
 
-def test_a_part_that_fails_or_is_late_is_a_row_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    class Broken:
-        def parts(self) -> object:
-            return {"decode": lambda: (_ for _ in ()).throw(RuntimeError("no kernel image"))}
+class Parts:
+    """A benchmark of the given parts."""
 
-    (row,) = measure(Broken(), ["decode"], 60)  # type: ignore[arg-type]
+    device = torch.device("cpu")
+    ends = 0.0
+
+    def __init__(self, **parts: Any) -> None:
+        self._parts = parts
+
+    def parts(self) -> dict[str, Any]:
+        return self._parts
+
+
+def rows_of(parts: Parts, names: list[str], seconds: float = 60) -> list[Row]:
+    return list(measure(parts, names, seconds))  # type: ignore[arg-type]
+
+
+def failing(error: Exception) -> Any:
+    return lambda: (_ for _ in ()).throw(error)
+
+
+def test_a_part_that_fails_or_is_late_is_a_row_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    broken = Parts(decode=failing(RuntimeError("no kernel image")))
+    (row,) = rows_of(broken, ["decode"])
     assert row.verdict == "not measured: RuntimeError: no kernel image"
-    (row,) = measure(Broken(), ["decode"], -1)  # type: ignore[arg-type]
+    (row,) = rows_of(broken, ["decode"], -1)
     assert row.verdict == "not measured: -1 s were over"
     assert "not measured" in command.line(row)
     with pytest.raises(SystemExit):
         command.main(["--parts", "decode,other"])
     assert "got other" in capsys.readouterr().err
+
+
+def test_an_error_of_triton_is_a_row_with_the_reason() -> None:
+    errors = pytest.importorskip("triton.runtime.errors")
+    broken = Parts(decode=failing(errors.OutOfResources(300_000, 232_448, "shared memory")))
+    (row,) = rows_of(broken, ["decode"])
+    assert row.verdict.startswith("not measured: OutOfResources: out of resource: shared memory")
+
+
+def test_the_memory_of_a_part_is_free_when_the_next_begins() -> None:
+    """A fused layer and the module that it is the forward of, or an engine and its transfers, are a cycle."""
+    held: list[Any] = []
+
+    def first() -> Iterator[Row]:
+        model = SimpleNamespace(weights=torch.zeros(3))
+        model.forward = lambda: model
+        held.append(weakref.ref(model.weights))
+        gc.freeze()
+        yield Row("first", 1.0, "")
+
+    def second() -> Iterator[Row]:
+        yield Row("second", float(held[0]() is None), "")
+
+    gc.disable()
+    try:
+        rows = rows_of(Parts(first=first, second=second), ["first", "second"])
+    finally:
+        gc.enable()
+    assert [row.value for row in rows] == [1.0, 1.0]
+
+
+def test_each_row_is_written_before_the_next_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, written = tmp_path / "out.json", []
+
+    def rows(*_: object) -> Iterator[Row]:
+        yield Row("first", 1.0, "")
+        written.extend(json.loads(out.read_text())["rows"])
+        yield Row("second", 2.0, "")
+
+    monkeypatch.setattr("bench.gpu.ceilings.RUNS", 1)
+    monkeypatch.setattr(command, "measure", rows)
+    command.main(["--device", "cpu", "--tiny", "--json", str(out)])
+    assert [row["name"] for row in written] == ["first"]
+    assert len(json.loads(out.read_text())["rows"]) == 2
+
+
+def test_transformers_runs_in_its_own_process_after_the_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command.PARTS[-1] == "transformers"
+    monkeypatch.setattr("bench.gpu.ceilings.RUNS", 1)
+    bench = Bench(shapes.TINY, torch.device("cpu"), "none")
+    bench.device, bench._own_throughput = torch.device("cuda"), 30.0
+    monkeypatch.setattr("bench.gpu.rows.free_memory", lambda device: None)
+    run: list[Any] = []
+
+    def process(arguments: list[str], **options: Any) -> Any:
+        run.append((arguments, json.loads(options["input"])))
+        return SimpleNamespace(returncode=0, stdout='log\n{"tokens": 6, "seconds": 2.0}\n')
+
+    monkeypatch.setattr(subprocess, "run", process)
+    throughput, ratio = bench.transformers()
+    assert (throughput.value, ratio.value) == (3.0, 10.0)
+    ((arguments, job),) = run
+    assert arguments == [sys.executable, "-m", "bench.gpu.continuous_batching"]
+    assert [len(prompt) for prompt in job["prompts"]] == [18, 18, 12]
+    assert continuous_batching.Job(**job).output == shapes.TINY.compared_outputs
+
+
+def test_blocks_of_an_arrival_are_written_beside_the_steps() -> None:
+    """Else a benchmark of gaps measures its own copies."""
+    may_write, joined, written = threading.Event(), [], list[Any]()
+
+    class Arrival:
+        def extend(self, tokens: int) -> None: ...
+
+        def write(self, *block: Any) -> None:
+            assert may_write.wait(60)
+            written.append(block)
+
+    transfers = SimpleNamespace(reserve=lambda one: Arrival(), join=lambda *entry: joined.append(entry))
+    arrived: SimpleQueue[Any] = SimpleQueue()
+    arrived.put((SimpleNamespace(prompt_len=3), [("address", b"bytes", 7)], SimpleNamespace(output=(1,))))
+    with ThreadPoolExecutor(1) as writer:
+        arrivals = Arrivals(SimpleNamespace(transfers=transfers), arrived, writer)  # type: ignore[arg-type]
+        arrivals.advance()
+        arrivals.advance()
+        assert not written
+        assert not joined
+        may_write.set()
+        arrivals._writing[0][2].result(60)
+        arrivals.advance()
+    assert written == [("address", b"bytes", 7)]
+    assert len(joined) == 1
 
 
 @pytest.mark.parametrize(
@@ -60,9 +187,11 @@ def test_a_figure_is_compared_with_its_limit(value: float, is_most: bool, verdic
     assert Row("r", value, "", 0.5, is_most=is_most).verdict == verdict
 
 
-def test_idle_time_is_what_no_kernel_covers() -> None:
-    assert gaps_share([(0, 4), (2, 5), (10, 12), (11, 20)]) == pytest.approx(0.25)
-    assert gaps_share([]) == 0.0
+def test_idle_time_is_what_no_kernel_covers_between_steps() -> None:
+    assert gaps_share([(0, 4), (2, 5), (10, 12), (11, 20)], 5.0) == pytest.approx(0.25)
+    in_a_graph = [(float(at), at + 0.5) for at in range(100)]
+    assert gaps_share(in_a_graph, 5.0) == 0.0
+    assert gaps_share([], 5.0) == 0.0
 
 
 def test_bytes_and_products_of_a_step_are_those_of_the_shape() -> None:

@@ -77,6 +77,15 @@ def test_a_device_that_fails_during_a_load_is_not_the_fault_of_the_model(
         raise error
 
 
+def test_a_kernel_that_does_not_compile_refuses_the_model() -> None:
+    errors = pytest.importorskip("triton.runtime.errors")
+    with (
+        pytest.raises(ModelRefused, match="a step failed: OutOfResources"),
+        refuse_model_on_error("m", "a step failed"),
+    ):
+        raise errors.OutOfResources(300_000, 232_448, "shared memory")
+
+
 @pytest.mark.parametrize(
     "error",
     [
