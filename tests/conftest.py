@@ -8,7 +8,6 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partialmethod
-from pathlib import Path
 from typing import Any, cast, get_args
 from weakref import WeakSet
 
@@ -19,13 +18,14 @@ from grpc.aio import _channel, _server
 from decant.engine.errors import InvalidConfig
 from decant.worker.settings import Build
 from decant.worker.startup import cpu_build
+from tests import gpu
 from tests.e2e import fork_server
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # a spinning barrier waits for a thread that is not running
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if not Path("/proc/driver/nvidia/version").exists():
+if not gpu.is_present():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported, which transformers may do
 
 BUILD = cast(Build, os.environ.get("DECANT_KERNELS", "auto"))

@@ -41,7 +41,12 @@ class WorkerSettings(MemberSettings):
         description="bytes of memory for the KV cache; unset: what a GPU has left beside weights and steps; "
         f"{HOST_KV_BYTES >> 30} GiB on a CPU",
     )
-    block_size: int = Field(default=BLOCK_SIZE, ge=1, le=128, description="tokens in a block, a power of two")
+    block_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=128,
+        description=f"tokens in a block, a power of two; unset: {BLOCK_SIZE}, or 64 with cuda_kernels triton",
+    )
     step_ms: int = Field(
         default=round(_LIMITS.step_seconds * 1000),
         ge=1,

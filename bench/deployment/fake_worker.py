@@ -15,6 +15,7 @@ from typing import Any
 
 from decant.decode_worker.main import ROLE as DECODE
 from decant.engine.fake import FakeDevice
+from decant.engine.kv_layout import BLOCK_SIZE
 from decant.engine.plan import StepPlan
 from decant.prefill_worker.main import ROLE as PREFILL
 from decant.protos import worker_pb2 as wire
@@ -34,7 +35,11 @@ def main(role: str, times: str, first_ms: float, step_ms: float, arguments: list
 
     def load(settings: WorkerSettings, files: ModelFiles) -> FakeDevice:
         return FakeDevice(
-            num_blocks=1 << 14, block_size=settings.block_size, vocab_size=VOCABULARY, context_length=2048, cost=cost
+            num_blocks=1 << 14,
+            block_size=settings.block_size or BLOCK_SIZE,
+            vocab_size=VOCABULARY,
+            context_length=2048,
+            cost=cost,
         )
 
     class TimedPrefillService(PrefillService):

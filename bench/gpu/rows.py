@@ -123,11 +123,11 @@ class Bench:
 
     def _kv_tokens(self) -> int:
         sizes, steps = self.sizes, self.sizes.steps
-        decodes = max(one.sequences * (one.context + steps + 48) for one in sizes.decodes)
+        decodes = max(one.sequences * (one.context + steps + 112) for one in sizes.decodes)
         requests, _, longest = sizes.mixed
         count, length = sizes.long_prompts
         gaps = (sizes.answers + count) * 512 + count * (length + 64) + sizes.answers * sizes.context_length // 8
-        return max(decodes, requests * (longest + sizes.outputs + 32), gaps, sizes.queue_kv_tokens + 64)
+        return max(decodes, requests * (longest + sizes.outputs + 64), gaps, sizes.queue_kv_tokens + 64)
 
     def decodes(self) -> Iterator[Row]:
         for one in self.sizes.decodes:

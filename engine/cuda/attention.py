@@ -11,32 +11,61 @@ import torch
 
 from decant.engine.cuda import attention_kernels as kernels
 from decant.engine.cuda import layer_kernels
-from decant.engine.cuda.graph_sizes import GraphSize
+from decant.engine.cuda.graph_sizes import most_items
 from decant.engine.cuda.staging import Staging
+from decant.engine.kv_layout import LayerSpec, WindowKind
 from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.step_batch import FlatBatch, Ints
 
 SPLIT = 512
-"""Key positions per program of a single token. Constant: no row's bits depend on the batch."""
+"""Keys of a softmax state if rows are exact. Constant: no row's bits depend on the batch."""
 
-TILE = 32
-"""Keys per product; divides SPLIT."""
+TILE = 64
+"""Keys per product."""
+
+NARROW_TILE = 32
+"""Keys per product of what needs more registers or shared memory. Divides SPLIT, as TILE does."""
 
 CHUNK_ROWS = 64
-"""Rows of a chunk of a sequence with several tokens."""
+"""Query rows of a tile of a sequence with several tokens."""
 
 MIN_ROWS = 16
 
+WIDE = 128
+"""Heads wider than this have half as many keys in a tile."""
+
+HOPPER = (9, 0)
+"""Compute capability of GPUs that multiply tiles of 64 rows without holding them in registers."""
+
+HEADS_TILE = 16
+"""Query heads that a program rotates: with fewer, threads would read less than 16 bytes."""
+
+MOST_STATES = 4096
+"""Softmax states of a step in a CUDA graph if rows are exact: 68 MB with the heads of Llama-3.1-8B."""
+
 NO_STATE = -1
 
-EMPTY_ITEM = (0, 1 << 30, 0, 0, NO_STATE)
-"""Reads no key, writes nothing."""
+EMPTY_ITEM = (-1, 0, 0, 0, NO_STATE)
+
+
+class LaunchShape(NamedTuple):
+    """How ``attend`` is compiled, beside the shapes of a model.
+
+    ``is_chunk``: keys that all rows of a tile see need no mask; ``split``: keys of a state, 0 for all of an item.
+    """
+
+    tile_rows: int
+    tile: int
+    is_chunk: bool
+    split: int
+    num_warps: int = 4
+    num_stages: int = 3
 
 
 class LaunchList(NamedTuple):
-    tile_rows: int
+    shape: LaunchShape
     items: torch.Tensor
     merges: torch.Tensor
     num_states: int
@@ -44,6 +73,7 @@ class LaunchList(NamedTuple):
 
 class StepLists(NamedTuple):
     visible: torch.Tensor
+    is_windowed: bool
     lists: tuple[LaunchList, ...]
 
 
@@ -57,87 +87,142 @@ def power_of_two(count: int, least: int = 1) -> int:
     return max(least, 1 << (count - 1).bit_length())
 
 
+def token_shape(
+    spec: LayerSpec, group: int, dtype: torch.dtype, block_size: int, *, is_exact: bool = False
+) -> LaunchShape:
+    """Shape for single tokens, and for all tokens if rows are exact.
+
+    A token then has the same bits alone and in a chunk: one compiled kernel computes both, while a GPU multiplies tiles
+    of other sizes with other instructions.
+    """
+    is_wide = max(spec.key_dim, spec.value_dim) > WIDE or dtype == torch.float32 or group > MIN_ROWS
+    tile = NARROW_TILE if is_wide or is_exact or block_size < TILE else TILE
+    stages = 3 if dtype == torch.float32 else 5  # with 5, the loads of a tile overlap the products of the one before
+    split = SPLIT if is_exact else 0
+    return LaunchShape(power_of_two(group, MIN_ROWS), tile, is_chunk=False, split=split, num_stages=stages)
+
+
+def chunk_shape(spec: LayerSpec, group: int, dtype: torch.dtype, capability: tuple[int, int]) -> LaunchShape:
+    """Shape for tiles of several positions."""
+    if dtype == torch.float32:  # multiplied without tensor cores, in registers
+        return LaunchShape(power_of_two(group, MIN_ROWS), NARROW_TILE, is_chunk=True, split=0)
+    is_wide = max(spec.key_dim, spec.value_dim) > WIDE
+    tile = NARROW_TILE if is_wide or capability < HOPPER else TILE
+    rows = power_of_two(group, CHUNK_ROWS)
+    return LaunchShape(rows, tile, is_chunk=True, split=0, num_warps=8 if is_wide else 4)
+
+
 def first_visible(flat: FlatBatch, view: AttentionWindow) -> npt.NDArray[np.int32]:
     visible: npt.NDArray[np.int32] = view.first(torch.from_numpy(flat.positions)).numpy().astype(np.int32)
     return visible
 
 
-def make_lists(flat: FlatBatch, view: AttentionWindow, group: int, tile_rows: int, staging: Staging) -> StepLists:
-    visible = first_visible(flat, view)
-    is_single = flat.ends - flat.starts == 1
-    tables: list[tuple[int, Tables]] = []
-    if is_single.any():
-        tables.append((power_of_two(group, tile_rows), single_tokens(flat, np.flatnonzero(is_single), visible)))
-    if not is_single.all():
-        chunk_rows = power_of_two(group, CHUNK_ROWS)
-        rows = np.flatnonzero(~is_single)
-        tables.append((chunk_rows, _chunks(flat, rows, visible // SPLIT, chunk_rows // group)))
-    moved = staging.upload(visible, *(part for _, table in tables for part in (table.items, table.merges)))
-    lists = tuple(
-        LaunchList(rows_of, moved[1 + 2 * index], moved[2 + 2 * index], table.num_states)
-        for index, (rows_of, table) in enumerate(tables)
-    )
-    return StepLists(moved[0], lists)
-
-
-def num_items(flat: FlatBatch) -> int:
-    """Number of items of single tokens that see all keys; no window needs more."""
-    return int((flat.starts // SPLIT + 1).sum())
-
-
-def single_tokens(flat: FlatBatch, rows: Ints, visible: npt.NDArray[np.int32]) -> Tables:
+def single_tokens(flat: FlatBatch, rows: Ints, visible: npt.NDArray[np.int32], shape: LaunchShape, most: int) -> Tables:
+    """Items of single tokens: as many as ``most`` allows, of equal ranges of keys."""
     tokens, positions = flat.firsts[rows], flat.starts[rows]
-    first = visible[tokens] // SPLIT
-    counts = positions // SPLIT + 1 - first
+    unit = shape.split or shape.tile
+    begins, ends = visible[tokens] // unit * unit, positions + 1
+    keys = choose_range(ends - begins, unit, most)
+    counts = -(-(ends - begins) // keys)
     is_split = counts > 1
     in_row = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    split = np.repeat(first, counts) + in_row
-    states = np.where(np.repeat(is_split, counts), np.cumsum(np.repeat(is_split, counts)) - 1, NO_STATE)
-    items = np.stack([np.repeat(rows, counts), np.repeat(positions, counts), split, split + 1, states], 1)
-    begins = np.cumsum(np.where(is_split, counts, 0)) - np.where(is_split, counts, 0)
-    merges = np.stack([tokens, begins, counts], 1)[is_split]
-    return Tables(items.astype(np.int32), merges.astype(np.int32), int(counts[is_split].sum()))
+    begin = np.repeat(begins, counts) + in_row * keys
+    end = np.minimum(begin + keys, np.repeat(ends, counts))
+    states_each = np.where(is_split, -(-(ends - begins) // (shape.split or keys)), 0)
+    first_states = np.cumsum(states_each) - states_each
+    state = np.repeat(first_states, counts) + in_row * (keys // (shape.split or keys))
+    state = np.where(np.repeat(is_split, counts), state, NO_STATE)
+    items = np.stack([np.repeat(rows, counts), np.repeat(positions, counts), begin, end, state], 1)
+    merges = np.stack([tokens, first_states, states_each], 1)[is_split]
+    return Tables(items.astype(np.int32), merges.astype(np.int32), int(states_each.sum()))
 
 
-def _chunks(flat: FlatBatch, rows: Ints, first_split: npt.NDArray[np.int32], tile: int) -> Tables:
-    items = []
-    for row in rows.tolist():
-        start, end, token = int(flat.starts[row]), int(flat.ends[row]), int(flat.firsts[row])
-        for position in range(start, end, tile):
-            last = min(position + tile, end)
-            first = int(first_split[token + position - start])  # later positions see nothing before it
-            items.append((row, position, first, (last - 1) // SPLIT + 1, NO_STATE))
-    return Tables(np.array(items, np.int32), np.empty((0, 3), np.int32))
+def choose_range(lengths: Ints, unit: int, most: int) -> int:
+    """Smallest ``unit`` * 2**n that splits the lengths into at most ``most`` ranges, or into one each."""
+    keys = unit
+    while int((-(-lengths // keys)).sum()) > most and keys < int(lengths.max()):
+        keys *= 2
+    return keys
+
+
+def chunks(flat: FlatBatch, rows: Ints, visible: npt.NDArray[np.int32], shape: LaunchShape, group: int) -> Tables:
+    """Items of sequences with several tokens, those with most keys first."""
+    unit, tile = shape.split or shape.tile, shape.tile_rows // group
+    starts, ends = flat.starts[rows], flat.ends[rows]
+    counts = -(-(ends - starts) // tile)
+    in_row = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    position = np.repeat(starts, counts) + in_row * tile
+    end = np.minimum(position + tile, np.repeat(ends, counts))
+    # Later positions of a tile see nothing before what its first one sees.
+    begin = visible[np.repeat(flat.firsts[rows] - starts, counts) + position] // unit * unit
+    items = np.stack([np.repeat(rows, counts), position, begin, end, np.full(len(end), NO_STATE)], 1)
+    longest_first = np.argsort(begin - end, kind="stable")
+    return Tables(items[longest_first].astype(np.int32), np.empty((0, 3), np.int32))
 
 
 def row_spans(flat: FlatBatch) -> npt.NDArray[np.int32]:
     return np.stack([flat.firsts, flat.starts, flat.ends], 1).astype(np.int32)
 
 
+class _Layers(NamedTuple):
+    """Layers that share launch lists."""
+
+    view: AttentionWindow
+    group: int
+    tokens: LaunchShape
+    chunks: LaunchShape
+
+
 class TritonAttention:
     """Attention of a step: writes keys and values to their blocks, then attends.
 
-    A token has the same bits alone and in a chunk if ``tile_rows`` is CHUNK_ROWS: one compiled kernel computes both,
-    while a GPU multiplies tiles of other sizes with other instructions.
+    With ``is_exact`` a row has the same bits in any batch and chunk.
     """
 
     def __init__(
-        self, store: KvStore, layer_windows: Sequence[AttentionWindow], flat: FlatBatch, tile_rows: int = MIN_ROWS
+        self, store: KvStore, layer_windows: Sequence[AttentionWindow], flat: FlatBatch, is_exact: bool = False
     ) -> None:
         self._store = store
         self._layer_windows = layer_windows
         self._flat = flat
-        self._tile_rows = tile_rows
+        self._is_exact = is_exact
+        self._capability = _capability(store.blocks.device)
         self.staging = Staging(store.blocks.device)
         self._table, self._slot_mapping, self._rows = self.staging.upload(
             flat.table, flat.slot_mapping, row_spans(flat)
         )
         # of each cache group
         self._tables, self._slots = self._table.unbind(), self._slot_mapping.unbind()
-        self._lists: dict[tuple[AttentionWindow, int], StepLists] = {}
+        self._lists: dict[_Layers, StepLists] = {}
 
-    def _make_lists(self, view: AttentionWindow, group: int) -> StepLists:
-        return make_lists(self._flat, view, group, self._tile_rows, self.staging)
+    def _layers(self, layer: int, group: int) -> _Layers:
+        spec, dtype, is_exact = self._store.layout.layers[layer], self._store.dtype, self._is_exact
+        token = token_shape(spec, group, dtype, self._store.layout.block_size, is_exact=is_exact)
+        chunk = token if is_exact else chunk_shape(spec, group, dtype, self._capability)
+        return _Layers(self._layer_windows[layer], group, token, chunk)
+
+    def _make_lists(self, layers: _Layers) -> StepLists:
+        flat = self._flat
+        visible = first_visible(flat, layers.view)
+        is_single = flat.ends - flat.starts == 1
+        tables: list[tuple[LaunchShape, Tables]] = []
+        if is_single.any():
+            rows = np.flatnonzero(is_single)
+            singles = single_tokens(flat, rows, visible, layers.tokens, most_items(len(rows)))
+            tables.append((layers.tokens, singles))
+        if not is_single.all():
+            rows = np.flatnonzero(~is_single)
+            tables.append((layers.chunks, chunks(flat, rows, visible, layers.chunks, layers.group)))
+        moved = self.staging.upload(visible, *(part for _, table in tables for part in (table.items, table.merges)))
+        lists = tuple(
+            LaunchList(shape, moved[1 + 2 * index], moved[2 + 2 * index], table.num_states)
+            for index, (shape, table) in enumerate(tables)
+        )
+        return StepLists(moved[0], self._is_windowed(layers.view, visible), lists)
+
+    def _is_windowed(self, view: AttentionWindow, visible: npt.NDArray[np.int32]) -> bool:
+        """Whether the kernel compares keys with ``visible``. Exact rows have one kernel, with and without a window."""
+        return self._is_exact or view.kind is not WindowKind.FULL or bool(visible.any())
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self._check(call)
@@ -149,11 +234,11 @@ class TritonAttention:
         """Rotate query and key by cos and sin [1, T, key dim], x cos + rotate_half(x) sin, then attend."""
         self._check(call)
         store, spec = self._store, self._store.layout.layers[call.layer]
-        query, key, value = (part[0].transpose(0, 1).contiguous() for part in (call.query, call.key, call.value))
-        rotated = torch.empty_like(query)
-        layer_kernels.rotate_and_write[len(query), query.shape[1] + spec.kv_heads](
+        query, key, value = (_heads_of_tokens(part) for part in (call.query, call.key, call.value))
+        rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        layer_kernels.rotate_and_write[(len(query), -(-query.shape[1] // HEADS_TILE) + 1)](
             *(query, key, value, cos.contiguous(), sin.contiguous(), rotated),
-            *(self._slots[self._group(call)], store.blocks),
+            *(self._slots[self._group(call)], store.blocks, query.stride(0), key.stride(0), value.stride(0)),
             *(store.layout.block_elements, *self._offsets(call.layer)),
             BLOCK=store.layout.block_size,
             HEADS=query.shape[1],
@@ -162,6 +247,10 @@ class TritonAttention:
             VALUE_DIM=spec.value_dim,
             HALF_PAD=power_of_two(spec.key_dim // 2),
             VALUE_PAD=power_of_two(spec.value_dim),
+            HEADS_TILE=HEADS_TILE,
+            KV_HEADS_PAD=power_of_two(spec.kv_heads),
+            num_warps=4,
+            num_stages=3,
         )
         return self._attend(call._replace(query=rotated.transpose(0, 1)[None]))
 
@@ -174,18 +263,25 @@ class TritonAttention:
         expected = (spec.kv_heads, tokens, spec.key_dim), (spec.kv_heads, tokens, spec.value_dim)
         if shapes != expected or heads % spec.kv_heads or call.query.shape[2:] != call.key.shape[2:]:
             raise ValueError(f"attention of layer {call.layer}: {tuple(call.query.shape)}, {shapes}, for {expected}")
+        if not call.scaling > 0.0:  # scores are scaled after their maximum is taken
+            raise ValueError(f"attention of layer {call.layer}: scaling above 0, got {call.scaling}")
 
     def _attend(self, call: AttentionCall) -> torch.Tensor:
         """Attend over keys and values that are in their blocks; the query's last dimension is contiguous."""
         spec, heads = self._store.layout.layers[call.layer], call.query.shape[1]
-        group, view = heads // spec.kv_heads, self._layer_windows[call.layer]
-        if (view, group) not in self._lists:
-            self._lists[view, group] = self._make_lists(view, group)
+        layers = self._layers(call.layer, heads // spec.kv_heads)
+        if layers not in self._lists:
+            self._lists[layers] = self._make_lists(layers)
         out = call.query.new_empty(1, call.query.shape[2], heads, spec.value_dim)
-        visible, lists = self._lists[view, group]
-        for part in lists:
-            self._launch(call, out, part, visible)
+        step = self._lists[layers]
+        for part in step.lists:
+            self._launch(call, out, part, step)
         return out
+
+    def _states(self, part: LaunchList, spec: LayerSpec, group: int) -> torch.Tensor:
+        """Softmax states [s, KV heads, group, 2 + value dim] of items that share a row."""
+        shape = max(1, part.num_states), spec.kv_heads, group, 2 + spec.value_dim
+        return torch.empty(shape, dtype=torch.float32, device=self._store.blocks.device)
 
     def _offsets(self, layer: int) -> tuple[int, int]:
         spec, keys = self._store.layout.layers[layer], self._store.layout.offsets[layer]
@@ -196,44 +292,73 @@ class TritonAttention:
         key, value = (part.to(store.dtype) for part in (call.key, call.value))
         key, value = (part if part.stride(3) == 1 else part.contiguous() for part in (key, value))
         strides = (key.stride(2), key.stride(1), value.stride(2), value.stride(1))
-        kernels.write_kv[key.shape[2], spec.kv_heads](
+        kernels.write_kv[(key.shape[2],)](
             *(key, value, self._slots[self._group(call)], store.blocks, *strides),
             *(store.layout.block_elements, *self._offsets(call.layer)),
             BLOCK=store.layout.block_size,
             KV_HEADS=spec.kv_heads,
+            KV_HEADS_PAD=power_of_two(spec.kv_heads),
             KEY_DIM=spec.key_dim,
             VALUE_DIM=spec.value_dim,
             KEY_PAD=power_of_two(spec.key_dim),
             VALUE_PAD=power_of_two(spec.value_dim),
+            num_warps=4,
+            num_stages=3,
         )
 
-    def _launch(self, call: AttentionCall, out: torch.Tensor, part: LaunchList, visible: torch.Tensor) -> None:
+    def _launch(self, call: AttentionCall, out: torch.Tensor, part: LaunchList, step: StepLists) -> None:
         store, spec = self._store, self._store.layout.layers[call.layer]
-        shape = {
-            "KV_HEADS": spec.kv_heads,
-            "GROUP": call.query.shape[1] // spec.kv_heads,
-            "VALUE_DIM": spec.value_dim,
-            "VALUE_PAD": power_of_two(spec.value_dim, MIN_ROWS),
-            "TILE_ROWS": part.tile_rows,
-            "SINKS": call.sinks is not None,
-        }
+        group, shape, is_sunk = call.query.shape[1] // spec.kv_heads, part.shape, call.sinks is not None
+        heads = {"KV_HEADS": spec.kv_heads, "VALUE_DIM": spec.value_dim, "SINKS": is_sunk}
+        heads["VALUE_PAD"] = power_of_two(spec.value_dim, MIN_ROWS)
         sinks = out if call.sinks is None else call.sinks.contiguous()
-        width, table = 2 + spec.value_dim, self._tables[self._group(call)]
-        states = out.new_empty((max(1, part.num_states), spec.kv_heads, part.tile_rows, width), dtype=torch.float32)
-        kernels.attend[len(part.items), spec.kv_heads](
-            *(call.query, out, store.blocks, sinks, visible, part.items, self._rows, table, states),
+        table, states = self._tables[self._group(call)], self._states(part, spec, group)
+        kernels.attend[(len(part.items) * spec.kv_heads,)](
+            *(call.query, out, store.blocks, sinks, step.visible, part.items, self._rows, table, states),
             *(call.query.stride(2), call.query.stride(1), store.layout.block_elements, *self._offsets(call.layer)),
-            *(table.shape[1], float(call.scaling), float(call.softcap or 0.0)),
-            **shape,
+            *(table.shape[1], group, float(call.scaling), float(call.softcap or 0.0)),
+            **heads,
             BLOCK=store.layout.block_size,
             KEY_DIM=spec.key_dim,
             KEY_PAD=power_of_two(spec.key_dim, MIN_ROWS),
-            TILE=TILE,
-            SPLIT=SPLIT,
+            TILE_ROWS=shape.tile_rows,
+            TILE=shape.tile,
+            SPLIT=shape.split,
+            CHUNK=shape.is_chunk,
+            WINDOW=step.is_windowed,
             SOFTCAP=call.softcap is not None,
+            num_warps=shape.num_warps,
+            num_stages=shape.num_stages,
         )
         if len(part.merges):
-            kernels.merge_splits[len(part.merges), spec.kv_heads](states, out, sinks, part.merges, **shape)
+            kernels.merge_splits[(len(part.merges) * spec.kv_heads,)](
+                *(states, out, sinks, part.merges, group),
+                **heads,
+                GROUP_PAD=power_of_two(group),
+                num_warps=4,
+                num_stages=3,
+            )
+
+
+class StateBuffers:
+    """Softmax states that the CUDA graphs of a store share, by shape: replays follow each other."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self.most = most
+        self._device = device
+        self._buffers: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def get(self, shape: tuple[int, ...]) -> torch.Tensor:
+        if shape not in self._buffers:
+            self._buffers[shape] = torch.empty((self.most, *shape), dtype=torch.float32, device=self._device)
+        return self._buffers[shape]
+
+
+class GraphMemory(NamedTuple):
+    """What a graph's attention has: blocks of a row in its tables, and states."""
+
+    width: int
+    states: StateBuffers
 
 
 class StaticAttention(TritonAttention):
@@ -244,22 +369,24 @@ class StaticAttention(TritonAttention):
         store: KvStore,
         layer_windows: Sequence[AttentionWindow],
         flat: FlatBatch,
-        size: GraphSize,
-        width: int,
-        tile_rows: int,
+        memory: GraphMemory,
+        is_exact: bool,
     ) -> None:
-        super().__init__(store, layer_windows, flat, tile_rows)
-        self._size = size
-        shape = len(store.layout.groups), size.rows, width
+        super().__init__(store, layer_windows, flat, is_exact)
+        self._count, self._items = len(flat.rows), most_items(len(flat.rows))
+        self._memory = memory
+        shape = len(store.layout.groups), self._count, memory.width
         table = torch.full(shape, store.null_block, dtype=torch.int32, device=self._table.device)
         table[:, :, : self._table.shape[2]] = self._table
         self._table, self._tables = table, table.unbind()
 
-    def fill(self, flat: FlatBatch) -> None:
-        """Copy a batch of at most ``size.items`` items to the buffers."""
+    def fill(self, flat: FlatBatch) -> bool:
+        """Copy a batch to the buffers, or return False if it has too many states."""
         self._flat = flat
-        tables = [self._padded_tables(view) for view, _ in self._lists]
-        arrays = [part for entry in tables for part in entry]
+        padded = [self._padded_tables(layers) for layers in self._lists]
+        if max(count for _, count in padded) > self._memory.states.most:
+            return False
+        arrays = [part for entry, _ in padded for part in entry]
         table, slots, rows, *moved = self.staging.upload(flat.table, flat.slot_mapping, row_spans(flat), *arrays)
         self._table[:, :, : table.shape[2]].copy_(table)
         self._slot_mapping.copy_(slots)
@@ -267,17 +394,31 @@ class StaticAttention(TritonAttention):
         for index, lists in enumerate(self._lists.values()):
             for target, source in zip((lists.visible, *lists.lists[0][1:3]), moved[3 * index :], strict=False):
                 target.copy_(source)
+        return True
 
-    def _make_lists(self, view: AttentionWindow, group: int) -> StepLists:
-        visible, items, merges = (part.clone() for part in self.staging.upload(*self._padded_tables(view)))
-        tile_rows = power_of_two(group, self._tile_rows)
-        return StepLists(visible, (LaunchList(tile_rows, items, merges, self._size.items),))
+    def _states(self, part: LaunchList, spec: LayerSpec, group: int) -> torch.Tensor:
+        return self._memory.states.get((spec.kv_heads, group, 2 + spec.value_dim))
 
-    def _padded_tables(self, view: AttentionWindow) -> tuple[npt.NDArray[np.int32], ...]:
-        visible = first_visible(self._flat, view)
-        rows = np.arange(self._size.rows)
-        tables = single_tokens(self._flat, rows, visible)
-        items = np.tile(np.array([EMPTY_ITEM], np.int32), (self._size.items, 1))
-        merges = np.zeros((self._size.rows, 3), np.int32)
+    def _make_lists(self, layers: _Layers) -> StepLists:
+        arrays, _ = self._padded_tables(layers)
+        is_windowed = self._is_windowed(layers.view, arrays[0])
+        visible, items, merges = (part.clone() for part in self.staging.upload(*arrays))
+        return StepLists(visible, is_windowed, (LaunchList(layers.tokens, items, merges, 0),))
+
+    def _padded_tables(self, layers: _Layers) -> tuple[tuple[npt.NDArray[np.int32], ...], int]:
+        visible = first_visible(self._flat, layers.view)
+        tables = single_tokens(self._flat, np.arange(self._count), visible, layers.tokens, self._items)
+        items = np.tile(np.array([EMPTY_ITEM], np.int32), (self._items, 1))
+        merges = np.zeros((self._count, 3), np.int32)
         items[: len(tables.items)], merges[: len(tables.merges)] = tables.items, tables.merges
-        return visible, items, merges
+        return (visible, items, merges), tables.num_states
+
+
+def _heads_of_tokens(part: torch.Tensor) -> torch.Tensor:
+    """[T, heads, width] of [1, heads, T, width], without a copy if the heads of a token follow each other."""
+    heads = part[0].transpose(0, 1)
+    return heads if heads.stride()[1:] == (heads.shape[2], 1) else heads.contiguous()
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else HOPPER

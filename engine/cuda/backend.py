@@ -12,7 +12,7 @@ import triton
 from triton.errors import TritonError
 
 from decant.engine.cuda import fused_layer
-from decant.engine.cuda.attention import CHUNK_ROWS, MIN_ROWS, TritonAttention
+from decant.engine.cuda.attention import TILE, TritonAttention
 from decant.engine.cuda.exact import make_exact
 from decant.engine.cuda.graph_sizes import GraphLimits
 from decant.engine.cuda.kv_store import CudaKvStore
@@ -41,8 +41,14 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-3}
 
 PARTS = ("attention", "layers", "sampling")
 
-TRIAL_SPANS = ((0, 5), (18, 19), (2, 4))
-"""First and last + 1 position of a trial's rows."""
+TRIAL_SPANS = ((0, 5), (18, 19), (2, 4), (133, 135), (140, 141))
+"""First and last + 1 position of a trial's rows. The last two have more keys than a tile, and than an item."""
+
+TRIAL_WINDOW = 100
+"""Keys that a row sees in a layer with a window."""
+
+TRIAL_GROUP = 2
+"""Query heads for a KV head. A model has others, with which the same compiled kernel computes."""
 
 TRIAL_SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logit_bias": {1: 9.0}},
@@ -66,6 +72,8 @@ class CudaBackend(TorchBackend):
     With ``exact`` nothing falls back, and linear layers and norms are kernels, too.
     """
 
+    block_size = TILE  # the keys of a tile are in one block
+
     def __init__(self, device: torch.device, *, exact: bool = False) -> None:
         super().__init__(device)
         self.sampler = TritonSampler()
@@ -73,7 +81,6 @@ class CudaBackend(TorchBackend):
         self._torch_attends: dict[torch.dtype, str] = {}  # why; the load's comparison is in float32 always
         self._dtype: torch.dtype | None = None  # as served, once it is known
         self.exact = model_backend.PARTS if exact else frozenset()
-        self.tile_rows = CHUNK_ROWS if exact else MIN_ROWS
 
     @property
     def kind(self) -> str:
@@ -110,7 +117,7 @@ class CudaBackend(TorchBackend):
         """Make a store, after a trial of the attention kernels on the layout's shapes."""
         with self.around_step():
             for spec in dict.fromkeys(layout.layers):
-                trial = partial(try_attention, spec, layout, dtype, self.device)
+                trial = partial(try_attention, spec, layout, dtype, self.device, is_exact=bool(self.exact))
                 if dtype not in self._torch_attends and (reason := _tried(f"attention in {dtype}", trial)):
                     self._torch_attends[dtype] = reason
         if dtype == self._dtype and dtype in self._torch_attends:
@@ -122,7 +129,7 @@ class CudaBackend(TorchBackend):
     ) -> ModelRunner:
         if "attention" in self.fallbacks or not isinstance(self.sampler, TritonSampler):
             return super().make_runner(model, store, layer_windows, limits)
-        runner = CudaRunner(model, store, layer_windows, limits.eos_token_ids, self, self.tile_rows)
+        runner = CudaRunner(model, store, layer_windows, limits.eos_token_ids, self, bool(self.exact))
         if self.device.type == "cuda":
             runner.capture(limits.context_length, GraphLimits())
         return runner
@@ -137,7 +144,7 @@ class CudaBackend(TorchBackend):
     ) -> AttentionBackend:
         if store.dtype in self._torch_attends:
             return PagedAttention(store, layer_windows, flat)
-        return TritonAttention(store, layer_windows, flat, self.tile_rows)
+        return TritonAttention(store, layer_windows, flat, bool(self.exact))
 
 
 def _tried(part: str, trial: Callable[[], str | None]) -> str | None:
@@ -153,8 +160,12 @@ def _tried(part: str, trial: Callable[[], str | None]) -> str | None:
 
 
 @torch.inference_mode()
-def try_attention(spec: LayerSpec, layout: KvLayout, dtype: torch.dtype, device: torch.device) -> str | None:
-    actual, expected = (_attend(make, spec, layout, dtype, device) for make in (TritonAttention, PagedAttention))
+def try_attention(
+    spec: LayerSpec, layout: KvLayout, dtype: torch.dtype, device: torch.device, *, is_exact: bool = False
+) -> str | None:
+    """Compute rows with the kernels that serve layers of ``spec``."""
+    own = partial(TritonAttention, is_exact=is_exact)
+    actual, expected = (_attend(make, spec, layout, dtype, device) for make in (own, PagedAttention))
     difference = float((actual - expected).norm() / expected.norm())
     if difference < TOLERANCE[dtype]:
         return None
@@ -177,13 +188,14 @@ def _attend(
     query, key, value = (
         torch.randn(1, heads, len(flat.tokens), width, generator=generator).to(device, dtype)
         for heads, width in (
-            (2 * spec.kv_heads, spec.key_dim),
+            (TRIAL_GROUP * spec.kv_heads, spec.key_dim),
             (spec.kv_heads, spec.key_dim),
             (spec.kv_heads, spec.value_dim),
         )
     )
     call = AttentionCall(0, query, key, value, spec.key_dim**-0.5, None, None, None)
-    return make(store, [AttentionWindow(WindowKind.SLIDING, 16)], flat).attend(call).float()
+    window = AttentionWindow(spec.window.kind, 0 if spec.window.kind is WindowKind.FULL else TRIAL_WINDOW)
+    return make(store, [window], flat).attend(call).float()
 
 
 def _try_layers(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -16,6 +16,16 @@ from decant.engine.errors import InvalidConfig
 TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 64, 64, 64
 """A row's bits depend on ``TILE_DEPTH``; all are fixed so that no compiled kernel differs."""
 
+SPLIT = 2048
+"""Inputs of a range of the sum. A row's bits depend on it."""
+
+WARPS, STAGES = 4, 4
+
+PROGRAMS = 4
+"""Programs for each processor, more than its registers hold."""
+
+ADD_TILE = 1024
+
 _TRIAL_ROWS = 3
 
 
@@ -31,17 +41,35 @@ class ExactLinear:
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         out = rows.new_empty(len(rows), columns)
         if len(rows):
-            tiles = -(-len(rows) // TILE_ROWS) * -(-columns // TILE_COLUMNS)
-            programs = min(tiles, _processors(x.device))
-            kernels.linear[(programs,)](
-                *(rows, self._weight, out if self._bias is None else self._bias, out),
-                *(len(rows), columns, depth, rows.stride(0), programs),
-                HAS_BIAS=self._bias is not None,
-                TILE_ROWS=TILE_ROWS,
-                TILE_COLUMNS=TILE_COLUMNS,
-                TILE_DEPTH=TILE_DEPTH,
-            )
+            self._launch(rows, out)
         return out.view(*x.shape[:-1], columns)
+
+    def _launch(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        count, (columns, depth), processors = len(rows), self._weight.shape, _processors(rows.device)
+        tiles = -(-count // TILE_ROWS) * -(-columns // TILE_COLUMNS)
+        ranges = -(-depth // SPLIT)
+        splits = ranges if tiles <= processors else 1
+        parts = out if splits == 1 else rows.new_empty(splits, count, columns, dtype=torch.float32)
+        programs = min(tiles * splits, PROGRAMS * processors)
+        bias = out if self._bias is None else self._bias
+        kernels.linear[(programs,)](
+            *(rows, self._weight, bias, out, parts, count, columns, depth, rows.stride(0), programs, splits),
+            HAS_BIAS=self._bias is not None,
+            TILE_ROWS=TILE_ROWS,
+            TILE_COLUMNS=TILE_COLUMNS,
+            TILE_DEPTH=TILE_DEPTH,
+            SPLIT=SPLIT,
+            num_warps=WARPS,
+            num_stages=STAGES,
+        )
+        if splits > 1:
+            kernels.add_splits[(-(-out.numel() // ADD_TILE),)](
+                *(parts, bias, out, out.numel(), columns, splits),
+                HAS_BIAS=self._bias is not None,
+                TILE=ADD_TILE,
+                num_warps=4,
+                num_stages=3,
+            )
 
 
 class ExactNorm:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from decant.engine.cuda import layer_kernels as kernels
-from decant.engine.cuda.attention import TritonAttention, power_of_two
+from decant.engine.cuda.attention import TILE, TritonAttention, power_of_two
 from decant.engine.kv_layout import LayerSpec
 from decant.engine.model.attention.interface import AttentionCall, next_layer
 from decant.engine.model.decoder_layer import Angles, Forward, FusedLayer, Trial, TrialResult, find_parts, head_width
@@ -47,7 +47,11 @@ class Norm(NamedTuple):
     def _run(self, rows: torch.Tensor, addend: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         out, width = torch.empty_like(rows), rows.shape[1]
         kernels.add_rms_norm[(len(rows),)](
-            *(rows, addend, self.weight, total, out, width, self.eps), ADD=total is not rows, PAD=power_of_two(width)
+            *(rows, addend, self.weight, total, out, width, self.eps),
+            ADD=total is not rows,
+            PAD=power_of_two(width),
+            num_warps=4,
+            num_stages=3,
         )
         return out
 
@@ -55,7 +59,7 @@ class Norm(NamedTuple):
 def gated(gates: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Compute silu(gates) * up, both [n, width] and contiguous."""
     out, count = torch.empty_like(gates), gates.numel()
-    kernels.gate[(-(-count // GATE_TILE),)](gates, up, out, count, TILE=GATE_TILE)
+    kernels.gate[(-(-count // GATE_TILE),)](gates, up, out, count, TILE=GATE_TILE, num_warps=4, num_stages=3)
     return out
 
 
@@ -137,7 +141,7 @@ def fuse(model: nn.Module, dtype: torch.dtype) -> int:
 def _try_layer(original_forward: Forward, parts: Parts, dtype: torch.dtype) -> TritonLayer | None:
     spec = LayerSpec(parts.linears[1].out_features // parts.width, parts.width, parts.width)
     trial = Trial(TRIAL_SCALES, parts.hidden, spec, TritonAttention, dtype, parts.linears[0].weight.device)
-
+    trial.block_size = TILE  # a model with blocks of another size compiles again
     tolerance = TOLERANCE[dtype]
 
     def agrees(actual: TrialResult, expected: TrialResult) -> bool:

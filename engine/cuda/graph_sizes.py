@@ -1,10 +1,10 @@
 """Which decode batches get a CUDA graph. Imports no torch.
 
-A graph has fixed numbers of rows and attention items (``attention.num_items``); a batch is padded to the smallest that
-holds it::
+A graph has a fixed number of rows, and of attention items for contexts of any length: a step chooses how many keys an
+item has. A batch is padded to the smallest graph that holds it::
 
     rows    [ a | b | c | pad ]     a padding row computes position 0 of the null block
-    items   [ a0 | a1 | b0 | c0 | empty | empty | empty | empty ]
+    items   [ a0 | a1 | b0 | c0 | pad0 | empty | empty | empty ]
 """
 
 from __future__ import annotations
@@ -18,18 +18,13 @@ from decant.engine.request import Request
 
 T = TypeVar("T")
 
-ITEMS_PER_ROW = (2, 8, 32)
-"""Work items per row, for contexts of 1,024, 4,096 and 16,384 tokens on average."""
+LEAST_EXTRA_ITEMS, MOST_EXTRA_ITEMS = 64, 192
+"""Attention items beyond one per row: enough programs for a GPU when rows are few, and few empty ones."""
 
 _STEP = 16
 """Sizes are multiples of this number of rows; below it, powers of two."""
 
 _PADDING = Request("padding", (0,))
-
-
-class GraphSize(NamedTuple):
-    rows: int
-    items: int
 
 
 class GraphLimits(NamedTuple):
@@ -40,33 +35,39 @@ class GraphLimits(NamedTuple):
     bytes: int = 1 << 30
 
 
-def graph_sizes(max_rows: int) -> list[GraphSize]:
-    """Sizes to capture, small ones first, as launches are a larger share of their time."""
+def most_items(rows: int) -> int:
+    """Most attention items of a step with single tokens of ``rows`` sequences."""
+    return rows + min(max(4 * rows, LEAST_EXTRA_ITEMS), MOST_EXTRA_ITEMS)
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Rows of the graphs to capture, largest first: the memory of one serves the next."""
     rows = [count for count in (1, 2, 4, 8) if count < max_rows]
     rows += [*range(_STEP, max_rows, _STEP), max_rows]
-    return [GraphSize(count, count * each) for each in ITEMS_PER_ROW for count in rows]
+    return rows[::-1]
 
 
-def choose_size(captured: Iterable[GraphSize], rows: int, items: int) -> GraphSize | None:
-    """Smallest size that holds the rows, the items, and an item per padding row."""
-    fitting = (size for size in captured if size.rows >= rows and size.items >= items + size.rows - rows)
-    return min(fitting, default=None)
+def choose_size(captured: Iterable[int], rows: int) -> int | None:
+    """Smallest size that holds the rows."""
+    return min((size for size in captured if size >= rows), default=None)
 
 
 def capture_all(
-    sizes: Sequence[GraphSize],
-    capture: Callable[[GraphSize], T],
+    sizes: Sequence[int],
+    capture: Callable[[int], T | None],
     limits: GraphLimits,
     *,
     clock: Callable[[], float],
     used_bytes: Callable[[], int],
-) -> dict[GraphSize, T]:
-    captured: dict[GraphSize, T] = {}
+) -> dict[int, T]:
+    """Capture graphs until the limits; ``capture`` returns None for one that fails."""
+    captured: dict[int, T] = {}
     began, before = clock(), used_bytes()
     for size in sizes:
         if clock() - began >= limits.seconds or used_bytes() - before >= limits.bytes:
             break
-        captured[size] = capture(size)
+        if (graph := capture(size)) is not None:
+            captured[size] = graph
     return captured
 
 

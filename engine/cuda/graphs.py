@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
+from triton.errors import TritonError
 
-from decant.engine.cuda.attention import StaticAttention, num_items
-from decant.engine.cuda.graph_sizes import GraphLimits, GraphSize, capture_all, choose_size, graph_sizes, pad
+from decant.engine.cuda.attention import MOST_STATES, GraphMemory, StateBuffers, StaticAttention
+from decant.engine.cuda.graph_sizes import GraphLimits, capture_all, choose_size, graph_sizes, most_items, pad
 from decant.engine.model.attention.interface import AttentionBackend
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
@@ -28,12 +31,13 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBackend],
 class Capture:
     """Captures functions of tensors at fixed addresses. All graphs share one memory pool and one stream.
 
-    cuBLAS keeps a workspace, 32 MiB on an H100, for each stream that it is called on.
+    cuBLAS keeps a workspace, 32 MiB on an H100, for each stream that it is called on. The kernels of a graph keep the
+    priority of the stream: the decodes of one engine go before the prompts of another in the process.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=-1)
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Replay) -> Replay:
@@ -67,67 +71,91 @@ class DecodeGraph:
         )
         self._replay = capture(lambda: compute(self._tokens, self._positions, keep, attention))
 
-    def run(self, flat: FlatBatch, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocabulary], valid until the next step."""
-        self._attention.fill(flat)
+    def fill(self, flat: FlatBatch) -> bool:
+        """Copy a padded batch to the buffers, or return False if it does not fit."""
+        return self._attention.fill(flat)
+
+    def run(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocabulary] of the batch in the buffers, valid until the next step."""
         self._tokens.copy_(tokens)
         self._positions.copy_(positions)
         return self._replay()
 
 
+@contextmanager
+def collected_garbage() -> Iterator[None]:
+    """Collect garbage before, none within: a capture fails if a tensor or a graph of a cycle is freed in it."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class DecodeGraphs:
     """Graphs of a model for rows of at most ``width`` blocks.
 
-    They share one buffer of logits. One for each would fill the memory of the graphs: 6,000 rows of 256 KB at a
-    vocabulary of 128,000.
+    They share one buffer of logits and one of softmax states. One for each would fill the memory of the graphs: 2,200
+    rows of 256 KB at a vocabulary of 128,000.
     """
 
-    def __init__(
-        self, store: KvStore, layer_windows: Sequence[AttentionWindow], width: int, compute: Compute, tile_rows: int
-    ) -> None:
+    def __init__(self, store: KvStore, layer_windows: Sequence[AttentionWindow], width: int, is_exact: bool) -> None:
         self._store = store
         self._layer_windows = layer_windows
         self._width = width
-        self._compute = compute
-        self._tile_rows = tile_rows
+        self._is_exact = is_exact
         self._logits: torch.Tensor | None = None
-        self.graphs: dict[GraphSize, DecodeGraph] = {}
+        self.graphs: dict[int, DecodeGraph] = {}
         self.summary = "none"
 
-    def capture(self, capture: Callable[[Replay], Replay], limits: GraphLimits, used_bytes: Callable[[], int]) -> None:
-        """Capture graphs; after an error, which is logged, batches run without them."""
-
+    def capture(
+        self,
+        compute: Compute,
+        capture: Callable[[Replay], Replay],
+        limits: GraphLimits,
+        used_bytes: Callable[[], int],
+    ) -> None:
+        """Capture graphs; batches of a size whose capture fails, which is logged, run without or in a larger one."""
         sizes, store = graph_sizes(limits.rows), self._store
-        most, groups, block_size = max(size.rows for size in sizes), len(store.layout.groups), store.layout.block_size
+        most, groups, block_size = max(sizes), len(store.layout.groups), store.layout.block_size
+        states = StateBuffers(MOST_STATES if self._is_exact else most_items(most), store.blocks.device)
 
-        def compute(
+        def compute_logits(
             tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, attention: AttentionBackend
         ) -> torch.Tensor:
-            logits = self._compute(tokens, positions, keep, attention)
+            logits = compute(tokens, positions, keep, attention)
             if self._logits is None:  # in the run before the first capture
                 self._logits = logits.new_empty(most, logits.shape[1])
             return self._logits[: len(logits)].copy_(logits)
 
-        def make(size: GraphSize) -> DecodeGraph:
-            flat = flatten(pad([], size.rows, store.null_block, groups), block_size, store.null_block)
-            attention = StaticAttention(store, self._layer_windows, flat, size, self._width, self._tile_rows)
-            return DecodeGraph(flat, attention, compute, capture)
+        def make(rows: int) -> DecodeGraph | None:
+            flat = flatten(pad([], rows, store.null_block, groups), block_size, store.null_block)
+            memory = GraphMemory(self._width, states)
+            attention = StaticAttention(store, self._layer_windows, flat, memory, self._is_exact)
+            try:
+                return DecodeGraph(flat, attention, compute_logits, capture)
+            except (RuntimeError, TritonError) as error:
+                logger.warning("decode batches of %d rows have no CUDA graph: %s", rows, error)
+                return None
 
-        try:
+        began, before = time.monotonic(), used_bytes()
+        with collected_garbage():
             self.graphs = capture_all(sizes, make, limits, clock=time.monotonic, used_bytes=used_bytes)
-        except RuntimeError as error:
-            logger.warning("decode batches run without CUDA graphs: %s", error)
-            return
-        self.summary = f"{len(self.graphs)} of {len(sizes)}"
-        logger.info("captured %s CUDA graphs", self.summary)
+        used, seconds = (used_bytes() - before) >> 20, time.monotonic() - began
+        self.summary = f"{len(self.graphs)} of {len(sizes)}, {used} MiB, {seconds:.1f} s"
+        logger.info("captured CUDA graphs: %s", self.summary)
 
-    def find(self, rows: Sequence[Row], flat: FlatBatch) -> tuple[DecodeGraph, FlatBatch] | None:
-        """Graph for a batch, and the batch padded to its size; None if no graph fits."""
-        if len(flat.tokens) != len(rows):
+    def find(self, rows: Sequence[Row]) -> tuple[DecodeGraph, FlatBatch] | None:
+        """Graph for a batch, filled with it, and the batch padded to its size; None if no graph fits."""
+        if any(row.end - row.start != 1 for row in rows):
             return None
-        size = choose_size(self.graphs, len(rows), num_items(flat))
+        size = choose_size(self.graphs, len(rows))
         if size is None:
             return None
         store = self._store
-        padded = pad(rows, size.rows, store.null_block, len(store.layout.groups))
-        return self.graphs[size], flatten(padded, store.layout.block_size, store.null_block)
+        padded = pad(rows, size, store.null_block, len(store.layout.groups))
+        flat = flatten(padded, store.layout.block_size, store.null_block)
+        return (self.graphs[size], flat) if self.graphs[size].fill(flat) else None

@@ -11,6 +11,7 @@ written are in no launched step (``StepQueue.call_when_unused``).
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -25,9 +26,16 @@ class CudaKvStore(KvStore):
 
     def __init__(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(layout, num_blocks, dtype, device)
-        is_cuda = device.type == "cuda"
-        self._export = torch.cuda.Stream(device) if is_cuda else None
-        self._import = torch.cuda.Stream(device) if is_cuda else None
+        self._device = device
+
+    # Made when they are needed: a load makes several stores, and torch hands out the same 32 streams in turn.
+    @cached_property
+    def _export(self) -> torch.cuda.Stream | None:
+        return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    @cached_property
+    def _import(self) -> torch.cuda.Stream | None:
+        return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def read(self, block: int) -> memoryview:
         with _on(self._export):

@@ -44,47 +44,53 @@ def gate(gates, up, out, count, TILE: tl.constexpr):
 
 
 @triton.jit
-def rotate_head(source, target, cos, sin, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
-    """Rotate a head [2 * HALF]: dimension i pairs with i + HALF."""
+def rotate_heads(source, target, cos, sin, heads, HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
+    """Rotate ``heads`` [n] of a token, each [2 * HALF]: dimension i pairs with i + HALF."""
     low = tl.arange(0, HALF_PAD)
-    exists, high = low < HALF, low + HALF
-    first = tl.load(source + low, exists, other=0.0).to(tl.float32)
-    second = tl.load(source + high, exists, other=0.0).to(tl.float32)
-    cos_low = tl.load(cos + low, exists, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin + low, exists, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos + high, exists, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin + high, exists, other=0.0).to(tl.float32)
+    in_half = low < HALF
+    exists = (heads < HEADS)[:, None] & in_half[None, :]
+    at = heads[:, None] * (2 * HALF) + low[None, :]
+    first = tl.load(source + at, exists, other=0.0).to(tl.float32)
+    second = tl.load(source + at + HALF, exists, other=0.0).to(tl.float32)
+    cos_low = tl.load(cos + low, in_half, other=0.0).to(tl.float32)[None, :]
+    sin_low = tl.load(sin + low, in_half, other=0.0).to(tl.float32)[None, :]
+    cos_high = tl.load(cos + HALF + low, in_half, other=0.0).to(tl.float32)[None, :]
+    sin_high = tl.load(sin + HALF + low, in_half, other=0.0).to(tl.float32)[None, :]
     dtype = target.dtype.element_ty
-    tl.store(target + low, (first * cos_low - second * sin_low).to(dtype), exists)
-    tl.store(target + high, (second * cos_high + first * sin_high).to(dtype), exists)
+    tl.store(target + at, (first * cos_low - second * sin_low).to(dtype), exists)
+    tl.store(target + at + HALF, (second * cos_high + first * sin_high).to(dtype), exists)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def rotate_and_write(
     query, key, value, cos, sin, rotated, slots, memory,
-    block_elements, key_offset, value_offset,
+    query_token, key_token, value_token, block_elements, key_offset, value_offset,
     BLOCK: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HALF_PAD: tl.constexpr, VALUE_PAD: tl.constexpr,
+    HEADS_TILE: tl.constexpr, KV_HEADS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Rotate queries into ``rotated``, and keys into their slots; copy values there. Grid: (T, HEADS + KV_HEADS).
+    """Rotate queries into ``rotated``, and keys into their slots; copy values there.
 
-    query, rotated [T, HEADS, KEY_DIM], key [T, KV_HEADS, KEY_DIM], value [T, KV_HEADS, VALUE_DIM], cos and sin
-    [T, KEY_DIM], all contiguous; ``slots`` as in ``attention_kernels.write_kv``.
+    Grid: (T, ceil(HEADS / HEADS_TILE) + 1): tiles of query heads, then all keys and values of a token. query
+    [T, HEADS, KEY_DIM], key [T, KV_HEADS, KEY_DIM] and value [T, KV_HEADS, VALUE_DIM], each with a stride between
+    tokens; rotated and cos and sin [T, KEY_DIM] contiguous; ``slots`` as in ``attention_kernels.write_kv``.
     """
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cos += token * KEY_DIM
     sin += token * KEY_DIM
-    if head < HEADS:
-        at = (token * HEADS + head) * KEY_DIM
-        rotate_head(query + at, rotated + at, cos, sin, KEY_DIM // 2, HALF_PAD)
+    if tile * HEADS_TILE < HEADS:
+        heads = tile * HEADS_TILE + tl.arange(0, HEADS_TILE)
+        target = rotated + token * (HEADS * KEY_DIM)
+        rotate_heads(query + token * query_token, target, cos, sin, heads, HEADS, KEY_DIM // 2, HALF_PAD)
     else:
-        kv_head = head - HEADS
+        kv_heads = tl.arange(0, KV_HEADS_PAD)
         slot = tl.load(slots + token)
         start = memory + slot // BLOCK * block_elements
-        index = slot % BLOCK * KV_HEADS + kv_head
-        source = key + (token * KV_HEADS + kv_head) * KEY_DIM
-        rotate_head(source, start + key_offset + index * KEY_DIM, cos, sin, KEY_DIM // 2, HALF_PAD)
+        slot = slot % BLOCK
+        target = start + key_offset + slot * (KV_HEADS * KEY_DIM)
+        rotate_heads(key + token * key_token, target, cos, sin, kv_heads, KV_HEADS, KEY_DIM // 2, HALF_PAD)
         dims = tl.arange(0, VALUE_PAD)
-        is_value = dims < VALUE_DIM
-        number = tl.load(value + (token * KV_HEADS + kv_head) * VALUE_DIM + dims, is_value, other=0.0)
-        tl.store(start + value_offset + index * VALUE_DIM + dims, number, is_value)
+        exists = (kv_heads < KV_HEADS)[:, None] & (dims < VALUE_DIM)[None, :]
+        at = kv_heads[:, None] * VALUE_DIM + dims[None, :]
+        number = tl.load(value + token * value_token + at, exists, other=0.0)
+        tl.store(start + value_offset + slot * (KV_HEADS * VALUE_DIM) + at, number, exists)

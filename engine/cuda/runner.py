@@ -2,6 +2,8 @@
 
 submit(k)    flatten ─> upload ─> tokens of step k-1 that the rows continue ─> graph or kernels ─> draw ─> download
 result(k)    wait for the download of step k, while the device computes step k+1
+
+The slots of a block that are not written yet are not cleared: the kernels of attention do not read them.
 """
 
 from __future__ import annotations
@@ -35,22 +37,22 @@ class CudaRunner(ModelRunner):
         layer_windows: Sequence[AttentionWindow],
         eos: frozenset[int],
         backend: Backend,
-        tile_rows: int,
+        is_exact: bool,
     ) -> None:
         super().__init__(model, store, layer_windows, eos, backend)
         assert isinstance(backend.sampler, TritonSampler)
         self._sampler = backend.sampler
-        self._tile_rows = tile_rows
+        self._is_exact = is_exact
         self._staging = Staging(self._device)
         self._drawn = torch.zeros(0, dtype=torch.int64, device=self._device)  # by row of the newest plan
         self.graphs: DecodeGraphs | None = None
 
     def capture(self, context_length: int, limits: GraphLimits, capture: Capture | None = None) -> None:
         width = -(-context_length // self._store.layout.block_size)
-        self.graphs = DecodeGraphs(self._store, self._layer_windows, width, self.compute, self._tile_rows)
+        self.graphs = DecodeGraphs(self._store, self._layer_windows, width, self._is_exact)
         with torch.inference_mode(), self._backend.around_step():
             capture = capture or Capture(self._device)
-            self.graphs.capture(capture, limits, capture.used_bytes)
+            self.graphs.capture(self.compute, capture, limits, capture.used_bytes)
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.submit(plan)()
@@ -61,17 +63,15 @@ class CudaRunner(ModelRunner):
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        flat = self.flatten(plan.rows)
-        step = StepLogits(flat, self._sampler)
-        graphed = self.graphs.find(plan.rows, flat) if self.graphs else None
-        batch = flat if graphed is None else graphed[1]
+        graphed = self.graphs.find(plan.rows) if self.graphs else None
+        batch = self.flatten(plan.rows) if graphed is None else graphed[1]
+        step = StepLogits(first_rows(batch, len(plan.rows)), self._sampler)
         tokens, positions, keep = self._upload(batch, step, plan)
         if graphed is None:
-            logits = self.compute(
-                tokens, positions, keep, TritonAttention(self._store, self._layer_windows, flat, self._tile_rows)
-            )
+            attention = TritonAttention(self._store, self._layer_windows, batch, self._is_exact)
+            logits = self.compute(tokens, positions, keep, attention)
         else:  # padding rows are behind the others, and each row has one logit
-            logits = graphed[0].run(batch, tokens, positions)[keep]
+            logits = graphed[0].run(tokens, positions)[keep]
         if len(self._drawn) < len(plan.rows):
             self._drawn = torch.zeros(2 * len(plan.rows), dtype=torch.int64, device=self._device)
         return StepDraw(step, logits, self._eos, self._drawn, self._staging, self._sampler).result
@@ -80,10 +80,17 @@ class CudaRunner(ModelRunner):
         first_of = np.empty(len(batch.rows), np.int64)
         first_of[batch.order] = batch.firsts
         targets, sources = first_of[list(plan.inputs)], np.array(list(plan.inputs.values()), np.int64)
-        tokens, positions, keep, new, target, source = self._staging.upload(
-            batch.tokens, batch.positions, step.keep, batch.new_blocks, targets, sources
+        tokens, positions, keep, target, source = self._staging.upload(
+            batch.tokens, batch.positions, step.keep, targets, sources
         )
-        self._store.blocks_with_null.index_fill_(0, new, 0)
         if plan.inputs:
             tokens[target] = self._drawn[source]
         return [tokens, positions, keep]
+
+
+def first_rows(batch: FlatBatch, count: int) -> FlatBatch:
+    """The first rows of a batch of single tokens, without the padding behind them; or the whole batch."""
+    if count == len(batch.rows):
+        return batch
+    table, tokens = batch.row_table[:, :count], batch.flattened[:, :count]
+    return FlatBatch(batch.rows[:count], table, tokens, batch.new_blocks, batch.table[:, :count])

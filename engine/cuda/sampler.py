@@ -12,7 +12,10 @@ from decant.engine.cuda.staging import Staging
 from decant.engine.model.sampler import Sampler, random_number
 from decant.engine.plan import Row
 
-TILE = 1024
+TILE = 2048
+
+WARPS = 16
+"""A row has one program, whose time is that of its reductions."""
 
 _PARAMS: tuple[tuple[str, Any], ...] = (
     ("temperature", np.float32),
@@ -31,7 +34,7 @@ class TritonSampler(Sampler):
         adjust_all(rows, scores, eos, staging)
         params = staging.upload(*_columns(rows))
         tokens = torch.empty(len(rows), dtype=torch.int64, device=scores.device)
-        kernels.draw[(len(rows),)](scores, tokens, *params, scores.shape[1], TILE=TILE)
+        kernels.draw[(len(rows),)](scores, tokens, *params, scores.shape[1], TILE=TILE, num_warps=WARPS, num_stages=3)
         return tokens
 
     def _draw(self, rows: Sequence[Row], scores: list[torch.Tensor], eos: frozenset[int]) -> list[int]:

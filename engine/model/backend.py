@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from decant.engine.kv_layout import HOST_KV_BYTES, KvLayout
+from decant.engine.kv_layout import BLOCK_SIZE, HOST_KV_BYTES, KvLayout
 from decant.engine.model.attention.interface import AttentionBackend
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.attention.paged import PagedAttention
@@ -51,6 +51,11 @@ class Backend(Protocol):
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
         """Dtypes that the device multiplies fast enough to serve."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block with which the kernels are fastest."""
         ...
 
     @property
@@ -103,6 +108,7 @@ class Backend(Protocol):
 class TorchBackend:
     dtypes = frozenset({torch.bfloat16, torch.float16, torch.float32})
     exact: frozenset[str] = frozenset()
+    block_size = BLOCK_SIZE
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -27,6 +27,8 @@ NORMS = ("input_layernorm", "q_norm", "k_norm", "post_attention_layernorm")
 OPTIONAL = ("q_norm", "k_norm")
 
 TRIAL_BLOCK = 16
+"""Tokens of a trial's block, unless the kernels are compiled for others."""
+
 TRIAL_POSITION = 1 << 20
 """First position of a trial: a layer that scales distant tokens differs."""
 
@@ -130,6 +132,7 @@ class Trial:
         self._spec = spec
         self._make_attention = make_attention
         tokens = list(range(count))
+        self.block_size = TRIAL_BLOCK
         self._step = [Row(Request("trial", tuple(tokens)), tokens, 0, count, (array("i", [0]),), True)]
 
     @torch.inference_mode()
@@ -155,9 +158,11 @@ class Trial:
         return layer if agrees(self.run(layer), expected) else None
 
     def run(self, forward: Forward) -> TrialResult:
-        layout = KvLayout((self._spec,), TRIAL_BLOCK, self.rows.dtype.itemsize)
+        layout = KvLayout((self._spec,), self.block_size, self.rows.dtype.itemsize)
         store = KvStore(layout, 1, self.rows.dtype, self.rows.device)
-        attention = self._make_attention(store, [AttentionWindow()], flatten(self._step, TRIAL_BLOCK, store.null_block))
+        attention = self._make_attention(
+            store, [AttentionWindow()], flatten(self._step, self.block_size, store.null_block)
+        )
         recording = _RecordingAttention(attention, self._spec)
         kwargs = {"attention_mask": None, "position_ids": self._positions, "position_embeddings": self._angles}
         with attending(attention if isinstance(forward, FusedLayer) else recording):

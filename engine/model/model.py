@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from decant.engine.checkpoint.checkpoint import DTYPES
 from decant.engine.costs import StepCostModel
 from decant.engine.errors import InvalidConfig, check_int
-from decant.engine.kv_layout import BLOCK_SIZE, KvLayout, Window
+from decant.engine.kv_layout import KvLayout, Window
 from decant.engine.library_errors import refuse_model_on_error, translate_device_errors
 from decant.engine.model import kv_memory, rope
 from decant.engine.model.attention.masks import AttentionWindow
@@ -43,7 +43,7 @@ class ModelConfig:
     device          "auto" (CUDA when there is one), "cpu", "cuda", "cuda:1", ...
     context_length  in tokens; None: the checkpoint's
     kv_bytes        None: what a GPU has left, in the memory of the host ``HOST_KV_BYTES``
-    block_size      in tokens: a power of two of at most 128
+    block_size      in tokens: a power of two of at most 128; None: what the backend's kernels are fastest with
     eos_token_ids   tokens that end a sequence; those outside the vocabulary are dropped
     cuda_kernels    "none": torch alone; "triton": own kernels, never run on a GPU
     exact           on CUDA: only kernels that give a row the same bits in any batch; a CPU has no others
@@ -56,7 +56,7 @@ class ModelConfig:
     device: str = "auto"
     context_length: int | None = None
     kv_bytes: int | None = None
-    block_size: int = BLOCK_SIZE
+    block_size: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
     cuda_kernels: CudaKernels = "none"
     exact: bool = False
@@ -65,9 +65,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise InvalidConfig("dtype", f"auto or one of {', '.join(DTYPES)}", self.dtype)
-        check_int("block_size", self.block_size, minimum=1)
-        if self.block_size not in (1, 2, 4, 8, 16, 32, 64, TILE):
-            raise InvalidConfig("block_size", f"a power of two of at most {TILE}", self.block_size)
+        if self.block_size is not None:
+            check_int("block_size", self.block_size, minimum=1)
+            if self.block_size not in (1, 2, 4, 8, 16, 32, 64, TILE):
+                raise InvalidConfig("block_size", f"a power of two of at most {TILE}", self.block_size)
         if self.context_length is not None:
             check_int("context_length", self.context_length, minimum=1)
         if self.kv_bytes is not None:
@@ -169,7 +170,7 @@ def make_device(
     progress(60)
     layer_windows, specs = learn_attention(model, name, context_length)
     progress(70)
-    layout = KvLayout(specs, config.block_size, dtype.itemsize)
+    layout = KvLayout(specs, config.block_size or backend.block_size, dtype.itemsize)
     if config.kv_bytes is not None and config.kv_bytes < layout.block_bytes:
         raise InvalidConfig("kv_bytes", f"at least one block of {layout.block_bytes} bytes", config.kv_bytes)
     subject = Subject(model, name, context_length, backend)

@@ -16,6 +16,7 @@ import time
 from decant.decode_worker.main import ROLE as DECODE
 from decant.engine.errors import DeviceFailed
 from decant.engine.fake import FakeDevice
+from decant.engine.kv_layout import BLOCK_SIZE
 from decant.engine.plan import StepPlan, StepResult
 from decant.prefill_worker.main import ROLE as PREFILL
 from decant.runtime.model_files import ModelFiles
@@ -41,13 +42,9 @@ def load(settings: WorkerSettings, files: ModelFiles) -> Device:
     while os.environ.get("GREEDY_LOAD"):
         logs.get(__name__).info("loading greedily")
         sum(range(4_000_000))
-    blocks = (settings.kv_bytes or 1 << 20) // (settings.block_size * 8)
-    return Device(
-        num_blocks=blocks,
-        block_size=settings.block_size,
-        vocab_size=4096,
-        context_length=settings.context_length,
-    )
+    block_size = settings.block_size or BLOCK_SIZE
+    blocks = (settings.kv_bytes or 1 << 20) // (block_size * 8)
+    return Device(num_blocks=blocks, block_size=block_size, vocab_size=4096, context_length=settings.context_length)
 
 
 if __name__ == "__main__":

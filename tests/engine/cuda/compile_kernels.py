@@ -1,18 +1,23 @@
 """Compiles every kernel for GPUs, on a machine that needs none.
 
-    TRITON_INTERPRET=0 python -m tests.engine.cuda.compile_kernels 89 90 < KERNELS
+    TRITON_INTERPRET=0 python -m tests.engine.cuda.compile_kernels < KERNELS
 
-Reads ``kernel_shapes.shapes()`` as JSON: the modules behind it import torch and transformers, compiling does not.
-Prints as JSON, by compute capability and name: the shared memory in bytes, the tensor-core instructions, and the
-arguments whose value or alignment makes triton compile the kernel again.
+Reads ``kernel_shapes.shapes()`` by compute capability as JSON: the modules behind it import torch and transformers,
+compiling does not. Prints as JSON, by compute capability and name: registers of a thread, bytes of its stack, shared
+memory in bytes, the tensor-core instructions, how many groups of copies a tile may leave under way, and the arguments
+whose value or alignment makes triton compile the kernel again.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -22,11 +27,13 @@ from triton.compiler import ASTSource
 if TYPE_CHECKING:
     from tests.engine.cuda.kernel_shapes import Kernel
 
+USAGE = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
 
 def compile_for(capability: int, shapes: Mapping[str, Kernel]) -> dict[str, dict[str, Any]]:
     target = GPUTarget("cuda", capability, 32)
     facts = {}
-    for name, (place, types, constants) in shapes.items():
+    for name, (place, types, constants, options) in shapes.items():
         module, attribute = place.split(".")
         kernel: Any = getattr(import_module(f"decant.engine.cuda.{module}"), attribute)
         arguments = [argument for argument in kernel.arg_names if argument not in constants]
@@ -43,17 +50,30 @@ def compile_for(capability: int, shapes: Mapping[str, Kernel]) -> dict[str, dict
                 or signature[param.name].startswith("fp")
             )
         }
-        compiled = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target)
-        assert compiled.asm["cubin"], name
+        compiled = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options)
+        registers, stack = resources(compiled.asm["cubin"])
         ptx = compiled.asm["ptx"]
         facts[name] = {
+            "registers": registers,
+            "stack": stack,
             "shared": compiled.metadata.shared,
             "products": [name for name in ("wgmma.mma_async", "mma.sync") if name in ptx],
+            "copies": max([int(groups) for groups in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)], default=0),
             "specialized": [kernel.arg_names[at] for (at,) in attrs],
         }
     return facts
 
 
+def resources(cubin: bytes) -> tuple[int, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([USAGE, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return int(found[1]), int(found[2])
+
+
 if __name__ == "__main__":
-    of_stdin = json.load(sys.stdin)
-    print(json.dumps({capability: compile_for(int(capability), of_stdin) for capability in sys.argv[1:]}))
+    kernels = json.load(sys.stdin)
+    print(json.dumps({capability: compile_for(int(capability), of) for capability, of in kernels.items()}))

@@ -1,65 +1,119 @@
-"""Kernels to compile, with the constants of the modules that launch them."""
+"""Kernels to compile, with the constants and options of the modules that launch them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from decant.engine.cuda import attention, exact, fused_layer, sampler
+from decant.engine.cuda.attention import LaunchShape
+from decant.engine.kv_layout import LayerSpec
 
-Kernel = tuple[str, str, dict[str, Any]]
-"""Module and name of a kernel in ``decant.engine.cuda``, types of its arguments in order, and constants."""
+Kernel = tuple[str, str, dict[str, Any], dict[str, int]]
+"""Module and name of a kernel in ``decant.engine.cuda``, types of its arguments in order, constants, and options."""
+
+USUAL = {"num_warps": 4, "num_stages": 3}
+
+BLOCK = 64
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def shapes() -> dict[str, Kernel]:
+def shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
     """Return kernels in shapes of Llama-3.1-8B, then with other heads."""
-    heads = {"BLOCK": 16, "KV_HEADS": 8, "KEY_DIM": 128, "VALUE_DIM": 128}
+    heads = {"BLOCK": BLOCK, "KV_HEADS": 8, "KV_HEADS_PAD": 8, "KEY_DIM": 128, "VALUE_DIM": 128}
     kernels: dict[str, Kernel] = {
         "add_rms_norm": (
             "layer_kernels.add_rms_norm",
             "*bf16 *bf16 *bf16 *bf16 *bf16 i32 fp32",
             {"ADD": True, "PAD": 4096},
+            USUAL,
         ),
-        "gate": ("layer_kernels.gate", "*bf16 *bf16 *bf16 i32", {"TILE": fused_layer.GATE_TILE}),
+        "gate": ("layer_kernels.gate", "*bf16 *bf16 *bf16 i32", {"TILE": fused_layer.GATE_TILE}, USUAL),
         "rotate_and_write": (
             "layer_kernels.rotate_and_write",
-            "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *i64 *bf16 i32 i32 i32",
-            {**heads, "HEADS": 32, "HALF_PAD": 64, "VALUE_PAD": 128},
+            "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *i64 *bf16 i32 i32 i32 i32 i32 i32",
+            {**heads, "HEADS": 32, "HALF_PAD": 64, "VALUE_PAD": 128, "HEADS_TILE": attention.HEADS_TILE},
+            USUAL,
         ),
         "linear": (
             "gemm_kernels.linear",
-            "*bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32",
+            "*bf16 *bf16 *bf16 *bf16 *fp32 i32 i32 i32 i32 i32 i32",
             {
                 "HAS_BIAS": True,
                 "TILE_ROWS": exact.TILE_ROWS,
                 "TILE_COLUMNS": exact.TILE_COLUMNS,
                 "TILE_DEPTH": exact.TILE_DEPTH,
+                "SPLIT": exact.SPLIT,
             },
+            {"num_warps": exact.WARPS, "num_stages": exact.STAGES},
+        ),
+        "add_splits": (
+            "gemm_kernels.add_splits",
+            "*fp32 *bf16 *bf16 i32 i32 i32",
+            {"HAS_BIAS": True, "TILE": exact.ADD_TILE},
+            USUAL,
         ),
         "draw": (
             "sampler_kernels.draw",
             "*fp32 *i64 *fp32 *i32 *fp64 *fp32 *fp64 i32",
             {"TILE": sampler.TILE},
+            {"num_warps": sampler.WARPS, "num_stages": 3},
         ),
         "write_kv": (
             "attention_kernels.write_kv",
             "*bf16 *bf16 *i64 *bf16 i32 i32 i32 i32 i32 i32 i32",
             {**heads, "KEY_PAD": 128, "VALUE_PAD": 128},
+            USUAL,
         ),
     }
-    tokens, chunks = attention.MIN_ROWS, attention.CHUNK_ROWS
-    kernels |= attention_shapes("tokens", 128, tokens) | attention_shapes("chunks", 256, chunks)
-    kernels |= attention_shapes("tokens, padded heads of fp16", 80, tokens, dtype="fp16")
-    kernels |= attention_shapes("chunks, padded heads of fp16", 96, chunks, dtype="fp16")
-    kernels |= attention_shapes("chunks in float32", 128, chunks, dtype="fp32")
-    return kernels | attention_shapes("tokens of 71 heads for one key", 64, 128, group=71)
+    bfloat16, float16 = torch.bfloat16, torch.float16
+    for name, width, group, dtype, block, changes in (
+        ("tokens", 128, 4, bfloat16, BLOCK, {}),
+        ("chunks", 128, 4, bfloat16, BLOCK, {}),
+        ("exact", 128, 4, bfloat16, BLOCK, {"WINDOW": True}),
+        (
+            "tokens of wide heads, all options",
+            256,
+            4,
+            bfloat16,
+            BLOCK,
+            {"WINDOW": True, "SOFTCAP": True, "SINKS": True},
+        ),
+        ("chunks of wide heads, all options", 256, 4, bfloat16, BLOCK, {"SOFTCAP": True, "SINKS": True}),
+        ("chunks of padded heads in small blocks", 96, 4, float16, 16, {"WINDOW": True, "SINKS": True}),
+        ("tokens of 71 heads for one key", 64, 71, bfloat16, BLOCK, {}),
+        ("chunks in float32", 128, 4, torch.float32, BLOCK, {}),
+    ):
+        spec = LayerSpec(8, width, width)
+        if name.startswith("chunks"):
+            shape = attention.chunk_shape(spec, group, dtype, capability)
+        else:
+            shape = attention.token_shape(spec, group, dtype, block, is_exact=name == "exact")
+        kernels[f"attend {name}"] = attend(spec, shape, TYPES[dtype], block, changes)
+    state = {"KV_HEADS": 8, "VALUE_DIM": 128, "VALUE_PAD": 128, "GROUP_PAD": 4, "SINKS": True}
+    kernels["merge_splits"] = ("attention_kernels.merge_splits", "*fp32 *bf16 *bf16 *i32 i32", state, USUAL)
+    return kernels
 
 
-def attention_shapes(name: str, width: int, rows: int, *, dtype: str = "bf16", group: int = 4) -> dict[str, Kernel]:
-    pad = attention.power_of_two(width)
-    shape = {"KV_HEADS": 8, "GROUP": group, "VALUE_DIM": width, "VALUE_PAD": pad, "TILE_ROWS": rows, "SINKS": True}
-    keys = {"BLOCK": 16, "KEY_DIM": width, "KEY_PAD": pad, "TILE": attention.TILE, "SPLIT": attention.SPLIT}
-    types = f"{f'*{dtype} ' * 4}*i32 *i32 *i32 *i32 *fp32 i32 i32 i32 i32 i32 i32 fp32 fp32"
-    return {
-        f"attend {name}": ("attention_kernels.attend", types, {**shape, **keys, "SOFTCAP": True}),
-        f"merge_splits {name}": ("attention_kernels.merge_splits", f"*fp32 *{dtype} *{dtype} *i32", shape),
+def attend(spec: LayerSpec, shape: LaunchShape, dtype: str, block: int, changes: dict[str, bool]) -> Kernel:
+    pad = attention.power_of_two(spec.key_dim, attention.MIN_ROWS)
+    constants = {
+        "BLOCK": block,
+        "KV_HEADS": spec.kv_heads,
+        "KEY_DIM": spec.key_dim,
+        "VALUE_DIM": spec.value_dim,
+        "KEY_PAD": pad,
+        "VALUE_PAD": pad,
+        "TILE_ROWS": shape.tile_rows,
+        "TILE": shape.tile,
+        "SPLIT": shape.split,
+        "CHUNK": shape.is_chunk,
+        "WINDOW": False,
+        "SOFTCAP": False,
+        "SINKS": False,
     }
+    types = f"{f'*{dtype} ' * 4}*i32 *i32 *i32 *i32 *fp32 i32 i32 i32 i32 i32 i32 i32 fp32 fp32"
+    options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
+    return "attention_kernels.attend", types, constants | changes, options

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,17 +15,19 @@ pytest.importorskip("triton")
 
 from decant.engine.cuda import attention
 from decant.engine.cuda.attention import TritonAttention
+from decant.engine.cuda.graph_sizes import most_items
 from decant.engine.kv_layout import KvLayout, LayerSpec, WindowKind
 from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
-from decant.engine.model.step_batch import flatten
+from decant.engine.model.step_batch import FlatBatch, flatten
 from decant.engine.plan import Row
 from decant.engine.request import Request
+from tests import gpu
 
 pytestmark = pytest.mark.slow
 
-DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+DEVICE = torch.device(gpu.device_type())
 BLOCK = 16
 
 
@@ -39,10 +41,12 @@ class Case(NamedTuple):
     softcap: float | None = None
     sinks: bool = False
     spans: tuple[tuple[int, int], ...] = ((0, 37), (40, 41), (3, 22), (0, 1), (89, 90))
+    block: int = BLOCK
 
 
 CASES = {
     "grouped": Case(),
+    "keys of a tile in several blocks": Case(block=4),
     "one head per key": Case(heads=2, kv_heads=2, dtype=torch.float16),
     "group of 7": Case(heads=7, kv_heads=1, key_dim=64, value_dim=64, dtype=torch.float16),
     "wide heads": Case(heads=2, kv_heads=1, key_dim=256, value_dim=256),
@@ -69,15 +73,15 @@ class AttentionInputs:
         self.values = [normal(case.kv_heads, end, case.value_dim) for _, end in case.spans]
         self.sinks = normal(case.heads) if case.sinks else None
 
-    def run(self, chosen: Sequence[int]) -> dict[int, torch.Tensor]:
+    def run(self, chosen: Sequence[int], *, is_exact: bool = False) -> dict[int, torch.Tensor]:
         """Return the output [tokens, heads, value dim] of each chosen row, in one step over blocks of NaN."""
         case = self.case
         layer = LayerSpec(case.kv_heads, case.key_dim, case.value_dim)
-        layout = KvLayout((layer, layer), BLOCK, case.dtype.itemsize)
+        layout = KvLayout((layer, layer), case.block, case.dtype.itemsize)
         rows, free = [], 2
         for index in reversed(chosen):
             start, end = case.spans[index]
-            count = -(-end // BLOCK)
+            count = -(-end // case.block)
             blocks = array("i", range(free + count - 1, free - 1, -1))
             rows.append(Row(Request(str(index), (1,) * end), [1] * end, start, end, (blocks,), True))
             free += count
@@ -87,9 +91,9 @@ class AttentionInputs:
         for row in rows:
             index = int(row.request.id)
             for position in range(row.start):
-                place = row.blocks[0][position // BLOCK], position % BLOCK
+                place = row.blocks[0][position // case.block], position % case.block
                 keys[place], values[place] = self.keys[index][:, position], self.values[index][:, position]
-        flat = flatten(rows, BLOCK, store.null_block)
+        flat = flatten(rows, case.block, store.null_block)
         before = store.blocks.clone()
         order = [int(row.request.id) for row in flat.rows]
         starts = [case.spans[index][0] for index in order]
@@ -106,7 +110,7 @@ class AttentionInputs:
             mask=None,
         )
         call = call._replace(key=call.key.to(DEVICE), value=call.value.to(DEVICE))
-        backend = TritonAttention(store, [case.view] * 2, flat)
+        backend = TritonAttention(store, [case.view] * 2, flat, is_exact)
         out = backend.attend(call)[0].cpu()
         self._check_written(store, before, flat.slot_mapping[0].tolist())
         lengths = [case.spans[index][1] - case.spans[index][0] for index in order]
@@ -117,8 +121,8 @@ class AttentionInputs:
         start = store.layout.offsets[1]
         width = self.case.kv_heads * self.case.key_dim, self.case.kv_heads * self.case.value_dim
         for slot in slots:
-            block, index = divmod(slot, BLOCK)
-            for at, size in ((start, width[0]), (start + BLOCK * width[0], width[1])):
+            block, index = divmod(slot, self.case.block)
+            for at, size in ((start, width[0]), (start + self.case.block * width[0], width[1])):
                 part = slice(at + index * size, at + (index + 1) * size)
                 assert store.blocks[block, part].isfinite().all()
                 expected[block, part] = store.blocks[block, part]
@@ -145,9 +149,8 @@ class AttentionInputs:
 
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "SPLIT", 32)
-    monkeypatch.setattr(attention, "TILE", 16)
-    monkeypatch.setattr(attention, "CHUNK_ROWS", 32)
+    for name, size in {"SPLIT": 32, "TILE": 16, "NARROW_TILE": 8, "CHUNK_ROWS": 32}.items():
+        monkeypatch.setattr(attention, name, size)
 
 
 @pytest.mark.slow
@@ -180,23 +183,99 @@ def test_random_ragged_batches_agree_with_float64(seed: int) -> None:
 
 
 @pytest.mark.parametrize("view", [AttentionWindow(), AttentionWindow(WindowKind.SLIDING, 24)], ids=["full", "sliding"])
-def test_a_row_has_the_same_bits_alone_and_in_any_batch(view: AttentionWindow) -> None:
+def test_an_exact_row_has_the_same_bits_alone_and_in_any_batch(
+    view: AttentionWindow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = AttentionInputs(Case(heads=2, kv_heads=1, view=view, sinks=True))
-    together = inputs.run(range(5))
-    for chosen in ((0,), (4,), (4, 1), (2, 0, 3)):
-        for index, result in inputs.run(chosen).items():
+    together = inputs.run(range(5), is_exact=True)
+    for index, expected in together.items():
+        reference = inputs.reference(index)
+        assert (expected.double() - reference).norm() <= TOLERANCE[torch.bfloat16] * reference.norm()
+    for most, chosen in ((99, (0,)), (99, (4,)), (3, (4, 1)), (1, (2, 0, 3, 4))):
+        monkeypatch.setattr(attention, "most_items", lambda rows, most=most: most)
+        for index, result in inputs.run(chosen, is_exact=True).items():
             assert torch.equal(result, together[index])
 
 
-def test_splits_in_parallel_have_the_bits_of_splits_in_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "CHUNK_ROWS", 16)
+def test_an_exact_token_has_the_same_bits_in_a_chunk() -> None:
     case = Case(spans=((80, 90),), sinks=True)
     chunk = AttentionInputs(case)
-    by_chunk = chunk.run([0])[0]
+    by_chunk = chunk.run([0], is_exact=True)[0]
     last = AttentionInputs(case._replace(spans=((89, 90),)))
     last.keys, last.values, last.sinks = chunk.keys, chunk.values, chunk.sinks
     last.queries = [chunk.queries[0][:, -1:]]
-    assert torch.equal(last.run([0])[0][0], by_chunk[-1])
+    assert torch.equal(last.run([0], is_exact=True)[0][0], by_chunk[-1])
+
+
+def tokens_of(ends: Sequence[int]) -> FlatBatch:
+    rows = [
+        Row(Request(str(index), (1,)), [1] * end, end - 1, end, (array("i", range(-(-end // 64))),), True)
+        for index, end in enumerate(ends)
+    ]
+    return flatten(rows, 64, 99)
+
+
+@pytest.mark.parametrize("split", [0, 512])
+@pytest.mark.parametrize(
+    ("ends", "most"), [((1024,), 65), ((2048,) * 64, 256), ((1024,) * 256, 448), ((99_000, 3), 66)]
+)
+def test_items_of_single_tokens_cover_all_keys_once_and_are_at_most_as_many_as_allowed(
+    ends: tuple[int, ...], most: int, split: int
+) -> None:
+    flat, shape = tokens_of(ends), attention.LaunchShape(16, 64, is_chunk=False, split=split)
+    visible = np.zeros(len(ends), np.int32)
+    assert most == most_items(len(ends))
+    tables = attention.single_tokens(flat, np.arange(len(ends)), visible, shape, most)
+    assert len(ends) <= len(tables.items) <= most
+    merges = {token: (first, count) for token, first, count in tables.merges.tolist()}
+    for row, end in enumerate(flat.ends.tolist()):
+        own = tables.items[tables.items[:, 0] == row]
+        assert own[0, 2] == 0
+        assert own[-1, 3] == end
+        assert own[1:, 2].tolist() == own[:-1, 3].tolist()
+        assert not (own[:, 2] % (split or 64)).any()
+        if len(own) == 1:
+            assert own[0, 4] == attention.NO_STATE
+            assert row not in merges
+        else:
+            first, count = merges[row]
+            keys = split or int(own[0, 3])
+            assert own[:, 4].tolist() == [first + begin // keys for begin in own[:, 2].tolist()]
+            assert count == -(-end // keys)
+    assert tables.num_states == sum(count for _, count in merges.values())
+
+
+def test_few_rows_have_items_of_few_keys_and_a_full_batch_one_each() -> None:
+    shape = attention.LaunchShape(16, 64, is_chunk=False, split=0)
+    for rows, context, items in ((1, 1024, 16), (64, 2048, 256), (256, 1024, 256)):
+        flat = tokens_of((context,) * rows)
+        visible = np.zeros(rows, np.int32)
+        assert len(attention.single_tokens(flat, np.arange(rows), visible, shape, most_items(rows)).items) == items
+
+
+def test_tiles_of_chunks_with_most_keys_come_first() -> None:
+    spans = ((0, 70), (5, 9), (200, 240))
+    rows = [
+        Row(Request(str(index), (1,)), [1] * end, start, end, (array("i", range(4)),), True)
+        for index, (start, end) in enumerate(spans)
+    ]
+    flat, shape = flatten(rows, 64, 99), attention.LaunchShape(32, 16, is_chunk=True, split=0)
+    items = attention.chunks(flat, np.arange(3), np.zeros(len(flat.tokens), np.int32), shape, 4).items
+    keys = (items[:, 3] - items[:, 2]).tolist()
+    assert keys == sorted(keys, reverse=True)
+    covered = sorted((row, at) for row, first, _, end, _ in items.tolist() for at in range(first, end))
+    assert covered == [(row, at) for row, (start, end) in enumerate(spans) for at in range(start, end)]
+
+
+def test_a_scaling_that_is_not_positive_is_refused() -> None:
+    inputs = AttentionInputs(Case(spans=((0, 2),)))
+    store = KvStore(KvLayout((LayerSpec(2, 64, 64),), BLOCK, 2), 1, torch.bfloat16, DEVICE)
+    row = Row(Request("0", (1, 1)), [1, 1], 0, 2, (array("i", [0]),), True)
+    query, key, value = (part[0][None] for part in (inputs.queries, inputs.keys, inputs.values))
+    with pytest.raises(ValueError, match=r"layer 0: scaling above 0, got 0\.0"):
+        TritonAttention(store, [AttentionWindow()], flatten([row], BLOCK, store.null_block)).attend(
+            AttentionCall(0, query, key, value, 0.0, None, None, None)
+        )
 
 
 def test_a_call_of_another_shape_is_refused() -> None:

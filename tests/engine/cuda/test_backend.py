@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from decant.engine.cuda.fused_layer import TritonLayer
 from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.engine import Engine
 from decant.engine.errors import DeviceFailed, InvalidConfig
-from decant.engine.kv_layout import KvLayout, LayerSpec
+from decant.engine.kv_layout import KvLayout, LayerSpec, Window, WindowKind
 from decant.engine.loading import load
 from decant.engine.model import probe
 from decant.engine.model.attention.interface import AttentionCall
@@ -31,9 +30,10 @@ from decant.engine.model.kv_store import KvStore
 from decant.engine.model.model import ModelConfig
 from decant.engine.model.sampler import Sampler
 from decant.engine.scheduler import Limits
+from tests import gpu
 from tests.engine import tiny
 
-DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+DEVICE = torch.device(gpu.device_type())
 SINGLE_KEY_HEAD: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
 LAYOUT = KvLayout((LayerSpec(1, 16, 16),), 16, 4)
 
@@ -131,7 +131,7 @@ def test_a_kernel_that_fails_in_the_dtype_of_the_comparison_computes_the_served_
     exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fails = {torch.float32: "out of shared memory"}
-    monkeypatch.setattr(cuda_backend, "try_attention", lambda spec, layout, dtype, device: fails.get(dtype))
+    monkeypatch.setattr(cuda_backend, "try_attention", lambda spec, layout, dtype, device, **_: fails.get(dtype))
     monkeypatch.setattr(cuda_backend, "try_sampler", lambda *_: None)
     backend = InterpretedBackend(DEVICE, exact=exact)
     wide = backend.make_store(LAYOUT, 1, torch.float32)
@@ -148,7 +148,7 @@ def test_a_missing_compiler_is_a_reason_and_a_lost_device_ends_the_load(monkeypa
         torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700),
     ]
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise errors[0]
 
     monkeypatch.setattr(cuda_backend, "try_attention", fail)
@@ -218,5 +218,48 @@ def test_a_step_runs_on_its_own_device_and_not_on_the_first_one(monkeypatch: pyt
     assert around.idx == 1
 
 
-def test_a_kernel_that_agrees_passes_its_trial() -> None:
-    assert cuda_backend.try_attention(LAYOUT.layers[0], LAYOUT, torch.float32, DEVICE) is None
+def test_the_kernel_that_passes_its_trial_serves_models_of_other_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial does not know the heads of the model; compiling takes seconds, and may fail."""
+    compiled: list[set[tuple[str, Any]]] = []
+    groups: list[int] = []
+    launch = attention.kernels.attend
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def run(*args: Any, **constants: Any) -> None:
+                compiled.append(set(constants.items()))
+                groups.append(args[15])
+                launch[grid](*args, **constants)
+
+            return run
+
+    monkeypatch.setattr(attention.kernels, "attend", Recorded())
+    for group in (cuda_backend.TRIAL_GROUP, 4):
+        monkeypatch.setattr(cuda_backend, "TRIAL_GROUP", group)
+        assert cuda_backend.try_attention(LAYOUT.layers[0], LAYOUT, torch.float32, DEVICE) is None
+    count = len(compiled) // 2
+    assert groups == [2] * count + [4] * count
+    assert compiled[:count] == compiled[count:]
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("kind", [WindowKind.FULL, WindowKind.CHUNKED])
+def test_a_trial_computes_the_kernels_that_serve_a_layer_and_merges_items(
+    kind: WindowKind, is_exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "SPLIT", 64)
+    launched: list[tuple[bool, int, int]] = []
+    launch = TritonAttention._launch
+
+    def recorded(self: TritonAttention, call: AttentionCall, out: Any, part: Any, step: Any) -> None:
+        launched.append((step.is_windowed, part.shape.split, len(part.merges)))
+        launch(self, call, out, part, step)
+
+    monkeypatch.setattr(TritonAttention, "_launch", recorded)
+    spec = LayerSpec(1, 16, 16, Window(kind, 5000))
+    layout = KvLayout((spec,), 64, 4)
+    assert cuda_backend.try_attention(spec, layout, torch.float32, DEVICE, is_exact=is_exact) is None
+    windowed, splits, merges = zip(*launched, strict=True)
+    assert set(windowed) == {is_exact or kind is not WindowKind.FULL}
+    assert set(splits) == {64 if is_exact else 0}
+    assert merges[0] == 1, "of the single tokens"

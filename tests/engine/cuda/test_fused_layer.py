@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,12 @@ pytest.importorskip("triton")
 from decant.engine.cuda import fused_layer
 from decant.engine.cuda.fused_layer import Norm, TritonLayer, fuse
 from decant.engine.model.attention.interface import NAME, AttentionCall
+from tests import gpu
 from tests.engine import tiny
 
 pytestmark = pytest.mark.slow
 
-DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+DEVICE = torch.device(gpu.device_type())
 
 
 def model_of(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:

@@ -10,8 +10,9 @@ pytest.importorskip("triton")
 
 from decant.engine.cuda.kv_store import CudaKvStore
 from decant.engine.kv_layout import KvLayout, LayerSpec
+from tests import gpu
 
-DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+DEVICE = torch.device(gpu.device_type())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -26,3 +27,16 @@ def test_a_block_is_read_as_it_was_written_and_no_other_changes(dtype: torch.dty
     assert bytes(store.read(2)) == bytes(store.block_bytes)
     assert bytes(before) == contents[2], "what was read is a copy"
     assert bytes(store.read(3)) == contents[3]
+
+
+def test_a_store_that_moves_no_block_has_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load makes several; torch hands out the same 32 streams in turn, and two stores on one wait for each other."""
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "Stream", made.append)
+    monkeypatch.setattr(CudaKvStore, "_allocate", lambda self, shape, dtype, device: torch.zeros(shape, dtype=dtype))
+    stores = [
+        CudaKvStore(KvLayout((LayerSpec(1, 8, 8),), 4, 2), 2, torch.bfloat16, torch.device("cuda")) for _ in range(3)
+    ]
+    assert not made
+    assert stores[0]._export is stores[0]._export
+    assert len(made) == 1

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from array import array
 
 import pytest
@@ -18,10 +17,11 @@ from decant.engine.model.kv_store import KvStore
 from decant.engine.model.step_batch import flatten
 from decant.engine.plan import Row
 from decant.engine.request import Request
+from tests import gpu
 
 pytestmark = pytest.mark.slow
 
-DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+DEVICE = torch.device(gpu.device_type())
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 NAN = float("nan")

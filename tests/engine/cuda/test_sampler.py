@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -11,11 +9,12 @@ pytest.importorskip("triton")
 from decant.engine.cuda import sampler as cuda_sampler
 from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.model.sampler import Sampler, random_number
+from tests import gpu
 from tests.engine.sampler.harness import EOS, MIXES, VOCAB, exact, logits_of, row
 
 pytestmark = pytest.mark.slow
 
-DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+DEVICE = torch.device(gpu.device_type())
 SEEDS = 3
 NAMES = ["plain", "top-k beyond the vocabulary", "top-p", "everything", "greedy, biased"]
 BORDER = 1e-5

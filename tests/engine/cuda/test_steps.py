@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-import os
+import gc
+import weakref
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,16 +14,23 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.errors import TritonError
+
+from decant.engine.cuda import attention as attention_module
+from decant.engine.cuda import graphs as graphs_module
 from decant.engine.cuda import runner as cuda_runner
 from decant.engine.cuda import step_draw
-from decant.engine.cuda.graph_sizes import GraphLimits, GraphSize
-from decant.engine.cuda.graphs import Capture, DecodeGraph, Replay
+from decant.engine.cuda.attention import StaticAttention
+from decant.engine.cuda.graph_sizes import GraphLimits, graph_sizes, most_items
+from decant.engine.cuda.graphs import Capture, DecodeGraph, DecodeGraphs, Replay
 from decant.engine.cuda.runner import CudaRunner
 from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.cuda.staging import Download, Staging
 from decant.engine.cuda.step_draw import StepDraw
 from decant.engine.engine import Engine
 from decant.engine.loading import load
+from decant.engine.model.attention.masks import AttentionWindow
+from decant.engine.model.kv_store import KvStore
 from decant.engine.model.model import ModelConfig, ModelDevice
 from decant.engine.model.runner import StepLogits
 from decant.engine.model.sampler import Sampler
@@ -31,10 +39,11 @@ from decant.engine.plan import Row
 from decant.engine.request import Request, SamplingParams, StopParams
 from decant.engine.sampler_state import SamplerState
 from decant.engine.scheduler import Limits
+from tests import gpu
 from tests.engine import tiny
-from tests.engine.cuda.test_backend import SINGLE_KEY_HEAD, InterpretedBackend, shorten_trials
+from tests.engine.cuda.test_backend import LAYOUT, SINGLE_KEY_HEAD, InterpretedBackend, shorten_trials
 
-DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+DEVICE = torch.device(gpu.device_type())
 VOCABULARY = 200
 EOS = frozenset({7})
 
@@ -156,12 +165,13 @@ def test_batches_replayed_with_padding_generate_what_transformers_generates(
     folder = tiny.save(config, tmp_path)
     rerun = Rerun()
     monkeypatch.setattr(cuda_runner, "Capture", lambda device: rerun)
-    monkeypatch.setattr("decant.engine.cuda.graphs.graph_sizes", lambda rows: [GraphSize(4, 8)])
+    monkeypatch.setattr("decant.engine.cuda.graphs.graph_sizes", lambda rows: [4])
     device = load_interpreted(folder, monkeypatch, lambda runner: runner.capture(64, GraphLimits()))
-    graphed = recorded(monkeypatch, DecodeGraph, "run", lambda graph, flat, *_: len(flat.rows))
+    graphed = recorded(monkeypatch, DecodeGraph, "fill", lambda graph, flat: len(flat.rows))
     engine = Engine(device, Limits(token_budget=16, max_running=4, context_length=64))
     prompts = {"long": tiny.prompt(20, 1), "short": tiny.prompt(3, 2), "other": tiny.prompt(5, 3)}
     calls = host_reads(monkeypatch)
+    cleared = recorded(monkeypatch, torch.Tensor, "index_fill_", lambda *_: 1)
     submit, ahead = device.runner.submit, []
 
     def watched(plan: Any) -> Any:
@@ -176,6 +186,7 @@ def test_batches_replayed_with_padding_generate_what_transformers_generates(
     assert all(launches), "a launch on whatever device is current"
     assert set(graphed) == {4}
     assert rerun.replays == len(graphed) >= 4
+    assert not cleared, "the null block of padding rows, or what no kernel reads"
     assert sum(ahead) >= 10, "rows continue tokens that are still drawn"
     monkeypatch.undo()
     reference = tiny.reference(folder)
@@ -183,25 +194,123 @@ def test_batches_replayed_with_padding_generate_what_transformers_generates(
         assert tuple(result.tokens[id]) == tiny.generate(reference, tokens, 5).tokens
 
 
-class Outputs(Rerun):
+class FakeStore(KvStore):
     def __init__(self) -> None:
-        self.outputs: list[torch.Tensor] = []
-
-    def __call__(self, compute: Replay) -> Replay:
-        self.outputs.append(compute())
-        return super().__call__(compute)
+        super().__init__(LAYOUT, 3, torch.float32, DEVICE)
 
 
-@pytest.mark.slow
-def test_all_graphs_write_their_logits_to_one_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny.config("llama", **SINGLE_KEY_HEAD)
-    config.num_hidden_layers = 1
-    monkeypatch.setattr("decant.engine.cuda.graphs.graph_sizes", lambda rows: [GraphSize(1, 2), GraphSize(3, 6)])
-    capture = Outputs()
-    monkeypatch.setattr(cuda_runner, "Capture", lambda device: capture)
-    load_interpreted(tiny.save(config, tmp_path), monkeypatch, lambda runner: runner.capture(64, GraphLimits()))
-    assert [len(output) for output in capture.outputs] == [1, 3]
-    assert len({output.untyped_storage().data_ptr() for output in capture.outputs}) == 1
+def logits_of_nothing(tokens: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.zeros(len(tokens), 5, device=DEVICE)
+
+
+def captured(capture: Callable[[Replay], Replay], compute: Any = logits_of_nothing) -> DecodeGraphs:
+    graphs = DecodeGraphs(FakeStore(), [AttentionWindow()], 4, is_exact=False)
+    graphs.capture(compute, capture, GraphLimits(rows=32), lambda: 0)
+    return graphs
+
+
+def test_all_graphs_write_their_logits_to_one_buffer_and_the_largest_is_captured_first() -> None:
+    outputs: list[torch.Tensor] = []
+
+    def capture(compute: Replay) -> Replay:
+        outputs.append(compute())
+        return compute
+
+    graphs = captured(capture)
+    assert [len(output) for output in outputs] == list(graphs.graphs) == [32, 16, 8, 4, 2, 1]
+    assert len({output.untyped_storage().data_ptr() for output in outputs}) == 1
+
+
+def test_all_graphs_share_the_states_of_attention() -> None:
+    states: set[int] = set()
+
+    def compute(tokens: torch.Tensor, positions: Any, keep: Any, attention: StaticAttention) -> torch.Tensor:
+        layers = attention._layers(0, 4)
+        (part,) = attention._make_lists(layers).lists
+        found = attention._states(part, LAYOUT.layers[0], 4)
+        assert found.shape == (most_items(32), 1, 4, 18), "a state has the rows of a group, not of a tile"
+        states.add(found.data_ptr())
+        return logits_of_nothing(tokens)
+
+    captured(lambda compute: (compute(), compute)[1], compute)
+    assert len(states) == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("operation not permitted"), TritonError("out of resource")])
+def test_an_error_in_one_capture_keeps_the_other_graphs(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    done: list[int] = []
+
+    def capture(compute: Replay) -> Replay:
+        done.append(len(compute()))
+        if done[-1] == 8:
+            raise error
+        return compute
+
+    graphs = captured(capture)
+    assert done == graph_sizes(32)
+    assert list(graphs.graphs) == [32, 16, 4, 2, 1]
+    assert f"decode batches of 8 rows have no CUDA graph: {error}" in caplog.text
+    assert graphs.summary.startswith("5 of 6")
+
+
+def test_no_garbage_is_left_for_a_collection_in_a_capture() -> None:
+    """A tensor or a graph that is freed within ends the capture."""
+    garbage = SimpleNamespace(tensor=torch.zeros(1))
+    garbage.itself = garbage
+    freed = weakref.ref(garbage.tensor)
+    del garbage
+    facts: set[tuple[bool, bool]] = set()
+
+    def capture(compute: Replay) -> Replay:
+        facts.add((freed() is None, gc.isenabled()))
+        return compute
+
+    captured(capture)
+    assert facts == {(True, False)}
+    assert gc.isenabled()
+
+
+def test_a_runner_with_graphs_is_freed_without_the_collector() -> None:
+    """It holds the weights and the KV memory."""
+
+    def model(**inputs: Any) -> Any:
+        return SimpleNamespace(logits=torch.zeros(1, inputs["input_ids"].shape[1], 5, device=DEVICE))
+
+    class Eager(Rerun):
+        def __call__(self, compute: Replay) -> Replay:
+            output = compute()
+            return lambda: output
+
+    backend = InterpretedBackend(DEVICE)
+    runner = CudaRunner(model, FakeStore(), [], frozenset(), backend, is_exact=False)  # type: ignore[arg-type]
+    runner.capture(64, GraphLimits(rows=2), Eager())  # type: ignore[arg-type]
+    assert runner.graphs is not None
+    assert list(runner.graphs.graphs) == [2, 1]
+    freed = weakref.ref(runner)
+    gc.disable()
+    try:
+        del runner
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+def test_a_batch_with_more_states_than_a_graph_holds_runs_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_module, "SPLIT", 32)
+    monkeypatch.setattr(graphs_module, "MOST_STATES", 3)
+    graphs = DecodeGraphs(FakeStore(), [AttentionWindow()], 9, is_exact=True)
+
+    def compute(tokens: torch.Tensor, positions: Any, keep: Any, attention: StaticAttention) -> torch.Tensor:
+        layers = attention._layers(0, 4)
+        attention._lists.setdefault(layers, attention._make_lists(layers))
+        return logits_of_nothing(tokens)
+
+    graphs.capture(compute, lambda compute: (compute(), compute)[1], GraphLimits(rows=2), lambda: 0)
+    for end, is_found in ((40, True), (130, False)):
+        row = Row(Request("a", (1,)), [1] * end, end - 1, end, (array("i", [0] * 9),), True)
+        assert (graphs.find([row]) is not None) == is_found
+    chunk = Row(Request("a", (1,)), [1] * 9, 0, 9, (array("i", [0]),), True)
+    assert graphs.find([chunk]) is None
 
 
 class FakeCuda:
@@ -216,8 +325,9 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
 
-    def make_stream(self, device: torch.device) -> Any:
+    def make_stream(self, device: torch.device, priority: int) -> Any:
         self.streams += 1
+        assert priority == -1, "decodes go before the prompts of another engine"
         return SimpleNamespace(wait_stream=lambda other: None)
 
     def current_stream(self, device: torch.device) -> Any:
