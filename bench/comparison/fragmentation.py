@@ -8,7 +8,7 @@ from typing import Any
 from bench.comparison.subprocess_runner import Job, OnProgress
 from bench.scheduler_overhead import VOCABULARY, NullDevice
 from decant.engine.engine import Engine
-from decant.engine.model.model import ModelConfig
+from decant.engine.kv_layout import BLOCK_SIZE
 from decant.engine.request import Request, StopParams
 from decant.engine.scheduler import Limits
 
@@ -22,7 +22,7 @@ ROUNDS = 2000
 
 
 def measure(job: Job, on_progress: OnProgress) -> dict[str, Any]:
-    block_size = ModelConfig(job.model).block_size
+    block_size = BLOCK_SIZE
     device = NullDevice(RUNNING * CONTEXT_LENGTH // block_size, block_size)
     engine = Engine(device, Limits(RUNNING * PROMPT[1], RUNNING, CONTEXT_LENGTH))
     rng, added = Random(0), 0

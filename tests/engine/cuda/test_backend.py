@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from decant.engine import backends
 from decant.engine.backends import make_backend
-from decant.engine.cuda import attention
+from decant.engine.cuda import attention, attention_kernels
 from decant.engine.cuda import backend as cuda_backend
 from decant.engine.cuda.attention import TritonAttention
 from decant.engine.cuda.backend import CudaBackend
@@ -222,7 +222,7 @@ def test_the_kernel_that_passes_its_trial_serves_models_of_other_groups(monkeypa
     """A trial does not know the heads of the model; compiling takes seconds, and may fail."""
     compiled: list[set[tuple[str, Any]]] = []
     groups: list[int] = []
-    launch = attention.kernels.attend
+    launch = attention_kernels.attend
 
     class Recorded:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -233,7 +233,7 @@ def test_the_kernel_that_passes_its_trial_serves_models_of_other_groups(monkeypa
 
             return run
 
-    monkeypatch.setattr(attention.kernels, "attend", Recorded())
+    monkeypatch.setattr(attention_kernels, "attend", Recorded())
     for group in (cuda_backend.TRIAL_GROUP, 4):
         monkeypatch.setattr(cuda_backend, "TRIAL_GROUP", group)
         assert cuda_backend.try_attention(LAYOUT.layers[0], LAYOUT, torch.float32, DEVICE) is None

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from decant.engine.backends import make_backend
 from decant.engine.cuda import backend as cuda_backend
-from decant.engine.cuda import exact
+from decant.engine.cuda import exact, gemm_kernels
 from decant.engine.cuda.attention import TritonAttention
 from decant.engine.cuda.exact import ExactLinear, make_exact
 from decant.engine.errors import InvalidConfig
@@ -73,14 +73,14 @@ def test_ranges_of_a_sum_in_parallel_have_the_bits_of_ranges_in_sequence(
     layer = ExactLinear(linear(70, 20, torch.bfloat16, bias=bias))
     rows = torch.randn(3, 70, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
     added: list[int] = []
-    launch = exact.kernels.add_splits
+    launch = gemm_kernels.add_splits
 
     class Counted:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             added.append(grid[0])
             return launch[grid]
 
-    monkeypatch.setattr(exact.kernels, "add_splits", Counted())
+    monkeypatch.setattr(gemm_kernels, "add_splits", Counted())
     results = []
     for processors in (1, 4):
         monkeypatch.setattr(exact, "_processors", lambda device, count=processors: count)

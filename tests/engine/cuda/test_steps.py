@@ -300,7 +300,7 @@ def test_a_batch_with_more_states_than_a_graph_holds_runs_without_it(monkeypatch
     monkeypatch.setattr(graphs_module, "MOST_STATES", 3)
     graphs = DecodeGraphs(FakeStore(), [AttentionWindow()], 9, is_exact=True)
 
-    def compute(tokens: torch.Tensor, positions: Any, keep: Any, attention: StaticAttention) -> torch.Tensor:
+    def compute(tokens: torch.Tensor, positions: Any, keep: Any, attention: Any) -> torch.Tensor:
         layers = attention._layers(0, 4)
         attention._lists.setdefault(layers, attention._make_lists(layers))
         return logits_of_nothing(tokens)

@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# First run of the CUDA path on a machine with one GPU, in less than 8 minutes:
+#
+#   bench/gpu/first_run.sh OUT                 environment, correctness, kernels, goals
+#   bench/gpu/first_run.sh OUT --rehearse      the same on a CPU, with tiny shapes: the figures mean nothing
+#
+# Needs torch 2.11, triton 3.6, transformers 5.17, or newer, numpy and pytest; PYTHON names another interpreter. Each
+# part is a process with a limit of its own; its output and figures are in OUT after it, whatever becomes of the others.
+# Exits with the number of parts that failed.
+set -u
+
+out=${1:?"usage: $0 OUT [--rehearse]"}
+mode=${2:-}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+cd "$(dirname "$0")/../.." || exit 1
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+failed=0
+
+if [ "$mode" = --rehearse ]; then
+    export TRITON_INTERPRET=1
+    device="--device cpu --tiny"
+    kernel_seconds=1
+    tests=tests/engine/cuda/test_machine.py
+elif [ -n "$mode" ]; then
+    echo "usage: $0 OUT [--rehearse]" >&2
+    exit 1
+else
+    export TRITON_INTERPRET=0
+    device="--device cuda"
+    kernel_seconds=90
+    # The others need no GPU.
+    tests=$(ls tests/engine/cuda/test_*.py | grep -v -e test_compiling -e test_graph_sizes)
+fi
+
+part() { # NAME SECONDS COMMAND...
+    local name=$1 seconds=$2 began=$SECONDS status
+    shift 2
+    echo "== $name, at most $seconds s"
+    timeout -k 10 "$seconds" "$@" 2>&1 | tee "$out/$name.log"
+    status=${PIPESTATUS[0]}
+    [ "$status" = 0 ] || failed=$((failed + 1))
+    echo "$name: exit status $status after $((SECONDS - began)) s" | tee -a "$out/summary.txt"
+}
+
+correctness() { # one process for each file: a lost device ends one alone
+    local pids=() names=() status=0 at
+    for file in $tests; do
+        "$python" -m pytest -q -c bench/gpu/cuda-tests.ini --rootdir=. --confcutdir=tests/engine/cuda "$file" \
+            > "$out/$(basename "$file" .py).log" 2>&1 &
+        pids+=($!)
+        names+=("$(basename "$file" .py)")
+    done
+    for at in "${!pids[@]}"; do
+        wait "${pids[$at]}" || status=1
+        echo "${names[$at]}: $(tail -n 1 "$out/${names[$at]}.log")"
+    done
+    return $status
+}
+
+export python out tests
+export -f correctness
+: > "$out/summary.txt"
+# shellcheck disable=SC2086
+{
+    part environment 30 "$python" -m bench.gpu.environment
+    part correctness 80 bash -c correctness
+    part kernels 110 "$python" -m bench.gpu.kernels $device --seconds $kernel_seconds --json "$out/kernels.json"
+    part goals 170 "$python" -m bench.gpu $device --parts decode,prompt,idle --seconds 150 --json "$out/goals.json"
+    [ "$mode" = --rehearse ] || # it would rehearse the same command
+    part queue 80 "$python" -m bench.gpu $device --parts queue --seconds 60 --json "$out/queue.json"
+}
+echo "== summary, also in $out"
+cat "$out/summary.txt"
+exit $failed

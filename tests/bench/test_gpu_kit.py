@@ -1,0 +1,104 @@
+"""What runs first on a GPU, rehearsed without one."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from bench.gpu import kernels
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "bench/gpu/first_run.sh"
+PARTS = ["environment", "correctness", "kernels", "goals", "queue"]
+SERVERS = (
+    "grpc",
+    "redis",
+    "pydantic",
+    "structlog",
+    "xxhash",
+    "prometheus_client",
+    "cryptography",
+    "hypothesis",
+    "xdist",
+)
+
+BLOCKING = f"""
+import importlib.util
+import sys
+
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *of: None if name.partition(".")[0] in {SERVERS} else find_spec(name, *of)
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {SERVERS}:
+            raise ModuleNotFoundError(name, name=name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def run(out: Path, python: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = os.environ | {"PYTHON": str(python), "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"} | environment
+    command = ["bash", str(SCRIPT), str(out), *arguments]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=280)
+
+
+@pytest.mark.slow
+def test_the_first_run_is_rehearsed_on_a_cpu_without_the_packages_of_the_servers(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BLOCKING)
+    out = tmp_path / "out"
+    options = {"PYTHONPATH": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = run(out, Path(sys.executable), "--rehearse", **options)
+    assert done.returncode == 0, done.stdout[-3000:]
+    summary = (out / "summary.txt").read_text().splitlines()
+    assert [line.partition(" after")[0] for line in summary] == [f"{name}: exit status 0" for name in PARTS[:-1]]
+    assert "passed" in (out / "correctness.log").read_text()
+    assert len(json.loads((out / "kernels.json").read_text())["rows"]) >= 3
+    assert len(json.loads((out / "goals.json").read_text())["rows"]) == 4
+
+
+def test_a_part_that_fails_leaves_the_others_their_results(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@"\ncase "$*" in *gpu.kernels*) exit 3;; esac\n')
+    python.chmod(0o755)
+    done = run(tmp_path / "out", python)
+    assert done.returncode == 1
+    summary = (tmp_path / "out/summary.txt").read_text()
+    assert [line.partition(" after")[0] for line in summary.splitlines()] == [
+        f"{name}: exit status {3 if name == 'kernels' else 0}" for name in PARTS
+    ]
+    goals = (tmp_path / "out/goals.log").read_text()
+    assert "-m bench.gpu --device cuda --parts decode,prompt,idle" in goals
+    tested = (tmp_path / "out/correctness.log").read_text()
+    assert "test_attention" in tested
+    assert "test_compiling" not in tested
+
+
+def test_the_limits_of_the_parts_are_less_than_eight_minutes() -> None:
+    lines = [line.split() for line in SCRIPT.read_text().splitlines() if line.startswith("    part ")]
+    assert [line[1] for line in lines] == PARTS
+    assert sum(int(line[2]) for line in lines) < 480
+
+
+@pytest.mark.slow
+def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.gpu.ceilings.RUNS", 1)
+    out = tmp_path / "out.json"
+    try:
+        assert kernels.main(["--device", "cpu", "--tiny", "--json", str(out)]) == 0
+    finally:
+        gc.freeze()
+    rows = json.loads(out.read_text())["rows"]
+    assert not [row for row in rows if row["why"]]
+    assert all(row["share"] > 0 for row in rows)
+    names = " ".join(row["name"] for row in rows)
+    assert all(part in names for part in ("attend 1x", "prompt", "torch down", "exact down", "rotate", "draw"))
