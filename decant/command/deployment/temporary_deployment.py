@@ -28,7 +28,7 @@ def temporary_deployment(*arguments: str, variables: Mapping[str, str] = _NO_VAR
     """Run a deployment for the ``with``, in the main thread only: SIGTERM ends the deployment and this process. The
     deployment is killed if this process ends before it. Raises CommandFailed if the deployment does not start.
     """
-    child = (sys.executable, "-I", "-S", exec_child.__file__, str(os.getpid()), "")
+    child = (sys.executable, "-I", "-S", exec_child.__file__, str(os.getpid()), "", "0")
     up = ("up", "--port", "0", "--log-format", "json")
     command = [*child, sys.executable, "-P", "-m", "decant.command", *up, *arguments]
     started: list[subprocess.Popen[str]] = []
