@@ -17,9 +17,11 @@ from decant.engine.cpu import linear as linears
 from decant.engine.engine import Engine
 from decant.engine.errors import InvalidConfig, ModelRefused
 from decant.engine.kv_layout import WindowKind
+from decant.engine.model import probe as probes
 from decant.engine.model.attention import masks as views
 from decant.engine.model.attention.interface import NAME
 from decant.engine.model.attention.masks import AttentionWindow
+from decant.engine.model.probe import LENGTHS
 from decant.engine.scheduler import Limits
 from tests.engine import tiny
 from tests.engine.served import serve
@@ -107,6 +109,7 @@ _NEAR_TIES = [
     ("deepseek_v3", 2),
     ("deepseek_v3", 9),
     ("gpt_oss", 12),
+    ("gpt_oss", 41),
     ("mixtral", 7),
     ("qwen2_moe", 2),
     ("qwen3_moe", 25),
@@ -143,6 +146,53 @@ def test_a_sliding_window_one_token_too_narrow_is_refused_in_any_dtype(dtype, tm
     monkeypatch.setattr(views, "fit", lambda *_: AttentionWindow(WindowKind.SLIDING, 11))
     with pytest.raises(ModelRefused, match="its logits differ from transformers' own"):
         serve(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("kind", "score"), [("gemma2", "softcap"), ("gpt_oss", "s_aux")])
+def test_attention_that_lacks_a_score_is_refused_in_any_dtype(kind, score, dtype, tmp_path, monkeypatch):
+    forward = AttentionInterface._global_mapping[NAME]
+
+    def without(*call, **options):
+        return forward(*call, **options | {score: None})
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, NAME, without)
+    with pytest.raises(ModelRefused, match="its logits differ from transformers' own"):
+        serve(tiny.save(tiny.config(kind), tmp_path), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_that_are_swapped_as_they_are_served_are_refused(dtype, tmp_path, monkeypatch):
+    forward = linears.PackedExperts.forward
+
+    def swapped(self, hidden, top_k_index, top_k_weights):
+        # The comparison that packing makes gives the first two experts to a row.
+        is_packing = torch.equal(top_k_index[0], torch.tensor([0, 1]))
+        return forward(self, hidden, top_k_index if is_packing else top_k_index ^ 1, top_k_weights)
+
+    monkeypatch.setattr(linears.PackedExperts, "forward", swapped)
+    with pytest.raises(ModelRefused, match=r"differ from float32 by|depend on its neighbours"):
+        serve(tiny.save(tiny.config("mixtral"), tmp_path), dtype=dtype)
+
+
+_NOISE = [torch.full((length,), 0.012) for length in LENGTHS]
+
+
+def _rounded(*changes: tuple[int, slice, float]) -> list[torch.Tensor]:
+    rounded = [noise.clone() for noise in _NOISE]
+    for sequence, positions, difference in changes:
+        rounded[sequence][positions] = difference
+    return rounded
+
+
+def test_other_experts_from_a_token_on_are_rounding_and_a_difference_at_all_tokens_is_not():
+    probes._check_rounding("m", torch.bfloat16, _rounded((2, slice(0, None), 0.4)), _NOISE)
+    probes._check_rounding("m", torch.bfloat16, _rounded((1, slice(3, None), 0.2), (2, slice(2, None), 0.1)), _NOISE)
+    everywhere = _rounded(*((index, slice(None), 0.03) for index in range(3)))
+    with pytest.raises(ModelRefused, match=r"its logits in bfloat16 differ from float32 by 0.03"):
+        probes._check_rounding("m", torch.bfloat16, everywhere, _NOISE)
+    with pytest.raises(ModelRefused, match=r"its logits in bfloat16 differ from float32 by 0.8"):
+        probes._check_rounding("m", torch.bfloat16, _rounded((2, slice(1, None), 0.8)), _NOISE)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
