@@ -78,9 +78,8 @@ def calibrate(options: Options) -> dict[str, Any]:
 
 
 def planned(options: Options, profile: Profile, rate: float) -> Plan:
-    kv_capacity = KvCapacity(
-        parse_size(options.kv_memory), 0, read_shape(Path(options.model)).kv_bytes("bfloat16"), share=1.0
-    )
+    layout = read_shape(Path(options.model)).kv_layout("bfloat16")
+    kv_capacity = KvCapacity(parse_size(options.kv_memory), 0, layout, share=1.0)
     prompt, output = (parse_tokens("", text) for text in (options.prompt_tokens, options.output_tokens))
     speed = Measured(profile.prefill, profile.decode)
     plan = Sizing(speed, kv_capacity, Workload(prompt, output, rate), Slo(), profile.overheads).plan()

@@ -72,7 +72,7 @@ class Inputs:
 
 
 def parse(options: PlanOptions) -> Inputs:
-    """Parse and check options. Raises InvalidPlan, for a calibration also ModelRefused and InvalidConfig."""
+    """Parse and check options. Raises InvalidPlan, for a model also ModelRefused, for a calibration InvalidConfig."""
     shape = _shape(options)
     kv_dtype = options.kv_dtype or options.dtype
     _one_of("--dtype", options.dtype, FLOATS)
@@ -97,9 +97,8 @@ def parse(options: PlanOptions) -> Inputs:
         kv_capacity=KvCapacity(
             device.memory,
             weights,
-            shape.kv_bytes(kv_dtype),
+            shape.kv_layout(kv_dtype),
             _share("--memory-share", options.memory_share),
-            kv_windows=shape.kv_windows(kv_dtype),
         ),
         speed=Measured(profile.prefill, profile.decode) if profile else roofline(shape, device, dtypes, share),
         workload=workload,

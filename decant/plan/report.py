@@ -20,7 +20,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 def document(inputs: Inputs, plan: Plan, outcome: Outcome | None = None) -> dict[str, Any]:
     workload, kv_capacity = inputs.workload, inputs.kv_capacity
     return {
-        "model": {**asdict(inputs.shape), "params": inputs.shape.params},
+        "model": inputs.shape.document(),
         "device": asdict(inputs.device),
         "dtype": inputs.dtype,
         "quantization": inputs.quantization,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +118,16 @@ class Checkpoint:
         model.eval()
         return model
 
+    def make(self, device: torch.device) -> PreTrainedModel:
+        """Make the model of ``read`` without its weights, whose numbers are undefined. Raises ModelRefused."""
+        with refuse_model_on_error(self.name, "transformers can't make it"), device:
+            model: PreTrainedModel = _auto_class(self.config).from_config(
+                self.config, attn_implementation="eager", experts_implementation="batched_mm", trust_remote_code=False
+            )
+        _drop_other_media(model)
+        model.eval()
+        return model
+
     def _source(self) -> tuple[Any, dict[str, Any]]:
         auto = _auto_class(self.config)
         if self.weight_format is PLAIN:
@@ -157,13 +167,36 @@ def open(path: str, revision: str | None = None) -> Checkpoint:
         weight_files.check_adapters(folder, path)
     with refuse_model_on_error(path, "its configuration can't be read"):
         raw, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
-        kind = raw.get("model_type")
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise model_types.refusal(path, raw)
     if not local:
+        _check_type(path, raw)
         weight_files.check_format(folder, raw)
+    return _configured(path, path, revision, raw)
+
+
+def open_config(file: Path, name: str) -> Checkpoint:
+    """Read and check a config.json, whose weights may be elsewhere. Those beside it are checked if ``name`` is their
+    folder. Raises ModelRefused.
+    """
+    raw = weight_files.read_json(file, name)
+    if name == str(file.parent) and weight_files.has_weights(file.parent):
+        weight_files.check(file.parent)
+    else:
+        _check_type(name, raw)
+        weight_files.check_format(file.parent, raw)
+    return _configured(str(file), name, None, raw)
+
+
+def _check_type(name: str, raw: Mapping[str, Any]) -> None:
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise model_types.refusal(name, raw)
+
+
+def _configured(source: str, path: str, revision: str | None, raw: Mapping[str, Any]) -> Checkpoint:
+    _check_type(path, raw)
+    kind = raw["model_type"]
     with refuse_model_on_error(f"{kind} ({path})", "its configuration is not one of that type"):
-        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     if config.is_encoder_decoder:
         raise ModelRefused(f"{kind} ({path})", "it is an encoder with a decoder; only decoders alone are served")
     weight_format = find_format(f"{kind} ({path})", raw)

@@ -79,6 +79,11 @@ def _stored(name: str, file: Path, tensor: str, entry: Mapping[str, Any]) -> Sto
     return Stored(file.name, shape)
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether the folder has weights of any format, or lists them."""
+    return any(next(folder.glob(pattern), None) for pattern in ("*.safetensors", INDEX, *ADAPTERS, *OTHER_WEIGHTS))
+
+
 def weight_files(folder: Path, config: Mapping[str, Any]) -> list[Path]:
     """Find the weight files, sorted by name. Raises ModelRefused."""
     name = describe(folder, config)

@@ -21,6 +21,7 @@ from decant.engine.model import probe as probes
 from decant.engine.model.attention import masks as views
 from decant.engine.model.attention.interface import NAME
 from decant.engine.model.attention.masks import AttentionWindow
+from decant.engine.model.outline import ModelOutline, read_outline
 from decant.engine.model.probe import LENGTHS
 from decant.engine.scheduler import Limits
 from tests.engine import tiny
@@ -351,11 +352,14 @@ def _verdict(kind: str, folder: Path) -> str:
         return "not made"
     weight_files.check(made)  # a whole checkpoint: refused, if at all, for how it computes
     model_types.check(kind, weight_files.read_config(made))
+    outline = _outline(made)
     try:
         device = serve(made, dtype="float32", context_length=tiny.CONTEXT_LENGTH, kv_bytes=2 << 20)
     except (ModelRefused, InvalidConfig):
-        return "refused"
+        return "refused" if outline is None or kind in REFUSED_BY_NUMBERS else "WRONG: not refused by its outline"
     model = tiny.reference(made)
+    if outline is None or outline.layers != device.store.layout.layers:
+        return f"WRONG: outlined with {outline} and served with {device.store.layout.layers}"
     engine = Engine(device, Limits(token_budget=19, max_running=19, context_length=tiny.CONTEXT_LENGTH))
     ours = tiny.run(engine, [tiny.greedy(str(index), tokens, 8) for index, tokens in enumerate(PROMPTS)])
     for index, tokens in enumerate(PROMPTS):
@@ -369,6 +373,16 @@ def _verdict(kind: str, folder: Path) -> str:
             if one != other:
                 break
     return "served"
+
+
+REFUSED_BY_NUMBERS = ("longcat_flash",)
+
+
+def _outline(folder: Path) -> ModelOutline | None:
+    try:
+        return read_outline(folder / "config.json", str(folder))
+    except ModelRefused:
+        return None
 
 
 def test_a_model_that_answers_with_all_rows_is_sampled_from_the_right_ones(tmp_path):

@@ -19,9 +19,10 @@ from decant.plan.recorded_workload import Trace, TraceRequest
 from decant.plan.simulation.outcome import outcome, percentiles
 from decant.plan.simulation.simulation import Scenario, Simulation
 from decant.plan.workload import Workload
+from tests.plan.test_sizes import kv_layout
 
-KV_CAPACITY = KvCapacity(memory=1 << 30, weights=0, kv_token=1 << 10, share=1.0)
-SMALL = KvCapacity(memory=1 << 20, weights=0, kv_token=1 << 10, share=1.0)
+KV_CAPACITY = KvCapacity(memory=1 << 30, weights=0, layout=kv_layout(1 << 10), share=1.0)
+SMALL = KvCapacity(memory=1 << 20, weights=0, layout=kv_layout(1 << 10), share=1.0)
 """Memory for 1,024 tokens."""
 
 

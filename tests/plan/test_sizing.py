@@ -3,6 +3,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -10,7 +11,6 @@ import pytest
 from decant.engine.costs import StepCostModel
 from decant.plan.capacity.devices import Device
 from decant.plan.capacity.memory import KvCapacity
-from decant.plan.capacity.model_shape import from_config
 from decant.plan.costs.overheads import NO_OVERHEADS, Contention, Overheads
 from decant.plan.costs.speed import Efficiency, Measured, roofline
 from decant.plan.errors import InvalidPlan
@@ -19,9 +19,9 @@ from decant.plan.quantities import Slo, Tokens
 from decant.plan.queueing import ServiceTime, Wait, wait_probability
 from decant.plan.sizing import Sizing
 from decant.plan.workload import Workload
-from tests.plan.test_sizes import LLAMA_3_8B
+from tests.plan.test_sizes import LLAMA_3_8B, kv_layout, shape_of
 
-KV_CAPACITY = KvCapacity(memory=1 << 30, weights=0, kv_token=1 << 10, share=1.0)
+KV_CAPACITY = KvCapacity(memory=1 << 30, weights=0, layout=kv_layout(1 << 10), share=1.0)
 WORKLOAD = Workload(Tokens(1500, 2000), Tokens(500, 500), rate=4.0)
 COSTS = StepCostModel(fixed=0.02, token=1e-4, logits=1e-4, pair=1e-9)
 SPEED = Measured(COSTS, COSTS)
@@ -152,10 +152,11 @@ def test_a_pool_with_more_load_than_workers_waits_without_bound() -> None:
     assert Wait(50, 20.0, service).quantile(0.99) == 0.0
 
 
-def test_the_roofline_reproduces_a_device_s_bounds() -> None:
+@pytest.mark.slow
+def test_the_roofline_reproduces_a_device_s_bounds(tmp_path: Path) -> None:
     """H200: 8 billion bfloat16 weights at 4.3 TB/s take 3.5 ms a token; 3,500 prompt tokens at 780 TFLOP/s, 70 ms."""
     device = Device("", 141 << 30, 4.3e12, 780e12)
-    speed = roofline(from_config("", LLAMA_3_8B), device, ("bfloat16", None, "bfloat16"), Efficiency(1.0, 1.0))
+    speed = roofline(shape_of(LLAMA_3_8B, tmp_path), device, ("bfloat16", None, "bfloat16"), Efficiency(1.0, 1.0))
     assert speed.step(1, 1) == pytest.approx(15.0e9 / 4.3e12, rel=0.01)
     assert speed.prefill(3500) == pytest.approx(0.072, rel=0.05)
 

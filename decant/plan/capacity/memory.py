@@ -2,25 +2,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decant.engine.kv_layout import BLOCK_SIZE
+from decant.engine.kv_layout import KvLayout
 from decant.plan.errors import InvalidPlan
 from decant.plan.quantities import show_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class KvCapacity:
-    """Memory of one worker in bytes, of which `share` is for weights and KV cache, in blocks of `block_size` tokens.
-
-    kv_token      bytes per token of all layers
-    kv_windows    tokens of a window, and bytes per token of the layers with it
-    """
+    """Memory of one worker in bytes, of which `share` is for weights and KV cache."""
 
     memory: int
     weights: int
-    kv_token: int
+    layout: KvLayout
     share: float = 0.9
-    block_size: int = BLOCK_SIZE
-    kv_windows: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def block_size(self) -> int:
+        return self.layout.block_size
+
+    @property
+    def kv_token(self) -> int:
+        """Bytes per token of all layers."""
+        return self.layout.block_bytes * len(self.layout.groups) // self.block_size
 
     @property
     def kv_bytes(self) -> int:
@@ -34,9 +37,8 @@ class KvCapacity:
     def sequence_bytes(self, length: int) -> int:
         """Return the bytes of a sequence; a layer with a window keeps the window and the next block."""
         count = -(-length // self.block_size)
-        full = self.kv_token - sum(size for _, size in self.kv_windows)
-        kept = sum(min(count, -(-window // self.block_size) + 2) * size for window, size in self.kv_windows)
-        return (count * full + kept) * self.block_size
+        blocks = sum(window.blocks_at_once(count, self.block_size) for window in self.layout.windows)
+        return blocks * self.layout.block_bytes
 
     def sequences(self, length: int) -> int:
         return self.kv_bytes // self.sequence_bytes(length)

@@ -43,7 +43,7 @@ class Roofline:
         return max(bytes_read / self.bandwidth, self._operations(sequences, pairs) / self.flops)
 
     def _operations(self, tokens: float, pairs: float) -> float:
-        return 2 * self.shape.active * tokens + 4 * self.shape.layers * self.shape.heads * self.shape.head_dim * pairs
+        return 2 * self.shape.active * tokens + self.shape.pair_operations * pairs
 
 
 @dataclass(frozen=True, slots=True)
