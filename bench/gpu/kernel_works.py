@@ -190,7 +190,7 @@ class Kernels:
             if name == "head" and rows > 256:
                 continue
             yield partial(self._product, f"{name}, {rows} rows", rows, *size)
-            if name in ("q or o", "down"):
+            if name == "down":
                 yield partial(self._add_product, f"{name} with the residual added, {rows} rows", rows, *size)
             if rows <= 64 and name != "head":
                 yield partial(self._exact_product, f"exact {name}, {rows} rows", rows, *size)
@@ -206,7 +206,7 @@ class Kernels:
 
     def _add_product(self, name: str, rows: int, columns: int, depth: int) -> Work:
         x, residual, weights = self.random(rows, depth), self.random(rows, columns), self._weights(columns, depth)
-        calls = [partial(torch.addmm, residual, x, weight.t()) for weight in weights]
+        calls = [partial(residual.addmm_, x, weight.t()) for weight in weights]
         return Work(f"torch {name}", calls, weights[0].nbytes, 2 * rows * columns * depth)
 
     def _exact_product(self, name: str, rows: int, columns: int, depth: int) -> Work:
@@ -230,8 +230,8 @@ class Kernels:
         return Work(f"add and norm, {rows} rows", [partial(norm.add, x, x)] * 20, 4 * x.nbytes)
 
     def _gate(self, rows: int) -> Work:
-        gates = self.random(rows, self.shape.inner)
-        return Work(f"gate, {rows} rows", [partial(fused_layer.gated, gates, gates)] * 20, 3 * gates.nbytes)
+        pairs = self.random(rows, 2 * self.shape.inner)
+        return Work(f"gate, {rows} rows", [partial(fused_layer.gated, pairs)] * 20, 3 * pairs.nbytes // 2)
 
     def _rotate(self, rows: int) -> Work:
         shape = self.shape

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from decant.engine.cuda import gemm_kernels as kernels
-from decant.engine.cuda.fused_layer import TOLERANCE, WIDEST, Norm, find_norm
+from decant.engine.cuda.fused_layer import TOLERANCE, WIDEST, Norm, TritonLayer, find_norm
 from decant.engine.errors import InvalidConfig
 
 TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 64, 64, 64
@@ -99,6 +99,8 @@ def make_exact(model: nn.Module, dtype: torch.dtype) -> None:
         if exact is None:
             raise InvalidConfig("exact", "off for a model with other parts than linear layers and RMS norms", name)
         replaced.append((module, exact))
+    layers = [module.forward for module in model.modules() if isinstance(module.forward, TritonLayer)]
+    replaced += [(linear, ExactLinear(linear)) for layer in layers for linear in layer.merged]
     for module, forward in replaced:
         module.forward = forward
 

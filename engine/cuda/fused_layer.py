@@ -1,13 +1,15 @@
 """Decoder layers whose operations between the products are Triton kernels.
 
-    transformers   norm -> q, k, v -> rotate -> write -> attend -> o -> add -> norm -> gate, up -> silu -> * -> down
-    here           norm -> q, k, v -> rotate and write -> attend -> o -> add and norm -> gate, up -> gate -> down
+    transformers   norm, q, k, v, rotate, write, attend, o, add, norm, gate, up, silu, *, down, add
+    here           norm, qkv, rotate and write, attend, o, add and norm, gate and up, gated, down and add
 
-A layer is fused if in a trial its outputs and blocks are close to those of transformers.
+Weights that multiply the same rows are parts of one tensor. A layer is fused if in a trial its outputs and blocks are
+close to those of transformers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,17 +40,22 @@ class Norm(NamedTuple):
     eps: float
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._run(rows, rows, rows)
+        return self._run(rows[:, None], rows, rows)
 
     def add(self, rows: torch.Tensor, addend: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         total = torch.empty_like(rows)
-        return total, self._run(rows, addend, total)
+        return total, self._run(rows[:, None], addend, total)
+
+    def heads(self, heads: torch.Tensor) -> torch.Tensor:
+        """Normalize heads [T, heads, width], which may have a stride between tokens."""
+        return self._run(heads, heads, heads)
 
     def _run(self, rows: torch.Tensor, addend: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        out, width = torch.empty_like(rows), rows.shape[1]
-        kernels.add_rms_norm[(len(rows),)](
-            *(rows, addend, self.weight, total, out, width, self.eps),
-            ADD=total is not rows,
+        count, heads, width = rows.shape
+        out = torch.empty(total.shape, dtype=total.dtype, device=total.device)
+        kernels.add_rms_norm[(count * heads,)](
+            *(rows, addend, self.weight, total, out, width, heads, rows.stride(0), self.eps),
+            ADD=addend is not total,
             PAD=power_of_two(width),
             num_warps=4,
             num_stages=3,
@@ -56,10 +63,11 @@ class Norm(NamedTuple):
         return out
 
 
-def gated(gates: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Compute silu(gates) * up, both [n, width] and contiguous."""
-    out, count = torch.empty_like(gates), gates.numel()
-    kernels.gate[(-(-count // GATE_TILE),)](gates, up, out, count, TILE=GATE_TILE, num_warps=4, num_stages=3)
+def gated(pairs: torch.Tensor) -> torch.Tensor:
+    """Compute silu(gates) * up [n, width] of both, [n, 2 * width] and contiguous."""
+    count, width = len(pairs), pairs.shape[1] // 2
+    out = pairs.new_empty(count, width)
+    kernels.gate[(count, -(-width // GATE_TILE))](pairs, out, width, TILE=GATE_TILE, num_warps=4, num_stages=3)
     return out
 
 
@@ -71,40 +79,84 @@ class TritonLayer(FusedLayer[TritonAttention]):
         self._parts = parts
         self._call = call._replace(query=call.query[:, :, :0], key=call.key[:, :, :0], value=call.value[:, :, :0])
 
+    @property
+    def merged(self) -> tuple[nn.Linear, nn.Linear]:
+        """Products that are no modules of the model."""
+        return self._parts.qkv, self._parts.gate_up
+
     def _compute(self, hidden: torch.Tensor, angles: Angles, attention: TritonAttention) -> torch.Tensor:
-        before, query_norm, key_norm, after = self._parts.norms
-        query, key, value, out, gate, up, down = self._parts.linears
+        parts = self._parts
+        before, query_norm, key_norm, after = parts.norms
         assert before is not None
         assert after is not None
         rows = hidden[0]
-        normalized = before(rows)
+        heads = parts.qkv(before(rows)).unflatten(1, (-1, self.width))
+        query, key, value = heads.split(parts.heads, 1)
         call = self._call._replace(
             layer=next_layer(),
-            query=self._heads(query(normalized), query_norm),
-            key=self._heads(key(normalized), key_norm),
-            value=self._heads(value(normalized), None),
+            query=_normalized(query, query_norm),
+            key=_normalized(key, key_norm),
+            value=_normalized(value, None),
         )
-        mixed = out(attention.attend_rotated(call, *angles)[0].flatten(1))
-        total, normalized = after.add(rows, mixed)
-        added: torch.Tensor = down(gated(gate(normalized), up(normalized)))
+        mixed = attention.attend_rotated(call, *angles)[0].flatten(1)
+        total, normalized = after.add(rows, parts.out(mixed))
+        inner = gated(parts.gate_up(normalized))
+        if _adds(parts.down):
+            return total.addmm_(inner, parts.down.weight.t())[None]
+        added: torch.Tensor = parts.down(inner)
         return (total + added)[None]
 
-    def _heads(self, rows: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        heads: torch.Tensor = rows.unflatten(1, (-1, self.width))
-        if norm is not None:
-            heads = norm(heads.flatten(0, 1)).view_as(heads)
-        return heads.transpose(0, 1)[None]
+
+def _normalized(heads: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    """[1, heads, T, width] of [T, heads, width]."""
+    return (heads if norm is None else norm.heads(heads)).transpose(0, 1)[None]
+
+
+def _adds(linear: nn.Linear) -> bool:
+    """Whether torch's product can add to another tensor: not with a bias, and not if another forward computes it."""
+    return linear.bias is None and "forward" not in vars(linear)
 
 
 class Parts:
+    """Parts of a layer. Making them moves weights of the module into one tensor for each product."""
+
     def __init__(self, module: nn.Module) -> None:
         norms, linears = find_parts(module)
         self.norms = [find_norm(part) for part in norms]
-        self.linears = [_linear(part) for part in linears]
-        self.hidden = self.linears[0].in_features
+        query, key, value, self.out, gate, up, self.down = (_linear(part) for part in linears)
+        self.hidden = query.in_features
         self.width = head_width(module)
-        if self.width < 2 or self.width % 2 or self.linears[1].out_features % self.width or self.hidden > WIDEST:
+        outputs = [linear.out_features for linear in (query, key, value)]
+        if self.width < 2 or self.width % 2 or outputs[1] % self.width or self.hidden > WIDEST:
             raise LookupError("no heads of a width that can be rotated")
+        if any(count % self.width for count in outputs) or gate.out_features != up.out_features:
+            raise LookupError("heads of different widths, or other products")
+        self.heads = [count // self.width for count in outputs]
+        self.qkv, self.gate_up = merge_linears((query, key, value)), merge_linears((gate, up))
+
+    @property
+    def spec(self) -> LayerSpec:
+        return LayerSpec(self.heads[1], self.width, self.width)
+
+
+@torch.inference_mode(False)
+def merge_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """Return one product for all; their weights and biases become parts of its. Raises LookupError."""
+    first = linears[0]
+    shapes = {(linear.in_features, linear.weight.dtype, linear.bias is None) for linear in linears}
+    if len(shapes) > 1 or any("forward" in vars(linear) for linear in linears):
+        raise LookupError("products of different kinds")
+    columns = [linear.out_features for linear in linears]
+    merged = nn.Linear(first.in_features, sum(columns), bias=first.bias is not None, device="meta")
+    for name in ("weight", "bias"):
+        owned = [getattr(linear, name) for linear in linears]
+        if owned[0] is None:
+            continue
+        together = torch.cat([one.detach() for one in owned])
+        setattr(merged, name, nn.Parameter(together, requires_grad=False))
+        for linear, part in zip(linears, together.split(columns), strict=True):
+            setattr(linear, name, nn.Parameter(part, requires_grad=False))
+    return merged
 
 
 def find_norm(part: nn.Module | None) -> Norm | None:
@@ -139,8 +191,7 @@ def fuse(model: nn.Module, dtype: torch.dtype) -> int:
 
 
 def _try_layer(original_forward: Forward, parts: Parts, dtype: torch.dtype) -> TritonLayer | None:
-    spec = LayerSpec(parts.linears[1].out_features // parts.width, parts.width, parts.width)
-    trial = Trial(TRIAL_SCALES, parts.hidden, spec, TritonAttention, dtype, parts.linears[0].weight.device)
+    trial = Trial(TRIAL_SCALES, parts.hidden, parts.spec, TritonAttention, dtype, parts.qkv.weight.device)
     trial.block_size = TILE  # a model with blocks of another size compiles again
     tolerance = TOLERANCE[dtype]
 

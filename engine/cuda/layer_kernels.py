@@ -8,18 +8,20 @@ import triton.language as tl
 
 @triton.jit
 def add_rms_norm(
-    hidden, addend, weight, total, out, width, eps,
+    hidden, addend, weight, total, out, width, heads, token, eps,
     ADD: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """out = weight * (total / rms(total)), with total = hidden + addend, or hidden if not ADD. Grid: (rows,).
 
-    weight [width], the others [rows, width]. The sum, written if ADD, and the normalized row are rounded to the dtype,
-    as in transformers.
+    weight [width]; addend, total and out [rows, width]; hidden [rows / heads, heads, width] with a stride ``token``.
+    The sum, written if ADD, and the normalized row are rounded to the dtype, as in transformers.
     """
-    start = tl.program_id(0).to(tl.int64) * width
+    index = tl.program_id(0)
+    start = index.to(tl.int64) * width
+    source = hidden + (index // heads).to(tl.int64) * token + index % heads * width
     at = tl.arange(0, PAD)
     is_in_row = at < width
-    row = tl.load(hidden + start + at, is_in_row, other=0.0).to(tl.float32)
+    row = tl.load(source + at, is_in_row, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
     if ADD:
         row += tl.load(addend + start + at, is_in_row, other=0.0).to(tl.float32)
@@ -33,14 +35,19 @@ def add_rms_norm(
 
 
 @triton.jit
-def gate(gates, up, out, count, TILE: tl.constexpr):
-    """out = silu(gates) * up, with silu rounded to the dtype. Grid: (ceil(count / TILE),)."""
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    exists = at < count
-    number = tl.load(gates + at, exists, other=0.0).to(tl.float32)
+def gate(pairs, out, width, TILE: tl.constexpr):
+    """out [rows, width] = silu(gates) * up, with silu rounded to the dtype. Grid: (rows, ceil(width / TILE)).
+
+    pairs [rows, 2 * width]: the gates of a row, then up.
+    """
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    exists = at < width
+    pairs += row * 2 * width
+    number = tl.load(pairs + at, exists, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
     activated = (number / (1.0 + tl.exp(-number))).to(dtype).to(tl.float32)
-    tl.store(out + at, (activated * tl.load(up + at, exists, other=0.0).to(tl.float32)).to(dtype), exists)
+    up = tl.load(pairs + width + at, exists, other=0.0).to(tl.float32)
+    tl.store(out + row * width + at, (activated * up).to(dtype), exists)
 
 
 @triton.jit

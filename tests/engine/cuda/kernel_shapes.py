@@ -26,11 +26,11 @@ def shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
     kernels: dict[str, Kernel] = {
         "add_rms_norm": (
             "layer_kernels.add_rms_norm",
-            "*bf16 *bf16 *bf16 *bf16 *bf16 i32 fp32",
+            "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32 fp32",
             {"ADD": True, "PAD": 4096},
             USUAL,
         ),
-        "gate": ("layer_kernels.gate", "*bf16 *bf16 *bf16 i32", {"TILE": fused_layer.GATE_TILE}, USUAL),
+        "gate": ("layer_kernels.gate", "*bf16 *bf16 i32", {"TILE": fused_layer.GATE_TILE}, USUAL),
         "rotate_and_write": (
             "layer_kernels.rotate_and_write",
             "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *i64 *bf16 i32 i32 i32 i32 i32 i32",

@@ -16,6 +16,7 @@ from decant.engine.cuda import backend as cuda_backend
 from decant.engine.cuda import exact, gemm_kernels
 from decant.engine.cuda.attention import TritonAttention
 from decant.engine.cuda.exact import ExactLinear, make_exact
+from decant.engine.cuda.fused_layer import TritonLayer
 from decant.engine.errors import InvalidConfig
 from decant.engine.loading import load
 from decant.engine.model import probe
@@ -117,7 +118,8 @@ def test_a_model_is_exact_by_the_probe(tmp_path: Path, monkeypatch: pytest.Monke
     assert device.probe_result.exact
     linears = [module for module in device.model.modules() if type(module) is nn.Linear]
     assert linears
-    assert all(isinstance(module.forward, ExactLinear) for module in linears)
+    (layer,) = [module.forward for module in device.model.modules() if isinstance(module.forward, TritonLayer)]
+    assert all(isinstance(module.forward, ExactLinear) for module in (*linears, *layer.merged))
 
 
 def test_decoded_tokens_and_chunks_have_one_compiled_kernel() -> None:

@@ -38,6 +38,29 @@ def test_layers_with_the_usual_parts_are_fused(name: str, dtype: torch.dtype, tm
     assert len(fused(model)) == 2
 
 
+def test_weights_of_merged_products_are_held_once_and_serve_the_original_layer(tmp_path: Path) -> None:
+    model = model_of("qwen2", tmp_path, torch.float32)
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    layer = model.model.layers[0]
+    linears = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+    expected = [linear(hidden) for linear in linears]
+    assert fuse(model, torch.float32) == 2
+    qkv, gate_up = fused(model)[0].merged
+    assert torch.equal(torch.cat(expected, 1), qkv(hidden))
+    assert all(torch.equal(linear(hidden), one) for linear, one in zip(linears, expected, strict=True))
+    for merged, parts in ((qkv, linears), (gate_up, [layer.mlp.gate_proj, layer.mlp.up_proj])):
+        assert {part.weight.untyped_storage().data_ptr() for part in parts} == {
+            merged.weight.untyped_storage().data_ptr()
+        }
+    assert qkv.bias is not None
+
+
+def test_products_of_different_kinds_are_not_merged() -> None:
+    one, other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+    with pytest.raises(LookupError, match="different kinds"):
+        fused_layer.merge_linears((one, other))
+
+
 def test_layers_with_other_parts_are_left_alone(tmp_path: Path) -> None:
     model = model_of("gemma2", tmp_path)
     assert fuse(model, torch.bfloat16) == 0

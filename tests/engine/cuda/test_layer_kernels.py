@@ -58,25 +58,33 @@ def test_a_norm_with_residual_agrees_with_float64(width: int, dtype: torch.dtype
 def test_a_norm_writes_its_rows_alone() -> None:
     memory = torch.full((4, 7), NAN, device=DEVICE)
     total, rows = memory.clone(), torch.ones(2, 7, device=DEVICE)
-    layer_kernels.add_rms_norm[(2,)](rows, rows, rows[0], total[1:], memory[1:], 7, 0.0, ADD=True, PAD=8)
+    layer_kernels.add_rms_norm[(2,)](rows, rows, rows[0], total[1:], memory[1:], 7, 1, 7, 0.0, ADD=True, PAD=8)
     for written, expected in ((memory, 1.0), (total, 2.0)):
         assert torch.equal(written[1:3], torch.full((2, 7), expected, device=DEVICE))
         assert written[[0, 3]].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_norm_of_heads_reads_them_between_others(dtype: torch.dtype) -> None:
+    norm = Norm(random(dtype, 16, seed=1), 1e-5)
+    together = random(dtype, 5, 6, 16)
+    for heads in (together[:, :4], together[:, 4:]):
+        assert_close(norm.heads(heads), normalized(heads, norm.weight, norm.eps))
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gated_activation_agrees_with_float64(dtype: torch.dtype) -> None:
     gates, up = random(dtype, 7, 301) * 4, random(dtype, 7, 301, seed=1)
-    assert_close(gated(gates, up), torch.nn.functional.silu(gates.double()) * up.double())
+    assert_close(gated(torch.cat([gates, up], 1)), torch.nn.functional.silu(gates.double()) * up.double())
     extremes = torch.tensor([[-3e4, -100.0, -0.0, 0.0, 100.0, 3e4]], device=DEVICE, dtype=dtype)
-    assert torch.equal(gated(extremes, torch.ones_like(extremes)), extremes.clamp(min=0.0))
+    assert torch.equal(gated(torch.cat([extremes, torch.ones_like(extremes)], 1)), extremes.clamp(min=0.0))
 
 
 def test_a_gated_activation_writes_its_numbers_alone() -> None:
-    out = torch.full((2050,), NAN, device=DEVICE)
-    ones = torch.ones(1025, device=DEVICE)
-    layer_kernels.gate[(2,)](ones, ones, out[1:], 1025, TILE=1024)
+    out = torch.full((2052,), NAN, device=DEVICE)
+    ones = torch.ones(2050, device=DEVICE)
+    layer_kernels.gate[(1, 2)](ones, out[1:], 1025, TILE=1024)
     assert out[1:1026].isfinite().all()
     assert out[0].isnan()
     assert out[1026:].isnan().all()
