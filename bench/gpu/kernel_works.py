@@ -16,14 +16,13 @@ import torch
 from torch.nn import functional
 
 from bench.gpu.timing import Call
-from decant.engine.cuda import attention, exact, fused_layer, sampler_kernels
+from decant.engine.cuda import attention, exact, fused_layer, sampler, sampler_kernels
 from decant.engine.cuda.attention import TritonAttention
 from decant.engine.cuda.graph_sizes import most_items
 from decant.engine.kv_layout import KvLayout, LayerSpec
 from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
-from decant.engine.model.sampler import highest
 from decant.engine.model.step_batch import flatten
 from decant.engine.plan import Row
 from decant.engine.request import Request
@@ -243,7 +242,9 @@ class Kernels:
 
     def _highest(self, rows: int) -> Work:
         logits = self.random(min(rows, 256), self.shape.vocabulary)
-        return Work(f"highest logit, {len(logits)} rows", [partial(highest, logits)] * 4, logits.nbytes)
+        return Work(
+            f"highest logit, {len(logits)} rows", [partial(sampler.TritonSampler().top, logits)] * 4, logits.nbytes
+        )
 
     def draws(self) -> Iterator[Make]:
         rows = self.shape.counts[1]

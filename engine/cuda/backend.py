@@ -28,7 +28,7 @@ from decant.engine.model.attention.paged import PagedAttention
 from decant.engine.model.backend import RunnerLimits, TorchBackend
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.runner import ModelRunner
-from decant.engine.model.sampler import Sampler
+from decant.engine.model.sampler import Sampler, highest
 from decant.engine.model.step_batch import FlatBatch, Ints, flatten
 from decant.engine.plan import Row
 from decant.engine.request import Request, SamplingParams
@@ -76,7 +76,7 @@ class CudaBackend(TorchBackend):
 
     def __init__(self, device: torch.device, *, exact: bool = False) -> None:
         super().__init__(device)
-        self.sampler = TritonSampler()
+        self.sampler: Sampler = TritonSampler()
         self._fallbacks: dict[str, str] = {}
         self._torch_attends: dict[torch.dtype, str] = {}  # why; the load's comparison is in float32 always
         self._dtype: torch.dtype | None = None  # as served, once it is known
@@ -94,11 +94,12 @@ class CudaBackend(TorchBackend):
         return self._fallbacks if reason is None else {**self._fallbacks, "attention": reason}
 
     def prepare(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        self._dtype, sampler = dtype, self.sampler
+        assert isinstance(sampler, TritonSampler)
         with self.around_step():
             if dtype not in self._torch_attends:  # a fused layer needs it
                 self._note("layers", _tried("layers", partial(_try_layers, model, dtype)))
-            self._note("sampling", _tried("sampling", partial(try_sampler, self.sampler, self.device)))
+            self._note("sampling", _tried("sampling", partial(try_sampler, sampler, self.device)))
             if "sampling" in self.fallbacks:
                 self.sampler = Sampler()
             if self.exact:
@@ -204,11 +205,16 @@ def _try_layers(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 @torch.inference_mode()
-def try_sampler(sampler: Sampler, device: torch.device) -> str | None:
+def try_sampler(sampler: TritonSampler, device: torch.device) -> str | None:
     rows = []
     for seed, mix in enumerate(TRIAL_SAMPLING):
         request = Request("trial", (0,), sampling=SamplingParams(seed=seed, **mix))
         rows.append(Row(request, [0], 0, 1, (array("i"),), True, SamplerState(request)))
     logits = torch.randn(len(rows), TRIAL_VOCABULARY, generator=torch.Generator().manual_seed(0)).to(device)
     actual, expected = (kind.sample(rows, logits, frozenset()) for kind in (sampler, Sampler()))
-    return None if actual == expected else f"draws tokens {actual} instead of {expected}"
+    if actual != expected:
+        return f"draws tokens {actual} instead of {expected}"
+    (top, finite), (_, most_likely) = sampler.top(logits), highest(logits)
+    if torch.equal(top, most_likely) and bool(finite.all()):
+        return None
+    return f"chooses tokens {top.tolist()} instead of {most_likely.tolist()}"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from decant.engine.cuda import gemm_kernels as kernels
-from decant.engine.cuda.fused_layer import TOLERANCE, WIDEST, Norm, TritonLayer, find_norm
+from decant.engine.cuda.fused_layer import NormForward, TritonLayer, try_norm
 from decant.engine.errors import InvalidConfig
 
 TILE_ROWS, TILE_COLUMNS, TILE_DEPTH = 64, 64, 64
@@ -25,8 +25,6 @@ PROGRAMS = 4
 """Programs for each processor, more than its registers hold."""
 
 ADD_TILE = 1024
-
-_TRIAL_ROWS = 3
 
 
 class ExactLinear:
@@ -72,22 +70,13 @@ class ExactLinear:
             )
 
 
-class ExactNorm:
-    def __init__(self, norm: Norm) -> None:
-        self._norm = norm
-
-    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
-        return self._norm(rows).view(hidden_states.shape)
-
-
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @torch.inference_mode()
 def make_exact(model: nn.Module, dtype: torch.dtype) -> None:
-    replaced: list[tuple[nn.Module, ExactLinear | ExactNorm]] = []
+    replaced: list[tuple[nn.Module, ExactLinear | NormForward]] = []
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if not own or type(module) is nn.Embedding:
@@ -95,7 +84,7 @@ def make_exact(model: nn.Module, dtype: torch.dtype) -> None:
         if type(module) is nn.Linear:
             replaced.append((module, ExactLinear(module)))
             continue
-        exact = _exact_norm(module, dtype)
+        exact = try_norm(module, dtype)
         if exact is None:
             raise InvalidConfig("exact", "off for a model with other parts than linear layers and RMS norms", name)
         replaced.append((module, exact))
@@ -103,18 +92,3 @@ def make_exact(model: nn.Module, dtype: torch.dtype) -> None:
     replaced += [(linear, ExactLinear(linear)) for layer in layers for linear in layer.merged]
     for module, forward in replaced:
         module.forward = forward
-
-
-def _exact_norm(module: nn.Module, dtype: torch.dtype) -> ExactNorm | None:
-    try:
-        norm = find_norm(module)
-    except LookupError:
-        return None
-    width = 0 if norm is None else len(norm.weight)
-    if norm is None or not 0 < width <= WIDEST:
-        return None
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(_TRIAL_ROWS, width, generator=generator).to(norm.weight.device, dtype)
-    exact = ExactNorm(norm)
-    actual, expected = exact(rows).double(), module(rows).double()
-    return exact if float((actual - expected).norm()) <= TOLERANCE[dtype] * float(expected.norm()) else None

@@ -4,7 +4,7 @@
     here           norm, qkv, rotate and write, attend, o, add and norm, gate and up, gated, down and add
 
 Weights that multiply the same rows are parts of one tensor. A layer is fused if in a trial its outputs and blocks are
-close to those of transformers.
+close to those of transformers, and a norm outside of such layers if its output is.
 """
 
 from __future__ import annotations
@@ -61,6 +61,35 @@ class Norm(NamedTuple):
             num_stages=3,
         )
         return out
+
+
+class NormForward:
+    """Forward of a norm."""
+
+    def __init__(self, norm: Norm) -> None:
+        self._norm = norm
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
+        return self._norm(rows).view(hidden_states.shape)
+
+
+@torch.inference_mode()
+def try_norm(module: nn.Module, dtype: torch.dtype) -> NormForward | None:
+    """Return a forward of the module if it is a norm that the kernel computes."""
+    try:
+        norm = find_norm(module)
+    except LookupError:
+        return None
+    width = 0 if norm is None else len(norm.weight)
+    if norm is None or not 0 < width <= WIDEST:
+        return None
+    rows = torch.randn(len(TRIAL_SCALES), width, generator=torch.Generator().manual_seed(0)).to(norm.weight.device)
+    forward = NormForward(norm)
+    for kind in {torch.float32, dtype}:  # float32 tells a weight of 41 from one that is 40 and relative to one
+        if not _is_close(forward(rows.to(kind)), module(rows.to(kind)), TOLERANCE[kind]):
+            return None
+    return forward
 
 
 def gated(pairs: torch.Tensor) -> torch.Tensor:
@@ -177,7 +206,7 @@ def _linear(part: nn.Module) -> nn.Linear:
 
 def fuse(model: nn.Module, dtype: torch.dtype) -> int:
     """Fuse the layers that pass the trial and return their number. Raises what a launch raises, with none fused."""
-    layers = []
+    layers: list[tuple[nn.Module, TritonLayer]] = []
     for module in model.modules():
         try:
             parts = Parts(module)
@@ -185,8 +214,11 @@ def fuse(model: nn.Module, dtype: torch.dtype) -> int:
             continue
         if (layer := _try_layer(module.forward, parts, dtype)) is not None:
             layers.append((module, layer))
-    for module, layer in layers:  # none, if a launch raised
-        module.forward = layer
+    inside = {part for module, _ in layers for part in module.modules()}
+    norms = [(module, try_norm(module, dtype)) for module in model.modules() if module not in inside]
+    for module, forward in (*layers, *norms):  # none, if a launch raised
+        if forward is not None:
+            module.forward = forward
     return len(layers)
 
 

@@ -29,6 +29,18 @@ _PARAMS: tuple[tuple[str, Any], ...] = (
 class TritonSampler(Sampler):
     """Draws the tokens of ``Sampler``, up to rounding of sums."""
 
+    def top(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """First token with the highest logit of each row, and whether its logits are valid, without waiting."""
+        count = len(logits)
+        tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
+        finite = torch.empty(count, dtype=torch.int8, device=logits.device)
+        if count:
+            logits = logits if logits.stride(1) == 1 else logits.contiguous()
+            kernels.top_token[(count,)](
+                *(logits, tokens, finite, logits.shape[1], logits.stride(0)), TILE=TILE, num_warps=WARPS, num_stages=3
+            )
+        return tokens, finite
+
     def launch(self, rows: Sequence[Row], scores: torch.Tensor, eos: frozenset[int], staging: Staging) -> torch.Tensor:
         """Draw tokens [n] on the device without waiting for it. Changes scores [n, vocabulary], float32."""
         adjust_all(rows, scores, eos, staging)

@@ -1,4 +1,4 @@
-"""Triton kernel that draws one token per row, with the rules of ``engine.model.sampler``.
+"""Triton kernels that choose one token per row, with the rules of ``engine.model.sampler``.
 
 Top-k and top-p find their thresholds by bisection over float32 bit patterns, which are ordered as the numbers: exact,
 in at most 32 passes. Sums are float64, in an order that depends on the vocabulary alone.
@@ -12,6 +12,30 @@ import triton.language as tl
 LOWEST_KEY = tl.constexpr(-2139095041)
 
 ONE_BITS = tl.constexpr(0x3F800000)
+
+
+@triton.jit
+def top_token(logits, tokens, finite, vocabulary, row_stride, TILE: tl.constexpr):
+    """First token with the highest logit of each row, and whether that is finite and no logit NaN. Grid: (n,).
+
+    logits [n, vocabulary] with a stride between rows; tokens [n] int64; finite [n] int8.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, TILE)
+    highest = tl.full([TILE], float("-inf"), tl.float32)
+    tokens_of = tl.zeros([TILE], tl.int32)
+    has_nan = tl.zeros([TILE], tl.int32)
+    for start in range(0, vocabulary, TILE):
+        at = start + lanes
+        scores = tl.load(logits + row * row_stride + at, at < vocabulary, other=float("-inf")).to(tl.float32)
+        tokens_of = tl.where(scores > highest, at, tokens_of)
+        highest = tl.maximum(highest, tl.where(scores == scores, scores, float("-inf")))
+        has_nan = has_nan | (scores != scores).to(tl.int32)
+    most = tl.max(highest, 0)
+    token = tl.min(tl.where(highest == most, tokens_of, vocabulary), 0)
+    is_finite = (most > float("-inf")) & (most < float("inf")) & (tl.max(has_nan, 0) == 0)
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(finite + row, is_finite.to(tl.int8))
 
 
 @triton.jit

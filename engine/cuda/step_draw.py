@@ -11,7 +11,6 @@ import torch
 from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.cuda.staging import Array, Download, Staging
 from decant.engine.model.runner import LOGPROB_ROWS, NOT_FINITE, StepLogits, invalid_rows
-from decant.engine.model.sampler import highest
 from decant.engine.plan import Row, StepResult, TokenLogprobs
 
 _LOW = 0xFFFFFFFF
@@ -43,8 +42,8 @@ class StepDraw:
         self._staging = staging
         self._downloads: list[torch.Tensor] = []
         self._logprobs: list[_Logprobs] = []
-        scores, likeliest = highest(logits)
-        self._downloads.append(scores.isfinite())
+        likeliest, finite = sampler.top(logits)
+        self._downloads.append(finite)
         if len(step.drawing):
             self._draw(logits, likeliest, eos, drawn, sampler)
         for at in step.prompt_rows:

@@ -55,6 +55,12 @@ def shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
             {"HAS_BIAS": True, "TILE": exact.ADD_TILE},
             USUAL,
         ),
+        "top_token": (
+            "sampler_kernels.top_token",
+            "*bf16 *i64 *i8 i32 i32",
+            {"TILE": sampler.TILE},
+            {"num_warps": sampler.WARPS, "num_stages": 3},
+        ),
         "draw": (
             "sampler_kernels.draw",
             "*fp32 *i64 *fp32 *i32 *fp64 *fp32 *fp64 i32",

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 pytest.importorskip("triton")
 
 from decant.engine.cuda import fused_layer
-from decant.engine.cuda.fused_layer import Norm, TritonLayer, fuse
+from decant.engine.cuda.fused_layer import Norm, NormForward, TritonLayer, fuse
 from decant.engine.model.attention.interface import NAME, AttentionCall
 from tests import gpu
 from tests.engine import tiny
@@ -36,6 +36,7 @@ def test_layers_with_the_usual_parts_are_fused(name: str, dtype: torch.dtype, tm
     model = model_of(name, tmp_path, dtype)
     assert fuse(model, dtype) == 2
     assert len(fused(model)) == 2
+    assert isinstance(model.model.norm.forward, NormForward), "the norm behind the layers"
 
 
 def test_weights_of_merged_products_are_held_once_and_serve_the_original_layer(tmp_path: Path) -> None:
@@ -65,6 +66,7 @@ def test_layers_with_other_parts_are_left_alone(tmp_path: Path) -> None:
     model = model_of("gemma2", tmp_path)
     assert fuse(model, torch.bfloat16) == 0
     assert not fused(model)
+    assert not isinstance(model.model.norm.forward, NormForward), "its weights are relative to one"
 
 
 def test_a_layer_with_another_activation_fails_its_trial(tmp_path: Path) -> None:

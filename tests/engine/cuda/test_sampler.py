@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from decant.engine.cuda import sampler as cuda_sampler
 from decant.engine.cuda.sampler import TritonSampler
-from decant.engine.model.sampler import Sampler, random_number
+from decant.engine.model.sampler import Sampler, highest, random_number
 from tests import gpu
 from tests.engine.sampler.harness import EOS, MIXES, VOCAB, exact, logits_of, row
 
@@ -61,3 +61,27 @@ def test_the_last_token_is_drawn_by_the_highest_number(monkeypatch: pytest.Monke
     logits = torch.linspace(0.0, 1.0, VOCAB, device=DEVICE)[None].flip(-1)
     assert TritonSampler().sample([row({})], logits, EOS) == [VOCAB - 1]
     assert TritonSampler().sample([row({"top_k": 3})], logits, EOS) == [2]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocabulary", [1, 31, 32, 77])
+def test_the_likeliest_token_is_the_first_with_the_highest_score(vocabulary: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    logits[:4] = logits[:4].round()  # many are the highest
+    tokens, finite = TritonSampler().top(logits)
+    assert tokens.tolist() == highest(logits)[1].tolist()
+    assert finite.all()
+    assert TritonSampler().top(logits[::2])[0].tolist() == tokens[::2].tolist()
+    assert TritonSampler().top(logits[:0])[0].tolist() == []
+
+
+@pytest.mark.parametrize("at", [0, 40, 76])
+def test_a_row_with_a_logit_that_is_not_a_number_or_infinite_is_not_finite(at: int) -> None:
+    logits = torch.randn(5, 77, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    logits[0, at] = float("nan")
+    logits[1, at], logits[1, 7] = float("nan"), float("inf")
+    logits[2, at] = float("inf")
+    logits[3] = float("-inf")
+    logits[4, at] = float("-inf")
+    _, finite = TritonSampler().top(logits)
+    assert finite.tolist() == highest(logits)[0].isfinite().tolist() == [0, 0, 0, 0, 1]
