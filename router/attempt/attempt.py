@@ -5,6 +5,8 @@ split      prefill worker    ticket ------------> first token(s) ---------------
 local      Start --------------------------------> scheduled --> decode started --> frames --> ended
 adopted    Adopt --------------------------------> scheduled, decode started -----> frames --> ended
 migration  offer --> Start(ticket) at a target --> scheduled --> decode started: the target has the run
+
+The output may be complete at any wait: its first token may be the last, or complete a stop string.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from decant.router.attempt.context import AttemptContext
 from decant.router.attempt.decode_leg import DecodeLeg
 from decant.router.attempt.failures import AttemptFailed, NoCapacity, NothingToFetch
 from decant.router.attempt.leg import Leg
-from decant.router.attempt.legs import Complete, Legs
+from decant.router.attempt.legs import Legs
 from decant.router.attempt.migration import Migration
 from decant.router.attempt.placement_search import CacheSearch, PromptSearch
 from decant.router.attempt.prefill_leg import PrefillLeg
@@ -35,7 +37,7 @@ class Attempt:
         self._context = context
         self._pool = pool
         self._router = router
-        self._run = context.run()
+        self._run = context.run_id
         self._num_tokens = len(context.stream.tokens)  # as it begins
         self._span = tracing.span(
             "attempt", context.stream.request.engine_request.traceparent, attempt=context.owned.attempt
@@ -51,16 +53,15 @@ class Attempt:
         self._context.writer.begin_attempt(self._legs)
         with self._span:
             try:
-                await self._run_legs()
-            except Complete:
+                finish = self._legs.finish  # the tokens of earlier attempts may be all
+                if finish is None:
+                    finish = await self._finish_of(await self._begin())
                 await self._until_prompt_logprobs()
             finally:
                 trace = self._context.stream.trace
                 self._span.set(prefill_worker=trace.prefill_worker, decode_worker=trace.decode_worker)
-        for worker in self._recorder.workers:
-            worker.record_success()
-        finish = self._legs.finish
-        assert finish is not None
+        for worker in trace.workers:
+            self._pool.record_success(worker)
         return finish
 
     async def wait_for_report(self) -> None:
@@ -73,25 +74,27 @@ class Attempt:
                 while prefill is not None and prefill.can_report and not prefill.has_first_tokens:
                     await self._legs.wait_for_change()
 
-    async def _run_legs(self) -> None:
-        self._legs.check()  # the tokens of earlier attempts may be all
-        decode = await self._begin()
+    async def _finish_of(self, decode: DecodeLeg | None) -> Finish:
+        """Wait for the end of the output; move its run away from a worker that drains. None: it has ended."""
         while True:
-            decode = await self._migration.run(decode)
-            self._recorder.assign_decode(decode.worker)
-            self._recorder.record()
-            self._span.event("migrated", to=decode.worker.incarnation.id)
+            if decode is not None:
+                await self._legs.until(decode.has_offer, decode)
+            if (finish := self._legs.finish) is not None:
+                return finish
+            assert decode is not None
+            decode = await self._migrate(decode)
 
-    @property
-    def workers(self) -> list[WorkerHandle]:
-        return self._recorder.workers
+    async def _migrate(self, source: DecodeLeg) -> DecodeLeg:
+        decode = await self._migration.move(source)
+        if decode is not source:
+            self._recorder.assign_decode(decode.worker)
+            self._context.record_attempt()
+            self._span.event("migrated", to=decode.worker.incarnation.id)
+        return decode
 
     @property
     def had_ticket(self) -> bool:
         return self._prefill is not None and self._prefill.has_ticket()
-
-    def record(self, failure: wire.Failure | None = None) -> None:
-        self._recorder.record(failure)
 
     def close(self, reason: wire.Cancel.Reason) -> None:
         """Release all that the attempt holds; may be called at any time."""
@@ -104,49 +107,57 @@ class Attempt:
 
     # Paths: adopted, local, split
 
-    async def _begin(self) -> DecodeLeg:
+    async def _begin(self) -> DecodeLeg | None:
+        """Have a worker decode the output; None if the output is complete before."""
         holder = self._context.current_decode_worker
         while True:
             try:
                 if holder is not None:
-                    return await self._until_decode_started(self._adopt(holder))
-                placement = await self._legs.until_search_ends(PromptSearch(self._context, self._pool))
+                    return await self._decode_started(self._adopt(holder))
+                placement = await self._legs.find(PromptSearch(self._context, self._pool))
+                if placement is None:
+                    return None
                 worker = self._pool.worker(placement.incarnation)
-                return await (
-                    self._split(worker) if placement.is_split else self._until_decode_started(self._start(worker))
-                )
+                if placement.is_split:
+                    return await self._split(worker)
+                return await self._decode_started(self._start(worker))
             except NoCapacity as refusal:
                 holder = None
                 self._drop_refused(refusal.leg)
 
-    async def _split(self, worker: WorkerHandle) -> DecodeLeg:
+    async def _split(self, worker: WorkerHandle) -> DecodeLeg | None:
         prefill = self._call_prefill(worker)
-        await self._legs.until(prefill.is_scheduled, prefill)
-        self._recorder.on_prefill_scheduled()
+        if await self._legs.until(prefill.is_scheduled, prefill):
+            self._recorder.on_prefill_scheduled()
         await self._legs.until(prefill.has_ticket, prefill)
-        assert prefill.ticket is not None
-        while True:
+        while prefill.ticket is not None:
             search = CacheSearch(self._context, self._pool, prefill.ticket, worker)
-            target = await self._legs.until_search_ends(search, prefill)
-            decode = prefill.target = self._start(self._pool.worker(target), prefill.ticket)
+            target = await self._legs.find(search, prefill)
+            if target is None:
+                return None
+            decode = self._start(self._pool.worker(target), prefill.give_ticket())
             try:
-                return await self._until_decode_started(decode, prefill)
+                return await self._decode_started(decode, prefill)
             except NoCapacity as refusal:
                 if refusal.leg is prefill:
                     raise
                 self._drop_refused(decode)
-                prefill.renew_ticket()
+                prefill.take_ticket_back()
             except NothingToFetch:
                 if prefill.is_over:
                     raise
                 self._drop_decode(decode)
-                await self._legs.until(_never, prefill)  # the first token was the last, and is on its way
+                prefill.take_ticket_back()
+                await self._legs.until_complete(prefill)  # the first token was the last, and is on its way
+                return None
+        return None
 
-    async def _until_decode_started(self, decode: DecodeLeg, *others: PrefillLeg) -> DecodeLeg:
-        await self._legs.until(decode.is_scheduled, decode, *others)
-        self._recorder.on_decode_scheduled(decode.scheduled, decode.started_at, has_ticket=decode.has_ticket)
-        await self._legs.until(decode.has_decode_started, decode)
-        self._recorder.on_decode_started(decode.decode_started, decode.scheduled)
+    async def _decode_started(self, decode: DecodeLeg, *others: PrefillLeg) -> DecodeLeg:
+        """Wait until the worker decodes, or the output is complete."""
+        if await self._legs.until(decode.is_scheduled, decode, *others):
+            self._recorder.on_decode_scheduled(decode.scheduled, decode.started_at, has_ticket=decode.has_ticket)
+            if await self._legs.until(decode.has_decode_started, decode):
+                self._recorder.on_decode_started(decode.decode_started, decode.scheduled)
         return decode
 
     # Legs
@@ -201,14 +212,8 @@ class Attempt:
         leg.close(wire.Cancel(run=self._run, reason=wire.Cancel.REASON_ATTEMPT))
         self._migration.source = None
         self._recorder.assign_decode(None)
-        if self._prefill is not None:
-            self._prefill.target = None
 
     async def _until_prompt_logprobs(self) -> None:
         prefill, stream = self._prefill, self._context.stream
         if prefill is not None:
-            await self._legs.until_over(lambda: stream.has_prompt_logprobs or not prefill.can_report)
-
-
-def _never() -> bool:
-    return False
+            await self._legs.until_reported(lambda: stream.has_prompt_logprobs or not prefill.can_report)

@@ -42,7 +42,9 @@ class AttemptContext:
     def needs_decode(self, num_output_tokens: int) -> bool:
         return self.stream.request.engine_request.stopping.max_tokens - num_output_tokens > 1
 
-    def run(self) -> wire.Run:
+    @property
+    def run_id(self) -> wire.Run:
+        """Address of the current attempt at its workers."""
         owned = self.owned
         return wire.Run(request=str(owned.key), epoch=owned.epoch, attempt=owned.attempt, digest=owned.digest)
 
@@ -67,23 +69,19 @@ class AttemptContext:
         ):
             self.owned.record.certain_seq = self.stream.mark_tail_uncertain()
 
-    def record_workers(
-        self,
-        prefill_worker: WorkerHandle | None,
-        decode_worker: WorkerHandle | None,
-        failure: wire.Failure | None = None,
-    ) -> None:
-        attempts = self.owned.record.attempts
+    def record_attempt(self, failure: wire.Failure | None = None) -> None:
+        """Record the workers of the attempt, and why it failed."""
+        attempts, trace = self.owned.record.attempts, self.stream.trace
         if not attempts or attempts[-1].attempt != self.owned.attempt:
             attempts.add(attempt=self.owned.attempt)
         attempt = attempts[-1]
-        if prefill_worker is not None:
-            attempt.prefill_worker.CopyFrom(prefill_worker.registration.peer)
-        if decode_worker is not None:
-            attempt.decode_worker.CopyFrom(decode_worker.registration.peer)
-        for worker in (prefill_worker, decode_worker):  # their layout hashes agree
+        if trace.prefill is not None:
+            attempt.prefill_worker.CopyFrom(trace.prefill.peer)
+        if trace.decode is not None:
+            attempt.decode_worker.CopyFrom(trace.decode.peer)
+        for worker in (trace.prefill, trace.decode):  # their layout hashes agree
             if worker is not None:
-                attempt.layout_hash = worker.registration.layout_hash if worker.registration.equal_bits else 0
+                attempt.layout_hash = worker.layout_hash if worker.equal_bits else 0
         if failure is not None:
             attempt.failure.CopyFrom(failure)
 

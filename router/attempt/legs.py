@@ -20,11 +20,9 @@ PLACEMENT_RETRY_SECONDS = 1.0
 _T = TypeVar("_T")
 
 
-class Complete(Exception):
-    pass
-
-
 class Legs:
+    """All legs that an attempt began, and the place where it waits for them. Messages of workers only ``wake`` it."""
+
     def __init__(self, context: AttemptContext) -> None:
         self._writer = context.writer
         self._known_finish = finish_from_tokens(context.stream)
@@ -33,6 +31,7 @@ class Legs:
 
     @property
     def finish(self) -> Finish | None:
+        """Finish of the output; None until it is complete."""
         if self._writer.stopped is not None:
             return self._writer.stopped
         return next((leg.finish for leg in self._legs if leg.finish is not None), self._known_finish)
@@ -46,15 +45,27 @@ class Legs:
     def on_stop_string(self) -> None:
         self._changed.set()
 
-    async def until(self, milestone: Callable[[], bool], *legs: Leg) -> None:
-        """Wait for ``milestone``. Raises Complete if the output ends, a leg's fatal error, and the failure of one of
-        ``legs``.
+    async def until(self, milestone: Callable[[], bool], *legs: Leg) -> bool:
+        """Wait for ``milestone``; False if the output is complete without it.
+
+        Raises a fatal error of any leg, and the failure of one of ``legs``.
         """
         while not milestone():
-            self.check(*legs)
+            if self._is_complete(*legs):
+                return False
+            await self.wait_for_change()
+        return True
+
+    async def until_complete(self, *legs: Leg) -> None:
+        """Wait until the output is complete. Raises a fatal error of any leg, and the failure of one of ``legs``."""
+        while not self._is_complete(*legs):
             await self.wait_for_change()
 
-    async def until_search_ends(self, search: Search[_T], *legs: Leg) -> _T:
+    async def find(self, search: Search[_T], *legs: Leg) -> _T | None:
+        """Wait for a worker with capacity; None if the output is complete before.
+
+        Raises the search's failure once its time is over, a fatal error of any leg, and the failure of one of ``legs``.
+        """
         line, kind = search.line, search.kind
         is_first = not line.has_waiter(kind)
         if is_first and (choice := search.choose()) is not None:
@@ -68,7 +79,7 @@ class Legs:
         finally:
             line.leave(waiter)
 
-    async def _until_turn(self, search: Search[_T], waiter: Waiter, *legs: Leg) -> _T:
+    async def _until_turn(self, search: Search[_T], waiter: Waiter, *legs: Leg) -> _T | None:
         loop = asyncio.get_running_loop()
         since, unanswered = loop.time(), None
         while True:
@@ -76,7 +87,8 @@ class Legs:
                 if (choice := search.choose()) is not None:
                     return choice
                 search.line.end_turn(waiter)
-            self.check(*legs)
+            if self._is_complete(*legs):
+                return None
             if search.is_answered():
                 unanswered = None
             elif unanswered is None:
@@ -92,20 +104,22 @@ class Legs:
         await self._changed.wait()
         self._changed.clear()
 
-    def check(self, *legs: Leg) -> None:
-        self.check_fatal()
+    async def until_reported(self, is_reported: Callable[[], bool]) -> None:
+        """Wait for a report on a complete output. Raises a fatal error of any leg."""
+        while not is_reported():
+            self._check_fatal()
+            await self.wait_for_change()
+
+    def _is_complete(self, *legs: Leg) -> bool:
+        self._check_fatal()
         if self.finish is not None:
-            raise Complete
+            return True
         for leg in legs:
             if leg.failure is not None:
                 raise leg.failure
+        return False
 
-    async def until_over(self, is_over: Callable[[], bool]) -> None:
-        while not is_over():
-            self.check_fatal()
-            await self.wait_for_change()
-
-    def check_fatal(self) -> None:
+    def _check_fatal(self) -> None:
         for leg in self._legs:
             if leg.fatal is not None:
                 raise leg.fatal

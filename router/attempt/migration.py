@@ -22,23 +22,23 @@ class Migration:
         self._legs = legs
         self._failed_targets: set[Incarnation] = set()
 
-    async def run(self, source: DecodeLeg) -> DecodeLeg:
-        while True:
-            await self._legs.until(source.has_offer, source)
-            target = self._start_target(source)
-            if target is not None and await self._has_moved(source, target):
-                source.forget()
-                self.source = target
-                return target
+    async def move(self, source: DecodeLeg) -> DecodeLeg:
+        """Move the run that ``source`` offers; return the leg that has it now, ``source`` if the move has failed."""
+        target = self._start_target(source)
+        if target is not None and await self._has_moved(source, target):
+            source.forget()
+            self.source = target
+            return target
+        if self._legs.finish is None:
             source.withdraw_offer()
+        return source
 
     async def _has_moved(self, source: DecodeLeg, target: DecodeLeg) -> bool:
         self.source = None
         try:
             await self._legs.until(target.is_scheduled, target, source)
-            await self._legs.until(
-                target.has_decode_started, target
-            )  # it may have everything, even if the source is lost now
+            # From here the target may have everything, even if the source is lost now.
+            return await self._legs.until(target.has_decode_started, target)
         except (AttemptFailed, NoCapacity, ServiceError):
             if target.failure is None:
                 raise
@@ -46,7 +46,6 @@ class Migration:
             return False
         finally:
             self.source = source
-        return True
 
     def _start_target(self, source: DecodeLeg) -> DecodeLeg | None:
         ticket, source.offer = source.offer, None

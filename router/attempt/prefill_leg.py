@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from decant.protos import worker_pb2 as wire
 from decant.router.attempt.context import AttemptContext
-from decant.router.attempt.decode_leg import DecodeLeg
 from decant.router.attempt.failures import NoCapacity, error_for
 from decant.router.attempt.leg import Leg, LegOwner
 from decant.router.attempt.recorder import AttemptRecorder
@@ -29,10 +28,11 @@ class PrefillLeg(Leg):
     ) -> None:
         super().__init__(context, pool, worker, owner)
         self.ticket: wire.Ticket | None = None
-        self.target: DecodeLeg | None = None
         self.is_over = False
+        self._ticket_has_receiver = False
         self._recorder = recorder
         self.has_first_tokens = False
+        self._call_end: Exception | None = None
         self._position = context.writer.position  # of the first output token
         self._reservation = worker.load.reserve(context.prefix, self._position, computes_prompt=True)
         worker.session.dependents.add(self)
@@ -40,9 +40,8 @@ class PrefillLeg(Leg):
 
     @property
     def failure(self) -> Exception | None:
-        if self._failure is None and self.is_over and self.target is None:
-            return self._error(wire.CAUSE_PEER_LOST, "the prefill call ended without a final event")
-        return self._failure
+        """First failure. The end of the call is one unless a decode worker has the ticket: it may have the KV cache."""
+        return self._failure or (None if self._ticket_has_receiver else self._call_end)
 
     @property
     def can_report(self) -> bool:
@@ -55,7 +54,18 @@ class PrefillLeg(Leg):
     def has_ticket(self) -> bool:
         return self.ticket is not None
 
-    def renew_ticket(self) -> None:
+    def give_ticket(self) -> wire.Ticket:
+        """Return the ticket for a decode worker, which renews it until ``take_ticket_back``."""
+        assert self.ticket is not None
+        self._ticket_has_receiver = True
+        return self.ticket
+
+    def take_ticket_back(self) -> None:
+        """Renew the ticket again, which its receiver has refused."""
+        self._ticket_has_receiver = False
+        self._renew_ticket()
+
+    def _renew_ticket(self) -> None:
         if self.ticket is not None:
             self._pool.tickets.renew(self.ticket, self.worker)
 
@@ -72,7 +82,7 @@ class PrefillLeg(Leg):
 
     def on_ticket(self, ticket: wire.Ticket) -> None:
         self.ticket = ticket
-        self.renew_ticket()
+        self._renew_ticket()
         self._owner.wake()
 
     def on_first_tokens(self, message: wire.FirstTokens) -> None:
@@ -106,6 +116,7 @@ class PrefillLeg(Leg):
         self.is_over = True
         self._release()
         if broken is None:
+            self._call_end = self._error(wire.CAUSE_PEER_LOST, "the prefill call ended without a final event")
             self._owner.wake()
         elif broken.reason is Reason.DRAINING:
             self._fail(NoCapacity(self))

@@ -18,8 +18,6 @@ _LOCAL = (Generation.STATE_DECODING,)
 class AttemptRecorder:
     def __init__(self, context: AttemptContext, pool: WorkerPool) -> None:
         self.is_split = False
-        self.prefill_worker: WorkerHandle | None = None
-        self.decode_worker: WorkerHandle | None = None
         stream, attempt = context.stream, context.owned.attempt
         self._context = context
         self._now = asyncio.get_running_loop().time
@@ -30,27 +28,18 @@ class AttemptRecorder:
         self._first_token_at: float | None = None
         self._trace = stream.trace = AttemptTrace(attempts=attempt)
 
-    @property
-    def workers(self) -> list[WorkerHandle]:
-        return [worker for worker in (self.prefill_worker, self.decode_worker) if worker is not None]
-
     def assign_prefill(self, worker: WorkerHandle | None) -> None:
-        self.prefill_worker = worker
-        self._trace.prefill_worker = "" if worker is None else worker.incarnation.id
+        self._trace.prefill = None if worker is None else worker.registration
 
     def assign_decode(self, worker: WorkerHandle | None) -> None:
-        self.decode_worker = worker
-        self._trace.decode_worker = "" if worker is None else worker.incarnation.id
-
-    def record(self, failure: wire.Failure | None = None) -> None:
-        self._context.record_workers(self.prefill_worker, self.decode_worker, failure)
+        self._trace.decode = None if worker is None else worker.registration
 
     def advance(self, state: State) -> None:
         owned = self._context.owned
         for stage in _SPLIT if self.is_split else _LOCAL:
             if owned.state < stage <= state:
                 owned.transition(stage, datetime.now(UTC))
-                self.record()
+                self._context.record_attempt()
 
     # A prefill worker's reports
 
@@ -68,7 +57,7 @@ class AttemptRecorder:
         self.advance(Generation.STATE_PREFILLING)
 
     def on_finished_at_first_token(self) -> None:
-        self._trace.decode_worker = ""
+        self._trace.decode = None
 
     # A decode worker's reports; None: the report was lost
 

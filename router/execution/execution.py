@@ -159,7 +159,7 @@ class Execution:
         if self._attempt is not None:
             self._attempt.close(reason)
         elif self._context.current_decode_worker is not None:
-            self._router.pool.cancel(self._context.current_decode_worker, self._context.run(), reason)
+            self._router.pool.cancel(self._context.current_decode_worker, self._context.run_id, reason)
         if self.task is not None and self.task is not asyncio.current_task():
             self.task.cancel()
         if self._slot is not None:
@@ -277,21 +277,21 @@ class Execution:
             except OwnedElsewhere as error:
                 raise await self._owned_elsewhere(error) from None
             except NoWorker:
-                attempt.record(wire.Failure(cause=wire.CAUSE_BUSY, detail="no worker took it"))
+                context.record_attempt(wire.Failure(cause=wire.CAUSE_BUSY, detail="no worker took it"))
                 raise workers_lost_error(self.stream, Reason.NO_WORKER, "no worker can take the request now") from None
             else:
-                attempt.record()
+                context.record_attempt()
                 return end
 
     def _prepare_next(self, attempt: Attempt, failed: AttemptFailed) -> None:
         context, failure = self._context, failed.failure
         attempt.close(wire.Cancel.REASON_ATTEMPT)
-        attempt.record(failure)
+        context.record_attempt(failure)
         context.current_decode_worker = None
         self._router.metrics.failovers.labels(self._request.engine_request.model, failed.label).inc()
         _log.warning("attempt failed", attempt=self.owned.attempt, error=str(failed))
         if failure.cause == wire.CAUSE_ID_REUSED:
-            self._exclude_other_request(attempt)
+            self._exclude_other_request()
         if failed.faulty_worker is not None:
             context.excluded_workers.add(failed.faulty_worker)
             self._router.pool.record_failure(failed.faulty_worker)
@@ -301,12 +301,12 @@ class Execution:
         append_new(self.owned, self.stream)
         self.owned.start_attempt(datetime.now(UTC))
 
-    def _exclude_other_request(self, attempt: Attempt) -> None:
+    def _exclude_other_request(self) -> None:
         """Avoid workers that have another request with this id; raise AlreadyExists unless the store has this one."""
         if self.owned.synced_state is None:
             self.is_superseded = True
             raise AlreadyExists(self.owned.key.id)
-        self._context.excluded_workers.update(worker.incarnation for worker in attempt.workers)
+        self._context.excluded_workers.update(self.stream.trace.workers)
 
     async def _owned_elsewhere(self, error: OwnedElsewhere) -> ServiceError:
         """Error for the client of a request that another router owns.

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from decant.protos import inference_pb2 as pb
-from decant.protos.state_pb2 import RequestRecord
+from decant.protos.state_pb2 import RequestRecord, WorkerRegistration
 from decant.router.request.valid_request import ValidRequest
 from decant.runtime.errors import ServiceError
+from decant.state.ids import Incarnation
 from decant.state.logprobs import Logprobs
 
 
@@ -31,11 +32,14 @@ class Finish:
 
 @dataclass(slots=True)
 class AttemptTrace:
-    """Workers and times of the last attempt: seconds, ``*_at`` in event loop time; None: did not happen."""
+    """Workers and times of the last attempt: seconds, ``*_at`` in event loop time; None: did not happen.
+
+    The only place that knows which workers have the run: the record, the receipt, the log and the span derive from it.
+    """
 
     attempts: int = 1
-    prefill_worker: str = ""
-    decode_worker: str = ""
+    prefill: WorkerRegistration | None = None
+    decode: WorkerRegistration | None = None
     scheduled_at: float | None = None
     queue_s: float | None = None
     prefill_s: float | None = None
@@ -43,6 +47,18 @@ class AttemptTrace:
     decode_wait_s: float | None = None
     decode_began_at: float | None = None
     handoff_bytes: int = 0
+
+    @property
+    def prefill_worker(self) -> str:
+        return "" if self.prefill is None else self.prefill.peer.id
+
+    @property
+    def decode_worker(self) -> str:
+        return "" if self.decode is None else self.decode.peer.id
+
+    @property
+    def workers(self) -> list[Incarnation]:
+        return [Incarnation.of(worker.peer) for worker in (self.prefill, self.decode) if worker is not None]
 
 
 class SupersedableReader(Protocol):

@@ -118,6 +118,10 @@ class WorkerPool:
         if (worker := self.membership.get(incarnation)) is not None:
             worker.record_failure()
 
+    def record_success(self, incarnation: Incarnation) -> None:
+        if (worker := self.membership.get(incarnation)) is not None:
+            worker.record_success()
+
     def cancel(self, incarnation: Incarnation, run: wire.Run, reason: wire.Cancel.Reason) -> None:
         if (worker := self.membership.get(incarnation)) is not None:
             worker.session.cancel(wire.Cancel(run=run, reason=reason))

@@ -6,6 +6,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from decant.protos import inference_pb2 as pb
+from decant.protos import worker_pb2 as wire
+from decant.protos.state_pb2 import WorkerRegistration
 from decant.router.api.usage import RequestMeter
 from decant.router.request.token_stream import AttemptTrace, TokenStream
 from decant.runtime.telemetry.metrics import Registry, RequestMetrics
@@ -70,8 +72,8 @@ async def test_a_receipt_has_phases_in_milliseconds(clock, stream, registry):
     taken.record_sent(1)
     stream.trace = AttemptTrace(
         attempts=2,
-        prefill_worker="p",
-        decode_worker="d",
+        prefill=WorkerRegistration(peer=wire.Peer(id="p")),
+        decode=WorkerRegistration(peer=wire.Peer(id="d")),
         queue_s=0.01,
         prefill_s=0.02,
         handoff_s=0.03,
