@@ -20,7 +20,6 @@ from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.router.request.token_stream import TokenStream
-from decant.router.request.token_writer import TokenWriter
 from decant.router.request.valid_request import ValidRequest
 from decant.router.text.output_text import OutputOptions
 from decant.router.workers.session import WorkerSession
@@ -91,7 +90,8 @@ class _Listener:
     def on_run_status(self, status: wire.RunStatus) -> None: ...
     def on_offer(self, ticket: wire.Ticket) -> None: ...
     def on_draining(self) -> None: ...
-    def on_ended(self, ended: wire.Ended) -> None: ...
+    def on_prompt_logprobs(self, message: wire.PromptLogprobs) -> None: ...
+    def on_ended(self, end: wire.OutputEnd, *, is_last: bool) -> None: ...
     def on_refused(self, refused: wire.Refused) -> None: ...
     def on_failed(self, failed: wire.Failed) -> None: ...
     def on_superseded(self, superseded: wire.Superseded) -> None: ...
@@ -108,7 +108,7 @@ async def tokens_per_second(sequences: int, seconds: float, warm_s: float = WARM
     streams = [_stream(number) for number in range(sequences)]
     for stream in streams:
         start = wire.Start(run=wire.Run(request=str(stream.request.key), epoch=1, attempt=1))
-        session.start(RunSubscription(start, TokenWriter(stream), _Listener()))
+        session.start(RunSubscription(start, stream.outputs, _Listener()))
     running = asyncio.create_task(session.run(lambda: True))
     try:
         async with asyncio.timeout(BEGIN_SECONDS):
@@ -126,7 +126,7 @@ async def tokens_per_second(sequences: int, seconds: float, warm_s: float = WARM
 
 
 def _written(streams: Iterable[TokenStream]) -> int:
-    return sum(len(stream.tokens) for stream in streams)
+    return sum(stream.num_tokens for stream in streams)
 
 
 def _stream(number: int) -> TokenStream:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.api.usage import RequestMeter
+from decant.router.request.output import Finish, Output
 from decant.router.request.reader_lease import Write
-from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.token_stream import TokenStream
 from decant.router.text.detokenizer import TokenTable
 from decant.router.text.output_text import new_output_text
 from decant.router.text.served_model import ServedModel
@@ -17,83 +18,32 @@ MAX_DELTA_TOKENS = 1024
 """With 20 alternatives each about 1 MiB, a quarter of the default limit of gRPC clients."""
 
 
-class ResponseWriter:
-    """Writer of what follows the first ``after_seq`` tokens, which the stream has."""
+class OutputReader:
+    """Reader of one output: its text, from the tokens after the first ``num_read``."""
 
-    __slots__ = ("_model", "_num_read", "_options", "_stream", "_text")
+    __slots__ = ("_model", "_options", "_text", "num_read", "output")
 
-    def __init__(self, stream: TokenStream, model: ServedModel, after_seq: int = 0) -> None:
-        self._stream = stream
+    def __init__(self, stream: TokenStream, output: Output, model: ServedModel, num_read: int = 0) -> None:
+        self.output = output
+        self.num_read = num_read
         self._model = model
         self._options = options = stream.request.output_options
-        self._num_read = after_seq
         self._text = new_output_text(model, options, stream.request.engine_request.stopping) if options.text else None
-
-    async def stream(self, write: Write, meter: RequestMeter) -> Finish:
-        """Write all messages. Raises the stream's error and errors of `write`."""
-        stream = self._stream
-        message = pb.GenerateStreamResponse(request_id=stream.request.key.id, seq=self._num_read)
-        chunk = min(self._options.min_chunk_tokens, MAX_DELTA_TOKENS)
-        if not self._num_read:
-            await stream.wait_beyond(chunk - 1)
-        elif self._text is not None:
-            self._text.add(stream.tokens[: self._num_read])
-        await stream.wait_prompt_logprobs()
-        if stream.tokens:
-            message.started.CopyFrom(self._started())
-            await write(message)
-        while not self._has_read_all:
-            await stream.wait_beyond(self._num_read + chunk - 1)
-            if tokens := self._fill_delta(message):
-                await write(message)
-                meter.record_sent(tokens)
-        finish = self._finish()
-        if self._text is not None and (rest := self._text.end()):
-            message.delta.CopyFrom(pb.Delta(text=rest))
-            await write(message)
-        message.finished.CopyFrom(finish.finished())
-        message.usage.CopyFrom(meter.usage())
-        message.receipt.CopyFrom(meter.receipt())
-        await write(message)
-        return finish
-
-    async def collect(self, meter: RequestMeter) -> tuple[pb.GenerateResponse, Finish]:
-        stream, options = self._stream, self._options
-        while stream.end is None:
-            await stream.wait_beyond(len(stream.tokens))
-        finish = self._finish()
-        text = "" if self._text is None else options.echo + self._text.add(stream.tokens) + self._text.end()
-        if stream.tokens:
-            meter.record_sent(len(stream.tokens))
-        output = pb.Output(
-            text=text,
-            token_ids=stream.tokens if options.token_ids else (),
-            logprobs=self._logprobs(0, len(stream.tokens)) if options.logprobs is not None else (),
-            finished=finish.finished(),
-        )
-        response = pb.GenerateResponse(
-            request_id=stream.request.key.id,
-            model=self._model.id,
-            outputs=[output],
-            usage=meter.usage(),
-            receipt=meter.receipt(),
-            seed=stream.request.engine_request.sampling.seed,
-            prompt_logprobs=self._prompt_logprobs(),
-        )
-        return response, finish
+        if self._text is not None and num_read:
+            self._text.add(output.tokens[:num_read])
 
     @property
-    def _has_read_all(self) -> bool:
-        return self._stream.end is not None and self._num_read == len(self._stream.tokens)
+    def has_read_all(self) -> bool:
+        return self.num_read == len(self.output.tokens)
 
-    def _fill_delta(self, message: pb.GenerateStreamResponse) -> int:
-        options, read = self._options, self._num_read
-        tokens = self._stream.tokens[read : read + MAX_DELTA_TOKENS]
+    def fill_delta(self, delta: pb.Delta) -> int:
+        """Fill ``delta`` with new tokens; return their number."""
+        options, read = self._options, self.num_read
+        tokens = self.output.tokens[read : read + MAX_DELTA_TOKENS]
         count = len(tokens)
         if not count:
             return 0
-        self._num_read = message.seq = read + count
-        delta = message.delta
+        self.num_read = read + count
         delta.num_tokens = count
         if self._text is not None:
             text = self._text.add(tokens)
@@ -104,6 +54,88 @@ class ResponseWriter:
             del delta.logprobs[:]
             delta.logprobs.extend(self._logprobs(read, read + count))
         return count
+
+    def end_text(self) -> str:
+        """Text that was held back; called once, after the last token."""
+        return "" if self._text is None else self._text.end()
+
+    def all_so_far(self, finish: Finish | None) -> pb.Output:
+        """The output as one message: what is there now, complete if it has a ``finish``."""
+        options, tokens = self._options, self.output.tokens
+        message = pb.Output(token_ids=tokens if options.token_ids else ())
+        if self._text is not None and (tokens or finish is not None):
+            message.text = options.echo + self._text.add(tokens) + (self.end_text() if finish is not None else "")
+        if options.logprobs is not None:
+            message.logprobs.extend(self._logprobs(0, len(tokens)))
+        if finish is not None:
+            message.finished.CopyFrom(finish.finished())
+        return message
+
+    def _logprobs(self, first: int, end: int) -> list[pb.TokenLogprob]:
+        output, table = self.output, self._model.token_table
+        pairs = zip(output.tokens[first:end], output.logprobs.entries(first, end), strict=True)
+        return [_logprob(table, token, logprobs) for token, logprobs in pairs]
+
+
+class ResponseWriter:
+    """Writer of what follows the first ``after_seq`` tokens, which the stream has."""
+
+    __slots__ = ("_model", "_reader", "_stream")
+
+    def __init__(self, stream: TokenStream, model: ServedModel, after_seq: int = 0) -> None:
+        self._stream = stream
+        self._model = model
+        self._reader = OutputReader(stream, stream.outputs[0], model, after_seq)
+
+    async def stream(self, write: Write, meter: RequestMeter) -> Finish:
+        """Write all messages. Raises the stream's error and errors of `write`."""
+        stream, reader = self._stream, self._reader
+        message = pb.GenerateStreamResponse(request_id=stream.request.key.id, seq=reader.num_read)
+        chunk = min(stream.request.output_options.min_chunk_tokens, MAX_DELTA_TOKENS)
+        if not reader.num_read:
+            await stream.wait_beyond(chunk - 1)
+        await stream.wait_prompt_logprobs()
+        if stream.num_tokens:
+            message.started.CopyFrom(self._started())
+            await write(message)
+        while stream.end is None or not reader.has_read_all:
+            await stream.wait_beyond(reader.num_read + chunk - 1)
+            if tokens := reader.fill_delta(message.delta):
+                message.seq = reader.num_read
+                await write(message)
+                meter.record_sent(tokens)
+        finish = self._finish()
+        if rest := reader.end_text():
+            message.delta.CopyFrom(pb.Delta(text=rest))
+            await write(message)
+        message.finished.CopyFrom(finish.finished())
+        message.usage.CopyFrom(meter.usage())
+        message.receipt.CopyFrom(meter.receipt())
+        await write(message)
+        return finish
+
+    async def collect(self, meter: RequestMeter) -> tuple[pb.GenerateResponse, Finish]:
+        stream = self._stream
+        while stream.end is None:
+            await stream.wait_beyond(stream.num_tokens)
+        finish = self._finish()
+        if stream.num_tokens:
+            meter.record_sent(stream.num_tokens)
+        response = self.response_so_far(finish)
+        response.usage.CopyFrom(meter.usage())
+        response.receipt.CopyFrom(meter.receipt())
+        return response, finish
+
+    def response_so_far(self, finish: Finish | None) -> pb.GenerateResponse:
+        """The outputs as they are now; the caller adds usage and receipt."""
+        stream = self._stream
+        return pb.GenerateResponse(
+            request_id=stream.request.key.id,
+            model=self._model.id,
+            outputs=[self._reader.all_so_far(finish)],
+            seed=stream.request.engine_request.sampling.seed,
+            prompt_logprobs=self._prompt_logprobs(),
+        )
 
     def _finish(self) -> Finish:
         end = self._stream.end
@@ -122,11 +154,6 @@ class ResponseWriter:
             prompt_logprobs=self._prompt_logprobs(),
             resumable=stream.resumable,
         )
-
-    def _logprobs(self, first: int, end: int) -> list[pb.TokenLogprob]:
-        stream, table = self._stream, self._model.token_table
-        pairs = zip(stream.tokens[first:end], stream.logprobs.entries(first, end), strict=True)
-        return [_logprob(table, token, logprobs) for token, logprobs in pairs]
 
     def _prompt_logprobs(self) -> list[pb.TokenLogprob]:
         request, known, table = self._stream.request, self._stream.prompt_logprobs, self._model.token_table

@@ -24,8 +24,9 @@ from decant.router.api.usage import RequestMeter, meter_of
 from decant.router.api.validation import UNIMPLEMENTED_FIELDS, check_known, validate
 from decant.router.execution.registry import RequestRegistry
 from decant.router.limits import check_id, check_size
+from decant.router.request.output import Finish
 from decant.router.request.reader_lease import ReaderLease, wait_for_resume_point
-from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.token_stream import TokenStream
 from decant.router.text.prompt import ASSUMED_CONTEXT_LENGTH, context_length_of, least_prompt_tokens
 from decant.router.text.served_model import Models, ServedModel
 from decant.router.timings import RouterTimings
@@ -170,7 +171,7 @@ class InferenceService:
     @authenticated
     async def GetGeneration(self, request: pb.GetGenerationRequest, call: AuthenticatedCall) -> pb.Generation:  # noqa: N802
         snapshot = await self._registry.get(_key_of(request, call))
-        return await generation(snapshot, self._model(snapshot.stream))
+        return generation(snapshot, self._model(snapshot.stream))
 
     @authenticated
     async def CancelGeneration(  # noqa: N802

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 
 from decant.protos import inference_pb2 as pb
-from decant.router.request.token_stream import TokenStream
+from decant.router.request.token_stream import RecordedStream, TokenStream
 from decant.router.request.usage import decode_s, queue_s, receipt_of, usage_of
 from decant.runtime.error_details import shorten
 from decant.runtime.telemetry import logs
@@ -24,15 +24,15 @@ class RequestMeter:
         self._last_at: float | None = None
 
     def record_sent(self, tokens: int) -> None:
-        now, stream = self._now(), self._stream
-        if stream.first_sent_at is None:
-            stream.first_sent_at = now
-            self._metrics.ttft.observe(now - stream.request.accepted_at)
+        now, delivery = self._now(), self._stream.delivery
+        if delivery.first_at is None:
+            delivery.first_at = now
+            self._metrics.ttft.observe(now - self._stream.request.accepted_at)
             if tokens > 1:
-                stream.second_sent_at = now
+                delivery.second_at = now
         else:
-            if stream.second_sent_at is None:
-                stream.second_sent_at = now
+            if delivery.second_at is None:
+                delivery.second_at = now
             if self._last_at is not None:  # a gap without a reader is not counted
                 self._metrics.inter_token.observe((now - self._last_at) / tokens)
         self._last_at = now
@@ -58,7 +58,7 @@ class RequestMeter:
             attempts=stream.trace.attempts,
             prompt_tokens=stream.request.prompt_tokens,
             cached_tokens=stream.cached_tokens,
-            completion_tokens=len(stream.tokens),
+            completion_tokens=stream.num_tokens,
             prefill_worker=stream.trace.prefill_worker,
             decode_worker=stream.trace.decode_worker,
             **times,
@@ -67,8 +67,8 @@ class RequestMeter:
     def _count(self, outcome: str) -> None:
         stream, metrics = self._stream, self._metrics
         tenant = stream.request.key.tenant
-        num_tokens = len(stream.tokens)
-        before, stream.counted = stream.counted, num_tokens
+        num_tokens = stream.num_tokens
+        before, stream.delivery.counted = stream.delivery.counted, num_tokens
         metrics.generated.inc(num_tokens - (before or 0))
         metrics.tenants.count_tokens(tenant, num_tokens - (before or 0))
         if num_tokens and not before:
@@ -90,26 +90,25 @@ class RequestMeter:
 
 
 class RecordedMeter(RequestMeter):
-    __slots__ = ()
+    """Usage and receipt as the store has them; a replay counts in no metric."""
 
-    def __init__(self, stream: TokenStream) -> None:
-        self._stream = stream
-        self._now = asyncio.get_running_loop().time
+    __slots__ = ("_record",)
+
+    def __init__(self, stream: RecordedStream) -> None:
+        self._record = stream.record
 
     def record_sent(self, tokens: int) -> None:
         pass
 
     def usage(self) -> pb.Usage:
-        recorded = self._stream.recorded
-        return super().usage() if recorded is None else recorded.usage
+        return self._record.usage
 
     def receipt(self) -> pb.Receipt:
-        recorded = self._stream.recorded
-        return super().receipt() if recorded is None else recorded.receipt
+        return self._record.receipt
 
     def close(self, outcome: str) -> None:
         pass
 
 
 def meter_of(stream: TokenStream, metrics: ModelMetrics) -> RequestMeter:
-    return RequestMeter(stream, metrics) if stream.recorded is None else RecordedMeter(stream)
+    return RecordedMeter(stream) if isinstance(stream, RecordedStream) else RequestMeter(stream, metrics)

@@ -25,7 +25,7 @@ from decant.router.attempt.migration import Migration
 from decant.router.attempt.placement_search import CacheSearch, PromptSearch
 from decant.router.attempt.prefill_leg import PrefillLeg
 from decant.router.attempt.recorder import AttemptRecorder
-from decant.router.request.token_stream import Finish
+from decant.router.request.output import Finish
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime.telemetry import tracing
@@ -38,7 +38,7 @@ class Attempt:
         self._pool = pool
         self._router = router
         self._run = context.run_id
-        self._num_tokens = len(context.stream.tokens)  # as it begins
+        self._prefixes = context.output_prefixes()  # as it begins
         self._span = tracing.span(
             "attempt", context.stream.request.engine_request.traceparent, attempt=context.owned.attempt
         )
@@ -50,7 +50,7 @@ class Attempt:
 
     async def run(self) -> Finish:
         """Run once. Raises AttemptFailed, NoWorker, OwnedElsewhere, or a ServiceError that is final for the request."""
-        self._context.writer.begin_attempt(self._legs)
+        self._context.stream.begin_attempt(self._legs)
         with self._span:
             try:
                 finish = self._legs.finish  # the tokens of earlier attempts may be all
@@ -99,10 +99,10 @@ class Attempt:
     def close(self, reason: wire.Cancel.Reason) -> None:
         """Release all that the attempt holds; may be called at any time."""
         cancel = wire.Cancel(run=self._run, reason=reason)
-        writer = self._context.writer
-        if writer.stopped is not None:
+        output = self._context.stream.outputs[0]
+        if output.finish is not None and output.finish.stop_string is not None:
             cancel.reason = wire.Cancel.REASON_STOP_STRING
-            cancel.end_position = writer.position
+            cancel.end_position = output.position
         self._legs.close(cancel)
 
     # Paths: adopted, local, split
@@ -175,7 +175,7 @@ class Attempt:
         if ticket is None:
             self._recorder.is_split = False
             self._context.mark_uncertain_tail(worker)
-        request = self._context.engine_request(self._num_tokens)
+        request = self._context.engine_request(self._prefixes)
         return self._decode_on(worker, wire.Start(run=self._run, engine_request=request, ticket=ticket))
 
     def _decode_on(self, worker: WorkerHandle, opening: wire.Start | wire.Adopt) -> DecodeLeg:
@@ -192,8 +192,8 @@ class Attempt:
             run=self._run,
             router=self._router,
             worker=worker.registration.peer,
-            engine_request=self._context.engine_request(self._num_tokens),
-            handoff=self._context.needs_decode(self._num_tokens),
+            engine_request=self._context.engine_request(self._prefixes),
+            handoff=self._context.needs_decode,
         )
         leg = self._prefill = PrefillLeg(self._context, self._pool, worker, request, self._recorder, self._legs)
         self._legs.add(leg)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from decant.protos import worker_pb2 as wire
 from decant.router.placement.prefix_index import PromptBlocks
+from decant.router.request.output import Output
 from decant.router.request.stored import new_record, recorded_decode_worker, recorded_layout_hash, stream_from_store
 from decant.router.request.token_stream import TokenStream
-from decant.router.request.token_writer import TokenWriter
 from decant.router.request.valid_request import ValidRequest
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.worker_handle import WorkerHandle
@@ -22,7 +23,6 @@ from decant.state.owned import OwnedRequest, StoredRequest
 class AttemptContext:
     stream: TokenStream
     owned: OwnedRequest
-    writer: TokenWriter
     excluded_workers: set[Incarnation] = field(default_factory=set)
     local_prefill: bool = False
     """Use no prefill worker."""
@@ -39,8 +39,22 @@ class AttemptContext:
     def model(self) -> str:
         return self.stream.request.engine_request.model
 
-    def needs_decode(self, num_output_tokens: int) -> bool:
-        return self.stream.request.engine_request.stopping.max_tokens - num_output_tokens > 1
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of the outputs so far."""
+        return self.stream.request.prompt_tokens + self.stream.num_tokens
+
+    @property
+    def unfinished(self) -> list[Output]:
+        return [output for output in self.stream.outputs if output.finish is None]
+
+    @property
+    def needs_decode(self) -> bool:
+        """Whether an output may get more than one more token."""
+        return any(output.end_limit - output.position > 1 for output in self.unfinished)
+
+    def output_prefixes(self) -> list[wire.OutputPrefix]:
+        return [wire.OutputPrefix(output=output.index, tokens=pack(output.tokens)) for output in self.unfinished]
 
     @property
     def run_id(self) -> wire.Run:
@@ -48,7 +62,7 @@ class AttemptContext:
         owned = self.owned
         return wire.Run(request=str(owned.key), epoch=owned.epoch, attempt=owned.attempt, digest=owned.digest)
 
-    def engine_request(self, num_output_tokens: int) -> wire.EngineRequest:
+    def engine_request(self, outputs: Iterable[wire.OutputPrefix]) -> wire.EngineRequest:
         request = self.stream.request
         message = wire.EngineRequest()
         message.CopyFrom(request.engine_request)
@@ -58,13 +72,13 @@ class AttemptContext:
         if remaining_ms is not None:
             message.remaining_ms = remaining_ms
         del message.outputs[:]
-        message.outputs.add(output=0, tokens=pack(self.stream.tokens[:num_output_tokens]))
+        message.outputs.extend(outputs)
         return message
 
     def mark_uncertain_tail(self, worker: WorkerHandle) -> None:
         """Mark the tail uncertain if a client may have tokens that this worker would generate differently."""
         registration = worker.registration
-        if self.stream.may_lag_client and not (
+        if self.stream.tail.may_lag_client and not (
             registration.equal_bits and registration.layout_hash == self.layout_hash
         ):
             self.owned.record.certain_seq = self.stream.mark_tail_uncertain()
@@ -88,13 +102,13 @@ class AttemptContext:
 
 def new_context(request: ValidRequest, router: wire.Peer, epoch: int) -> AttemptContext:
     stream = TokenStream(request)
-    return AttemptContext(stream, new_record(request, Incarnation.of(router), epoch), TokenWriter(stream))
+    stream.begin_writing()
+    return AttemptContext(stream, new_record(request, Incarnation.of(router), epoch))
 
 
 def adopted_context(request: ValidRequest, stored: StoredRequest, pool: WorkerPool) -> AttemptContext:
     stream = stream_from_store(stored, request)
-    stream.may_lag_client = True
-    context = AttemptContext(stream, OwnedRequest.from_stored(stored), TokenWriter(stream))
+    context = AttemptContext(stream, OwnedRequest.from_stored(stored))
     if context.owned.has_prompt_logprobs:
         context.current_decode_worker = recorded_decode_worker(stored)
     context.local_prefill = bool(stored.entries)

@@ -40,13 +40,11 @@ class DecodeLeg(Leg):
         self._reservation: LoadReservation | None = None
         if isinstance(opening, wire.Start):
             has_ticket = opening.HasField("ticket")
-            self._reservation = worker.load.reserve(
-                context.prefix, context.writer.position, computes_prompt=not has_ticket
-            )
+            self._reservation = worker.load.reserve(context.prefix, context.num_tokens, computes_prompt=not has_ticket)
             if has_ticket:
                 self._ticket = opening.ticket
                 pool.tickets.stop_renewing(opening.ticket)
-        self._subscription = RunSubscription(opening, context.writer, self)
+        self._subscription = RunSubscription(opening, context.unfinished, self)
         worker.session.start(self._subscription)
 
     @property
@@ -123,10 +121,11 @@ class DecodeLeg(Leg):
     def on_draining(self) -> None:
         self._owner.on_draining(self)
 
-    def on_ended(self, ended: wire.Ended) -> None:
+    def on_ended(self, end: wire.OutputEnd, *, is_last: bool) -> None:
         self._set_decode_started()
-        self._release()
-        self._finish_with(ended.end)
+        if is_last:
+            self._release()
+        self._finish_output(end)
 
     def on_failed(self, failed: wire.Failed) -> None:
         if failed.failure.cause == wire.CAUSE_CANCELLED and self._ticket is not None:

@@ -22,7 +22,6 @@ from decant.router.attempt.failures import (
     error_for,
 )
 from decant.router.request.finish import finish_from_worker
-from decant.router.request.token_stream import Finish
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime.enum_names import enum_name
@@ -37,7 +36,6 @@ class Leg(ABC):
     def __init__(self, context: AttemptContext, pool: WorkerPool, worker: WorkerHandle, owner: LegOwner) -> None:
         self.worker = worker
         self.started_at = asyncio.get_running_loop().time()
-        self.finish: Finish | None = None
         self.fatal: Exception | None = None
         """Ends the attempt, whichever leg it waits for."""
         self._context = context
@@ -82,16 +80,27 @@ class Leg(ABC):
         self.fatal = self.fatal or error
         self._owner.wake()
 
+    def on_prompt_logprobs(self, message: wire.PromptLogprobs) -> None:
+        if self._context.stream.add_prompt_logprobs(message) is not None:
+            self._fail_attempt(self._error(wire.CAUSE_CORRUPT, "its logprobs of the prompt are malformed"))
+        self._owner.wake()
+
     def _error(self, cause: wire.Cause, detail: str) -> AttemptFailed:
         return AttemptFailed(wire.Failure(cause=cause, detail=detail), self.worker.incarnation)
 
-    def _finish_with(self, end: wire.OutputEnd) -> None:
+    def _finish_output(self, end: wire.OutputEnd) -> None:
         stream = self._context.stream
+        if end.output >= len(stream.outputs):
+            self._fail_attempt(self._error(wire.CAUSE_CORRUPT, f"it ended output {end.output}, which there is not"))
+            return
+        output = stream.outputs[end.output]
         try:
-            self.finish = finish_from_worker(end, stream.request.engine_request.stopping, stream.tokens)
+            finish = finish_from_worker(end, stream.request.engine_request.stopping, output.tokens)
         except DeadlineExceeded as error:
             self._fail(error)
-        if self.finish is None:  # the worker cancelled it, and not for this router
+            return
+        output.finish = output.finish or finish
+        if output.finish is None:  # the worker cancelled it, and not for this router
             reason = enum_name(wire.OutputEnd.Reason, end.reason)
             detail = f"worker {self.worker.incarnation.id} ended the output: {reason}"
             self._fail(AttemptFailed(wire.Failure(cause=wire.CAUSE_CANCELLED, detail=detail), None))

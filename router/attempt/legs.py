@@ -11,7 +11,7 @@ from decant.router.attempt.leg import Leg
 from decant.router.attempt.placement_search import Search
 from decant.router.attempt.prefill_leg import PrefillLeg
 from decant.router.request.finish import finish_from_tokens
-from decant.router.request.token_stream import Finish
+from decant.router.request.output import Finish
 from decant.router.workers.waiting_line import Waiter
 
 PLACEMENT_RETRY_SECONDS = 1.0
@@ -24,17 +24,17 @@ class Legs:
     """All legs that an attempt began, and the place where it waits for them. Messages of workers only ``wake`` it."""
 
     def __init__(self, context: AttemptContext) -> None:
-        self._writer = context.writer
-        self._known_finish = finish_from_tokens(context.stream)
+        self._stream = stream = context.stream
+        if stream.has_prompt_logprobs:  # else a worker computes the prompt once more
+            for output in context.unfinished:  # its last report may be lost
+                output.finish = finish_from_tokens(stream.request, output.tokens)
         self._legs: list[Leg] = []
         self._changed = asyncio.Event()
 
     @property
     def finish(self) -> Finish | None:
         """Finish of the output; None until it is complete."""
-        if self._writer.stopped is not None:
-            return self._writer.stopped
-        return next((leg.finish for leg in self._legs if leg.finish is not None), self._known_finish)
+        return self._stream.finish
 
     def add(self, leg: Leg) -> None:
         self._legs.append(leg)
@@ -125,6 +125,6 @@ class Legs:
                 raise leg.fatal
 
     def close(self, cancel: wire.Cancel) -> None:
-        is_over = self.finish is not None and self._writer.stopped is None
+        is_over = self.finish is not None and self.finish.stop_string is None
         for leg in self._legs:
             leg.close(None if is_over and isinstance(leg, PrefillLeg) else cancel)

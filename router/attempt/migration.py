@@ -55,7 +55,7 @@ class Migration:
         if choice is None:
             return None
         pool.tickets.renew(ticket, source.worker)
-        request = context.engine_request(len(context.stream.tokens))
+        request = context.engine_request(context.output_prefixes())
         opening = wire.Start(run=self._run, engine_request=request, ticket=ticket)
         target = DecodeLeg(context, pool, pool.worker(choice), opening, self)
         self._legs.add(target)

@@ -55,12 +55,11 @@ class Search(ABC, Generic[_T]):
 
     def _request(self) -> PlacementRequest:
         context = self._context
-        needs_decode = context.needs_decode(len(context.stream.tokens))
         return PlacementRequest(
-            tokens=context.writer.position,
+            tokens=context.num_tokens,
             from_tokens=context.local_prefill,
             session=context.stream.request.session if context.prefix.may_hit else "",
-            handoff_min_tokens=self._pool.handoff_min_tokens(context.model) if needs_decode else 0,
+            handoff_min_tokens=self._pool.handoff_min_tokens(context.model) if context.needs_decode else 0,
         )
 
 
@@ -114,7 +113,7 @@ def choose_migration_target(
     candidates = [worker for worker in workers if not worker.is_avoided]
     return choose_decode_worker(
         candidates,
-        PlacementRequest(tokens=context.writer.position),
+        PlacementRequest(tokens=context.num_tokens),
         source.registration.layout_hash,
         source.incarnation,
     )

@@ -33,8 +33,8 @@ class PrefillLeg(Leg):
         self._recorder = recorder
         self.has_first_tokens = False
         self._call_end: Exception | None = None
-        self._position = context.writer.position  # of the first output token
-        self._reservation = worker.load.reserve(context.prefix, self._position, computes_prompt=True)
+        self._first_positions = {output.index: output.position for output in context.unfinished}
+        self._reservation = worker.load.reserve(context.prefix, context.num_tokens, computes_prompt=True)
         worker.session.dependents.add(self)
         self._call = PrefillCall(worker.prefill, request, self)
 
@@ -90,24 +90,22 @@ class PrefillLeg(Leg):
         self._reservation.mark_prefilled()
         self._recorder.on_first_tokens(message, self.started_at)
         for first in message.tokens:
-            self._append(first)
+            error = self._write(first)
+            if error is WriteError.CONFLICT:
+                _log.error("a first token differs from the known one", worker=self.worker.incarnation.id)
+            elif error is WriteError.MALFORMED:
+                self._fail_attempt(self._error(wire.CAUSE_CORRUPT, "the first token or its logprobs are malformed"))
             if first.HasField("finished"):
                 self._recorder.on_finished_at_first_token()
-                self._finish_with(first.finished)
+                self._finish_output(first.finished)
         self._owner.wake()
 
-    def _append(self, first: wire.FirstTokens.First) -> None:
+    def _write(self, first: wire.FirstTokens.First) -> WriteError | None:
+        position = self._first_positions.get(first.output)
+        if position is None:
+            return WriteError.MALFORMED
         logprobs = first.logprobs if first.HasField("logprobs") else None
-        error = self._context.writer.write(self._position, first.token, logprobs)
-        if error is WriteError.CONFLICT:
-            _log.error("a first token differs from the known one", worker=self.worker.incarnation.id)
-        elif error is WriteError.MALFORMED:
-            self._fail_attempt(self._error(wire.CAUSE_CORRUPT, "the first token or its logprobs are malformed"))
-
-    def on_prompt_logprobs(self, message: wire.PromptLogprobs) -> None:
-        if self._context.writer.add_prompt_logprobs(message) is not None:
-            self._fail_attempt(self._error(wire.CAUSE_CORRUPT, "its logprobs of the prompt are malformed"))
-        self._owner.wake()
+        return self._context.stream.outputs[first.output].write(position, first.token, logprobs)
 
     def on_failed(self, failed: wire.Failed) -> None:
         self._fail(error_for(failed.failure, self.worker.incarnation))

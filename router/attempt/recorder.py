@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.router.attempt.context import AttemptContext
-from decant.router.request.token_stream import AttemptTrace
+from decant.router.request.attempt_trace import AttemptTrace
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.state.ids import State
@@ -22,8 +22,8 @@ class AttemptRecorder:
         self._context = context
         self._now = asyncio.get_running_loop().time
         self._costs = pool.costs[context.model]
-        self._tokens = context.writer.position  # of the sequence as the attempt began
-        self._is_first_output = not stream.tokens
+        self._tokens = context.num_tokens  # as the attempt began
+        self._is_first_output = not stream.num_tokens
         self._began_at = stream.request.accepted_at if attempt == 1 else self._now()
         self._first_token_at: float | None = None
         self._trace = stream.trace = AttemptTrace(attempts=attempt)

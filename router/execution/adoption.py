@@ -12,7 +12,7 @@ from decant.router.request.stored import (
     check_same_prompt,
     check_stored,
     finish_from_record,
-    finished_stream,
+    recorded_stream,
     store_error,
 )
 from decant.router.request.token_stream import TokenStream
@@ -53,7 +53,7 @@ class Adoptions:
 
     async def replay(self, stored: StoredRequest) -> TokenStream:
         try:
-            return finished_stream(stored, await self._restore(stored))
+            return recorded_stream(stored, await self._restore(stored))
         except StateError as error:
             raise store_error(error, stored.key) from None
 

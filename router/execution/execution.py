@@ -20,8 +20,9 @@ from decant.router.execution.interruptions import interruption_error, owner_chan
 from decant.router.execution.journal_writer import append_new
 from decant.router.execution.services import ExecutionOwner, RouterServices
 from decant.router.request.finish import finish_from_tokens
+from decant.router.request.output import Finish
 from decant.router.request.stored import record_end
-from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.token_stream import TokenStream
 from decant.router.request.valid_request import ValidRequest
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import (
@@ -102,7 +103,7 @@ class Execution:
 
     @property
     def can_restart(self) -> bool:
-        return self.owned.state == Generation.STATE_FAILED and not self.stream.tokens
+        return self.owned.state == Generation.STATE_FAILED and not self.stream.num_tokens
 
     @property
     def is_scheduled(self) -> bool:
@@ -177,7 +178,7 @@ class Execution:
             router.quota_leases.forget(owned.key)  # it stays open, for the router that takes it over
         else:
             record_end(owned, stream, end)
-            was_started = bool(stream.tokens) or self.is_scheduled
+            was_started = bool(stream.num_tokens) or self.is_scheduled
             router.quota_leases.release(owned.key, owned.record.usage.total_tokens if was_started else 0)
         router.journal_writer.end(self)
 
@@ -295,11 +296,19 @@ class Execution:
         if failed.faulty_worker is not None:
             context.excluded_workers.add(failed.faulty_worker)
             self._router.pool.record_failure(failed.faulty_worker)
-        context.local_prefill |= attempt.had_ticket or bool(self.stream.tokens)
-        if self.owned.attempt >= self._router.settings.attempts and finish_from_tokens(self.stream) is None:
+        context.local_prefill |= attempt.had_ticket or bool(self.stream.num_tokens)
+        if self.owned.attempt >= self._router.settings.attempts and not self._is_complete():
             raise workers_lost_error(self.stream, Reason.WORKERS_LOST, f"{self.owned.attempt} attempts failed")
         append_new(self.owned, self.stream)
         self.owned.start_attempt(datetime.now(UTC))
+
+    def _is_complete(self) -> bool:
+        """Whether another attempt only has to find that the tokens are all."""
+        stream = self.stream
+        return stream.has_prompt_logprobs and all(
+            output.finish is not None or finish_from_tokens(stream.request, output.tokens) is not None
+            for output in stream.outputs
+        )
 
     def _exclude_other_request(self) -> None:
         """Avoid workers that have another request with this id; raise AlreadyExists unless the store has this one."""

@@ -8,7 +8,7 @@ from decant.runtime.errors import RETRY_AFTER_SECONDS, Aborted, ServiceError, Un
 
 
 def interruption_error(stream: TokenStream, reason: Reason, message: str) -> ServiceError:
-    num_tokens = len(stream.tokens)
+    num_tokens = stream.num_tokens
     if num_tokens:
         return Aborted(reason, message, resume=ResumePoint(0, num_tokens))
     return Unavailable(reason, message, retry_after=RETRY_AFTER_SECONDS)
@@ -22,4 +22,4 @@ def owner_changed_error(stream: TokenStream, *, by_client: bool) -> ServiceError
 
 
 def workers_lost_error(stream: TokenStream, reason: Reason, message: str) -> ServiceError:
-    return interruption_error(stream, Reason.WORKERS_LOST if stream.tokens else reason, message)
+    return interruption_error(stream, Reason.WORKERS_LOST if stream.num_tokens else reason, message)

@@ -220,6 +220,6 @@ class JournalWriter:
 def append_new(owned: OwnedRequest, stream: TokenStream) -> None:
     if not owned.has_prompt_logprobs and stream.has_prompt_logprobs:
         owned.add_prompt_logprobs(stream.prompt_logprobs.packed())
-    if len(stream.tokens) > owned.length:
-        first = owned.length
-        owned.append((Entry(0, token) for token in stream.tokens[first:]), stream.logprobs.packed(first))
+    if stream.num_tokens > owned.length:
+        first, output = owned.length, stream.outputs[0]
+        owned.append((Entry(output.index, token) for token in output.tokens[first:]), output.logprobs.packed(first))

@@ -30,7 +30,7 @@ class QueueDepth:
         accepted_at = stream.request.accepted_at
         self.waiting += 1
         self.oldest_at = accepted_at if self.oldest_at is None else min(self.oldest_at, accepted_at)
-        self.prompt_tokens += stream.request.prompt_tokens + len(stream.tokens)
+        self.prompt_tokens += stream.request.prompt_tokens + stream.num_tokens
 
 
 def set_queue_metrics(metrics: QueueMetrics, executions: Iterable[Execution], pool: WorkerPool, now: float) -> None:

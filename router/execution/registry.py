@@ -12,8 +12,9 @@ from decant.router.execution.adoption import Adoptions
 from decant.router.execution.execution import Execution
 from decant.router.execution.execution_table import ExecutionTable
 from decant.router.execution.services import RouterServices
+from decant.router.request.output import Finish
 from decant.router.request.stored import RequestSnapshot, finish_from_record
-from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.token_stream import TokenStream
 from decant.router.request.valid_request import ValidRequest
 from decant.runtime.connections.channel import Deadline
 from decant.runtime.error_details import Reason

@@ -28,7 +28,7 @@ def _describe(execution: Execution, now: float) -> dict[str, Any]:
         "state": enum_label(Generation.State, owned.state),
         "age_s": round(max(0.0, now - stream.request.accepted_at), 3),
         "prompt_tokens": stream.request.prompt_tokens,
-        "output_tokens": len(stream.tokens),
+        "output_tokens": stream.num_tokens,
         "attempt": owned.attempt,
         "prefill_worker": stream.trace.prefill_worker,
         "decode_worker": stream.trace.decode_worker,

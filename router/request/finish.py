@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.output import Finish
+from decant.router.request.valid_request import ValidRequest
 from decant.runtime.errors import DeadlineExceeded
 
 
-def finish_from_tokens(stream: TokenStream) -> Finish | None:
-    """Finish that the tokens alone imply, if any: the worker's report may be lost."""
-    request, tokens = stream.request, stream.tokens
+def finish_from_tokens(request: ValidRequest, tokens: Sequence[int]) -> Finish | None:
+    """Finish that an output's tokens alone imply, if any: the worker's report may be lost."""
     stopping = request.engine_request.stopping
-    if not tokens or not stream.has_prompt_logprobs:
+    if not tokens:
         return None
     if tokens[-1] in request.eos_token_ids or tokens[-1] in stopping.stop_token_ids:
         return _stopped(stopping, tokens)

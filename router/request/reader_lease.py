@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from decant.protos import inference_pb2 as pb
-from decant.router.request.token_stream import TokenStream
+from decant.router.request.token_stream import AdoptedTail, TokenStream
 from decant.router.timings import RouterTimings
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import Aborted, OutOfRange, ServiceError
@@ -22,17 +22,17 @@ async def wait_for_resume_point(stream: TokenStream, after_seq: int) -> None:
     here, and the stream's error if it ended before.
     """
     await stream.wait_until_caught_up(after_seq)
-    certain = stream.certain_tokens
+    certain, num_tokens = stream.tail.certain_tokens, stream.num_tokens
     if certain is not None and after_seq > certain:
         detail = (
             f"tokens after seq {certain} are lost and may differ when they are generated again: resume at {certain}"
         )
         raise Aborted(Reason.TAIL_UNCERTAIN, detail, resume=ResumePoint(0, certain))
-    if after_seq > len(stream.tokens):
-        if stream.may_lag_client and isinstance(stream.end, ServiceError):
+    if after_seq > num_tokens:
+        if stream.tail.may_lag_client and isinstance(stream.end, ServiceError):
             raise stream.end
-        raise OutOfRange(after_seq, 0, len(stream.tokens))
-    stream.may_lag_client, stream.certain_tokens = False, None
+        raise OutOfRange(after_seq, 0, num_tokens)
+    stream.tail = AdoptedTail()
 
 
 class ReaderLease:
@@ -78,7 +78,7 @@ class ReaderLease:
             self._ended_since = self._ended_since or now
             if since is not None and now - max(since, self._ended_since) >= self._unread_s:
                 detail = f"the client read no message for {self._unread_s:g} s after the request's end"
-                resume = ResumePoint(0, len(self._stream.tokens))
+                resume = ResumePoint(0, self._stream.num_tokens)
                 self._stop(Aborted(Reason.SLOW_READER, detail, resume=resume))
                 return
         self._timer = self._call_later(self._unread_s / 4, self._check)

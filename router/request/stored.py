@@ -11,7 +11,8 @@ from datetime import UTC, datetime, timedelta
 from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2 import Generation
 from decant.protos.state_pb2 import RequestRecord
-from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.output import Finish
+from decant.router.request.token_stream import RecordedStream, TokenStream
 from decant.router.request.usage import receipt_of, usage_of
 from decant.router.request.valid_request import ValidRequest
 from decant.router.workers.pool import WorkerPool
@@ -87,19 +88,26 @@ def store_error(error: StateError, key: RequestKey) -> ServiceError:
 
 
 def stream_from_store(stored: StoredRequest, request: ValidRequest) -> TokenStream:
-    stream = TokenStream(request, [entry.token for entry in stored.entries])
-    stream.logprobs, stream.prompt_logprobs = stored.logprobs, stored.prompt_logprobs
-    if stored.record.HasField("certain_seq"):
-        stream.certain_tokens = stored.record.certain_seq
+    """Stream of an adopted request, which attempts continue."""
+    stream = TokenStream(request, stored.entries)
+    _restore_logprobs(stream, stored)
+    stream.tail.may_lag_client = True
+    stream.begin_writing()
     return stream
 
 
-def finished_stream(stored: StoredRequest, request: ValidRequest) -> TokenStream:
-    stream = stream_from_store(stored, request)
+def recorded_stream(stored: StoredRequest, request: ValidRequest) -> RecordedStream:
+    stream = RecordedStream(request, stored.entries, stored.record)
+    _restore_logprobs(stream, stored)
     stream.cached_tokens = stored.record.cached_tokens
-    stream.recorded = stored.record
     stream.end = finish_from_record(stored)
     return stream
+
+
+def _restore_logprobs(stream: TokenStream, stored: StoredRequest) -> None:
+    stream.outputs[0].logprobs, stream.prompt_logprobs = stored.logprobs, stored.prompt_logprobs
+    if stored.record.HasField("certain_seq"):
+        stream.tail.certain_tokens = stored.record.certain_seq
 
 
 def finish_to_record(end: Finish | ServiceError) -> tuple[State, pb.Finished | None]:
@@ -168,7 +176,7 @@ def recorded_layout_hash(stored: StoredRequest, pool: WorkerPool) -> int:
 def record_end(owned: OwnedRequest, stream: TokenStream, end: Finish | ServiceError) -> None:
     """Record a request's end, after all its tokens were recorded."""
     record = owned.record
-    if stream.certain_tokens is None:  # later readers get the tokens of this router
+    if stream.tail.certain_tokens is None:  # later readers get the tokens of this router
         record.ClearField("certain_seq")
     record.cached_tokens = stream.cached_tokens
     record.usage.CopyFrom(usage_of(stream))

@@ -1,98 +1,135 @@
-"""Output of one request: attempts write it, one client reads it at its own pace. It holds token ids, never messages."""
+"""Outputs of one request: attempts write them, one client reads them at its own pace."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
-from decant.protos import inference_pb2 as pb
-from decant.protos.state_pb2 import RequestRecord, WorkerRegistration
+from decant.protos import worker_pb2 as wire
+from decant.protos.state_pb2 import RequestRecord
+from decant.router.request.attempt_trace import AttemptTrace
+from decant.router.request.output import Finish, Output
 from decant.router.request.valid_request import ValidRequest
+from decant.router.workers.subscription import WriteError
 from decant.runtime.errors import ServiceError
-from decant.state.ids import Incarnation
+from decant.state.journal import Entry
 from decant.state.logprobs import Logprobs
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    reason: pb.FinishReason
-    eos_token_id: int | None = None
-    stop_token_id: int | None = None
-    stop_string: str | None = None
-
-    def finished(self) -> pb.Finished:
-        return pb.Finished(
-            finish_reason=self.reason,
-            eos_token_id=self.eos_token_id,
-            stop_token_id=self.stop_token_id,
-            stop_string=self.stop_string,
-        )
-
-
-@dataclass(slots=True)
-class AttemptTrace:
-    """Workers and times of the last attempt: seconds, ``*_at`` in event loop time; None: did not happen.
-
-    The only place that knows which workers have the run: the record, the receipt, the log and the span derive from it.
-    """
-
-    attempts: int = 1
-    prefill: WorkerRegistration | None = None
-    decode: WorkerRegistration | None = None
-    scheduled_at: float | None = None
-    queue_s: float | None = None
-    prefill_s: float | None = None
-    handoff_s: float | None = None
-    decode_wait_s: float | None = None
-    decode_began_at: float | None = None
-    handoff_bytes: int = 0
-
-    @property
-    def prefill_worker(self) -> str:
-        return "" if self.prefill is None else self.prefill.peer.id
-
-    @property
-    def decode_worker(self) -> str:
-        return "" if self.decode is None else self.decode.peer.id
-
-    @property
-    def workers(self) -> list[Incarnation]:
-        return [Incarnation.of(worker.peer) for worker in (self.prefill, self.decode) if worker is not None]
 
 
 class SupersedableReader(Protocol):
     def supersede(self) -> None: ...
 
 
+class StopListener(Protocol):
+    def on_stop_string(self) -> None: ...
+
+
 @dataclass(slots=True)
-class TokenStream:
-    request: ValidRequest
-    tokens: list[int] = field(default_factory=list)
-    logprobs: Logprobs = field(init=False)  # one per token, if requested
-    prompt_logprobs: Logprobs = field(init=False)  # of the prompt's second token and on
-    cached_tokens: int = 0
-    resumable: bool = True
+class AdoptedTail:
+    """What is known here of tokens that an earlier owner of the request may have sent to the client."""
+
     may_lag_client: bool = False
-    """An earlier owner may have sent more than is here. False once a reader begins here: it supersedes all others."""
+    """It may have sent more than is here. False once a reader begins here: it supersedes all others."""
     certain_tokens: int | None = None
-    """Leading tokens that equal those an earlier owner may have sent; None: all."""
-    trace: AttemptTrace = field(default_factory=AttemptTrace)
-    end: Finish | ServiceError | None = None
-    last_token_at: float | None = None  # the event loop's clock
-    reader: SupersedableReader | None = None
-    first_sent_at: float | None = None  # to any reader, by the event loop's clock
-    second_sent_at: float | None = None
-    recorded: RequestRecord | None = None
-    """Record of a replayed request."""
+    """Leading tokens that equal those it may have sent; None: all."""
+
+    def lags(self, num_tokens: int, seq: int) -> bool:
+        """Whether a client that has ``seq`` tokens has to wait for those after ``num_tokens``."""
+        is_certain = self.certain_tokens is None or seq <= self.certain_tokens
+        return self.may_lag_client and num_tokens < seq and is_certain
+
+    def mark_uncertain(self, num_tokens: int) -> int:
+        """Mark what follows ``num_tokens`` as uncertain; return ``certain_tokens``."""
+        known = self.certain_tokens
+        self.certain_tokens = num_tokens if known is None else min(num_tokens, known)
+        return self.certain_tokens
+
+
+@dataclass(slots=True)
+class Delivery:
+    """What all readers in turn were sent; times are of the event loop's clock."""
+
+    first_at: float | None = None
+    second_at: float | None = None
     counted: int | None = None
     """Tokens in the metrics; None: they exclude the request."""
-    _waiter: asyncio.Future[None] | None = None
 
-    def __post_init__(self) -> None:
-        options = self.request.output_options
-        self.logprobs = Logprobs(options.logprobs or 0)
-        self.prompt_logprobs = Logprobs(options.prompt_logprobs or 0)
+
+class TokenStream:
+    """Outputs of a request, with the one reader that waits for them.
+
+    The execution of the request owns it. Attempts write ``outputs``; the execution sets ``end``, after which nothing
+    is written.
+    """
+
+    def __init__(self, request: ValidRequest, entries: Iterable[Entry] = ()) -> None:
+        self.request = request
+        self.outputs = [Output(self, index=0, tokens=(entry.token for entry in entries))]
+        self.prompt_logprobs = Logprobs(request.output_options.prompt_logprobs or 0)
+        """Of the prompt's second token and on."""
+        self.cached_tokens = 0
+        self.resumable = True
+        self.end: Finish | ServiceError | None = None
+        self.trace = AttemptTrace()
+        self.tail = AdoptedTail()
+        self.delivery = Delivery()
+        self.reader: SupersedableReader | None = None
+        self._stop_listener: StopListener | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(output.tokens) for output in self.outputs)
+
+    @property
+    def finish(self) -> Finish | None:
+        """Finish of the outputs; None until all are complete."""
+        return self.outputs[0].finish
+
+    @property
+    def last_token_at(self) -> float | None:
+        return max((output.last_token_at for output in self.outputs if output.last_token_at is not None), default=None)
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """Whether the prompt's logprobs are complete or were not requested."""
+        is_requested = self.request.output_options.prompt_logprobs is not None
+        return not is_requested or len(self.prompt_logprobs) >= self.request.prompt_tokens - 1
+
+    # Of attempts
+
+    def begin_writing(self) -> None:
+        for output in self.outputs:
+            output.begin_writing()
+
+    def begin_attempt(self, listener: StopListener) -> None:
+        self._stop_listener = listener
+
+    def on_stop_string(self) -> None:
+        if self._stop_listener is not None:
+            self._stop_listener.on_stop_string()
+
+    def add_prompt_logprobs(self, message: wire.PromptLogprobs) -> WriteError | None:
+        """Add the next part; parts arrive in order, and a later attempt repeats them."""
+        known, prompt_tokens = self.prompt_logprobs, self.request.prompt_tokens
+        next = 1 + len(known)  # the first token has none
+        if message.first_position <= next < prompt_tokens:
+            try:
+                known.extend(message.logprobs[next - message.first_position :][: prompt_tokens - next])
+            except ValueError:
+                return WriteError.MALFORMED
+            self.notify()
+        return None
+
+    def mark_tail_uncertain(self) -> int:
+        """Mark what follows the present tokens as uncertain; return the number of certain ones."""
+        certain = self.tail.mark_uncertain(self.num_tokens)
+        self.notify()
+        return certain
+
+    # Of the reader
 
     def notify(self) -> None:
         if self._waiter is not None:
@@ -101,27 +138,13 @@ class TokenStream:
                 waiter.set_result(None)
 
     async def wait_beyond(self, count: int) -> None:
-        while len(self.tokens) <= count and self.end is None:
+        """Wait for more than ``count`` tokens of all outputs together, or the end."""
+        while self.num_tokens <= count and self.end is None:
             await self._wait_for_change()
 
     async def wait_until_caught_up(self, seq: int) -> None:
-        while self.may_lag_client and len(self.tokens) < seq and self.end is None:
-            if self.certain_tokens is not None and seq > self.certain_tokens:
-                return
+        while self.end is None and self.tail.lags(self.num_tokens, seq):
             await self._wait_for_change()
-
-    def mark_tail_uncertain(self) -> int:
-        """Mark what follows the present tokens as uncertain; return ``certain_tokens``."""
-        count = len(self.tokens)
-        self.certain_tokens = certain = count if self.certain_tokens is None else min(count, self.certain_tokens)
-        self.notify()
-        return certain
-
-    @property
-    def has_prompt_logprobs(self) -> bool:
-        """Whether the prompt's logprobs are complete or were not requested."""
-        is_requested = self.request.output_options.prompt_logprobs is not None
-        return not is_requested or len(self.prompt_logprobs) >= self.request.prompt_tokens - 1
 
     async def wait_prompt_logprobs(self) -> None:
         while not self.has_prompt_logprobs and self.end is None:
@@ -130,3 +153,11 @@ class TokenStream:
     async def _wait_for_change(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
+
+
+class RecordedStream(TokenStream):
+    """Stream of a request that has ended, as the store has it."""
+
+    def __init__(self, request: ValidRequest, entries: Iterable[Entry], record: RequestRecord) -> None:
+        super().__init__(request, entries)
+        self.record = record

@@ -7,7 +7,7 @@ from decant.router.request.token_stream import TokenStream
 
 
 def usage_of(stream: TokenStream) -> pb.Usage:
-    prompt, num_tokens = stream.request.prompt_tokens, len(stream.tokens)
+    prompt, num_tokens = stream.request.prompt_tokens, stream.num_tokens
     return pb.Usage(
         prompt_tokens=prompt,
         completion_tokens=num_tokens,
@@ -17,15 +17,15 @@ def usage_of(stream: TokenStream) -> pb.Usage:
 
 
 def receipt_of(stream: TokenStream, now: float) -> pb.Receipt:
-    trace, accepted_at = stream.trace, stream.request.accepted_at
+    trace, delivery, accepted_at = stream.trace, stream.delivery, stream.request.accepted_at
     return pb.Receipt(
         queue_ms=_ms(queue_s(stream)),
         prefill_ms=_ms(trace.prefill_s),
         handoff_ms=_ms(trace.handoff_s),
         decode_wait_ms=_ms(trace.decode_wait_s),
         decode_ms=_ms(decode_s(stream)),
-        ttft_ms=_ms(_between(accepted_at, stream.first_sent_at)),
-        second_token_ms=_ms(_between(stream.first_sent_at, stream.second_sent_at)),
+        ttft_ms=_ms(_between(accepted_at, delivery.first_at)),
+        second_token_ms=_ms(_between(delivery.first_at, delivery.second_at)),
         e2e_ms=_ms(now - accepted_at),
         handoff_bytes=trace.handoff_bytes,
         prefill_worker=trace.prefill_worker,

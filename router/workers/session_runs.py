@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from decant.protos import worker_pb2 as wire
 from decant.router.workers.outgoing import Outgoing
-from decant.router.workers.subscription import RunKey, RunSubscription, RunTable, WriteError
+from decant.router.workers.subscription import OutputSubscription, RunKey, RunSubscription, RunTable, WriteError
 from decant.runtime.packed import unpack
 from decant.runtime.telemetry import logs
 
@@ -71,7 +71,8 @@ class SessionRuns:
             case "ended":
                 self._on_ended(message.ended)
             case "prompt_logprobs":
-                self._on_prompt_logprobs(message.prompt_logprobs)
+                if (run := self.table.get(message.prompt_logprobs.run)) is not None:
+                    run.listener.on_prompt_logprobs(message.prompt_logprobs)
             case "scheduled":
                 if (run := self.table.mark_reported(message.scheduled.run)) is not None:
                     run.listener.on_scheduled(message.scheduled)
@@ -102,40 +103,35 @@ class SessionRuns:
         logprobs = {entry.entry: entry for entry in frame.logprobs}
         entries = zip(unpack(frame.slots), unpack(frame.positions), unpack(frame.tokens), strict=True)
         for entry, (slot, position, token) in enumerate(entries):
-            run = by_slot.get(slot)
-            if run is not None:
-                error = run.sink.write(position, token, logprobs.get(entry) if logprobs else None)
+            output = by_slot.get(slot)
+            if output is not None:
+                error = output.sink.write(position, token, logprobs.get(entry) if logprobs else None)
                 if error is not None:
-                    self._on_write_error(run, error)
+                    self._on_write_error(output, error)
         if self.table.incomplete:
-            for run in [each for each in self.table.incomplete if each.is_complete]:
-                self._finish(run)
+            for output in [each for each in self.table.incomplete if each.is_complete]:
+                self._end_output(output)
 
-    def _on_prompt_logprobs(self, message: wire.PromptLogprobs) -> None:
-        run = self.table.get(message.run)
-        if run is not None and (error := run.sink.add_prompt_logprobs(message)) is not None:
-            self._on_write_error(run, error)
-
-    def _on_write_error(self, run: RunSubscription, error: WriteError) -> None:
+    def _on_write_error(self, output: OutputSubscription, error: WriteError) -> None:
         match error:
             case WriteError.GAP:
-                self._request_resend(run)
+                self._request_resend(output)
             case WriteError.CONFLICT:
-                self._reject(run, "it sent another token for a known position")
+                self._reject(output.run, "it sent another token for a known position")
             case WriteError.MALFORMED:
-                self._reject(run, "it sent a token or logprobs that the request can't have")
+                self._reject(output.run, "it sent a token or logprobs that the request can't have")
 
     def _reject(self, run: RunSubscription, detail: str) -> None:
         _log.error("invalid message from a worker", worker=self._worker_id, run=run.key, reason=detail)
         self._cancel(run)
         self._fail(run, wire.CAUSE_CORRUPT, detail)
 
-    def _request_resend(self, run: RunSubscription) -> None:
+    def _request_resend(self, output: OutputSubscription) -> None:
         """Request a resend once for each position: the connection loses nothing."""
-        if run.last_resend_position != run.position:
-            run.last_resend_position = run.position
-            resend = wire.Resend(run=run.run, resume=run.resume_position)
-            self._outgoing.send(wire.RouterMessage(resend=resend))
+        resume = output.resume_position
+        if output.last_resend_position != resume.position:
+            output.last_resend_position = resume.position
+            self._outgoing.send(wire.RouterMessage(resend=wire.Resend(run=output.run.run, resume=resume)))
 
     def _on_decode_started(self, message: wire.DecodeStarted) -> None:
         if (run := self.table.mark_reported(message.run)) is not None:
@@ -150,25 +146,29 @@ class SessionRuns:
                 self._on_ended(wire.Ended(run=status.run, end=end))
 
     def _on_ended(self, ended: wire.Ended) -> None:
-        run = self.table.get(ended.run)
+        run, end = self.table.get(ended.run), ended.end
         if run is None:
             self._outgoing.forget(ended.run)
             return
-        if ended.end.end_position > run.end_limit:
-            self._reject(run, f"it ended at {ended.end.end_position}, after {run.end_limit}")
+        output = run.outputs.get(end.output)
+        if output is None:
+            return  # it is a repetition
+        if end.end_position > output.sink.end_limit:
+            self._reject(run, f"it ended at {end.end_position}, after {output.sink.end_limit}")
             return
-        run.ended = ended
-        if run.is_complete:
-            self._finish(run)
+        output.end = end
+        if output.is_complete:
+            self._end_output(output)
         else:
-            self.table.incomplete.add(run)
-            self._request_resend(run)
+            self.table.incomplete.add(output)
+            self._request_resend(output)
 
-    def _finish(self, run: RunSubscription) -> None:
-        assert run.ended is not None
-        self.table.remove(run)
-        self._outgoing.forget(run.run)
-        run.listener.on_ended(run.ended)
+    def _end_output(self, output: OutputSubscription) -> None:
+        assert output.end is not None
+        is_last = self.table.end_output(output)
+        if is_last:
+            self._outgoing.forget(output.run.run)
+        output.run.listener.on_ended(output.end, is_last=is_last)
 
     def _cancel(self, run: RunSubscription) -> None:
         self._outgoing.cancel(wire.Cancel(run=run.run, reason=wire.Cancel.REASON_ATTEMPT))

@@ -23,6 +23,10 @@ class WriteError(Enum):
 
 
 class TokenSink(Protocol):
+    """One output of a run."""
+
+    index: int
+
     @property
     def position(self) -> int:
         """Position of the first missing token."""
@@ -32,8 +36,6 @@ class TokenSink(Protocol):
         """Position after the last token that may be written."""
 
     def write(self, position: int, token: int, logprobs: wire.TokenLogprobs | None = None) -> WriteError | None: ...
-
-    def add_prompt_logprobs(self, message: wire.PromptLogprobs) -> WriteError | None: ...
 
 
 class SessionObserver(Protocol):
@@ -49,7 +51,9 @@ class SessionDependent(Protocol):
 
 
 class RunListener(Protocol):
-    """Events of one run. ``on_ended``, ``on_refused``, ``on_failed`` and ``on_superseded`` are final."""
+    """Events of one run. Final are ``on_refused``, ``on_failed``, ``on_superseded``, and the ``on_ended`` of its last
+    output.
+    """
 
     def on_scheduled(self, message: wire.Scheduled) -> None: ...
 
@@ -63,8 +67,10 @@ class RunListener(Protocol):
     def on_draining(self) -> None:
         """Called with each heartbeat of a draining worker."""
 
-    def on_ended(self, ended: wire.Ended) -> None:
-        """Called once every token has been written."""
+    def on_prompt_logprobs(self, message: wire.PromptLogprobs) -> None: ...
+
+    def on_ended(self, end: wire.OutputEnd, *, is_last: bool) -> None:
+        """Called once every token of the output has been written; ``is_last`` if no other output still runs."""
 
     def on_refused(self, refused: wire.Refused) -> None: ...
 
@@ -73,47 +79,52 @@ class RunListener(Protocol):
     def on_superseded(self, superseded: wire.Superseded) -> None: ...
 
 
-class RunSubscription:
-    def __init__(self, opening: wire.Start | wire.Adopt, sink: TokenSink, listener: RunListener) -> None:
-        self.run = opening.run
-        self.key = key_of(opening.run)
+class OutputSubscription:
+    """One output of a run that has not ended; ``end`` is set while tokens before it are missing."""
+
+    def __init__(self, run: RunSubscription, sink: TokenSink) -> None:
+        self.run = run
         self.sink = sink
-        self.listener = listener
-        self.start = opening if isinstance(opening, wire.Start) else None
-        """Message that starts the run, until the worker has reported anything of it. None if adopted."""
-        self.slots: set[int] = set()
-        self.ended: wire.Ended | None = None
+        self.slot: int | None = None  # in the present connection
+        self.end: wire.OutputEnd | None = None
         self.last_resend_position: int | None = None
 
     @property
-    def position(self) -> int:
-        return self.sink.position
-
-    @property
-    def end_limit(self) -> int:
-        return self.sink.end_limit
-
-    @property
     def is_complete(self) -> bool:
-        return self.ended is not None and self.position >= self.ended.end.end_position
+        return self.end is not None and self.sink.position >= self.end.end_position
 
     @property
     def resume_position(self) -> wire.ResumePosition:
-        return wire.ResumePosition(output=0, position=self.position)
+        return wire.ResumePosition(output=self.sink.index, position=self.sink.position)
+
+
+class RunSubscription:
+    """A run at a worker, with the outputs of it that have not ended."""
+
+    def __init__(self, opening: wire.Start | wire.Adopt, sinks: Iterable[TokenSink], listener: RunListener) -> None:
+        self.run = opening.run
+        self.key = key_of(opening.run)
+        self.outputs = {sink.index: OutputSubscription(self, sink) for sink in sinks}
+        self.listener = listener
+        self.start = opening if isinstance(opening, wire.Start) else None
+        """Message that starts the run, until the worker has reported anything of it. None if adopted."""
 
     def opening_message(self) -> wire.RouterMessage:
         if self.start is not None:
             return wire.RouterMessage(start=self.start)
-        return wire.RouterMessage(adopt=wire.Adopt(run=self.run, resume=[self.resume_position]))
+        return wire.RouterMessage(adopt=wire.Adopt(run=self.run, resume=self._resume_positions()))
 
     def owned(self) -> wire.Hello.Owned:
-        return wire.Hello.Owned(run=self.run, resume=[self.resume_position])
+        return wire.Hello.Owned(run=self.run, resume=self._resume_positions())
+
+    def _resume_positions(self) -> list[wire.ResumePosition]:
+        return [output.resume_position for output in self.outputs.values()]
 
 
 class RunTable:
     def __init__(self) -> None:
-        self.by_slot: dict[int, RunSubscription] = {}
-        self.incomplete: set[RunSubscription] = set()
+        self.by_slot: dict[int, OutputSubscription] = {}
+        self.incomplete: set[OutputSubscription] = set()
         self._by_key: dict[RunKey, RunSubscription] = {}
 
     def __len__(self) -> int:
@@ -145,20 +156,33 @@ class RunTable:
         if self._by_key.get(run.key) is not run:
             return False
         del self._by_key[run.key]
-        self.incomplete.discard(run)
-        for slot in run.slots:
-            if self.by_slot.get(slot) is run:
-                del self.by_slot[slot]
+        for output in run.outputs.values():
+            self._remove_output(output)
+        return True
+
+    def end_output(self, output: OutputSubscription) -> bool:
+        """Remove an output that has ended, and its run with the last one, for which this is True."""
+        self._remove_output(output)
+        del output.run.outputs[output.sink.index]
+        if output.run.outputs:
+            return False
+        self.remove(output.run)
         return True
 
     def assign_slots(self, run: RunSubscription, slots: Iterable[wire.Slot]) -> None:
         for slot in slots:
-            self.by_slot[slot.slot] = run
-            run.slots.add(slot.slot)
+            if (output := run.outputs.get(slot.output)) is not None:
+                self.by_slot[slot.slot] = output
+                output.slot = slot.slot
 
     def clear_slots(self) -> None:
         """Forget slots and resends, which belong to one connection."""
         self.by_slot.clear()
         for run in self:
-            run.slots.clear()
-            run.last_resend_position = None
+            for output in run.outputs.values():
+                output.slot = output.last_resend_position = None
+
+    def _remove_output(self, output: OutputSubscription) -> None:
+        self.incomplete.discard(output)
+        if output.slot is not None and self.by_slot.get(output.slot) is output:
+            del self.by_slot[output.slot]

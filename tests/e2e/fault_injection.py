@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from decant.protos import worker_pb2 as wire
-from decant.router.request.token_stream import Finish
+from decant.router.request.output import Finish
 from decant.router.request.valid_request import ValidRequest
 from decant.router.timings import RouterTimings
 from decant.runtime.packed import pack
@@ -102,7 +102,7 @@ class FaultInjection:
         cuts = self.arm(*points)
         stream = await self.one.answer(request)
         assert isinstance(stream.end, Finish), (points, stream.end)
-        assert stream.tokens == expected, points
+        assert stream.outputs[0].tokens == expected, points
         await self.quiet()
         return cuts
 

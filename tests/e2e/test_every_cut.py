@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.output import Finish
+from decant.router.request.token_stream import TokenStream
 from decant.router.request.valid_request import ValidRequest
 from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.backoff import Backoff
@@ -116,9 +117,9 @@ async def test_a_cancel_at_any_message_ends_the_request(
         if not cut.happened:
             break
         assert isinstance(end, Cancelled | Finish)
-        assert stream.tokens == expected[: len(stream.tokens)]
+        assert stream.outputs[0].tokens == expected[: len(stream.outputs[0].tokens)]
         if isinstance(stream.end, Finish):
-            assert stream.tokens == expected
+            assert stream.outputs[0].tokens == expected
         else:
             assert isinstance(stream.end, Cancelled) or superseded(stream)
 
@@ -169,12 +170,12 @@ async def test_the_other_router_takes_over_and_then_a_session_breaks(
 def check_taken(stream: TokenStream, taken: object, expected: list[int]) -> None:
     assert isinstance(taken, TokenStream)
     assert isinstance(taken.end, Finish), taken.end
-    assert taken.tokens == expected
+    assert taken.outputs[0].tokens == expected
     if isinstance(stream.end, Finish):
-        assert stream.tokens == expected
+        assert stream.outputs[0].tokens == expected
     else:
         assert superseded(stream), stream.end
-        assert stream.tokens == expected[: len(stream.tokens)]
+        assert stream.outputs[0].tokens == expected[: len(stream.outputs[0].tokens)]
 
 
 def superseded(stream: TokenStream) -> bool:

@@ -11,7 +11,7 @@ from decant.protos import worker_pb2 as wire
 from decant.router.admission.control import AdmissionControl
 from decant.router.execution.execution import Execution
 from decant.router.execution.services import RouterServices
-from decant.router.request.token_stream import Finish
+from decant.router.request.output import Finish
 from decant.router.request.valid_request import ValidRequest
 from decant.router.settings import RouterSettings
 from decant.router.workers.pool import WorkerPool
@@ -213,7 +213,7 @@ class Scenario:
     # ------------------------------------------------------------------------------------------- what must hold
 
     def check(self) -> None:
-        tokens = self.stream.tokens
+        tokens = self.stream.outputs[0].tokens
         assert tokens[: len(self.known)] == self.known
         assert tokens == [token_at(k, self.case.stops_at) for k in range(len(tokens))]
         self.known = list(tokens)
@@ -249,7 +249,7 @@ class Scenario:
         if self.case.stop_string_at is not None:
             expected = expected[: self.case.stop_string_at + 1]
         if isinstance(end, Finish):
-            assert self.stream.tokens == expected
+            assert self.stream.outputs[0].tokens == expected
         if not self.faults_done and not self.case.is_cancelled:
             assert isinstance(end, Finish), end
             assert self.stream.has_prompt_logprobs

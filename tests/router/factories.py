@@ -14,8 +14,9 @@ from decant.protos.state_pb2 import RequestRecord
 from decant.router.admission.request_size import RequestSize
 from decant.router.api.auth import DEFAULT_TENANT
 from decant.router.api.validation import validate
+from decant.router.request.output import Finish, Output
 from decant.router.request.stored import RequestSnapshot
-from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.token_stream import TokenStream
 from decant.router.request.valid_request import ValidRequest
 from decant.router.text.served_model import Models, ServedModel, served
 from decant.runtime.connections.channel import Deadline
@@ -55,12 +56,17 @@ async def valid(
 
 def write(stream: TokenStream, *tokens: int, end: Finish | ServiceError | None = None) -> None:
     """Append tokens and an end to a stream, as the token writer and the execution do."""
-    stream.tokens += tokens
+    stream.outputs[0].tokens += tokens
     if stream.request.output_options.logprobs is not None:
-        stream.logprobs.extend(logprobs(stream.request.output_options.logprobs, token) for token in tokens)
-    stream.last_token_at = asyncio.get_running_loop().time()
+        stream.outputs[0].logprobs.extend(logprobs(stream.request.output_options.logprobs, token) for token in tokens)
+    stream.outputs[0].last_token_at = asyncio.get_running_loop().time()
     stream.end = stream.end or end
     stream.notify()
+
+
+def begin_writing(stream: TokenStream) -> Output:
+    stream.begin_writing()
+    return stream.outputs[0]
 
 
 def logprobs(alternatives: int, token: int) -> wire.TokenLogprobs:

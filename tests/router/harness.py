@@ -20,8 +20,9 @@ from decant.router.admission.quota import QuotaLeases
 from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.registry import RequestRegistry
 from decant.router.execution.services import RouterServices
+from decant.router.request.output import Finish
 from decant.router.request.stored import RestoreRequest
-from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.token_stream import TokenStream
 from decant.router.request.valid_request import ValidRequest
 from decant.router.settings import RouterSettings
 from decant.router.text.output_text import OutputOptions
@@ -128,7 +129,7 @@ class Core:
 async def until_ended(stream: TokenStream) -> TokenStream:
     async with asyncio.timeout(PATIENCE):
         while stream.end is None:
-            await stream.wait_beyond(len(stream.tokens))
+            await stream.wait_beyond(len(stream.outputs[0].tokens))
     return stream
 
 
@@ -216,7 +217,7 @@ async def core(
 
 def tokens_of(stream: TokenStream) -> list[int]:
     assert isinstance(stream.end, Finish), stream.end
-    return stream.tokens
+    return stream.outputs[0].tokens
 
 
 def ended_run() -> Finish:

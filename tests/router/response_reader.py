@@ -6,7 +6,8 @@ from typing import Any
 from decant.protos import inference_pb2 as pb
 from decant.router.api.response_writer import ResponseWriter
 from decant.router.api.usage import RequestMeter
-from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.output import Finish
+from decant.router.request.token_stream import TokenStream
 from decant.router.text.served_model import ServedModel
 from decant.runtime.telemetry.metrics import Registry, RequestMetrics
 from tests.router.factories import AT_LENGTH, tiny, valid, write

@@ -26,8 +26,11 @@ class RunRecorder:
     def on_draining(self) -> None:
         self.draining += 1
 
-    def on_ended(self, ended: wire.Ended) -> None:
-        self.events.append(ended)
+    def on_prompt_logprobs(self, message: wire.PromptLogprobs) -> None:
+        self.events.append(message)
+
+    def on_ended(self, end: wire.OutputEnd, *, is_last: bool) -> None:
+        self.events.append(end)
 
     def on_refused(self, refused: wire.Refused) -> None:
         self.events.append(refused)

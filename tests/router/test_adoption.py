@@ -7,7 +7,7 @@ import pytest
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
-from decant.router.request.token_stream import TokenStream
+from decant.router.request.token_stream import RecordedStream, TokenStream
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import Aborted, Cancelled, Unavailable
 from decant.state import keys
@@ -55,7 +55,7 @@ async def test_another_router_takes_over_where_it_runs(store: Store) -> None:
             await until(lambda: two.store_is_done)
             found = await store.requests.read(KEY)
             assert (found.epoch, found.attempt, found.state) == (2, 1, Generation.STATE_SUCCEEDED)
-            assert [entry.token for entry in found.entries] == second.tokens
+            assert [entry.token for entry in found.entries] == second.outputs[0].tokens
 
 
 async def test_a_request_without_a_worker_continues_from_its_stored_tokens(store: Store) -> None:
@@ -131,7 +131,7 @@ async def test_a_stream_ends_with_a_reason_to_resume_unless_a_newer_stream_took_
         if resumed_by_client:
             assert (error.reason, error.resume) == (Reason.SUPERSEDED, None)
         else:
-            assert (error.reason, error.resume) == (Reason.OWNER_CHANGED, ResumePoint(0, len(stream.tokens)))
+            assert (error.reason, error.resume) == (Reason.OWNER_CHANGED, ResumePoint(0, len(stream.outputs[0].tokens)))
         assert (await store.requests.read(KEY)).owner == Incarnation("other", 1)
 
 
@@ -161,8 +161,8 @@ SHOWN = pb.ResponseOptions(logprobs=2, prompt_logprobs=1)
 
 def has_prompt_logprobs(stream: TokenStream) -> bool:
     prompt = [found.logprob for found in stream.prompt_logprobs]
-    output = [(found.logprob, list(found.top_ids)) for found in stream.logprobs]
-    return prompt == [-1, -2] and output == [(-token, [token, token + 1]) for token in stream.tokens]
+    output = [(found.logprob, list(found.top_ids)) for found in stream.outputs[0].logprobs]
+    return prompt == [-1, -2] and output == [(-token, [token, token + 1]) for token in stream.outputs[0].tokens]
 
 
 async def stored_prompt_logprobs(owned: OwnedRequest) -> None:
@@ -182,7 +182,7 @@ async def test_logprobs_go_along_to_another_router(store: Store, holder_is_there
                 lose_runs(workers[1])
             assert has_prompt_logprobs((await two.requests.get(KEY)).stream)
             second = await two.requests.resume(KEY)
-            assert second.tokens[:3] == first.tokens, "no token is waited for that is written"
+            assert second.outputs[0].tokens[:3] == first.outputs[0].tokens, "no token is waited for that is written"
             assert has_prompt_logprobs(second)
             if not holder_is_there:
                 pass_on(workers[1], 4)
@@ -193,8 +193,8 @@ async def test_logprobs_go_along_to_another_router(store: Store, holder_is_there
             await one.requests.close()
             await until(lambda: one.store_is_done and two.store_is_done)
         again = await one.requests.resume(KEY)
-        assert again.recorded is not None
-        assert len(again.tokens) == 5
+        assert isinstance(again, RecordedStream)
+        assert len(again.outputs[0].tokens) == 5
         assert has_prompt_logprobs(again)
 
 

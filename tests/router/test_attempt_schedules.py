@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.protos.state_pb2 import RequestRecord
-from decant.router.request.token_stream import Finish
+from decant.router.request.output import Finish
 from decant.runtime.errors import Cancelled, ServiceError
 from decant.state.ids import Incarnation
 from decant.state.journal import Entry
@@ -169,4 +169,4 @@ def place_run(scenario: Scenario, phase: wire.RunStatus.Phase | None, written: i
 @pytest.mark.parametrize("roles", [SPLIT, DECODE], ids=["split", "one worker"])
 def test_without_faults_one_attempt_is_enough(roles: dict[str, wire.Role]) -> None:
     scenario = run(follow(Case(b""), roles))
-    assert scenario.stream.tokens == scenario.world.answer
+    assert scenario.stream.outputs[0].tokens == scenario.world.answer

@@ -11,7 +11,8 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 
 from decant.protos import worker_pb2 as wire
 from decant.router.execution.journal_writer import JournalWriter
-from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.output import Finish
+from decant.router.request.token_stream import TokenStream
 from decant.router.timings import JournalTimings
 from decant.runtime.background import BackgroundTask
 from decant.runtime.backoff import Backoff

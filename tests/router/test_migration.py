@@ -17,7 +17,8 @@ from decant.engine.request import Request, StopParams
 from decant.engine.transfer import IncomingSequence
 from decant.handoff.leases import Lease
 from decant.protos import worker_pb2 as wire
-from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.output import Finish
+from decant.router.request.token_stream import TokenStream
 from decant.router.request.valid_request import ValidRequest
 from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.errors import Cancelled, DeadlineExceeded
@@ -123,7 +124,7 @@ async def moving(store: Store, decode: str = "de", prefill: str = "", **override
 async def checked(stream: TokenStream, expected: list[int], attempts: int = 1) -> None:
     await until_ended(stream)
     assert isinstance(stream.end, Finish), stream.end
-    assert stream.tokens == expected
+    assert stream.outputs[0].tokens == expected
     assert stream.trace.attempts == attempts
 
 
@@ -142,7 +143,7 @@ async def test_a_drained_worker_is_empty_while_its_outputs_continue_elsewhere(st
         harness.workers[other].device.step_s = 0.0
         for stream, expected in begun:
             await checked(stream, expected)
-            assert len(stream.tokens) == 200
+            assert len(stream.outputs[0].tokens) == 200
 
 
 @pytest.mark.slow
@@ -208,7 +209,7 @@ async def test_a_cancel_at_any_instant_of_a_drain_leaves_nothing(store: Store) -
             await asyncio.sleep(steps * 0.004)
             await harness.core.requests.cancel(stream.request.key)
             assert isinstance(stream.end, Cancelled)
-            assert stream.tokens == expected[: len(stream.tokens)]
+            assert stream.outputs[0].tokens == expected[: len(stream.outputs[0].tokens)]
 
 
 @pytest.mark.slow
@@ -222,7 +223,7 @@ async def test_a_deadline_in_a_drain_ends_it_everywhere(store: Store, monkeypatc
             jump(monkeypatch, 8.0)
             await until_ended(stream)
             assert isinstance(stream.end, DeadlineExceeded)
-            assert stream.tokens == expected[: len(stream.tokens)]
+            assert stream.outputs[0].tokens == expected[: len(stream.outputs[0].tokens)]
 
 
 @pytest.mark.slow
@@ -238,7 +239,7 @@ async def test_losing_the_source_of_a_migration_costs_at_most_one_attempt(store:
             await harness.hurry_away_from(stream, first)
             await until_ended(stream)
             assert isinstance(stream.end, Finish), stream.end
-            assert stream.tokens == expected
+            assert stream.outputs[0].tokens == expected
             assert stream.trace.attempts <= 2
             assert harness.at(stream) != first
 
@@ -258,7 +259,7 @@ async def test_losing_the_target_of_a_migration_costs_at_most_one_attempt(store:
             await harness.hurry_away_from(stream, first, target)
             await until_ended(stream)
             assert isinstance(stream.end, Finish), stream.end
-            assert stream.tokens == expected
+            assert stream.outputs[0].tokens == expected
             assert stream.trace.attempts <= 2
             assert harness.at(stream) not in (first, target)
 
@@ -336,6 +337,6 @@ async def test_the_text_is_the_same_whatever_breaks_in_a_drain(store: Store, lin
             harness.drain(names["source"])
             await until_ended(stream)
             assert isinstance(stream.end, Finish), stream.end
-            assert stream.tokens == expected
+            assert stream.outputs[0].tokens == expected
             if not cut.happened:
                 break

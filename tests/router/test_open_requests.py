@@ -10,7 +10,7 @@ import redis as sync_redis
 
 from decant.protos import worker_pb2 as wire
 from decant.router.recovery.open_requests import OpenEntries
-from decant.router.request.token_stream import Finish
+from decant.router.request.output import Finish
 from decant.state import keys
 from decant.state.client import Client
 from decant.state.errors import StateError

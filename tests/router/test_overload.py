@@ -13,7 +13,7 @@ from decant.router.admission.request_size import RequestSize
 from decant.router.api.auth import NoAuthentication
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.placement.capacity import PoolCapacity
-from decant.router.request.token_stream import Finish
+from decant.router.request.output import Finish
 from decant.router.text.served_model import Models
 from decant.runtime.connections.channel import Deadline, open_channel
 from decant.runtime.connections.tls import PeerTls

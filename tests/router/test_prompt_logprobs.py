@@ -8,12 +8,11 @@ import pytest
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.router.request.token_stream import TokenStream
-from decant.router.request.token_writer import TokenWriter
 from decant.router.text.output_text import OutputOptions
 from decant.runtime.errors import InvalidArgument
 from decant.runtime.packed import unpack
 from decant.state.store import Store
-from tests.router.factories import AT_LENGTH, tiny, valid, write
+from tests.router.factories import AT_LENGTH, begin_writing, tiny, valid, write
 from tests.router.fake_worker import fleet
 from tests.router.harness import core, make_request, until, until_ended
 from tests.router.response_reader import Reader, options, read, settle
@@ -49,10 +48,10 @@ async def test_a_prompt_of_tokens_is_shown_as_text_like_the_output_is():
 async def test_a_stop_string_in_the_prompt_stops_nothing():
     tokens = await tiny().encode("return x", special=False)
     made = await valid(stopping=pb.StoppingParams(stop=["f(x)", ":r"]), **options(echo=True))
-    writer = TokenWriter(TokenStream(made))
+    writer = begin_writing(TokenStream(made))
     for place, token in enumerate(tokens):
         writer.write(made.prompt_tokens + place, token)
-    assert writer.stopped is None
+    assert writer.finish is None
 
 
 async def test_an_echo_without_text_is_refused():
@@ -64,20 +63,20 @@ async def test_an_echo_without_text_is_refused():
 # ------------------------------------------------------------------------------------- prompt logprobs
 
 
-def write_prompt_logprobs(writer: TokenWriter, first: int, end: int) -> None:
+def write_prompt_logprobs(stream: TokenStream, first: int, end: int) -> None:
     entries = [wire.TokenLogprobs(logprob=-position, rank=1) for position in range(first, end)]
-    writer.add_prompt_logprobs(wire.PromptLogprobs(first_position=first, logprobs=entries))
+    stream.add_prompt_logprobs(wire.PromptLogprobs(first_position=first, logprobs=entries))
 
 
 async def test_each_token_of_the_prompt_has_one_and_the_first_follows_nothing():
     reader = Reader(TokenStream(await valid(**options(prompt_logprobs=0))))
-    writer, count = TokenWriter(reader.stream), reader.stream.request.prompt_tokens
+    count = reader.stream.request.prompt_tokens
     task = asyncio.create_task(reader.read())
-    write_prompt_logprobs(writer, 1, 3)
+    write_prompt_logprobs(reader.stream, 1, 3)
     write(reader.stream, 5)
     await settle()
     assert not reader.messages  # some are still to come
-    write_prompt_logprobs(writer, 3, count)
+    write_prompt_logprobs(reader.stream, 3, count)
     await settle()
     write(reader.stream, end=AT_LENGTH)
     await task
@@ -92,10 +91,10 @@ async def test_each_token_of_the_prompt_has_one_and_the_first_follows_nothing():
 
 async def test_repeated_prompt_logprobs_count_once_and_surplus_ones_not_at_all():
     made = await valid(**options(prompt_logprobs=1))
-    writer, count = TokenWriter(TokenStream(made)), made.prompt_tokens
+    stream, count = TokenStream(made), made.prompt_tokens
     for first, end in (1, 3), (1, 2), (2, 4), (5, count), (1, count + 9):
-        write_prompt_logprobs(writer, first, end)
-    assert [found.logprob for found in writer.stream.prompt_logprobs] == [-position for position in range(1, count)]
+        write_prompt_logprobs(stream, first, end)
+    assert [found.logprob for found in stream.prompt_logprobs] == [-position for position in range(1, count)]
 
 
 async def test_there_are_no_prompt_logprobs_unless_requested():
@@ -120,7 +119,7 @@ async def test_an_answer_that_is_written_waits_for_those_that_are_on_their_way(s
         prefill.script.reports_late = True
         stream = await harness.requests.begin(valid_request())
         await until(lambda: decode.forgotten)
-        assert stream.tokens
+        assert stream.outputs[0].tokens
         assert stream.end is None
         prefill.go.set()
         await until_ended(stream)

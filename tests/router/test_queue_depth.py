@@ -15,7 +15,7 @@ NOW = 100.0
 def execution(model: str, accepted_at: float, *, prompt: int = 0, output: int = 0, scheduled: bool = False) -> Any:
     engine_request = SimpleNamespace(model=model)
     request = SimpleNamespace(engine_request=engine_request, accepted_at=accepted_at, prompt_tokens=prompt)
-    return SimpleNamespace(is_scheduled=scheduled, stream=SimpleNamespace(request=request, tokens=[0] * output))
+    return SimpleNamespace(is_scheduled=scheduled, stream=SimpleNamespace(request=request, num_tokens=output))
 
 
 class Gauges:

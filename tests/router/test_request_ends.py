@@ -112,7 +112,7 @@ async def test_the_deadline_ends_a_request_in_every_state(
         found = await read_stored(store, harness)
         assert found.state == FAILED
         assert found.record.finished[0].finish_reason == pb.FINISH_REASON_TIME_LIMIT
-        assert [entry.token for entry in found.entries] == stream.tokens
+        assert [entry.token for entry in found.entries] == stream.outputs[0].tokens
 
 
 async def test_a_lost_stream_has_a_grace_unless_its_id_was_generated(store: Store) -> None:
@@ -249,7 +249,7 @@ async def test_a_drain_that_runs_out_leaves_requests_to_other_routers(store: Sto
         await nothing_is_left_at(workers)
         found = await store.requests.read(stream.request.key)
         assert found.state == DECODING, "it is as open as before"
-        assert [entry.token for entry in found.entries] == stream.tokens
+        assert [entry.token for entry in found.entries] == stream.outputs[0].tokens
         workers[1].go.set()
         async with core(store, workers) as other:
             assert tokens_of(await until_ended(await other.requests.resume(stream.request.key))) == answer(PROMPT, 5)

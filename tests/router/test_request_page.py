@@ -76,7 +76,7 @@ async def streamed(harness: Harness, address: str, recorder: CallRecorder) -> st
     await until(lambda: any(lease.is_opened for lease in prefill.sender.leases.all()))
     decode.loop.post(lambda _: gate.wait(PATIENCE))
     device.go_on()
-    await until(lambda: any(each.stream.tokens for each in harness.core.requests.executions.open.values()))
+    await until(lambda: any(each.stream.outputs[0].tokens for each in harness.core.requests.executions.open.values()))
     gate.set()
     return await answer
 

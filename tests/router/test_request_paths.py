@@ -6,7 +6,7 @@ import pytest
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.request.token_stream import Finish
+from decant.router.request.output import Finish
 from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.packed import unpack
 from decant.state.ids import RequestKey
@@ -67,7 +67,7 @@ async def test_a_receipt_has_the_times_of_a_prefill_worker_whose_report_follows_
         prefill.script.reports_late = True
         stream = await harness.requests.begin(make_request(seconds=PATIENCE / 2))
         await until(lambda: decode.forgotten)
-        assert stream.tokens == answer(PROMPT, 5)
+        assert stream.outputs[0].tokens == answer(PROMPT, 5)
         jump(monkeypatch, PATIENCE / 2)  # the deadline passes, of an answer that is complete
         prefill.go.set()
         assert (await until_ended(stream)).end == Finish(pb.FINISH_REASON_LENGTH)
@@ -149,7 +149,7 @@ async def test_the_finish_reason_is_the_workers(store: Store) -> None:
         workers[1].script.stops_at = 3
         stream = await harness.answer(make_request("eos", max_tokens=9))
         assert stream.end == Finish(pb.FINISH_REASON_STOP, eos_token_id=EOS)
-        assert stream.tokens == [*answer(PROMPT, 3), EOS]
+        assert stream.outputs[0].tokens == [*answer(PROMPT, 3), EOS]
         stream = await harness.answer(make_request("stop", max_tokens=9, stop_token_ids=[EOS]))
         assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_token_id=EOS)
         workers[1].script.stops_at = None

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from decant.protos import inference_pb2 as pb
 from decant.router.api.response_writer import ResponseWriter
-from decant.router.request.token_stream import Finish, TokenStream
+from decant.router.request.output import Finish
+from decant.router.request.token_stream import TokenStream
 from decant.router.text.served_model import load
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import Aborted
@@ -29,7 +30,7 @@ async def test_a_stream_reads_started_deltas_finished():
     write(reader.stream, EOS, end=STOPPED)
     await task
     kinds = [message.WhichOneof("event") for message in reader.messages]
-    count = len(reader.stream.tokens)
+    count = len(reader.stream.outputs[0].tokens)
     assert kinds == ["started", *["delta"] * count, "finished"]
     assert {message.request_id for message in reader.messages} == {"r"}
     assert [message.seq for message in reader.messages] == [0, *range(1, count + 1), count]
@@ -128,7 +129,7 @@ async def test_a_token_that_stops_counts_and_has_no_text(skip, end_known):
         await task
         assert reader.text == "return x"
         assert reader.deltas[-1].token_ids[-1] == last
-        assert reader.messages[-1].usage.completion_tokens == len(reader.stream.tokens)
+        assert reader.messages[-1].usage.completion_tokens == len(reader.stream.outputs[0].tokens)
         assert reader.messages[-1].finished.WhichOneof("stop_match") == (
             "eos_token_id" if last == EOS else "stop_token_id"
         )

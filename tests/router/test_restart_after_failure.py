@@ -36,7 +36,7 @@ async def failed_at_once(harness: Core, worker: FakeWorker, id: str = "r") -> To
     worker.script.prefill_fails_before_ticket += 1
     stream = await harness.answer(make_request(id))
     assert isinstance(stream.end, Unavailable)
-    assert not stream.tokens
+    assert not stream.outputs[0].tokens
     return stream
 
 
@@ -55,7 +55,7 @@ async def test_a_request_that_failed_before_its_first_token_may_be_retried(store
         found = await store.requests.read(KEY)
         assert (found.epoch, found.attempt, found.state) == (2, 1, Generation.STATE_SUCCEEDED)
         assert [prefill.run.epoch for prefill in workers[0].prefills] == [1, 2]
-        assert (await harness.answer(make_request())).tokens == new.tokens
+        assert (await harness.answer(make_request())).outputs[0].tokens == new.outputs[0].tokens
         assert len(workers[0].prefills) == 2, "what ended well is replayed"
 
 
@@ -110,7 +110,7 @@ async def test_a_get_at_another_router_does_not_take_the_request_over(store: Sto
         first = await begin_paused(one, workers[1], 3, is_stored=True)
         async with core(store, workers) as two:
             seen = await two.requests.get(KEY)
-            assert (seen.stream.tokens, seen.stream.end) == (first.tokens, None)
+            assert (seen.stream.outputs[0].tokens, seen.stream.end) == (first.outputs[0].tokens, None)
             assert (seen.state, seen.expires_in_s) == (Generation.STATE_DECODING, None)
         await until(lambda: len(workers[1]._outs) == 1)
         workers[1].go.set()

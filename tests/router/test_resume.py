@@ -7,6 +7,7 @@ import pytest
 
 from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2 import Generation
+from decant.router.request.token_stream import RecordedStream
 from decant.runtime.errors import AlreadyExists, Cancelled, DeadlineExceeded, NotFound
 from decant.state.ids import RequestKey
 from decant.state.private_redis import PrivateRedis
@@ -79,10 +80,11 @@ async def test_a_finished_request_is_replayed(store: Store, from_store: bool) ->
             await until(lambda: harness.store_is_done)
         for again in (await harness.requests.begin(make_request()), await harness.requests.resume(KEY)):
             assert (again is first) is not from_store
-            assert (again.tokens, again.end) == (first.tokens, ended_run())
+            assert (again.outputs[0].tokens, again.end) == (first.outputs[0].tokens, ended_run())
         assert len(workers[0].prefills) == 1
         if from_store:
-            record = again.recorded
+            assert isinstance(again, RecordedStream)
+            record = again.record
             assert record is not None
             assert (record.usage.completion_tokens, record.usage.total_tokens) == (5, 8)
             assert (record.receipt.prefill_worker, record.receipt.decode_worker) == ("p", "d")
@@ -97,7 +99,7 @@ async def test_a_failed_request_is_replayed_with_its_error(store: Store, monkeyp
         await until(lambda: harness.store_is_done)
         again = await harness.requests.resume(KEY)
         assert isinstance(again.end, DeadlineExceeded)
-        assert again.tokens == stream.tokens
+        assert again.outputs[0].tokens == stream.outputs[0].tokens
 
 
 async def test_a_stream_that_is_resumed_within_its_grace_is_not_cancelled(store: Store) -> None:
@@ -161,7 +163,7 @@ async def test_get_returns_a_request_from_memory_and_from_the_store(store: Store
         await until(lambda: harness.store_is_done)
         stored = await harness.requests.get(KEY)
         assert stored.state == Generation.STATE_SUCCEEDED
-        assert stored.stream.tokens == stream.tokens
+        assert stored.stream.outputs[0].tokens == stream.outputs[0].tokens
         assert stored.expires_in_s is not None
         assert 0 < stored.expires_in_s <= 3600
         assert [each.state for each in stored.record.transitions] == [1, 2, 3, 4, 5]

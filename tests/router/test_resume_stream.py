@@ -91,7 +91,7 @@ async def test_a_finished_request_whose_client_reads_nothing_is_let_go_and_can_b
         error = await error_of_call(all_of(first))
         assert (type(error), error.reason) == (Aborted, Reason.SLOW_READER)
         assert error.resumable
-        count = len(stream.tokens)
+        count = len(stream.outputs[0].tokens)
         assert (await all_of(resumed(s, after_seq=count - 1)))[-1].usage.completion_tokens == count
 
 
@@ -121,7 +121,7 @@ async def test_an_uncertain_tail_is_refused_and_resumes_from_the_certain_tokens(
         stream = await s.stream()
         write(stream, 70, 71)
         await first.read()
-        stream.may_lag_client = True
+        stream.tail.may_lag_client = True
         behind = resumed(s, after_seq=4)
         assert stream.mark_tail_uncertain() == 2
         error = await error_of_call(all_of(behind))

@@ -53,7 +53,7 @@ async def test_another_payload_under_a_live_id_is_refused_while_the_store_is_una
         )
         refused = await until_ended(await harness.other.requests.begin(other))
         assert isinstance(refused.end, AlreadyExists)
-        assert not refused.tokens
+        assert not refused.outputs[0].tokens
         worker_harness.device.go_on()
         assert tokens_of(await until_ended(stream)) == expected
         await harness.quiet()
@@ -92,7 +92,7 @@ async def test_of_two_payloads_the_unstored_one_ends_when_the_store_is_back(
         fail_with_outage(patch, store)
         worker_harness.device.hold()
         late = await harness.other.requests.begin(other)
-        await until(lambda: late.tokens)
+        await until(lambda: late.outputs[0].tokens)
     assert isinstance((await until_ended(late)).end, AlreadyExists)
     worker_harness.device.go_on()
     assert (await store.requests.read(first.key)).payload == first.payload

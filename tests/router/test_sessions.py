@@ -14,7 +14,6 @@ from structlog.testing import capture_logs
 
 from decant.protos import worker_pb2 as wire
 from decant.router.request.token_stream import TokenStream
-from decant.router.request.token_writer import TokenWriter
 from decant.router.timings import WorkerTimings
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import RunSubscription
@@ -22,6 +21,7 @@ from decant.runtime.backoff import Backoff
 from decant.runtime.connections.channel import open_channel
 from decant.runtime.connections.peer import new_peer
 from decant.runtime.connections.tls import PeerTls
+from tests.router.factories import begin_writing
 from tests.router.fake_script import answer
 from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import PATIENCE, make_request, until
@@ -61,7 +61,7 @@ def make_run(max_tokens: int = 5, attempt: int = 1) -> Run:
     recorder = RunRecorder()
     run = wire.Run(request="t/r", epoch=1, attempt=attempt)
     following = RunSubscription(
-        wire.Start(run=run, engine_request=request.engine_request), TokenWriter(stream), recorder
+        wire.Start(run=run, engine_request=request.engine_request), [begin_writing(stream)], recorder
     )
     return Run(following, stream, recorder.events)
 
@@ -88,9 +88,9 @@ async def test_a_run_is_reported_in_order_written_once_and_forgotten() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         run = make_run()
         opened.start(run.following)
-        await until(lambda: wire.Ended in run.kinds)
-        assert run.kinds == [wire.Scheduled, wire.DecodeStarted, wire.Ended]
-        assert run.stream.tokens == answer(PROMPT, 5)
+        await until(lambda: wire.OutputEnd in run.kinds)
+        assert run.kinds == [wire.Scheduled, wire.DecodeStarted, wire.OutputEnd]
+        assert run.stream.outputs[0].tokens == answer(PROMPT, 5)
         await until(lambda: not worker.runs)
         assert not opened.is_busy
 
@@ -102,12 +102,12 @@ async def test_messages_of_an_unknown_kind_are_ignored_and_logged_once() -> None
             worker.script.pause_at = 2
             run = make_run()
             opened.start(run.following)
-            await until(lambda: len(run.stream.tokens) == 2)
+            await until(lambda: len(run.stream.outputs[0].tokens) == 2)
             worker._send(unknown)
             worker._send(unknown)
             worker.go.set()
-            await until(lambda: wire.Ended in run.kinds)
-            assert run.stream.tokens == answer(PROMPT, 5)
+            await until(lambda: wire.OutputEnd in run.kinds)
+            assert run.stream.outputs[0].tokens == answer(PROMPT, 5)
             assert opened.unknown.count == 2
             assert len(worker.hellos) == 1
     assert [line["event"] for line in logs].count("messages of an unknown kind are ignored") == 1
@@ -163,7 +163,7 @@ async def test_runs_of_an_earlier_session_are_cancelled() -> None:
         async with session(worker, router) as (opened, _):
             run = make_run()
             opened.start(run.following)
-            await until(lambda: len(run.stream.tokens) == 2)
+            await until(lambda: len(run.stream.outputs[0].tokens) == 2)
         assert isinstance(run.events[-1], wire.Failed)
         await until(lambda: not worker._outs)  # the next session comes over another connection
         async with session(worker, router):
@@ -177,13 +177,13 @@ async def test_a_start_that_never_arrived_is_sent_again_and_one_that_did_has_fai
         worker.script.pause_at = 2
         known = make_run(attempt=1)
         opened.start(known.following)
-        await until(lambda: len(known.stream.tokens) == 2)
+        await until(lambda: len(known.stream.outputs[0].tokens) == 2)
         worker.break_session()
         await until(lambda: not opened.is_open)
         unanswered = make_run(attempt=2)
         opened.start(unanswered.following)
         worker.runs.clear()  # it has forgotten what it had
-        await until(lambda: len(unanswered.stream.tokens) == 2)
+        await until(lambda: len(unanswered.stream.outputs[0].tokens) == 2)
         await until(lambda: known.events and isinstance(known.events[-1], wire.Failed))
         assert known.events[-1].failure.cause == wire.CAUSE_UNKNOWN_RUN
         opened.runs.abandon(
@@ -199,8 +199,8 @@ async def test_a_start_before_the_welcome_is_sent_after_it() -> None:
         run = make_run()
         opened.start(run.following)
         worker.go.set()
-        await until(lambda: wire.Ended in run.kinds)
-        assert run.stream.tokens == answer(PROMPT, 5)
+        await until(lambda: wire.OutputEnd in run.kinds)
+        assert run.stream.outputs[0].tokens == answer(PROMPT, 5)
 
 
 @pytest.mark.parametrize("is_greeted", [False, True], ids=["before hello", "between hello and welcome"])
@@ -209,7 +209,7 @@ async def test_a_cancel_while_no_session_is_open_reaches_the_worker_with_the_nex
         worker.script.pause_at = 2
         run = make_run()
         opened.start(run.following)
-        await until(lambda: len(run.stream.tokens) == 2)
+        await until(lambda: len(run.stream.outputs[0].tokens) == 2)
         worker.script.welcome_pause = is_greeted
         worker.script.refuse_sessions = not is_greeted
         worker.break_session()
@@ -229,7 +229,7 @@ async def test_runs_given_up_for_a_stuck_step_are_cancelled_at_the_worker() -> N
         worker.script.pause_at = 2
         run = make_run(max_tokens=50)
         opened.start(run.following)
-        await until(lambda: len(run.stream.tokens) == 2)
+        await until(lambda: len(run.stream.outputs[0].tokens) == 2)
         worker.script.stuck_ms = 60_000
         await until(lambda: wire.Failed in run.kinds)
         await until(lambda: worker.cancels)
@@ -237,7 +237,7 @@ async def test_runs_given_up_for_a_stuck_step_are_cancelled_at_the_worker() -> N
         worker.script.stuck_ms = None  # the step ends
         worker.go.set()
         await until(lambda: not worker.runs)
-        assert len(run.stream.tokens) == 2
+        assert len(run.stream.outputs[0].tokens) == 2
 
 
 async def test_runs_given_up_while_the_session_was_down_are_cancelled_when_it_is_back() -> None:
@@ -245,7 +245,7 @@ async def test_runs_given_up_while_the_session_was_down_are_cancelled_when_it_is
         worker.script.pause_at = 2
         run = make_run(max_tokens=50)
         opened.start(run.following)
-        await until(lambda: len(run.stream.tokens) == 2)
+        await until(lambda: len(run.stream.outputs[0].tokens) == 2)
         worker.script.welcome_pause = True
         worker.break_session()
         await until(lambda: wire.Failed in run.kinds)
@@ -259,11 +259,11 @@ async def test_after_a_break_tokens_go_on_from_where_they_were() -> None:
         worker.script.pause_at = 3
         run = make_run(max_tokens=7)
         opened.start(run.following)
-        await until(lambda: len(run.stream.tokens) == 3)
+        await until(lambda: len(run.stream.outputs[0].tokens) == 3)
         worker.break_session()
         worker.go.set()
-        await until(lambda: wire.Ended in run.kinds)
-        assert run.stream.tokens == answer(PROMPT, 7)
+        await until(lambda: wire.OutputEnd in run.kinds)
+        assert run.stream.outputs[0].tokens == answer(PROMPT, 7)
         assert worker.hellos[-1].owned[0].resume[0].position == 6
 
 
@@ -272,14 +272,14 @@ async def test_the_welcome_reports_an_end_during_a_break() -> None:
         worker.script.pause_at = 3
         run = make_run()
         opened.start(run.following)
-        await until(lambda: len(run.stream.tokens) == 3)
+        await until(lambda: len(run.stream.outputs[0].tokens) == 3)
         worker.break_session()
         await until(lambda: worker._out is None)
         worker.go.set()
         await until(lambda: all(each.end for each in worker.runs.values()))
-        await until(lambda: wire.Ended in run.kinds)
-        assert run.stream.tokens == answer(PROMPT, 5)
-        assert run.kinds.count(wire.Ended) == 1
+        await until(lambda: wire.OutputEnd in run.kinds)
+        assert run.stream.outputs[0].tokens == answer(PROMPT, 5)
+        assert run.kinds.count(wire.OutputEnd) == 1
 
 
 async def test_a_session_that_does_not_reconnect_loses_its_runs_once() -> None:
@@ -287,7 +287,7 @@ async def test_a_session_that_does_not_reconnect_loses_its_runs_once() -> None:
         worker.script.pause_at = 2
         run = make_run()
         opened.start(run.following)
-        await until(lambda: len(run.stream.tokens) == 2)
+        await until(lambda: len(run.stream.outputs[0].tokens) == 2)
         await worker.stop()
         await until(lambda: wire.Failed in run.kinds)
         assert run.events[-1].failure.cause == wire.CAUSE_PEER_LOST
@@ -301,7 +301,7 @@ async def test_the_runs_of_a_killed_worker_are_lost_at_once(is_restarting: bool)
         worker.script.pause_at = 2
         run = make_run()
         opened.start(run.following)
-        await until(lambda: len(run.stream.tokens) == 2)
+        await until(lambda: len(run.stream.outputs[0].tokens) == 2)
         if is_restarting:
             worker.script.is_starting = True
             worker.break_session()
@@ -317,15 +317,15 @@ async def test_the_runs_of_a_worker_whose_session_broke_wait_while_it_is_reached
         worker.script.pause_at = 2
         run = make_run()
         opened.start(run.following)
-        await until(lambda: len(run.stream.tokens) == 2)
+        await until(lambda: len(run.stream.outputs[0].tokens) == 2)
         worker.script.refuse_sessions = True  # a process answers there
         worker.break_session()
         await until(lambda: not opened.is_open)
         assert opened.is_busy
         worker.script.refuse_sessions = False
         worker.go.set()
-        await until(lambda: wire.Ended in run.kinds)
-        assert run.stream.tokens == answer(PROMPT, 5)
+        await until(lambda: wire.OutputEnd in run.kinds)
+        assert run.stream.outputs[0].tokens == answer(PROMPT, 5)
 
 
 async def test_another_incarnation_ends_the_session() -> None:
@@ -382,7 +382,7 @@ async def test_a_malformed_frame_breaks_the_session_and_its_runs() -> None:
         worker.script.pause_at = 1
         run = make_run()
         opened.start(run.following)
-        await until(lambda: len(run.stream.tokens) == 1)
+        await until(lambda: len(run.stream.outputs[0].tokens) == 1)
         worker._send(wire.WorkerMessage(frame=wire.Frame(slots=b"\0\0\0\0", positions=b"", tokens=b"")))
         await until(lambda: wire.Failed in run.kinds)
         await until(lambda: opened.is_open)

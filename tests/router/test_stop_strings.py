@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.request.token_stream import Finish, TokenStream
-from decant.router.request.token_writer import TokenWriter
+from decant.router.request.output import Finish, Output
+from decant.router.request.token_stream import TokenStream
 from decant.router.request.valid_request import ValidRequest
 from decant.router.text.output_text import new_output_text
 from decant.router.text.stop_strings import StopStrings
 from decant.router.workers.subscription import WriteError
 from decant.runtime.errors import InvalidArgument
+from decant.state.journal import Entry
 from decant.state.store import Store
-from tests.router.factories import tiny, valid
+from tests.router.factories import begin_writing, tiny, valid
 from tests.router.fake_script import answer
 from tests.router.fake_worker import fleet
 from tests.router.harness import core, make_request, until, until_ended
@@ -207,15 +208,15 @@ async def test_output_text_equals_a_search_in_the_whole_text_however_tokens_are_
     request = await valid(**fields)
     shown, stop = Plain(request, stops).texts(tokens)
     stream = TokenStream(request)
-    writer = TokenWriter(stream)
+    writer = begin_writing(stream)
     for place, token in enumerate(tokens):
         assert writer.write(request.prompt_tokens + place, token) is None
-    assert stream.tokens == tokens[: len(shown)]
-    assert writer.stopped == (None if stop is None else Finish(pb.FINISH_REASON_STOP, stop_string=stop))
+    assert stream.outputs[0].tokens == tokens[: len(shown)]
+    assert writer.finish == (None if stop is None else Finish(pb.FINISH_REASON_STOP, stop_string=stop))
     text, done = new_output_text(tiny(), request.output_options, request.engine_request.stopping), 0
     joined = ""
-    while done < len(stream.tokens):
-        more = stream.tokens[done : done + data.draw(st.integers(1, 5))]
+    while done < len(stream.outputs[0].tokens):
+        more = stream.outputs[0].tokens[done : done + data.draw(st.integers(1, 5))]
         joined += text.add(more)
         done += len(more)
         assert joined == shown[done - 1]
@@ -230,13 +231,13 @@ async def test_a_stream_stops_at_the_same_place_however_it_is_divided_and_resume
     request = await valid(**fields)
     shown, stop = Plain(request, stops).texts(tokens)
     stream = TokenStream(request)
-    writer = TokenWriter(stream)
+    writer = begin_writing(stream)
     first = Reader(stream)
     task = asyncio.create_task(first.read())
     for place, token in enumerate(tokens):
         writer.write(request.prompt_tokens + place, token)
         await settle()
-    stream.end = writer.stopped or Finish(pb.FINISH_REASON_LENGTH)
+    stream.end = writer.finish or Finish(pb.FINISH_REASON_LENGTH)
     stream.notify()
     await task
     whole = shown[-1]
@@ -265,62 +266,63 @@ async def test_a_character_that_the_end_completes_can_complete_a_stop_string():
     stopping = pb.StoppingParams(stop=["😀"], max_tokens=len(smile))
     request = await valid(stopping=stopping)
     stream = TokenStream(request)
-    writer = TokenWriter(stream)
+    writer = begin_writing(stream)
     for place, token in enumerate(smile):
         writer.write(request.prompt_tokens + place, token)
-    assert writer.stopped == Finish(pb.FINISH_REASON_STOP, stop_string="😀")
-    stream.end = writer.stopped
+    assert writer.finish == Finish(pb.FINISH_REASON_STOP, stop_string="😀")
+    stream.end = writer.finish
     reader = Reader(stream)
     await reader.read()
     assert reader.text == "x"
 
 
-# -------------------------------------------------------------------------------------------- the token writer
+# ------------------------------------------------------------------------------------------------- the output
 
 
-async def stopped_writer() -> tuple[TokenWriter, TokenStream, list[int]]:
+async def new_stoppable() -> tuple[TokenStream, list[int]]:
     request = await valid(stopping=pb.StoppingParams(stop=["return"]))
-    tokens = await tiny().encode("x\nreturn x + 1", special=False)
-    return TokenWriter(TokenStream(request)), TokenStream(request), tokens
+    return TokenStream(request), await tiny().encode("x\nreturn x + 1", special=False)
 
 
 @dataclass
 class StopRecorder:
-    writer: TokenWriter
+    writer: Output
     stops: list[Finish | None] = field(default_factory=list)
 
     def on_stop_string(self) -> None:
-        self.stops.append(self.writer.stopped)
+        self.stops.append(self.writer.finish)
 
 
 async def test_tokens_after_a_stop_are_dropped_and_not_requested_again():
-    writer, _, tokens = await stopped_writer()
+    stream, tokens = await new_stoppable()
+    writer = begin_writing(stream)
     recorder = StopRecorder(writer)
-    writer.begin_attempt(recorder)
+    stream.begin_attempt(recorder)
     base = writer.position
     for place, token in enumerate(tokens):
         assert writer.write(base + place, token) is None
     assert recorder.stops == [Finish(pb.FINISH_REASON_STOP, stop_string="return")]
-    written = list(writer.stream.tokens)
+    written = list(writer.tokens)
     assert writer.write(base + len(tokens) + 5, 7) is None  # no gap: nothing is wanted any more
     assert writer.write(base, tokens[0] + 1) is WriteError.CONFLICT
-    assert writer.stream.tokens == written
+    assert writer.tokens == written
     assert len(written) < len(tokens)
 
 
-async def test_a_token_writer_of_an_adopted_stream_continues_its_text():
-    writer, stream, tokens = await stopped_writer()
+async def test_an_output_of_an_adopted_stream_continues_its_text():
+    stream, tokens = await new_stoppable()
+    writer = begin_writing(stream)
     base = writer.position
     for place, token in enumerate(tokens):
         writer.write(base + place, token)
-    written = writer.stream.tokens
+    written = writer.tokens
     for known in range(len(written) + 1):
-        adopted = TokenStream(stream.request, tokens=written[:known])
-        again = TokenWriter(adopted)
-        assert (again.stopped is not None) == (known == len(written))
+        adopted = TokenStream(stream.request, [Entry(0, token) for token in written[:known]])
+        again = begin_writing(adopted)
+        assert (again.finish is not None) == (known == len(written))
         for place, token in enumerate(tokens[known:], known):
             again.write(base + place, token)
-        assert (adopted.tokens, again.stopped) == (written, writer.stopped)
+        assert (again.tokens, again.finish) == (written, writer.finish)
 
 
 # ---------------------------------------------------------------------------------- what workers are sent
@@ -352,7 +354,7 @@ async def test_a_stop_string_cancels_the_run_at_its_worker(store: Store, count: 
             worker.script.pause_at = count  # they would go on
         stream = await stopping_case.answer(stops_after(count, max_tokens=9))
         assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_string="stop")
-        assert stream.tokens == answer([1, 2, 3], count)
+        assert stream.outputs[0].tokens == answer([1, 2, 3], count)
         decoder = workers[-1]
         await until(lambda: decoder.cancels or (count == 1 and not decoder.starts))
         for worker in workers:
@@ -366,7 +368,7 @@ async def test_a_stop_at_the_very_last_token_is_a_stop(store: Store, count: int)
     async with fleet(P, D) as workers, core(store, workers) as stopping_case:
         stream = await stopping_case.answer(stops_after(count, max_tokens=count))
         assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_string="stop")
-        assert stream.tokens == answer([1, 2, 3], count)
+        assert stream.outputs[0].tokens == answer([1, 2, 3], count)
 
 
 async def test_a_stop_survives_a_lost_worker(store: Store) -> None:
@@ -374,7 +376,7 @@ async def test_a_stop_survives_a_lost_worker(store: Store) -> None:
         decode.script.fails_at = [2]
         stream = await stopping_case.answer(stops_after(4, max_tokens=9))
         assert stream.end == Finish(pb.FINISH_REASON_STOP, stop_string="stop")
-        assert stream.tokens == answer([1, 2, 3], 4)
+        assert stream.outputs[0].tokens == answer([1, 2, 3], 4)
         assert stream.trace.attempts == 2
 
 
@@ -382,4 +384,4 @@ async def test_frames_after_a_stop_are_ignored(store: Store) -> None:
     async with fleet(D) as (decode,), core(store, [decode]) as stopping_case:
         stream = await until_ended(await stopping_case.requests.begin(stops_after(2, max_tokens=200)))
         await until(lambda: decode.cancels)
-        assert stream.tokens == answer([1, 2, 3], 2)
+        assert stream.outputs[0].tokens == answer([1, 2, 3], 2)

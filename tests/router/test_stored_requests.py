@@ -13,7 +13,7 @@ from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
 from decant.protos.state_pb2 import RequestRecord
-from decant.router.request.token_stream import Finish
+from decant.router.request.output import Finish
 from decant.runtime.errors import Internal, ServiceError
 from decant.state import keys
 from decant.state.errors import StateError, UnreadableRequest

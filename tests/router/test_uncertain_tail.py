@@ -6,7 +6,7 @@ import pytest
 
 from decant.protos import worker_pb2 as wire
 from decant.router.request.reader_lease import wait_for_resume_point
-from decant.router.request.token_stream import TokenStream
+from decant.router.request.token_stream import RecordedStream, TokenStream
 from decant.runtime.error_details import Reason, ResumePoint
 from decant.runtime.errors import Aborted, Cancelled, OutOfRange
 from decant.state.store import Store
@@ -37,7 +37,7 @@ async def test_an_equal_tail_is_resumed(store: Store) -> None:
         workers[1].script.pause_at = 3
         stream = await harness.requests.resume(KEY)
         waiting = asyncio.create_task(resume_behind(stream, 4))
-        await until(lambda: len(stream.tokens) == 3)
+        await until(lambda: len(stream.outputs[0].tokens) == 3)
         assert not waiting.done(), "the reader has token 4 already, and waits for the next"
         workers[1].go.set()
         await waiting
@@ -107,7 +107,7 @@ async def test_an_uncertain_tail_stays_uncertain_in_the_store_until_it_is_genera
         await until_ended(stream)
         await until(lambda: harness.store_is_done)
         again = await harness.requests.resume(KEY)
-        assert again.recorded is not None
+        assert isinstance(again, RecordedStream)
         if has_reader:
             await resume_behind(again, 4)
         else:
@@ -146,7 +146,7 @@ async def test_a_reader_that_waits_for_a_tail_gets_the_requests_end(store: Store
         workers[1].script.pause_at = 3
         stream = await harness.requests.resume(KEY)
         waiting = asyncio.create_task(resume_behind(stream, 4))
-        await until(lambda: len(stream.tokens) == 3)
+        await until(lambda: len(stream.outputs[0].tokens) == 3)
         await harness.requests.cancel(KEY)
         with pytest.raises(Cancelled):
             await waiting

@@ -9,7 +9,8 @@ from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.router.api.usage import RequestMeter
-from decant.router.request.token_stream import AttemptTrace, TokenStream
+from decant.router.request.attempt_trace import AttemptTrace
+from decant.router.request.token_stream import TokenStream
 from decant.runtime.telemetry.metrics import Registry, RequestMetrics
 from tests.router.factories import AT_LENGTH, valid, write
 
@@ -54,7 +55,7 @@ async def test_the_times_of_a_receipt_are_whole_microseconds(clock, stream, regi
     stream.trace = AttemptTrace(
         queue_s=0.1 + 0.2, prefill_s=2 / 3, handoff_s=1e-7, decode_wait_s=5e-6, decode_began_at=100.1
     )
-    stream.last_token_at = 100 + 1 / 7
+    stream.outputs[0].last_token_at = 100 + 1 / 7
     receipt = taken.receipt()
     times = {field.name: value for field, value in receipt.ListFields() if field.name.endswith("_ms")}
     assert times.keys() == RECEIPT_TIMES
@@ -81,7 +82,7 @@ async def test_a_receipt_has_phases_in_milliseconds(clock, stream, registry):
         decode_began_at=100.25,
         handoff_bytes=7,
     )
-    stream.last_token_at = 100.75
+    stream.outputs[0].last_token_at = 100.75
     clock.now += 0.125
     assert taken.receipt() == pb.Receipt(
         queue_ms=10,

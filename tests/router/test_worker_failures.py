@@ -5,7 +5,7 @@ from structlog.testing import capture_logs
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
-from decant.router.request.token_stream import Finish
+from decant.router.request.output import Finish
 from decant.router.timings import RouterTimings, WorkerTimings
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import (
@@ -96,10 +96,10 @@ async def test_an_output_whose_end_report_is_lost_is_complete(store: Store, stop
         stream = await harness.answer(make_request(eos_token_ids=frozenset({EOS})))
         if stops:
             assert stream.end == Finish(pb.FINISH_REASON_STOP, eos_token_id=EOS)
-            assert stream.tokens == [*answer(PROMPT, 3), EOS]
+            assert stream.outputs[0].tokens == [*answer(PROMPT, 3), EOS]
         else:
             assert stream.end == Finish(pb.FINISH_REASON_LENGTH)
-            assert stream.tokens == answer(PROMPT, 5)
+            assert stream.outputs[0].tokens == answer(PROMPT, 5)
         assert len(workers[1].starts) == 1, "nothing is left to be written"
 
 
@@ -137,7 +137,7 @@ async def test_attempts_are_spent_after_the_first_token(store: Store) -> None:
         error = error_of(stream)
         assert isinstance(error, Aborted)
         assert error.reason is Reason.WORKERS_LOST
-        assert stream.tokens == answer(PROMPT, 2)
+        assert stream.outputs[0].tokens == answer(PROMPT, 2)
         assert error.resume is not None
         assert error.resume.last_seq == 2
 

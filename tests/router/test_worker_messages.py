@@ -20,8 +20,8 @@ from decant.protos import worker_pb2 as wire
 from decant.protos.state_pb2 import WorkerRegistration
 from decant.router.attempt.failures import AttemptFailed, error_for
 from decant.router.placement.worker_load import WorkerLoad
-from decant.router.request.token_stream import Finish, TokenStream
-from decant.router.request.token_writer import TokenWriter
+from decant.router.request.output import Finish
+from decant.router.request.token_stream import TokenStream
 from decant.router.workers.session import WorkerSession
 from decant.router.workers.subscription import RunSubscription
 from decant.runtime.error_details import Reason
@@ -30,6 +30,7 @@ from decant.runtime.packed import pack
 from decant.state.ids import Incarnation
 from decant.state.store import Store
 from tests.router import fake_prefill, fake_script, fake_session
+from tests.router.factories import begin_writing
 from tests.router.fake_script import logprobs_from_wire
 from tests.router.fake_worker import FakeWorker, fleet
 from tests.router.harness import Core, core, make_request, until, until_ended, until_written
@@ -69,7 +70,7 @@ def follow(
     shown = pb.ResponseOptions() if logprobs is None else pb.ResponseOptions(logprobs=logprobs)
     stream, recorder = TokenStream(make_request(request, max_tokens=1000, shown=shown)), RunRecorder()
     run = wire.Run(request=request, epoch=1, attempt=1)
-    following = RunSubscription(wire.Start(run=run), TokenWriter(stream), recorder)
+    following = RunSubscription(wire.Start(run=run), [begin_writing(stream)], recorder)
     session.start(following)
     session.on_message(wire.WorkerMessage(decode_started=wire.DecodeStarted(run=run, slots=[wire.Slot(slot=slot)])))
     recorder.events.clear()
@@ -121,7 +122,7 @@ async def test_a_worker_whose_logprobs_are_malformed_ends_that_request_alone(
             stream = await harness.answer(make_request(shown=SHOWN))
             assert isinstance(stream.end, Aborted | Unavailable)
             assert stream.end.reason is Reason.WORKERS_LOST
-            assert len(stream.logprobs) == len(stream.tokens)
+            assert len(stream.outputs[0].logprobs) == len(stream.outputs[0].tokens)
         await all_goes_on(harness)
 
 
@@ -134,13 +135,15 @@ async def test_one_malformed_message_costs_an_attempt_and_not_the_request(
         stream = await harness.answer(make_request(shown=SHOWN))
         assert isinstance(stream.end, Finish)
         assert stream.trace.attempts == 2
-        assert stream.logprobs.entries() == [logprobs_from_wire(token, 1) for token in stream.tokens]
+        assert stream.outputs[0].logprobs.entries() == [
+            logprobs_from_wire(token, 1) for token in stream.outputs[0].tokens
+        ]
 
 
 async def test_a_token_without_requested_logprobs_is_never_sent(session: WorkerSession) -> None:
     stream, events = follow(session, "r", 0, logprobs=1)
     session.on_message(wire.WorkerMessage(frame=wire.Frame(slots=pack([0]), positions=pack([3]), tokens=pack([7]))))
-    assert not stream.tokens
+    assert not stream.outputs[0].tokens
     (failed,) = events
     assert failed.failure.cause == wire.CAUSE_CORRUPT
 
@@ -151,12 +154,12 @@ async def test_a_token_that_the_request_cannot_have_fails_its_run_alone(
 ) -> None:
     stream, events = follow(session, "r", 0)
     other, others = follow(session, "other", 1)
-    stream.tokens += [5] * (position - 3)
+    stream.outputs[0].tokens += [5] * (position - 3)
     frame = wire.Frame(slots=pack([0, 1]), positions=pack([position, 3]), tokens=pack([token, 8]))
     session.on_message(wire.WorkerMessage(frame=frame))
-    assert len(stream.tokens) == position - 3
+    assert len(stream.outputs[0].tokens) == position - 3
     assert [event.failure.cause for event in events] == [wire.CAUSE_CORRUPT]
-    assert (other.tokens, others) == ([8], [])
+    assert (other.outputs[0].tokens, others) == ([8], [])
 
 
 async def test_an_end_after_the_last_possible_token_fails_the_run_instead_of_waiting_for_more(
@@ -191,7 +194,7 @@ async def test_logprobs_keep_no_frame_in_memory(session: WorkerSession) -> None:
     for k in range(50, 450):
         step(k)
     grown = psutil.Process().memory_info().rss - before
-    assert len(stream.logprobs) == 450
+    assert len(stream.outputs[0].logprobs) == 450
     assert grown < 20 << 20, "400 frames of about 150 KiB"
 
 
@@ -284,7 +287,7 @@ def test_a_session_handles_any_message_or_breaks_cleanly(seed: int) -> None:
                 with suppress(ValueError):
                     session.on_message(message)
             for stream in streams:
-                assert len(stream.logprobs) == len(stream.tokens) <= 1000
+                assert len(stream.outputs[0].logprobs) == len(stream.outputs[0].tokens) <= 1000
 
     asyncio.run(main())
 
