@@ -129,7 +129,7 @@ async def stopped(tokens: list[int], **fields: Any) -> tuple[str, Finish | None]
     """Text and end of an output of ``tokens``, each written and read alone; None: no stop string."""
     request = await valid(**fields)
     stream = TokenStream(request)
-    writer, reader = TokenWriter(stream), Reader(stream)
+    writer, reader = begin_writing(stream), Reader(stream)
     task = asyncio.create_task(reader.read())
     for place, token in enumerate(tokens):
         writer.write(request.prompt_tokens + place, token)

@@ -39,7 +39,7 @@ class Queue:
 
     async def _enter(self, run: DecodeRun) -> None:
         arrival = await self.admission.enter(run)
-        self.admitted.append((run.request.id, arrival))
+        self.admitted.append((run.root.request.id, arrival))
 
     async def step(self, *between: Callable[[Engine], object]) -> None:
         posted, self.posted = self.posted, []

@@ -141,9 +141,9 @@ class _AdmitCommand:
             try:
                 outcome: Outcome = None
                 if run.ticket is None:
-                    engine.add(run.request)
+                    engine.add(run.root.request)
                 else:
-                    outcome = engine.transfers.reserve(run.request)
+                    outcome = engine.transfers.reserve(run.root.request)
             except InvalidRequest as error:
                 outcome = error
             except OutOfBlocks:

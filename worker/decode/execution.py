@@ -20,6 +20,7 @@ from decant.runtime.background import start_task
 from decant.runtime.telemetry import tracing
 from decant.worker.decode.admission import DecodeAdmission
 from decant.worker.decode.migration import MigrationSource
+from decant.worker.decode.output import Output
 from decant.worker.decode.run import DecodeRun
 from decant.worker.decode.run_table import RunTable
 from decant.worker.decode.spans import run_span
@@ -87,7 +88,7 @@ class RunExecutor:
             arrival = await self.admission.enter(run)
             if arrival is not None:
                 await self._fetch(run, arrival)
-            return await asyncio.shield(run.finished)  # the event may come after a cancellation
+            return await asyncio.shield(run.root.finished)  # the event may come after a cancellation
         finally:
             self._interruptible.discard(run)
 
@@ -100,18 +101,15 @@ class RunExecutor:
             transfer = await self._host.receiver.receive(source, run.ticket, arrival)
             span.set(bytes=transfer.received_bytes)
         run.phase = wire.RunStatus.PHASE_RUNNING
-        run.tokens.extend(transfer.output[run.prior_tokens :])
+        output = run.root
+        output.tokens.extend(transfer.output[output.prior_tokens :])
         for entry in transfer.logprobs:
-            if run.prior_tokens <= entry.entry < len(transfer.output):
-                run.logprobs[entry.entry] = logprobs_from_wire(transfer.output[entry.entry], entry)
-        # The engine may have reported steps of the sequence before the fetch returned.
-        early, run.early_tokens = run.early_tokens, []
-        for token in early:
-            run.add_token(token)
-        run.decode_started = _decode_started(run, transfer)
-        run.notify.decode_started(run.request.prompt_len + run.prior_tokens)
-        run.notify.tokens_from(run.prior_tokens, self.step)
-        if run.migration_requested:
+            if output.prior_tokens <= entry.entry < len(transfer.output):
+                output.logprobs[entry.entry] = logprobs_from_wire(transfer.output[entry.entry], entry)
+        output.add_early_tokens()
+        run.notify.arrived(_decode_started(output, transfer))
+        run.notify.tokens_from(output, output.prior_tokens, self.step)
+        if run.offer.is_requested:
             self.migrations.issue_ticket(run)
 
     async def _release(self, run: DecodeRun) -> None:
@@ -119,23 +117,24 @@ class RunExecutor:
             self._host.receiver.decline(self._host.transport.source(run.ticket.address), run.ticket)
         self.migrations.end(run, is_finished=False)
         is_done = asyncio.Event()
-        self._host.loop.post(lambda engine: engine.cancel(run.request.id, run.num_cacheable), then=is_done.set)
+        output = run.root
+        self._host.loop.post(lambda engine: engine.cancel(output.request.id, output.num_cacheable), then=is_done.set)
         await is_done.wait()
 
     def _finish(self, run: DecodeRun) -> None:
-        if run.end is not None or run not in self._runs:
+        if run.has_ended or run not in self._runs:
             return
-        reason = _end_reason(run)
-        if run.truncated_at is not None:
-            if run.finished.done() and run.num_cacheable is not None:  # the cancellation came too late for the engine
-                self.truncate_cached(run, run.num_cacheable)
-            del run.tokens[run.truncated_at :]
+        for output in run.outputs:
+            reason = _end_reason(output)
+            if output.finished.done() and output.num_cacheable is not None:  # cancelled too late for the engine
+                self.truncate_cached(output, output.num_cacheable)
+            output.truncate()
+            output.end = wire.OutputEnd(output=output.index, reason=reason, end_position=output.position)
         run.phase = wire.RunStatus.PHASE_ENDED
-        run.end = wire.OutputEnd(output=run.output, reason=reason, end_position=run.position)
         self.migrations.end(run, is_finished=True)
         self._runs.stop_events(run)
         run.stop_timers()
-        if run.session is None:
+        if run.owner.session is None:
             self.start_orphan_timer(run)
         run.notify.ended()
         if run.is_forgotten:
@@ -148,7 +147,7 @@ class RunExecutor:
 
     def cancel(self, run: DecodeRun, reason: wire.OutputEnd.Reason) -> None:
         """Cancel the run in any phase. Ended follows once all it held is released; the first reason counts."""
-        if run.end is None and run.cancel_reason is None:
+        if not run.has_ended and run.cancel_reason is None:
             run.cancel_reason = reason
             if run in self._interruptible:
                 self._interruptible.discard(run)
@@ -156,13 +155,13 @@ class RunExecutor:
 
     def fail(self, run: DecodeRun, failure: wire.Failure) -> None:
         """End and forget a run before its output is complete."""
-        if run in self._runs and run.end is None:
+        if run in self._runs and not run.has_ended:
             run.notify.failed(failure)
             self._remove(run)
 
     def refuse(self, run: DecodeRun, failure: wire.Failure) -> None:
         """End and forget a run that the engine has not started; its ticket stays valid."""
-        if run in self._runs and run.end is None:
+        if run in self._runs and not run.has_ended:
             run.notify.refused(failure)
             self._remove(run)
 
@@ -174,11 +173,12 @@ class RunExecutor:
 
     def start_orphan_timer(self, run: DecodeRun) -> None:
         run.stop_orphan_timer()
-        run.orphan_timer = asyncio.get_running_loop().call_later(self._host.lease_s, self.drop, run)
+        run.owner.orphan_timer = asyncio.get_running_loop().call_later(self._host.lease_s, self.drop, run)
 
-    def truncate_cached(self, run: DecodeRun, position: int) -> None:
-        tokens = [*run.request.token_ids[: run.request.prompt_len], *run.tokens]
-        self._host.loop.post(lambda engine: engine.evict_cached(tokens, run.request.salt, position))
+    def truncate_cached(self, output: Output, position: int) -> None:
+        request = output.request
+        tokens = [*request.token_ids[: request.prompt_len], *output.tokens]
+        self._host.loop.post(lambda engine: engine.evict_cached(tokens, request.salt, position))
 
     async def close(self) -> None:
         while self._tasks:
@@ -193,8 +193,8 @@ class RunExecutor:
         self.cancel(run, wire.OutputEnd.REASON_CANCELLED)
 
 
-def _decode_started(run: DecodeRun, transfer: TransferResult) -> wire.DecodeStarted:
-    began = run.timeline.scheduled if run.timeline else None
+def _decode_started(output: Output, transfer: TransferResult) -> wire.DecodeStarted:
+    began = output.timeline.scheduled if output.timeline else None
     owned_at = transfer.owned_at if began is None else min(began, transfer.owned_at)
     message = wire.DecodeStarted.Handoff(
         handoff_us=microseconds(owned_at - transfer.opened_at), bytes=transfer.received_bytes
@@ -203,12 +203,12 @@ def _decode_started(run: DecodeRun, transfer: TransferResult) -> wire.DecodeStar
     return wire.DecodeStarted(handoff=message)
 
 
-def _end_reason(run: DecodeRun) -> wire.OutputEnd.Reason:
-    event: SequenceFinished | None = run.finished.result() if run.finished.done() else None
-    is_running = run.phase == wire.RunStatus.PHASE_RUNNING
+def _end_reason(output: Output) -> wire.OutputEnd.Reason:
+    event: SequenceFinished | None = output.finished.result() if output.finished.done() else None
+    is_running = output.run.phase == wire.RunStatus.PHASE_RUNNING
     if event is None or not is_running or event.reason in (FinishReason.CANCELLED, FinishReason.FAILED):
-        return run.cancel_reason or wire.OutputEnd.REASON_CANCELLED
-    return end_reason(event.reason, run.stopping)
+        return output.run.cancel_reason or wire.OutputEnd.REASON_CANCELLED
+    return end_reason(event.reason, output.stopping)
 
 
 def _failure_from(error: HandoffFailed | SequenceAlreadyFinished, sender: wire.Peer) -> wire.Failure:

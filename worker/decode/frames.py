@@ -12,7 +12,7 @@ from decant.runtime.packed import pack
 from decant.worker.wire_codec import logprobs_to_wire
 
 if TYPE_CHECKING:
-    from decant.worker.decode.run import DecodeRun
+    from decant.worker.decode.output import Output
 
 MAX_TOKENS = 65_536
 
@@ -42,14 +42,14 @@ class Frame:
         return message
 
 
-def replay_frames(run: DecodeRun, start: int, step: int) -> Iterator[wire.WorkerMessage]:
-    for first in range(start, len(run.tokens), MAX_TOKENS):
+def replay_frames(output: Output, start: int, step: int) -> Iterator[wire.WorkerMessage]:
+    for first in range(start, len(output.tokens), MAX_TOKENS):
         frame = Frame()
-        frame.tokens = run.tokens[first : first + MAX_TOKENS]
+        frame.tokens = output.tokens[first : first + MAX_TOKENS]
         count = len(frame.tokens)
-        frame.slots = array("I", [run.slot]) * count
-        position = run.request.prompt_len + first
+        frame.slots = array("I", [output.slot]) * count
+        position = output.request.prompt_len + first
         frame.positions = array("I", range(position, position + count))
-        indexes = (index for index in range(first, first + count) if index in run.logprobs)
-        frame.logprobs.extend(logprobs_to_wire(index - first, run.logprobs[index]) for index in indexes)
+        indexes = (index for index in range(first, first + count) if index in output.logprobs)
+        frame.logprobs.extend(logprobs_to_wire(index - first, output.logprobs[index]) for index in indexes)
         yield frame.message(step)

@@ -10,6 +10,7 @@ from functools import partial
 
 from decant.handoff.leases import Lease
 from decant.protos import worker_pb2 as wire
+from decant.worker.decode.output import Output
 from decant.worker.decode.run import DecodeRun
 from decant.worker.decode.run_table import RunTable
 from decant.worker.engine_host import EngineHost
@@ -24,45 +25,49 @@ class MigrationSource:
 
     def issue_ticket(self, run: DecodeRun) -> None:
         """Send the owner a ticket: the same one while it is live and unopened."""
-        if run.migration_ticket is None:
-            ticket = self._host.new_ticket(run.ref, run.request, run.position)
-            logprobs = partial(_logprobs, run)
-            name, prompt = run.request.id, run.request.prompt_len
-            run.migration_ticket = self._host.sender.issue(ticket, name, prompt, logprobs, is_live=True)
+        if run.offer.ticket is None:
+            output = run.root
+            ticket = self._host.new_ticket(run.ref, output.request, output.position)
+            logprobs = partial(_logprobs, output)
+            name, prompt = output.request.id, output.request.prompt_len
+            run.offer.ticket = self._host.sender.issue(ticket, name, prompt, logprobs, is_live=True)
             run.span.event("migration offered")
-        lease = self._host.sender.leases.find(run.migration_ticket.id)
-        if run.session is not None and lease is not None and not lease.is_opened:
-            run.session.send(wire.WorkerMessage(ticket=run.migration_ticket))
+        lease = self._host.sender.leases.find(run.offer.ticket.id)
+        if run.owner.session is not None and lease is not None and not lease.is_opened:
+            run.owner.session.send(wire.WorkerMessage(ticket=run.offer.ticket))
 
     def withdraw(self, run: DecodeRun) -> None:
-        run.migration_requested = False
-        if run.migration_ticket is None:
+        run.offer.is_requested = False
+        if run.offer.ticket is None:
             return
-        if self._host.sender.leases.find(run.migration_ticket.id) is None:
+        if self._host.sender.leases.find(run.offer.ticket.id) is None:
             self._fail(run, _migration_failure("the target was lost"))
             return
         failure = wire.Failure(cause=wire.CAUSE_RECLAIMED, detail="the owner withdrew the ticket")
-        self._host.sender.reclaim(run.migration_ticket.id, failure)
+        self._host.sender.reclaim(run.offer.ticket.id, failure)
 
     def is_committed(self, run: DecodeRun) -> bool:
-        if run.migration_ticket is None:
+        if run.offer.ticket is None:
             return False
-        lease = self._host.sender.leases.find(run.migration_ticket.id)
+        lease = self._host.sender.leases.find(run.offer.ticket.id)
         return lease is None or lease.is_committed
 
     def end(self, run: DecodeRun, *, is_finished: bool) -> None:
         """End the offer of a run; if its output ``is_finished``, an open fetch reports that nothing is left."""
-        lease = None if run.migration_ticket is None else self._host.sender.leases.find(run.migration_ticket.id)
+        lease = None if run.offer.ticket is None else self._host.sender.leases.find(run.offer.ticket.id)
         if lease is not None and not (is_finished and lease.is_opened):
             failure = wire.Failure(cause=wire.CAUSE_RECLAIMED, detail="the run has ended at its source")
             self._host.sender.reclaim(lease.ticket.id, failure)
 
     def on_lease_end(self, lease: Lease) -> None:
-        run = self._runs.by_sequence.get(lease.sequence)
-        if run is None or run.migration_ticket is None or run.migration_ticket.id != lease.ticket.id:
+        output = self._runs.by_sequence.get(lease.sequence)
+        if output is None:
+            return
+        run = output.run
+        if run.offer.ticket is None or run.offer.ticket.id != lease.ticket.id:
             return
         if not lease.is_committed:
-            run.migration_ticket = None
+            run.offer.ticket = None
         elif not lease.is_owned and run.cancel_reason is None:
             self._fail(run, _migration_failure(lease.failure.detail if lease.failure else "the target released it"))
 
@@ -71,5 +76,5 @@ def _migration_failure(detail: str) -> wire.Failure:
     return wire.Failure(cause=wire.CAUSE_OWNER_LOST, detail=f"migrated, and no worker has it: {detail}")
 
 
-def _logprobs(run: DecodeRun) -> Iterable[wire.TokenLogprobs]:
-    return [logprobs_to_wire(index, logprobs) for index, logprobs in run.logprobs.items()]
+def _logprobs(output: Output) -> Iterable[wire.TokenLogprobs]:
+    return [logprobs_to_wire(index, logprobs) for index, logprobs in output.logprobs.items()]

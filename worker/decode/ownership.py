@@ -24,7 +24,7 @@ class RunOwnership:
     def attach(
         self, run: DecodeRun, session: RouterSession, ref: wire.Run, resume: Iterable[wire.ResumePosition] = ()
     ) -> wire.RunStatus:
-        if run.session is not session:
+        if run.owner.session is not session:
             run.notify.superseded(ref.epoch)
             run.detach()
             run.attach(session)
@@ -34,29 +34,29 @@ class RunOwnership:
 
     def ensure_attached(self, run: DecodeRun, session: RouterSession, ref: wire.Run) -> None:
         """Attach a run for messages other than Start, Adopt and Hello; a new session gets the run's status."""
-        is_new = run.session is not session
+        is_new = run.owner.session is not session
         status = self.attach(run, session, ref)
         if is_new:
             session.send(wire.WorkerMessage(run_status=status))
 
     def catch_up(self, run: DecodeRun, resume: Iterable[wire.ResumePosition]) -> None:
         run.notify.catch_up(resume, self._executor.step)
-        if run.migration_ticket is not None and run.migration_ticket.run.epoch != run.ref.epoch:
+        if run.offer.ticket is not None and run.offer.ticket.run.epoch != run.ref.epoch:
             self._executor.migrations.withdraw(run)
 
     def detach(self, session: RouterSession) -> None:
         for run in self._runs:
-            if run.session is session:
+            if run.owner.session is session:
                 run.detach()
                 self._executor.start_orphan_timer(run)
 
     def orphans_of(self, router: wire.Peer) -> list[DecodeRun]:
         """Orphans of earlier sessions of this incarnation; those of earlier incarnations can be adopted."""
-        return [run for run in self._runs if run.session is None and same_incarnation(run.router, router)]
+        return [run for run in self._runs if run.owner.session is None and same_incarnation(run.owner.router, router)]
 
     def unopened_tickets_of(self, session: RouterSession) -> list[bytes]:
         waiting = wire.RunStatus.PHASE_WAITING
-        runs = (run for run in self._runs if run.session is session and run.phase == waiting)
+        runs = (run for run in self._runs if run.owner.session is session and run.phase == waiting)
         return [run.ticket.id for run in runs if run.ticket is not None]
 
     def on_new_epoch(self, ref: wire.Run) -> None:

@@ -54,13 +54,14 @@ class DecodeRunManager(HostHandler):
         if run is None:
             self.runs.add_tombstone(cancel.run, self._host.lease_s)
             return
-        if cancel.HasField("output") and cancel.output != run.output:
+        if cancel.HasField("output") and run.output(cancel.output) is None:
             return
         self.ownership.ensure_attached(run, session, cancel.run)
         if cancel.HasField("end_position"):
-            run.truncated_at = run.index_of(cancel.end_position)
-            if run.end is not None:
-                self.executor.truncate_cached(run, cancel.end_position)
+            output = run.root
+            output.truncated_at = output.index_of(cancel.end_position)
+            if output.end is not None:
+                self.executor.truncate_cached(output, cancel.end_position)
         run.notify.ended()
         is_late = cancel.reason == wire.Cancel.REASON_DEADLINE
         reason = wire.OutputEnd.REASON_DEADLINE if is_late else wire.OutputEnd.REASON_CANCELLED
@@ -81,12 +82,12 @@ class DecodeRunManager(HostHandler):
 
     def migrate(self, session: RouterSession, migrate: wire.Migrate) -> None:
         run = self._find(session, migrate.run)
-        if run is None or migrate.output != run.output:
+        if run is None or run.output(migrate.output) is None:
             return
         self.ownership.ensure_attached(run, session, migrate.run)
         if migrate.withdrawn:
             self.executor.migrations.withdraw(run)
-        elif run.end is None and run.cancel_reason is None:
+        elif not run.has_ended and run.cancel_reason is None:
             self._offer(run)
 
     def _offer(self, run: DecodeRun) -> None:
@@ -96,13 +97,13 @@ class DecodeRunManager(HostHandler):
             detail = "the run has not begun: start it elsewhere"
             self.executor.refuse(run, wire.Failure(cause=wire.CAUSE_DRAINING, detail=detail))
         else:
-            run.migration_requested = True  # its cache is being fetched
+            run.offer.is_requested = True  # its cache is being fetched
 
     def forget(self, ref: wire.Run) -> None:
         run = self.runs.get(ref)
         if run is None:
             return
-        if run.end is not None or self.executor.migrations.is_committed(run):
+        if run.has_ended or self.executor.migrations.is_committed(run):
             self.executor.drop(run)
         else:
             run.is_forgotten = True
@@ -117,23 +118,24 @@ class DecodeRunManager(HostHandler):
 
     # -- events of the host -------------------------------------------------------------------------------------
 
-    def on_step(self, output: StepOutput) -> None:
-        self.executor.step = output.step
-        runs = self.runs.by_sequence
-        for started in output.started:
-            if run := runs.get(started.id):
-                run.timeline = started.timeline
+    def on_step(self, step: StepOutput) -> None:
+        self.executor.step = step.step
+        outputs = self.runs.by_sequence
+        for started in step.started:
+            if output := outputs.get(started.id):
+                output.timeline = started.timeline
+                run = output.run
                 if run.ticket is None:
                     run.phase = wire.RunStatus.PHASE_RUNNING
                     run.notify.scheduled(started.cached)
-        for part in output.prompt_logprobs:
-            if run := runs.get(part.id):
-                run.notify.prompt_logprobs(part)
-        send_step_tokens(runs, output.tokens, output.step)
-        for ended in output.ended:
-            if run := runs.get(ended.id):
-                run.on_finished(ended)
-        self.executor.admission.on_step(output)
+        for part in step.prompt_logprobs:
+            if output := outputs.get(part.id):
+                output.run.notify.prompt_logprobs(part)
+        send_step_tokens(outputs, step.tokens, step.step)
+        for ended in step.ended:
+            if output := outputs.get(ended.id):
+                output.on_finished(ended)
+        self.executor.admission.on_step(step)
 
     def on_crash(self, stopped: EngineStopped) -> None:
         for run in self.runs:

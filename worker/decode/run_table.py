@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 
 from decant.protos import worker_pb2 as wire
+from decant.worker.decode.output import Output
 from decant.worker.decode.run import DecodeRun, Key, key_of
 from decant.worker.epochs import Epochs
 
@@ -15,7 +16,7 @@ class RunTable:
         self.cancel_tombstones: dict[Key, tuple[int, asyncio.TimerHandle]] = {}  # epoch and expiry
         self._epochs = epochs
         self._runs: dict[Key, DecodeRun] = {}
-        self._by_sequence: dict[str, DecodeRun] = {}
+        self._by_sequence: dict[str, Output] = {}
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -32,17 +33,19 @@ class RunTable:
         return self._runs.get(key_of(ref))
 
     @property
-    def by_sequence(self) -> dict[str, DecodeRun]:
+    def by_sequence(self) -> dict[str, Output]:
         return self._by_sequence
 
     def add(self, run: DecodeRun) -> None:
         self._empty.clear()
         self._runs[run.key] = run
         self._epochs.hold(run.ref)
-        self._by_sequence[run.request.id] = run
+        for output in run.outputs:
+            self._by_sequence[output.request.id] = output
 
     def stop_events(self, run: DecodeRun) -> None:
-        self._by_sequence.pop(run.request.id, None)
+        for output in run.outputs:
+            self._by_sequence.pop(output.request.id, None)
 
     def remove(self, run: DecodeRun) -> None:
         run.stop_timers()

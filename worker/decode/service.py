@@ -55,7 +55,8 @@ class DecodeService(services.DecodeServicer):
 
     def runs(self) -> Iterator[tuple[wire.Run, int, wire.RunStatus.Phase, str]]:
         for run in dict.fromkeys((*self.run_manager.runs, *self.run_manager.executor.executing)):
-            yield run.ref, run.output, run.phase, run.request.id
+            for output in run.outputs:
+                yield run.ref, output.index, run.phase, output.request.id
 
     @property
     def sessions(self) -> int:
@@ -67,7 +68,7 @@ class DecodeService(services.DecodeServicer):
 
     @property
     def orphans(self) -> int:
-        return sum(run.session is None and run.end is None for run in self.run_manager.runs)
+        return sum(run.owner.session is None and not run.has_ended for run in self.run_manager.runs)
 
     @property
     def cancel_tombstones(self) -> int:
@@ -75,7 +76,7 @@ class DecodeService(services.DecodeServicer):
 
     @property
     def ended_runs(self) -> int:
-        return sum(run.end is not None for run in self.run_manager.runs)
+        return sum(run.has_ended for run in self.run_manager.runs)
 
     async def drain(self) -> None:
         self._host.draining = True

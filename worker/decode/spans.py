@@ -13,8 +13,8 @@ def run_span(run: DecodeRun) -> Iterator[None]:
         try:
             yield
         finally:
-            span.set(output_tokens=len(run.tokens))
-            if (timeline := run.timeline) is not None:
+            span.set(output_tokens=sum(len(output.tokens) for output in run.outputs))
+            if (timeline := run.root.timeline) is not None:
                 now = time.monotonic()
                 if timeline.scheduled is not None:
                     span.event("scheduled", now - timeline.scheduled)

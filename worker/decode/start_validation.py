@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import count
+from typing import TypeVar
 
 from decant.protos import worker_pb2 as wire
 from decant.runtime.telemetry import tracing
@@ -10,6 +11,8 @@ from decant.worker.decode.run import DecodeRun, key_of
 from decant.worker.decode.run_table import RunTable
 from decant.worker.engine_host import EngineHost
 from decant.worker.wire_codec import RequestRejected, queue_key, to_request
+
+_Message = TypeVar("_Message", wire.Run, wire.Stopping, wire.Ticket)
 
 
 class StartValidator:
@@ -30,14 +33,15 @@ class StartValidator:
         if tokens > self._host.context_length:
             detail = f"{tokens} tokens in all; the maximum context length is {self._host.context_length}"
             raise rejected(wire.CAUSE_NEVER_FITS, detail)
-        # Copies: a submessage keeps its whole message alive, prompt included.
-        run = DecodeRun(wire.Run(), request, wire.Stopping(), (queue_key(engine_request, now), number), now)
-        run.ref.CopyFrom(ref)
-        run.stopping.CopyFrom(engine_request.stopping)
+        run = DecodeRun(
+            _copy(ref),
+            request,
+            _copy(engine_request.stopping),
+            (queue_key(engine_request, now), number),
+            now,
+            _copy(start.ticket) if start.HasField("ticket") else None,
+        )
         run.span = tracing.span("decode", engine_request.traceparent, worker=self._host.peer.id)
-        if start.HasField("ticket"):
-            run.ticket = wire.Ticket()
-            run.ticket.CopyFrom(start.ticket)
         return run
 
     def _check_now(self, start: wire.Start) -> None:
@@ -54,3 +58,10 @@ class StartValidator:
             raise rejected(wire.CAUSE_LAYOUT_DIFFERS, f"layout hash {ticket.layout_hash:x}, not {layout_hash:x}")
         if ticket.salt != start.engine_request.salt:
             raise rejected(wire.CAUSE_SALT_DIFFERS, "the salts of ticket and request differ")
+
+
+def _copy(submessage: _Message) -> _Message:
+    """Copy a submessage, which keeps its whole message alive, prompt included."""
+    copy = type(submessage)()
+    copy.CopyFrom(submessage)
+    return copy
