@@ -71,7 +71,7 @@ class DecodeLeg(Leg):
         """Release the leg once another worker has the run with all its tokens."""
         self._is_closed = True
         self._release()
-        self.worker.session.runs.forget(self._subscription)
+        self.worker.session.forget(self._subscription)
 
     def _release(self) -> None:
         self._drop_ticket()
@@ -80,7 +80,7 @@ class DecodeLeg(Leg):
 
     def _leave(self, cancel: wire.Cancel | None) -> None:
         if cancel is not None:
-            self.worker.session.runs.abandon(self._subscription, cancel)
+            self.worker.session.abandon(self._subscription, cancel)
 
     def _drop_ticket(self) -> None:
         if self._ticket is not None:

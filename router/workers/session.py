@@ -11,26 +11,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.router.timings import WorkerTimings
-from decant.router.workers.connection import Connection
+from decant.router.workers.liveness import Liveness
 from decant.router.workers.outgoing import Outgoing
 from decant.router.workers.session_runs import SessionRuns
-from decant.router.workers.stream_io import StreamBroken
+from decant.router.workers.stream_io import StreamBroken, read, write
 from decant.router.workers.subscription import RunSubscription, SessionDependent, SessionObserver, key_of
-from decant.runtime.connections.heartbeat import LoopTimer
-from decant.runtime.connections.peer import UnknownMessages
+from decant.runtime.connections.heartbeat import LoopTimer, loop_timeout
+from decant.runtime.connections.peer import UnknownMessages, same_incarnation
 from decant.runtime.error_details import Reason
+from decant.runtime.serving.shutdown import race
 from decant.runtime.telemetry import logs
 
 _log = logs.get(__name__)
 
 
 class WorkerSession:
+    """Connects to a worker, sends what legs ask for, and dispatches what it receives to their runs.
+
+    ``WorkerMembership`` owns it and runs it. It calls legs, which are listeners of runs, and one observer; it uses
+    ``Outgoing``, the messages to send, and ``SessionRuns``, the runs, neither of which knows the session.
+    """
+
     def __init__(
         self,
         router: wire.Peer,
@@ -57,8 +65,9 @@ class WorkerSession:
         self._observer = observer
         self._timings = timings
         self._outgoing = Outgoing(timings.forget_batch)
-        self.runs = SessionRuns(worker.id, self._outgoing)
-        self._connection: Connection | None = None
+        self._runs = SessionRuns(worker.id, self._outgoing)
+        self._liveness: Liveness | None = None
+        """Of the present connection."""
         self._reconnect_grace: LoopTimer | None = None
 
     @property
@@ -67,30 +76,37 @@ class WorkerSession:
 
     @property
     def is_usable(self) -> bool:
-        connection = self._connection
-        return self._outgoing.is_open and (connection is None or connection.is_healthy)
+        return self._outgoing.is_open and (self._liveness is None or self._liveness.is_healthy)
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.runs.table or self.dependents)
+        return bool(self._runs.table or self.dependents)
 
     @property
     def is_suspect(self) -> bool:
-        return self._connection is not None and self._connection.heartbeat_monitor.is_suspect
+        return self._liveness is not None and self._liveness.messages.is_suspect
 
     @property
     def is_stuck(self) -> bool:
-        return self._connection is not None and self._connection.step_detector.is_stuck
+        return self._liveness is not None and self._liveness.step.is_stuck
 
-    # What the router sends
+    # What legs ask for
 
     def start(self, run: RunSubscription) -> None:
         """Start or adopt a run, in the next session if none is open."""
-        self.runs.table.add(run)
+        self._runs.table.add(run)
         if self.is_open:
             self._outgoing.send(run.opening_message())
         else:
             self._start_reconnect_grace()
+
+    def abandon(self, run: RunSubscription, cancel: wire.Cancel) -> None:
+        """Cancel a run in any state; its listener gets no more events."""
+        self._runs.abandon(run, cancel)
+
+    def forget(self, run: RunSubscription) -> None:
+        """Let the worker forget a run that another worker has, with all its tokens."""
+        self._runs.forget(run)
 
     def migrate(self, message: wire.Migrate) -> None:
         if self.is_open:
@@ -104,7 +120,7 @@ class WorkerSession:
         self.is_final = True
         self._outgoing.finish()
 
-    # Its connections
+    # Connections
 
     async def run(self, is_wanted: Callable[[], bool]) -> None:
         """Keep the session open while it is wanted, which is checked after each break; then fail what is left."""
@@ -121,10 +137,12 @@ class WorkerSession:
             self._give_up()
 
     async def _run_connection(self) -> bool:
-        connection = self._connection = Connection(self._stub.Session(), self._outgoing, self, self._timings)
-        is_lost = False
+        """Connect once, until the connection breaks; return whether the worker sent its welcome."""
+        call, is_lost = self._stub.Session(), False
+        self._liveness = Liveness(self._timings)
         try:
-            await connection.run()
+            await self._open(call)
+            await race(self._receive(call), self._outgoing.write(call), self._send_heartbeats(self._liveness))
         except (StreamBroken, TimeoutError) as error:
             self._log_break(error)
             is_lost = isinstance(error, StreamBroken) and error.is_of_dead_process
@@ -133,15 +151,66 @@ class WorkerSession:
             is_lost = True
         finally:
             was_open = self.is_open
-            self._connection = None
-            connection.close()
+            self._liveness = None
+            self._outgoing.close()
+            call.cancel()
             self.attempted.set()
-            self.runs.table.clear_slots()
+            self._runs.table.clear_slots()
             if self.is_busy:
                 self._start_reconnect_grace()
         if is_lost:
             self._give_up()
         return was_open
+
+    async def _open(self, call: Any) -> None:
+        self._outgoing.begin()
+        owned = self._runs.owned()
+        async with loop_timeout(self._timings.welcome_s):
+            hello = wire.Hello(router=self._router, worker=self.worker, owned=owned)
+            await write(call, wire.RouterMessage(hello=hello))
+            answer = await read(call)
+        if answer is None or not answer.HasField("welcome"):
+            raise StreamBroken("no welcome")
+        welcome = answer.welcome
+        if not same_incarnation(welcome.worker, self.worker):
+            raise StreamBroken("the welcome is of another incarnation", Reason.WRONG_PEER)
+        self._outgoing.open(list(welcome.orphans))
+        self._end_reconnect_grace()
+        self.break_reason = ""
+        self.attempted.set()
+        self._runs.on_welcome(welcome, {key_of(each.run) for each in owned})
+        _log.info("session opened", worker=self.worker.id, runs=len(welcome.runs), orphans=len(welcome.orphans))
+        self._observer.on_opened(self)
+
+    async def _receive(self, call: Any) -> None:
+        while (message := await read(call)) is not None:
+            self.on_message(message)
+
+    async def _send_heartbeats(self, liveness: Liveness) -> None:
+        while True:
+            await asyncio.sleep(self._timings.heartbeat_s)
+            liveness.messages.tick()
+            if liveness.messages.is_lost:
+                raise StreamBroken("no message was received for too long")
+            self._outgoing.heartbeat(wire.Heartbeat(renew=self.unclaimed | self.renewed))
+            self.renewed.clear()
+
+    def on_message(self, message: wire.WorkerMessage) -> None:
+        if self._liveness is not None:
+            self._liveness.on_message(message)
+        if self._runs.handle(message):
+            return
+        if not message.HasField("heartbeat"):
+            self.unknown.ignore()
+            return
+        heartbeat = message.heartbeat
+        if self._liveness is not None and self._liveness.step.is_lost and self.is_busy:
+            age_ms = heartbeat.step_age_ms
+            _log.warning("a step is stuck, its runs go elsewhere", worker=self.worker.id, age_ms=age_ms)
+            self._give_up(f"its step is stuck: {age_ms} ms old")
+        self._observer.on_heartbeat(self, heartbeat)
+        if heartbeat.load.draining:
+            self._runs.on_draining()
 
     def _log_break(self, error: Exception) -> None:
         self.break_reason = str(error) or "no welcome in time"
@@ -163,39 +232,6 @@ class WorkerSession:
 
     def _give_up(self, detail: str = "the session broke and was not opened again") -> None:
         self._end_reconnect_grace()
-        self.runs.fail_all(detail)
+        self._runs.fail_all(detail)
         for dependent in list(self.dependents):
             dependent.on_session_lost()
-
-    # Called by its connection
-
-    def hello(self) -> wire.Hello:
-        return wire.Hello(router=self._router, worker=self.worker, owned=self.runs.owned())
-
-    def on_welcome(self, hello: wire.Hello, welcome: wire.Welcome) -> None:
-        self._end_reconnect_grace()
-        self.break_reason = ""
-        self.attempted.set()
-        self.runs.on_welcome(welcome, {key_of(owned.run) for owned in hello.owned})
-        _log.info("session opened", worker=self.worker.id, runs=len(welcome.runs), orphans=len(welcome.orphans))
-        self._observer.on_opened(self)
-
-    def on_message(self, message: wire.WorkerMessage) -> None:
-        if self.runs.handle(message):
-            return
-        if not message.HasField("heartbeat"):
-            self.unknown.ignore()
-            return
-        heartbeat = message.heartbeat
-        if self._connection is not None and self._connection.step_detector.is_lost and self.is_busy:
-            age_ms = heartbeat.step_age_ms
-            _log.warning("a step is stuck, its runs go elsewhere", worker=self.worker.id, age_ms=age_ms)
-            self._give_up(f"its step is stuck: {age_ms} ms old")
-        self._observer.on_heartbeat(self, heartbeat)
-        if heartbeat.load.draining:
-            self.runs.on_draining()
-
-    def next_heartbeat(self) -> wire.Heartbeat:
-        heartbeat = wire.Heartbeat(renew=self.unclaimed | self.renewed)
-        self.renewed.clear()
-        return heartbeat

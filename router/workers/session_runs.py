@@ -26,7 +26,6 @@ class SessionRuns:
         return [run.owned() for run in self.table]
 
     def abandon(self, run: RunSubscription, cancel: wire.Cancel) -> None:
-        """Cancel a run in any state; its listener gets no more events."""
         if self.table.remove(run):
             self._outgoing.cancel(cancel)
 

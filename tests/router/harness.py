@@ -210,7 +210,7 @@ async def core(
         assert not any(pool.waiting_lines.values())
         for worker in list(pool.membership):
             assert not worker.session.is_busy
-            assert not worker.session.runs.table.by_slot
+            assert not worker.session._runs.table.by_slot
             assert worker.load.queued_tokens.own == worker.load.sequences.own == 0
     del registrations
 

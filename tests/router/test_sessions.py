@@ -186,7 +186,7 @@ async def test_a_start_that_never_arrived_is_sent_again_and_one_that_did_has_fai
         await until(lambda: len(unanswered.stream.outputs[0].tokens) == 2)
         await until(lambda: known.events and isinstance(known.events[-1], wire.Failed))
         assert known.events[-1].failure.cause == wire.CAUSE_UNKNOWN_RUN
-        opened.runs.abandon(
+        opened._runs.abandon(
             unanswered.following, wire.Cancel(run=unanswered.following.run, reason=wire.Cancel.REASON_CLIENT)
         )
 
@@ -215,7 +215,7 @@ async def test_a_cancel_while_no_session_is_open_reaches_the_worker_with_the_nex
         worker.break_session()
         await until(lambda: len(worker.hellos) == 2 if is_greeted else not opened.is_open)
         cancel = wire.Cancel(run=run.following.run, reason=wire.Cancel.REASON_STOP_STRING, end_position=4)
-        opened.runs.abandon(run.following, cancel)
+        opened._runs.abandon(run.following, cancel)
         worker.script.refuse_sessions = False
         worker.go.set()
         await until(lambda: worker.cancels)
@@ -363,8 +363,8 @@ async def test_a_stuck_step_is_far_older_than_others_of_its_size() -> None:
         await until(lambda: opened.is_stuck)
         worker.script.stuck_ms = 1_900
         await until(lambda: not opened.is_stuck)
-        assert opened._connection is not None
-        opened._connection.step_detector.update(wire.Heartbeat(step_age_ms=30_000, longest_step_ms=4_000))
+        assert opened._liveness is not None
+        opened._liveness.step.update(wire.Heartbeat(step_age_ms=30_000, longest_step_ms=4_000))
         assert not opened.is_stuck, "its like take as long"
         assert watcher.loads > 0
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
 
 import grpc
 
@@ -29,13 +28,6 @@ class DecodeService(services.DecodeServicer):
         self.run_manager = DecodeRunManager(host)
         self._sessions: dict[str, RouterSession] = {}  # by the router's id
         self._is_drained = False
-        self._commands: dict[str, Callable[[RouterSession, Any], None]] = {
-            "start": self.run_manager.start,
-            "cancel": self.run_manager.cancel,
-            "adopt": self.run_manager.adopt,
-            "resend": self.run_manager.resend,
-            "migrate": self.run_manager.migrate,
-        }
 
     async def Session(  # noqa: N802 - the name on the wire
         self, requests: AsyncIterator[wire.RouterMessage], context: _Context
@@ -143,22 +135,35 @@ class DecodeService(services.DecodeServicer):
     # -- messages -----------------------------------------------------------------------------------------------
 
     def _handle(self, session: RouterSession, message: wire.RouterMessage) -> None:
-        kind = message.WhichOneof("message")
-        if kind == "forget":
-            for ref in message.forget.runs:
-                if self._owns(session, ref):
-                    self.run_manager.forget(ref)
-        elif kind == "heartbeat":
-            for ticket in message.heartbeat.renew:
-                self._host.sender.leases.renew_unopened(ticket)
-        elif kind in self._commands:
-            command = getattr(message, kind)
-            if self._owns(session, command.run):
-                self._commands[kind](session, command)
-        elif kind is None:
-            session.unknown.ignore()
-        else:
-            raise InvalidArgument("message", "hello once, as the first", kind)
+        match message.WhichOneof("message"):
+            case "forget":
+                for ref in message.forget.runs:
+                    if self._owns(session, ref):
+                        self.run_manager.forget(ref)
+            case "heartbeat":
+                for ticket in message.heartbeat.renew:
+                    self._host.sender.leases.renew_unopened(ticket)
+            case "hello":
+                raise InvalidArgument("message", "hello once, as the first", "hello")
+            case None:
+                session.unknown.ignore()
+            case _:
+                self._handle_command(session, message)
+
+    def _handle_command(self, session: RouterSession, message: wire.RouterMessage) -> None:
+        """Pass a command to the manager of runs, unless another router owns the request."""
+        manager = self.run_manager
+        match message.WhichOneof("message"):
+            case "start" if self._owns(session, message.start.run):
+                manager.start(session, message.start)
+            case "cancel" if self._owns(session, message.cancel.run):
+                manager.cancel(session, message.cancel)
+            case "adopt" if self._owns(session, message.adopt.run):
+                manager.adopt(session, message.adopt)
+            case "resend" if self._owns(session, message.resend.run):
+                manager.resend(session, message.resend)
+            case "migrate" if self._owns(session, message.migrate.run):
+                manager.migrate(session, message.migrate)
 
     def _owns(self, session: RouterSession, ref: wire.Run) -> bool:
         refusal = self._refusal(ref)
