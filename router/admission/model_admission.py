@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from bisect import bisect_right, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from decant.router.admission.output_length import OutputLengths
@@ -45,8 +45,8 @@ class AcceptedRequest:
     order: float
     priority: int
     deadline: Deadline
-    tokens: Sequence[int] = ()
-    """Output so far, which grows."""
+    num_tokens: Callable[[], int] = lambda: 0
+    """Number of output tokens so far."""
     expected_tokens: float = 1.0
     """Of its output, as it was accepted."""
 
@@ -186,13 +186,13 @@ class ModelAdmission:
     # Start
 
     def accepted(
-        self, size: RequestSize, priority: int, deadline: Deadline, tokens: Sequence[int] = ()
+        self, size: RequestSize, priority: int, deadline: Deadline, num_tokens: Callable[[], int] = lambda: 0
     ) -> AcceptedRequest:
-        """Describe a request to ``enter``; ``tokens`` is its output, which grows."""
+        """Describe a request to ``enter``; ``num_tokens`` returns the number of its output tokens so far."""
         now, left = self._now(), deadline.remaining()
         due = math.inf if left is None else now + left
         expected = self.lengths.mean(size)
-        return AcceptedRequest(size, due, queue_key(now, priority), priority, deadline, tokens, expected)
+        return AcceptedRequest(size, due, queue_key(now, priority), priority, deadline, num_tokens, expected)
 
     async def enter(self, request: AcceptedRequest) -> StartedRequest:
         """Wait until the request may start. Raises QueueFull, and DeadlineExceeded once it can't end in time.
@@ -275,7 +275,7 @@ class ModelAdmission:
         left = request.due - self._now()
         if left == math.inf:
             return
-        remaining = max(1.0, self.lengths.high(size) * (1 - len(request.tokens) / max(1, size.max_tokens)))
+        remaining = max(1.0, self.lengths.high(size) * (1 - request.num_tokens() / max(1, size.max_tokens)))
         allowed = RUNNING_SHARE * left / remaining
         if allowed > state.capacity.seconds_per_token(state.capacity.decode_workers):
             state.sequence_limit = min(state.sequence_limit, state.capacity.sequences_within(allowed))

@@ -140,7 +140,7 @@ class Execution:
         if self._finish is not None and not self.is_superseded:
             end = self._finish
         if isinstance(end, Finish):
-            self._admission.learn(self._request.size, len(self.stream.tokens), self.stream.cached_tokens)
+            self._admission.learn(self._request.size, self.stream.num_tokens, self.stream.cached_tokens)
         was_recorded, self.phase = self.is_recorded, Phase.ENDED
         self.stream.end = end
         self.stream.notify()
@@ -238,7 +238,7 @@ class Execution:
     def _accepted_request(self) -> AcceptedRequest:
         request = self._request
         priority = request.engine_request.priority
-        return self._admission.accepted(request.size, priority, request.deadline, self.stream.tokens)
+        return self._admission.accepted(request.size, priority, request.deadline, lambda: self.stream.num_tokens)
 
     async def _record(self) -> None:
         key = self._request.key

@@ -90,7 +90,7 @@ class Load:
         try:
             self.admission.check(size, priority, deadline)
             output: list[int] = []
-            request = self.admission.accepted(size, priority, deadline, output)
+            request = self.admission.accepted(size, priority, deadline, lambda: len(output))
             async with asyncio.timeout(seconds) as limit:
                 started = await self.admission.enter(request)
                 try:

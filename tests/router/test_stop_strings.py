@@ -134,10 +134,10 @@ async def stopped(tokens: list[int], **fields: Any) -> tuple[str, Finish | None]
     for place, token in enumerate(tokens):
         writer.write(request.prompt_tokens + place, token)
         await settle()
-    stream.end = writer.stopped or Finish(pb.FINISH_REASON_LENGTH)
+    stream.end = writer.finish or Finish(pb.FINISH_REASON_LENGTH)
     stream.notify()
     await task
-    return reader.text, writer.stopped
+    return reader.text, writer.finish
 
 
 @pytest.mark.parametrize("skip", [True, False])

@@ -88,7 +88,7 @@ async def test_a_router_that_makes_the_same_prompt_of_a_request_continues_it(sto
     await left_behind(store, *answer(PROMPT, 2), prompt_hash=recorded)
     async with fleet(P, D) as workers, core(store, workers) as harness:
         stream = await until_ended(await harness.requests.resume(KEY))
-        assert stream.tokens[:2] == answer(PROMPT, 2)
+        assert stream.outputs[0].tokens[:2] == answer(PROMPT, 2)
 
 
 async def test_a_worker_names_the_routers_that_it_has_sessions_with(store: Store) -> None:
