@@ -143,7 +143,8 @@ def _normalized(heads: torch.Tensor, norm: Norm | None) -> torch.Tensor:
 
 def _adds(linear: nn.Linear) -> bool:
     """Whether torch's product can add to another tensor: not with a bias, and not if another forward computes it."""
-    return linear.bias is None and "forward" not in vars(linear)
+    bias: torch.Tensor | None = linear.bias  # torch declares a tensor
+    return bias is None and "forward" not in vars(linear)
 
 
 class Parts:

@@ -10,6 +10,9 @@ _GAIN = 0.25
 _DECAY = 0.95
 """The same, of what came before, for steps: half of their weight is as old as 14 heartbeats."""
 
+MAX_DELAY_SECONDS = 10.0
+"""Delay of a heartbeat, by which the next one may seem to cover more time than has passed."""
+
 
 class WorkerRates:
     """Rates from heartbeats, so that they include all that slows the worker down.
@@ -26,6 +29,7 @@ class WorkerRates:
         self._measured_s = 0.0
         self._expected_s = 0.0
         self._load: wire.Load | None = None
+        self._first: tuple[float, int] | None = None  # time and busy microseconds of the first load
         self._prompts: tuple[float, int] | None = None  # time, tokens computed until then
 
     @property
@@ -52,10 +56,13 @@ class WorkerRates:
         that the worker has computed.
         """
         if heartbeat.HasField("load"):
-            self._add_steps(heartbeat.load)
+            self._add_steps(heartbeat.load, now)
         self._add_prompts(now, queued_tokens, computed_tokens)
 
-    def _add_steps(self, load: wire.Load) -> None:
+    def _add_steps(self, load: wire.Load, now: float) -> None:
+        began_at, began_us = self._first = self._first or (now, load.busy_us)
+        if load.busy_us - began_us > (now - began_at + MAX_DELAY_SECONDS) * 1e6:
+            return  # a worker is not busy for longer than it has time
         before, self._load = self._load, wire.Load()
         self._load.CopyFrom(load)
         if before is None or load.busy_steps <= before.busy_steps:

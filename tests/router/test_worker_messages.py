@@ -295,7 +295,10 @@ def test_a_session_handles_any_message_or_breaks_cleanly(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 async def test_the_router_survives_any_message_of_a_worker(store: Store, seed: int) -> None:
-    async with fleet(D, D2) as workers, core(store, workers, resume_grace_ms=0) as harness:
+    async with (
+        fleet(D, D2) as workers,
+        core(store, workers, resume_grace_ms=0, max_queue_seconds=1e9) as harness,  # forecasts believe reported times
+    ):
         for worker in workers:
             worker.script.pause_at = 2
         stream = await harness.requests.begin(make_request(max_tokens=50, shown=SHOWN))

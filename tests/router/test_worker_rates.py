@@ -47,6 +47,15 @@ def test_a_restarted_counter_is_no_measurement() -> None:
     assert seconds_per_token(rates, 10) == 0
 
 
+def test_a_worker_that_claims_more_time_than_has_passed_is_not_measured() -> None:
+    rates = WorkerRates(COSTS)
+    rates.apply_heartbeat(beat(0, 0.0), 0.0, 0, 0)
+    rates.apply_heartbeat(beat(100, 4_000.0), 1.0, 0, 0)
+    assert seconds_per_token(rates, 10) == 0
+    rates.apply_heartbeat(beat(100, 0.7), 2.0, 0, 0)
+    assert seconds_per_token(rates, 10) == pytest.approx(0.007)
+
+
 def test_prompts_are_measured_only_while_some_wait() -> None:
     rates = WorkerRates(COSTS)
     for at, queued, computed in [
