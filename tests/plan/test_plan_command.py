@@ -52,6 +52,7 @@ def test_options_change_what_they_name() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_profile_replaces_the_rates_and_is_accepted_again(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     profile.write_text(json.dumps({"model": "m", "costs": COSTS}))
