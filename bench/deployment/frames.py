@@ -1,6 +1,6 @@
 """Token throughput of one session.
 
-scripted worker, a process  ── frame: slots, positions, tokens of N sequences ──>  Session -> TokenWriter -> TokenStream
+scripted worker, a process  ── frame: slots, positions, tokens of N sequences ──>  Session -> Output -> TokenStream
 
 python -m bench.deployment.frames SEQUENCES      is the worker; its first line is the port
 """

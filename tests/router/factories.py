@@ -55,7 +55,7 @@ async def valid(
 
 
 def write(stream: TokenStream, *tokens: int, end: Finish | ServiceError | None = None) -> None:
-    """Append tokens and an end to a stream, as the token writer and the execution do."""
+    """Append tokens and an end to a stream, as an output and the execution do."""
     stream.outputs[0].tokens += tokens
     if stream.request.output_options.logprobs is not None:
         stream.outputs[0].logprobs.extend(logprobs(stream.request.output_options.logprobs, token) for token in tokens)
