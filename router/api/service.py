@@ -7,9 +7,10 @@ first token messages
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 
@@ -46,6 +47,8 @@ _LEFT = "left"
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"]
 
+_Response = TypeVar("_Response")
+_Respond = Callable[[ReaderLease, RequestMeter], Awaitable[tuple[_Response, Finish]]]
 _ById = pb.ResumeStreamRequest | pb.GetGenerationRequest | pb.CancelGenerationRequest
 
 
@@ -95,11 +98,11 @@ class InferenceService:
     async def Generate(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> pb.GenerateResponse:  # noqa: N802
         with _span("Generate", request.request_id, call) as span:
             stream = await self._begin(request, call, span)
-            with self._attached_reader(stream) as reader:
-                await call.send_acceptance()
-                await wait_for_resume_point(stream, 0)
-                response, reader.finish = await ResponseWriter(stream, self._model(stream)).collect(reader.meter)
-        return response
+
+            async def respond(_: ReaderLease, meter: RequestMeter) -> tuple[pb.GenerateResponse, Finish]:
+                return await ResponseWriter(stream, self._model(stream)).collect(meter)
+
+            return await self._read(stream, 0, call, respond)
 
     @authenticated
     async def ResumeStream(self, request: pb.ResumeStreamRequest, call: AuthenticatedCall) -> None:  # noqa: N802
@@ -138,24 +141,29 @@ class InferenceService:
             raise
 
     async def _stream(self, stream: TokenStream, after_seq: int, call: AuthenticatedCall) -> None:
-        with self._attached_reader(stream) as reader:
-            await call.send_acceptance()
-            await wait_for_resume_point(stream, after_seq)
+        async def respond(lease: ReaderLease, meter: RequestMeter) -> tuple[None, Finish]:
             writer = ResponseWriter(stream, self._model(stream), after_seq)
-            reader.finish = await writer.stream(reader.lease.watched(call.context.write), reader.meter)
+            return None, await writer.stream(lease.watched(call.context.write), meter)
+
+        await self._read(stream, after_seq, call, respond)
 
     def _model(self, stream: TokenStream) -> ServedModel:
         return self._models.by_id[stream.request.engine_request.model]
 
-    @contextmanager
-    def _attached_reader(self, stream: TokenStream) -> Iterator[_ReaderResult]:
+    async def _read(
+        self, stream: TokenStream, after_seq: int, call: AuthenticatedCall, respond: _Respond[_Response]
+    ) -> _Response:
+        """Make the call the stream's reader while ``respond`` answers it, and count how that ended."""
         lease = ReaderLease(stream, self._unread_s)
-        reader = _ReaderResult(lease, meter_of(stream, self._metrics[stream.request.engine_request.model]))
+        meter = meter_of(stream, self._metrics[stream.request.engine_request.model])
         outcome = _LEFT
         try:
             with lease:
-                yield reader
-            outcome = pb.FinishReason.Name(reader.finish.reason) if reader.finish else _LEFT
+                await call.send_acceptance()
+                await wait_for_resume_point(stream, after_seq)
+                response, finish = await respond(lease, meter)
+            outcome = pb.FinishReason.Name(finish.reason)
+            return response
         except ServiceError as error:
             outcome = error.label
             raise
@@ -164,7 +172,7 @@ class InferenceService:
         finally:
             if stream.end is None and lease.is_last and not stream.request.deadline.has_passed:
                 self._registry.on_disconnect(stream)
-            reader.meter.close(outcome)
+            meter.close(outcome)
 
     # Accepted requests, by id
 
@@ -241,13 +249,6 @@ class InferenceService:
             state_store_available=info.store_available(),
             draining=info.draining(),
         )
-
-
-@dataclass(slots=True)
-class _ReaderResult:
-    lease: ReaderLease
-    meter: RequestMeter
-    finish: Finish | None = None
 
 
 def _span(method: str, request_id: str, call: AuthenticatedCall) -> Span:

@@ -115,7 +115,11 @@ class Execution:
         try:
             async with asyncio.timeout(self._request.deadline.remaining()) as limit:
                 with tracing.span("admission", self._request.engine_request.traceparent):
-                    await self._admit()
+                    stored = await self._admit()
+                if stored is not None:
+                    self.accepted.set_result(stored)
+                    end = AlreadyExists(self._request.key.id)
+                    return
                 self._advance(Phase.RUNNING)
                 end = self._finish = await self._run_attempts()
             assert self._attempt is not None
@@ -213,14 +217,15 @@ class Execution:
 
     # Admission
 
-    async def _admit(self) -> None:
+    async def _admit(self) -> StoredRequest | None:
+        """Wait for a slot and record the request; return the stored one, if there is an equal one with its id."""
         router, request = self._router, self._request
         if self.is_recorded:
             self._slot = self._admission.enter_at_once(self._accepted_request())
             if self._context.current_decode_worker is None:
                 self.owned.start_attempt(datetime.now(UTC))
             router.journal_writer.begin(self)
-            return
+            return None
         engine_request = request.engine_request
         if not router.journal_writer.is_unavailable:
             max_tokens = request.prompt_tokens + engine_request.stopping.max_tokens
@@ -228,34 +233,35 @@ class Execution:
         self._slot = await self._admission.enter(self._accepted_request())
         if router.journal_writer.is_unavailable:
             self._accept_unrecorded("writes fail")
-        else:
-            await self._record()
+        elif (stored := await self._record()) is not None:
+            return stored
         self._advance(Phase.RECORDED)
         router.quota_leases.hold(request.key)
         router.journal_writer.begin(self)
         self.accepted.set_result(None)
+        return None
 
     def _accepted_request(self) -> AcceptedRequest:
         request = self._request
         priority = request.engine_request.priority
         return self._admission.accepted(request.size, priority, request.deadline, lambda: self.stream.num_tokens)
 
-    async def _record(self) -> None:
-        key = self._request.key
+    async def _record(self) -> StoredRequest | None:
+        """Record the request; return the stored one, if there is an equal one with its id. Raises AlreadyExists."""
         self._advance(Phase.RECORDED)  # the store may have it, even if this call is cancelled
+        error: StateError | None = None
         try:
             stored = await self._router.requests.accept(self.owned)
-        except errors.AlreadyExists:
-            self._advance(Phase.QUEUED)
-            raise AlreadyExists(key.id) from None
-        except StateError as error:
-            self._advance(Phase.QUEUED)
+        except StateError as failed:
+            stored, error = None, failed
+        if stored is None and error is None:
+            return None
+        self._advance(Phase.QUEUED)  # the store has another request with the id, or nothing
+        if isinstance(error, errors.AlreadyExists):
+            raise AlreadyExists(self._request.key.id)
+        if error is not None:
             self._accept_unrecorded(str(error))
-            return
-        if stored is not None:
-            self._advance(Phase.QUEUED)
-            self.accepted.set_result(stored)
-            raise AlreadyExists(key.id)
+        return stored
 
     def _accept_unrecorded(self, why: str) -> None:
         if not self._router.settings.serve_without_redis:
