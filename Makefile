@@ -4,7 +4,7 @@
 # make test-builds  the engine's tests and the demo with each other build of the CPU kernels that this machine has
 # make check      ruff, mypy, import-linter, length of commit subjects
 # make docs       the documentation site in build/site; broken links fail
-# make docs-reference  the pages of docs/reference that are generated from the code
+# make docs-reference  the pages of docs/ that are generated from the code and the tests
 # make sanitize   the kernels' tests on kernels built with AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
 # make demo       a complete deployment with the small model: one prompt, the work of each worker, shutdown
 # make format     ruff's fixes and formatting

@@ -1,26 +1,26 @@
-"""Write the generated pages of docs/reference: python -m docs.generate."""
+"""Write the generated pages of docs/: python -m docs.generate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from docs.generate import api, cli, errors, metrics, settings
+from docs.generate import api, cli, errors, metrics, protocol, settings
 
-REFERENCE = Path(__file__).parents[1] / "reference"
+DOCS = Path(__file__).parents[1]
 PAGES: Mapping[str, Callable[[], str]] = {
-    "api.md": api.render,
-    "cli.md": cli.render,
-    "errors.md": errors.render,
-    "metrics.md": metrics.render,
-    "settings.md": settings.render,
+    "internals/protocol.md": protocol.render,
+    "reference/api.md": api.render,
+    "reference/cli.md": cli.render,
+    "reference/errors.md": errors.render,
+    "reference/metrics.md": metrics.render,
+    "reference/settings.md": settings.render,
 }
 
 
 def main() -> None:
-    REFERENCE.mkdir(exist_ok=True)
     for name, render in PAGES.items():
-        (REFERENCE / name).write_text(render())
+        (DOCS / name).write_text(render())
 
 
 if __name__ == "__main__":

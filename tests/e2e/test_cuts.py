@@ -73,6 +73,11 @@ async def undisturbed(harness: Harness, number: int) -> Answer:
     return await ask(harness.one, plain)
 
 
+@pytest.mark.rule(
+    "any-break-ends-once",
+    "router/workers/session.py:WorkerSession._run_connection",
+    "worker/decode/service.py:DecodeService._close_session",
+)
 @pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line[0].rpartition('/')[2]} {line[1]}")
 async def test_a_call_that_breaks_at_any_message(harness: Harness, line: tuple[str, Direction]) -> None:
     base = 100 * (1 + LINES.index(line))

@@ -51,6 +51,11 @@ async def test_a_stream_cut_after_any_message_is_completed(
             break
 
 
+@pytest.mark.rule(
+    "any-break-ends-once",
+    "router/workers/session.py:WorkerSession._run_connection",
+    "worker/decode/service.py:DecodeService._close_session",
+)
 @pytest.mark.parametrize("first", CALL_DIRECTIONS, ids=str)
 async def test_a_stream_cut_after_any_two_messages_is_completed(harness: FaultInjection, first: CallDirection) -> None:
     for number in range(MOST):
@@ -124,6 +129,7 @@ async def test_a_cancel_at_any_message_ends_the_request(
             assert isinstance(stream.end, Cancelled) or superseded(stream)
 
 
+@pytest.mark.rule("new-owner-drops-attempts", "worker/decode/ownership.py:RunOwnership.on_new_epoch")
 @pytest.mark.parametrize("doing", [resume, attach])
 @pytest.mark.parametrize("calls", CALL_DIRECTIONS, ids=str)
 async def test_the_other_router_takes_over_at_any_message(

@@ -62,6 +62,11 @@ async def registered_are(store: Store, incarnations: list[Incarnation], expected
     return all([await store.routers.is_registered(incarnation) is expected for incarnation in incarnations])
 
 
+@pytest.mark.rule(
+    "connected-router-not-dead",
+    "worker/decode/service.py:DecodeService._make_heartbeat",
+    "router/recovery/takeover.py:OrphanRecovery._take_over_dead",
+)
 @pytest.mark.slow
 async def test_streams_go_on_when_their_router_loses_redis_for_longer_than_a_registration(
     server: PrivateRedis, bare: sync_redis.Redis

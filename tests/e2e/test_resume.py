@@ -124,6 +124,7 @@ def with_echo(_: str) -> pb.GenerateRequest:
     return pb.GenerateRequest(response=pb.ResponseOptions(echo=True))
 
 
+@pytest.mark.rule("equal-seq", "router/api/response_writer.py:ResponseWriter.stream")
 @pytest.mark.parametrize("variant", [with_logprobs, with_text_held_back, with_echo])
 async def test_both_parts_of_a_cut_stream_are_the_complete_output(
     two: Two, variant: Callable[[str], pb.GenerateRequest]
@@ -266,6 +267,7 @@ async def test_a_tail_that_only_its_reader_has_comes_out_the_same_again() -> Non
             check_answer(2 * TOKENS, begun, ended)
 
 
+@pytest.mark.rule("no-adoption-without-redis", "router/execution/adoption.py:Adoptions.read")
 async def test_streams_outlive_a_redis_that_comes_back_empty() -> None:
     with (
         reserved_port() as port,

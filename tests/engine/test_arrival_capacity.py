@@ -42,6 +42,11 @@ def preempted(engine: Engine) -> bool:
     return any(waiting.timeline.scheduled is not None for waiting in engine.scheduler.waiting)
 
 
+@pytest.mark.rule(
+    "block-for-each-running-sequence",
+    "engine/exports.py:KvTransfers.reserve",
+    "engine/scheduler.py:Scheduler.reserved_blocks",
+)
 def test_preempted_sequences_come_before_arrivals() -> None:
     engine = make_engine(12, max_running=4)
     for number in range(3):

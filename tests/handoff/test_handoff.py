@@ -56,6 +56,7 @@ async def test_blocks_travel_while_the_prompt_is_still_being_computed(transport:
     assert began[0, 0] == 0, "the first block waited for the last"
 
 
+@pytest.mark.rule("ack-renews-fetch", "handoff/sender.py:KvSender._receive_acks")
 @pytest.mark.slow
 @TRANSPORTS
 async def test_a_fetch_lasts_longer_than_a_lease_while_its_runs_are_acknowledged(transport: Transport) -> None:
@@ -84,6 +85,11 @@ async def test_a_fetch_lasts_longer_than_a_lease_while_its_runs_are_acknowledged
         assert not sender.num_expired
 
 
+@pytest.mark.rule(
+    "joined-sequence-independent-of-sender",
+    "handoff/receiver.py:KvReceiver.receive",
+    "handoff/receiver.py:KvReceiver._send_release",
+)
 async def test_a_joined_sequence_does_not_wait_for_its_sender() -> None:
     received = asyncio.Event()
 
@@ -108,6 +114,9 @@ async def test_a_joined_sequence_does_not_wait_for_its_sender() -> None:
         await sender.emptied()
 
 
+@pytest.mark.rule(
+    "cached-blocks-not-sent", "handoff/receiver.py:KvReceiver._open", "engine/exports.py:KvTransfers.export"
+)
 async def test_blocks_that_the_receiver_has_cached_are_not_sent() -> None:
     request, moved = ask(length=32), []
 
@@ -133,6 +142,9 @@ async def test_concurrent_requests_get_their_own_tokens() -> None:
         await receiver.emptied()
 
 
+@pytest.mark.rule(
+    "unknown-messages-ignored", "handoff/receiver.py:_Fetch.handle", "handoff/sender.py:KvSender._receive_acks"
+)
 async def test_messages_of_an_unknown_kind_are_ignored_by_both_ends_of_a_fetch() -> None:
     unknown = b"\x9a\x06\x00"  # field 99
 

@@ -109,6 +109,11 @@ async def test_an_unopened_ticket_ends_with_its_lease_unless_it_is_renewed() -> 
         assert not sender.sender.leases.renew(ticket.id)
 
 
+@pytest.mark.rule(
+    "broken-fetch-frees-blocks",
+    "handoff/sender.py:KvSender._end_uncommitted",
+    "handoff/sender.py:KvSender._receive_acks",
+)
 @pytest.mark.parametrize("is_silent", [False, True], ids=["closed connection", "silence"])
 async def test_the_blocks_of_a_lost_receiver_are_free_long_before_the_lease(
     is_silent: bool,
@@ -137,6 +142,9 @@ async def test_the_blocks_of_a_lost_receiver_are_free_long_before_the_lease(
         await receiver.loop.call(lambda _: arrival.abort())
 
 
+@pytest.mark.rule(
+    "committed-ticket-waits-for-release", "handoff/leases.py:LeaseTable.commit", "handoff/leases.py:LeaseTable._timer"
+)
 async def test_blocks_of_a_receiver_lost_after_the_commit_are_free_before_the_lease() -> None:
     timing = SenderTiming(committed_s=60.0)
     async with Worker("p", lease_ms=600_000, timing=timing) as sender, Worker("d") as receiver:
@@ -198,6 +206,9 @@ async def test_a_stall_of_the_receivers_own_loop_is_not_silence_of_the_sender() 
     assert received == [0, 1, 2]
 
 
+@pytest.mark.rule(
+    "reclaimed-after-last-read", "handoff/sender.py:KvSender._free", "handoff/sender.py:KvSender._block_messages"
+)
 @pytest.mark.parametrize("message_bytes", [64, 20])
 async def test_nothing_is_read_once_the_lease_is_over(message_bytes: int) -> None:
     """Blocks have 32 bytes: two in a message, or one in two messages."""

@@ -60,6 +60,9 @@ async def test_where_one_end_has_no_agent_blocks_come_in_messages(offers: bool) 
     assert not any(reader.count for reader in agent.readers)
 
 
+@pytest.mark.rule(
+    "memory-reads-verified", "handoff/memory_reads.py:_ReadingSource.fetch", "handoff/nixl_agent.py:NixlReader.read"
+)
 async def test_bytes_that_changed_before_they_were_read_are_refused() -> None:
     """The change is as if the lease had expired and the block another sequence's."""
 
@@ -140,6 +143,11 @@ async def test_nothing_outside_of_the_senders_blocks_is_read(fault: str, message
         await receiver.emptied()
 
 
+@pytest.mark.rule(
+    "memory-reads-verified",
+    "handoff/memory_reads.py:MemoryReads.source",
+    "handoff/memory_reads.py:MemoryReads.record_failure",
+)
 @pytest.mark.parametrize("fails", ["connect", "read"])
 async def test_after_a_failed_read_blocks_come_in_messages(fails: str) -> None:
     class Broken(LocalAgent):
@@ -202,6 +210,7 @@ async def test_the_commit_waits_for_no_heartbeat(length: int) -> None:
         assert sender.tokens["r"] + await receiver.finished("r") == await run_alone(request)
 
 
+@pytest.mark.rule("commit-after-last-ack", "handoff/sender.py:KvSender._messages")
 async def test_the_commit_waits_until_every_chunk_was_read() -> None:
     count = 8
     request = ask(length=count * 2)

@@ -112,6 +112,11 @@ async def test_without_redis_the_epoch_decides_whether_a_client_may_resume(
             assert error.reason is reason
 
 
+@pytest.mark.rule(
+    "former-owner-ends-its-stream",
+    "router/execution/execution.py:Execution.on_superseded",
+    "router/execution/execution.py:Execution._owned_elsewhere",
+)
 @pytest.mark.parametrize("resumed_by_client", [False, True], ids=["taken over", "resumed elsewhere"])
 @pytest.mark.parametrize("notified_by", ["worker", "store"])
 async def test_a_stream_ends_with_a_reason_to_resume_unless_a_newer_stream_took_the_request(
@@ -147,6 +152,7 @@ async def test_a_takeover_before_the_first_token_is_answered_as_unavailable(stor
         workers[0].go.set()
 
 
+@pytest.mark.rule("former-owner-forwards-a-cancel", "router/execution/registry.py:RequestRegistry.cancel")
 async def test_a_former_owner_cancels_a_request_at_its_new_owner(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, flush_ms=10_000) as harness:
         await begin_paused(harness, workers[1], 3)
@@ -170,6 +176,7 @@ async def stored_prompt_logprobs(owned: OwnedRequest) -> None:
     await until(lambda: owned.has_prompt_logprobs and not owned.needs_write)
 
 
+@pytest.mark.rule("logprobs-with-tokens", "state/logprobs.py:Logprobs", "state/lua/request_write.lua")
 @pytest.mark.parametrize("holder_is_there", [True, False])
 async def test_logprobs_go_along_to_another_router(store: Store, holder_is_there: bool) -> None:
     async with fleet(P, D) as workers, core(store, workers) as one:

@@ -142,6 +142,7 @@ def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "nowhere", MODELS)
 
 
+@pytest.mark.rule("authenticated-first", "router/api/auth.py:authenticated")
 @pytest.mark.parametrize("method", list(METHODS.values()), ids=list(METHODS))
 async def test_every_method_is_authenticated(callers: Authenticator, method: Any) -> None:
     async with harness(MODELS, callers) as s:

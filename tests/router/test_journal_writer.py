@@ -60,6 +60,11 @@ async def test_an_end_is_written_long_before_the_next_tick(store: Store) -> None
         assert (await store.requests.read(KEY)).state == Generation.STATE_SUCCEEDED
 
 
+@pytest.mark.rule(
+    "recorded-before-a-worker",
+    "router/execution/execution.py:Execution._admit",
+    "router/execution/journal_writer.py:JournalWriter.run",
+)
 async def test_commands_do_not_grow_with_tokens(store: Store, bare: sync_redis.Redis) -> None:
     async with fleet(P, D) as workers, core(store, workers, flush_ms=5_000) as harness:
         counts = []
@@ -71,6 +76,7 @@ async def test_commands_do_not_grow_with_tokens(store: Store, bare: sync_redis.R
         assert counts[1] <= counts[0] + 4, "the directory's watch may add some"
 
 
+@pytest.mark.rule("continues-without-redis", "router/execution/journal_writer.py:JournalWriter.run")
 async def test_without_redis_requests_go_on_and_are_written_when_it_is_back(own: PrivateRedis) -> None:
     store = make_store(own.url)
     async with store, fleet(P, D) as workers, core(store, workers) as harness:
@@ -93,6 +99,7 @@ async def test_without_redis_requests_go_on_and_are_written_when_it_is_back(own:
         assert (await harness.answer(make_request("after"))).resumable
 
 
+@pytest.mark.rule("accepted-unrecorded", "router/execution/execution.py:Execution._accept_unrecorded")
 async def test_a_router_may_refuse_what_it_could_not_record(own: PrivateRedis) -> None:
     store = make_store(own.url)
     async with store, fleet(P, D) as workers, core(store, workers, serve_without_redis=False) as harness:

@@ -158,6 +158,7 @@ async def test_while_redis_is_away_the_smallest_change_is_tried_and_all_are_writ
         await until(lambda: not journal_writer.is_unavailable)
 
 
+@pytest.mark.rule("written-when-redis-is-back", "router/execution/journal_writer.py:JournalWriter._probe")
 async def test_however_long_redis_was_away_what_was_not_written_is_written_at_once(
     store: Store, monkeypatch: Patch
 ) -> None:
@@ -195,6 +196,7 @@ async def test_the_only_request_that_was_not_written_ends_the_outage(store: Stor
         assert not held[0].owned.needs_write
 
 
+@pytest.mark.rule("full-redis-is-unavailable", "state/client.py:Client._translate", "state/client.py:_is_permanent")
 async def test_an_answer_that_ends_while_redis_is_full_is_stored_once_it_is_not(
     store: Store, bare: sync_redis.Redis
 ) -> None:
@@ -247,6 +249,11 @@ def poison(bare: sync_redis.Redis, key: RequestKey) -> None:
     bare.hset(keys.journal(key), "x", "1")
 
 
+@pytest.mark.rule(
+    "failed-write-delays-no-other",
+    "state/requests.py:Requests._write_all",
+    "router/execution/journal_writer.py:JournalWriter._schedule_retry",
+)
 async def test_a_request_that_redis_refuses_concerns_no_other(store: Store, bare: sync_redis.Redis) -> None:
     requests = many(5)
     await store.requests.flush(requests)

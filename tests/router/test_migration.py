@@ -128,6 +128,12 @@ async def checked(stream: TokenStream, expected: list[int], attempts: int = 1) -
     assert stream.trace.attempts == attempts
 
 
+@pytest.mark.rule(
+    "drain-migrates",
+    "worker/decode/migration.py:MigrationSource.issue_ticket",
+    "handoff/sender.py:KvSender._commit_live",
+    "router/attempt/migration.py:Migration.move",
+)
 @pytest.mark.slow
 async def test_a_drained_worker_is_empty_while_its_outputs_continue_elsewhere(store: Store) -> None:
     async with moving(store) as harness:
@@ -298,6 +304,11 @@ async def until_renewed(lease: Lease) -> None:
     await until(lambda: lease.timer.when() > before)
 
 
+@pytest.mark.rule(
+    "ticket-renewed-until-opened",
+    "router/workers/ticket_renewals.py:TicketRenewals.on_renewed",
+    "handoff/leases.py:LeaseTable.renew_unopened",
+)
 @pytest.mark.slow
 async def test_a_ticket_is_renewed_while_its_receiver_waits_for_free_blocks(store: Store) -> None:
     async with moving(store, decode="d", prefill="p") as harness:

@@ -205,6 +205,12 @@ class Routers:
             assert await self.store.open.of(incarnation) == owned
 
 
+@pytest.mark.rule(
+    "exact-open-set",
+    "state/requests.py:Requests._with_open_entry",
+    "state/requests.py:Requests.flush",
+    "router/recovery/open_requests.py:OpenEntries.sweep",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(15))
 async def test_an_open_request_is_always_found_and_nothing_else_in_the_end(

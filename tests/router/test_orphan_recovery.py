@@ -21,6 +21,7 @@ from tests.router.harness import (
 )
 
 
+@pytest.mark.rule("dead-routers-requests-continue", "router/recovery/takeover.py:OrphanRecovery._take")
 async def test_a_dead_routers_request_continues_at_one_router(store: Store) -> None:
     await left_behind(store, *answer(PROMPT, 2))
     async with fleet(P, D) as workers, core(store, workers, id="one") as one, core(store, workers, id="two") as two:
@@ -48,6 +49,7 @@ async def test_a_taken_over_request_without_a_reader_ends_after_its_grace(store:
         assert (await store.requests.read(KEY)).state == Generation.STATE_CANCELLED
 
 
+@pytest.mark.rule("no-router-dead-while-refilling", "router/recovery/takeover.py:OrphanRecovery._take_over_dead")
 @pytest.mark.slow
 async def test_no_router_counts_as_dead_before_live_routers_had_time_to_register(
     store: Store, monkeypatch: pytest.MonkeyPatch
@@ -65,6 +67,7 @@ async def test_no_router_counts_as_dead_before_live_routers_had_time_to_register
     assert lookups[0] == 0
 
 
+@pytest.mark.rule("only-a-client-takes", "state/requests.py:Requests.adopt_orphan")
 async def test_a_living_routers_requests_are_its_own(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as one, core(store, workers) as two:
         workers[1].script.pause_at = 2

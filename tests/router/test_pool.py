@@ -84,6 +84,11 @@ async def test_a_caller_is_given_the_protocols_of_a_router_and_workers_that_do_n
     assert refused.value.reason is Reason.NO_WORKER
 
 
+@pytest.mark.rule(
+    "protocol-versions-neighbours",
+    "runtime/protocol.py:is_compatible",
+    "router/workers/membership.py:WorkerMembership._incompatibility",
+)
 @pytest.mark.parametrize("change", [-1, 1])
 async def test_workers_of_neighbouring_protocol_versions_are_used(store: Store, change: int) -> None:
     async with fleet(P, D, P2, D2) as workers:
@@ -95,6 +100,7 @@ async def test_workers_of_neighbouring_protocol_versions_are_used(store: Store, 
             assert (stream.trace.prefill_worker, stream.trace.decode_worker) == ("p", "d")
 
 
+@pytest.mark.rule("protocol-versions-neighbours", "router/workers/membership.py:WorkerMembership._incompatibility")
 @pytest.mark.slow
 async def test_no_two_workers_are_used_whose_protocols_are_two_versions_apart(store: Store) -> None:
     async with fleet(P, D) as (old, new):
@@ -139,6 +145,11 @@ async def test_workers_that_register_later_are_found_and_removed_ones_forgotten(
         assert harness.router.pool.membership.prefix_indexes["m"].block_sizes.total() == 1
 
 
+@pytest.mark.rule(
+    "expired-registration",
+    "router/workers/membership.py:WorkerMembership._apply",
+    "router/workers/worker_handle.py:WorkerHandle.is_wanted",
+)
 async def test_a_registration_that_ran_out_ends_nothing_while_the_session_lives(store: Store) -> None:
     async with fleet(D) as workers, core(store, workers) as harness:
         stream = await begin_paused(harness, workers[0], 2)
@@ -154,6 +165,12 @@ async def test_a_registration_that_ran_out_ends_nothing_while_the_session_lives(
         await until(lambda: not list(harness.router.pool.of("m")))
 
 
+@pytest.mark.rule(
+    "earlier-incarnation-refused",
+    "worker/decode/service.py:DecodeService._check",
+    "router/workers/session.py:WorkerSession._open",
+    "state/lua/directory_register.lua",
+)
 async def test_a_restarted_worker_on_the_same_address_is_another_one(store: Store) -> None:
     async with fleet(D) as (old,), core(store, [old]) as harness:
         stream = await begin_paused(harness, old, 2)

@@ -114,6 +114,7 @@ async def test_workers_of_both_roles_report_prompt_logprobs(store: Store, pools:
         assert [found.logprob for found in stream.prompt_logprobs] == THEIRS
 
 
+@pytest.mark.rule("output-waits-for-prompt-logprobs", "router/attempt/attempt.py:Attempt._until_prompt_logprobs")
 async def test_an_answer_that_is_written_waits_for_those_that_are_on_their_way(store: Store) -> None:
     async with fleet(P, D) as (prefill, decode), core(store, [prefill, decode]) as harness:
         prefill.script.reports_late = True

@@ -127,6 +127,7 @@ async def by_its_workers(harness: Core, workers: list[FakeWorker]) -> None:
     workers[1].go.set()
 
 
+@pytest.mark.rule("end-frees-quota", "router/admission/quota.py:QuotaLeases.release", "state/lua/quota_release.lua")
 @pytest.mark.parametrize("end_request", [by_itself, by_cancel, by_its_client, by_its_workers])
 async def test_a_request_leaves_the_quota_however_it_ends(
     store: Store, at_work: Callable[[], set[str]], end_request: EndRequest
@@ -199,6 +200,9 @@ async def test_a_request_cancelled_while_its_quota_is_acquired_does_not_count(
         await until(lambda: not at_work())
 
 
+@pytest.mark.rule(
+    "quotas-over-all-routers", "router/admission/quota.py:QuotaLeases.acquire", "state/lua/quota_acquire.lua"
+)
 async def test_a_request_counts_once_wherever_it_goes(store: Store, at_work: Callable[[], set[str]]) -> None:
     async with fleet(P, D) as workers, core(store, workers, quotas=ONE) as one:
         first = await begin_paused(one, workers[1], 2, is_stored=True)
@@ -241,6 +245,11 @@ async def test_requests_left_by_a_drain_still_count_for_the_quota(
             await until(lambda: not at_work())
 
 
+@pytest.mark.rule(
+    "no-quota-without-redis",
+    "router/admission/quota.py:QuotaLeases.acquire",
+    "router/admission/quota.py:QuotaLeases.hold",
+)
 async def test_without_redis_no_quota_applies_and_all_requests_count_afterwards(
     store: Store, at_work: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

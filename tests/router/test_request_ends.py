@@ -95,6 +95,12 @@ async def test_a_cancel_ends_it_at_once_in_every_state(store: Store, phase: str)
         assert found.record.finished[0].finish_reason == pb.FINISH_REASON_CANCELLED
 
 
+@pytest.mark.rule(
+    "deadline-in-every-state",
+    "router/execution/execution.py:Execution.run",
+    "router/attempt/context.py:AttemptContext.engine_request",
+    "worker/decode/execution.py:RunExecutor.start",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 async def test_the_deadline_ends_a_request_in_every_state(
@@ -115,6 +121,7 @@ async def test_the_deadline_ends_a_request_in_every_state(
         assert [entry.token for entry in found.entries] == stream.outputs[0].tokens
 
 
+@pytest.mark.rule("grace-of-a-lost-stream", "router/execution/registry.py:RequestRegistry.on_disconnect")
 async def test_a_lost_stream_has_a_grace_unless_its_id_was_generated(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers, resume_grace_ms=50) as harness:
         stream = await begin_paused(harness, workers[1], 2)
@@ -199,6 +206,11 @@ async def test_a_deadline_reaches_those_that_wait_for_admission(store: Store) ->
         await until_ended(stream)
 
 
+@pytest.mark.rule(
+    "former-owner-writes-nothing",
+    "router/execution/execution.py:Execution._record_end",
+    "router/execution/journal_writer.py:JournalWriter.forget",
+)
 async def test_a_superseded_request_ends_and_writes_nothing_more(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as harness:
         stream = await begin_paused(harness, workers[1], 2)

@@ -134,6 +134,11 @@ async def test_workers_of_one_role_answer_without_a_handoff(store: Store, role: 
         assert states(await read_stored(store, harness)) == [QUEUED, DECODING, SUCCEEDED]
 
 
+@pytest.mark.rule(
+    "equal-layout-hashes",
+    "router/placement/policy.py:choose_first_worker",
+    "router/placement/policy.py:choose_decode_worker",
+)
 async def test_workers_with_different_layouts_do_not_hand_over(store: Store) -> None:
     async with fleet(P, D) as workers:
         workers[1].registration.layout_hash += 1

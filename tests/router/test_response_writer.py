@@ -50,6 +50,11 @@ async def test_usage_and_receipt_stand_on_the_last_message_alone():
     assert not any(message.HasField("usage") or message.HasField("receipt") for message in others)
 
 
+@pytest.mark.rule(
+    "unread-stream-keeps-token-ids",
+    "router/request/token_stream.py:TokenStream",
+    "router/api/response_writer.py:OutputReader.fill_delta",
+)
 async def test_tokens_that_arrive_together_come_in_one_delta():
     gate = asyncio.Event()
     reader = Reader(TokenStream(await valid(**options(token_ids=True))), gate.wait)
@@ -65,6 +70,11 @@ async def test_tokens_that_arrive_together_come_in_one_delta():
     assert reader.messages[-1].seq == 5
 
 
+@pytest.mark.rule(
+    "text-independent-of-messages",
+    "router/text/output_text.py:OutputText.add",
+    "router/text/output_text.py:StoppableText.add",
+)
 @pytest.mark.slow
 @given(st.data())
 @settings(max_examples=80, deadline=None)

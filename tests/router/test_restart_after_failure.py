@@ -40,6 +40,9 @@ async def failed_at_once(harness: Core, worker: FakeWorker, id: str = "r") -> To
     return stream
 
 
+@pytest.mark.rule(
+    "restart-after-failure", "state/lua/request_accept.lua", "router/execution/registry.py:RequestRegistry.begin"
+)
 @pytest.mark.parametrize("from_store", [False, True])
 async def test_a_request_that_failed_before_its_first_token_may_be_retried(store: Store, from_store: bool) -> None:
     async with fleet(P, D) as workers, core(store, workers, attempts=1) as harness:

@@ -125,6 +125,7 @@ async def test_a_detached_request_continues_without_a_reader(store: Store) -> No
         assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
 
 
+@pytest.mark.rule("detached-request", "router/execution/registry.py:RequestRegistry.on_disconnect")
 async def test_a_detached_request_is_cancelled_when_its_time_is_over(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as harness:
         stream = await begin_paused(harness, workers[1], 2, request=make_request(detach_ms=50))

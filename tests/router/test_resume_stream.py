@@ -57,6 +57,11 @@ async def test_the_newest_stream_of_a_request_owns_it():
         assert s.requests.lost.empty(), "a stream that another took over is not lost"
 
 
+@pytest.mark.rule(
+    "newer-stream-supersedes",
+    "router/request/reader_lease.py:ReaderLease.supersede",
+    "router/request/reader_lease.py:ReaderLease.__enter__",
+)
 async def test_a_stream_whose_client_takes_nothing_is_superseded_too():
     async with harness() as s:
         first = s.stub.GenerateStream(generate_request(request_id="r"))
@@ -144,6 +149,7 @@ async def test_the_last_of_several_readers_loses_the_stream():
         assert s.requests.lost.empty()
 
 
+@pytest.mark.rule("started-before-first-delta", "router/api/response_writer.py:ResponseWriter.stream")
 async def test_resumed_streams_join_to_the_same_text():
     async with harness() as s:
         s.requests.plan = writes(70, 71, 72, 1)

@@ -38,6 +38,11 @@ def pair(harness: FaultInjection, *, same_payload: bool = False) -> tuple[ValidR
     return first, expected, replace(other, key=first.key)
 
 
+@pytest.mark.rule(
+    "one-payload-of-an-id",
+    "worker/epochs.py:Epochs.is_other_request",
+    "worker/decode/service.py:DecodeService._refusal",
+)
 @pytest.mark.parametrize("where", [SENDER, RECEIVER])
 async def test_another_payload_under_a_live_id_is_refused_while_the_store_is_unavailable(
     store: Store, harness: FaultInjection, monkeypatch: pytest.MonkeyPatch, where: str
@@ -78,6 +83,9 @@ async def test_the_same_payload_is_answered_once_while_the_store_is_unavailable(
         await harness.quiet()
 
 
+@pytest.mark.rule(
+    "one-payload-of-an-id", "state/lua/request_write.lua", "router/execution/execution.py:Execution.on_superseded"
+)
 @pytest.mark.slow
 async def test_of_two_payloads_the_unstored_one_ends_when_the_store_is_back(
     store: Store, harness: FaultInjection, monkeypatch: pytest.MonkeyPatch

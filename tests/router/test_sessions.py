@@ -95,6 +95,11 @@ async def test_a_run_is_reported_in_order_written_once_and_forgotten() -> None:
         assert not opened.is_busy
 
 
+@pytest.mark.rule(
+    "unknown-messages-ignored",
+    "router/workers/session.py:WorkerSession.on_message",
+    "runtime/connections/peer.py:UnknownMessages.ignore",
+)
 async def test_messages_of_an_unknown_kind_are_ignored_and_logged_once() -> None:
     unknown = wire.WorkerMessage.FromString(b"\x9a\x06\x00")  # field 99
     with capture_logs() as logs:
@@ -203,6 +208,9 @@ async def test_a_start_before_the_welcome_is_sent_after_it() -> None:
         assert run.stream.outputs[0].tokens == answer(PROMPT, 5)
 
 
+@pytest.mark.rule(
+    "cancel-in-next-session", "router/workers/outgoing.py:Outgoing.cancel", "router/workers/outgoing.py:Outgoing.open"
+)
 @pytest.mark.parametrize("is_greeted", [False, True], ids=["before hello", "between hello and welcome"])
 async def test_a_cancel_while_no_session_is_open_reaches_the_worker_with_the_next_one(is_greeted: bool) -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
@@ -224,6 +232,11 @@ async def test_a_cancel_while_no_session_is_open_reaches_the_worker_with_the_nex
         assert not opened.is_busy
 
 
+@pytest.mark.rule(
+    "cancel-in-next-session",
+    "router/workers/session_runs.py:SessionRuns.fail_all",
+    "router/workers/outgoing.py:Outgoing.cancel",
+)
 async def test_runs_given_up_for_a_stuck_step_are_cancelled_at_the_worker() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
         worker.script.pause_at = 2
@@ -295,6 +308,12 @@ async def test_a_session_that_does_not_reconnect_loses_its_runs_once() -> None:
         assert run.kinds.count(wire.Failed) == 1
 
 
+@pytest.mark.rule(
+    "time-to-reconnect",
+    "router/workers/session.py:WorkerSession._start_reconnect_grace",
+    "router/workers/session.py:WorkerSession._run_connection",
+    "router/workers/stream_io.py:_broken",
+)
 @pytest.mark.parametrize("is_restarting", [False, True], ids=["port refuses", "another process starts"])
 async def test_the_runs_of_a_killed_worker_are_lost_at_once(is_restarting: bool) -> None:
     async with fleet(D) as (worker,), session(worker, reconnect_s=10 * PATIENCE) as (opened, _):
@@ -344,6 +363,11 @@ async def test_another_incarnation_ends_the_session() -> None:
         assert run.kinds == [wire.Failed]
 
 
+@pytest.mark.rule(
+    "silent-worker",
+    "router/workers/liveness.py:Liveness.is_healthy",
+    "router/workers/session.py:WorkerSession._send_heartbeats",
+)
 @pytest.mark.slow
 async def test_silence_is_suspect_and_then_a_break() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, _):
@@ -357,6 +381,9 @@ async def test_silence_is_suspect_and_then_a_break() -> None:
         assert not opened.is_suspect
 
 
+@pytest.mark.rule(
+    "stuck-step", "router/workers/liveness.py:StuckStepDetector", "router/workers/session.py:WorkerSession.on_message"
+)
 async def test_a_stuck_step_is_far_older_than_others_of_its_size() -> None:
     async with fleet(D) as (worker,), session(worker) as (opened, watcher):
         worker.script.stuck_ms = 5_000

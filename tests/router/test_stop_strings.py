@@ -293,6 +293,11 @@ class StopRecorder:
         self.stops.append(self.writer.finish)
 
 
+@pytest.mark.rule(
+    "nothing-after-a-stop-string",
+    "router/request/output.py:Output.write",
+    "router/request/output.py:Output._search_stop_string",
+)
 async def test_tokens_after_a_stop_are_dropped_and_not_requested_again():
     stream, tokens = await new_stoppable()
     writer = begin_writing(stream)

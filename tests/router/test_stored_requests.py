@@ -48,6 +48,9 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.rule(
+    "unreadable-request-skipped", "state/stored.py:parse", "router/recovery/takeover.py:OrphanRecovery._take"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_request_that_cannot_be_read_is_set_aside_and_others_are_taken_over(

@@ -110,6 +110,7 @@ async def test_every_router_may_be_alive_until_a_reopened_session_names_those_th
         await until(lambda: not pool.is_connected(GONE))
 
 
+@pytest.mark.rule("directory-readable-first", "router/recovery/takeover.py:OrphanRecovery._watch")
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["an error", "a late answer"])
 async def test_no_router_is_dead_until_the_directory_was_readable_for_a_whole_registration(
@@ -207,6 +208,7 @@ class Gate:
         return found
 
 
+@pytest.mark.rule("takeover-leaves-resumed-alone", "router/execution/adoption.py:Adoptions._adopt")
 async def test_a_takeover_leaves_a_stream_alone_that_a_client_resumed_meanwhile(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +240,11 @@ async def test_a_client_that_resumes_a_request_just_taken_over_keeps_it(store: S
         assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
 
 
+@pytest.mark.rule(
+    "adoption-without-client",
+    "router/execution/adoption.py:Adoptions.adopt",
+    "router/execution/adoption.py:Adoptions._on_abandoned",
+)
 @pytest.mark.parametrize("call", ["resume", "cancel"])
 async def test_a_client_that_leaves_during_an_adoption_loses_no_request(
     store: Store, monkeypatch: pytest.MonkeyPatch, call: str

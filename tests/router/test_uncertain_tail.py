@@ -58,6 +58,11 @@ async def test_the_tail_of_a_new_request_is_what_all_workers_generate(store: Sto
             assert tokens_of(await until_ended(stream)) == answer(PROMPT, 5)
 
 
+@pytest.mark.rule(
+    "uncertain-tail",
+    "router/attempt/context.py:AttemptContext.mark_uncertain_tail",
+    "router/request/reader_lease.py:wait_for_resume_point",
+)
 @pytest.mark.parametrize("layout_hash", [None, 0, LAYOUT_HASH + 1])
 async def test_a_tail_that_may_come_out_otherwise_is_refused_with_what_is_certain(
     store: Store, layout_hash: int | None

@@ -163,6 +163,7 @@ async def test_without_workers_the_context_length_may_be_unknown():
     ).engine_request.stopping.max_tokens < 64
 
 
+@pytest.mark.rule("fits-context", "router/api/validation.py:_stopping", "router/text/prompt.py:check_fits")
 @pytest.mark.slow
 @given(
     prompt=st.integers(1, 20),

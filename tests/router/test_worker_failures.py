@@ -87,6 +87,7 @@ async def test_a_failed_handoff_continues_from_tokens_without_gap_or_repeat(stor
         assert list(unpack(again.engine_request.outputs[0].tokens)) == answer(PROMPT, 1)
 
 
+@pytest.mark.rule("end-from-tokens", "router/request/finish.py:finish_from_tokens")
 @pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize("attempts", [1, 3])
 async def test_an_output_whose_end_report_is_lost_is_complete(store: Store, stops: bool, attempts: int) -> None:
@@ -103,6 +104,7 @@ async def test_an_output_whose_end_report_is_lost_is_complete(store: Store, stop
         assert len(workers[1].starts) == 1, "nothing is left to be written"
 
 
+@pytest.mark.rule("owner-starts-attempts", "router/execution/execution.py:Execution._run_attempts")
 async def test_an_output_continues_after_its_worker_failed(store: Store) -> None:
     async with fleet(P, D, D2) as workers, core(store, workers) as harness:
         for worker in workers[1:]:
@@ -130,6 +132,11 @@ async def test_attempts_are_spent_before_the_first_token(store: Store) -> None:
         assert found.record.error.code == error.detail.code
 
 
+@pytest.mark.rule(
+    "attempts-spent",
+    "router/execution/execution.py:Execution._prepare_next",
+    "router/execution/interruptions.py:workers_lost_error",
+)
 async def test_attempts_are_spent_after_the_first_token(store: Store) -> None:
     async with fleet(D) as workers, core(store, workers, attempts=2) as harness:
         workers[0].script.fails_at = [2, 2]
@@ -222,6 +229,11 @@ async def test_a_break_of_the_session_is_no_failure_when_it_comes_back(store: St
         assert owned.resume[0].position == len(PROMPT) + 3
 
 
+@pytest.mark.rule(
+    "position-written-once",
+    "router/request/output.py:Output.write",
+    "router/workers/session_runs.py:SessionRuns._request_resend",
+)
 async def test_lost_frames_are_requested_again(store: Store) -> None:
     async with fleet(P, D) as workers, core(store, workers) as harness:
         stream = await begin_paused(harness, workers[1], 2, request=make_request(max_tokens=8))
@@ -242,6 +254,11 @@ async def test_a_lost_last_frame_is_requested_again(store: Store) -> None:
         assert workers[1].resends == 1
 
 
+@pytest.mark.rule(
+    "other-token-never-sent",
+    "router/request/output.py:Output.write",
+    "router/workers/session_runs.py:SessionRuns._on_write_error",
+)
 async def test_another_token_for_a_known_position_is_logged_and_never_sent(store: Store) -> None:
     async with fleet(D) as workers, core(store, workers) as harness:
         workers[0].script.wrong_token_at = 2
@@ -303,6 +320,7 @@ async def test_when_the_last_worker_goes_for_good_the_request_is_not_left_hangin
         assert error.reason is Reason.WORKERS_LOST
 
 
+@pytest.mark.rule("unfetchable-cache-computed-again", "router/attempt/placement_search.py:CacheSearch.failure")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",

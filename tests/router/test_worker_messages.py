@@ -292,6 +292,12 @@ def test_a_session_handles_any_message_or_breaks_cleanly(seed: int) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.rule(
+    "malformed-message",
+    "router/request/output.py:Output.write",
+    "router/workers/session_runs.py:SessionRuns._reject",
+    "router/workers/session.py:WorkerSession._run_connection",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 async def test_the_router_survives_any_message_of_a_worker(store: Store, seed: int) -> None:

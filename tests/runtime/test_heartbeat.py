@@ -28,6 +28,7 @@ def test_a_peer_is_suspect_and_then_lost_by_ticks_since_its_last_message(tick_se
     assert not monitor.is_suspect
 
 
+@pytest.mark.rule("stall-counts-as-one-tick", "runtime/connections/heartbeat.py:LoopTimer")
 @pytest.mark.slow
 async def test_a_stall_of_the_loop_counts_as_one_tick_of_a_timeout() -> None:
     loop = asyncio.get_running_loop()

@@ -38,6 +38,7 @@ async def resets_between_calls(server: PrivateRedis) -> None:
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.rule("reset-of-idle-connections", "state/connections.py:ConnectionPool.of_url")
 @pytest.mark.parametrize("run", [uvloop.run, asyncio.run], ids=["uvloop", "asyncio"])
 def test_a_reset_of_idle_connections_costs_no_call(
     server: PrivateRedis, run: Callable[[Coroutine[Any, Any, None]], None]
@@ -169,6 +170,7 @@ async def test_a_connection_has_a_longest_age() -> None:
         await client.close()
 
 
+@pytest.mark.rule("new-primary", "state/connections.py:ConnectionAges.replace_all", "state/client.py:Client._translate")
 async def test_writes_and_reads_reach_the_new_primary_after_one_refusal(server: PrivateRedis) -> None:
     """As after a failover behind one address that cuts no connection."""
     with PrivateRedis() as other:

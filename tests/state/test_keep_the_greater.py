@@ -10,6 +10,8 @@ from tests.state.state_machine import Writers
 STEPS = 60
 
 
+@pytest.mark.rule("epoch-raised", "state/lua/request_adopt.lua", "state/lua/request_accept.lua")
+@pytest.mark.rule("last-write-counts", "state/lua/request_write.lua")
 @pytest.mark.slow
 async def test_redis_keeps_the_greatest_of_what_owners_write(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     async with make_store(server.url, refill_s=0) as store:

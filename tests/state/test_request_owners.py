@@ -79,6 +79,7 @@ async def test_a_superseded_owner_learns_whether_a_clients_stream_took_the_reque
             assert (error.epoch, error.stream_epoch) == (epoch, stream_epoch)
 
 
+@pytest.mark.rule("former-owner-ends-its-stream", "state/lua/request_adopt.lua")
 async def test_an_owner_superseded_by_a_cancel_is_notified_at_once(store: Store) -> None:
     old = make_request(tokens=[1, 2])
     await store.requests.accept(old)
@@ -114,6 +115,7 @@ async def test_an_ended_request_is_not_cancelled(store: Store) -> None:
     assert (await store.requests.read(KEY)).state == SUCCEEDED
 
 
+@pytest.mark.rule("one-adoption-of-an-epoch", "state/lua/request_adopt.lua")
 async def test_of_many_that_race_for_one_epoch_one_wins(store: Store) -> None:
     await store.requests.accept(make_request())
     races = [store.requests.adopt(KEY, router(n), epoch=1) for n in range(2, 12)]

@@ -200,6 +200,7 @@ async def test_an_id_with_another_payload_is_refused(store: Store) -> None:
     assert (await store.requests.read(KEY)).payload.prompt == "once"
 
 
+@pytest.mark.rule("other-tenants-id-unknown", "state/ids.py:RequestKey")
 async def test_another_tenants_id_is_unknown(server: PrivateRedis, bare: sync_redis.Redis) -> None:
     async with make_store(server.url, refill_s=0) as store:
         await store.requests.accept(make_request(RequestKey("a/b", "c")))
@@ -338,6 +339,11 @@ async def test_a_request_taken_while_redis_was_away_is_written_later(store: Stor
     assert await store.open.of(router()) == {KEY}
 
 
+@pytest.mark.rule(
+    "written-again-after-data-loss",
+    "state/store_instance.py:StoreInstance.unknown_error",
+    "router/recovery/registration.py:RouterRegistrar._renew",
+)
 async def test_unknown_ids_are_not_yet_known_until_owners_had_their_time(store: Store, bare: sync_redis.Redis) -> None:
     refill_s = Ttls().refill_s
     with pytest.raises(StoreRefilling) as caught:

@@ -113,6 +113,7 @@ async def test_a_cancel_ends_a_run_in_every_state_and_frees_all(state: str) -> N
         await harness.router.cancel(make_run("t/crowd"))
 
 
+@pytest.mark.rule("forgetting-cancels", "worker/decode/run_manager.py:DecodeRunManager.forget")
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_forgetting_a_run_that_has_not_ended_cancels_it(state: str) -> None:
@@ -136,6 +137,11 @@ async def test_time_that_is_over_ends_a_run_in_every_state(state: str) -> None:
         await harness.router.cancel(make_run("t/crowd"))
 
 
+@pytest.mark.rule(
+    "orphan-cancelled-after-lease",
+    "worker/decode/ownership.py:RunOwnership.detach",
+    "worker/decode/execution.py:RunExecutor.start_orphan_timer",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 async def test_runs_of_a_broken_session_are_kept_for_one_lease_in_every_state(state: str) -> None:
@@ -169,6 +175,9 @@ async def test_a_router_that_comes_back_has_its_run_in_every_state(state: str) -
         assert router.record_of(run).text(40) == run_alone(harness.engine_request)
 
 
+@pytest.mark.rule(
+    "tokens-kept-until-forgotten", "worker/decode/output.py:Output", "worker/decode/execution.py:RunExecutor._finish"
+)
 async def test_an_ended_run_is_ended_again_and_keeps_its_tokens() -> None:
     run, work = make_run(), make_work(10, 6)
     async with Node("d") as node, Router(node) as router:
@@ -183,6 +192,11 @@ async def test_an_ended_run_is_ended_again_and_keeps_its_tokens() -> None:
         assert router.record_of(run).text(10) == run_alone(work)[2:]
 
 
+@pytest.mark.rule(
+    "cancel-before-start",
+    "worker/decode/run_table.py:RunTable.add_tombstone",
+    "worker/decode/start_validation.py:StartValidator._check_now",
+)
 async def test_a_cancel_before_its_start_refuses_it_for_one_lease() -> None:
     async with Node("d", lease_ms=LONG) as node, Router(node) as router:
         await router.cancel(make_run(epoch=2))
@@ -214,6 +228,12 @@ async def test_tokens_behind_a_stop_string_are_not_kept() -> None:
         assert router.record_of(run).text(10) == run_alone(work)[:5]
 
 
+@pytest.mark.rule(
+    "nothing-after-a-stop-string",
+    "worker/decode/run_manager.py:DecodeRunManager.cancel",
+    "worker/decode/output.py:Output.truncate",
+    "worker/decode/execution.py:RunExecutor._finish",
+)
 @pytest.mark.parametrize("ends_by_itself", [False, True])
 async def test_tokens_behind_a_stop_string_are_not_cached_as_output(ends_by_itself: bool) -> None:
     run, work = make_run(), make_work(10, 60 if ends_by_itself else 400)
@@ -251,6 +271,11 @@ async def test_a_cancel_of_another_output_ends_nothing() -> None:
 # -- blocks -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rule(
+    "reservations-by-priority-and-age",
+    "worker/decode/admission.py:DecodeAdmission.enter",
+    "worker/wire_codec.py:queue_key",
+)
 @pytest.mark.slow
 async def test_blocks_go_by_priority_then_age_and_no_run_overtakes() -> None:
     priorities = {"t/late": 0, "t/urgent": 5, "t/old": 0, "t/tokens": 0}
@@ -289,6 +314,11 @@ async def test_blocks_that_become_free_while_nothing_decodes_are_noticed() -> No
         await sender.audit()
 
 
+@pytest.mark.rule(
+    "ticket-renewed-until-opened",
+    "worker/decode/ownership.py:RunOwnership.unopened_tickets_of",
+    "worker/decode/service.py:DecodeService._make_heartbeat",
+)
 @pytest.mark.slow
 async def test_tickets_that_wait_are_renewed_until_they_are_opened() -> None:
     async with run_in_state("waiting for blocks") as harness:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from decant.protos import worker_pb2 as wire
 from decant.worker.epochs import Epochs
 
@@ -8,6 +10,7 @@ def run(epoch: int, request: str = "t/a") -> wire.Run:
     return wire.Run(request=request, epoch=epoch, attempt=1)
 
 
+@pytest.mark.rule("lower-epochs-refused", "worker/epochs.py:Epochs.check")
 def test_a_lower_epoch_is_superseded_with_the_highest() -> None:
     epochs = Epochs()
     assert epochs.check(run(2)) is None
@@ -26,6 +29,7 @@ def test_a_new_owner_and_nothing_else_is_reported() -> None:
     assert calls == [run(3)]
 
 
+@pytest.mark.rule("lower-epochs-refused", "worker/epochs.py:Epochs.hold", "worker/epochs.py:Epochs._remove")
 def test_the_epoch_of_a_live_request_is_kept_however_long_it_is_not_named() -> None:
     now = 0.0
     epochs = Epochs(keep_s=10, clock=lambda: now)

@@ -88,6 +88,9 @@ async def test_a_run_migrates_with_its_logprobs() -> None:
         )
 
 
+@pytest.mark.rule(
+    "uncommitted-source-continues", "engine/exports.py:KvTransfers.withdraw", "handoff/sender.py:KvSender._free"
+)
 async def test_a_run_whose_ticket_is_not_used_continues() -> None:
     work = make_work(10, 200)
     async with pair(lease_ms=600_000) as (old, _):
@@ -135,6 +138,7 @@ async def test_the_lease_is_renewed_by_heartbeats_while_the_target_waits_for_blo
         await old.until_ended(RUN)
 
 
+@pytest.mark.rule("uncommitted-source-continues", "worker/decode/migration.py:MigrationSource.on_lease_end")
 async def test_after_the_commit_the_loss_of_the_target_fails_the_run() -> None:
     work = make_work(10, 300)
     async with pair() as (old, new):

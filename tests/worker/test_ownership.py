@@ -8,6 +8,9 @@ from tests.worker.session_client import Router
 from tests.worker.waiting import eventually
 
 
+@pytest.mark.rule(
+    "lower-epochs-refused", "worker/epochs.py:Epochs.hold", "worker/decode/service.py:DecodeService._refusal"
+)
 async def test_a_former_owner_cannot_affect_a_live_run_however_old_the_adoption_is() -> None:
     run, adopted, work = make_run(), make_run(epoch=2), make_work(8, 200)
     async with Node("d") as node, Router(node, "old") as old, Router(node, "new") as new:
@@ -26,6 +29,7 @@ async def test_a_former_owner_cannot_affect_a_live_run_however_old_the_adoption_
         assert set(new.record_of(adopted).kinds) <= {"run_status", "decode_started", "ended"}
 
 
+@pytest.mark.rule("orphan-cancelled-after-lease", "worker/decode/ownership.py:RunOwnership.orphans_of")
 async def test_runs_of_an_earlier_incarnation_of_a_router_continue_until_they_are_adopted() -> None:
     """The new hello lists none of them: the router has yet to read what it can adopt."""
     run, adopted, work = make_run(), make_run(epoch=2), make_work(8, 200)

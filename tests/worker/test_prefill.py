@@ -28,6 +28,7 @@ async def test_ticket_first_token_and_cache_come_in_this_order(harness: WorkerHa
     await harness.emptied()
 
 
+@pytest.mark.rule("ticket-with-first-chunk", "worker/prefill/execution.py:PrefillExecutor.execute")
 async def test_the_ticket_comes_with_the_first_chunk_not_with_the_last(harness: WorkerHarness) -> None:
     harness.device.hold()
     call = harness.ask(make_work(50))  # four steps of 16 tokens
@@ -119,6 +120,11 @@ async def test_a_first_token_that_is_the_last_is_marked(
     await call.ended()
 
 
+@pytest.mark.rule(
+    "nothing-fetched-after-a-last-token",
+    "worker/prefill/execution.py:PrefillExecutor._release",
+    "handoff/sender.py:KvSender._final_message",
+)
 @pytest.mark.parametrize("opened", ["before", "after"])
 async def test_a_first_token_that_ends_the_sequence_closes_the_fetch_without_failure(opened: str) -> None:
     work = make_work(40)

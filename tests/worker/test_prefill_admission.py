@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from decant.protos import worker_pb2 as wire
 from decant.runtime.packed import pack
 from decant.runtime.protocol import PROTOCOL
@@ -76,6 +78,11 @@ async def test_a_request_is_refused_as_busy_when_the_queue_is_full() -> None:
             await call.ended()
 
 
+@pytest.mark.rule(
+    "prompts-wait-at-half-of-blocks",
+    "worker/prefill/prefill_queue.py:PrefillQueue._is_full",
+    "worker/engine_host.py:EngineHost.blocks_for",
+)
 async def test_prompts_wait_while_tickets_keep_more_than_half_of_the_pool() -> None:
     async with worker(blocks=32) as harness:
         holders = [harness.ask(make_work(32, seed=n), request=f"t/{n}") for n in range(2)]  # 9 of 32 blocks each

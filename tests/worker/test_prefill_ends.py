@@ -36,6 +36,7 @@ async def test_a_call_that_breaks_with_no_fetch_ends_the_work(harness: WorkerHar
     assert not audit.leases
 
 
+@pytest.mark.rule("broken-prefill-call-ends-run", "worker/prefill/service.py:PrefillService._on_call_end")
 @pytest.mark.parametrize("moment", ["filling", "committed"])
 async def test_a_call_that_breaks_during_a_fetch_leaves_it_alone(harness: WorkerHarness, moment: str) -> None:
     work = make_work(60)

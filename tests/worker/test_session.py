@@ -37,6 +37,9 @@ def hello(node: Node, **changed: int) -> wire.RouterMessage:
     return wire.RouterMessage(hello=wire.Hello(router=router, worker=worker))
 
 
+@pytest.mark.rule(
+    "protocol-versions-neighbours", "runtime/protocol.py:is_compatible", "worker/decode/service.py:DecodeService._check"
+)
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
@@ -87,6 +90,11 @@ UNKNOWN = b"\x9a\x06\x00"
 """Field 99, which no message of this build has."""
 
 
+@pytest.mark.rule(
+    "unknown-messages-ignored",
+    "worker/decode/service.py:DecodeService._handle",
+    "runtime/connections/peer.py:UnknownMessages.ignore",
+)
 async def test_messages_of_an_unknown_kind_are_ignored_and_logged_once() -> None:
     run, work = make_run(), make_work(8, 20)
     with capture_logs() as logs:
@@ -110,6 +118,11 @@ async def test_the_welcome_identifies_the_worker() -> None:
         assert node.decode.sessions == 1
 
 
+@pytest.mark.rule(
+    "newer-session-gets-runs",
+    "worker/decode/service.py:DecodeService._open_session",
+    "worker/decode/service.py:DecodeService._welcome",
+)
 async def test_a_newer_session_ends_the_older_and_gets_the_runs_that_it_names() -> None:
     named, unnamed, ended = make_run("t/named"), make_run("t/unnamed"), make_run("t/ended")
     works = {run.request: make_work(8, 200, seed=n) for n, run in enumerate((named, unnamed))}
@@ -250,6 +263,7 @@ async def test_a_router_with_too_many_unread_messages_loses_its_session() -> Non
     session.send(wire.WorkerMessage())  # into the void
 
 
+@pytest.mark.rule("unread-messages-end-session", "worker/decode/session.py:RouterSession._send_heartbeats")
 @pytest.mark.slow
 @pytest.mark.parametrize("reads", [False, True])
 async def test_a_router_loses_its_session_by_the_age_of_its_oldest_unread_message(

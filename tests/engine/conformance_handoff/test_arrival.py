@@ -102,6 +102,7 @@ def test_a_block_is_not_freed_during_a_copy(make: MakeDevice, monkeypatch: pytes
     nothing_is_held(receiver)
 
 
+@pytest.mark.rule("aborted-blocks-stay-cached", "engine/transfer.py:IncomingSequence.abort")
 def test_blocks_received_before_an_abort_stay_cached(make: MakeDevice) -> None:
     sender, log = parked_sender(make)
     payload, receiver = export_sequence(sender, "moved"), engine_of(make)
@@ -117,6 +118,9 @@ def test_blocks_received_before_an_abort_stay_cached(make: MakeDevice) -> None:
     same_output_as_alone(log["moved"], expected(make))
 
 
+@pytest.mark.rule(
+    "all-blocks-or-none", "engine/exports.py:KvTransfers.reserve", "worker/decode/admission.py:DecodeAdmission.enter"
+)
 def test_a_reservation_without_blocks_leaves_nothing(make: MakeDevice) -> None:
     receiver = engine_of(make, num_blocks=8)
     log = run(receiver, make_request("holder", prompt(16, 2), 8), steps=1)

@@ -91,6 +91,12 @@ BROKEN: dict[str, tuple[str, Callable[[Payload], Payload]]] = {
 """Change of a payload, and the message of the check that detects it."""
 
 
+@pytest.mark.rule(
+    "all-checksums-agree",
+    "engine/transfer.py:IncomingSequence.write",
+    "engine/transfer.py:IncomingSequence.accept",
+    "handoff/packing.py:Unpacker.unpack",
+)
 @pytest.mark.parametrize("fault", BROKEN)
 def test_an_inconsistent_transfer_is_rejected(make: MakeDevice, fault: str) -> None:
     sender, _ = parked_sender(make)

@@ -1,0 +1,118 @@
+"""Rules of docs/internals/protocol.md. A test of a rule has a marker: ``@pytest.mark.rule(id, *code)``."""
+
+from __future__ import annotations
+
+SECTIONS = {
+    "Owners and attempts": {
+        "earlier-incarnation-refused": "Messages for an earlier incarnation are refused.",
+        "protocol-versions-neighbours": (
+            "Peers accept protocol versions at most one apart, and a router no workers further apart."
+        ),
+        "equal-layout-hashes": "Caches move only between equal layout hashes.",
+        "epoch-raised": "Adoption and the restart of a failed request raise the epoch.",
+        "one-adoption-of-an-epoch": "Of routers that adopt one epoch, one succeeds.",
+        "owner-starts-attempts": "Only the owner starts an attempt.",
+        "lower-epochs-refused": "A worker refuses lower epochs until 15 minutes after a request's last run.",
+        "one-payload-of-an-id": "An id has one payload, in Redis and at a worker.",
+        "former-owner-ends-its-stream": "A former owner ends its stream with SUPERSEDED, CANCELLED or OWNER_CHANGED.",
+        "former-owner-writes-nothing": "A former owner writes nothing more.",
+        "former-owner-forwards-a-cancel": "A former owner forwards a cancel to the owner.",
+    },
+    "The handoff": {
+        "ticket-with-first-chunk": "The ticket comes with the first chunk.",
+        "ticket-renewed-until-opened": "Heartbeats renew a ticket until its fetch opens; otherwise its lease ends.",
+        "broken-fetch-frees-blocks": "A fetch that breaks or is silent for 3 s before the commit frees its blocks.",
+        "committed-ticket-waits-for-release": "After the commit a ticket waits 3 s for its Release.",
+        "ack-renews-fetch": "Each acknowledged chunk renews its fetch.",
+        "prompts-wait-at-half-of-blocks": "Prompts wait while earlier ones hold over half of the blocks.",
+        "unfetchable-cache-computed-again": "A cache that no worker can fetch is computed again where it is decoded.",
+        "all-blocks-or-none": "A receiver reserves all blocks or none before it fetches.",
+        "block-for-each-running-sequence": "It leaves a block for each running sequence; preempted ones come first.",
+        "reservations-by-priority-and-age": "Reservations go by priority and age.",
+        "cached-blocks-not-sent": "Blocks that the receiver has cached are not sent.",
+        "all-checksums-agree": "A sequence joins only if all checksums agree.",
+        "memory-reads-verified": (
+            "With `--handoff nixl` the receiver reads and verifies the sender's memory; after a failure, chunks "
+            "carry the bytes for 60 s."
+        ),
+        "commit-after-last-ack": "With `--handoff nixl` the commit follows the last acknowledgement.",
+        "aborted-blocks-stay-cached": "Verified blocks of an aborted fetch stay cached.",
+        "joined-sequence-independent-of-sender": "A joined sequence does not wait for its sender.",
+        "reclaimed-after-last-read": "Blocks are reclaimed after the sender's last read.",
+        "nothing-fetched-after-a-last-token": "If the first token ends the sequence, nothing is fetched.",
+        "output-waits-for-prompt-logprobs": "The end of an output waits for prompt logprobs.",
+        "drain-migrates": (
+            "A drain migrates sequences within their attempt; they decode until less than a block is missing."
+        ),
+        "uncommitted-source-continues": (
+            "Without a commit the source continues; after it, a lost target fails the attempt."
+        ),
+        "broken-prefill-call-ends-run": "A broken prefill call ends its run unless a fetch is open.",
+    },
+    "Tokens and sessions": {
+        "position-written-once": "A position is written once; missing ones are requested.",
+        "other-token-never-sent": "Another token for it is a worker's error, never sent.",
+        "tokens-kept-until-forgotten": "A worker keeps a run's tokens until the run is forgotten.",
+        "forgetting-cancels": "Forgetting an unfinished run cancels it.",
+        "newer-session-gets-runs": "A newer session ends the older and gets the runs that it names.",
+        "orphan-cancelled-after-lease": "A run without a session is cancelled after one lease, unless adopted.",
+        "new-owner-drops-attempts": "A new owner drops the attempts that it does not name.",
+        "any-break-ends-once": "A request whose call or session breaks at any message ends once and leaks nothing.",
+        "end-from-tokens": "An output whose last message is lost ends where its tokens say.",
+        "cancel-before-start": "A cancel before its Start refuses it.",
+        "unknown-messages-ignored": "Messages of unknown kinds are ignored and logged once.",
+        "unread-messages-end-session": "A router that leaves a message unread for 10 s loses its session.",
+        "cancel-in-next-session": "Without a session, a cancel is sent in the next.",
+        "silent-worker": "A worker silent for 1 s gets no new requests; after 3 s its session ends.",
+        "stall-counts-as-one-tick": "A stall of the process's own event loop counts as 250 ms of silence.",
+        "time-to-reconnect": "A worker has 1 s to reconnect, unless its port is closed or has another process.",
+        "stuck-step": "A step far older than others of its size is stuck, despite heartbeats.",
+        "deadline-in-every-state": "A deadline is sent as remaining time and ends a request in every state.",
+        "malformed-message": "A malformed message fails its run, a malformed frame or heartbeat the session.",
+        "expired-registration": "An expired registration stops new requests only.",
+    },
+    "The client's stream": {
+        "equal-seq": "`seq` is the same on every router.",
+        "text-independent-of-messages": "Text does not depend on message boundaries.",
+        "nothing-after-a-stop-string": "Tokens after a stop string are neither counted, written nor cached.",
+        "logprobs-with-tokens": "Logprobs go with their tokens to any router.",
+        "started-before-first-delta": "`started` comes right before a stream's first delta.",
+        "newer-stream-supersedes": "A client's newer stream ends the older with SUPERSEDED.",
+        "grace-of-a-lost-stream": "A lost stream has a grace period unless its id was generated.",
+        "detached-request": "A detached request continues for `detach_ttl_ms`.",
+        "unread-stream-keeps-token-ids": "An unread stream keeps token ids in memory, not messages.",
+        "fits-context": "Prompt and output fit the context length.",
+        "attempts-spent": "Without attempts left, a request ends with UNAVAILABLE, or after a token with ABORTED.",
+        "restart-after-failure": "A request that failed before its first token can start again.",
+    },
+    "Redis": {
+        "recorded-before-a-worker": "A request is recorded before a worker gets it; no token waits for Redis.",
+        "last-write-counts": "Writes may be repeated, late or lost: the last counts.",
+        "continues-without-redis": "Without Redis requests continue and are written later.",
+        "accepted-unrecorded": "New requests are then accepted with `resumable: false`, or refused.",
+        "no-adoption-without-redis": "No router adopts a request then.",
+        "written-when-redis-is-back": "What was not written is written at once when Redis is back.",
+        "full-redis-is-unavailable": "A full Redis, or one that is no primary, is unavailable: no fault of a request.",
+        "new-primary": "After a failover behind one address, no connection stays at the former primary.",
+        "reset-of-idle-connections": "A reset of idle connections costs no call.",
+        "failed-write-delays-no-other": "A request whose write fails delays no other.",
+        "written-again-after-data-loss": (
+            "After Redis lost its data, owners write again; until then an unknown id is UNAVAILABLE."
+        ),
+        "no-router-dead-while-refilling": "Until then no router counts as dead.",
+        "dead-routers-requests-continue": "Each request of a dead router continues on one other.",
+        "exact-open-set": "An owner's open set has exactly its unfinished requests.",
+        "unreadable-request-skipped": "An unreadable stored request is skipped.",
+        "connected-router-not-dead": "A router that a worker names as connected is not dead.",
+        "directory-readable-first": "Nor is one before the directory was readable for a registration period.",
+        "takeover-leaves-resumed-alone": "A takeover leaves a request alone that a client resumed here.",
+        "adoption-without-client": "An adoption continues without its client.",
+        "only-a-client-takes": "Only a client takes a request from a registered router.",
+        "uncertain-tail": "A client that saw a lost tail is refused unless bits are equal.",
+        "other-tenants-id-unknown": "Another tenant's request id is unknown.",
+        "authenticated-first": "Every call is authenticated first.",
+        "quotas-over-all-routers": "Quotas count over all routers, each request once.",
+        "end-frees-quota": "Every end of a request frees its quota; a dead router's expires.",
+        "no-quota-without-redis": "Without Redis no quota applies; requests are counted when it is back.",
+    },
+}
