@@ -11,7 +11,7 @@ import torch
 
 from decant.engine.cuda import attention_kernels as kernels
 from decant.engine.cuda import layer_kernels
-from decant.engine.cuda.graph_sizes import most_items
+from decant.engine.cuda.graph_sizes import GraphSize, is_padding, most_items
 from decant.engine.cuda.staging import Staging
 from decant.engine.kv_layout import LayerSpec, WindowKind
 from decant.engine.model.attention.interface import AttentionCall
@@ -81,6 +81,9 @@ class Tables(NamedTuple):
     items: npt.NDArray[np.int32]
     merges: npt.NDArray[np.int32]
     num_states: int = 0
+
+
+NO_ITEMS = Tables(np.empty((0, 5), np.int32), np.empty((0, 3), np.int32))
 
 
 def power_of_two(count: int, least: int = 1) -> int:
@@ -357,12 +360,13 @@ class StateBuffers:
 class GraphMemory(NamedTuple):
     """What a graph's attention has: blocks of a row in its tables, and states."""
 
+    size: GraphSize
     width: int
     states: StateBuffers
 
 
 class StaticAttention(TritonAttention):
-    """Attention over buffers at fixed addresses, for a CUDA graph of single tokens."""
+    """Attention over buffers at fixed addresses, for a CUDA graph of a batch that is padded to ``memory.size``."""
 
     def __init__(
         self,
@@ -373,27 +377,42 @@ class StaticAttention(TritonAttention):
         is_exact: bool,
     ) -> None:
         super().__init__(store, layer_windows, flat, is_exact)
-        self._count, self._items = len(flat.rows), most_items(len(flat.rows))
+        self._size, self._most_states = memory.size, memory.states.most
         self._memory = memory
-        shape = len(store.layout.groups), self._count, memory.width
-        table = torch.full(shape, store.null_block, dtype=torch.int32, device=self._table.device)
-        table[:, :, : self._table.shape[2]] = self._table
-        self._table, self._tables = table, table.unbind()
+        device, rows = self._table.device, memory.size.rows
+        shape = len(store.layout.groups), rows, memory.width
+        table = torch.full(shape, store.null_block, dtype=torch.int32, device=device)
+        spans = torch.zeros((rows, 3), dtype=torch.int32, device=device)
+        self._fill_rows(table, spans, self._table, self._rows)
+        self._table, self._tables, self._rows = table, table.unbind(), spans
+
+    @property
+    def rows(self) -> int:
+        return self._size.rows
+
+    @staticmethod
+    def _fill_rows(table: torch.Tensor, spans: torch.Tensor, table_of: torch.Tensor, spans_of: torch.Tensor) -> None:
+        table_of = table_of[:, :, : table.shape[2]]  # of padding, which may be longer than a context, none is used
+        table[:, : table_of.shape[1], : table_of.shape[2]].copy_(table_of)
+        spans[: len(spans_of)].copy_(spans_of)
 
     def fill(self, flat: FlatBatch) -> bool:
-        """Copy a batch to the buffers, or return False if it has too many states."""
+        """Copy a padded batch to the buffers, or return False if it has too many states."""
         self._flat = flat
         padded = [self._padded_tables(layers) for layers in self._lists]
-        if max(count for _, count in padded) > self._memory.states.most:
+        if max((count for _, count in padded), default=0) > self._most_states:
             return False
         arrays = [part for entry, _ in padded for part in entry]
-        table, slots, rows, *moved = self.staging.upload(flat.table, flat.slot_mapping, row_spans(flat), *arrays)
-        self._table[:, :, : table.shape[2]].copy_(table)
+        table, slots, spans, *moved = self.staging.upload(flat.table, flat.slot_mapping, row_spans(flat), *arrays)
+        self._fill_rows(self._table, self._rows, table, spans)
         self._slot_mapping.copy_(slots)
-        self._rows.copy_(rows)
-        for index, lists in enumerate(self._lists.values()):
-            for target, source in zip((lists.visible, *lists.lists[0][1:3]), moved[3 * index :], strict=False):
-                target.copy_(source)
+        targets = [
+            target
+            for lists in self._lists.values()
+            for target in (lists.visible, *(part for of in lists.lists for part in (of.items, of.merges)))
+        ]
+        for target, source in zip(targets, moved, strict=True):
+            target.copy_(source)
         return True
 
     def _states(self, part: LaunchList, spec: LayerSpec, group: int) -> torch.Tensor:
@@ -402,16 +421,36 @@ class StaticAttention(TritonAttention):
     def _make_lists(self, layers: _Layers) -> StepLists:
         arrays, _ = self._padded_tables(layers)
         is_windowed = self._is_windowed(layers.view, arrays[0])
-        visible, items, merges = (part.clone() for part in self.staging.upload(*arrays))
-        return StepLists(visible, is_windowed, (LaunchList(layers.tokens, items, merges, 0),))
+        visible, *parts = (part.clone() for part in self.staging.upload(*arrays))
+        shapes = (layers.tokens, layers.chunks)
+        lists = [
+            LaunchList(shape, items, merges, 0)
+            for shape, items, merges in zip(shapes, parts[::2], parts[1::2], strict=False)
+        ]
+        return StepLists(visible, is_windowed, tuple(lists))
 
-    def _padded_tables(self, layers: _Layers) -> tuple[tuple[npt.NDArray[np.int32], ...], int]:
-        visible = first_visible(self._flat, layers.view)
-        tables = single_tokens(self._flat, np.arange(self._count), visible, layers.tokens, self._items)
-        items = np.tile(np.array([EMPTY_ITEM], np.int32), (self._items, 1))
-        merges = np.zeros((self._count, 3), np.int32)
-        items[: len(tables.items)], merges[: len(tables.merges)] = tables.items, tables.merges
-        return (visible, items, merges), tables.num_states
+    def _padded_tables(self, layers: _Layers) -> tuple[list[npt.NDArray[np.int32]], int]:
+        """Arrays of ``StepLists`` with fixed shapes, and the number of states."""
+        flat, size = self._flat, self._size
+        visible = first_visible(flat, layers.view)
+        is_single = flat.ends - flat.starts == 1
+        rows, most = np.flatnonzero(is_single), most_items(size.rows)
+        singles = single_tokens(flat, rows, visible, layers.tokens, most) if len(rows) else NO_ITEMS
+        arrays = [visible, *_padded(singles, most, size.rows)]
+        if size.is_mixed:
+            rows = np.flatnonzero(~is_single)
+            rows = rows[:-1] if is_padding(flat.rows[-1]) else rows
+            tiles = chunks(flat, rows, visible, layers.chunks, layers.group)
+            most = size.tokens // (layers.chunks.tile_rows // layers.group) + size.rows
+            arrays += _padded(tiles, most, 0)
+        return arrays, singles.num_states
+
+
+def _padded(tables: Tables, num_items: int, num_merges: int) -> list[npt.NDArray[np.int32]]:
+    items = np.tile(np.array([EMPTY_ITEM], np.int32), (num_items, 1))
+    merges = np.zeros((num_merges, 3), np.int32)
+    items[: len(tables.items)], merges[: len(tables.merges)] = tables.items, tables.merges
+    return [items, merges]
 
 
 def _heads_of_tokens(part: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Decode batches as CUDA graphs over buffers at fixed addresses."""
+"""Batches as CUDA graphs over buffers at fixed addresses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,20 @@ import torch
 from triton.errors import TritonError
 
 from decant.engine.cuda.attention import MOST_STATES, GraphMemory, StateBuffers, StaticAttention
-from decant.engine.cuda.graph_sizes import GraphLimits, capture_all, choose_size, graph_sizes, most_items, pad
+from decant.engine.cuda.graph_sizes import (
+    GraphLimits,
+    GraphSize,
+    PaddingLayout,
+    capture_all,
+    choose_size,
+    graph_sizes,
+    most_items,
+    pad,
+)
 from decant.engine.model.attention.interface import AttentionBackend
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
+from decant.engine.model.runner import needs_prompt_logprobs
 from decant.engine.model.step_batch import FlatBatch, flatten
 from decant.engine.plan import Row
 
@@ -61,25 +71,27 @@ class Capture:
         return total - free
 
 
-class DecodeGraph:
+class StepGraph:
     def __init__(
         self, flat: FlatBatch, attention: StaticAttention, compute: Compute, capture: Callable[[Replay], Replay]
     ) -> None:
         self._attention = attention
-        self._tokens, self._positions, keep = (
-            part.clone() for part in attention.staging.upload(flat.tokens, flat.positions, np.arange(len(flat.tokens)))
+        keep = np.arange(attention.rows)
+        self._tokens, self._positions, self._keep = (
+            part.clone() for part in attention.staging.upload(flat.tokens, flat.positions, keep)
         )
-        self._replay = capture(lambda: compute(self._tokens, self._positions, keep, attention))
+        self._replay = capture(lambda: compute(self._tokens, self._positions, self._keep, attention))
 
     def fill(self, flat: FlatBatch) -> bool:
         """Copy a padded batch to the buffers, or return False if it does not fit."""
         return self._attention.fill(flat)
 
-    def run(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocabulary] of the batch in the buffers, valid until the next step."""
+    def run(self, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        """Logits [kept, vocabulary] of the batch in the buffers, valid until the next step."""
         self._tokens.copy_(tokens)
         self._positions.copy_(positions)
-        return self._replay()
+        self._keep[: len(keep)].copy_(keep)
+        return self._replay()[: len(keep)]
 
 
 @contextmanager
@@ -95,10 +107,10 @@ def collected_garbage() -> Iterator[None]:
             gc.enable()
 
 
-class DecodeGraphs:
+class StepGraphs:
     """Graphs of a model for rows of at most ``width`` blocks.
 
-    They share one buffer of logits and one of softmax states. One for each would fill the memory of the graphs: 2,200
+    They share one buffer of logits and one of softmax states. One for each would fill the memory of the graphs: 2,500
     rows of 256 KB at a vocabulary of 128,000.
     """
 
@@ -108,7 +120,7 @@ class DecodeGraphs:
         self._width = width
         self._is_exact = is_exact
         self._logits: torch.Tensor | None = None
-        self.graphs: dict[int, DecodeGraph] = {}
+        self.graphs: dict[GraphSize, StepGraph] = {}
         self.summary = "none"
 
     def capture(
@@ -119,8 +131,8 @@ class DecodeGraphs:
         used_bytes: Callable[[], int],
     ) -> None:
         """Capture graphs; batches of a size whose capture fails, which is logged, run without or in a larger one."""
-        sizes, store = graph_sizes(limits.rows), self._store
-        most, groups, block_size = max(sizes), len(store.layout.groups), store.layout.block_size
+        sizes, store = graph_sizes(limits), self._store
+        most = max(size.rows for size in sizes)
         states = StateBuffers(MOST_STATES if self._is_exact else most_items(most), store.blocks.device)
 
         def compute_logits(
@@ -131,14 +143,14 @@ class DecodeGraphs:
                 self._logits = logits.new_empty(most, logits.shape[1])
             return self._logits[: len(logits)].copy_(logits)
 
-        def make(rows: int) -> DecodeGraph | None:
-            flat = flatten(pad([], rows, store.null_block, groups), block_size, store.null_block)
-            memory = GraphMemory(self._width, states)
+        def make(size: GraphSize) -> StepGraph | None:
+            flat = self._flatten([], size)
+            memory = GraphMemory(size, self._width, states)
             attention = StaticAttention(store, self._layer_windows, flat, memory, self._is_exact)
             try:
-                return DecodeGraph(flat, attention, compute_logits, capture)
+                return StepGraph(flat, attention, compute_logits, capture)
             except (RuntimeError, TritonError) as error:
-                logger.warning("decode batches of %d rows have no CUDA graph: %s", rows, error)
+                logger.warning("batches of %d tokens and %d rows have no CUDA graph: %s", *size, error)
                 return None
 
         began, before = time.monotonic(), used_bytes()
@@ -148,14 +160,15 @@ class DecodeGraphs:
         self.summary = f"{len(self.graphs)} of {len(sizes)}, {used} MiB, {seconds:.1f} s"
         logger.info("captured CUDA graphs: %s", self.summary)
 
-    def find(self, rows: Sequence[Row]) -> tuple[DecodeGraph, FlatBatch] | None:
+    def _flatten(self, rows: Sequence[Row], size: GraphSize) -> FlatBatch:
+        layout, null_block = self._store.layout, self._store.null_block
+        padded = pad(rows, size, PaddingLayout(null_block, layout.block_size, len(layout.groups)))
+        return flatten(padded, layout.block_size, null_block)
+
+    def find(self, rows: Sequence[Row]) -> tuple[StepGraph, FlatBatch] | None:
         """Graph for a batch, filled with it, and the batch padded to its size; None if no graph fits."""
-        if any(row.end - row.start != 1 for row in rows):
+        size = choose_size(self.graphs, sum(row.end - row.start for row in rows), len(rows))
+        if size is None or any(map(needs_prompt_logprobs, rows)):  # these have a logit for each token
             return None
-        size = choose_size(self.graphs, len(rows))
-        if size is None:
-            return None
-        store = self._store
-        padded = pad(rows, size, store.null_block, len(store.layout.groups))
-        flat = flatten(padded, store.layout.block_size, store.null_block)
+        flat = self._flatten(rows, size)
         return (self.graphs[size], flat) if self.graphs[size].fill(flat) else None

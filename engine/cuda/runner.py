@@ -15,7 +15,7 @@ import torch
 
 from decant.engine.cuda.attention import TritonAttention
 from decant.engine.cuda.graph_sizes import GraphLimits
-from decant.engine.cuda.graphs import Capture, DecodeGraphs
+from decant.engine.cuda.graphs import Capture, StepGraphs
 from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.cuda.staging import Staging
 from decant.engine.cuda.step_draw import StepDraw
@@ -45,11 +45,11 @@ class CudaRunner(ModelRunner):
         self._is_exact = is_exact
         self._staging = Staging(self._device)
         self._drawn = torch.zeros(0, dtype=torch.int64, device=self._device)  # by row of the newest plan
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
 
     def capture(self, context_length: int, limits: GraphLimits, capture: Capture | None = None) -> None:
         width = -(-context_length // self._store.layout.block_size)
-        self.graphs = DecodeGraphs(self._store, self._layer_windows, width, self._is_exact)
+        self.graphs = StepGraphs(self._store, self._layer_windows, width, self._is_exact)
         with torch.inference_mode(), self._backend.around_step():
             capture = capture or Capture(self._device)
             self.graphs.capture(self.compute, capture, limits, capture.used_bytes)
@@ -70,8 +70,8 @@ class CudaRunner(ModelRunner):
         if graphed is None:
             attention = TritonAttention(self._store, self._layer_windows, batch, self._is_exact)
             logits = self.compute(tokens, positions, keep, attention)
-        else:  # padding rows are behind the others, and each row has one logit
-            logits = graphed[0].run(tokens, positions)[keep]
+        else:
+            logits = graphed[0].run(tokens, positions, keep)
         if len(self._drawn) < len(plan.rows):
             self._drawn = torch.zeros(2 * len(plan.rows), dtype=torch.int64, device=self._device)
         return StepDraw(step, logits, self._eos, self._drawn, self._staging, self._sampler).result
@@ -89,8 +89,8 @@ class CudaRunner(ModelRunner):
 
 
 def first_rows(batch: FlatBatch, count: int) -> FlatBatch:
-    """The first rows of a batch of single tokens, without the padding behind them; or the whole batch."""
+    """The first rows of a batch, without the padding behind them."""
     if count == len(batch.rows):
         return batch
-    table, tokens = batch.row_table[:, :count], batch.flattened[:, :count]
+    table, tokens = batch.row_table[:, :count], batch.flattened[:, : int(batch.stops[count - 1])]
     return FlatBatch(batch.rows[:count], table, tokens, batch.new_blocks, batch.table[:, :count])

@@ -14,8 +14,8 @@ import torch
 pytest.importorskip("triton")
 
 from decant.engine.cuda import attention
-from decant.engine.cuda.attention import TritonAttention
-from decant.engine.cuda.graph_sizes import most_items
+from decant.engine.cuda.attention import GraphMemory, StateBuffers, StaticAttention, TritonAttention
+from decant.engine.cuda.graph_sizes import GraphSize, PaddingLayout, most_items, pad
 from decant.engine.kv_layout import KvLayout, LayerSpec, WindowKind
 from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow
@@ -287,3 +287,44 @@ def test_a_call_of_another_shape_is_refused() -> None:
     call = AttentionCall(0, query, key, value, 1.0, None, None, None)
     with pytest.raises(ValueError, match="layer 0"):
         TritonAttention(store, [AttentionWindow()], flatten([row], BLOCK, store.null_block)).attend(call)
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("view", [AttentionWindow(), AttentionWindow(WindowKind.SLIDING, 24)], ids=["full", "sliding"])
+@pytest.mark.parametrize("spans", [((0, 37), (40, 41), (89, 90)), ((0, 5), (20, 23)), ((7, 8), (60, 61))])
+def test_a_padded_batch_in_the_buffers_of_a_graph_has_the_outputs_of_the_batch(
+    spans: tuple[tuple[int, int], ...], view: AttentionWindow, is_exact: bool
+) -> None:
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
+
+    rows = [
+        Row(Request(str(at), (1,)), [1] * end, start, end, (array("i", range(6 * at, 6 * at + 6)),), True)
+        for at, (start, end) in enumerate(spans)
+    ]
+    layout = KvLayout((LayerSpec(1, 16, 16),), BLOCK, 2)
+    stores = [KvStore(layout, 18, torch.bfloat16, DEVICE) for _ in range(2)]
+    for store in stores:
+        store.blocks_with_null.copy_(random(*store.blocks_with_null.shape))
+    flat, padding = flatten(rows, BLOCK, 18), PaddingLayout(18, BLOCK)
+    tokens, is_mixed = len(flat.tokens), len(flat.tokens) != len(rows)
+    size = GraphSize(tokens + 9, 6) if is_mixed else GraphSize(4, 4)
+
+    def call(count: int) -> AttentionCall:
+        parts = [torch.zeros(1, heads, count, 16, device=DEVICE, dtype=torch.bfloat16) for heads in (2, 1, 1)]
+        for part in parts:
+            part[:, :, :tokens] = random(*part[:, :, :tokens].shape)
+        query, key, value = parts
+        return AttentionCall(0, query, key, value, 0.25, None, None, None)
+
+    expected = TritonAttention(stores[0], [view], flat, is_exact).attend(call(tokens))[0]
+    memory = GraphMemory(size, 6, StateBuffers(99, DEVICE))
+    captured = flatten(pad([], size, padding), BLOCK, 18)
+    static = StaticAttention(stores[1], [view], captured, memory, is_exact)
+    static.attend(call(size.tokens))
+    assert static.fill(flatten(pad(rows, size, padding), BLOCK, 18))
+    found = static.attend(call(size.tokens))[0, :tokens]
+    assert torch.equal(stores[0].blocks, stores[1].blocks)
+    if is_exact:
+        assert torch.equal(found, expected)
+    assert (found.double() - expected.double()).norm() <= TOLERANCE[torch.bfloat16] * expected.double().norm()

@@ -21,8 +21,8 @@ from decant.engine.cuda import graphs as graphs_module
 from decant.engine.cuda import runner as cuda_runner
 from decant.engine.cuda import step_draw
 from decant.engine.cuda.attention import StaticAttention
-from decant.engine.cuda.graph_sizes import GraphLimits, graph_sizes, most_items
-from decant.engine.cuda.graphs import Capture, DecodeGraph, DecodeGraphs, Replay
+from decant.engine.cuda.graph_sizes import GraphLimits, GraphSize, graph_sizes, most_items
+from decant.engine.cuda.graphs import Capture, Replay, StepGraph, StepGraphs
 from decant.engine.cuda.runner import CudaRunner
 from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.cuda.staging import Download, Staging
@@ -165,9 +165,9 @@ def test_batches_replayed_with_padding_generate_what_transformers_generates(
     folder = tiny.save(config, tmp_path)
     rerun = Rerun()
     monkeypatch.setattr(cuda_runner, "Capture", lambda device: rerun)
-    monkeypatch.setattr("decant.engine.cuda.graphs.graph_sizes", lambda rows: [4])
+    monkeypatch.setattr("decant.engine.cuda.graphs.graph_sizes", lambda limits: [GraphSize(24, 4), GraphSize(4, 4)])
     device = load_interpreted(folder, monkeypatch, lambda runner: runner.capture(64, GraphLimits()))
-    graphed = recorded(monkeypatch, DecodeGraph, "fill", lambda graph, flat: len(flat.rows))
+    graphed = recorded(monkeypatch, StepGraph, "fill", lambda graph, flat: len(flat.tokens))
     engine = Engine(device, Limits(token_budget=16, max_running=4, context_length=64))
     prompts = {"long": tiny.prompt(20, 1), "short": tiny.prompt(3, 2), "other": tiny.prompt(5, 3)}
     calls = host_reads(monkeypatch)
@@ -184,8 +184,8 @@ def test_batches_replayed_with_padding_generate_what_transformers_generates(
     monkeypatch.setattr(device.runner, "submit", watched)
     result = tiny.run(engine, [tiny.greedy(id, tokens, 5) for id, tokens in prompts.items()])
     assert all(launches), "a launch on whatever device is current"
-    assert set(graphed) == {4}
-    assert rerun.replays == len(graphed) >= 4
+    assert set(graphed) == {24, 4}, "mixed batches and decodes"
+    assert rerun.replays == len(graphed) == len(ahead) >= 6
     assert not cleared, "the null block of padding rows, or what no kernel reads"
     assert sum(ahead) >= 10, "rows continue tokens that are still drawn"
     monkeypatch.undo()
@@ -199,13 +199,13 @@ class FakeStore(KvStore):
         super().__init__(LAYOUT, 3, torch.float32, DEVICE)
 
 
-def logits_of_nothing(tokens: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.zeros(len(tokens), 5, device=DEVICE)
+def logits_of_nothing(tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, _: Any) -> torch.Tensor:
+    return torch.zeros(len(keep), 5, device=DEVICE)
 
 
-def captured(capture: Callable[[Replay], Replay], compute: Any = logits_of_nothing) -> DecodeGraphs:
-    graphs = DecodeGraphs(FakeStore(), [AttentionWindow()], 4, is_exact=False)
-    graphs.capture(compute, capture, GraphLimits(rows=32), lambda: 0)
+def captured(capture: Callable[[Replay], Replay], compute: Any = logits_of_nothing) -> StepGraphs:
+    graphs = StepGraphs(FakeStore(), [AttentionWindow()], 4, is_exact=False)
+    graphs.capture(compute, capture, GraphLimits(rows=32, tokens=128), lambda: 0)
     return graphs
 
 
@@ -217,7 +217,8 @@ def test_all_graphs_write_their_logits_to_one_buffer_and_the_largest_is_captured
         return compute
 
     graphs = captured(capture)
-    assert [len(output) for output in outputs] == list(graphs.graphs) == [32, 16, 8, 4, 2, 1]
+    assert [len(output) for output in outputs] == [65, 32, 16, 8, 4, 2, 1]
+    assert [size.tokens for size in graphs.graphs] == [128, 32, 16, 8, 4, 2, 1]
     assert len({output.untyped_storage().data_ptr() for output in outputs}) == 1
 
 
@@ -226,11 +227,11 @@ def test_all_graphs_share_the_states_of_attention() -> None:
 
     def compute(tokens: torch.Tensor, positions: Any, keep: Any, attention: StaticAttention) -> torch.Tensor:
         layers = attention._layers(0, 4)
-        (part,) = attention._make_lists(layers).lists
+        part = attention._make_lists(layers).lists[0]
         found = attention._states(part, LAYOUT.layers[0], 4)
-        assert found.shape == (most_items(32), 1, 4, 18), "a state has the rows of a group, not of a tile"
+        assert found.shape == (most_items(65), 1, 4, 18), "a state has the rows of a group, not of a tile"
         states.add(found.data_ptr())
-        return logits_of_nothing(tokens)
+        return logits_of_nothing(tokens, positions, keep, attention)
 
     captured(lambda compute: (compute(), compute)[1], compute)
     assert len(states) == 1
@@ -247,10 +248,10 @@ def test_an_error_in_one_capture_keeps_the_other_graphs(error: Exception, caplog
         return compute
 
     graphs = captured(capture)
-    assert done == graph_sizes(32)
-    assert list(graphs.graphs) == [32, 16, 4, 2, 1]
-    assert f"decode batches of 8 rows have no CUDA graph: {error}" in caplog.text
-    assert graphs.summary.startswith("5 of 6")
+    assert done == [size.rows for size in graph_sizes(GraphLimits(rows=32, tokens=128))]
+    assert [size.tokens for size in graphs.graphs] == [128, 32, 16, 4, 2, 1]
+    assert f"batches of 8 tokens and 8 rows have no CUDA graph: {error}" in caplog.text
+    assert graphs.summary.startswith("6 of 7")
 
 
 def test_no_garbage_is_left_for_a_collection_in_a_capture() -> None:
@@ -283,9 +284,9 @@ def test_a_runner_with_graphs_is_freed_without_the_collector() -> None:
 
     backend = InterpretedBackend(DEVICE)
     runner = CudaRunner(model, FakeStore(), [], frozenset(), backend, is_exact=False)  # type: ignore[arg-type]
-    runner.capture(64, GraphLimits(rows=2), Eager())  # type: ignore[arg-type]
+    runner.capture(64, GraphLimits(rows=2, tokens=0), Eager())  # type: ignore[arg-type]
     assert runner.graphs is not None
-    assert list(runner.graphs.graphs) == [2, 1]
+    assert [size.rows for size in runner.graphs.graphs] == [2, 1]
     freed = weakref.ref(runner)
     gc.disable()
     try:
@@ -298,14 +299,14 @@ def test_a_runner_with_graphs_is_freed_without_the_collector() -> None:
 def test_a_batch_with_more_states_than_a_graph_holds_runs_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_module, "SPLIT", 32)
     monkeypatch.setattr(graphs_module, "MOST_STATES", 3)
-    graphs = DecodeGraphs(FakeStore(), [AttentionWindow()], 9, is_exact=True)
+    graphs = StepGraphs(FakeStore(), [AttentionWindow()], 9, is_exact=True)
 
     def compute(tokens: torch.Tensor, positions: Any, keep: Any, attention: Any) -> torch.Tensor:
         layers = attention._layers(0, 4)
         attention._lists.setdefault(layers, attention._make_lists(layers))
-        return logits_of_nothing(tokens)
+        return logits_of_nothing(tokens, positions, keep, attention)
 
-    graphs.capture(compute, lambda compute: (compute(), compute)[1], GraphLimits(rows=2), lambda: 0)
+    graphs.capture(compute, lambda compute: (compute(), compute)[1], GraphLimits(rows=2, tokens=0), lambda: 0)
     for end, is_found in ((40, True), (130, False)):
         row = Row(Request("a", (1,)), [1] * end, end - 1, end, (array("i", [0] * 9),), True)
         assert (graphs.find([row]) is not None) == is_found
