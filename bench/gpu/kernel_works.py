@@ -72,8 +72,8 @@ class _Variant(TritonAttention):
 
     changes: Mapping[str, Any] = MappingProxyType({})
 
-    def _layers(self, layer: int, group: int) -> Any:
-        found = super()._layers(layer, group)
+    def _find_layers(self, layer: int, group: int) -> Any:
+        found = super()._find_layers(layer, group)
         tokens, chunks = (shape._replace(**self.changes) for shape in (found.tokens, found.chunks))
         return found._replace(tokens=tokens, chunks=chunks)
 

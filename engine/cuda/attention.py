@@ -197,8 +197,15 @@ class TritonAttention:
         # of each cache group
         self._tables, self._slots = self._table.unbind(), self._slot_mapping.unbind()
         self._lists: dict[_Layers, StepLists] = {}
+        self._known_layers: dict[tuple[int, int], _Layers] = {}
 
     def _layers(self, layer: int, group: int) -> _Layers:
+        known = self._known_layers.get((layer, group))
+        if known is None:
+            known = self._known_layers[layer, group] = self._find_layers(layer, group)
+        return known
+
+    def _find_layers(self, layer: int, group: int) -> _Layers:
         spec, dtype, is_exact = self._store.layout.layers[layer], self._store.dtype, self._is_exact
         token = token_shape(spec, group, dtype, self._store.layout.block_size, is_exact=is_exact)
         chunk = token if is_exact else chunk_shape(spec, group, dtype, self._capability)

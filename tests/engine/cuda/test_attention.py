@@ -47,6 +47,7 @@ class Case(NamedTuple):
 CASES = {
     "grouped": Case(),
     "keys of a tile in several blocks": Case(block=4),
+    "keys of a tile in one block": Case(block=64),
     "one head per key": Case(heads=2, kv_heads=2, dtype=torch.float16),
     "group of 7": Case(heads=7, kv_heads=1, key_dim=64, value_dim=64, dtype=torch.float16),
     "wide heads": Case(heads=2, kv_heads=1, key_dim=256, value_dim=256),
@@ -149,7 +150,7 @@ class AttentionInputs:
 
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in {"SPLIT": 32, "TILE": 16, "NARROW_TILE": 8, "CHUNK_ROWS": 32}.items():
+    for name, size in {"SPLIT": 32, "TILE": 32, "NARROW_TILE": 16, "CHUNK_ROWS": 32}.items():
         monkeypatch.setattr(attention, name, size)
 
 
