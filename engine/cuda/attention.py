@@ -47,7 +47,7 @@ MOST_STATES = 4096
 
 NO_STATE = -1
 
-EMPTY_ITEM = (-1, 0, 0, 0, NO_STATE)
+EMPTY_ITEM = (-1, 0, 0, 0, NO_STATE, 0)
 
 
 class LaunchShape(NamedTuple):
@@ -68,6 +68,7 @@ class LaunchList(NamedTuple):
     shape: LaunchShape
     items: torch.Tensor
     merges: torch.Tensor
+    ended: torch.Tensor
     num_states: int
 
 
@@ -83,7 +84,7 @@ class Tables(NamedTuple):
     num_states: int = 0
 
 
-NO_ITEMS = Tables(np.empty((0, 5), np.int32), np.empty((0, 3), np.int32))
+NO_ITEMS = Tables(np.empty((0, 6), np.int32), np.empty((0, 3), np.int32))
 
 
 def power_of_two(count: int, least: int = 1) -> int:
@@ -135,8 +136,9 @@ def single_tokens(flat: FlatBatch, rows: Ints, visible: npt.NDArray[np.int32], s
     first_states = np.cumsum(states_each) - states_each
     state = np.repeat(first_states, counts) + in_row * (keys // (shape.split or keys))
     state = np.where(np.repeat(is_split, counts), state, NO_STATE)
-    items = np.stack([np.repeat(rows, counts), np.repeat(positions, counts), begin, end, state], 1)
-    merges = np.stack([tokens, first_states, states_each], 1)[is_split]
+    merge = np.repeat(np.cumsum(is_split) - 1, counts)
+    items = np.stack([np.repeat(rows, counts), np.repeat(positions, counts), begin, end, state, merge], 1)
+    merges = np.stack([first_states, states_each, counts], 1)[is_split]
     return Tables(items.astype(np.int32), merges.astype(np.int32), int(states_each.sum()))
 
 
@@ -158,7 +160,8 @@ def chunks(flat: FlatBatch, rows: Ints, visible: npt.NDArray[np.int32], shape: L
     end = np.minimum(position + tile, np.repeat(ends, counts))
     # Later positions of a tile see nothing before what its first one sees.
     begin = visible[np.repeat(flat.firsts[rows] - starts, counts) + position] // unit * unit
-    items = np.stack([np.repeat(rows, counts), position, begin, end, np.full(len(end), NO_STATE)], 1)
+    none = np.full(len(end), NO_STATE)
+    items = np.stack([np.repeat(rows, counts), position, begin, end, none, none], 1)
     longest_first = np.argsort(begin - end, kind="stable")
     return Tables(items[longest_first].astype(np.int32), np.empty((0, 3), np.int32))
 
@@ -225,10 +228,17 @@ class TritonAttention:
             tables.append((layers.chunks, chunks(flat, rows, visible, layers.chunks, layers.group)))
         moved = self.staging.upload(visible, *(part for _, table in tables for part in (table.items, table.merges)))
         lists = tuple(
-            LaunchList(shape, moved[1 + 2 * index], moved[2 + 2 * index], table.num_states)
+            LaunchList(
+                shape, moved[1 + 2 * index], moved[2 + 2 * index], self._zeros(len(table.merges)), table.num_states
+            )
             for index, (shape, table) in enumerate(tables)
         )
         return StepLists(moved[0], self._is_windowed(layers.view, visible), lists)
+
+    def _zeros(self, num_merges: int) -> torch.Tensor:
+        """Items that have ended, of each merge and KV head: the kernel leaves zeros."""
+        shape = max(1, num_merges), max(spec.kv_heads for spec in self._store.layout.layers)
+        return torch.zeros(shape, dtype=torch.int32, device=self._store.blocks.device)
 
     def _is_windowed(self, view: AttentionWindow, visible: npt.NDArray[np.int32]) -> bool:
         """Whether the kernel compares keys with ``visible``. Exact rows have one kernel, with and without a window."""
@@ -324,7 +334,8 @@ class TritonAttention:
         sinks = out if call.sinks is None else call.sinks.contiguous()
         table, states = self._tables[self._group(call)], self._states(part, spec, group)
         kernels.attend[(len(part.items) * spec.kv_heads,)](
-            *(call.query, out, store.blocks, sinks, step.visible, part.items, self._rows, table, states),
+            *(call.query, out, store.blocks, sinks, step.visible, part.items, part.merges, part.ended),
+            *(self._rows, table, states),
             *(call.query.stride(2), call.query.stride(1), store.layout.block_elements, *self._offsets(call.layer)),
             *(table.shape[1], group, float(call.scaling), float(call.softcap or 0.0)),
             **heads,
@@ -340,14 +351,6 @@ class TritonAttention:
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
         )
-        if len(part.merges):
-            kernels.merge_splits[(len(part.merges) * spec.kv_heads,)](
-                *(states, out, sinks, part.merges, group),
-                **heads,
-                GROUP_PAD=power_of_two(group),
-                num_warps=4,
-                num_stages=3,
-            )
 
 
 class StateBuffers:
@@ -431,7 +434,7 @@ class StaticAttention(TritonAttention):
         visible, *parts = (part.clone() for part in self.staging.upload(*arrays))
         shapes = (layers.tokens, layers.chunks)
         lists = [
-            LaunchList(shape, items, merges, 0)
+            LaunchList(shape, items, merges, self._zeros(len(merges)), 0)
             for shape, items, merges in zip(shapes, parts[::2], parts[1::2], strict=False)
         ]
         return StepLists(visible, is_windowed, tuple(lists))

@@ -5,15 +5,15 @@ one KV head, position-major; the programs of an item's heads run side by side, a
 
     keys ->       0              SPLIT          2 SPLIT
     chunk tile   [================================================]   one item sees all keys
-    decode       [=============][=============][=======]              items of few keys, then ``merge_splits``
+    decode       [=============][=============][=======]              items of few keys, the last to end merges
 
 Online softmax: Milakov and Gimelshein 2018; tiles: FlashAttention, Dao et al. 2022; items of few keys: Flash-Decoding,
 Dao et al. 2023. Scores are in units of log2.
 
 With SPLIT, a row's result depends on neither the other rows nor the number of items: each range of SPLIT keys is
 computed by itself, tile after tile of ``TILE`` keys, then merged in order of position, by an item that has several or
-by ``merge_splits``. A tile that a row does not see leaves its state unchanged to the bit. The compiler may contract
-either product of a * b + c * d, in each kernel another one, so ``fma`` makes the choice.
+by the last of several items. A tile that a row does not see leaves its state unchanged to the bit. The compiler may
+contract either product of a * b + c * d, at each place another one, so ``fma`` makes the choice.
 
 ``do_not_specialize`` names what differs from step to step or from model to model: triton would compile again, within a
 step, for a number that is 1 or a multiple of 16, and for an aligned pointer.
@@ -152,7 +152,7 @@ def attend_keys(
 
 @triton.jit(do_not_specialize=["width", "group"], do_not_specialize_on_alignment=["table"])
 def attend(
-    query, out, memory, sinks, visible, items, rows, table,
+    query, out, memory, sinks, visible, items, merges, ended, rows, table,
     states, query_token, query_head, block_elements, key_offset, value_offset, width, group,
     scaling, softcap,
     BLOCK: tl.constexpr, KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -161,16 +161,18 @@ def attend(
 ):  # fmt: skip
     """Attend a tile of query rows over a range of keys. Grid: (items * KV_HEADS,).
 
-    items [n, 5]   row or -1: no work; first query position; first key, a multiple of TILE or SPLIT, and last + 1; index
-                   of its first state, or -1: writes ``out``
+    items [n, 6]   row or -1: no work; first query position; first key, a multiple of TILE or SPLIT, and last + 1; index
+                   of its first state, or -1: writes ``out``; index of its merge
+    merges [m, 3]  first state, number of states, and number of items of a single token
+    ended [m, KV_HEADS]  items that have written their states: 0 before and after
     rows [B, 3]    of each sequence: flattened position of its first query, that query's position, its end
     table [B, width]  blocks;  states [s, KV_HEADS, group, 2 + VALUE_DIM]  highest, total and output
     visible [T]    first position that each token sees, if WINDOW
     SPLIT          keys of a state; 0: an item has one
 
-    CHUNK          keys that all positions of an item see need no mask, if not WINDOW
+    CHUNK          items write ``out``; keys that all positions of an item see need no mask, if not WINDOW
     """
-    kv_head, item = tl.program_id(0) % KV_HEADS, items + tl.program_id(0) // KV_HEADS * 5
+    kv_head, item = tl.program_id(0) % KV_HEADS, items + tl.program_id(0) // KV_HEADS * 6
     row = tl.load(item)
     if row < 0:
         return
@@ -206,7 +208,7 @@ def attend(
             block_elements, key_offset, value_offset, scaling, softcap, BLOCK, KV_HEADS, KEY_DIM, VALUE_DIM, KEY_PAD,
             VALUE_PAD, TILE, CHUNK, WINDOW, SOFTCAP,
         )  # fmt: skip
-        if state >= 0:
+        if not CHUNK and state >= 0:
             store_state(state_at, highest, total, output, is_row, is_value, value_dims)
     else:
         while begin < end:
@@ -222,7 +224,19 @@ def attend(
             else:
                 highest, total, output = merge(highest, total, output, highest_of, total_of, output_of)
             begin += SPLIT
-    if state < 0:
+    is_output = state < 0
+    if not CHUNK and state >= 0:
+        index = tl.load(item + 5)
+        merge_of, counter = merges + index * 3, ended + index * KV_HEADS + kv_head
+        tl.debug_barrier()  # all threads have written the states, which the atomic then releases
+        if tl.atomic_add(counter, 1, sem="acq_rel") == tl.load(merge_of + 2) - 1:
+            tl.store(counter, 0)
+            highest, total, output = merge_states(
+                states, tl.load(merge_of).to(tl.int64), tl.load(merge_of + 1), kv_head, group, folded, is_row, is_value,
+                value_dims, KV_HEADS, VALUE_DIM, VALUE_PAD, TILE_ROWS,
+            )  # fmt: skip
+            is_output = True
+    if is_output:
         sink = tl.full([TILE_ROWS], float("-inf"), tl.float32)
         if SINKS:
             sink = tl.load(sinks + head, is_row, other=0.0).to(tl.float32) * LOG2E
@@ -262,34 +276,19 @@ def store_state(state_at, highest, total, output, is_row, is_value, value_dims):
     tl.store(state_at[:, None] + 2 + value_dims[None, :], output, is_value)
 
 
-@triton.jit(do_not_specialize=["group"])
-def merge_splits(
-    states, out, sinks, merges, group,
-    KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, GROUP_PAD: tl.constexpr,
-    SINKS: tl.constexpr,
+@triton.jit
+def merge_states(
+    states, first, count, kv_head, group, folded, is_row, is_value, value_dims,
+    KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the states of a query token in order of position. Grid: (n * KV_HEADS,).
-
-    merges [n, 3]: flattened position of the query, first state, number of states; 0: no work.
-    """
-    kv_head, entry = tl.program_id(0) % KV_HEADS, merges + tl.program_id(0) // KV_HEADS * 3
-    token, state, count = tl.load(entry).to(tl.int64), tl.load(entry + 1).to(tl.int64), tl.load(entry + 2)
-    if count == 0:
-        return
-    folded, dims = tl.arange(0, GROUP_PAD), tl.arange(0, VALUE_PAD)
-    head, is_row = kv_head * group + folded, folded < group
-    is_value = is_row[:, None] & (dims < VALUE_DIM)[None, :]
-    highest = tl.full([GROUP_PAD], LOWEST, tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    output = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
+    """Merge ``count`` states in order of position. Other programs wrote them: they are not in this one's L1 cache."""
+    highest = tl.full([TILE_ROWS], LOWEST, tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    output = tl.zeros([TILE_ROWS, VALUE_PAD], tl.float32)
     for index in range(count):
-        at = states + (((state + index) * KV_HEADS + kv_head) * group + folded) * (2 + VALUE_DIM)
-        highest_of, total_of = tl.load(at, is_row, other=0.0), tl.load(at + 1, is_row, other=0.0)
-        output_of = tl.load(at[:, None] + 2 + dims[None, :], is_value, other=0.0)
+        at = states + (((first + index) * KV_HEADS + kv_head) * group + folded) * (2 + VALUE_DIM)
+        highest_of = tl.load(at, is_row, other=0.0, cache_modifier=".cg")
+        total_of = tl.load(at + 1, is_row, other=0.0, cache_modifier=".cg")
+        output_of = tl.load(at[:, None] + 2 + value_dims[None, :], is_value, other=0.0, cache_modifier=".cg")
         highest, total, output = merge(highest, total, output, highest_of, total_of, output_of)
-    sink = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    if SINKS:
-        sink = tl.load(sinks + head, is_row, other=0.0).to(tl.float32) * LOG2E
-    result = finish(highest, total, output, sink).to(out.dtype.element_ty)
-    at = out + (token * (KV_HEADS * group) + head)[:, None] * VALUE_DIM + dims[None, :]
-    tl.store(at, result, is_value)
+    return highest, total, output

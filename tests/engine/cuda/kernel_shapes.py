@@ -98,8 +98,6 @@ def shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
         else:
             shape = attention.token_shape(spec, group, dtype, block, is_exact=name == "exact")
         kernels[f"attend {name}"] = attend(spec, shape, TYPES[dtype], block, changes)
-    state = {"KV_HEADS": 8, "VALUE_DIM": 128, "VALUE_PAD": 128, "GROUP_PAD": 4, "SINKS": True}
-    kernels["merge_splits"] = ("attention_kernels.merge_splits", "*fp32 *bf16 *bf16 *i32 i32", state, USUAL)
     return kernels
 
 
@@ -120,6 +118,6 @@ def attend(spec: LayerSpec, shape: LaunchShape, dtype: str, block: int, changes:
         "SOFTCAP": False,
         "SINKS": False,
     }
-    types = f"{f'*{dtype} ' * 4}*i32 *i32 *i32 *i32 *fp32 i32 i32 i32 i32 i32 i32 i32 fp32 fp32"
+    types = f"{f'*{dtype} ' * 4}*i32 *i32 *i32 *i32 *i32 *i32 *fp32 i32 i32 i32 i32 i32 i32 i32 fp32 fp32"
     options = {"num_warps": shape.num_warps, "num_stages": shape.num_stages}
     return "attention_kernels.attend", types, constants | changes, options

@@ -228,7 +228,6 @@ def test_items_of_single_tokens_cover_all_keys_once_and_are_at_most_as_many_as_a
     assert most == most_items(len(ends))
     tables = attention.single_tokens(flat, np.arange(len(ends)), visible, shape, most)
     assert len(ends) <= len(tables.items) <= most
-    merges = {token: (first, count) for token, first, count in tables.merges.tolist()}
     for row, end in enumerate(flat.ends.tolist()):
         own = tables.items[tables.items[:, 0] == row]
         assert own[0, 2] == 0
@@ -237,13 +236,14 @@ def test_items_of_single_tokens_cover_all_keys_once_and_are_at_most_as_many_as_a
         assert not (own[:, 2] % (split or 64)).any()
         if len(own) == 1:
             assert own[0, 4] == attention.NO_STATE
-            assert row not in merges
         else:
-            first, count = merges[row]
+            (merge,) = set(own[:, 5].tolist())
+            first, count, num_items = tables.merges[merge].tolist()
+            assert num_items == len(own)
             keys = split or int(own[0, 3])
             assert own[:, 4].tolist() == [first + begin // keys for begin in own[:, 2].tolist()]
             assert count == -(-end // keys)
-    assert tables.num_states == sum(count for _, count in merges.values())
+    assert tables.num_states == tables.merges[:, 1].sum()
 
 
 def test_few_rows_have_items_of_few_keys_and_a_full_batch_one_each() -> None:
@@ -264,7 +264,7 @@ def test_tiles_of_chunks_with_most_keys_come_first() -> None:
     items = attention.chunks(flat, np.arange(3), np.zeros(len(flat.tokens), np.int32), shape, 4).items
     keys = (items[:, 3] - items[:, 2]).tolist()
     assert keys == sorted(keys, reverse=True)
-    covered = sorted((row, at) for row, first, _, end, _ in items.tolist() for at in range(first, end))
+    covered = sorted((row, at) for row, first, _, end, *_ in items.tolist() for at in range(first, end))
     assert covered == [(row, at) for row, (start, end) in enumerate(spans) for at in range(start, end)]
 
 
@@ -326,6 +326,8 @@ def test_a_padded_batch_in_the_buffers_of_a_graph_has_the_outputs_of_the_batch(
     assert static.fill(flatten(pad(rows, size, padding), BLOCK, 18))
     found = static.attend(call(size.tokens))[0, :tokens]
     assert torch.equal(stores[0].blocks, stores[1].blocks)
+    ended = [part.ended for step in static._lists.values() for part in step.lists]
+    assert not any(bool(part.any()) for part in ended), "the next layer counts from 0"
     if is_exact:
         assert torch.equal(found, expected)
     assert (found.double() - expected.double()).norm() <= TOLERANCE[torch.bfloat16] * expected.double().norm()

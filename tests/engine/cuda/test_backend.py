@@ -228,7 +228,7 @@ def test_the_kernel_that_passes_its_trial_serves_models_of_other_groups(monkeypa
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             def run(*args: Any, **constants: Any) -> None:
                 compiled.append(set(constants.items()))
-                groups.append(args[15])
+                groups.append(args[17])
                 launch[grid](*args, **constants)
 
             return run

@@ -23,12 +23,11 @@ COMPILED_AS = {"89": "80"}
 REGISTERS = {
     "90": {
         "attend tokens": 128,
-        "attend chunks": 224,
+        "attend chunks": 208,
         "attend exact": 160,
         "rotate_and_write": 48,
         "linear": 168,
         "draw": 64,
-        "merge_splits": 48,
     }
 }
 """Most registers with which as many programs run on a processor as the kernels need to wait for memory."""
@@ -38,7 +37,6 @@ PIPELINED = {"attend tokens", "attend exact", "attend tokens of wide heads, all 
 
 DIFFERENT_IN_EVERY_STEP = {
     "attend": {"width", "table", "group"},
-    "merge_splits": {"group"},
     "linear": {"rows", "programs", "splits"},
     "add_splits": {"count", "splits"},
     "rotate_and_write": {"slots"},
