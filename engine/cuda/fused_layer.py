@@ -4,7 +4,7 @@
     here           norm, qkv, rotate and write, attend, o, add and norm, gate and up, gated, down and add
 
 Weights that multiply the same rows are parts of one tensor. A layer is fused if in a trial its outputs and blocks are
-close to those of transformers, and a norm outside of such layers if its output is.
+close to those of transformers, and a norm outside of such layers, or the angles of all, if its output is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import nn
 
 from decant.engine.cuda import layer_kernels as kernels
 from decant.engine.cuda.attention import TILE, TritonAttention, power_of_two
+from decant.engine.cuda.rotary import try_rotary
 from decant.engine.kv_layout import LayerSpec
 from decant.engine.model.attention.interface import AttentionCall, next_layer
 from decant.engine.model.decoder_layer import Angles, Forward, FusedLayer, Trial, TrialResult, find_parts, head_width
@@ -217,7 +218,8 @@ def fuse(model: nn.Module, dtype: torch.dtype) -> int:
             layers.append((module, layer))
     inside = {part for module, _ in layers for part in module.modules()}
     norms = [(module, try_norm(module, dtype)) for module in model.modules() if module not in inside]
-    for module, forward in (*layers, *norms):  # none, if a launch raised
+    rotaries = [(module, try_rotary(module)) for module in model.modules()]
+    for module, forward in (*layers, *norms, *rotaries):  # none, if a launch raised
         if forward is not None:
             module.forward = forward
     return len(layers)

@@ -50,6 +50,22 @@ def gate(pairs, out, width, TILE: tl.constexpr):
     tl.store(out + row * width + at, (activated * up).to(dtype), exists)
 
 
+@triton.jit(do_not_specialize_on_alignment=["positions"])
+def rotary_angles(positions, frequencies, cos, sin, scaling, HALF: tl.constexpr, PAD: tl.constexpr):
+    """cos and sin [T, 2 * HALF] of positions [T] times frequencies [HALF], twice, times ``scaling``. Grid: (T,)."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, PAD)
+    exists = at < HALF
+    angles = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + at, exists, other=0.0)
+    target = token * (2 * HALF) + at
+    dtype = cos.dtype.element_ty
+    cosines, sines = (tl.cos(angles) * scaling).to(dtype), (tl.sin(angles) * scaling).to(dtype)
+    tl.store(cos + target, cosines, exists)
+    tl.store(cos + target + HALF, cosines, exists)
+    tl.store(sin + target, sines, exists)
+    tl.store(sin + target + HALF, sines, exists)
+
+
 @triton.jit
 def rotate_heads(source, target, cos, sin, heads, HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
     """Rotate ``heads`` [n] of a token, each [2 * HALF]: dimension i pairs with i + HALF."""

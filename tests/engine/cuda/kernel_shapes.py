@@ -30,6 +30,12 @@ def shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
             {"ADD": True, "PAD": 4096},
             USUAL,
         ),
+        "rotary_angles": (
+            "layer_kernels.rotary_angles",
+            "*i64 *fp32 *bf16 *bf16 fp32",
+            {"HALF": 64, "PAD": 64},
+            {"num_warps": 1, "num_stages": 3},
+        ),
         "gate": ("layer_kernels.gate", "*bf16 *bf16 i32", {"TILE": fused_layer.GATE_TILE}, USUAL),
         "rotate_and_write": (
             "layer_kernels.rotate_and_write",

@@ -32,6 +32,9 @@ REGISTERS = {
 }
 """Most registers with which as many programs run on a processor as the kernels need to wait for memory."""
 
+STACK = {"rotary_angles": 32}
+"""Bytes of a thread's stack: the digits of pi for cos and sin of large angles. Other kernels would spill registers."""
+
 PIPELINED = {"attend tokens", "attend exact", "attend tokens of wide heads, all options", "linear"}
 """They copy a tile while they multiply the one before."""
 
@@ -40,6 +43,7 @@ DIFFERENT_IN_EVERY_STEP = {
     "linear": {"rows", "programs", "splits"},
     "add_splits": {"count", "splits"},
     "rotate_and_write": {"slots"},
+    "rotary_angles": {"positions"},
     "write_kv": {"slots"},
 }
 """Numbers and pointers that depend on the batch, and the group: a trial of a kernel does not know the model's."""
@@ -69,7 +73,7 @@ def test_kernels_compile_for_gpus_without_spills_and_fit_into_their_shared_memor
     facts = compiled()
     show(facts)
     for capability, kernels in facts.items():
-        assert not {name: fact["stack"] for name, fact in kernels.items() if fact["stack"]}, capability
+        assert {name: fact["stack"] for name, fact in kernels.items() if fact["stack"]} == STACK, capability
         most = max(kernels, key=lambda name: kernels[name]["shared"])
         assert kernels[most]["shared"] <= SHARED_BYTES[capability], (capability, most)
         for name, registers in REGISTERS.get(capability, {}).items():

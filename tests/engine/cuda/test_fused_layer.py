@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from decant.engine.cuda import fused_layer
 from decant.engine.cuda.fused_layer import Norm, NormForward, TritonLayer, fuse
+from decant.engine.cuda.rotary import RotaryForward, try_rotary
 from decant.engine.model.attention.interface import NAME, AttentionCall
 from tests import gpu
 from tests.engine import tiny
@@ -37,6 +38,7 @@ def test_layers_with_the_usual_parts_are_fused(name: str, dtype: torch.dtype, tm
     assert fuse(model, dtype) == 2
     assert len(fused(model)) == 2
     assert isinstance(model.model.norm.forward, NormForward), "the norm behind the layers"
+    assert isinstance(model.model.rotary_emb.forward, RotaryForward)
 
 
 def test_weights_of_merged_products_are_held_once_and_serve_the_original_layer(tmp_path: Path) -> None:
@@ -61,6 +63,31 @@ def test_products_of_different_kinds_are_not_merged() -> None:
     one, other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
     with pytest.raises(LookupError, match="different kinds"):
         fused_layer.merge_linears((one, other))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_angles_are_those_of_transformers(dtype: torch.dtype, tmp_path: Path) -> None:
+    module = model_of("llama", tmp_path).model.rotary_emb
+    forward = try_rotary(module)
+    assert forward is not None
+    x, positions = torch.zeros(1, device=DEVICE, dtype=dtype), torch.tensor([[3, 0, 900_000, 12]], device=DEVICE)
+    for one, other in zip(forward(x, positions), module(x, positions), strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one, other, atol=1e-3 if dtype == torch.float32 else 1e-2, rtol=0.0)
+    twice = positions.expand(2, -1)
+    assert torch.equal(forward(x, twice)[0], module(x, twice)[0]), "another call goes to the original"
+
+
+def test_angles_that_depend_on_the_longest_position_are_left_to_transformers(tmp_path: Path) -> None:
+    module = model_of("llama", tmp_path).model.rotary_emb
+    module.rope_type = "dynamic"
+    assert try_rotary(module) is None
+    module.rope_type = "default"
+    module.inv_freq += 0.1
+    assert try_rotary(module) is not None
+    module.attention_scaling = None
+    assert try_rotary(module) is None
+    assert try_rotary(nn.Linear(2, 2)) is None
 
 
 def test_layers_with_other_parts_are_left_alone(tmp_path: Path) -> None:
