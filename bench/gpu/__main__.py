@@ -28,7 +28,7 @@ SECONDS = 400.0
 PARTS = ("decode", "prompt", "mixed", "idle", "interference", "exact", "queue", "queue-1b", "transformers")
 
 
-def main(arguments: list[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to test this command")
@@ -36,6 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="no part begins later")
     add_json(parser)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = make_parser()
     args = parser.parse_args(arguments)
     names = args.parts.split(",")
     if unknown := set(names) - set(PARTS):

@@ -2,7 +2,7 @@
 # First run of the CUDA path on a machine with one GPU, in less than 8 minutes:
 #
 #   bench/gpu/first_run.sh OUT                 environment, correctness, kernels, goals
-#   bench/gpu/first_run.sh OUT --rehearse      the same on a CPU, with tiny shapes: the figures mean nothing
+#   bench/gpu/first_run.sh OUT --rehearse      all but the goals on a CPU, with tiny shapes: the figures mean nothing
 #
 # Needs torch 2.11, triton 3.6, transformers 5.17, or newer, numpy and pytest; PYTHON names another interpreter. Each
 # part is a process with a limit of its own; its output and figures are in OUT after it, whatever becomes of the others.
@@ -23,6 +23,7 @@ if [ "$mode" = --rehearse ]; then
     device="--device cpu --tiny"
     kernel_seconds=1
     tests=tests/engine/cuda/test_machine.py
+    shards=1
 elif [ -n "$mode" ]; then
     echo "usage: $0 OUT [--rehearse]" >&2
     exit 1
@@ -32,6 +33,7 @@ else
     kernel_seconds=90
     # The others need no GPU.
     tests=$(ls tests/engine/cuda/test_*.py | grep -v -e test_compiling -e test_graph_sizes)
+    shards=8
 fi
 
 part() { # NAME SECONDS COMMAND...
@@ -44,22 +46,23 @@ part() { # NAME SECONDS COMMAND...
     echo "$name: exit status $status after $((SECONDS - began)) s" | tee -a "$out/summary.txt"
 }
 
-correctness() { # one process for each file: a lost device ends one alone
-    local pids=() names=() status=0 at
-    for file in $tests; do
-        "$python" -m pytest -q -c bench/gpu/cuda-tests.ini --rootdir=. --confcutdir=tests/engine/cuda "$file" \
-            > "$out/$(basename "$file" .py).log" 2>&1 &
+correctness() { # shards in parallel: compiling takes most of the time, and a lost device ends one shard alone
+    local pids=() status=0 at
+    for ((at = 0; at < shards; at++)); do
+        # shellcheck disable=SC2086
+        DECANT_TEST_SHARD=$at/$shards "$python" -m pytest -q -c bench/gpu/cuda-tests.ini --rootdir=. \
+            --confcutdir=tests/engine/cuda $tests > "$out/correctness-$at.log" 2>&1 &
         pids+=($!)
-        names+=("$(basename "$file" .py)")
     done
     for at in "${!pids[@]}"; do
         wait "${pids[$at]}" || status=1
-        echo "${names[$at]}: $(tail -n 1 "$out/${names[$at]}.log")"
+        echo "shard $at: $(tail -n 1 "$out/correctness-$at.log")"
     done
+    grep -h -e ^FAILED -e ^ERROR "$out"/correctness-*.log
     return $status
 }
 
-export python out tests
+export python out tests shards
 export -f correctness
 : > "$out/summary.txt"
 # shellcheck disable=SC2086
@@ -67,9 +70,10 @@ export -f correctness
     part environment 30 "$python" -m bench.gpu.environment
     part correctness 80 bash -c correctness
     part kernels 110 "$python" -m bench.gpu.kernels $device --seconds $kernel_seconds --json "$out/kernels.json"
-    part goals 170 "$python" -m bench.gpu $device --parts decode,prompt,idle --seconds 150 --json "$out/goals.json"
-    [ "$mode" = --rehearse ] || # it would rehearse the same command
-    part queue 80 "$python" -m bench.gpu $device --parts queue --seconds 60 --json "$out/queue.json"
+    if [ "$mode" != --rehearse ]; then # python -m bench.gpu --device cpu --tiny rehearses both
+        part goals 170 "$python" -m bench.gpu $device --parts decode,prompt,idle --seconds 150 --json "$out/goals.json"
+        part queue 80 "$python" -m bench.gpu $device --parts queue --seconds 60 --json "$out/queue.json"
+    fi
 }
 echo "== summary, also in $out"
 cat "$out/summary.txt"

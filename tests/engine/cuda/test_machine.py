@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests import gpu
+from tests.engine.cuda import conftest
 
 KERNELS = Path(__file__).parents[3] / "engine/cuda"
 
@@ -29,6 +31,20 @@ def test_kernels_are_interpreted_on_request_only(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(AssertionError, match="set TRITON_INTERPRET=1"):
         gpu.device_type()
+
+
+def test_shards_of_the_tests_have_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    for at in range(3):
+        monkeypatch.setenv("DECANT_TEST_SHARD", f"{at}/3")
+        items: list[Any] = list(range(10))
+        conftest.pytest_collection_modifyitems(items)
+        found += items
+    assert sorted(found) == list(range(10))
+    monkeypatch.delenv("DECANT_TEST_SHARD")
+    items = [1, 2]
+    conftest.pytest_collection_modifyitems(items)
+    assert items == [1, 2]
 
 
 def test_every_launch_names_its_warps_and_stages() -> None:
