@@ -11,7 +11,7 @@ import torch
 
 from decant.engine.cuda import attention_kernels as kernels
 from decant.engine.cuda import layer_kernels
-from decant.engine.cuda.graph_sizes import GraphSize, is_padding, most_items
+from decant.engine.cuda.graph_sizes import most_items
 from decant.engine.cuda.staging import Staging
 from decant.engine.kv_layout import LayerSpec, WindowKind
 from decant.engine.model.attention.interface import AttentionCall
@@ -42,12 +42,7 @@ HOPPER = (9, 0)
 HEADS_TILE = 16
 """Query heads that a program rotates: with fewer, threads would read less than 16 bytes."""
 
-MOST_STATES = 4096
-"""Softmax states of a step in a CUDA graph if rows are exact: 68 MB with the heads of Llama-3.1-8B."""
-
 NO_STATE = -1
-
-EMPTY_ITEM = (-1, 0, 0, 0, NO_STATE, 0)
 
 
 class LaunchShape(NamedTuple):
@@ -82,9 +77,6 @@ class Tables(NamedTuple):
     items: npt.NDArray[np.int32]
     merges: npt.NDArray[np.int32]
     num_states: int = 0
-
-
-NO_ITEMS = Tables(np.empty((0, 6), np.int32), np.empty((0, 3), np.int32))
 
 
 def power_of_two(count: int, least: int = 1) -> int:
@@ -170,7 +162,7 @@ def row_spans(flat: FlatBatch) -> npt.NDArray[np.int32]:
     return np.stack([flat.firsts, flat.starts, flat.ends], 1).astype(np.int32)
 
 
-class _Layers(NamedTuple):
+class LayerKind(NamedTuple):
     """Layers that share launch lists."""
 
     view: AttentionWindow
@@ -199,22 +191,22 @@ class TritonAttention:
         )
         # of each cache group
         self._tables, self._slots = self._table.unbind(), self._slot_mapping.unbind()
-        self._lists: dict[_Layers, StepLists] = {}
-        self._known_layers: dict[tuple[int, int], _Layers] = {}
+        self._lists: dict[LayerKind, StepLists] = {}
+        self._known_layers: dict[tuple[int, int], LayerKind] = {}
 
-    def _layers(self, layer: int, group: int) -> _Layers:
+    def _layers(self, layer: int, group: int) -> LayerKind:
         known = self._known_layers.get((layer, group))
         if known is None:
             known = self._known_layers[layer, group] = self._find_layers(layer, group)
         return known
 
-    def _find_layers(self, layer: int, group: int) -> _Layers:
+    def _find_layers(self, layer: int, group: int) -> LayerKind:
         spec, dtype, is_exact = self._store.layout.layers[layer], self._store.dtype, self._is_exact
         token = token_shape(spec, group, dtype, self._store.layout.block_size, is_exact=is_exact)
         chunk = token if is_exact else chunk_shape(spec, group, dtype, self._capability)
-        return _Layers(self._layer_windows[layer], group, token, chunk)
+        return LayerKind(self._layer_windows[layer], group, token, chunk)
 
-    def _make_lists(self, layers: _Layers) -> StepLists:
+    def _make_lists(self, layers: LayerKind) -> StepLists:
         flat = self._flat
         visible = first_visible(flat, layers.view)
         is_single = flat.ends - flat.starts == 1
@@ -351,116 +343,6 @@ class TritonAttention:
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
         )
-
-
-class StateBuffers:
-    """Softmax states that the CUDA graphs of a store share, by shape: replays follow each other."""
-
-    def __init__(self, most: int, device: torch.device) -> None:
-        self.most = most
-        self._device = device
-        self._buffers: dict[tuple[int, ...], torch.Tensor] = {}
-
-    def get(self, shape: tuple[int, ...]) -> torch.Tensor:
-        if shape not in self._buffers:
-            self._buffers[shape] = torch.empty((self.most, *shape), dtype=torch.float32, device=self._device)
-        return self._buffers[shape]
-
-
-class GraphMemory(NamedTuple):
-    """What a graph's attention has: blocks of a row in its tables, and states."""
-
-    size: GraphSize
-    width: int
-    states: StateBuffers
-
-
-class StaticAttention(TritonAttention):
-    """Attention over buffers at fixed addresses, for a CUDA graph of a batch that is padded to ``memory.size``."""
-
-    def __init__(
-        self,
-        store: KvStore,
-        layer_windows: Sequence[AttentionWindow],
-        flat: FlatBatch,
-        memory: GraphMemory,
-        is_exact: bool,
-    ) -> None:
-        super().__init__(store, layer_windows, flat, is_exact)
-        self._size, self._most_states = memory.size, memory.states.most
-        self._memory = memory
-        device, rows = self._table.device, memory.size.rows
-        shape = len(store.layout.groups), rows, memory.width
-        table = torch.full(shape, store.null_block, dtype=torch.int32, device=device)
-        spans = torch.zeros((rows, 3), dtype=torch.int32, device=device)
-        self._fill_rows(table, spans, self._table, self._rows)
-        self._table, self._tables, self._rows = table, table.unbind(), spans
-
-    @property
-    def rows(self) -> int:
-        return self._size.rows
-
-    @staticmethod
-    def _fill_rows(table: torch.Tensor, spans: torch.Tensor, table_of: torch.Tensor, spans_of: torch.Tensor) -> None:
-        table_of = table_of[:, :, : table.shape[2]]  # of padding, which may be longer than a context, none is used
-        table[:, : table_of.shape[1], : table_of.shape[2]].copy_(table_of)
-        spans[: len(spans_of)].copy_(spans_of)
-
-    def fill(self, flat: FlatBatch) -> bool:
-        """Copy a padded batch to the buffers, or return False if it has too many states."""
-        self._flat = flat
-        padded = [self._padded_tables(layers) for layers in self._lists]
-        if max((count for _, count in padded), default=0) > self._most_states:
-            return False
-        arrays = [part for entry, _ in padded for part in entry]
-        table, slots, spans, *moved = self.staging.upload(flat.table, flat.slot_mapping, row_spans(flat), *arrays)
-        self._fill_rows(self._table, self._rows, table, spans)
-        self._slot_mapping.copy_(slots)
-        targets = [
-            target
-            for lists in self._lists.values()
-            for target in (lists.visible, *(part for of in lists.lists for part in (of.items, of.merges)))
-        ]
-        for target, source in zip(targets, moved, strict=True):
-            target.copy_(source)
-        return True
-
-    def _states(self, part: LaunchList, spec: LayerSpec, group: int) -> torch.Tensor:
-        return self._memory.states.get((spec.kv_heads, group, 2 + spec.value_dim))
-
-    def _make_lists(self, layers: _Layers) -> StepLists:
-        arrays, _ = self._padded_tables(layers)
-        is_windowed = self._is_windowed(layers.view, arrays[0])
-        visible, *parts = (part.clone() for part in self.staging.upload(*arrays))
-        shapes = (layers.tokens, layers.chunks)
-        lists = [
-            LaunchList(shape, items, merges, self._zeros(len(merges)), 0)
-            for shape, items, merges in zip(shapes, parts[::2], parts[1::2], strict=False)
-        ]
-        return StepLists(visible, is_windowed, tuple(lists))
-
-    def _padded_tables(self, layers: _Layers) -> tuple[list[npt.NDArray[np.int32]], int]:
-        """Arrays of ``StepLists`` with fixed shapes, and the number of states."""
-        flat, size = self._flat, self._size
-        visible = first_visible(flat, layers.view)
-        is_single = flat.ends - flat.starts == 1
-        rows, most = np.flatnonzero(is_single), most_items(size.rows)
-        singles = single_tokens(flat, rows, visible, layers.tokens, most) if len(rows) else NO_ITEMS
-        arrays = [visible, *_padded(singles, most, size.rows)]
-        if size.is_mixed:
-            rows = np.flatnonzero(~is_single)
-            rows = rows[:-1] if is_padding(flat.rows[-1]) else rows
-            tiles = chunks(flat, rows, visible, layers.chunks, layers.group)
-            most = size.tokens // (layers.chunks.tile_rows // layers.group) + size.rows
-            arrays += _padded(tiles, most, 0)
-        return arrays, singles.num_states
-
-
-def _padded(tables: Tables, num_items: int, num_merges: int) -> list[npt.NDArray[np.int32]]:
-    items = np.tile(np.array([EMPTY_ITEM], np.int32), (num_items, 1))
-    merges = np.zeros((num_merges, 3), np.int32)
-    items[: len(tables.items)], merges[: len(tables.merges)] = tables.items, tables.merges
-    return [items, merges]
 
 
 def _heads_of_tokens(part: torch.Tensor) -> torch.Tensor:

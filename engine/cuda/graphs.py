@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from triton.errors import TritonError
 
-from decant.engine.cuda.attention import MOST_STATES, GraphMemory, StateBuffers, StaticAttention
 from decant.engine.cuda.graph_sizes import (
     GraphLimits,
     GraphSize,
@@ -23,6 +22,7 @@ from decant.engine.cuda.graph_sizes import (
     most_items,
     pad,
 )
+from decant.engine.cuda.static_attention import MOST_STATES, GraphMemory, StateBuffers, StaticAttention
 from decant.engine.model.attention.interface import AttentionBackend
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore

@@ -14,8 +14,9 @@ import torch
 pytest.importorskip("triton")
 
 from decant.engine.cuda import attention
-from decant.engine.cuda.attention import GraphMemory, StateBuffers, StaticAttention, TritonAttention
+from decant.engine.cuda.attention import TritonAttention
 from decant.engine.cuda.graph_sizes import GraphSize, PaddingLayout, most_items, pad
+from decant.engine.cuda.static_attention import GraphMemory, StateBuffers, StaticAttention
 from decant.engine.kv_layout import KvLayout, LayerSpec, WindowKind
 from decant.engine.model.attention.interface import AttentionCall
 from decant.engine.model.attention.masks import AttentionWindow

@@ -20,12 +20,12 @@ from decant.engine.cuda import attention as attention_module
 from decant.engine.cuda import graphs as graphs_module
 from decant.engine.cuda import runner as cuda_runner
 from decant.engine.cuda import step_draw
-from decant.engine.cuda.attention import StaticAttention
 from decant.engine.cuda.graph_sizes import GraphLimits, GraphSize, graph_sizes, most_items
 from decant.engine.cuda.graphs import Capture, Replay, StepGraph, StepGraphs
 from decant.engine.cuda.runner import CudaRunner
 from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.cuda.staging import Download, Staging
+from decant.engine.cuda.static_attention import StaticAttention
 from decant.engine.cuda.step_draw import StepDraw
 from decant.engine.engine import Engine
 from decant.engine.loading import load
