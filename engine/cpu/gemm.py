@@ -3,7 +3,7 @@
 A general matrix product chooses its kernel by the number of rows, and with it a row's last bits. These do not::
 
     PackedWeight   the compiled kernels: weights in bfloat16 (twelve bits in the AVX-512 build) or float32
-    OneDnn         without the kernels, and on CPUs with AMX: oneDNN's product on packed weights
+    OneDnn         without the kernels: oneDNN's product on packed weights, without AMX
     SingleRows     a build of torch without oneDNN: torch's product of each row, in float32
 """
 
@@ -15,7 +15,6 @@ from types import ModuleType
 import torch
 
 from decant.engine.cpu.huge_pages import Arena
-from decant.engine.cpu.kernels.loader import AMX
 from decant.engine.cpu.threads import all_for_torch, num_threads
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -29,7 +28,7 @@ _WEIGHTS = Arena()
 
 def prepare(weight: torch.Tensor, bias: torch.Tensor | None, kernels: ModuleType | None) -> Product:
     """Return the product with copies of ``weight`` [out, in] and ``bias`` [out], in float32 or bfloat16."""
-    if kernels is not None and not AMX:
+    if kernels is not None:
         return PackedWeight(kernels, weight, bias)
     return OneDnn(weight, bias) if torch.backends.mkldnn.is_available() else SingleRows(weight, bias)
 

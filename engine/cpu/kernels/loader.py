@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import platform
 from importlib import import_module
 from types import ModuleType
@@ -7,7 +8,11 @@ from types import ModuleType
 import torch  # first: its libgomp is then the one that the kernels use
 
 AMX = bool(torch.cpu.get_capabilities().get("amx_bf16"))
-"""Whether the CPU multiplies tiles of bfloat16, which is left to oneDNN (``engine/cpu/gemm.py``)."""
+"""Whether the CPU multiplies tiles of bfloat16. oneDNN uses tiles for many rows and not for few, so that the bits of a row
+depend on the rows beside it; it is limited to instructions that it uses for any number of rows.
+"""
+if AMX:
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # read at oneDNN's first operation
 
 
 def load() -> ModuleType | None:
