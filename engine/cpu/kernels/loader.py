@@ -8,8 +8,10 @@ from types import ModuleType
 import torch  # first: its libgomp is then the one that the kernels use
 
 AMX = bool(torch.cpu.get_capabilities().get("amx_bf16"))
-"""Whether the CPU multiplies tiles of bfloat16. oneDNN uses tiles for many rows and not for few, so that the bits of a row
-depend on the rows beside it; it is limited to instructions that it uses for any number of rows.
+"""Whether the CPU multiplies tiles of bfloat16.
+
+oneDNN uses tiles for many rows and not for few, so that the bits of a row depend on the rows beside it. It is limited
+to instructions that it uses for any number of rows.
 """
 if AMX:
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # read at oneDNN's first operation
