@@ -87,7 +87,7 @@ def try_norm(module: nn.Module, dtype: torch.dtype) -> NormForward | None:
         return None
     rows = torch.randn(len(TRIAL_SCALES), width, generator=torch.Generator().manual_seed(0)).to(norm.weight.device)
     forward = NormForward(norm)
-    for kind in {torch.float32, dtype}:  # float32 tells a weight of 41 from one that is 40 and relative to one
+    for kind in {torch.float32, dtype}:  # in float32, a weight of 41 and one of 40 relative to one differ
         if not _is_close(forward(rows.to(kind)), module(rows.to(kind)), TOLERANCE[kind]):
             return None
     return forward
