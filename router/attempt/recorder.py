@@ -51,7 +51,7 @@ class AttemptRecorder:
     def on_first_tokens(self, message: wire.FirstTokens, called_at: float) -> None:
         self._first_token_at = self._now()
         self._trace.prefill_s = message.prefill_us / 1e6
-        self._costs.add_prefill(self._tokens - message.cached_tokens, self._trace.prefill_s, on_decode_worker=False)
+        self._add_prefill_cost(self._trace.prefill_s, message.cached_tokens, on_decode_worker=False)
         self._context.stream.cached_tokens = message.cached_tokens
         self._set_scheduled(called_at + message.queued_us / 1e6)
         self.advance(Generation.STATE_PREFILLING)
@@ -85,7 +85,12 @@ class AttemptRecorder:
             self._add_transfer_cost(trace.handoff_s + trace.decode_wait_s, cached_tokens)
         else:
             trace.prefill_s = message.from_tokens.prefill_us / 1e6
-            self._costs.add_prefill(self._tokens - cached_tokens, trace.prefill_s, on_decode_worker=True)
+            self._add_prefill_cost(trace.prefill_s, cached_tokens, on_decode_worker=True)
+
+    def _add_prefill_cost(self, seconds: float, cached_tokens: int, *, on_decode_worker: bool) -> None:
+        """Count at most the time since the attempt began: forecasts and placement depend on it."""
+        elapsed = max(0.0, self._now() - self._began_at)
+        self._costs.add_prefill(self._tokens - cached_tokens, min(seconds, elapsed), on_decode_worker=on_decode_worker)
 
     def _add_transfer_cost(self, seconds: float, cached_tokens: int) -> None:
         """Count at most the time since the first token: what ended before it did not pause the output."""

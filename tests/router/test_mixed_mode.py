@@ -49,7 +49,7 @@ async def test_without_measurements_all_are_handed_over_and_each_answer_is_one(s
         assert (await until_ended(stream)).trace.prefill_worker == "p"
         assert costs._transfer.is_known(costs._now())
         read = costs._on_prefill_worker.per_token
-        assert read == 2.0 / (len(SHORT) - 3), "as the scripted worker reported, without what it had cached"
+        assert 0 < read < 2.0 / (len(SHORT) - 3), "not the 2 s that the scripted worker reported: they did not pass"
 
 
 async def test_the_choice_of_mode_follows_measurements_of_both(store: Store) -> None:
@@ -60,7 +60,9 @@ async def test_the_choice_of_mode_follows_measurements_of_both(store: Store) -> 
             costs.add_transfer(200, 1.0)
         assert (await harness.answer(make_request("cheap", LONG))).trace.prefill_worker == ""
         beside = costs._on_decode_worker.per_token
-        assert beside == 3.0 / (len(LONG) - 5), "as the scripted worker reported"
+        assert 0 < beside < 3.0 / (len(LONG) - 5), "not the 3 s that the scripted worker reported: they did not pass"
+        for _ in range(100):
+            costs.add_prefill(len(LONG) - 5, 3.0, on_decode_worker=True)
         assert (await harness.answer(make_request("dear", LONG[::-1]))).trace.prefill_worker == "p"
         assert (await harness.answer(make_request("short", SHORT))).trace.prefill_worker == ""
 

@@ -303,7 +303,7 @@ def test_a_session_handles_any_message_or_breaks_cleanly(seed: int) -> None:
 async def test_the_router_survives_any_message_of_a_worker(store: Store, seed: int) -> None:
     async with (
         fleet(D, D2) as workers,
-        core(store, workers, resume_grace_ms=0, max_queue_seconds=1e9) as harness,  # forecasts believe reported times
+        core(store, workers, resume_grace_ms=0, max_queue_seconds=1e9) as harness,  # forecasts believe reported loads
     ):
         for worker in workers:
             worker.script.pause_at = 2
