@@ -84,7 +84,7 @@ def line(row: Row) -> str:
     if row.value is None:
         return f"{row.name:<90} {row.verdict}"
     target = "" if row.least is None else f"{'at most' if row.is_most else 'at least'} {row.least:g}: {row.verdict}"
-    details = ", ".join(f"{name} {value:.4g}" for name, value in row.detail.items() if not isinstance(value, bool))
+    details = ", ".join(f"{name} {value:.4g}" for name, value in row.detail.items() if type(value) in (int, float))
     return f"{row.name:<90} {row.value:>10.4g} {row.unit:<13} {target:<24} {details}"
 
 

@@ -22,7 +22,7 @@ if [ "$mode" = --rehearse ]; then
     export TRITON_INTERPRET=1
     device="--device cpu --tiny"
     kernel_seconds=1
-    tests=tests/engine/cuda/test_machine.py
+    tests="tests/engine/cuda/test_machine.py tests/engine/cuda/test_sampler.py"
     shards=1
 elif [ -n "$mode" ]; then
     echo "usage: $0 OUT [--rehearse]" >&2
@@ -30,10 +30,10 @@ elif [ -n "$mode" ]; then
 else
     export TRITON_INTERPRET=0
     device="--device cuda"
-    kernel_seconds=90
+    kernel_seconds=75
     # The others need no GPU.
     tests=$(ls tests/engine/cuda/test_*.py | grep -v -e test_compiling -e test_graph_sizes)
-    shards=8
+    shards=12
 fi
 
 part() { # NAME SECONDS COMMAND...
@@ -47,7 +47,12 @@ part() { # NAME SECONDS COMMAND...
 }
 
 correctness() { # shards in parallel: compiling takes most of the time, and a lost device ends one shard alone
-    local pids=() status=0 at
+    local pids=() status=0 at section
+    if [ "$TRITON_INTERPRET" = 0 ]; then # compiles the kernels that are timed later, and keeps them on disk
+        for section in decode chunk products elementwise draw; do
+            timeout 75 "$python" -m bench.gpu.kernels --sections $section --seconds 70 > "$out/compile-$section.log" 2>&1 &
+        done
+    fi
     for ((at = 0; at < shards; at++)); do
         # shellcheck disable=SC2086
         DECANT_TEST_SHARD=$at/$shards "$python" -m pytest -q -c bench/gpu/cuda-tests.ini --rootdir=. \
@@ -58,6 +63,7 @@ correctness() { # shards in parallel: compiling takes most of the time, and a lo
         wait "${pids[$at]}" || status=1
         echo "shard $at: $(tail -n 1 "$out/correctness-$at.log")"
     done
+    wait
     grep -h -e ^FAILED -e ^ERROR "$out"/correctness-*.log
     return $status
 }
@@ -68,10 +74,10 @@ export -f correctness
 # shellcheck disable=SC2086
 {
     part environment 30 "$python" -m bench.gpu.environment
-    part correctness 80 bash -c correctness
-    part kernels 110 "$python" -m bench.gpu.kernels $device --seconds $kernel_seconds --json "$out/kernels.json"
+    part correctness 100 bash -c correctness
+    part kernels 90 "$python" -m bench.gpu.kernels $device --seconds $kernel_seconds --json "$out/kernels.json"
     if [ "$mode" != --rehearse ]; then # python -m bench.gpu --device cpu --tiny rehearses both
-        part goals 170 "$python" -m bench.gpu $device --parts decode,prompt,idle --seconds 150 --json "$out/goals.json"
+        part goals 160 "$python" -m bench.gpu $device --parts decode,prompt,idle --seconds 140 --json "$out/goals.json"
         part queue 80 "$python" -m bench.gpu $device --parts queue --seconds 60 --json "$out/queue.json"
     fi
 }

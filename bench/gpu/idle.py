@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -20,10 +22,27 @@ def gaps_share(spans: Iterable[tuple[float, float]], least: float) -> float:
     return gaps / (last - first) if last > first else 0.0
 
 
-def share(run: Callable[[], object]) -> float:
-    """Idle share of the second half of the GPU's work, after the prompts, without gaps inside CUDA graphs."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+class Profile(NamedTuple):
+    """Of the second half of the GPU's work, after the prompts.
+
+    ``idle`` is the share of the time without a kernel, gaps inside CUDA graphs left out; ``kernels`` has the seconds
+    of the kernels that took longest, by name.
+    """
+
+    idle: float
+    seconds: float
+    kernels: dict[str, float]
+
+
+def profile(run: Callable[[], object], most: int = 12) -> Profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
         run()
-    events = [event for event in profile.events() or () if str(event.device_type).endswith("CUDA")]
-    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
-    return gaps_share(spans[len(spans) // 2 :], LEAST_GAP_US)
+    events = [event for event in profiled.events() or () if str(event.device_type).endswith("CUDA")]
+    events.sort(key=lambda event: event.time_range.start)
+    decodes = events[len(events) // 2 :]
+    spans = [(event.time_range.start, event.time_range.end) for event in decodes]
+    times = Counter[str]()
+    for event in decodes:
+        times[event.name[:60]] += (event.time_range.end - event.time_range.start) / 1e6
+    seconds = (max(end for _, end in spans) - spans[0][0]) / 1e6 if spans else 0.0
+    return Profile(gaps_share(spans, LEAST_GAP_US), seconds, dict(times.most_common(most)))

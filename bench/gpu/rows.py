@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -194,13 +195,16 @@ class Bench:
             yield Row(f"{count} at once, {output} out: beside transformers' continuous batching", times, "times", 5.0)
 
     def idle(self) -> Iterator[Row]:
-        one = self.sizes.decodes[1]
-        name = f"device idle between decode steps, {one.sequences} sequences"
-        if self.device.type != "cuda":
-            yield Row(name, None, "of the time", 0.03, is_most=True, why="needs a GPU's profile")
-            return
-        share = idle.share(lambda: decode_steps(self.served, one.sequences, one.context // 4, self.sizes.steps))
-        yield Row(name, share, "of the time", 0.03, is_most=True)
+        for one in self.sizes.decodes[:2]:
+            name = f"device idle between decode steps, {one.sequences} sequences"
+            if self.device.type != "cuda":
+                yield Row(name, None, "of the time", 0.03, is_most=True, why="needs a GPU's profile")
+                continue
+            found = idle.profile(partial(decode_steps, self.served, one.sequences, one.context // 4, self.sizes.steps))
+            for kernel, seconds in found.kernels.items():
+                print(f"    {100 * seconds / found.seconds:>5.1f} %  {kernel}", file=sys.stderr)
+            detail = {"kernels": {kernel: seconds / found.seconds for kernel, seconds in found.kernels.items()}}
+            yield Row(name, found.idle, "of the time", 0.03, is_most=True, detail=detail)
 
     def interference(self) -> Iterator[Row]:
         sizes, device = self.sizes, self.served

@@ -41,7 +41,7 @@ def test_a_tiny_model_is_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.M
     rows = {row["name"]: row for row in result["rows"]}
     unmeasured = {name for name, row in rows.items() if row["value"] is None}
     assert all(name.startswith(("device idle", "transformers")) for name in unmeasured), rows
-    assert len(result["rows"]) == 14
+    assert len(result["rows"]) == 15
     assert [load["model"] for load in result["loads"]] == ["tiny"] * 4
     assert all(load["backend"] and load["fused_layers"] for load in result["loads"])
     assert all(row["value"] is None or row["value"] > 0 for row in rows.values())
