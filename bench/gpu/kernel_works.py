@@ -113,7 +113,7 @@ class Kernels:
         shape, length = self.shape, self.shape.prompt
         operations = 2 * length * length * shape.hidden  # scores and outputs of the causal half
         step = partial(self._step, [(0, length)], 64, 1)
-        for rows, warps, stages in ((64, 4, 3), (64, 4, 5), (128, 8, 3), (128, 8, 5)):
+        for rows, warps, stages in ((64, 4, 3), (64, 4, 4), (64, 4, 5), (128, 8, 5)):
             changes = {"tile_rows": rows, "num_warps": warps, "num_stages": stages}
             name = f"attend a prompt of {length}, {rows} rows, {warps} warps, {stages} stages"
             yield partial(self._attend, name, step, changes, 0, operations)
@@ -221,8 +221,10 @@ class Kernels:
 
     def elementwise(self) -> Iterator[Make]:
         for rows in self.shape.counts:
-            for make in (self._norm, self._gate, self._rotate, self._highest):
+            for make in (self._norm, self._gate, self._rotate):
                 yield partial(make, rows)
+        for rows, tile in product(self.shape.counts[:3], (2048, 4096, 8192)):
+            yield partial(self._highest, rows, tile)
 
     def _norm(self, rows: int) -> Work:
         x, norm = self.random(rows, self.shape.hidden), fused_layer.Norm(self.random(self.shape.hidden), 1e-5)
@@ -240,16 +242,19 @@ class Kernels:
         run = partial(own.attend_rotated, call._replace(key=key, value=key), angles, angles)
         return Work(f"rotate and write, {rows} tokens", [run] * 20, 2 * call.query.nbytes + 4 * key.nbytes)
 
-    def _highest(self, rows: int) -> Work:
-        logits = self.random(min(rows, 256), self.shape.vocabulary)
-        return Work(
-            f"highest logit, {len(logits)} rows", [partial(sampler.TritonSampler().top, logits)] * 4, logits.nbytes
-        )
+    def _highest(self, rows: int, tile: int) -> Work:
+        logits = self.random(rows, self.shape.vocabulary)
+
+        def run() -> None:
+            with mock.patch.object(sampler, "TILE", tile):
+                sampler.TritonSampler().top(logits)
+
+        return Work(f"highest logit, {rows} rows, tile {tile}", [run] * 4, logits.nbytes)
 
     def draws(self) -> Iterator[Make]:
         rows = self.shape.counts[1]
         options = {"temperature": (0, 1.0), "top-p": (0, 0.9), "top-k and top-p": (50, 0.9)}
-        for (name, (top_k, top_p)), (tile, warps) in product(options.items(), ((2048, 16), (4096, 16), (1024, 4))):
+        for (name, (top_k, top_p)), (tile, warps) in product(options.items(), ((2048, 16), (4096, 16), (8192, 32))):
             yield partial(
                 self._draw, f"draw {rows} rows, {name}, tile {tile}, {warps} warps", rows, top_k, top_p, tile, warps
             )

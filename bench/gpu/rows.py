@@ -200,11 +200,16 @@ class Bench:
             if self.device.type != "cuda":
                 yield Row(name, None, "of the time", 0.03, is_most=True, why="needs a GPU's profile")
                 continue
-            found = idle.profile(partial(decode_steps, self.served, one.sequences, one.context // 4, self.sizes.steps))
-            for kernel, seconds in found.kernels.items():
-                print(f"    {100 * seconds / found.seconds:>5.1f} %  {kernel}", file=sys.stderr)
-            detail = {"kernels": {kernel: seconds / found.seconds for kernel, seconds in found.kernels.items()}}
-            yield Row(name, found.idle, "of the time", 0.03, is_most=True, detail=detail)
+            share, detail = self._profile(self.served, one.sequences, one.context // 4)
+            yield Row(name, share, "of the time", 0.03, is_most=True, detail=detail)
+
+    def _profile(self, device: ModelDevice, sequences: int, context: int) -> tuple[float, dict[str, Any]]:
+        """Idle share of decode steps, and each kernel's share of their time, which is printed."""
+        found = idle.profile(partial(decode_steps, device, sequences, context, self.sizes.steps))
+        shares = {kernel: seconds / found.seconds for kernel, seconds in found.kernels.items()}
+        for kernel, share in shares.items():
+            print(f"    {100 * share:>5.1f} %  {kernel}", file=sys.stderr)
+        return found.idle, {"kernels": shares}
 
     def interference(self) -> Iterator[Row]:
         sizes, device = self.sizes, self.served
@@ -246,8 +251,12 @@ class Bench:
         trace = serve(make_engine(device, 64, kv_tokens=sizes.queue_kv_tokens), requests)
         batch = max(1, sizes.queue_kv_tokens // (sizes.queue_prompt + sizes.queue_most))
         batches = [outputs[at : at + batch] for at in range(0, len(outputs), batch)]
+        if self.device.type == "cuda":
+            share, profile = self._profile(device, 12, sizes.queue_prompt)
+            yield Row(f"{model}: device idle between decode steps, 12 sequences", share, "of the time", detail=profile)
         prompt, step = self._static_pace(device, batch)
         detail = {"seconds": trace.seconds, "batch": batch, "static_step_ms": step * 1e3, "scaled_by_steps": True}
+        detail |= trace.pace()
         for padded, least, name in (
             ([max(outputs)] * len(batches), 23.0, "a static batch padded to the longest of all"),
             ([max(one) for one in batches], 6.0, "a static batch padded to its own longest"),

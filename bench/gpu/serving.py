@@ -45,11 +45,13 @@ def request(id: str, prompt: int, output: int, vocabulary: int) -> Request:
 class Trace:
     """Times of each request's tokens in seconds after the start.
 
-    ``decodes`` has the seconds and context tokens of each step in which all sequences decode.
+    ``decodes`` has the seconds and context tokens of each step in which all sequences decode; ``steps`` the seconds of
+    every step, and whether it has tokens of a prompt.
     """
 
     tokens: dict[str, list[float]] = field(default_factory=dict)
     decodes: list[tuple[float, int]] = field(default_factory=list)
+    steps: list[tuple[float, bool]] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -59,6 +61,15 @@ class Trace:
     @property
     def tpot(self) -> float:
         return median(fmean(after - before for before, after in pairwise(at)) for at in self.tokens.values())
+
+    def pace(self) -> dict[str, float]:
+        """Number and median milliseconds of steps with and without prompts."""
+        found = {}
+        for name, is_mixed in (("decode", False), ("mixed", True)):
+            if seconds := [took for took, mixed in self.steps if mixed is is_mixed]:
+                found |= {f"{name}_steps": len(seconds), f"{name}_ms": median(seconds) * 1e3}
+                found |= {f"{name}_s": sum(seconds)}
+        return found
 
 
 def serve(engine: Engine, requests: Iterable[Request], most: int = 0) -> Trace:
@@ -72,6 +83,7 @@ def serve(engine: Engine, requests: Iterable[Request], most: int = 0) -> Trace:
         now = time.perf_counter()
         for token in output.tokens:
             trace.tokens[token.id].append(now - began)
+        trace.steps.append((now - before, output.num_tokens != len(output.tokens)))
         if most and output.num_tokens == len(output.tokens) == most:
             trace.decodes.append((now - before, sum(len(one.tokens) for one in engine.scheduler.running)))
         before = now

@@ -93,7 +93,8 @@ def token_shape(
     """
     is_wide = max(spec.key_dim, spec.value_dim) > WIDE or dtype == torch.float32 or group > MIN_ROWS
     tile = NARROW_TILE if is_wide or is_exact or block_size < TILE else TILE
-    stages = 3 if dtype == torch.float32 else 5  # with 5, the loads of a tile overlap the products of the one before
+    # With 5, loads of a narrow tile overlap products of the one before; wide tiles hide them in more programs (H100).
+    stages = 5 if tile == NARROW_TILE and dtype != torch.float32 else 3
     split = SPLIT if is_exact else 0
     return LaunchShape(power_of_two(group, MIN_ROWS), tile, is_chunk=False, split=split, num_stages=stages)
 
@@ -105,7 +106,9 @@ def chunk_shape(spec: LayerSpec, group: int, dtype: torch.dtype, capability: tup
     is_wide = max(spec.key_dim, spec.value_dim) > WIDE
     tile = NARROW_TILE if is_wide or capability < HOPPER else TILE
     rows = power_of_two(group, CHUNK_ROWS)
-    return LaunchShape(rows, tile, is_chunk=True, split=0, num_warps=8 if is_wide else 4)
+    if is_wide:
+        return LaunchShape(rows, tile, is_chunk=True, split=0, num_warps=8)
+    return LaunchShape(rows, tile, is_chunk=True, split=0, num_stages=5 if capability >= HOPPER else 3)
 
 
 def first_visible(flat: FlatBatch, view: AttentionWindow) -> npt.NDArray[np.int32]:

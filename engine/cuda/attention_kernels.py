@@ -30,6 +30,12 @@ LOWEST = tl.constexpr(-1e30)
 """Below any score; finite for rows without visible keys."""
 
 
+STATES_AT_ONCE = tl.constexpr(4)
+"""States that a merge loads before it waits: one after the other, each would take the latency of the L2 cache."""
+
+SMALL_STATE = tl.constexpr(2048)
+"""Numbers of a state of which registers hold several."""
+
 WIDEN = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """triton's interpreter multiplies the bit patterns of bfloat16; widening changes no product."""
 
@@ -285,10 +291,14 @@ def merge_states(
     highest = tl.full([TILE_ROWS], LOWEST, tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
     output = tl.zeros([TILE_ROWS, VALUE_PAD], tl.float32)
-    for index in range(count):
-        at = states + (((first + index) * KV_HEADS + kv_head) * group + folded) * (2 + VALUE_DIM)
-        highest_of = tl.load(at, is_row, other=0.0, cache_modifier=".cg")
-        total_of = tl.load(at + 1, is_row, other=0.0, cache_modifier=".cg")
-        output_of = tl.load(at[:, None] + 2 + value_dims[None, :], is_value, other=0.0, cache_modifier=".cg")
-        highest, total, output = merge(highest, total, output, highest_of, total_of, output_of)
+    at_once: tl.constexpr = STATES_AT_ONCE if TILE_ROWS * VALUE_PAD <= SMALL_STATE else 1
+    for begin in range(0, count, at_once):
+        for index in tl.static_range(at_once):  # without a branch, so that all loads start before the first merge
+            exists = begin + index < count
+            at = states + (((first + begin + index) * KV_HEADS + kv_head) * group + folded) * (2 + VALUE_DIM)
+            highest_of = tl.load(at, is_row & exists, other=LOWEST, cache_modifier=".cg")
+            total_of = tl.load(at + 1, is_row & exists, other=0.0, cache_modifier=".cg")
+            output_at = at[:, None] + 2 + value_dims[None, :]
+            output_of = tl.load(output_at, is_value & exists, other=0.0, cache_modifier=".cg")
+            highest, total, output = merge(highest, total, output, highest_of, total_of, output_of)
     return highest, total, output

@@ -14,7 +14,7 @@ from triton.errors import TritonError
 from decant.engine.cuda import fused_layer
 from decant.engine.cuda.attention import TILE, TritonAttention
 from decant.engine.cuda.exact import make_exact
-from decant.engine.cuda.graph_sizes import GraphLimits
+from decant.engine.cuda.graph_sizes import GraphLimits, mixed_tokens
 from decant.engine.cuda.kv_store import CudaKvStore
 from decant.engine.cuda.runner import CudaRunner
 from decant.engine.cuda.sampler import TritonSampler
@@ -58,7 +58,7 @@ TRIAL_SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "min_p": 0.1},
     {"temperature": 2.0, "top_k": 500, "top_p": 0.95, "min_p": 0.01},
 )
-TRIAL_VOCABULARY = 3000
+TRIAL_VOCABULARY = 5000
 
 TRIAL_FAILURES = (TritonError, AssertionError, ImportError, OSError, RuntimeError, subprocess.SubprocessError)
 """What a trial may raise: torch, triton's compiler, or the C compiler that triton has build its launchers."""
@@ -132,7 +132,8 @@ class CudaBackend(TorchBackend):
             return super().make_runner(model, store, layer_windows, limits)
         runner = CudaRunner(model, store, layer_windows, limits.eos_token_ids, self, bool(self.exact))
         if self.device.type == "cuda":
-            runner.capture(limits.context_length, GraphLimits())
+            weights = sum(parameter.nbytes for parameter in model.parameters())
+            runner.capture(limits.context_length, GraphLimits(tokens=mixed_tokens(weights)))
         return runner
 
     def fused_layers(self, model: torch.nn.Module) -> int:

@@ -32,6 +32,12 @@ MIXED_STEP = 128
 MIXED_ROWS = 65
 """Rows of a mixed batch, one of them padding."""
 
+LEAST_MIXED_TOKENS, MOST_MIXED_TOKENS = 640, 2176
+"""Tokens of the largest mixed batch, for large and for small models: prompts of 2,048 tokens beside decodes."""
+
+LARGE_WEIGHTS = 16 << 30
+"""Bytes of weights of a model whose step of 640 tokens takes the GPU longer than its launches take the host."""
+
 _PADDING = Request("padding", (0,))
 
 
@@ -45,15 +51,18 @@ class GraphSize(NamedTuple):
 
 
 class GraphLimits(NamedTuple):
-    """Most rows of decodes, and tokens of a mixed batch; most seconds and bytes of all captures.
-
-    Beyond 640 tokens the launches of a large model take less time than its step, and padding costs more.
-    """
+    """Most rows of decodes, and tokens of a mixed batch; most seconds and bytes of all captures."""
 
     rows: int = 256
-    tokens: int = 640
+    tokens: int = LEAST_MIXED_TOKENS
     seconds: float = 20.0
     bytes: int = 1 << 30
+
+
+def mixed_tokens(weight_bytes: int) -> int:
+    """Tokens of the largest mixed batch with a graph: beyond it, launches take less time than padding."""
+    tokens = LEAST_MIXED_TOKENS * LARGE_WEIGHTS // max(weight_bytes, 1) // MIXED_STEP * MIXED_STEP
+    return min(max(tokens, LEAST_MIXED_TOKENS), MOST_MIXED_TOKENS)
 
 
 def most_items(rows: int) -> int:

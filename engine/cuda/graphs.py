@@ -96,9 +96,14 @@ class StepGraph:
 
 @contextmanager
 def collected_garbage() -> Iterator[None]:
-    """Collect garbage before, none within: a capture fails if a tensor or a graph of a cycle is freed in it."""
+    """Collect garbage before, none within: a capture fails if a tensor or a graph of a cycle is freed in it.
+
+    Memory that torch keeps for later is freed, too: it would count as what graphs free.
+    """
     was_enabled = gc.isenabled()
     gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     gc.disable()
     try:
         yield
@@ -153,8 +158,9 @@ class StepGraphs:
                 logger.warning("batches of %d tokens and %d rows have no CUDA graph: %s", *size, error)
                 return None
 
-        began, before = time.monotonic(), used_bytes()
+        began = time.monotonic()
         with collected_garbage():
+            before = used_bytes()
             self.graphs = capture_all(sizes, make, limits, clock=time.monotonic, used_bytes=used_bytes)
         used, seconds = (used_bytes() - before) >> 20, time.monotonic() - began
         self.summary = f"{len(self.graphs)} of {len(sizes)}, {used} MiB, {seconds:.1f} s"

@@ -12,7 +12,7 @@ from decant.engine.cuda.staging import Staging
 from decant.engine.model.sampler import Sampler, random_number
 from decant.engine.plan import Row
 
-TILE = 2048
+TILE = 4096
 
 WARPS = 16
 """A row has one program, whose time is that of its reductions."""

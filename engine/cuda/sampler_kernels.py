@@ -1,7 +1,8 @@
 """Triton kernels that choose one token per row, with the rules of ``engine.model.sampler``.
 
 Top-k and top-p find their thresholds by bisection over float32 bit patterns, which are ordered as the numbers: exact,
-in at most 32 passes. Sums are float64, in an order that depends on the vocabulary alone.
+in at most 32 passes, each of which reads what the pass before them has written in place of the scores. A thread keeps
+a sum or count of its own until the end of a pass. Sums are float64, in an order that depends on the vocabulary alone.
 """
 
 from __future__ import annotations
@@ -46,50 +47,66 @@ def order_key(numbers):
 
 
 @triton.jit
-def load_scaled(scores, at, vocabulary, highest, temperature):
-    scaled = tl.div_rn(tl.load(scores + at, at < vocabulary, other=0.0) - highest, temperature)
-    return tl.where(at < vocabulary, scaled, float("-inf"))
+def scale(scores, vocabulary, highest, temperature, TILE: tl.constexpr):
+    """Replace the row's scores by those relative to the highest, over the temperature."""
+    for start in range(0, vocabulary, TILE):
+        at = start + tl.arange(0, TILE)
+        scaled = tl.div_rn(tl.load(scores + at, at < vocabulary, other=0.0) - highest, temperature)
+        tl.store(scores + at, scaled, at < vocabulary)
+    tl.debug_barrier()  # other threads read them
 
 
 @triton.jit
-def load_probabilities(scores, at, vocabulary, highest, temperature, lowest_key, total):
-    scaled = load_scaled(scores, at, vocabulary, highest, temperature)
-    return tl.where(order_key(scaled) >= lowest_key, tl.div_rn(tl.exp(scaled), total), 0.0)
-
-
-@triton.jit
-def top_k_key(scores, vocabulary, highest, temperature, top_k, TILE: tl.constexpr):
+def top_k_key(scaled, vocabulary, top_k, TILE: tl.constexpr):
     """``order_key`` of the row's k-th highest scaled score."""
     low = tl.full([], LOWEST_KEY, tl.int32)
     high = tl.full([], 0, tl.int32)
     while low < high:
         middle = low + (high - low + 1) // 2
-        count = tl.full([], 0, tl.int32)
+        counts = tl.zeros([TILE], tl.int32)
         for start in range(0, vocabulary, TILE):
             at = start + tl.arange(0, TILE)
-            keys = order_key(load_scaled(scores, at, vocabulary, highest, temperature))
-            count += tl.sum(((keys >= middle) & (at < vocabulary)).to(tl.int32), 0)
+            keys = order_key(tl.load(scaled + at, at < vocabulary, other=float("-inf")))
+            counts += ((keys >= middle) & (at < vocabulary)).to(tl.int32)
+        count = tl.sum(counts, 0)
         low = tl.where(count >= top_k, middle, low)
         high = tl.where(count >= top_k, high, middle - 1)
     return low
 
 
 @triton.jit
-def top_p_bits(
-    scores, vocabulary, highest, temperature, lowest_key, total, top_p,
-    TILE: tl.constexpr,
-):  # fmt: skip
+def to_probabilities(scaled, vocabulary, lowest_key, TILE: tl.constexpr):
+    """Replace the row's scaled scores by their probabilities, those below ``lowest_key`` by 0; return e**0 of them."""
+    sums = tl.zeros([TILE], tl.float64)
+    for start in range(0, vocabulary, TILE):
+        at = start + tl.arange(0, TILE)
+        score = tl.load(scaled + at, at < vocabulary, other=float("-inf"))
+        shares = tl.where(order_key(score) >= lowest_key, tl.exp(score), 0.0)
+        sums += shares.to(tl.float64)
+        tl.store(scaled + at, shares, at < vocabulary)
+    total = tl.sum(sums, 0).to(tl.float32)
+    tl.debug_barrier()
+    for start in range(0, vocabulary, TILE):
+        at = start + tl.arange(0, TILE)
+        shares = tl.load(scaled + at, at < vocabulary, other=0.0)
+        tl.store(scaled + at, tl.div_rn(shares, total), at < vocabulary)
+    tl.debug_barrier()
+    return tl.div_rn(1.0, total)
+
+
+@triton.jit
+def top_p_bits(probabilities, vocabulary, top_p, TILE: tl.constexpr):
     """Bits of the lowest number above which the probabilities sum to less than ``top_p``."""
     low = tl.full([], 0, tl.int32)
     high = tl.full([], ONE_BITS, tl.int32)
     while low < high:
         middle = low + (high - low) // 2
-        above = tl.full([], 0.0, tl.float64)
+        sums = tl.zeros([TILE], tl.float64)
         for start in range(0, vocabulary, TILE):
             at = start + tl.arange(0, TILE)
-            shares = load_probabilities(scores, at, vocabulary, highest, temperature, lowest_key, total)
-            is_above = shares.to(tl.int32, bitcast=True) > middle
-            above += tl.sum(tl.where(is_above, shares, 0.0).to(tl.float64), 0)
+            shares = tl.load(probabilities + at, at < vocabulary, other=0.0)
+            sums += tl.where(shares.to(tl.int32, bitcast=True) > middle, shares, 0.0).to(tl.float64)
+        above = tl.sum(sums, 0)
         low = tl.where(above < top_p, low, middle + 1)
         high = tl.where(above < top_p, middle, high)
     return low
@@ -102,74 +119,60 @@ def draw(
 ):  # fmt: skip
     """Draw a token per row; the highest score if its temperature is 0. Grid: (n,).
 
-    scores [n, vocabulary] float32; tokens [n] int64; numbers [n] float64, uniform; temperatures, min_ps [n] float32;
-    top_ps [n] float64, 1 for off; top_ks [n] int32, 0 for off.
+    scores [n, vocabulary] float32, changed; tokens [n] int64; numbers [n] float64, uniform; temperatures, min_ps [n]
+    float32; top_ps [n] float64, 1 for off; top_ks [n] int32, 0 for off.
     """
     row = tl.program_id(0)
     scores += row.to(tl.int64) * vocabulary
     temperature = tl.load(temperatures + row)
-    highest = tl.full([], float("-inf"), tl.float32)
-    token = tl.full([], 0, tl.int32)
+    lanes = tl.arange(0, TILE)
+    most = tl.full([TILE], float("-inf"), tl.float32)
+    tokens_of = tl.zeros([TILE], tl.int32)
     for start in range(0, vocabulary, TILE):
-        at = start + tl.arange(0, TILE)
+        at = start + lanes
         tile = tl.load(scores + at, at < vocabulary, other=float("-inf"))
-        most = tl.max(tile, 0)
-        token = tl.where(most > highest, start + tl.argmax(tile, 0), token)
-        highest = tl.maximum(highest, most)
+        tokens_of = tl.where(tile > most, at, tokens_of)
+        most = tl.maximum(most, tile)
+    highest = tl.max(most, 0)
+    token = tl.min(tl.where(most == highest, tokens_of, vocabulary), 0)
     if temperature > 0.0:
         top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
+        scale(scores, vocabulary, highest, temperature, TILE)
         lowest_key = tl.full([], LOWEST_KEY, tl.int32)
         if (top_k > 0) & (top_k < vocabulary):
-            lowest_key = top_k_key(scores, vocabulary, highest, temperature, top_k, TILE)
-        one = tl.full([], 1.0, tl.float32)
-        sum_all = tl.full([], 0.0, tl.float64)
-        for start in range(0, vocabulary, TILE):
-            at = start + tl.arange(0, TILE)
-            shares = load_probabilities(scores, at, vocabulary, highest, temperature, lowest_key, one)
-            sum_all += tl.sum(shares.to(tl.float64), 0)
-        total = sum_all.to(tl.float32)
+            lowest_key = top_k_key(scores, vocabulary, top_k, TILE)
+        likeliest = to_probabilities(scores, vocabulary, lowest_key, TILE)
         lowest_bits = tl.full([], 0, tl.int32)
         if top_p < 1.0:
-            lowest_bits = top_p_bits(scores, vocabulary, highest, temperature, lowest_key, total, top_p, TILE)
-        least = tl.load(min_ps + row) * tl.div_rn(1.0, total)
-        token = inverse(
-            scores,
-            vocabulary,
-            highest,
-            temperature,
-            lowest_key,
-            total,
-            lowest_bits,
-            least,
-            tl.load(numbers + row),
-            TILE,
-        )
+            lowest_bits = top_p_bits(scores, vocabulary, top_p, TILE)
+        least = tl.load(min_ps + row) * likeliest
+        token = inverse(scores, vocabulary, lowest_bits, least, tl.load(numbers + row), TILE)
     tl.store(tokens + row, token.to(tl.int64))
 
 
 @triton.jit
-def inverse(
-    scores, vocabulary, highest, temperature, lowest_key, total, lowest_bits,
-    least, number, TILE: tl.constexpr,
-):  # fmt: skip
+def inverse(probabilities, vocabulary, lowest_bits, least, number, TILE: tl.constexpr):
     """First token whose cumulative sum of the remaining probabilities exceeds ``number`` times their sum."""
-    mass = tl.full([], 0.0, tl.float64)
+    sums = tl.zeros([TILE], tl.float64)
     for start in range(0, vocabulary, TILE):
         at = start + tl.arange(0, TILE)
-        shares = load_probabilities(scores, at, vocabulary, highest, temperature, lowest_key, total)
-        keep = (shares.to(tl.int32, bitcast=True) >= lowest_bits) & (shares >= least)
-        mass += tl.sum(tl.where(keep, shares, 0.0).to(tl.float64), 0)
-    target = number * mass
+        sums += load_kept(probabilities, at, vocabulary, lowest_bits, least)
+    target = number * tl.sum(sums, 0)
     before = tl.full([], 0.0, tl.float64)
     token = tl.full([], 0, tl.int32)
     for start in range(0, vocabulary, TILE):
         at = start + tl.arange(0, TILE)
-        shares = load_probabilities(scores, at, vocabulary, highest, temperature, lowest_key, total)
-        keep = (shares.to(tl.int32, bitcast=True) >= lowest_bits) & (shares >= least)
-        kept = tl.where(keep, shares, 0.0).to(tl.float64)
+        kept = load_kept(probabilities, at, vocabulary, lowest_bits, least)
         ends = before + tl.cumsum(kept, 0)
         # The last token that starts at or below the target: rounding can't lead to one without probability.
         starts_before = (kept > 0.0) & (ends - kept <= target)
         token = tl.maximum(token, tl.max(tl.where(starts_before, at, 0), 0))
         before += tl.sum(kept, 0)
     return token
+
+
+@triton.jit
+def load_kept(probabilities, at, vocabulary, lowest_bits, least):
+    shares = tl.load(probabilities + at, at < vocabulary, other=0.0)
+    keep = (shares.to(tl.int32, bitcast=True) >= lowest_bits) & (shares >= least)
+    return tl.where(keep, shares, 0.0).to(tl.float64)

@@ -108,7 +108,7 @@ class AttentionInputs:
             ],
             scaling=case.key_dim**-0.5,
             softcap=case.softcap,
-            sinks=self.sinks,
+            sinks=None if self.sinks is None else self.sinks.to(DEVICE),
             mask=None,
         )
         call = call._replace(key=call.key.to(DEVICE), value=call.value.to(DEVICE))

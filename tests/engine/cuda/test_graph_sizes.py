@@ -15,6 +15,7 @@ from decant.engine.cuda.graph_sizes import (
     choose_size,
     graph_sizes,
     is_padding,
+    mixed_tokens,
     most_items,
     pad,
 )
@@ -43,6 +44,11 @@ def test_a_mixed_batch_has_a_graph_whose_padding_is_one_row_of_no_or_several_tok
         assert size.rows == MIXED_ROWS > rows
         assert 0 <= size.tokens - tokens <= 129
         assert size.tokens - tokens != 1
+
+
+def test_small_models_have_graphs_of_more_tokens() -> None:
+    assert [mixed_tokens(count) for count in (0, 270 << 20, 16 << 30, 140 << 30)] == [2176, 2176, 640, 640]
+    assert mixed_tokens(8 << 30) == 1280
 
 
 def test_a_batch_runs_in_the_smallest_graph_that_was_captured() -> None:
