@@ -64,7 +64,7 @@ class Trace:
 
     def pace(self) -> dict[str, float]:
         """Number and median milliseconds of steps with and without prompts."""
-        found = {}
+        found: dict[str, float] = {}
         for name, is_mixed in (("decode", False), ("mixed", True)):
             if seconds := [took for took, mixed in self.steps if mixed is is_mixed]:
                 found |= {f"{name}_steps": len(seconds), f"{name}_ms": median(seconds) * 1e3}
