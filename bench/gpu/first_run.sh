@@ -49,7 +49,7 @@ part() { # NAME SECONDS COMMAND...
 correctness() { # shards in parallel: compiling takes most of the time, and a lost device ends one shard alone
     local pids=() status=0 at section
     if [ "$TRITON_INTERPRET" = 0 ]; then # compiles the kernels that are timed later, and keeps them on disk
-        for section in decode chunk products elementwise draw; do
+        for section in decode chunk skinny products elementwise draw; do
             timeout 75 "$python" -m bench.gpu.kernels --sections $section --seconds 70 > "$out/compile-$section.log" 2>&1 &
         done
     fi

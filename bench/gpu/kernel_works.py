@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from bench.gpu.timing import Call
-from decant.engine.cuda import attention, exact, fused_layer, sampler, sampler_kernels
+from decant.engine.cuda import attention, exact, fused_layer, sampler, sampler_kernels, skinny
 from decant.engine.cuda.attention import TritonAttention
 from decant.engine.cuda.graph_sizes import most_items
 from decant.engine.kv_layout import KvLayout, LayerSpec
@@ -43,6 +43,7 @@ class Shape:
     decodes: tuple[tuple[int, int], ...] = ((1, 1024), (64, 2048), (256, 1024))
     prompt: int = 3500
     counts: tuple[int, ...] = (1, 64, 256, 3500)
+    few: tuple[int, ...] = (1, 4, 16)
     copied_bytes: int = 2 << 30
     product: int = 8192
     cached_bytes: int = 300 << 20  # more than the L2 cache holds
@@ -52,7 +53,7 @@ class Shape:
         return self.heads * self.width
 
 
-TINY = Shape(2, 4, 2, 16, 64, 64, ((1, 70), (3, 40)), 70, (1, 3), 1 << 16, 32, 1)
+TINY = Shape(2, 4, 2, 16, 64, 64, ((1, 70), (3, 40)), 70, (1, 3), (1, 3), 1 << 16, 32, 1)
 
 
 class Work(NamedTuple):
@@ -65,6 +66,32 @@ class Work(NamedTuple):
 
 
 Make = Callable[[], Work]
+
+ROW_VARIANTS = tuple(
+    skinny.RowShape(*options)
+    for options in (
+        (8, 512, 4, 1),
+        (8, 512, 4, 2),
+        (8, 512, 4, 4),
+        (4, 1024, 4, 2),
+        (8, 1024, 4, 2),
+        (16, 512, 8, 2),
+        (4, 2048, 8, 2),
+        (2, 2048, 4, 2),
+    )
+)
+
+ROWS_VARIANTS = tuple(
+    skinny.RowsShape(*options)
+    for options in (
+        (32, 256, 4, 4),
+        (16, 256, 4, 4),
+        (16, 512, 4, 3),
+        (32, 128, 4, 6),
+        (64, 128, 4, 5),
+        (16, 256, 2, 4),
+    )
+)
 
 
 class _Variant(TritonAttention):
@@ -194,6 +221,64 @@ class Kernels:
             if rows <= 64 and name != "head":
                 yield partial(self._exact_product, f"exact {name}, {rows} rows", rows, *size)
 
+    def skinny(self) -> Iterator[Make]:
+        """Products of few rows, and what torch takes for them."""
+        shape = self.shape
+        hidden, keys = shape.hidden, shape.kv_heads * shape.width
+        sizes = {
+            "q, k and v": (hidden + 2 * keys, hidden, {}),
+            "o": (hidden, hidden, {}),
+            "gate and up": (2 * shape.inner, hidden, {"is_gated": True}),
+            "down": (hidden, shape.inner, {"is_added": True}),
+        }
+        for rows, (name, (columns, depth, options)) in product(shape.few, sizes.items()):
+            yield partial(self._torch_few, f"torch {name}, {rows} rows", rows, columns, depth, **options)
+            for variant in ROW_VARIANTS if rows == 1 else ROWS_VARIANTS:
+                title = f"skinny {name}, {rows} rows, {' x '.join(map(str, variant))}"
+                yield partial(self._few, title, rows, columns, depth, variant, **options)
+
+    def _torch_few(
+        self, name: str, rows: int, columns: int, depth: int, *, is_gated: bool = False, is_added: bool = False
+    ) -> Work:
+        """The products with what follows them in a layer."""
+        x, weights = self.random(rows, depth), self._weights(columns, depth)
+        total = self.random(rows, columns)
+
+        def run(weight: torch.Tensor) -> None:
+            if is_added:
+                total.addmm_(x, weight.t())
+            elif is_gated:
+                fused_layer.gated(functional.linear(x, weight))
+            else:
+                functional.linear(x, weight)
+
+        return Work(name, [partial(run, weight) for weight in weights], weights[0].nbytes, 2 * rows * columns * depth)
+
+    def _few(
+        self,
+        name: str,
+        rows: int,
+        columns: int,
+        depth: int,
+        variant: Any,
+        *,
+        is_gated: bool = False,
+        is_added: bool = False,
+    ) -> Work:
+        x, weights = self.random(rows, depth), self._weights(columns, depth)
+        total = self.random(rows, columns) if is_added else None
+        layers = []
+        for weight in weights:
+            layer = torch.nn.Linear(depth, columns, bias=False, device="meta")
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+            layers.append(layer)
+
+        def run(layer: torch.nn.Linear) -> None:
+            with mock.patch.object(skinny, "ROW" if rows == 1 else "ROWS", variant):
+                skinny.multiply(layer, x, total, is_gated=is_gated)
+
+        return Work(name, [partial(run, layer) for layer in layers], weights[0].nbytes, 2 * rows * columns * depth)
+
     def _weights(self, columns: int, depth: int) -> list[torch.Tensor]:
         count = max(2, self.shape.cached_bytes // (columns * depth * BF16.itemsize) + 1)
         return [self.random(columns, depth) for _ in range(min(count, 64))]
@@ -284,6 +369,7 @@ class Kernels:
         return {
             "decode": self.decodes,
             "chunk": self.chunks,
+            "skinny": self.skinny,
             "products": self.products,
             "elementwise": self.elementwise,
             "draw": self.draws,

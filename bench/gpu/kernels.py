@@ -23,7 +23,7 @@ from bench.gpu.timing import microseconds
 from bench.options import add_json, write_result
 from decant.engine.library_errors import triton_errors
 
-SECTIONS = ("decode", "chunk", "products", "elementwise", "draw")
+SECTIONS = ("decode", "chunk", "skinny", "products", "elementwise", "draw")
 
 
 @dataclass(frozen=True)

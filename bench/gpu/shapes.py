@@ -49,6 +49,8 @@ _SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 
+NAMES = tuple(_SHAPES)
+
 
 @dataclass(frozen=True)
 class Decode:

@@ -19,6 +19,7 @@ from torch import nn
 from decant.engine.cuda import layer_kernels as kernels
 from decant.engine.cuda.attention import TILE, TritonAttention, power_of_two
 from decant.engine.cuda.rotary import try_rotary
+from decant.engine.cuda.skinny import is_skinny, multiply
 from decant.engine.kv_layout import LayerSpec
 from decant.engine.model.attention.interface import AttentionCall, next_layer
 from decant.engine.model.decoder_layer import Angles, Forward, FusedLayer, Trial, TrialResult, find_parts, head_width
@@ -120,7 +121,7 @@ class TritonLayer(FusedLayer[TritonAttention]):
         assert before is not None
         assert after is not None
         rows = hidden[0]
-        heads = parts.qkv(before(rows)).unflatten(1, (-1, self.width))
+        heads = _product(parts.qkv, before(rows)).unflatten(1, (-1, self.width))
         query, key, value = heads.split(parts.heads, 1)
         call = self._call._replace(
             layer=next_layer(),
@@ -129,12 +130,29 @@ class TritonLayer(FusedLayer[TritonAttention]):
             value=_normalized(value, None),
         )
         mixed = attention.attend_rotated(call, *angles)[0].flatten(1)
-        total, normalized = after.add(rows, parts.out(mixed))
-        inner = gated(parts.gate_up(normalized))
-        if _adds(parts.down):
-            return total.addmm_(inner, parts.down.weight.t())[None]
-        added: torch.Tensor = parts.down(inner)
-        return (total + added)[None]
+        total, normalized = after.add(rows, _product(parts.out, mixed))
+        return _add_product(total, parts.down, _gated_product(parts.gate_up, normalized))[None]
+
+
+def _product(linear: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+    if is_skinny(linear, rows):
+        return multiply(linear, rows)
+    product: torch.Tensor = linear(rows)
+    return product
+
+
+def _gated_product(linear: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+    return multiply(linear, rows, is_gated=True) if is_skinny(linear, rows) else gated(linear(rows))
+
+
+def _add_product(total: torch.Tensor, linear: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+    """total + linear(rows), which may change the total."""
+    if is_skinny(linear, rows):
+        return multiply(linear, rows, total)
+    if _adds(linear):
+        return total.addmm_(rows, linear.weight.t())
+    product: torch.Tensor = linear(rows)
+    return total + product
 
 
 def _normalized(heads: torch.Tensor, norm: Norm | None) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from decant.engine.cuda import attention, exact, fused_layer, sampler
+from decant.engine.cuda import attention, exact, fused_layer, sampler, skinny
 from decant.engine.cuda.attention import LaunchShape
 from decant.engine.kv_layout import LayerSpec
 
@@ -60,6 +60,32 @@ def shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
             "*fp32 *bf16 *bf16 i32 i32 i32",
             {"HAS_BIAS": True, "TILE": exact.ADD_TILE},
             USUAL,
+        ),
+        "multiply_row": (
+            "skinny_kernels.multiply_row",
+            "*bf16 *bf16 *bf16 *bf16 i32 i32",
+            {
+                "ADD": False,
+                "GATED": True,
+                "EVEN": True,
+                "TILE_COLUMNS": skinny.ROW.columns // 2,
+                "TILE_DEPTH": skinny.ROW.depth,
+                "UNROLL": skinny.ROW.unroll,
+            },
+            {"num_warps": skinny.ROW.num_warps, "num_stages": 1},
+        ),
+        "multiply_rows": (
+            "skinny_kernels.multiply_rows",
+            "*bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32",
+            {
+                "ADD": False,
+                "GATED": True,
+                "EVEN": True,
+                "TILE_ROWS": skinny.MOST_ROWS,
+                "TILE_COLUMNS": max(skinny.ROWS.columns // 2, skinny.LEAST_SIDE),
+                "TILE_DEPTH": skinny.ROWS.depth,
+            },
+            {"num_warps": skinny.ROWS.num_warps, "num_stages": skinny.ROWS.num_stages},
         ),
         "top_token": (
             "sampler_kernels.top_token",

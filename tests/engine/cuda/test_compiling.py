@@ -42,6 +42,7 @@ DIFFERENT_IN_EVERY_STEP = {
     "attend": {"width", "table", "group"},
     "linear": {"rows", "programs", "splits"},
     "add_splits": {"count", "splits"},
+    "multiply_rows": {"rows"},
     "rotate_and_write": {"slots"},
     "rotary_angles": {"positions"},
     "write_kv": {"slots"},
