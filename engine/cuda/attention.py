@@ -33,6 +33,9 @@ CHUNK_ROWS = 64
 
 MIN_ROWS = 16
 
+FEW_ROWS = 32
+"""Rows whose programs all run at once."""
+
 WIDE = 128
 """Heads wider than this have half as many keys in a tile."""
 
@@ -84,17 +87,23 @@ def power_of_two(count: int, least: int = 1) -> int:
 
 
 def token_shape(
-    spec: LayerSpec, group: int, dtype: torch.dtype, block_size: int, *, is_exact: bool = False
+    spec: LayerSpec,
+    group: int,
+    dtype: torch.dtype,
+    block_size: int,
+    *,
+    is_exact: bool = False,
+    is_small: bool = False,
 ) -> LaunchShape:
     """Shape for single tokens, and for all tokens if rows are exact.
 
     A token then has the same bits alone and in a chunk: one compiled kernel computes both, while a GPU multiplies tiles
-    of other sizes with other instructions.
+    of other sizes with other instructions. ``is_small``: a step of few rows.
     """
     is_wide = max(spec.key_dim, spec.value_dim) > WIDE or dtype == torch.float32 or group > MIN_ROWS
     tile = NARROW_TILE if is_wide or is_exact or block_size < TILE else TILE
-    # With 5, loads of a narrow tile overlap products of the one before; wide tiles hide them in more programs (H100).
-    stages = 5 if tile == NARROW_TILE and dtype != torch.float32 else 3
+    # With 5, loads of a tile overlap products of the one before. Many programs with 3 hide them better (on an H100).
+    stages = 5 if (tile == NARROW_TILE or is_small) and dtype != torch.float32 else 3
     split = SPLIT if is_exact else 0
     return LaunchShape(power_of_two(group, MIN_ROWS), tile, is_chunk=False, split=split, num_stages=stages)
 
@@ -205,7 +214,8 @@ class TritonAttention:
 
     def _find_layers(self, layer: int, group: int) -> LayerKind:
         spec, dtype, is_exact = self._store.layout.layers[layer], self._store.dtype, self._is_exact
-        token = token_shape(spec, group, dtype, self._store.layout.block_size, is_exact=is_exact)
+        block_size, is_small = self._store.layout.block_size, len(self._flat.rows) <= FEW_ROWS
+        token = token_shape(spec, group, dtype, block_size, is_exact=is_exact, is_small=is_small)
         chunk = token if is_exact else chunk_shape(spec, group, dtype, self._capability)
         return LayerKind(self._layer_windows[layer], group, token, chunk)
 

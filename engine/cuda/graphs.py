@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,20 +23,30 @@ from decant.engine.cuda.graph_sizes import (
     most_items,
     pad,
 )
+from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.cuda.static_attention import MOST_STATES, GraphMemory, StateBuffers, StaticAttention
 from decant.engine.model.attention.interface import AttentionBackend
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.runner import needs_prompt_logprobs
-from decant.engine.model.step_batch import FlatBatch, flatten
+from decant.engine.model.step_batch import FlatBatch, Ints, flatten
 from decant.engine.plan import Row
 
 logger = logging.getLogger(__name__)
 
-Replay = Callable[[], torch.Tensor]
 
-Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBackend], torch.Tensor]
-"""Token ids [T], positions [T], kept positions [k], attention -> logits [k, vocabulary]."""
+class StepOutput(NamedTuple):
+    """Logits [kept, vocabulary], the likeliest token of each, and whether all of a row are finite."""
+
+    logits: torch.Tensor
+    likeliest: torch.Tensor
+    finite: torch.Tensor
+
+
+Replay = Callable[[], StepOutput]
+
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBackend], StepOutput]
+"""Token ids [T], positions [T], kept positions [k], attention -> output of k rows."""
 
 
 class Capture:
@@ -60,7 +71,7 @@ class Capture:
                 output = compute()
         current.wait_stream(self._stream)
 
-        def replay() -> torch.Tensor:
+        def replay() -> StepOutput:
             graph.replay()
             return output
 
@@ -76,22 +87,28 @@ class StepGraph:
         self, flat: FlatBatch, attention: StaticAttention, compute: Compute, capture: Callable[[Replay], Replay]
     ) -> None:
         self._attention = attention
-        keep = np.arange(attention.rows)
-        self._tokens, self._positions, self._keep = (
-            part.clone() for part in attention.staging.upload(flat.tokens, flat.positions, keep)
-        )
+        self._flat = flat
+        place = attention.buffer.place
+        self._tokens, self._positions = place(flat.tokens), place(flat.positions)
+        self._keep = place(np.arange(attention.rows))
         self._replay = capture(lambda: compute(self._tokens, self._positions, self._keep, attention))
 
     def fill(self, flat: FlatBatch) -> bool:
-        """Copy a padded batch to the buffers, or return False if it does not fit."""
-        return self._attention.fill(flat)
+        """Prepare a padded batch, or return False if it does not fit."""
+        self._flat = flat
+        return self._attention.prepare(flat)
 
-    def run(self, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        """Logits [kept, vocabulary] of the batch in the buffers, valid until the next step."""
-        self._tokens.copy_(tokens)
-        self._positions.copy_(positions)
-        self._keep[: len(keep)].copy_(keep)
-        return self._replay()[: len(keep)]
+    def run(self, keep: Ints, drawn: torch.Tensor, inputs: tuple[Ints, Ints]) -> StepOutput:
+        """Output of the batch for the flattened positions ``keep``, valid until the next step.
+
+        ``inputs``: flattened positions whose tokens are in ``drawn``, and where.
+        """
+        flat, all_kept = self._flat, np.zeros(self._attention.rows, np.int64)
+        all_kept[: len(keep)] = keep
+        target, source = self._attention.fill([flat.tokens, flat.positions, all_kept], inputs)
+        if len(inputs[0]):
+            self._tokens.index_copy_(0, target, drawn.index_select(0, source))
+        return StepOutput(*(part[: len(keep)] for part in self._replay()))
 
 
 @contextmanager
@@ -119,8 +136,16 @@ class StepGraphs:
     rows of 256 KB at a vocabulary of 128,000.
     """
 
-    def __init__(self, store: KvStore, layer_windows: Sequence[AttentionWindow], width: int, is_exact: bool) -> None:
+    def __init__(
+        self,
+        store: KvStore,
+        layer_windows: Sequence[AttentionWindow],
+        sampler: TritonSampler,
+        width: int,
+        is_exact: bool,
+    ) -> None:
         self._store = store
+        self._sampler = sampler
         self._layer_windows = layer_windows
         self._width = width
         self._is_exact = is_exact
@@ -130,7 +155,7 @@ class StepGraphs:
 
     def capture(
         self,
-        compute: Compute,
+        compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionBackend], torch.Tensor],
         capture: Callable[[Replay], Replay],
         limits: GraphLimits,
         used_bytes: Callable[[], int],
@@ -140,20 +165,21 @@ class StepGraphs:
         most = max(size.rows for size in sizes)
         states = StateBuffers(MOST_STATES if self._is_exact else most_items(most), store.blocks.device)
 
-        def compute_logits(
+        def compute_output(
             tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, attention: AttentionBackend
-        ) -> torch.Tensor:
+        ) -> StepOutput:
             logits = compute(tokens, positions, keep, attention)
             if self._logits is None:  # in the run before the first capture
                 self._logits = logits.new_empty(most, logits.shape[1])
-            return self._logits[: len(logits)].copy_(logits)
+            logits = self._logits[: len(logits)].copy_(logits)
+            return StepOutput(logits, *self._sampler.top(logits))
 
         def make(size: GraphSize) -> StepGraph | None:
             flat = self._flatten([], size)
             memory = GraphMemory(size, self._width, states)
             attention = StaticAttention(store, self._layer_windows, flat, memory, self._is_exact)
             try:
-                return StepGraph(flat, attention, compute_logits, capture)
+                return StepGraph(flat, attention, compute_output, capture)
             except (RuntimeError, TritonError) as error:
                 logger.warning("batches of %d tokens and %d rows have no CUDA graph: %s", *size, error)
                 return None

@@ -15,7 +15,7 @@ import torch
 
 from decant.engine.cuda.attention import TritonAttention
 from decant.engine.cuda.graph_sizes import GraphLimits
-from decant.engine.cuda.graphs import Capture, StepGraphs
+from decant.engine.cuda.graphs import Capture, StepGraphs, StepOutput
 from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.cuda.staging import Staging
 from decant.engine.cuda.step_draw import StepDraw
@@ -23,7 +23,7 @@ from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.backend import Backend
 from decant.engine.model.kv_store import KvStore
 from decant.engine.model.runner import ModelRunner, StepLogits
-from decant.engine.model.step_batch import FlatBatch
+from decant.engine.model.step_batch import FlatBatch, Ints
 from decant.engine.plan import StepPlan, StepResult
 
 
@@ -49,7 +49,7 @@ class CudaRunner(ModelRunner):
 
     def capture(self, context_length: int, limits: GraphLimits, capture: Capture | None = None) -> None:
         width = -(-context_length // self._store.layout.block_size)
-        self.graphs = StepGraphs(self._store, self._layer_windows, width, self._is_exact)
+        self.graphs = StepGraphs(self._store, self._layer_windows, self._sampler, width, self._is_exact)
         with torch.inference_mode(), self._backend.around_step():
             capture = capture or Capture(self._device)
             self.graphs.capture(self.compute, capture, limits, capture.used_bytes)
@@ -66,26 +66,31 @@ class CudaRunner(ModelRunner):
         graphed = self.graphs.find(plan.rows) if self.graphs else None
         batch = self.flatten(plan.rows) if graphed is None else graphed[1]
         step = StepLogits(first_rows(batch, len(plan.rows)), self._sampler)
-        tokens, positions, keep = self._upload(batch, step, plan)
+        inputs = drawn_inputs(batch, plan)
         if graphed is None:
-            attention = TritonAttention(self._store, self._layer_windows, batch, self._is_exact)
-            logits = self.compute(tokens, positions, keep, attention)
+            output = self._compute_eagerly(batch, step, inputs)
         else:
-            logits = graphed[0].run(tokens, positions, keep)
+            output = graphed[0].run(step.keep, self._drawn, inputs)
         if len(self._drawn) < len(plan.rows):
             self._drawn = torch.zeros(2 * len(plan.rows), dtype=torch.int64, device=self._device)
-        return StepDraw(step, logits, self._eos, self._drawn, self._staging, self._sampler).result
+        return StepDraw(step, output, self._eos, self._drawn, self._staging, self._sampler).result
 
-    def _upload(self, batch: FlatBatch, step: StepLogits, plan: StepPlan) -> list[torch.Tensor]:
-        first_of = np.empty(len(batch.rows), np.int64)
-        first_of[batch.order] = batch.firsts
-        targets, sources = first_of[list(plan.inputs)], np.array(list(plan.inputs.values()), np.int64)
+    def _compute_eagerly(self, batch: FlatBatch, step: StepLogits, inputs: tuple[Ints, Ints]) -> StepOutput:
         tokens, positions, keep, target, source = self._staging.upload(
-            batch.tokens, batch.positions, step.keep, targets, sources
+            batch.tokens, batch.positions, step.keep, *inputs
         )
-        if plan.inputs:
-            tokens[target] = self._drawn[source]
-        return [tokens, positions, keep]
+        if len(target):
+            tokens.index_copy_(0, target, self._drawn.index_select(0, source))
+        attention = TritonAttention(self._store, self._layer_windows, batch, self._is_exact)
+        logits = self.compute(tokens, positions, keep, attention)
+        return StepOutput(logits, *self._sampler.top(logits))
+
+
+def drawn_inputs(batch: FlatBatch, plan: StepPlan) -> tuple[Ints, Ints]:
+    """Flattened positions whose tokens the step before draws, and their indexes in its plan."""
+    first_of = np.empty(len(batch.rows), np.int64)
+    first_of[batch.order] = batch.firsts
+    return first_of[list(plan.inputs)], np.array(list(plan.inputs.values()), np.int64)
 
 
 def first_rows(batch: FlatBatch, count: int) -> FlatBatch:

@@ -28,9 +28,9 @@ class RowShape(NamedTuple):
 class RowsShape(NamedTuple):
     """How ``multiply_rows`` is compiled."""
 
-    columns: int = 32
+    columns: int = 16
     depth: int = 256
-    num_warps: int = 4
+    num_warps: int = 2
     num_stages: int = 4
 
 

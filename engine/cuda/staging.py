@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,23 +34,71 @@ class Download:
         return [host.numpy() for host in self._host]
 
 
+class FixedBuffer:
+    """Arrays at fixed addresses of a device, which one copy fills."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._memory = torch.zeros(capacity, dtype=torch.uint8, device=device)
+        self._places: list[tuple[int, int]] = []  # first byte and number of bytes of each array
+        self._end = 0
+
+    def place(self, array: Array) -> torch.Tensor:
+        """Reserve memory of the array's shape, with its numbers. Raises RuntimeError if the buffer is full."""
+        begin, end = self._end, self._end + _aligned(array.nbytes)
+        if end > len(self._memory):
+            raise RuntimeError(f"{len(self._memory):,} bytes of fixed arrays, {end:,} needed")
+        self._places.append((begin, array.nbytes))
+        self._end = end
+        part = _view(self._memory, begin, array)
+        part.copy_(torch.from_numpy(array))
+        return part
+
+    def fill(self, arrays: Sequence[Array], others: Sequence[Array] = ()) -> list[torch.Tensor]:
+        """Copy an array for each that was placed, of its size, and behind them ``others``, which it returns."""
+        begins, end = [], self._end
+        for array in others:
+            begins.append(end)
+            end += _aligned(array.nbytes)
+        packed = torch.empty(end, dtype=torch.uint8, pin_memory=self._memory.is_cuda)
+        host = packed.numpy()
+        for (begin, size), array in zip(self._places, arrays, strict=True):
+            host[begin : begin + size] = _bytes(array)
+        for begin, array in zip(begins, others, strict=True):
+            host[begin : begin + array.nbytes] = _bytes(array)
+        self._memory[:end].copy_(packed, non_blocking=True)
+        return [_view(self._memory, begin, array) for begin, array in zip(begins, others, strict=True)]
+
+
 class Staging:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def upload(self, *arrays: Array) -> list[torch.Tensor]:
         """Copy all arrays at once. They may change afterwards: torch keeps the pinned buffer until the copy ends."""
-        offsets = np.cumsum([0, *(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)])
-        packed = torch.empty(int(offsets[-1]), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        begins, end = [], 0
+        for array in arrays:
+            begins.append(end)
+            end += _aligned(array.nbytes)
+        packed = torch.empty(end, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         host = packed.numpy()
-        for offset, array in zip(offsets.tolist(), arrays, strict=False):
-            host[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        for begin, array in zip(begins, arrays, strict=True):
+            host[begin : begin + array.nbytes] = _bytes(array)
         moved = packed.to(self.device, non_blocking=True)
-        return [
-            moved[offset : offset + array.nbytes].view(_dtype(array)).view(array.shape)
-            for offset, array in zip(offsets.tolist(), arrays, strict=False)
-        ]
+        return [_view(moved, begin, array) for begin, array in zip(begins, arrays, strict=True)]
 
 
-def _dtype(array: Array) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, array.dtype)).dtype
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _bytes(array: Array) -> Array:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _view(memory: torch.Tensor, begin: int, array: Array) -> torch.Tensor:
+    return memory[begin : begin + array.nbytes].view(_dtype(array.dtype)).view(array.shape)
+
+
+@functools.cache
+def _dtype(dtype: np.dtype[np.generic]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype

@@ -22,6 +22,7 @@ from decant.engine.cuda.attention import (
     single_tokens,
 )
 from decant.engine.cuda.graph_sizes import GraphSize, is_padding, most_items
+from decant.engine.cuda.staging import Array, FixedBuffer
 from decant.engine.kv_layout import LayerSpec
 from decant.engine.model.attention.masks import AttentionWindow
 from decant.engine.model.kv_store import KvStore
@@ -57,8 +58,14 @@ class GraphMemory(NamedTuple):
     states: StateBuffers
 
 
+ITEM_BYTES, MERGE_BYTES, INT_BYTES = 24, 12, 4
+
+
 class StaticAttention(TritonAttention):
-    """Attention over buffers at fixed addresses, for a CUDA graph of a batch that is padded to ``memory.size``."""
+    """Attention over buffers at fixed addresses, for a CUDA graph of a batch that is padded to ``memory.size``.
+
+    ``buffer`` has them all but the block tables, of which a step copies what it uses.
+    """
 
     def __init__(
         self,
@@ -72,40 +79,39 @@ class StaticAttention(TritonAttention):
         self._size, self._most_states = memory.size, memory.states.most
         self._memory = memory
         device, rows = self._table.device, memory.size.rows
+        self.buffer = FixedBuffer(_capacity(memory.size, len(store.layout.groups), len(layer_windows)), device)
         shape = len(store.layout.groups), rows, memory.width
-        table = torch.full(shape, store.null_block, dtype=torch.int32, device=device)
-        spans = torch.zeros((rows, 3), dtype=torch.int32, device=device)
-        self._fill_rows(table, spans, self._table, self._rows)
-        self._table, self._tables, self._rows = table, table.unbind(), spans
+        self._table = torch.full(shape, store.null_block, dtype=torch.int32, device=device)
+        self._tables = self._table.unbind()
+        self._copy_table(flat)
+        self._slots = self.buffer.place(flat.slot_mapping).unbind()
+        self._rows = self.buffer.place(_all_spans(flat, rows))
+        self._arrays: list[Array] = []
 
     @property
     def rows(self) -> int:
         return self._size.rows
 
-    @staticmethod
-    def _fill_rows(table: torch.Tensor, spans: torch.Tensor, table_of: torch.Tensor, spans_of: torch.Tensor) -> None:
-        table_of = table_of[:, :, : table.shape[2]]  # of padding, which may be longer than a context, none is used
-        table[:, : table_of.shape[1], : table_of.shape[2]].copy_(table_of)
-        spans[: len(spans_of)].copy_(spans_of)
+    def _copy_table(self, flat: FlatBatch) -> None:
+        table = flat.table[:, :, : self._memory.width]  # padding may be longer than a context: none of it is used
+        (moved,) = self.staging.upload(table)
+        self._table[:, : table.shape[1], : table.shape[2]].copy_(moved)
 
-    def fill(self, flat: FlatBatch) -> bool:
-        """Copy a padded batch to the buffers, or return False if it has too many states."""
+    def prepare(self, flat: FlatBatch) -> bool:
+        """Make the lists of a padded batch, or return False if it has too many states."""
         self._flat = flat
         padded = [self._padded_tables(layers) for layers in self._lists]
         if max((count for _, count in padded), default=0) > self._most_states:
             return False
-        arrays = [part for entry, _ in padded for part in entry]
-        table, slots, spans, *moved = self.staging.upload(flat.table, flat.slot_mapping, row_spans(flat), *arrays)
-        self._fill_rows(self._table, self._rows, table, spans)
-        self._slot_mapping.copy_(slots)
-        targets = [
-            target
-            for lists in self._lists.values()
-            for target in (lists.visible, *(part for of in lists.lists for part in (of.items, of.merges)))
-        ]
-        for target, source in zip(targets, moved, strict=True):
-            target.copy_(source)
+        self._arrays = [part for entry, _ in padded for part in entry]
         return True
+
+    def fill(self, before: Sequence[Array], others: Sequence[Array]) -> list[torch.Tensor]:
+        """Copy the batch that was prepared. ``before`` and ``others``: see ``FixedBuffer.fill``."""
+        flat = self._flat
+        self._copy_table(flat)
+        arrays: list[Array] = [flat.slot_mapping, _all_spans(flat, self._size.rows), *before, *self._arrays]
+        return self.buffer.fill(arrays, others)
 
     def _states(self, part: LaunchList, spec: LayerSpec, group: int) -> torch.Tensor:
         return self._memory.states.get((spec.kv_heads, group, 2 + spec.value_dim))
@@ -113,7 +119,7 @@ class StaticAttention(TritonAttention):
     def _make_lists(self, layers: LayerKind) -> StepLists:
         arrays, _ = self._padded_tables(layers)
         is_windowed = self._is_windowed(layers.view, arrays[0])
-        visible, *parts = (part.clone() for part in self.staging.upload(*arrays))
+        visible, *parts = map(self.buffer.place, arrays)
         shapes = (layers.tokens, layers.chunks)
         lists = [
             LaunchList(shape, items, merges, self._zeros(len(merges)), 0)
@@ -136,6 +142,19 @@ class StaticAttention(TritonAttention):
             most = size.tokens // (layers.chunks.tile_rows // layers.group) + size.rows
             arrays += _padded(tiles, most, 0)
         return arrays, singles.num_states
+
+
+def _capacity(size: GraphSize, groups: int, layers: int) -> int:
+    """Bytes of a graph's arrays, with lists for each layer, of which most share one."""
+    lists = INT_BYTES * size.tokens + MERGE_BYTES * size.rows
+    lists += ITEM_BYTES * (most_items(size.rows) + size.is_mixed * (size.tokens + size.rows))
+    return (5 + groups) * 8 * (size.tokens + size.rows) + (layers + 1) * (lists + 256)
+
+
+def _all_spans(flat: FlatBatch, rows: int) -> npt.NDArray[np.int32]:
+    spans = np.zeros((rows, 3), np.int32)
+    spans[: len(flat.rows)] = row_spans(flat)
+    return spans
 
 
 def _padded(tables: Tables, num_items: int, num_merges: int) -> list[npt.NDArray[np.int32]]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from decant.engine.cuda.graphs import StepOutput
 from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.cuda.staging import Array, Download, Staging
 from decant.engine.model.runner import LOGPROB_ROWS, NOT_FINITE, StepLogits, invalid_rows
@@ -32,7 +33,7 @@ class StepDraw:
     def __init__(
         self,
         step: StepLogits,
-        logits: torch.Tensor,
+        output: StepOutput,
         eos: frozenset[int],
         drawn: torch.Tensor,
         staging: Staging,
@@ -42,12 +43,11 @@ class StepDraw:
         self._staging = staging
         self._downloads: list[torch.Tensor] = []
         self._logprobs: list[_Logprobs] = []
-        likeliest, finite = sampler.top(logits)
-        self._downloads.append(finite)
+        self._downloads.append(output.finite)
         if len(step.drawing):
-            self._draw(logits, likeliest, eos, drawn, sampler)
+            self._draw(output.logits, output.likeliest, eos, drawn, sampler)
         for at in step.prompt_rows:
-            self._launch_prompt(at, logits)
+            self._launch_prompt(at, output.logits)
         self._download = Download(self._downloads)
 
     def _draw(
@@ -61,15 +61,19 @@ class StepDraw:
         step = self._step
         rows = [step.rows[at] for at in step.drawing.tolist()]
         others = np.array([at for at, row in enumerate(rows) if not row.request.is_plain_greedy], np.int64)
-        last = (np.cumsum(step.kept) - 1)[step.drawing]
-        places, last_of, others_of = self._staging.upload(step.order[step.drawing], last, others)
-        tokens = likeliest[last_of]
+        with_logprobs = np.array([at for at, row in enumerate(rows) if row.request.logprobs is not None], np.int64)
+        places = step.order[step.drawing]
+        if len(others) or len(with_logprobs) or len(step.drawing) < len(step.keep):
+            last = (np.cumsum(step.kept) - 1)[step.drawing]
+            places_of, last_of, others_of = self._staging.upload(places, last, others)
+            tokens = likeliest.index_select(0, last_of)
+        else:  # each row of the logits draws
+            (places_of,), tokens = self._staging.upload(places), likeliest
         if len(others):
             chosen = [rows[at] for at in others.tolist()]
             tokens[others_of] = sampler.launch(chosen, logits[last_of[others_of]].float(), eos, self._staging)
-        drawn[places] = tokens
+        drawn.index_copy_(0, places_of, tokens)
         self._downloads.append(tokens)
-        with_logprobs = np.array([at for at, row in enumerate(rows) if row.request.logprobs is not None], np.int64)
         for begin in range(0, len(with_logprobs), LOGPROB_ROWS):
             piece = with_logprobs[begin : begin + LOGPROB_ROWS]
             (which,) = self._staging.upload(piece)

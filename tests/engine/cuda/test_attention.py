@@ -324,7 +324,8 @@ def test_a_padded_batch_in_the_buffers_of_a_graph_has_the_outputs_of_the_batch(
     captured = flatten(pad([], size, padding), BLOCK, 18)
     static = StaticAttention(stores[1], [view], captured, memory, is_exact)
     static.attend(call(size.tokens))
-    assert static.fill(flatten(pad(rows, size, padding), BLOCK, 18))
+    assert static.prepare(flatten(pad(rows, size, padding), BLOCK, 18))
+    static.fill([], [])
     found = static.attend(call(size.tokens))[0, :tokens]
     assert torch.equal(stores[0].blocks, stores[1].blocks)
     ended = [part.ended for step in static._lists.values() for part in step.lists]

@@ -21,7 +21,7 @@ from decant.engine.cuda import graphs as graphs_module
 from decant.engine.cuda import runner as cuda_runner
 from decant.engine.cuda import step_draw
 from decant.engine.cuda.graph_sizes import GraphLimits, GraphSize, graph_sizes, most_items
-from decant.engine.cuda.graphs import Capture, Replay, StepGraph, StepGraphs
+from decant.engine.cuda.graphs import Capture, Replay, StepGraph, StepGraphs, StepOutput
 from decant.engine.cuda.runner import CudaRunner
 from decant.engine.cuda.sampler import TritonSampler
 from decant.engine.cuda.staging import Download, Staging
@@ -54,11 +54,12 @@ class Rerun:
     replays = 0
 
     def __call__(self, compute: Replay) -> Replay:
-        output = compute().clone()
+        output = StepOutput(*(part.clone() for part in compute()))
 
-        def replay() -> torch.Tensor:
+        def replay() -> StepOutput:
             self.replays += 1
-            output.copy_(compute())
+            for part, computed in zip(output, compute(), strict=True):
+                part.copy_(computed)
             return output
 
         return replay
@@ -113,7 +114,8 @@ def test_a_step_draws_what_the_plain_sampler_draws(monkeypatch: pytest.MonkeyPat
     expected = step.result(logits, EOS)
     drawn = torch.full((len(rows),), -1, dtype=torch.int64, device=DEVICE)
     waits = recorded(monkeypatch, Download, "wait", lambda download: download)
-    launched = StepDraw(StepLogits(flat, Sampler()), logits, EOS, drawn, Staging(DEVICE), TritonSampler())
+    output = StepOutput(logits, *TritonSampler().top(logits))
+    launched = StepDraw(StepLogits(flat, Sampler()), output, EOS, drawn, Staging(DEVICE), TritonSampler())
     assert not waits
     result = launched.result()
     assert len(waits) == 1
@@ -125,6 +127,25 @@ def test_a_step_draws_what_the_plain_sampler_draws(monkeypatch: pytest.MonkeyPat
     assert result.prompt_logprobs == expected.prompt_logprobs
     for index, token in enumerate(result.sampled):
         assert token is None or drawn[index] == token
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_step_in_which_all_rows_draw_greedily_draws_what_the_plain_sampler_draws(logprobs: int | None) -> None:
+    lengths = (5, 9, 3)
+    rows = [
+        Row(request := Request(str(end), tuple(range(end)), logprobs=logprobs), list(range(end)), end - 1, end,
+            (array("i", [at]),), True, SamplerState(request))
+        for at, end in enumerate(lengths)
+    ]  # fmt: skip
+    flat = flatten(rows, 16, 99)
+    logits = torch.randn(len(rows), VOCABULARY, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    expected = StepLogits(flat, Sampler()).result(logits, EOS)
+    drawn = torch.full((len(rows),), -1, dtype=torch.int64, device=DEVICE)
+    output = StepOutput(logits, *TritonSampler().top(logits))
+    result = StepDraw(StepLogits(flat, Sampler()), output, EOS, drawn, Staging(DEVICE), TritonSampler()).result()
+    assert result.sampled == expected.sampled == drawn.tolist()
+    assert result.logprobs == expected.logprobs
+    assert flat.order.tolist() != [0, 1, 2], "the rows are in another order than the plan"
 
 
 def load_interpreted(
@@ -204,7 +225,7 @@ def logits_of_nothing(tokens: torch.Tensor, positions: torch.Tensor, keep: torch
 
 
 def captured(capture: Callable[[Replay], Replay], compute: Any = logits_of_nothing) -> StepGraphs:
-    graphs = StepGraphs(FakeStore(), [AttentionWindow()], 4, is_exact=False)
+    graphs = StepGraphs(FakeStore(), [AttentionWindow()], TritonSampler(), 4, is_exact=False)
     graphs.capture(compute, capture, GraphLimits(rows=32, tokens=128), lambda: 0)
     return graphs
 
@@ -213,7 +234,7 @@ def test_all_graphs_write_their_logits_to_one_buffer_and_the_largest_is_captured
     outputs: list[torch.Tensor] = []
 
     def capture(compute: Replay) -> Replay:
-        outputs.append(compute())
+        outputs.append(compute().logits)
         return compute
 
     graphs = captured(capture)
@@ -242,7 +263,7 @@ def test_an_error_in_one_capture_keeps_the_other_graphs(error: Exception, caplog
     done: list[int] = []
 
     def capture(compute: Replay) -> Replay:
-        done.append(len(compute()))
+        done.append(len(compute().logits))
         if done[-1] == 8:
             raise error
         return compute
@@ -299,7 +320,7 @@ def test_a_runner_with_graphs_is_freed_without_the_collector() -> None:
 def test_a_batch_with_more_states_than_a_graph_holds_runs_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_module, "SPLIT", 32)
     monkeypatch.setattr(graphs_module, "MOST_STATES", 3)
-    graphs = StepGraphs(FakeStore(), [AttentionWindow()], 9, is_exact=True)
+    graphs = StepGraphs(FakeStore(), [AttentionWindow()], TritonSampler(), 9, is_exact=True)
 
     def compute(tokens: torch.Tensor, positions: Any, keep: Any, attention: Any) -> torch.Tensor:
         layers = attention._layers(0, 4)
@@ -361,9 +382,9 @@ def test_graphs_are_captured_on_one_stream_which_a_failure_does_not_leave_curren
     cuda = FakeCuda(monkeypatch)
     capture, computed_on = Capture(DEVICE), list[Any]()
 
-    def compute() -> torch.Tensor:
+    def compute() -> StepOutput:
         computed_on.append(cuda.current[-1])
-        return torch.zeros(1)
+        return StepOutput(*torch.zeros(3, 1))
 
     for _ in range(3):
         capture(compute)
