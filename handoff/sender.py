@@ -4,6 +4,9 @@ Open ──> export ──> kv_chunk, kv_chunk ... (as blocks fill) ──> park
             │            acks and heartbeats renew the lease                │
             └── the sequence ended first: closed                            └── lease expired: freed
 
+A coroutine, `KvSender._messages`, sends a cache from its first block to its commit. Steps and acks record facts and
+wake it; the end of the ticket interrupts it where it waits.
+
 A prefill sequence parks after its first token. A live sequence decodes until only its last, partial block is unsent,
 then parks; if its fetch or lease ends without a commit, it continues here.
 
@@ -13,25 +16,26 @@ A fetch that breaks before the commit ends its ticket at once; after the commit,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
 
 from decant.engine.errors import EngineError
-from decant.engine.transfer import ExportedBlock, KvExport
 from decant.engine.transfer import TransferCommit as EngineCommit
 from decant.handoff.codec import encode
 from decant.handoff.engine_protocol import EngineThread, StepEvents, TransferEngine
-from decant.handoff.errors import HandoffFailed
+from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.handoff.heartbeat import with_heartbeat_timeout
 from decant.handoff.leases import COMMITTED_SECONDS, LEASE_MS, Lease, LeaseTable
-from decant.handoff.packing import FilledBlock, LocatedBlock, TransferLayout, pack
+from decant.handoff.outgoing_sequence import OutgoingSequence
+from decant.handoff.packing import TransferLayout
 from decant.protos import worker_pb2 as wire
-from decant.runtime import packed
 from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS, SILENT_SECONDS
 from decant.runtime.connections.peer import UnknownMessages
 from decant.runtime.errors import InvalidArgument
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,26 +43,6 @@ class SenderTiming:
     heartbeat_s: float = HEARTBEAT_SECONDS
     silent_s: float = SILENT_SECONDS
     committed_s: float = COMMITTED_SECONDS
-
-
-@dataclass(slots=True)
-class _SendState:
-    prompt_tokens: int
-    logprobs: Callable[[], Iterable[wire.TokenLogprobs]]
-    is_live: bool = False
-    has_ended: bool = False  # the sequence finished, or its ticket ended
-    export: KvExport | None = None  # set while its blocks may be read
-    sent_blocks: int = 0
-    sent_messages: int = 0
-    acknowledged: int = 0
-    reads_memory: bool = False  # the receiver reads the blocks' memory
-    final_message: bytes | None = None  # ends the fetch
-    error: InvalidArgument | None = None  # ends the fetch: a malformed message of the receiver
-    settled: asyncio.Event = field(default_factory=asyncio.Event)  # parked or ended
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # something to send
-    progressed: asyncio.Event = field(
-        default_factory=asyncio.Event
-    )  # of a live sequence: a step ended, or blocks were sent
 
 
 class KvSender:
@@ -81,7 +65,7 @@ class KvSender:
         self._heartbeat = heartbeat
         self.memory: wire.BlockMemory | None = None
         """Where receivers can read the engine's blocks, if they can."""
-        self._states: dict[str, _SendState] = {}
+        self._outgoing: dict[str, OutgoingSequence] = {}
 
     def issue(
         self,
@@ -97,59 +81,24 @@ class KvSender:
 
         ``is_live``: the sequence has no ``park_after``. ``is_parked``: the step that parked it is over.
         """
-        state = self._states[sequence] = _SendState(prompt_tokens, logprobs, is_live)
-        if is_parked:
-            state.settled.set()
-        return self.leases.issue(ticket, sequence)
+        issued = self.leases.issue(ticket, sequence)
+        self._outgoing[sequence] = OutgoingSequence(sequence, issued.run, prompt_tokens, logprobs, is_live, is_parked)
+        return issued
 
     def on_step(self, output: StepEvents) -> None:
-        for filled in output.filled:
-            self._wake(filled.id)
-        for name in output.parked:
-            self._wake(name, parked=True)
-        for ended in output.ended:
-            self._wake(ended.id, ended=True)
-        for state in self._states.values():
-            if state.is_live:
-                state.progressed.set()
+        changed = [outgoing for outgoing in self._outgoing.values() if outgoing.is_live]
+        changed += self._known(filled.id for filled in output.filled)
+        for outgoing in self._known(output.parked):
+            outgoing.is_parked = True
+            changed.append(outgoing)
+        for outgoing in self._known(ended.id for ended in output.ended):
+            outgoing.has_ended = True
+            changed.append(outgoing)
+        for outgoing in changed:
+            outgoing.changed.set()
 
-    def _wake(self, name: str, *, parked: bool = False, ended: bool = False) -> None:
-        state = self._states.get(name)
-        if state is not None:
-            state.has_ended |= ended
-            state.changed.set()
-            if parked or ended:
-                state.settled.set()
-                state.progressed.set()
-
-    async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[bytes, None]:
-        incoming = aiter(requests)
-        try:
-            opened = await self._receive_open(incoming)
-            lease = self.leases.open(opened)
-        except HandoffFailed as refused:
-            yield _closed_message(refused.message())
-            return
-        state = self._states[lease.sequence]
-        state.reads_memory = opened.reads_memory and self.memory is not None
-        async with AsyncExitStack() as stack:
-            stack.callback(self._end_uncommitted, lease, state)
-            for job in (
-                self._drive_engine(lease, state, opened.cached_blocks),
-                self._receive_acks(lease, state, incoming),
-            ):
-                stack.push_async_callback(_stop, asyncio.create_task(job))
-            messages = await stack.enter_async_context(aclosing(self._messages(lease, state)))
-            async for message in messages:
-                yield message
-
-    def _end_uncommitted(self, lease: Lease, state: _SendState, detail: str = "the fetch broke") -> None:
-        if lease.is_committed:
-            return
-        failure = _reclaimed_failure("the fetch was closed here")
-        if state.final_message is None or state.export is not None:  # neither refused nor ended here
-            failure = wire.Failure(cause=wire.CAUSE_PEER_LOST, detail=detail, peer=lease.receiver)
-        self.reclaim(lease.ticket.id, failure)
+    def _known(self, sequences: Iterable[str]) -> list[OutgoingSequence]:
+        return [self._outgoing[name] for name in sequences if name in self._outgoing]
 
     def reclaim(self, ticket: bytes, failure: wire.Failure) -> None:
         """End a ticket and free its blocks; an open fetch gets ``failure``. Ignores a ticket that has ended."""
@@ -165,6 +114,32 @@ class KvSender:
         if lease is not None:
             self._free(lease)
 
+    def _free(self, lease: Lease) -> None:
+        """Stop the fetch before the engine frees the blocks that it reads."""
+        outgoing = self._outgoing.pop(lease.sequence)
+        outgoing.stop(HandoffFailed.of(lease.failure or _reclaimed("the ticket has ended")))
+
+        def free(engine: TransferEngine) -> None:
+            engine.transfers.release(lease.sequence)
+            engine.cancel(lease.sequence)
+
+        resumes = outgoing.is_live and not lease.is_committed
+        self._loop.post((lambda engine: engine.transfers.withdraw(lease.sequence)) if resumes else free)
+
+    # -- a fetch ------------------------------------------------------------------------------------------------
+
+    async def fetch(self, requests: AsyncIterable[wire.FetchRequest]) -> AsyncGenerator[bytes, None]:
+        incoming = aiter(requests)
+        try:
+            opened = await self._receive_open(incoming)
+            async with aclosing(self._responses(self.leases.open(opened), opened, incoming)) as responses:
+                async for response in responses:
+                    yield response
+        except SequenceAlreadyFinished:
+            yield _closed_message(None)
+        except HandoffFailed as failed:
+            yield _closed_message(failed.message())
+
     async def _receive_open(self, incoming: AsyncIterator[wire.FetchRequest]) -> wire.Open:
         try:
             async with asyncio.timeout(self.leases.lease_ms / 1000):
@@ -175,150 +150,114 @@ class KvSender:
             raise HandoffFailed(wire.CAUSE_INVALID, "a fetch begins with open")
         return first.open
 
-    async def _drive_engine(self, lease: Lease, state: _SendState, cached_blocks: int) -> None:
+    async def _responses(
+        self, lease: Lease, opened: wire.Open, incoming: AsyncIterator[wire.FetchRequest]
+    ) -> AsyncGenerator[bytes, None]:
+        """Serve an open fetch. If it ends without a commit, its ticket ends too."""
+        outgoing = self._outgoing[lease.sequence]
+        outgoing.reads_memory = opened.reads_memory and self.memory is not None
+        failure = _peer_lost(lease, "the fetch broke")
+        receiving = asyncio.create_task(self._receive_acks(lease, outgoing, incoming))
         try:
-            state.final_message = await self._final_message(lease, state, cached_blocks)
-        except EngineError as error:
-            has_finished = state.has_ended and self._is_current(lease, state)  # it finished before the command ran
-            state.export = None
-            state.final_message = _closed_message(None if has_finished else _reclaimed_failure(str(error)))
-        state.changed.set()
-
-    async def _final_message(self, lease: Lease, state: _SendState, cached_blocks: int) -> bytes:
-        name = lease.sequence
-        if not state.has_ended:
-            state.export = await self._loop.call(
-                lambda engine: engine.transfers.export(name, cached_blocks),
-                undo=lambda engine, _: engine.transfers.release(name),
-            )
-            state.changed.set()
-            if state.is_live and (commit := await self._commit_live(name, state)) is not None:
-                return _commit_message(commit, state)
-            await state.settled.wait()
-        if state.has_ended:
-            state.export = None
-            return _closed_message(None)
-        return _commit_message(await self._loop.call(lambda engine: engine.transfers.finalize(name)), state)
-
-    async def _commit_live(self, name: str, state: _SendState) -> EngineCommit | None:
-        while not state.has_ended:
-            state.progressed.clear()
-            sent = state.sent_blocks
-            if state.export is not None and sent >= len(state.export.blocks):
-                commit = await self._loop.call(partial(_finalize_running, id=name, sent=sent))
-                if commit is not None:
-                    return commit
-            await state.progressed.wait()
-        return None
-
-    async def _messages(self, lease: Lease, state: _SendState) -> AsyncGenerator[bytes, None]:
-        clock = asyncio.get_running_loop().time
-        sent_at = clock()
-        if state.reads_memory:
-            yield encode(wire.FetchResponse(memory=self.memory))
-        while state.error is None:
-            state.changed.clear()
-            for message in self._block_messages(lease, state):
-                yield message
-                sent_at = clock()
-            if not self._is_current(lease, state):
-                yield _closed_message(lease.failure or _reclaimed_failure("the ticket has ended"))
-                return
-            if state.final_message is not None and not (
-                state.reads_memory and state.acknowledged < state.sent_messages
+            async with (
+                aclosing(self._messages(lease, outgoing, opened.cached_blocks)) as messages,
+                aclosing(self._with_heartbeats(outgoing, messages)) as responses,
             ):
-                if state.export is not None:
-                    self.leases.commit(lease)
-                yield state.final_message
-                return
+                async for response in responses:
+                    yield response
+        except (SequenceAlreadyFinished, HandoffFailed):
+            failure = _reclaimed("the fetch was closed here")
+            raise
+        finally:
+            if not lease.is_committed:
+                self.reclaim(lease.ticket.id, failure)
+            await _stop(receiving)
+
+    async def _messages(
+        self, lease: Lease, outgoing: OutgoingSequence, cached_blocks: int
+    ) -> AsyncGenerator[bytes, None]:
+        if outgoing.reads_memory:
+            yield encode(wire.FetchResponse(memory=self.memory))
+        try:
+            export = await outgoing.export(self._loop, cached_blocks)
+            commit: EngineCommit | None = None
+            while commit is None:
+                outgoing.changed.clear()
+                for message in outgoing.block_messages(self._layout, export):
+                    yield message
+                    if outgoing.has_ended:
+                        break
+                if outgoing.has_ended:
+                    raise SequenceAlreadyFinished
+                commit = await outgoing.commit(self._loop)
+                if commit is None:
+                    await outgoing.changed.wait()
+        except EngineError as error:
+            if outgoing.has_ended:  # before the command ran
+                raise SequenceAlreadyFinished from error
+            raise HandoffFailed(wire.CAUSE_RECLAIMED, str(error)) from error
+        for message in outgoing.block_messages(self._layout, export):  # the last block, which is partial
+            yield message
+        while outgoing.reads_memory and outgoing.acknowledged_chunks < outgoing.sent_chunks:
+            outgoing.changed.clear()
+            await outgoing.changed.wait()
+        self.leases.commit(lease)
+        yield outgoing.commit_message(commit)
+
+    async def _with_heartbeats(
+        self, outgoing: OutgoingSequence, messages: AsyncGenerator[bytes, None]
+    ) -> AsyncGenerator[bytes, None]:
+        """Pass the messages on, and heartbeats while none comes. Raises the error of `OutgoingSequence.stop`."""
+        while (error := outgoing.error) is None:
+            outgoing.next_message = message = asyncio.ensure_future(anext(messages, None))
             try:
-                async with asyncio.timeout_at(sent_at + self._timing.heartbeat_s):
-                    await state.changed.wait()
-            except TimeoutError:
-                yield encode(wire.FetchResponse(heartbeat=self._heartbeat()))
-                sent_at = clock()
-        raise state.error
+                while not (await asyncio.wait([message], timeout=self._timing.heartbeat_s))[0]:
+                    yield encode(wire.FetchResponse(heartbeat=self._heartbeat()))
+            finally:
+                await _stop(message)
+            if message.cancelled():  # by `stop`
+                continue
+            encoded = message.result()
+            if encoded is None:
+                return
+            yield encoded
+        raise error
 
-    def _block_messages(self, lease: Lease, state: _SendState) -> Iterator[bytes]:
-        while (export := state.export) and state.sent_blocks < len(export.blocks):
-            batch = _consecutive(export.blocks[state.sent_blocks : state.sent_blocks + self._layout.blocks_per_message])
-            blocks = [
-                LocatedBlock(block.address, export.locate(block.address), block.checksum)
-                if state.reads_memory
-                else FilledBlock(block.address, export.read(block.address), block.checksum)
-                for block in batch
-            ]
-            for message in pack(lease.ticket.run, self._layout, blocks):
-                state.sent_messages += 1
-                yield message
-                if state.export is not export:
-                    return
-            state.sent_blocks += len(batch)
-            state.progressed.set()
-
-    def _is_current(self, lease: Lease, state: _SendState) -> bool:
-        return self._states.get(lease.sequence) is state
-
-    async def _receive_acks(self, lease: Lease, state: _SendState, incoming: AsyncIterator[wire.FetchRequest]) -> None:
+    async def _receive_acks(
+        self, lease: Lease, outgoing: OutgoingSequence, incoming: AsyncIterator[wire.FetchRequest]
+    ) -> None:
         unknown = UnknownMessages(lease.receiver.id if lease.receiver else "")
         try:
             async for message in with_heartbeat_timeout(incoming, "the receiver", self._timing.silent_s):
                 match message.WhichOneof("message"):
                     case "ack":
-                        state.acknowledged = message.ack.kv_chunks
-                        state.changed.set()
+                        outgoing.acknowledged_chunks = message.ack.kv_chunks
+                        outgoing.changed.set()
                         self.leases.renew(lease.ticket.id)
-                    case "heartbeat" if state.acknowledged >= state.sent_messages:
+                    case "heartbeat" if outgoing.acknowledged_chunks >= outgoing.sent_chunks:
                         self.leases.renew(lease.ticket.id)
                     case None:
                         unknown.ignore()
         except HandoffFailed as silent:
-            self._end_uncommitted(lease, state, silent.detail)
-        except InvalidArgument as error:
-            state.error = error
-            state.changed.set()
-
-    def _free(self, lease: Lease) -> None:
-        """Wake the fetch, which then reads no more blocks, before the engine frees them."""
-        self._wake(lease.sequence, ended=True)
-        state = self._states.pop(lease.sequence, None)
-        if state is not None:
-            state.export = None
-
-        def free(engine: TransferEngine) -> None:
-            engine.transfers.release(lease.sequence)
-            engine.cancel(lease.sequence)
-
-        resumes = state is not None and state.is_live and not lease.is_committed
-        self._loop.post((lambda engine: engine.transfers.withdraw(lease.sequence)) if resumes else free)
+            if not lease.is_committed:
+                self.reclaim(lease.ticket.id, _peer_lost(lease, silent.detail))
+        except InvalidArgument as error:  # a malformed message of the receiver
+            outgoing.stop(error)
 
 
-def _finalize_running(engine: TransferEngine, id: str, sent: int) -> EngineCommit | None:
-    return engine.transfers.finalize_running(id, sent)
-
-
-def _consecutive(blocks: list[ExportedBlock]) -> list[ExportedBlock]:
-    group, index = blocks[0].address
-    return [block for at, block in enumerate(blocks) if block.address == (group, index + at)]
-
-
-async def _stop(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])
+async def _stop(task: asyncio.Future[T]) -> None:
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task])
 
 
 def _closed_message(failure: wire.Failure | None) -> bytes:
     return encode(wire.FetchResponse(closed=wire.ExportClosed(failure=failure)))
 
 
-def _reclaimed_failure(detail: str) -> wire.Failure:
+def _reclaimed(detail: str) -> wire.Failure:
     return wire.Failure(cause=wire.CAUSE_RECLAIMED, detail=detail)
 
 
-def _commit_message(commit: EngineCommit, state: _SendState) -> bytes:
-    output = wire.TransferCommit.Output(output=0, tokens=packed.pack(commit.output))
-    output.logprobs.extend(state.logprobs())
-    message = wire.TransferCommit(
-        computed=commit.computed, prompt_tokens=state.prompt_tokens, outputs=[output], checksum=commit.checksum
-    )
-    return encode(wire.FetchResponse(commit=message))
+def _peer_lost(lease: Lease, detail: str) -> wire.Failure:
+    return wire.Failure(cause=wire.CAUSE_PEER_LOST, detail=detail, peer=lease.receiver)

@@ -111,7 +111,7 @@ async def test_an_unopened_ticket_ends_with_its_lease_unless_it_is_renewed() -> 
 
 @pytest.mark.rule(
     "broken-fetch-frees-blocks",
-    "handoff/sender.py:KvSender._end_uncommitted",
+    "handoff/sender.py:KvSender._responses",
     "handoff/sender.py:KvSender._receive_acks",
 )
 @pytest.mark.parametrize("is_silent", [False, True], ids=["closed connection", "silence"])
@@ -134,7 +134,7 @@ async def test_the_blocks_of_a_lost_receiver_are_free_long_before_the_lease(
             if is_silent:
                 await sender.emptied()
             else:
-                await eventually(lambda: sender.sender._states["r"].final_message)
+                await eventually(lambda: sender.sender._outgoing["r"].is_parked)
         await sender.emptied()
         assert not sender.sender.leases.all()
         assert sender.num_expired == 0
@@ -206,9 +206,7 @@ async def test_a_stall_of_the_receivers_own_loop_is_not_silence_of_the_sender() 
     assert received == [0, 1, 2]
 
 
-@pytest.mark.rule(
-    "reclaimed-after-last-read", "handoff/sender.py:KvSender._free", "handoff/sender.py:KvSender._block_messages"
-)
+@pytest.mark.rule("reclaimed-after-last-read", "handoff/sender.py:KvSender._free")
 @pytest.mark.parametrize("message_bytes", [64, 20])
 async def test_nothing_is_read_once_the_lease_is_over(message_bytes: int) -> None:
     """Blocks have 32 bytes: two in a message, or one in two messages."""
@@ -224,6 +222,31 @@ async def test_nothing_is_read_once_the_lease_is_over(message_bytes: int) -> Non
             rest = [decode(message).response async for message in messages]
         assert [response.WhichOneof("message") for response in rest] == ["closed"]
         assert rest[0].closed.failure.cause == wire.CAUSE_RECLAIMED
+        await sender.emptied()
+        await receiver.loop.call(lambda _: arrival.abort())
+
+
+@pytest.mark.rule("reclaimed-after-last-read", "handoff/outgoing_sequence.py:OutgoingSequence.stop")
+async def test_nothing_is_read_if_the_lease_ends_as_the_engine_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Worker("p") as sender, Worker("d") as receiver:
+        ticket, arrival = await sender.offer(ask(length=60)), await receiver.reserve(ask(length=60))
+        answer = sender.loop.call
+
+        async def answers(*command: Any, **undo: Any) -> Any:
+            export = await answer(*command, **undo)
+            asyncio.get_running_loop().call_soon(sender.sender.leases.expire, ticket.id)
+            await asyncio.sleep(0)
+            return export
+
+        async def opens() -> AsyncIterator[wire.FetchRequest]:
+            yield wire.FetchRequest(open=receiver.receiver._open(ticket, arrival))
+
+        async with contextlib.aclosing(sender.sender.fetch(opens())) as messages:
+            with monkeypatch.context() as patch:
+                patch.setattr(sender.loop, "call", answers)
+                responses = [decode(message).response async for message in messages]
+        assert [response.WhichOneof("message") for response in responses] == ["closed"]
+        assert responses[0].closed.failure.cause == wire.CAUSE_LEASE_EXPIRED
         await sender.emptied()
         await receiver.loop.call(lambda _: arrival.abort())
 

@@ -131,7 +131,7 @@ async def checked(stream: TokenStream, expected: list[int], attempts: int = 1) -
 @pytest.mark.rule(
     "drain-migrates",
     "worker/decode/migration.py:MigrationSource.issue_ticket",
-    "handoff/sender.py:KvSender._commit_live",
+    "handoff/outgoing_sequence.py:OutgoingSequence.commit",
     "router/attempt/migration.py:Migration.move",
 )
 @pytest.mark.slow

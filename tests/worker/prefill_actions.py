@@ -26,6 +26,8 @@ class CallActions:
             run=run, router=ROUTER, worker=node.host.peer, engine_request=work, handoff=handoff
         )
         self.scenario.calls.append(call := PrefillCall(node, request, text))
+        network = self.scenario.network
+        call.is_disturbed = network.breaks or not network.flows.is_set()  # a fault that waits for its fetch
         return call
 
     def call(self, value: int) -> None:

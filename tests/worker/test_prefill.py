@@ -123,7 +123,7 @@ async def test_a_first_token_that_is_the_last_is_marked(
 @pytest.mark.rule(
     "nothing-fetched-after-a-last-token",
     "worker/prefill/execution.py:PrefillExecutor._release",
-    "handoff/sender.py:KvSender._final_message",
+    "handoff/sender.py:KvSender._messages",
 )
 @pytest.mark.parametrize("opened", ["before", "after"])
 async def test_a_first_token_that_ends_the_sequence_closes_the_fetch_without_failure(opened: str) -> None:
