@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from decant.engine.request import FinishReason
 from decant.engine.transfer import IncomingSequence, KvExport, TransferCommit
 
 T = TypeVar("T")
@@ -48,6 +49,17 @@ class SequenceEvent(Protocol):
     def id(self) -> str: ...
 
 
+class SequenceEnd(Protocol):
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def reason(self) -> FinishReason: ...
+
+    @property
+    def detail(self) -> str: ...
+
+
 class StepEvents(Protocol):
     @property
     def filled(self) -> Sequence[SequenceEvent]: ...
@@ -56,4 +68,4 @@ class StepEvents(Protocol):
     def parked(self) -> Sequence[str]: ...
 
     @property
-    def ended(self) -> Sequence[SequenceEvent]: ...
+    def ended(self) -> Sequence[SequenceEnd]: ...

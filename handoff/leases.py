@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from decant.handoff.errors import HandoffFailed
 from decant.protos import worker_pb2 as wire
+from decant.runtime.event_source import EventSource
 
 LEASE_MS = 10_000
 """Default milliseconds without renewal after which a lease expires."""
@@ -42,12 +43,12 @@ class LeaseTable:
         self,
         lease_ms: int,
         on_expired: Callable[[Lease], None],
-        on_end: Callable[[Lease], None],
         committed_seconds: float = COMMITTED_SECONDS,
     ) -> None:
         self.lease_ms = lease_ms
         self._on_expired = on_expired
-        self._on_end = on_end
+        self.ends = EventSource[Lease]()
+        """A lease that has ended, before the sender frees its blocks."""
         self._committed_seconds = committed_seconds
         self._leases: dict[bytes, Lease] = {}
 
@@ -124,4 +125,4 @@ class LeaseTable:
 
     def _notify(self, lease: Lease, failure: wire.Failure | None) -> None:
         lease.failure = failure
-        self._on_end(lease)
+        self.ends.publish(lease)

@@ -25,6 +25,7 @@ from decant.handoff.transport import KvSource
 from decant.protos import worker_pb2 as wire
 from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS, SILENT_SECONDS
 from decant.runtime.connections.peer import UnknownMessages
+from decant.runtime.event_source import EventSource
 from decant.runtime.packed import unpack
 
 ACK_CHUNKS = 32
@@ -50,6 +51,14 @@ class TransferResult:
     owned_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class FetchEnd:
+    """End of a fetch; ``outcome`` is None if nothing was left to fetch, or the run was cancelled."""
+
+    arrival: IncomingSequence
+    outcome: TransferResult | HandoffFailed | None
+
+
 class KvReceiver:
     def __init__(
         self,
@@ -65,32 +74,40 @@ class KvReceiver:
         self._heartbeat = heartbeat
         self._timing = timing or ReceiverTiming()
         self._releases: set[asyncio.Task[None]] = set()
+        self.fetches = EventSource[IncomingSequence]()
+        self.fetch_ends = EventSource[FetchEnd]()
 
     async def receive(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
         """Fetch a cache into the arrival, and join or abort it.
 
         Raises HandoffFailed, SequenceAlreadyFinished. Then, and when cancelled, blocks are freed and a Release is sent.
         """
-        outcome = wire.ReleaseRequest.OUTCOME_ABANDONED
+        outcome: TransferResult | HandoffFailed | None = None
+        self.fetches.publish(arrival)
         try:
-            result = await self._fetch(source, ticket, arrival)
-            outcome = wire.ReleaseRequest.OUTCOME_OWNED
-            return result
+            outcome = await self._fetch(source, ticket, arrival)
+            return outcome
+        except HandoffFailed as failed:
+            outcome = failed
+            raise
         finally:
-            if outcome == wire.ReleaseRequest.OUTCOME_ABANDONED:
+            is_owned = isinstance(outcome, TransferResult)
+            if not is_owned:
                 self._loop.post(lambda _: arrival.abort())
-            self._send_release(source, ticket, outcome)
+            self._send_release(source, ticket, is_owned=is_owned)
+            self.fetch_ends.publish(FetchEnd(arrival, outcome))
 
     def decline(self, source: KvSource, ticket: wire.Ticket) -> None:
         """Release an unused ticket before its lease ends; idempotent."""
-        self._send_release(source, ticket, wire.ReleaseRequest.OUTCOME_ABANDONED)
+        self._send_release(source, ticket, is_owned=False)
 
     async def close(self) -> None:
         """Wait at most ``release_s`` for Releases. All fetches must have ended."""
         if self._releases:
             await asyncio.wait(self._releases)
 
-    def _send_release(self, source: KvSource, ticket: wire.Ticket, outcome: wire.ReleaseRequest.Outcome) -> None:
+    def _send_release(self, source: KvSource, ticket: wire.Ticket, *, is_owned: bool) -> None:
+        outcome = wire.ReleaseRequest.OUTCOME_OWNED if is_owned else wire.ReleaseRequest.OUTCOME_ABANDONED
         release = wire.ReleaseRequest(ticket=ticket.id, run=ticket.run, receiver=self._peer, outcome=outcome)
 
         async def send() -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from decant.engine.errors import EngineError
+from decant.engine.request import FinishReason
 from decant.engine.transfer import TransferCommit as EngineCommit
 from decant.handoff.codec import encode
 from decant.handoff.engine_protocol import EngineThread, StepEvents, TransferEngine
@@ -55,11 +56,10 @@ class KvSender:
         heartbeat: Callable[[], wire.Heartbeat],
         lease_ms: int = LEASE_MS,
         *,
-        on_lease_end: Callable[[Lease], None] = lambda _: None,
         timing: SenderTiming | None = None,
     ) -> None:
         self._timing = timing or SenderTiming()
-        self.leases = LeaseTable(lease_ms, self._free, on_lease_end, self._timing.committed_s)
+        self.leases = LeaseTable(lease_ms, self._free, self._timing.committed_s)
         self._loop = loop
         self._layout = layout
         self._heartbeat = heartbeat
@@ -91,9 +91,12 @@ class KvSender:
         for outgoing in self._known(output.parked):
             outgoing.is_parked = True
             changed.append(outgoing)
-        for outgoing in self._known(ended.id for ended in output.ended):
-            outgoing.has_ended = True
-            changed.append(outgoing)
+        for ended in output.ended:
+            for outgoing in self._known([ended.id]):
+                if ended.reason is FinishReason.FAILED:
+                    outgoing.stop(HandoffFailed(wire.CAUSE_ENGINE, ended.detail))
+                outgoing.has_ended = True
+                changed.append(outgoing)
         for outgoing in changed:
             outgoing.changed.set()
 

@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from decant.engine.engine import Engine
 from decant.engine.errors import EngineStopped
@@ -16,16 +16,15 @@ from decant.engine.loop import EngineLoop
 from decant.engine.output import Load, StepOutput
 from decant.engine.plan import Device
 from decant.engine.request import Request
-from decant.engine.transfer import IncomingSequence
-from decant.handoff.errors import HandoffFailed
-from decant.handoff.leases import LEASE_MS, Lease
+from decant.handoff.leases import LEASE_MS
 from decant.handoff.packing import TransferLayout
-from decant.handoff.receiver import KvReceiver, TransferResult
+from decant.handoff.receiver import KvReceiver
 from decant.handoff.sender import KvSender
-from decant.handoff.transport import KvSource, Transport
+from decant.handoff.transport import Transport
 from decant.protos import worker_pb2 as wire
 from decant.runtime.background import BackgroundTask, run_restarting
 from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS
+from decant.runtime.event_source import EventSource
 from decant.worker.epochs import Epochs
 from decant.worker.prefix_cache_feed import PrefixCacheFeed
 from decant.worker.settings import MAX_WAITING
@@ -52,51 +51,23 @@ class _LoadSample:
     leased_blocks: int
 
 
-class HostHandler:
-    """Receiver of a host's events, on the event loop."""
+class WaitingQueue(Protocol):
+    """Runs that wait outside the engine."""
 
-    def on_step(self, output: StepOutput) -> None:
-        pass
+    @property
+    def num_waiting(self) -> int: ...
 
-    def on_crash(self, stopped: EngineStopped) -> None:
-        pass
-
-    def on_new_owner(self, ref: wire.Run) -> None:
-        """Called when a new owner has named this attempt, under a higher epoch."""
-
-    def on_lease_end(self, lease: Lease) -> None:
-        pass
-
-    def on_fetch(self, arrival: IncomingSequence) -> None:
-        pass
-
-    def on_fetched(self, arrival: IncomingSequence, outcome: TransferResult | HandoffFailed | None) -> None:
-        """Called when a fetch has ended; ``outcome`` is None if nothing was left to fetch, or the run was cancelled."""
-
-
-class ObservedReceiver(KvReceiver):
-    def __init__(self, host: EngineHost) -> None:
-        super().__init__(host.loop, host.transfer_layout, host.peer, host.step_heartbeat)
-        self._host = host
-
-    async def receive(self, source: KvSource, ticket: wire.Ticket, arrival: IncomingSequence) -> TransferResult:
-        outcome: TransferResult | HandoffFailed | None = None
-        self._host.on_fetch(arrival)
-        try:
-            outcome = await super().receive(source, ticket, arrival)
-            return outcome
-        except HandoffFailed as failed:
-            outcome = failed
-            raise
-        finally:
-            self._host.on_fetched(arrival, outcome)
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens that the engine must still compute for them."""
+        ...
 
 
 class EngineHost:
     """Host of an engine; ``async with`` starts and stops its thread.
 
-    The services set ``waiting_arrivals``, ``waiting_prompts`` and ``waiting_tokens``: runs that wait outside the
-    engine, and their tokens still to compute.
+    It owns what the services of a worker share: the engine's thread, the sender and receiver of caches, and the epochs
+    of requests. The services subscribe to the events of these parts, and add the queues before the engine.
     """
 
     def __init__(
@@ -115,23 +86,24 @@ class EngineHost:
         self.lease_s, self.max_waiting = limits.lease_ms / 1000, limits.max_waiting
         self._load_interval_s = limits.load_interval_s
         self.transfer_layout = transfer_layout(device)
-        self.loop = EngineLoop(engine, self._on_step, self._on_crash)
+        self.steps = EventSource[StepOutput]()
+        self.crashes = EventSource[EngineStopped]()
+        self.loop = EngineLoop(engine, self.steps.publish, self.crashes.publish)
         self.device_memory = device.memory
         self._sampling = BackgroundTask(
             "load samples", partial(run_restarting, "load samples", self._sample_load_always)
         )
-        self.sender = KvSender(
-            self.loop, self.transfer_layout, self.step_heartbeat, limits.lease_ms, on_lease_end=self._on_lease_end
-        )
+        self.sender = KvSender(self.loop, self.transfer_layout, self.step_heartbeat, limits.lease_ms)
         self.sender.memory = transport.memory
-        self.receiver = ObservedReceiver(self)
+        self.receiver = KvReceiver(self.loop, self.transfer_layout, self.peer, self.step_heartbeat)
         self.transport = transport
-        self.epochs = Epochs(self._on_new_owner)
+        self.epochs = Epochs()
         self.cache = PrefixCacheFeed()
-        self._handlers: tuple[HostHandler, ...] = ()
         self.draining = False
-        self.waiting_arrivals = self.waiting_prompts = self.waiting_tokens = 0
+        self._queues: list[WaitingQueue] = []
         self._step = 0
+        self.steps.subscribe(self._on_step)
+        self.steps.subscribe(self.sender.on_step)
         self._last_load = _LoadSample(engine.load(), 0)
 
     async def __aenter__(self) -> Self:
@@ -167,7 +139,18 @@ class EngineHost:
     def group_blocks(self) -> list[int]:
         return [0 if window == FULL else window.max_blocks(self.block_size) for window in self.windows]
 
+    def _on_step(self, output: StepOutput) -> None:
+        self._step = output.step
+
     # -- load ---------------------------------------------------------------------------------------------------
+
+    def add_queue(self, queue: WaitingQueue) -> None:
+        """Count the queue's runs in the load of the worker."""
+        self._queues.append(queue)
+
+    def num_waiting(self, *, besides: WaitingQueue | None = None) -> int:
+        """Return the number of runs that wait outside the engine, without those of one queue."""
+        return sum(queue.num_waiting for queue in self._queues if queue is not besides)
 
     def load(self) -> wire.Load:
         """Load of the worker; the engine's part is as of the last sample."""
@@ -178,8 +161,8 @@ class EngineHost:
             cached_blocks=engine.cached_blocks,
             leased_blocks=leased,
             running=engine.running,
-            waiting=engine.waiting + self.waiting_arrivals + self.waiting_prompts,
-            queued_tokens=engine.queued_tokens + self.waiting_tokens,
+            waiting=engine.waiting + self.num_waiting(),
+            queued_tokens=engine.queued_tokens + sum(queue.waiting_tokens for queue in self._queues),
             takes_prompts=not self.draining and 2 * leased <= engine.total_blocks,
             draining=self.draining,
             role=self.role,
@@ -220,38 +203,6 @@ class EngineHost:
                 await self.sample_load()
             except EngineStopped:
                 return
-
-    # -- events -------------------------------------------------------------------------------------------------
-
-    def connect(self, *handlers: HostHandler) -> None:
-        """Replace the handlers. Each event goes to them in this order; none may depend on it."""
-        self._handlers = handlers
-
-    def _on_step(self, output: StepOutput) -> None:
-        self._step = output.step
-        for handler in self._handlers:
-            handler.on_step(output)
-        self.sender.on_step(output)  # last: a run that failed wakes first, and closes its open fetch with the reason
-
-    def _on_crash(self, stopped: EngineStopped) -> None:
-        for handler in self._handlers:
-            handler.on_crash(stopped)
-
-    def _on_new_owner(self, ref: wire.Run) -> None:
-        for handler in self._handlers:
-            handler.on_new_owner(ref)
-
-    def _on_lease_end(self, lease: Lease) -> None:
-        for handler in self._handlers:
-            handler.on_lease_end(lease)
-
-    def on_fetch(self, arrival: IncomingSequence) -> None:
-        for handler in self._handlers:
-            handler.on_fetch(arrival)
-
-    def on_fetched(self, arrival: IncomingSequence, outcome: TransferResult | HandoffFailed | None) -> None:
-        for handler in self._handlers:
-            handler.on_fetched(arrival, outcome)
 
 
 def transfer_layout(device: Device) -> TransferLayout:

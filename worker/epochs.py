@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from decant.protos import worker_pb2 as wire
+from decant.runtime.event_source import EventSource
 
 KEEP_S = 900.0
 """Time for which the epoch of a request that is not live is kept, since it was last named: far beyond any lease."""
@@ -29,13 +30,13 @@ class _LiveRequest:
 class Epochs:
     def __init__(
         self,
-        on_new_owner: Callable[[wire.Run], None] = lambda _: None,
         *,
         keep_s: float = KEEP_S,
         max_kept: int = MAX_KEPT,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._on_new_owner = on_new_owner
+        self.new_owners = EventSource[wire.Run]()
+        """An attempt that a new owner has named, under a higher epoch."""
         self._keep_s = keep_s
         self._max_kept = max_kept
         self._clock = clock
@@ -60,7 +61,7 @@ class Epochs:
         if run.epoch < highest:
             return wire.Superseded(run=run, epoch=highest)
         if 0 < highest < run.epoch:
-            self._on_new_owner(run)
+            self.new_owners.publish(run)
         return None
 
     def is_other_request(self, run: wire.Run) -> bool:

@@ -43,7 +43,7 @@ from decant.state.errors import StoreFault
 from decant.state.keys import Ttls
 from decant.state.store import Store, StoreSettings
 from decant.worker.decode.service import DecodeService
-from decant.worker.engine_host import EngineHost, HostHandler, Identity, WorkerLimits
+from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
 from decant.worker.prefill.service import PrefillService
 from decant.worker.report.audit import AuditService
 from decant.worker.report.metrics import WorkerMetrics
@@ -179,8 +179,9 @@ class Worker:
         return await self._stack.enter_async_context(host)
 
     def _open(self, host: EngineHost) -> tuple[PrefillService, DecodeService]:
+        host.crashes.subscribe(self._on_crash)
+        WorkerMetrics(self.registry, host)
         prefill, decode = PrefillService(host), DecodeService(host)
-        host.connect(_CrashHandler(self.readiness), WorkerMetrics(self.registry, host), prefill, decode.run_manager)
         self._stack.push_async_callback(prefill.close)
         self._stack.push_async_callback(decode.close)
         audit = AuditService(host, prefill, decode)
@@ -222,6 +223,11 @@ class Worker:
         )
         return await self._stack.enter_async_context(registrar)
 
+    def _on_crash(self, stopped: EngineStopped) -> None:
+        _log.error("engine crashed", reason=str(stopped), exc_info=stopped.__cause__)
+        self.readiness.mark_draining()
+        asyncio.get_running_loop().call_later(CRASH_REPLY_S, self.readiness.mark_failed, str(stopped))
+
     # -- end -----------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
@@ -236,28 +242,6 @@ class Worker:
         await parts.registrar.leave()
 
 
-class _CrashHandler(HostHandler):
-    def __init__(self, readiness: Readiness) -> None:
-        self._readiness = readiness
-
-    def on_crash(self, stopped: EngineStopped) -> None:
-        _log.error("engine crashed", reason=str(stopped), exc_info=stopped.__cause__)
-        self._readiness.mark_draining()
-        asyncio.get_running_loop().call_later(CRASH_REPLY_S, self._readiness.mark_failed, str(stopped))
-
-
-class _WarmUpHandler(HostHandler):
-    def __init__(self) -> None:
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def on_step(self, output: StepOutput) -> None:
-        for end in output.ended:
-            self.ended.set_result(end.detail if end.reason is FinishReason.FAILED else "")
-
-    def on_crash(self, stopped: EngineStopped) -> None:
-        self.ended.set_exception(stopped)
-
-
 def _check(settings: WorkerSettings) -> None:
     Limits(settings.token_budget or settings.max_running, settings.max_running)
     if settings.advertise is None and is_every_address(settings.host):
@@ -266,14 +250,22 @@ def _check(settings: WorkerSettings) -> None:
 
 async def _warm_up_engine(host: EngineHost) -> None:
     """Run the largest and the smallest step, which allocates memory and measures durations."""
-    handler = _WarmUpHandler()
+    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def on_step(output: StepOutput) -> None:
+        for end in output.ended:
+            ended.set_result(end.detail if end.reason is FinishReason.FAILED else "")
 
     def begin(engine: Engine) -> None:
         prompt = (0,) * max(1, min(engine.scheduler.longest_chunk, host.context_length - 1))
         engine.add(Request("warm-up", prompt, stop=StopParams(2, ignore_eos=True), use_prefix_cache=False))
 
-    host.connect(handler)
     _log.info("warm-up")
+    host.steps.subscribe(on_step)
+    host.crashes.subscribe(ended.set_exception)
     await host.loop.call(begin)
-    if detail := await handler.ended:
+    detail = await ended
+    host.steps.unsubscribe(on_step)
+    host.crashes.unsubscribe(ended.set_exception)
+    if detail:
         raise ModelRefused(host.model, f"its first step failed: {detail}")

@@ -61,9 +61,9 @@ class Worker:
             self.transfer_layout,
             wire.Heartbeat,
             lease_ms,
-            on_lease_end=self.ended_leases.append,
             timing=timing,
         )
+        self.sender.leases.ends.subscribe(self.ended_leases.append)
         self.receiver = KvReceiver(self.loop, self.transfer_layout, self.peer, wire.Heartbeat, receiver_timing)
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, asyncio.Event] = {}

@@ -4,15 +4,16 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 
-from decant.engine.plan import StepPlan
+from decant.engine.plan import StepPlan, StepResult
 from decant.engine.transfer import BlockAddress
 from decant.handoff.codec import Received, decode
-from decant.handoff.errors import SequenceAlreadyFinished
+from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.handoff.service import KvSourceService
 from decant.handoff.transport import GrpcTransport
 from decant.protos import worker_pb2 as wire
@@ -201,6 +202,21 @@ async def test_a_sequence_that_ends_at_the_sender_leaves_nothing_to_fetch() -> N
     async with Worker("p") as sender, Worker("d") as receiver:
         with pytest.raises(SequenceAlreadyFinished):
             await hand_over(sender, receiver, ask(wanted=1))
+        await sender.emptied()
+        await receiver.emptied()
+
+
+async def test_a_sequence_that_fails_at_the_sender_ends_its_fetch_with_the_reason() -> None:
+    async with Worker("p") as sender, Worker("d") as receiver:
+        run = sender.engine.device.run
+
+        def fails(plan: StepPlan) -> StepResult:
+            return replace(run(plan), failed={0: "its logits are not finite"})
+
+        sender.engine.device.run = fails  # type: ignore[method-assign]
+        with pytest.raises(HandoffFailed) as failed:
+            await hand_over(sender, receiver, ask())
+        assert (failed.value.cause, failed.value.detail) == (wire.CAUSE_ENGINE, "its logits are not finite")
         await sender.emptied()
         await receiver.emptied()
 

@@ -107,7 +107,6 @@ class Node:
 
     async def __aenter__(self) -> Self:
         self.decode = DecodeService(self.host, self._session_limits)
-        self.host.connect(self.decode.run_manager)
         services.add_DecodeServicer_to_server(self.decode, self._server)
         KvSourceService(self.host.sender).add_to(self._server)
         await self.host.__aenter__()
@@ -135,7 +134,7 @@ class Node:
             0,
             0,
         )
-        assert self.host.waiting_arrivals == 0
+        assert self.host.num_waiting() == 0
 
     def _record(self, error: ServiceError) -> None:
         """Ignore WRONG_PEER: another test's router may look for a worker that had this port."""

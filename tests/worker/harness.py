@@ -32,7 +32,7 @@ from decant.runtime.protocol import PROTOCOL
 from decant.runtime.serving.interceptor import ErrorInterceptor
 from decant.worker.decode.service import DecodeService
 from decant.worker.decode.session import SessionLimits
-from decant.worker.engine_host import EngineHost, HostHandler, Identity, WorkerLimits
+from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
 from decant.worker.prefill.service import PrefillService
 from decant.worker.report.audit import AuditService
 from decant.worker.wire_codec import to_request
@@ -75,7 +75,7 @@ class Device(FakeDevice):
         self.steps.release(1)
 
 
-class WorkerHarness(HostHandler):
+class WorkerHarness:
     def __init__(
         self,
         engine: Engine,
@@ -98,16 +98,13 @@ class WorkerHarness(HostHandler):
         self.auditor = AuditService(self.host, self.prefill, self.decode)
         self.outputs: dict[str, list[int]] = {}
         self.ends: dict[str, asyncio.Event] = {}
-        self.connect()
+        self.host.steps.subscribe(self._on_step)
         services.add_PrefillServicer_to_server(self.prefill, server)
         services.add_DecodeServicer_to_server(self.decode, server)
         KvSourceService(self.host.sender).add_to(server)
         services.add_AuditServicer_to_server(self.auditor, server)
 
-    def connect(self, *first: HostHandler) -> None:
-        self.host.connect(*first, self.prefill, self.decode.run_manager, self)
-
-    def on_step(self, output: StepOutput) -> None:
+    def _on_step(self, output: StepOutput) -> None:
         events: list[Token | SequenceFinished] = [*output.tokens, *output.ended]
         for event in events:
             if isinstance(event, Token):

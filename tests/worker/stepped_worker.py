@@ -121,7 +121,6 @@ class Node:
                 WorkerLimits(lease_ms=round(LEASE_S * 1000), max_waiting=4),
             )
         self.prefill, self.decode = PrefillService(self.host), DecodeService(self.host)
-        self.host.connect(self.prefill, self.decode.run_manager)
         nodes[name] = self
 
     @property
@@ -148,7 +147,7 @@ class Node:
         assert not list(decode.runs())
         assert (decode.sessions, decode.fetches_receiving, decode.orphans, decode.ended_runs) == (0, 0, 0, 0)
         assert decode.cancel_tombstones == 0
-        assert (self.host.waiting_arrivals, self.host.waiting_prompts, self.host.waiting_tokens) == (0, 0, 0)
+        assert (self.host.num_waiting(), self.host.load().queued_tokens) == (0, self.host.last_load.queued_tokens)
         assert not self.host.sender.leases.all()
         assert not self.host.epochs._live
         if self.host.loop.is_healthy:

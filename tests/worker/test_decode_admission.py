@@ -23,7 +23,7 @@ class Queue:
         self.posted: list[tuple[Callable[[Engine], object], Callable[[], object]]] = []
         self.admitted: list[tuple[str, IncomingSequence | None]] = []
         self.tasks: list[asyncio.Task[None]] = []
-        host = SimpleNamespace(loop=self, waiting_arrivals=0)
+        host = SimpleNamespace(loop=self, add_queue=lambda _: None)
         self.admission = DecodeAdmission(cast(EngineHost, host))
 
     def post(self, command: Callable[[Engine], object], then: Callable[[], object]) -> None:

@@ -57,7 +57,7 @@ async def waits_for_room(harness: Harness) -> None:
     await harness.router.start(
         harness.run, harness.engine_request, await harness.sender.offer(harness.run, harness.engine_request)
     )
-    await eventually(lambda: harness.node.host.waiting_arrivals == 1)
+    await eventually(lambda: harness.node.host.num_waiting() == 1)
 
 
 async def arrives(harness: Harness) -> None:
@@ -288,7 +288,7 @@ async def test_blocks_go_by_priority_then_age_and_no_run_overtakes() -> None:
         for name, work in works.items():
             run = make_run(name)
             await router.start(run, work, None if name == "t/tokens" else await sender.offer(run, work))
-        await eventually(lambda: node.host.waiting_arrivals == 4)
+        await eventually(lambda: node.host.num_waiting() == 4)
         node.device.seconds = 0.0
         await router.until_ended(*map(make_run, works))
         order = [request for request, _ in router.scheduled]
@@ -296,7 +296,7 @@ async def test_blocks_go_by_priority_then_age_and_no_run_overtakes() -> None:
         assert order.index("t/tokens") > order.index("t/old")
         for name, work in works.items():
             assert router.record_of(make_run(name)).text(60) == run_alone(work)
-        assert node.host.waiting_arrivals == 0
+        assert node.host.num_waiting() == 0
         await sender.audit()
 
 
@@ -307,7 +307,7 @@ async def test_blocks_that_become_free_while_nothing_decodes_are_noticed() -> No
         ticket = await node.offer(held, big)
         await eventually(lambda: len(node.engine.parked) == 1)
         await router.start(run, work, await sender.offer(run, work))
-        await eventually(lambda: node.host.waiting_arrivals == 1)
+        await eventually(lambda: node.host.num_waiting() == 1)
         await node.host.sender.release(wire.ReleaseRequest(ticket=ticket.id))
         await router.until_message(run, "ended")
         assert router.record_of(run).text(60) == run_alone(work)

@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from decant.engine.engine import Engine
 from decant.engine.fake import FakeDevice
-from decant.handoff.engine_protocol import StepEvents
 from decant.protos import worker_pb2 as wire
-from decant.worker.engine_host import HostHandler, short_layout_hash
+from decant.worker.engine_host import short_layout_hash
 from decant.worker.wire_codec import to_request
 from tests.worker.harness import MODEL, make_work, worker
 from tests.worker.waiting import eventually
+
+
+@dataclass
+class Queue:
+    num_waiting: int
+    waiting_tokens: int
 
 
 async def test_the_load_counts_the_engine_and_the_queues_before_it() -> None:
@@ -30,7 +36,9 @@ async def test_the_load_counts_the_engine_and_the_queues_before_it() -> None:
         await asyncio.sleep(0)
         harness.device.let(2)
         await looking
-        host.waiting_arrivals, host.waiting_prompts, host.waiting_tokens = 2, 3, 50
+        host.add_queue(Queue(num_waiting=2, waiting_tokens=0))
+        host.add_queue(prompts := Queue(num_waiting=3, waiting_tokens=50))
+        assert (host.num_waiting(), host.num_waiting(besides=prompts)) == (5, 2)
         busy = host.load()
         assert busy.running + busy.waiting == 2 + 2 + 3
         assert 50 < busy.queued_tokens <= 50 + 80
@@ -69,29 +77,6 @@ async def test_a_heartbeat_distinguishes_a_running_step_from_none() -> None:
         harness.device.go_on()
         await harness.written("s")
         assert host.heartbeat().step > before
-
-
-class Recorder(HostHandler):
-    def __init__(self, name: str, calls: list[str]) -> None:
-        self._name, self._calls = name, calls
-
-    def on_step(self, _: object) -> None:
-        self._calls.append(self._name)
-
-
-async def test_handlers_get_a_step_in_their_order_and_the_sender_last() -> None:
-    async with worker() as harness:
-        calls: list[str] = []
-        harness.connect(Recorder("first", calls), Recorder("second", calls))
-        on_step = harness.host.sender.on_step
-
-        def sender(output: StepEvents) -> None:
-            calls.append("sender")
-            on_step(output)
-
-        harness.host.sender.on_step = sender  # type: ignore[method-assign]
-        await harness.host.sample_load()
-        assert calls[:3] == ["first", "second", "sender"]
 
 
 def test_layouts_are_equal_as_numbers_when_they_are_equal() -> None:

@@ -23,7 +23,8 @@ def test_a_lower_epoch_is_superseded_with_the_highest() -> None:
 
 def test_a_new_owner_and_nothing_else_is_reported() -> None:
     calls = list[wire.Run]()
-    epochs = Epochs(calls.append)
+    epochs = Epochs()
+    epochs.new_owners.subscribe(calls.append)
     for epoch in (1, 1, 3, 2, 3):
         epochs.check(run(epoch))
     assert calls == [run(3)]

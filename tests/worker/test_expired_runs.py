@@ -37,7 +37,8 @@ async def test_an_expired_prompt_is_not_added_to_the_prefill_engine(
     monkeypatch: pytest.MonkeyPatch, remaining_s: float | None
 ) -> None:
     commands: list[Callable[[Engine], object]] = []
-    host = SimpleNamespace(loop=SimpleNamespace(post=lambda command, then: commands.append(command)))
+    loop = SimpleNamespace(post=lambda command, then: commands.append(command))
+    host = SimpleNamespace(loop=loop, add_queue=lambda _: None)
     request = Request("late", (1, 2, 3), stop=StopParams(max_tokens=4))
     run = PrefillRun(
         wire.Run(), request, wire.Stopping(), handoff=True, received=100.0, queue_key=0.0, remaining_s=remaining_s

@@ -10,7 +10,7 @@ from decant.engine.output import SequenceFinished, StepOutput
 from decant.engine.plan import DeviceMemory
 from decant.engine.request import FinishReason
 from decant.handoff.errors import HandoffFailed
-from decant.handoff.receiver import TransferResult
+from decant.handoff.receiver import FetchEnd, TransferResult
 from decant.protos import worker_pb2 as wire
 from decant.runtime.telemetry.metrics import Registry
 from decant.worker.report.metrics import WorkerMetrics
@@ -35,8 +35,8 @@ async def take(harness: WorkerHarness, receiver: WorkerHarness, name: str) -> No
 async def test_prompt_tokens_are_counted_by_where_their_cache_came_from() -> None:
     async with worker() as harness, worker("d") as receiver:
         given, taken = Registry(process=False), Registry(process=False)
-        harness.connect(WorkerMetrics(given, harness.host))
-        receiver.connect(WorkerMetrics(taken, receiver.host))
+        WorkerMetrics(given, harness.host)
+        WorkerMetrics(taken, receiver.host)
         await take(harness, receiver, "a")
         await take(harness, receiver, "b")
         found = values(given)
@@ -55,14 +55,14 @@ async def test_a_fetched_run_that_is_cancelled_before_its_first_step_changes_no_
     async with worker("d") as receiver:
         registry = Registry(process=False)
         metrics = WorkerMetrics(registry, receiver.host)
-        receiver.connect(metrics)
         request = to_request("a", make_work(30, 4), model=MODEL)
         arrival = await receiver.host.loop.call(lambda engine: engine.transfers.reserve(request))
-        metrics.on_fetch(arrival)
-        metrics.on_fetched(arrival, TransferResult((), (), received_bytes=0, opened_at=0.0, owned_at=0.0))
+        outcome = TransferResult((), (), received_bytes=0, opened_at=0.0, owned_at=0.0)
+        receiver.host.receiver.fetches.publish(arrival)
+        receiver.host.receiver.fetch_ends.publish(FetchEnd(arrival, outcome))
         await receiver.host.loop.call(lambda _: arrival.abort())
         cancelled = SequenceFinished("a", FinishReason.CANCELLED, arrival.sequence.timeline)
-        metrics.on_step(StepOutput(1, tokens=[], prompt_logprobs=[], filled=[], parked=[], ended=[cancelled]))
+        metrics._on_step(StepOutput(1, tokens=[], prompt_logprobs=[], filled=[], parked=[], ended=[cancelled]))
         await receiver.host.loop.call(lambda engine: engine.add(request))
         await receiver.written("a")
         assert values(registry)['prompt_tokens_total{source="local_compute"}'] == 30
@@ -71,7 +71,7 @@ async def test_a_fetched_run_that_is_cancelled_before_its_first_step_changes_no_
 async def test_a_failed_handoff_is_counted_by_its_cause() -> None:
     async with worker() as harness, worker("d") as receiver:
         registry = Registry(process=False)
-        receiver.connect(WorkerMetrics(registry, receiver.host))
+        WorkerMetrics(registry, receiver.host)
         work = make_work(30, 4)
         gone = wire.Ticket(
             id=b"unknown", sender=harness.host.peer, address=harness.address, layout_hash=harness.host.layout_hash
@@ -86,7 +86,7 @@ async def test_a_failed_handoff_is_counted_by_its_cause() -> None:
 async def test_gauges_follow_the_engine() -> None:
     async with worker(blocks=128) as harness:
         registry = Registry(process=False)
-        harness.connect(WorkerMetrics(registry, harness.host))
+        WorkerMetrics(registry, harness.host)
         assert values(registry)['worker_info{model="m",role="prefill"}'] == 1
         harness.device.hold()
         requests = [to_request(f"r{seed}", make_work(30, 4, seed=seed), model=MODEL) for seed in range(9)]
@@ -120,7 +120,7 @@ async def test_gauges_follow_the_engine() -> None:
 async def test_preemptions_are_counted() -> None:
     async with worker("d", blocks=16, role=wire.ROLE_DECODE) as harness:
         registry = Registry(process=False)
-        harness.connect(WorkerMetrics(registry, harness.host))
+        WorkerMetrics(registry, harness.host)
         for seed in range(3):
             request = to_request(f"r{seed}", make_work(12, 30, seed=seed), model=MODEL)
             await harness.host.loop.call(partial(Engine.add, request=request))
@@ -133,11 +133,11 @@ async def test_preemptions_are_counted() -> None:
 async def test_memory_of_a_gpu_is_read_when_metrics_are() -> None:
     async with worker() as harness:
         plain, registry = Registry(process=False), Registry(process=False)
-        harness.connect(WorkerMetrics(plain, harness.host))
+        WorkerMetrics(plain, harness.host)
         assert values(plain)["device_memory_total_bytes"] == 0
         free = [60]
         harness.host.device_memory = lambda: DeviceMemory(free[-1], 80)
-        harness.connect(WorkerMetrics(registry, harness.host))
+        WorkerMetrics(registry, harness.host)
         assert values(registry)["device_memory_used_bytes"] == 20
         free.append(10)
         found = values(registry)

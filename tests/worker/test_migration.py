@@ -168,7 +168,7 @@ async def test_a_run_that_has_not_begun_is_refused_and_keeps_its_ticket(engine: 
         await old.start(waits, work, ticket)
         await eventually(lambda: len(list(old.node.decode.runs())) == 2)
         if engine == "has no free blocks":
-            await eventually(lambda: old.node.host.waiting_arrivals == 1)
+            await eventually(lambda: old.node.host.num_waiting() == 1)
         await old.send(migrate=wire.Migrate(run=waits, output=0))
         assert (await old.until_message(waits, "refused")).failure.cause == wire.CAUSE_DRAINING
         speed_up(old)

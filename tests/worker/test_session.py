@@ -363,6 +363,6 @@ async def test_a_crash_of_the_engine_fails_every_run() -> None:
         await router.start(make_run("t/late"), work)
         assert (await router.until_message(make_run("t/late"), "refused")).failure.cause == wire.CAUSE_ENGINE
         assert not list(node.decode.runs())
-        assert node.host.waiting_arrivals == 0
+        assert node.host.num_waiting() == 0
         advance(60)
         await sender.audit()

@@ -36,6 +36,15 @@ class DecodeAdmission:
         self._gate = _AdmissionGate()
         self._has_ended = False  # a sequence ended or parked since the last retry
         self._available = 0  # blocks, after the last step
+        host.add_queue(self)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._retried)
+
+    @property
+    def waiting_tokens(self) -> int:
+        return 0  # a cache that arrives is computed
 
     async def enter(self, run: DecodeRun) -> IncomingSequence | None:
         """Wait until the engine has the run; None if it computes the prompt itself.
@@ -47,7 +56,6 @@ class DecodeAdmission:
         self._answers[run] = answer
         if self._waiting or self._retried:
             insort(self._waiting, run, key=_queue_key)
-            self._count()
         else:
             self._post([run], is_retry=False)
         try:
@@ -56,7 +64,6 @@ class DecodeAdmission:
             del self._answers[run]
             if run in self._waiting:
                 self._waiting.remove(run)
-                self._count()
 
     def on_step(self, output: StepOutput) -> None:
         self._has_ended |= bool(output.ended or output.parked)
@@ -88,7 +95,6 @@ class DecodeAdmission:
         changed = self._has_ended or command.available != self._available
         if self._waiting and not self._retried and changed:
             self._retry()
-        self._count()
 
     def _answer(self, run: DecodeRun, outcome: Outcome | EngineStopped) -> None:
         answer = self._answers.get(run)
@@ -98,9 +104,6 @@ class DecodeAdmission:
             answer.set_exception(outcome)
         else:
             answer.set_result(outcome)
-
-    def _count(self) -> None:
-        self._host.waiting_arrivals = len(self._waiting) + len(self._retried)
 
 
 class _AdmissionGate:

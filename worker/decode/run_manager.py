@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from decant.engine.errors import EngineStopped
 from decant.engine.output import StepOutput
-from decant.handoff.leases import Lease
 from decant.protos import worker_pb2 as wire
 from decant.worker.decode.execution import RunExecutor
 from decant.worker.decode.notifications import send_step_tokens
@@ -16,11 +15,11 @@ from decant.worker.decode.run import DecodeRun
 from decant.worker.decode.run_table import RunTable
 from decant.worker.decode.session import RouterSession
 from decant.worker.decode.start_validation import StartValidator
-from decant.worker.engine_host import EngineHost, HostHandler
+from decant.worker.engine_host import EngineHost
 from decant.worker.wire_codec import RequestRejected
 
 
-class DecodeRunManager(HostHandler):
+class DecodeRunManager:
     """The caller checks that the sender of a message owns the request."""
 
     def __init__(self, host: EngineHost) -> None:
@@ -29,6 +28,11 @@ class DecodeRunManager(HostHandler):
         self.ownership = RunOwnership(self.runs, self.executor)
         self._host = host
         self._validator = StartValidator(host, self.runs)
+        host.steps.subscribe(self._on_step)
+        host.steps.subscribe(self.executor.admission.on_step)
+        host.crashes.subscribe(self._on_crash)
+        host.epochs.new_owners.subscribe(self.ownership.on_new_epoch)
+        host.sender.leases.ends.subscribe(self.executor.migrations.on_lease_end)
 
     # -- messages -----------------------------------------------------------------------------------------------
 
@@ -116,9 +120,9 @@ class DecodeRunManager(HostHandler):
             session.send(wire.WorkerMessage(failed=wire.Failed(run=ref, failure=failure)))
         return run
 
-    # -- events of the host -------------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------------
 
-    def on_step(self, step: StepOutput) -> None:
+    def _on_step(self, step: StepOutput) -> None:
         self.executor.step = step.step
         outputs = self.runs.by_sequence
         for started in step.started:
@@ -135,17 +139,10 @@ class DecodeRunManager(HostHandler):
         for ended in step.ended:
             if output := outputs.get(ended.id):
                 output.on_finished(ended)
-        self.executor.admission.on_step(step)
 
-    def on_crash(self, stopped: EngineStopped) -> None:
+    def _on_crash(self, stopped: EngineStopped) -> None:
         for run in self.runs:
             self.executor.fail(run, wire.Failure(cause=wire.CAUSE_ENGINE, detail=str(stopped)))
-
-    def on_new_owner(self, ref: wire.Run) -> None:
-        self.ownership.on_new_epoch(ref)
-
-    def on_lease_end(self, lease: Lease) -> None:
-        self.executor.migrations.on_lease_end(lease)
 
     async def close(self) -> None:
         self.runs.clear_tombstones()

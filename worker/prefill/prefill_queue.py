@@ -21,6 +21,7 @@ class PrefillQueue:
         self._runs: dict[str, PrefillRun] = {}
         self._empty = asyncio.Event()
         self._empty.set()
+        host.add_queue(self)
 
     def __iter__(self) -> Iterator[PrefillRun]:
         return iter(tuple(self._runs.values()))
@@ -36,6 +37,14 @@ class PrefillQueue:
 
     @property
     def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def waiting_tokens(self) -> int:
+        return sum(len(run.request.token_ids) for run in self._waiting)
+
+    @property
+    def num_unstarted(self) -> int:
         return sum(run.started is None and run.error is None for run in self._runs.values())
 
     def add(self, run: PrefillRun) -> None:
@@ -50,8 +59,6 @@ class PrefillQueue:
             run = self._waiting.pop(0)
             run.is_admitted = True
             run.wake()
-        self._host.waiting_prompts = len(self._waiting)
-        self._host.waiting_tokens = sum(len(run.request.token_ids) for run in self._waiting)
 
     def remove(self, run: PrefillRun) -> None:
         del self._runs[run.id]

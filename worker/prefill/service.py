@@ -18,7 +18,7 @@ from decant.handoff.leases import Lease
 from decant.protos import worker_pb2 as wire
 from decant.protos import worker_pb2_grpc as services
 from decant.runtime.telemetry import logs
-from decant.worker.engine_host import EngineHost, HostHandler
+from decant.worker.engine_host import EngineHost
 from decant.worker.prefill.execution import PrefillExecutor
 from decant.worker.prefill.messages import prompt_logprobs
 from decant.worker.prefill.run import PrefillFailed, PrefillRun, StaleOwner
@@ -30,12 +30,16 @@ _log = logs.get(__name__)
 _Event = TypeVar("_Event", SequenceStarted, PromptLogprobs, Token, SequenceFinished)
 
 
-class PrefillService(services.PrefillServicer, HostHandler):
+class PrefillService(services.PrefillServicer):
     def __init__(self, host: EngineHost) -> None:
         self._host = host
         self._executor = PrefillExecutor(host)
         self._runs = self._executor.queue
         self._validator = CallValidator(host, self._runs)
+        host.steps.subscribe(self._on_step)
+        host.crashes.subscribe(self._on_crash)
+        host.epochs.new_owners.subscribe(self._on_new_owner)
+        host.sender.leases.ends.subscribe(self._on_lease_end)
 
     def runs(self) -> Iterator[tuple[wire.Run, int, wire.RunStatus.Phase, str]]:
         for run in self._runs:
@@ -75,9 +79,9 @@ class PrefillService(services.PrefillServicer, HostHandler):
         lease = self._host.sender.leases.find(run.ticket.id) if run.ticket else None
         return lease is not None and lease.is_opened
 
-    # -- events of the host --------------------------------------------------------------------------------------
+    # -- events -----------------------------------------------------------------------------------------------
 
-    def on_step(self, output: StepOutput) -> None:
+    def _on_step(self, output: StepOutput) -> None:
         if not self._runs:
             return
         for run, started in self._live(output.started):
@@ -108,7 +112,7 @@ class PrefillService(services.PrefillServicer, HostHandler):
             run.finished = finished
             run.wake()
 
-    def on_lease_end(self, lease: Lease) -> None:
+    def _on_lease_end(self, lease: Lease) -> None:
         run = self._runs.get(lease.sequence)
         if run is None:
             return
@@ -122,7 +126,7 @@ class PrefillService(services.PrefillServicer, HostHandler):
             detail = "the receiver released the cache before the first token"
             run.stop(PrefillFailed.because(wire.CAUSE_PEER_LOST, detail, lease.receiver))
 
-    def on_new_owner(self, ref: wire.Run) -> None:
+    def _on_new_owner(self, ref: wire.Run) -> None:
         for run in self._runs:
             if run.ref.request == ref.request and run.ref.epoch < ref.epoch:
                 superseded = wire.Superseded(run=run.ref, epoch=ref.epoch)
@@ -131,6 +135,6 @@ class PrefillService(services.PrefillServicer, HostHandler):
                 else:
                     run.stop(StaleOwner(superseded))
 
-    def on_crash(self, stopped: EngineStopped) -> None:
+    def _on_crash(self, stopped: EngineStopped) -> None:
         for run in self._runs:
             run.stop(PrefillFailed.because(wire.CAUSE_ENGINE, str(stopped)))

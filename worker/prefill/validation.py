@@ -52,7 +52,7 @@ class CallValidator:
             raise RequestRejected(other_request())
         if (superseded := host.epochs.check(call.run)) is not None:
             raise StaleOwner(superseded)
-        check_accepts(host, call.engine_request, self._queue.num_waiting + host.waiting_arrivals)
+        check_accepts(host, call.engine_request, self._queue.num_unstarted + host.num_waiting(besides=self._queue))
 
 
 def _needs_park(engine_request: wire.EngineRequest) -> bool:

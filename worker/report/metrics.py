@@ -3,21 +3,23 @@ from __future__ import annotations
 from decant.engine.output import StepOutput
 from decant.engine.plan import DeviceMemory
 from decant.engine.transfer import IncomingSequence
-from decant.handoff.errors import HandoffFailed
-from decant.handoff.receiver import TransferResult
+from decant.handoff.receiver import FetchEnd, TransferResult
 from decant.protos import worker_pb2 as wire
 from decant.runtime.enum_names import enum_label, enum_labels
 from decant.runtime.telemetry.metrics import EngineMetrics, PromptSource, Registry
-from decant.worker.engine_host import EngineHost, HostHandler
+from decant.worker.engine_host import EngineHost
 
 
-class WorkerMetrics(HostHandler):
+class WorkerMetrics:
     def __init__(self, registry: Registry, host: EngineHost) -> None:
         self._metrics = metrics = EngineMetrics(registry, enum_labels(wire.Cause))
         self._host = host
         self._preemptions = 0
         self._arriving: set[str] = set()  # sequences whose KV cache is fetched, until their first step or end
         registry.before_scrape(self._count_preemptions)
+        host.steps.subscribe(self._on_step)
+        host.receiver.fetches.subscribe(self._on_fetch)
+        host.receiver.fetch_ends.subscribe(self._on_fetch_end)
         metrics.info.labels(host.model, enum_label(wire.Role, host.role)).set(1)
         metrics.queued_tokens.set_function(lambda: host.load().queued_tokens)
         metrics.leases.set_function(lambda: len(host.sender.leases.all()))
@@ -33,7 +35,7 @@ class WorkerMetrics(HostHandler):
         self._metrics.preemptions.inc(preemptions - self._preemptions)
         self._preemptions = preemptions
 
-    def on_step(self, output: StepOutput) -> None:
+    def _on_step(self, output: StepOutput) -> None:
         if output.tokens:
             self._metrics.generated.inc(len(output.tokens))
         for started in output.started:
@@ -45,10 +47,11 @@ class WorkerMetrics(HostHandler):
         for ended in output.ended:
             self._arriving.discard(ended.id)
 
-    def on_fetch(self, arrival: IncomingSequence) -> None:
+    def _on_fetch(self, arrival: IncomingSequence) -> None:
         self._arriving.add(arrival.id)
 
-    def on_fetched(self, arrival: IncomingSequence, outcome: TransferResult | HandoffFailed | None) -> None:
+    def _on_fetch_end(self, end: FetchEnd) -> None:
+        arrival, outcome = end.arrival, end.outcome
         if isinstance(outcome, TransferResult):
             cached = arrival.cached_blocks * self._host.block_size
             self._metrics.prompt[PromptSource.CACHED].inc(cached)
