@@ -67,7 +67,7 @@ async def migrate(model: Path, mib: int, tls: ServerTls) -> None:
     async def read(name: str, tokens: int) -> None:
         ticket = await end.offer(name, tokens, computed=True)
         await end.happened(name)
-        end.sender.reclaim(ticket.id, wire.Failure(cause=wire.CAUSE_CANCELLED))
+        end.sender.cancel(ticket.id, wire.Failure(cause=wire.CAUSE_CANCELLED))
 
     async def answer(request: bytes, _: Any) -> bytes:
         words = json.loads(request)

@@ -99,7 +99,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         for router, worker in itertools.product(range(len(choose)), self._workers):
-            worker.cache_feed.begin(router)
+            worker.cache_feed.add_session(router)
 
     def run(self, load: Sequence[Arrival]) -> None:
         routers = itertools.cycle(range(len(self._choose)))

@@ -1,7 +1,7 @@
 """Handoff bookkeeping of an engine: exports of its sequences, and sequences that arrive with their KV.
 
 export ──> finalize ──> release         sender: lease blocks as they fill, commit, free
-       └─> withdraw                     the sequence runs on here
+       └─> cancel                       the sequence runs on here
 reserve ──> join                        receiver: blocks for an arrival, then a running sequence
 """
 
@@ -96,7 +96,7 @@ class KvTransfers:
         self._engine.park(id)
         return self.finalize(id)
 
-    def withdraw(self, id: str) -> None:
+    def cancel(self, id: str) -> None:
         """End an export; a sequence that was parked for it runs on."""
         if id in self._engine.parked:
             self._engine.resume(id)

@@ -73,13 +73,13 @@ class _Call:
 
     def answer(self, loop: EngineLoop) -> None:
         if self.future.cancelled():
-            self.undo_if_abandoned(loop)
+            self.undo_if_cancelled(loop)
         elif self.error is not None:
             self.future.set_exception(self.error)
         else:
             self.future.set_result(self.value)
 
-    def undo_if_abandoned(self, loop: EngineLoop) -> None:
+    def undo_if_cancelled(self, loop: EngineLoop) -> None:
         undo = self.undo
         if self.error is None and undo is not None:
             loop.post(lambda engine: undo(engine, self.value))
@@ -144,7 +144,7 @@ class EngineLoop:
             result: T = await call.future
         except asyncio.CancelledError:
             if not call.future.cancelled():  # the answer was set and is lost
-                call.undo_if_abandoned(self)
+                call.undo_if_cancelled(self)
             raise
         return result
 

@@ -35,7 +35,7 @@ class OutgoingSequence:
     error: Exception | None = None  # why the fetch must end
     next_message: asyncio.Future[bytes | None] | None = None
 
-    def stop(self, error: Exception) -> None:
+    def cancel(self, error: Exception) -> None:
         """End the fetch, which reads no more blocks. The first error counts."""
         self.error = self.error or error
         if self.next_message is not None:

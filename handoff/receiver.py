@@ -97,7 +97,7 @@ class KvReceiver:
             self._send_release(source, ticket, is_owned=is_owned)
             self.fetch_ends.publish(FetchEnd(arrival, outcome))
 
-    def decline(self, source: KvSource, ticket: wire.Ticket) -> None:
+    def release(self, source: KvSource, ticket: wire.Ticket) -> None:
         """Release an unused ticket before its lease ends; idempotent."""
         self._send_release(source, ticket, is_owned=False)
 

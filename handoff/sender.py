@@ -94,7 +94,7 @@ class KvSender:
         for ended in output.ended:
             for outgoing in self._known([ended.id]):
                 if ended.reason is FinishReason.FAILED:
-                    outgoing.stop(HandoffFailed(wire.CAUSE_ENGINE, ended.detail))
+                    outgoing.cancel(HandoffFailed(wire.CAUSE_ENGINE, ended.detail))
                 outgoing.has_ended = True
                 changed.append(outgoing)
         for outgoing in changed:
@@ -103,7 +103,7 @@ class KvSender:
     def _known(self, sequences: Iterable[str]) -> list[OutgoingSequence]:
         return [self._outgoing[name] for name in sequences if name in self._outgoing]
 
-    def reclaim(self, ticket: bytes, failure: wire.Failure) -> None:
+    def cancel(self, ticket: bytes, failure: wire.Failure) -> None:
         """End a ticket and free its blocks; an open fetch gets ``failure``. Ignores a ticket that has ended."""
         lease = self.leases.close(ticket, failure)
         if lease is not None:
@@ -120,14 +120,14 @@ class KvSender:
     def _free(self, lease: Lease) -> None:
         """Stop the fetch before the engine frees the blocks that it reads."""
         outgoing = self._outgoing.pop(lease.sequence)
-        outgoing.stop(HandoffFailed.of(lease.failure or _reclaimed("the ticket has ended")))
+        outgoing.cancel(HandoffFailed.of(lease.failure or _reclaimed("the ticket has ended")))
 
         def free(engine: TransferEngine) -> None:
             engine.transfers.release(lease.sequence)
             engine.cancel(lease.sequence)
 
         resumes = outgoing.is_live and not lease.is_committed
-        self._loop.post((lambda engine: engine.transfers.withdraw(lease.sequence)) if resumes else free)
+        self._loop.post((lambda engine: engine.transfers.cancel(lease.sequence)) if resumes else free)
 
     # -- a fetch ------------------------------------------------------------------------------------------------
 
@@ -173,8 +173,8 @@ class KvSender:
             raise
         finally:
             if not lease.is_committed:
-                self.reclaim(lease.ticket.id, failure)
-            await _stop(receiving)
+                self.cancel(lease.ticket.id, failure)
+            await _cancel(receiving)
 
     async def _messages(
         self, lease: Lease, outgoing: OutgoingSequence, cached_blocks: int
@@ -210,15 +210,15 @@ class KvSender:
     async def _with_heartbeats(
         self, outgoing: OutgoingSequence, messages: AsyncGenerator[bytes, None]
     ) -> AsyncGenerator[bytes, None]:
-        """Pass the messages on, and heartbeats while none comes. Raises the error of `OutgoingSequence.stop`."""
+        """Pass the messages on, and heartbeats while none comes. Raises the error of `OutgoingSequence.cancel`."""
         while (error := outgoing.error) is None:
             outgoing.next_message = message = asyncio.ensure_future(anext(messages, None))
             try:
                 while not (await asyncio.wait([message], timeout=self._timing.heartbeat_s))[0]:
                     yield encode(wire.FetchResponse(heartbeat=self._heartbeat()))
             finally:
-                await _stop(message)
-            if message.cancelled():  # by `stop`
+                await _cancel(message)
+            if message.cancelled():  # by `cancel`
                 continue
             encoded = message.result()
             if encoded is None:
@@ -243,12 +243,12 @@ class KvSender:
                         unknown.ignore()
         except HandoffFailed as silent:
             if not lease.is_committed:
-                self.reclaim(lease.ticket.id, _peer_lost(lease, silent.detail))
+                self.cancel(lease.ticket.id, _peer_lost(lease, silent.detail))
         except InvalidArgument as error:  # a malformed message of the receiver
-            outgoing.stop(error)
+            outgoing.cancel(error)
 
 
-async def _stop(task: asyncio.Future[T]) -> None:
+async def _cancel(task: asyncio.Future[T]) -> None:
     if not task.done():
         task.cancel()
         await asyncio.wait([task])

@@ -56,7 +56,7 @@ class SharedConnections(Generic[K, T]):
         finally:
             entry.users -= 1
             if not entry.users:
-                self._leave(key, entry)
+                self._release(key, entry)
 
     def evict(self, key: K, value: T) -> None:
         """Open another value at the next use of the key; close this one when its last user has left."""
@@ -69,7 +69,7 @@ class SharedConnections(Generic[K, T]):
         else:
             self._start_close(entry)
 
-    def _leave(self, key: K, entry: _Entry[T]) -> None:
+    def _release(self, key: K, entry: _Entry[T]) -> None:
         if self._entries.get(key) is entry:
             entry.timer = asyncio.get_running_loop().call_later(self._idle_seconds, self.evict, key, entry.value)
         elif entry in self._evicted:

@@ -239,7 +239,7 @@ class Worker:
         # Sessions end last: over them routers renew the tickets of prompts.
         await parts.prefill.drain()
         await parts.decode.drain()
-        await parts.registrar.leave()
+        await parts.registrar.close()
 
 
 def _check(settings: WorkerSettings) -> None:

@@ -36,10 +36,10 @@ class PrefixCacheFeed:
             for unsent in self._unsent.values():
                 apply_changes(unsent, changed)
 
-    def begin(self, session: Hashable) -> None:
+    def add_session(self, session: Hashable) -> None:
         self._unsent[session] = dict(self._cached)
 
-    def end(self, session: Hashable) -> None:
+    def remove_session(self, session: Hashable) -> None:
         self._unsent.pop(session, None)
 
     def next_update(self, session: Hashable) -> wire.PrefixCacheUpdate | None:

@@ -197,7 +197,7 @@ class ModelAdmission:
     async def enter(self, request: AcceptedRequest) -> StartedRequest:
         """Wait until the request may start. Raises QueueFull, and DeadlineExceeded once it can't end in time.
 
-        The caller must ``leave`` the result.
+        The caller must ``release`` the result.
         """
         insort(self._waiting, request, key=_order)
         self._totals.add(request.size)
@@ -235,10 +235,10 @@ class ModelAdmission:
         left = max(0.0, request.due - self._now())
         needed = request.expected_tokens * self._state.capacity.seconds_per_token(self._sequences)
         if needed > left and self._sequences > 1:
-            started.leave()
+            started.release()
             raise DeadlineExceeded(f"the answer takes {needed:.1f} s, and its deadline is in {left:.1f} s")
 
-    def end(self, request: AcceptedRequest) -> None:
+    def release(self, request: AcceptedRequest) -> None:
         """Forget a started request; idempotent."""
         if request in self._started:
             self._started.remove(request)
@@ -282,16 +282,16 @@ class ModelAdmission:
 
 
 class StartedRequest:
-    """A started request; ``leave`` is idempotent."""
+    """A started request; ``release`` is idempotent."""
 
     def __init__(self, admission: ModelAdmission, request: AcceptedRequest, slot: AdmissionSlot) -> None:
         self._admission = admission
         self._request = request
         self._slot = slot
 
-    def leave(self) -> None:
-        self._admission.end(self._request)
-        self._slot.leave()
+    def release(self) -> None:
+        self._admission.release(self._request)
+        self._slot.release()
 
 
 def _retry_after(late_s: float) -> float:

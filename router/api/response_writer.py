@@ -55,16 +55,16 @@ class OutputReader:
             delta.logprobs.extend(self._logprobs(read, read + count))
         return count
 
-    def end_text(self) -> str:
+    def flush_text(self) -> str:
         """Text that was held back; called once, after the last token."""
-        return "" if self._text is None else self._text.end()
+        return "" if self._text is None else self._text.flush()
 
     def all_so_far(self, finish: Finish | None) -> pb.Output:
         """The output as one message: what is there now, complete if it has a ``finish``."""
         options, tokens = self._options, self.output.tokens
         message = pb.Output(token_ids=tokens if options.token_ids else ())
         if self._text is not None and (tokens or finish is not None):
-            message.text = options.echo + self._text.add(tokens) + (self.end_text() if finish is not None else "")
+            message.text = options.echo + self._text.add(tokens) + (self.flush_text() if finish is not None else "")
         if options.logprobs is not None:
             message.logprobs.extend(self._logprobs(0, len(tokens)))
         if finish is not None:
@@ -105,7 +105,7 @@ class ResponseWriter:
                 await write(message)
                 meter.record_sent(tokens)
         finish = self._finish()
-        if rest := reader.end_text():
+        if rest := reader.flush_text():
             message.delta.CopyFrom(pb.Delta(text=rest))
             await write(message)
         message.finished.CopyFrom(finish.finished())

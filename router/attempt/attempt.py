@@ -123,7 +123,7 @@ class Attempt:
                 return await self._decode_started(self._start(worker))
             except NoCapacity as refusal:
                 holder = None
-                self._drop_refused(refusal.leg)
+                self._close_refused(refusal.leg)
 
     async def _split(self, worker: WorkerHandle) -> DecodeLeg | None:
         prefill = self._call_prefill(worker)
@@ -141,12 +141,12 @@ class Attempt:
             except NoCapacity as refusal:
                 if refusal.leg is prefill:
                     raise
-                self._drop_refused(decode)
+                self._close_refused(decode)
                 prefill.take_ticket_back()
             except NothingToFetch:
                 if prefill.is_over:
                     raise
-                self._drop_decode(decode)
+                self._close_decode(decode)
                 prefill.take_ticket_back()
                 await self._legs.until_complete(prefill)  # the first token was the last, and is on its way
                 return None
@@ -199,16 +199,16 @@ class Attempt:
         self._legs.add(leg)
         return leg
 
-    def _drop_refused(self, leg: Leg) -> None:
+    def _close_refused(self, leg: Leg) -> None:
         leg.worker.load.mark_full()
         if self._migration.source is not None:
-            self._drop_decode(self._migration.source)
+            self._close_decode(self._migration.source)
         if leg is self._prefill:
             leg.close(None)
             self._prefill = None
             self._recorder.assign_prefill(None)
 
-    def _drop_decode(self, leg: DecodeLeg) -> None:
+    def _close_decode(self, leg: DecodeLeg) -> None:
         leg.close(wire.Cancel(run=self._run, reason=wire.Cancel.REASON_ATTEMPT))
         self._migration.source = None
         self._recorder.assign_decode(None)

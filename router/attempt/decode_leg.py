@@ -63,7 +63,7 @@ class DecodeLeg(Leg):
     def request_offer(self) -> None:
         self.worker.session.migrate(wire.Migrate(run=self._subscription.run))
 
-    def withdraw_offer(self) -> None:
+    def cancel_offer(self) -> None:
         self.offer = None
         self.worker.session.migrate(wire.Migrate(run=self._subscription.run, withdrawn=True))
 
@@ -74,21 +74,21 @@ class DecodeLeg(Leg):
         self.worker.session.forget(self._subscription)
 
     def _release(self) -> None:
-        self._drop_ticket()
+        self._release_ticket()
         if self._reservation is not None:
             self._reservation.release()
 
-    def _leave(self, cancel: wire.Cancel | None) -> None:
+    def _close(self, cancel: wire.Cancel | None) -> None:
         if cancel is not None:
-            self.worker.session.abandon(self._subscription, cancel)
+            self.worker.session.close_run(self._subscription, cancel)
 
-    def _drop_ticket(self) -> None:
+    def _release_ticket(self) -> None:
         if self._ticket is not None:
-            self._pool.tickets.drop(self._ticket)
+            self._pool.tickets.forget(self._ticket)
 
     def _set_scheduled(self) -> None:
         self._is_scheduled = True
-        self._drop_ticket()
+        self._release_ticket()
 
     def _set_decode_started(self) -> None:
         self._set_scheduled()

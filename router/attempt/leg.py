@@ -54,14 +54,14 @@ class Leg(ABC):
         if not self._is_closed:
             self._is_closed = True
             self._release()
-            self._leave(cancel)
+            self._close(cancel)
 
     @abstractmethod
     def _release(self) -> None:
         """Release what the leg holds; idempotent."""
 
     @abstractmethod
-    def _leave(self, cancel: wire.Cancel | None) -> None: ...
+    def _close(self, cancel: wire.Cancel | None) -> None: ...
 
     def on_refused(self, refused: wire.Refused) -> None:
         if refused.failure.cause in RETRY_ELSEWHERE:

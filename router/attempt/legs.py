@@ -71,13 +71,13 @@ class Legs:
         if is_first and (choice := search.choose()) is not None:
             return choice
         waiter = Waiter(search.order, kind, self.wake)
-        line.join(waiter)
+        line.add(waiter)
         if not is_first:
             line.open([kind])
         try:
             return await self._until_turn(search, waiter, *legs)
         finally:
-            line.leave(waiter)
+            line.remove(waiter)
 
     async def _until_turn(self, search: Search[_T], waiter: Waiter, *legs: Leg) -> _T | None:
         loop = asyncio.get_running_loop()
@@ -86,7 +86,7 @@ class Legs:
             if search.line.is_turn_of(waiter):
                 if (choice := search.choose()) is not None:
                     return choice
-                search.line.end_turn(waiter)
+                search.line.pass_turn(waiter)
             if self._is_complete(*legs):
                 return None
             if search.is_answered():

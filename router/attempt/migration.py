@@ -30,7 +30,7 @@ class Migration:
             self.source = target
             return target
         if self._legs.finish is None:
-            source.withdraw_offer()
+            source.cancel_offer()
         return source
 
     async def _has_moved(self, source: DecodeLeg, target: DecodeLeg) -> bool:
@@ -42,7 +42,7 @@ class Migration:
         except (AttemptFailed, NoCapacity, ServiceError):
             if target.failure is None:
                 raise
-            self._drop(target)
+            self._close(target)
             return False
         finally:
             self.source = source
@@ -61,7 +61,7 @@ class Migration:
         self._legs.add(target)
         return target
 
-    def _drop(self, target: DecodeLeg) -> None:
+    def _close(self, target: DecodeLeg) -> None:
         target.close(wire.Cancel(run=self._run, reason=wire.Cancel.REASON_ATTEMPT))
         failure, worker = target.failure, target.worker
         if isinstance(failure, NoCapacity):
@@ -83,4 +83,4 @@ class Migration:
 
     def on_resumed(self, leg: DecodeLeg) -> None:
         if leg is self.source:
-            leg.withdraw_offer()  # it may have been lost with the session
+            leg.cancel_offer()  # it may have been lost with the session

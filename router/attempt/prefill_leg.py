@@ -73,9 +73,9 @@ class PrefillLeg(Leg):
         self._reservation.release()
         self.worker.session.dependents.discard(self)
 
-    def _leave(self, cancel: wire.Cancel | None) -> None:
+    def _close(self, cancel: wire.Cancel | None) -> None:
         if self.ticket is not None:
-            self._pool.tickets.drop(self.ticket)
+            self._pool.tickets.forget(self.ticket)
         self._call.close()
         if cancel is not None and not self.is_over:
             self.worker.session.cancel(cancel)

@@ -81,7 +81,7 @@ class Adoptions:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            task.add_done_callback(self._on_abandoned)
+            task.add_done_callback(self._on_caller_gone)
             raise
 
     async def _adopt(self, request: ValidRequest, adopt: Adopt, on_adopted: OnAdopted | None) -> Execution | None:
@@ -101,7 +101,7 @@ class Adoptions:
         check_stored(stored, request)
         return request
 
-    def _on_abandoned(self, task: asyncio.Task[Execution | None]) -> None:
+    def _on_caller_gone(self, task: asyncio.Task[Execution | None]) -> None:
         if task.cancelled() or task.exception() is not None:
             return  # the sweep of orphans finds the request if it is this router's now
         execution = task.result()

@@ -56,7 +56,7 @@ class Phase(IntEnum):
 
 
 class Execution:
-    """A request in this router: ``run`` is the body of a task; ``end`` may be called at any time.
+    """A request in this router: ``run`` is the body of a task; ``close`` may be called at any time.
 
     An ``adopted`` request continues on the worker that runs it, else from its tokens.
     """
@@ -135,9 +135,9 @@ class Execution:
         except ServiceError as error:
             end = error
         finally:
-            self.end(end, reason)
+            self.close(end, reason)
 
-    def end(self, end: Finish | ServiceError, reason: wire.Cancel.Reason = wire.Cancel.REASON_ATTEMPT) -> None:
+    def close(self, end: Finish | ServiceError, reason: wire.Cancel.Reason = wire.Cancel.REASON_ATTEMPT) -> None:
         """Release everything, wake the reader, and send workers a cancel with ``reason``. The first call counts."""
         if self.phase >= Phase.ENDED:
             return
@@ -168,7 +168,7 @@ class Execution:
         if self.task is not None and self.task is not asyncio.current_task():
             self.task.cancel()
         if self._slot is not None:
-            self._slot.leave()
+            self._slot.release()
 
     def _record_end(self, end: Finish | ServiceError) -> None:
         router, owned, stream = self._router, self.owned, self.stream
@@ -184,7 +184,7 @@ class Execution:
             record_end(owned, stream, end)
             was_started = bool(stream.num_tokens) or self.is_scheduled
             router.quota_leases.release(owned.key, owned.record.usage.total_tokens if was_started else 0)
-        router.journal_writer.end(self)
+        router.journal_writer.finish(self)
 
     def mark_persisted(self) -> None:
         if self.phase is not Phase.ENDED:
@@ -199,17 +199,17 @@ class Execution:
             self.disconnect_timer = None
         return self.stream
 
-    def leave_to_peers(self) -> None:
-        self.end(interruption_error(self.stream, Reason.DRAINING, "this router is shutting down"))
+    def close_for_peers(self) -> None:
+        self.close(interruption_error(self.stream, Reason.DRAINING, "this router is shutting down"))
 
     def on_superseded(self, error: Displaced) -> None:
         self.is_superseded = True
         if isinstance(error, errors.AlreadyExists):
-            self.end(AlreadyExists(error.key.id))
+            self.close(AlreadyExists(error.key.id))
         elif error.state == Generation.STATE_CANCELLED:
-            self.end(Cancelled())
+            self.close(Cancelled())
         else:
-            self.end(owner_changed_error(self.stream, by_client=error.stream_epoch > self.owned.epoch))
+            self.close(owner_changed_error(self.stream, by_client=error.stream_epoch > self.owned.epoch))
 
     def _advance(self, phase: Phase) -> None:
         if self.phase < Phase.ENDED:

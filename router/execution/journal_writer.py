@@ -76,7 +76,7 @@ class JournalWriter:
         self._idle.clear()
         self._has_work.set()
 
-    def end(self, request: JournaledRequest) -> None:
+    def finish(self, request: JournaledRequest) -> None:
         if self._running.pop(request.owned, None) is not None:
             self._ended[request.owned] = request
             while len(self._ended) > MAX_ENDED:

@@ -184,7 +184,7 @@ class RequestRegistry:
             self.num_left_behind = len(left)
             _log.warning("requests are left to other routers", requests=len(left), limit_seconds=seconds)
             for execution in left:
-                execution.leave_to_peers()
+                execution.close_for_peers()
         limit_s = self._router.timings.last_write_s
         try:
             async with asyncio.timeout(limit_s):
@@ -255,4 +255,4 @@ async def _wait_persisted(execution: Execution, router: RouterServices) -> None:
 
 
 def _cancel(execution: Execution) -> None:
-    execution.end(Cancelled(), wire.Cancel.REASON_CLIENT)
+    execution.close(Cancelled(), wire.Cancel.REASON_CLIENT)

@@ -73,7 +73,7 @@ class PrefixIndex:
         self._workers = 0
 
     def add_worker(self, block_size: int) -> int:
-        """Return the number of a new worker; discard its blocks before ``remove_worker``."""
+        """Return the number of a new worker; remove its blocks before ``remove_worker``."""
         self.block_sizes[block_size] += 1
         if self._free:
             return self._free.pop()
@@ -89,7 +89,7 @@ class PrefixIndex:
         for block_hash in hashes:
             holders[block_hash] = holders.get(block_hash, 0) | bit
 
-    def discard(self, worker: int, hashes: Iterable[int]) -> None:
+    def remove(self, worker: int, hashes: Iterable[int]) -> None:
         holders, others = self._holders, ~(1 << worker)
         for block_hash in hashes:
             remaining = holders.pop(block_hash, 0) & others
@@ -151,18 +151,18 @@ class WorkerPrefixCache:
         self._cached.update(published)
         self._cached.difference_update(dropped)
         self._index.add(self._worker, published)
-        self._index.discard(self._worker, dropped)
+        self._index.remove(self._worker, dropped)
         if self._expected:
             for block_hash in (*published, *dropped):
                 self._expected.pop(block_hash, None)
         if self.expiring:
-            self._drop_expired()
+            self._forget_expired()
 
     def close(self) -> None:
-        self._index.discard(self._worker, self._cached)
+        self._index.remove(self._worker, self._cached)
         self._index = PrefixIndex()
 
-    def _drop_expired(self) -> None:
+    def _forget_expired(self) -> None:
         expiring, self.expiring = self.expiring, []
         for heartbeats, expected in expiring:
             if heartbeats > 1:
@@ -172,4 +172,4 @@ class WorkerPrefixCache:
                 if self._expected.get(block_hash) is expected:
                     del self._expected[block_hash]
                     self._cached.discard(block_hash)
-                    self._index.discard(self._worker, (block_hash,))
+                    self._index.remove(self._worker, (block_hash,))

@@ -171,15 +171,15 @@ class LoadReservation:
 
     def mark_prefilled(self) -> None:
         self._load.computed_tokens += self._queued_tokens
-        self._drop_queued_tokens()
+        self._release_queued_tokens()
 
-    def _drop_queued_tokens(self) -> None:
+    def _release_queued_tokens(self) -> None:
         queued_tokens, self._queued_tokens = self._queued_tokens, 0
         self._load.add(0, -queued_tokens)
 
     def release(self) -> None:
         if not self._is_released:
             self._is_released = True
-            self._drop_queued_tokens()
+            self._release_queued_tokens()
             self._load.add(-1, 0)
             self._expected.release()

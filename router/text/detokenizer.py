@@ -70,7 +70,7 @@ class Detokenizer(ABC):
     @abstractmethod
     def add(self, ids: Sequence[int]) -> str: ...
 
-    def end(self) -> str:
+    def flush(self) -> str:
         """Return the text held back, with U+FFFD for an incomplete character."""
         text, self._held = self._held + self._last(), ""
         return text

@@ -58,13 +58,13 @@ class OutputText:
         self._remaining_tokens -= len(tokens)
         if tokens and tokens[-1] in self._end_tokens:
             visible = tokens[:-1] if tokens[-1] in self._hidden_end_tokens else tokens
-            return self._detokenizer.add(visible) + OutputText.end(self)
+            return self._detokenizer.add(visible) + OutputText.flush(self)
         text = self._detokenizer.add(tokens)
-        return text if self._remaining_tokens else text + OutputText.end(self)
+        return text if self._remaining_tokens else text + OutputText.flush(self)
 
-    def end(self) -> str:
+    def flush(self) -> str:
         self._is_over = True
-        return self._detokenizer.end()
+        return self._detokenizer.flush()
 
 
 class StoppableText(OutputText):
@@ -92,14 +92,14 @@ class StoppableText(OutputText):
         return text
 
     def _stop_at(self, stop: str) -> str:
-        text = self._release(super().end(), may_stop=True)
+        text = self._release(super().flush(), may_stop=True)
         if self.stop is None:
             self.stop = stop
             text += stop if self._include else ""
         return text
 
-    def end(self) -> str:
-        return self._release(super().end(), may_stop=True) if self.stop is None else ""
+    def flush(self) -> str:
+        return self._release(super().flush(), may_stop=True) if self.stop is None else ""
 
     def _release(self, new: str, *, may_stop: bool) -> str:
         text = self._held + new

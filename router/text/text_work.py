@@ -50,12 +50,12 @@ class TextWork:
             raise QueueFull(f"at most {self._max_bytes} bytes of text wait", retry_after=RETRY_AFTER_SECONDS)
         with ExitStack() as resources:
             self._bytes += size
-            resources.callback(self._forget, size)
+            resources.callback(self._release, size)
             if size >= LARGE:
-                resources.callback((await self._large.enter(0, deadline)).leave)
-            resources.callback((await self._slots.enter(0, deadline)).leave)
+                resources.callback((await self._large.enter(0, deadline)).release)
+            resources.callback((await self._slots.enter(0, deadline)).release)
             job = self._threads.submit(work, *args)
-            job.add_done_callback(partial(_release, asyncio.get_running_loop(), resources.pop_all()))
+            job.add_done_callback(partial(_close_resources, asyncio.get_running_loop(), resources.pop_all()))
         try:
             async with asyncio.timeout(deadline.remaining()) as limit:
                 return await asyncio.wrap_future(job)
@@ -64,10 +64,10 @@ class TextWork:
                 raise DeadlineExceeded from None
             raise
 
-    def _forget(self, size: int) -> None:
+    def _release(self, size: int) -> None:
         self._bytes -= size
 
 
-def _release(loop: asyncio.AbstractEventLoop, resources: ExitStack, _: Future[Any]) -> None:
+def _close_resources(loop: asyncio.AbstractEventLoop, resources: ExitStack, _: Future[Any]) -> None:
     with suppress(RuntimeError):  # the loop is closed, and its slots with it
         loop.call_soon_threadsafe(resources.close)

@@ -100,9 +100,9 @@ class WorkerSession:
         else:
             self._start_reconnect_grace()
 
-    def abandon(self, run: RunSubscription, cancel: wire.Cancel) -> None:
+    def close_run(self, run: RunSubscription, cancel: wire.Cancel) -> None:
         """Cancel a run in any state; its listener gets no more events."""
-        self._runs.abandon(run, cancel)
+        self._runs.close_run(run, cancel)
 
     def forget(self, run: RunSubscription) -> None:
         """Let the worker forget a run that another worker has, with all its tokens."""
@@ -134,7 +134,7 @@ class WorkerSession:
                     await asyncio.sleep(self._timings.session_backoff.seconds(failures))
         finally:
             self.attempted.set()
-            self._give_up()
+            self._fail_runs()
 
     async def _run_connection(self) -> bool:
         """Connect once, until the connection breaks; return whether the worker sent its welcome."""
@@ -159,7 +159,7 @@ class WorkerSession:
             if self.is_busy:
                 self._start_reconnect_grace()
         if is_lost:
-            self._give_up()
+            self._fail_runs()
         return was_open
 
     async def _open(self, call: Any) -> None:
@@ -175,7 +175,7 @@ class WorkerSession:
         if not same_incarnation(welcome.worker, self.worker):
             raise StreamBroken("the welcome is of another incarnation", Reason.WRONG_PEER)
         self._outgoing.open(list(welcome.orphans))
-        self._end_reconnect_grace()
+        self._cancel_reconnect_grace()
         self.break_reason = ""
         self.attempted.set()
         self._runs.on_welcome(welcome, {key_of(each.run) for each in owned})
@@ -207,7 +207,7 @@ class WorkerSession:
         if self._liveness is not None and self._liveness.step.is_lost and self.is_busy:
             age_ms = heartbeat.step_age_ms
             _log.warning("a step is stuck, its runs go elsewhere", worker=self.worker.id, age_ms=age_ms)
-            self._give_up(f"its step is stuck: {age_ms} ms old")
+            self._fail_runs(f"its step is stuck: {age_ms} ms old")
         self._observer.on_heartbeat(self, heartbeat)
         if heartbeat.load.draining:
             self._runs.on_draining()
@@ -223,15 +223,15 @@ class WorkerSession:
 
     def _start_reconnect_grace(self) -> None:
         if self._reconnect_grace is None:
-            self._reconnect_grace = LoopTimer(self._timings.reconnect_s, self._give_up)
+            self._reconnect_grace = LoopTimer(self._timings.reconnect_s, self._fail_runs)
 
-    def _end_reconnect_grace(self) -> None:
+    def _cancel_reconnect_grace(self) -> None:
         if self._reconnect_grace is not None:
             self._reconnect_grace.cancel()
             self._reconnect_grace = None
 
-    def _give_up(self, detail: str = "the session broke and was not opened again") -> None:
-        self._end_reconnect_grace()
+    def _fail_runs(self, detail: str = "the session broke and was not opened again") -> None:
+        self._cancel_reconnect_grace()
         self._runs.fail_all(detail)
         for dependent in list(self.dependents):
             dependent.on_session_lost()

@@ -25,7 +25,7 @@ class SessionRuns:
     def owned(self) -> list[wire.Hello.Owned]:
         return [run.owned() for run in self.table]
 
-    def abandon(self, run: RunSubscription, cancel: wire.Cancel) -> None:
+    def close_run(self, run: RunSubscription, cancel: wire.Cancel) -> None:
         if self.table.remove(run):
             self._outgoing.cancel(cancel)
 
@@ -109,7 +109,7 @@ class SessionRuns:
                     self._on_write_error(output, error)
         if self.table.incomplete:
             for output in [each for each in self.table.incomplete if each.is_complete]:
-                self._end_output(output)
+                self._on_complete(output)
 
     def _on_write_error(self, output: OutputSubscription, error: WriteError) -> None:
         match error:
@@ -157,14 +157,14 @@ class SessionRuns:
             return
         output.end = end
         if output.is_complete:
-            self._end_output(output)
+            self._on_complete(output)
         else:
             self.table.incomplete.add(output)
             self._request_resend(output)
 
-    def _end_output(self, output: OutputSubscription) -> None:
+    def _on_complete(self, output: OutputSubscription) -> None:
         assert output.end is not None
-        is_last = self.table.end_output(output)
+        is_last = self.table.remove_output(output)
         if is_last:
             self._outgoing.forget(output.run.run)
         output.run.listener.on_ended(output.end, is_last=is_last)

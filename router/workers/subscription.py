@@ -47,7 +47,7 @@ class SessionObserver(Protocol):
 
 class SessionDependent(Protocol):
     def on_session_lost(self) -> None:
-        """Called when the session is given up, not at each break."""
+        """Called when the session's runs have failed, not at each break."""
 
 
 class RunListener(Protocol):
@@ -157,12 +157,12 @@ class RunTable:
             return False
         del self._by_key[run.key]
         for output in run.outputs.values():
-            self._remove_output(output)
+            self._forget_slot(output)
         return True
 
-    def end_output(self, output: OutputSubscription) -> bool:
+    def remove_output(self, output: OutputSubscription) -> bool:
         """Remove an output that has ended, and its run with the last one, for which this is True."""
-        self._remove_output(output)
+        self._forget_slot(output)
         del output.run.outputs[output.sink.index]
         if output.run.outputs:
             return False
@@ -182,7 +182,7 @@ class RunTable:
             for output in run.outputs.values():
                 output.slot = output.last_resend_position = None
 
-    def _remove_output(self, output: OutputSubscription) -> None:
+    def _forget_slot(self, output: OutputSubscription) -> None:
         self.incomplete.discard(output)
         if output.slot is not None and self.by_slot.get(output.slot) is output:
             del self.by_slot[output.slot]

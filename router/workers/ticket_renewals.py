@@ -29,7 +29,7 @@ class TicketRenewals:
             if (issuer := self._issuers.get(ticket)) is not None:
                 issuer.renewed.add(ticket)
 
-    def drop(self, ticket: wire.Ticket) -> None:
+    def forget(self, ticket: wire.Ticket) -> None:
         if (issuer := self._issuers.pop(ticket.id, None)) is not None:
             issuer.unclaimed.discard(ticket.id)
             issuer.renewed.discard(ticket.id)

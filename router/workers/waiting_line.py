@@ -29,7 +29,7 @@ class CapacityKind(NamedTuple):
 
 
 class Waiter:
-    """A waiting request; after ``wake`` it calls ``WaitingLine.leave`` once placed, else ``WaitingLine.end_turn``."""
+    """A waiting request; after ``wake`` it calls ``WaitingLine.remove`` once placed, else ``WaitingLine.pass_turn``."""
 
     def __init__(self, order: float, kind: CapacityKind, wake: Callable[[], None]) -> None:
         self.order = order
@@ -55,7 +55,7 @@ class WaitingLine:
     def has_waiter(self, kind: CapacityKind) -> bool:
         return kind in self._queues
 
-    def join(self, waiter: Waiter) -> None:
+    def add(self, waiter: Waiter) -> None:
         waiter.number = next(self._numbers)
         insort(self._queues.setdefault(waiter.kind, []), (waiter.order, waiter.number, waiter))
 
@@ -72,7 +72,7 @@ class WaitingLine:
     def is_turn_of(self, waiter: Waiter) -> bool:
         return waiter is self._awake
 
-    def leave(self, waiter: Waiter) -> None:
+    def remove(self, waiter: Waiter) -> None:
         """Remove a waiter, placed or not; idempotent."""
         queue = self._queues.get(waiter.kind, [])
         index = bisect_left(queue, (waiter.order, waiter.number, waiter))
@@ -84,7 +84,7 @@ class WaitingLine:
             self._awake = None
             self._next()
 
-    def end_turn(self, waiter: Waiter) -> None:
+    def pass_turn(self, waiter: Waiter) -> None:
         if waiter is self._awake:
             self._awake = None
             self._open.discard(waiter.kind)

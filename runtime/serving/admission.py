@@ -1,6 +1,6 @@
 """A bounded priority queue in front of a bounded number of slots, on one event loop.
 
-enter --slot free--------------------------> active --leave--> the first waiters get the free slots
+enter --slot free--------------------------> active --release--> the first waiters get the free slots
   |--all taken--> waits, ordered by `queue_key` -^
   |                 '--deadline passed, or cancelled--> removed
   '--queue full---> QueueFull
@@ -45,7 +45,7 @@ class Admission:
         return len(self._queue)
 
     async def enter(self, priority: int, deadline: Deadline) -> AdmissionSlot:
-        """Wait for a slot, which the caller must ``leave``. Raises QueueFull, DeadlineExceeded."""
+        """Wait for a slot, which the caller must ``release``. Raises QueueFull, DeadlineExceeded."""
         deadline.check()
         self.grant()  # a new request never overtakes one that may start now
         if not self._queue and self._has_free_slot():
@@ -71,9 +71,9 @@ class Admission:
         except (TimeoutError, asyncio.CancelledError):
             # The slot may have been granted in the same moment.
             if granted.done() and not granted.cancelled():
-                self._leave()
+                self._release()
             else:
-                self._forget(waiter)
+                self._remove(waiter)
             if limit.expired():
                 raise DeadlineExceeded from None
             raise
@@ -89,23 +89,23 @@ class Admission:
     def _has_free_slot(self) -> bool:
         return self.active < self._max_active and self._may_start()
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         self.active -= 1
         self.grant()
 
-    def _forget(self, waiter: _Waiter) -> None:
+    def _remove(self, waiter: _Waiter) -> None:
         index = bisect_left(self._queue, waiter)
         if index < len(self._queue) and self._queue[index] is waiter:
             del self._queue[index]
 
 
 class AdmissionSlot:
-    """An active request; ``leave`` is idempotent."""
+    """An active request; ``release`` is idempotent."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission: Admission | None = admission
 
-    def leave(self) -> None:
+    def release(self) -> None:
         if self._admission is not None:
             admission, self._admission = self._admission, None
-            admission._leave()
+            admission._release()

@@ -53,8 +53,8 @@ def test_a_withdrawn_export_changes_nothing(committed: bool) -> None:
     export = engine.transfers.export("live")
     if committed:
         assert engine.transfers.finalize_running("live", len(export.blocks)) is not None
-    engine.transfers.withdraw("live")
-    engine.transfers.withdraw("live")
+    engine.transfers.cancel("live")
+    engine.transfers.cancel("live")
     run(engine, log=log)
     same_output_as_alone(log["live"], recompute_each_step(make_engine().device, LIVE))
     nothing_is_held(engine)

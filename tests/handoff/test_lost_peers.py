@@ -226,7 +226,7 @@ async def test_nothing_is_read_once_the_lease_is_over(message_bytes: int) -> Non
         await receiver.loop.call(lambda _: arrival.abort())
 
 
-@pytest.mark.rule("reclaimed-after-last-read", "handoff/outgoing_sequence.py:OutgoingSequence.stop")
+@pytest.mark.rule("reclaimed-after-last-read", "handoff/outgoing_sequence.py:OutgoingSequence.cancel")
 async def test_nothing_is_read_if_the_lease_ends_as_the_engine_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Worker("p") as sender, Worker("d") as receiver:
         ticket, arrival = await sender.offer(ask(length=60)), await receiver.reserve(ask(length=60))

@@ -71,7 +71,7 @@ class Listener:
 
     def begin(self, execution: Execution) -> None: ...
 
-    def end(self, execution: Execution) -> None:
+    def finish(self, execution: Execution) -> None:
         execution.mark_persisted()
 
     def forget(self, execution: Any) -> None:

@@ -28,16 +28,16 @@ async def test_admitted_requests_never_exceed_the_limit():
     third = asyncio.create_task(door.enter(0, NEVER))
     await settle()
     assert (door.active, door.waiting, third.done()) == (2, 1, False)
-    inside[0].leave()
-    (await third).leave()
-    inside[1].leave()
+    inside[0].release()
+    (await third).release()
+    inside[1].release()
     assert (door.active, door.waiting) == (0, 0)
 
 
 async def test_leaving_twice_frees_one_slot():
     door, inside = await full(places=2)
-    inside[0].leave()
-    inside[0].leave()
+    inside[0].release()
+    inside[0].release()
     assert door.active == 1
 
 
@@ -60,13 +60,13 @@ async def test_admission_is_by_priority_then_by_arrival():
     async def visit(name: str, priority: int) -> None:
         place = await door.enter(priority, NEVER)
         order.append(name)
-        place.leave()
+        place.release()
 
     tasks = []
     for name, priority in [("a", 0), ("b", 0), ("urgent", 5), ("late", -5), ("c", 0), ("most urgent", 6)]:
         tasks.append(asyncio.create_task(visit(name, priority)))
         await settle()
-    inside.leave()
+    inside.release()
     await asyncio.gather(*tasks)
     assert order == ["most urgent", "urgent", "a", "b", "c", "late"]
     assert door.active == 0
@@ -81,11 +81,11 @@ async def test_a_request_that_waited_long_enough_is_before_an_urgent_one():
     clock += 2000 * SECONDS_PER_PRIORITY + 1
     urgent = asyncio.create_task(door.enter(1000, NEVER))
     await settle()
-    inside.leave()
+    inside.release()
     await settle()
     assert (patient.done(), urgent.done()) == (True, False)
-    (await patient).leave()
-    (await urgent).leave()
+    (await patient).release()
+    (await urgent).release()
 
 
 async def test_a_deadline_ends_the_waiting_and_leaves_nothing_behind():
@@ -93,7 +93,7 @@ async def test_a_deadline_ends_the_waiting_and_leaves_nothing_behind():
     with pytest.raises(DeadlineExceeded):
         await door.enter(0, Deadline.after(0.01))
     assert door.waiting == 0
-    inside.leave()
+    inside.release()
     assert door.active == 0
 
 
@@ -111,7 +111,7 @@ async def test_a_request_cancelled_while_waiting_leaves_nothing_behind():
     task.cancel()
     await asyncio.wait([task])
     assert door.waiting == 0
-    inside.leave()
+    inside.release()
     assert door.active == 0
 
 
@@ -121,10 +121,10 @@ async def test_a_slot_granted_to_a_cancelled_request_goes_to_the_next(leaves_fir
     first, second = (asyncio.create_task(door.enter(0, NEVER)) for _ in range(2))
     await settle()
     if leaves_first:
-        inside.leave()
+        inside.release()
     first.cancel()
-    inside.leave()
-    (await second).leave()
+    inside.release()
+    (await second).release()
     assert first.cancelled()
     assert (door.active, door.waiting) == (0, 0)
 
@@ -147,7 +147,7 @@ async def test_slots_are_neither_lost_nor_duplicated_in_any_order_of_events(seed
             await asyncio.sleep(dice.choice([0, 0, 0.001]))
         finally:
             inside_now -= 1
-            place.leave()
+            place.release()
 
     tasks = []
     for _ in range(200):

@@ -49,7 +49,7 @@ async def play(scenario: Scenario, drains: int | None = None) -> None:
     if drains is not None and drains >= len(scenario.case.schedule):
         begin_drain(scenario)
     if scenario.case.is_cancelled:
-        scenario.execution.end(Cancelled(), wire.Cancel.REASON_CLIENT)
+        scenario.execution.close(Cancelled(), wire.Cancel.REASON_CLIENT)
     await scenario.finish()
     scenario.check_end()
     await scenario.watching.close()

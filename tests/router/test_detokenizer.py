@@ -52,7 +52,7 @@ def ids_of(kind: str) -> st.SearchStrategy[list[int]]:
 
 
 def whole(stream: Detokenizer, ids: list[int]) -> str:
-    return "".join([*(stream.add([id]) for id in ids), stream.end()])
+    return "".join([*(stream.add([id]) for id in ids), stream.flush()])
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_the_text_after_some_tokens_does_not_depend_on_how_they_were_cut(kind):
 def test_a_character_comes_out_whole(kind, text):
     stream = words(kind).detokenizer(skip_special_tokens=True)
     ids = tokenizer(kind).encode(text + "x" + text + "x", add_special_tokens=False).ids
-    parts = [part for part in [*(stream.add([id]) for id in ids), stream.end()] if part]
+    parts = [part for part in [*(stream.add([id]) for id in ids), stream.flush()] if part]
     assert "".join(parts).lstrip(" ") == text + "x" + text + "x"
     apart = [part for part in parts if part not in ("x", " ")]
     for part in apart:
@@ -107,7 +107,7 @@ def test_only_the_incomplete_flag_of_several_is_held_back():
         ids = tokenizer("byte_level").encode("🇩" * count, add_special_tokens=False).ids
         stream = words("byte_level").detokenizer(skip_special_tokens=True)
         assert len(stream.add(ids)) == count - count % 2
-        assert len(stream.end()) == count % 2
+        assert len(stream.flush()) == count % 2
 
 
 def test_letters_are_not_held_back():
@@ -121,8 +121,8 @@ def test_an_incomplete_character_at_the_end_becomes_a_replacement_character(kind
     ids = tokenizer(kind).encode("x😀", add_special_tokens=False).ids[:-1]
     stream = words(kind).detokenizer(skip_special_tokens=True)
     assert stream.add(ids) == "x"
-    assert set(stream.end()) == {"\ufffd"}
-    assert stream.end() == ""
+    assert set(stream.flush()) == {"\ufffd"}
+    assert stream.flush() == ""
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -100,7 +100,7 @@ async def test_an_outage_after_the_last_write_does_not_outlast_it(store: Store, 
 
     monkeypatch.setattr(store.requests, "flush", lose_first_answer)
     async with flushing(store, many(1)) as (journal_writer, held):
-        journal_writer.end(held[0])
+        journal_writer.finish(held[0])
         await until(lambda: held[0].persisted)
         assert lost
         await until(lambda: not journal_writer.is_unavailable)
@@ -209,7 +209,7 @@ async def test_an_answer_that_ends_while_redis_is_full_is_stored_once_it_is_not(
             for each in held:
                 each.owned.append(entries(7))
                 each.owned.transition(SUCCEEDED, NOW)
-                journal_writer.end(each)
+                journal_writer.finish(each)
             await until(lambda: journal_writer.is_unavailable)
             await asyncio.sleep(0.1)  # many tries
             assert journal_writer.num_unwritten == 5
@@ -299,7 +299,7 @@ async def test_an_ended_request_that_redis_refuses_is_given_up(
     async with flushing(store, requests, JournalTimings(fault=Backoff(0.01, 30.0))) as (journal_writer, held):
         for each in held:
             each.owned.transition(SUCCEEDED, NOW)
-            journal_writer.end(each)
+            journal_writer.finish(each)
         async with asyncio.timeout(PATIENCE):
             await journal_writer.wait_idle()
         assert all(each.persisted for each in held)
@@ -332,7 +332,7 @@ async def test_an_end_leaves_the_open_set_though_redis_was_away_just_then(store:
             each.owned.transition(SUCCEEDED, NOW)
         trips = Trips(monkeypatch, away_from=1)  # the ends are written, and then Redis is away
         for each in held:
-            journal_writer.end(each)
+            journal_writer.finish(each)
         await until(lambda: journal_writer.is_unavailable)
         assert not any(request.is_unsynced for request in requests)
         trips.away_from = None

@@ -96,7 +96,7 @@ class Load:
                 try:
                     await self.pool.answer(size.prompt_tokens, output, length)
                 finally:
-                    started.leave()
+                    started.release()
         except QueueFull:
             self._count("refused")
         except (TimeoutError, DeadlineExceeded):
@@ -253,7 +253,7 @@ def test_an_expired_request_leaves_the_queue_without_a_start(monkeypatch: pytest
         with pytest.raises(DeadlineExceeded):
             await load.admission.enter(request)
         assert load.admission.active == 1
-        started.leave()
+        started.release()
 
     simulate(monkeypatch, scenario, batch_limit=1)
 

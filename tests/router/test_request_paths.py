@@ -86,7 +86,7 @@ async def test_a_complete_answer_stays_complete_whatever_ends_it_before_the_repo
         if ends == "cancelled":
             await harness.requests.cancel(RequestKey("default", "r"))
         else:
-            harness.requests.executions.open[RequestKey("default", "r")].leave_to_peers()
+            harness.requests.executions.open[RequestKey("default", "r")].close_for_peers()
         assert (await until_ended(stream)).end == Finish(pb.FINISH_REASON_LENGTH)
         assert states(await read_stored(store, harness))[-1] == SUCCEEDED
 

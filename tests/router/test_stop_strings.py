@@ -96,7 +96,7 @@ class Plain:
         kept = tokens[-1] not in {EOS, *stopping.stop_token_ids}
         kept |= tokens[-1] in stopping.stop_token_ids and wanted.include_stop
         text = detokenizer.add(tokens if kept else tokens[:-1])
-        return text + detokenizer.end() if self.is_last(tokens) else text
+        return text + detokenizer.flush() if self.is_last(tokens) else text
 
     def is_last(self, tokens: list[int]) -> bool:
         stopping = self.request.engine_request.stopping
@@ -343,7 +343,7 @@ class AfterSome:
         self.stop = None if self._left > 0 else "stop"
         return ""
 
-    def end(self) -> str:
+    def flush(self) -> str:
         return ""
 
 

@@ -243,7 +243,7 @@ async def test_a_client_that_resumes_a_request_just_taken_over_keeps_it(store: S
 @pytest.mark.rule(
     "adoption-without-client",
     "router/execution/adoption.py:Adoptions.adopt",
-    "router/execution/adoption.py:Adoptions._on_abandoned",
+    "router/execution/adoption.py:Adoptions._on_caller_gone",
 )
 @pytest.mark.parametrize("call", ["resume", "cancel"])
 async def test_a_client_that_leaves_during_an_adoption_loses_no_request(

@@ -29,10 +29,10 @@ class CountedTurns:
 
     def __init__(self, line: WaitingLine) -> None:
         self.count = 0
-        self._line, self._join = line, line.join
-        line.join = self.join  # type: ignore[method-assign]
+        self._line, self._add = line, line.add
+        line.add = self.add  # type: ignore[method-assign]
 
-    def join(self, waiter: Waiter) -> None:
+    def add(self, waiter: Waiter) -> None:
         wake = waiter.wake
 
         def counted() -> None:
@@ -40,7 +40,7 @@ class CountedTurns:
             wake()
 
         waiter.wake = counted
-        self._join(waiter)
+        self._add(waiter)
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Harness:
         turns: list[None] = []
         waiter = Waiter(order, kind, lambda: turns.append(None))
         waiter.name, waiter.turns = name, turns  # type: ignore[attr-defined]
-        self.line.join(waiter)
+        self.line.add(waiter)
         return waiter
 
     def open(self, kind: CapacityKind, places: int, *waiters: Waiter) -> None:
@@ -70,9 +70,9 @@ class Harness:
             if self.places.get(waiter.kind):
                 self.places[waiter.kind] -= 1
                 self.placed.append(waiter.name)  # type: ignore[attr-defined]
-                self.line.leave(waiter)
+                self.line.remove(waiter)
             else:
-                self.line.end_turn(waiter)
+                self.line.pass_turn(waiter)
 
 
 @pytest.mark.slow
@@ -110,8 +110,8 @@ def test_a_request_that_leaves_at_its_turn_passes_it_on() -> None:
     leaving, next = harness.join("leaving"), harness.join("next")
     harness.line.open([PREFILL])
     assert harness.line.is_turn_of(leaving)
-    harness.line.leave(leaving)
-    harness.line.leave(leaving)
+    harness.line.remove(leaving)
+    harness.line.remove(leaving)
     assert harness.line.is_turn_of(next)
     harness.open(PREFILL, 0, next)
     assert harness.placed == ["next"]
@@ -122,9 +122,9 @@ def test_a_request_that_leaves_the_queue_changes_no_order() -> None:
     harness = Harness({PREFILL: 1})
     first, leaving = harness.join("first"), harness.join("leaving")
     harness.line.open([PREFILL])
-    harness.line.leave(leaving)
+    harness.line.remove(leaving)
     assert harness.line.is_turn_of(first)
-    harness.line.end_turn(leaving)
+    harness.line.pass_turn(leaving)
     assert harness.line.is_turn_of(first)
 
 

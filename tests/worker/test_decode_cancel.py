@@ -139,7 +139,7 @@ async def test_time_that_is_over_ends_a_run_in_every_state(state: str) -> None:
 
 @pytest.mark.rule(
     "orphan-cancelled-after-lease",
-    "worker/decode/ownership.py:RunOwnership.detach",
+    "worker/decode/ownership.py:RunOwnership.on_session_end",
     "worker/decode/execution.py:RunExecutor.start_orphan_timer",
 )
 @pytest.mark.slow

@@ -89,7 +89,7 @@ async def test_a_run_migrates_with_its_logprobs() -> None:
 
 
 @pytest.mark.rule(
-    "uncommitted-source-continues", "engine/exports.py:KvTransfers.withdraw", "handoff/sender.py:KvSender._free"
+    "uncommitted-source-continues", "engine/exports.py:KvTransfers.cancel", "handoff/sender.py:KvSender._free"
 )
 async def test_a_run_whose_ticket_is_not_used_continues() -> None:
     work = make_work(10, 200)

@@ -24,7 +24,7 @@ class Listener:
     def __init__(self, feed: PrefixCacheFeed) -> None:
         self.known: set[bytes] = set()
         self._feed = feed
-        feed.begin(self)
+        feed.add_session(self)
 
     def take(self) -> bool:
         update = self._feed.next_update(self)
@@ -88,7 +88,7 @@ def test_many_changes_take_several_heartbeats_and_a_prefix_precedes_its_continua
     feed, hashes = PrefixCacheFeed(blocks_per_heartbeat=3), [block_hash(number) for number in range(8)]
     feed.record(hashes)
     feed.collect()
-    feed.begin("s")
+    feed.add_session("s")
     published = []
     while (part := feed.next_update("s")) is not None:
         assert len(part.published) <= 3 * 8
@@ -98,9 +98,9 @@ def test_many_changes_take_several_heartbeats_and_a_prefix_precedes_its_continua
 
 def test_nothing_is_kept_for_a_session_that_ended() -> None:
     feed = PrefixCacheFeed()
-    feed.begin("s")
-    feed.end("s")
-    feed.end("s")
+    feed.add_session("s")
+    feed.remove_session("s")
+    feed.remove_session("s")
     feed.record([block_hash(1)])
     feed.collect()
     assert feed.next_update("s") is None

@@ -62,7 +62,7 @@ async def test_a_worker_is_registered_with_its_load_until_it_leaves(store: Store
         assert (await store.workers.listing()).present[0].load.running == 1, "from the first instant on"
         harness.load = Load(running=2)
         assert (await present(store, 2)).registration.address == "127.0.0.1:1"
-        await harness.registrar.leave()
+        await harness.registrar.close()
         assert not (await store.workers.listing()).present
     assert not (await store.workers.listing()).present
 
@@ -80,7 +80,7 @@ async def test_a_new_incarnation_ends_the_registration(store: Store) -> None:
     old, new = Harness(store), Harness(store, 2)
     async with old.registrar, new.registrar:
         await eventually(lambda: len(old.lost) == 1)
-        await old.registrar.leave()
+        await old.registrar.close()
         (found,) = (await store.workers.listing()).present
         assert found.registration.peer.incarnation == 2
     assert not new.lost
@@ -143,7 +143,7 @@ async def test_an_outage_is_logged_once_and_the_worker_registers_again_after_it(
                     async with Store(StoreSettings(url, deadline_s=10)) as looking:
                         await present(looking, 7)
                     await eventually(lambda: bool(events(lines, "available again")))
-                    await harness.registrar.leave()
+                    await harness.registrar.close()
     assert len(events(lines, "is unavailable")) == 1
     assert not harness.lost
 
@@ -161,4 +161,4 @@ async def test_a_worker_that_starts_without_redis_registers_when_it_is_available
             with server:
                 async with Store(StoreSettings(url, deadline_s=10)) as looking:
                     await present(looking, 1)
-                await harness.registrar.leave()
+                await harness.registrar.close()

@@ -290,7 +290,7 @@ async def test_a_router_loses_its_session_by_the_age_of_its_oldest_unread_messag
     if reads:
         async with asyncio.timeout(60):
             await written.wait()
-        session.end()
+        session.finish()
         await serving
     else:
         with pytest.raises(Aborted):

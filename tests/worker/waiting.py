@@ -39,4 +39,4 @@ def expire_orphans(manager: DecodeRunManager) -> None:
     """Drop the runs that have no session, as if their lease were over; no other timer is affected."""
     for run in manager.runs:
         if run.owner.orphan_timer is not None:
-            manager.executor.drop(run)
+            manager.executor.forget(run)

@@ -114,8 +114,8 @@ class RunExecutor:
 
     async def _release(self, run: DecodeRun) -> None:
         if run.ticket is not None and run.phase != wire.RunStatus.PHASE_RUNNING and not run.keeps_ticket:
-            self._host.receiver.decline(self._host.transport.source(run.ticket.address), run.ticket)
-        self.migrations.end(run, is_finished=False)
+            self._host.receiver.release(self._host.transport.source(run.ticket.address), run.ticket)
+        self.migrations.release(run, is_finished=False)
         is_done = asyncio.Event()
         output = run.root
         self._host.loop.post(lambda engine: engine.cancel(output.request.id, output.num_cacheable), then=is_done.set)
@@ -131,14 +131,14 @@ class RunExecutor:
             output.truncate()
             output.end = wire.OutputEnd(output=output.index, reason=reason, end_position=output.position)
         run.phase = wire.RunStatus.PHASE_ENDED
-        self.migrations.end(run, is_finished=True)
+        self.migrations.release(run, is_finished=True)
         self._runs.stop_events(run)
         run.stop_timers()
         if run.owner.session is None:
             self.start_orphan_timer(run)
         run.notify.ended()
         if run.is_forgotten:
-            self.drop(run)
+            self.forget(run)
 
     def _on_failure(self, run: DecodeRun, error: BaseException) -> None:
         self.fail(run, wire.Failure(cause=wire.CAUSE_ENGINE, detail=f"{type(error).__name__}: {error}"))
@@ -157,23 +157,23 @@ class RunExecutor:
         """End and forget a run before its output is complete."""
         if run in self._runs and not run.has_ended:
             run.notify.failed(failure)
-            self._remove(run)
+            self._close(run)
 
     def refuse(self, run: DecodeRun, failure: wire.Failure) -> None:
         """End and forget a run that the engine has not started; its ticket stays valid."""
         if run in self._runs and not run.has_ended:
             run.notify.refused(failure)
-            self._remove(run)
+            self._close(run)
 
-    def drop(self, run: DecodeRun) -> None:
+    def forget(self, run: DecodeRun) -> None:
         """Cancel and forget a run, without a message to its owner."""
-        run.detach()
+        run.release_session()
         self.cancel(run, wire.OutputEnd.REASON_CANCELLED)
         self._runs.remove(run)
 
     def start_orphan_timer(self, run: DecodeRun) -> None:
         run.stop_orphan_timer()
-        run.owner.orphan_timer = asyncio.get_running_loop().call_later(self._host.lease_s, self.drop, run)
+        run.owner.orphan_timer = asyncio.get_running_loop().call_later(self._host.lease_s, self.forget, run)
 
     def truncate_cached(self, output: Output, position: int) -> None:
         request = output.request
@@ -185,9 +185,9 @@ class RunExecutor:
             await asyncio.wait(self._tasks.values())
         await self._host.receiver.close()
 
-    def _remove(self, run: DecodeRun) -> None:
-        self.migrations.end(run, is_finished=False)
-        run.detach()
+    def _close(self, run: DecodeRun) -> None:
+        self.migrations.release(run, is_finished=False)
+        run.release_session()
         self._runs.remove(run)
         run.keeps_ticket = True
         self.cancel(run, wire.OutputEnd.REASON_CANCELLED)

@@ -36,7 +36,7 @@ class MigrationSource:
         if run.owner.session is not None and lease is not None and not lease.is_opened:
             run.owner.session.send(wire.WorkerMessage(ticket=run.offer.ticket))
 
-    def withdraw(self, run: DecodeRun) -> None:
+    def cancel(self, run: DecodeRun) -> None:
         run.offer.is_requested = False
         if run.offer.ticket is None:
             return
@@ -44,7 +44,7 @@ class MigrationSource:
             self._fail(run, _migration_failure("the target was lost"))
             return
         failure = wire.Failure(cause=wire.CAUSE_RECLAIMED, detail="the owner withdrew the ticket")
-        self._host.sender.reclaim(run.offer.ticket.id, failure)
+        self._host.sender.cancel(run.offer.ticket.id, failure)
 
     def is_committed(self, run: DecodeRun) -> bool:
         if run.offer.ticket is None:
@@ -52,12 +52,12 @@ class MigrationSource:
         lease = self._host.sender.leases.find(run.offer.ticket.id)
         return lease is None or lease.is_committed
 
-    def end(self, run: DecodeRun, *, is_finished: bool) -> None:
+    def release(self, run: DecodeRun, *, is_finished: bool) -> None:
         """End the offer of a run; if its output ``is_finished``, an open fetch reports that nothing is left."""
         lease = None if run.offer.ticket is None else self._host.sender.leases.find(run.offer.ticket.id)
         if lease is not None and not (is_finished and lease.is_opened):
             failure = wire.Failure(cause=wire.CAUSE_RECLAIMED, detail="the run has ended at its source")
-            self._host.sender.reclaim(lease.ticket.id, failure)
+            self._host.sender.cancel(lease.ticket.id, failure)
 
     def on_lease_end(self, lease: Lease) -> None:
         output = self._runs.by_sequence.get(lease.sequence)

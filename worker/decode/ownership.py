@@ -1,7 +1,7 @@
 """Owners of runs: the session that gets a run's messages, and orphans. The engine is reached through
 `RunExecutor`.
 
-A run whose session ended is an orphan: dropped one lease later, unless its router returns or another adopts it.
+A run whose session ended is an orphan: forgotten one lease later, unless its router returns or another adopts it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RunOwnership:
     ) -> wire.RunStatus:
         if run.owner.session is not session:
             run.notify.superseded(ref.epoch)
-            run.detach()
+            run.release_session()
             run.attach(session)
         run.ref.epoch = ref.epoch
         run.stop_orphan_timer()
@@ -42,12 +42,12 @@ class RunOwnership:
     def catch_up(self, run: DecodeRun, resume: Iterable[wire.ResumePosition]) -> None:
         run.notify.catch_up(resume, self._executor.step)
         if run.offer.ticket is not None and run.offer.ticket.run.epoch != run.ref.epoch:
-            self._executor.migrations.withdraw(run)
+            self._executor.migrations.cancel(run)
 
-    def detach(self, session: RouterSession) -> None:
+    def on_session_end(self, session: RouterSession) -> None:
         for run in self._runs:
             if run.owner.session is session:
-                run.detach()
+                run.release_session()
                 self._executor.start_orphan_timer(run)
 
     def orphans_of(self, router: wire.Peer) -> list[DecodeRun]:
@@ -60,11 +60,11 @@ class RunOwnership:
         return [run.ticket.id for run in runs if run.ticket is not None]
 
     def on_new_epoch(self, ref: wire.Run) -> None:
-        """Drop the attempts that the new owner does not name."""
+        """Forget the attempts that the new owner does not name."""
         for run in self._runs:
             if run.ref.request == ref.request and run.key != key_of(ref):
                 self.supersede(run, ref.epoch)
 
     def supersede(self, run: DecodeRun, epoch: int) -> None:
         run.notify.superseded(epoch)
-        self._executor.drop(run)
+        self._executor.forget(run)

@@ -71,7 +71,7 @@ class DecodeRun:
         self.keeps_ticket = False  # the ticket stays valid for another worker
         self.offer = MigrationOffer()
         self.cancel_reason: wire.OutputEnd.Reason | None = None  # set: the run is being cancelled
-        self.is_forgotten = False  # before its end: drop the run as soon as the end is sent
+        self.is_forgotten = False  # before its end: forget the run as soon as the end is sent
         self.deadline: asyncio.TimerHandle | None = None
         self.due = math.inf  # the deadline, by time.monotonic
         self.notify = RunNotifier(self)
@@ -102,12 +102,12 @@ class DecodeRun:
         )
 
     def attach(self, session: RouterSession) -> None:
-        """Attach the run to a session; it must be detached."""
+        """Attach the run to a session; it must have none."""
         self.owner.session, self.owner.router = session, session.router
         for output in self.outputs:
             output.slot = session.take_slot()
 
-    def detach(self) -> None:
+    def release_session(self) -> None:
         session, self.owner.session = self.owner.session, None
         if session is not None:
             for output in self.outputs:

@@ -90,7 +90,7 @@ class DecodeRunManager:
             return
         self.ownership.ensure_attached(run, session, migrate.run)
         if migrate.withdrawn:
-            self.executor.migrations.withdraw(run)
+            self.executor.migrations.cancel(run)
         elif not run.has_ended and run.cancel_reason is None:
             self._offer(run)
 
@@ -108,7 +108,7 @@ class DecodeRunManager:
         if run is None:
             return
         if run.has_ended or self.executor.migrations.is_committed(run):
-            self.executor.drop(run)
+            self.executor.forget(run)
         else:
             run.is_forgotten = True
             self.executor.cancel(run, wire.OutputEnd.REASON_CANCELLED)
@@ -147,5 +147,5 @@ class DecodeRunManager:
     async def close(self) -> None:
         self.runs.clear_tombstones()
         for run in self.runs:
-            self.executor.drop(run)
+            self.executor.forget(run)
         await self.executor.close()

@@ -75,13 +75,13 @@ class DecodeService(services.DecodeServicer):
         await self.run_manager.runs.wait_empty()
         self._is_drained = True
         for session in self._sessions.values():
-            session.end()
+            session.finish()
 
     async def close(self) -> None:
         """End all sessions and runs; the engine must still run."""
         self._is_drained = True
         for session in self._sessions.values():
-            session.end(_draining_error())
+            session.close(_draining_error())
         await self.run_manager.close()
 
     # -- a session begins and ends ------------------------------------------------------------------------------
@@ -100,17 +100,17 @@ class DecodeService(services.DecodeServicer):
         session = RouterSession(hello.router, self._make_heartbeat, self._session_limits)
         older = self._sessions.get(hello.router.id)
         self._sessions[hello.router.id] = session
-        self._host.cache.begin(session)
+        self._host.cache.add_session(session)
         if older is not None:
-            older.end(Aborted(Reason.SUPERSEDED, "a newer session of this router is open"))
-            self.run_manager.ownership.detach(older)
+            older.close(Aborted(Reason.SUPERSEDED, "a newer session of this router is open"))
+            self.run_manager.ownership.on_session_end(older)
         return session
 
     def _close_session(self, session: RouterSession) -> None:
-        self._host.cache.end(session)
+        self._host.cache.remove_session(session)
         if self._sessions.get(session.router.id) is session:
             del self._sessions[session.router.id]
-        self.run_manager.ownership.detach(session)
+        self.run_manager.ownership.on_session_end(session)
 
     def _welcome(self, session: RouterSession, hello: wire.Hello) -> None:
         host, manager = self._host, self.run_manager

@@ -64,13 +64,15 @@ class RouterSession:
         self._outgoing.put_nowait((self._ticks, message))
         if self._outgoing.qsize() > self._limits.max_unread:
             detail = f"the router left more than {self._limits.max_unread} messages unread"
-            self.end(Aborted(Reason.QUEUE_FULL, detail))
+            self.close(Aborted(Reason.QUEUE_FULL, detail))
 
-    def end(self, error: ServiceError | None = None) -> None:
-        """End the session: with ``error`` at once, else after the queued messages."""
-        if error is None:
-            self._outgoing.put_nowait(None)
-        elif not self._ended.is_set():
+    def finish(self) -> None:
+        """Close the session after the queued messages."""
+        self._outgoing.put_nowait(None)
+
+    def close(self, error: ServiceError) -> None:
+        """Close the session at once, with ``error``; the first counts."""
+        if not self._ended.is_set():
             self._error = error
             self._ended.set()
 
@@ -137,7 +139,7 @@ class RouterSession:
                 self._write_tick is not None
                 and (self._ticks - self._write_tick) * limits.heartbeat_s > limits.max_unread_s
             ):
-                self.end(Aborted(Reason.QUEUE_FULL, f"the router read nothing for {limits.max_unread_s:g} s"))
+                self.close(Aborted(Reason.QUEUE_FULL, f"the router read nothing for {limits.max_unread_s:g} s"))
 
     @property
     def is_lost(self) -> bool:

@@ -81,7 +81,7 @@ class PrefillExecutor:
 
         def on_answer() -> None:
             for rejection in rejections:
-                run.stop(rejection)
+                run.cancel(rejection)
 
         rejections: list[RequestRejected] = []
         self._host.loop.post(add, then=on_answer)
@@ -96,7 +96,7 @@ class PrefillExecutor:
         self.queue.remove(run)
         # The ticket of a finished sequence stays: a late fetch is answered that nothing is left.
         if run.ticket is not None and run.finished is None:
-            self._host.sender.reclaim(run.ticket.id, failure or wire.Failure(cause=wire.CAUSE_RECLAIMED))
+            self._host.sender.cancel(run.ticket.id, failure or wire.Failure(cause=wire.CAUSE_RECLAIMED))
         if run.is_admitted:
             self._host.loop.post(lambda engine: engine.cancel(run.id))
 
@@ -106,6 +106,6 @@ class PrefillExecutor:
 
     async def close(self) -> None:
         for run in self.queue:
-            run.stop(PrefillFailed.because(wire.CAUSE_RECLAIMED, "the worker stops"))
+            run.cancel(PrefillFailed.because(wire.CAUSE_RECLAIMED, "the worker stops"))
         if self._tasks:
             await asyncio.wait(self._tasks)

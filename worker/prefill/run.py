@@ -1,4 +1,4 @@
-"""A prefill run. Steps, leases and calls record facts or `stop` it; only `PrefillExecutor` decides what follows."""
+"""A prefill run. Steps, leases and calls record facts or `cancel` it; only `PrefillExecutor` decides what follows."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class PrefillRun:
         return self.is_parked or self.finished is not None
 
     async def until(self, reached: Callable[[], bool]) -> None:
-        """Wait for a fact. Raises the error of `stop` unless the fact came first."""
+        """Wait for a fact. Raises the error of `cancel` unless the fact came first."""
         while not reached():
             if self.error is not None:
                 raise self.error
@@ -77,7 +77,7 @@ class PrefillRun:
     def wake(self) -> None:
         self._changed.set()
 
-    def stop(self, error: PrefillFailed | RequestRejected | StaleOwner) -> None:
+    def cancel(self, error: PrefillFailed | RequestRejected | StaleOwner) -> None:
         """End the run at its next wait. The first error counts."""
         self.error = self.error or error
         self.wake()

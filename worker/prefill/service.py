@@ -73,7 +73,7 @@ class PrefillService(services.PrefillServicer):
 
     def _on_call_end(self, run: PrefillRun) -> None:
         if not self._has_open_fetch(run):
-            run.stop(PrefillFailed.because(wire.CAUSE_OWNER_LOST, "the call broke"))
+            run.cancel(PrefillFailed.because(wire.CAUSE_OWNER_LOST, "the call broke"))
 
     def _has_open_fetch(self, run: PrefillRun) -> bool:
         lease = self._host.sender.leases.find(run.ticket.id) if run.ticket else None
@@ -107,7 +107,7 @@ class PrefillService(services.PrefillServicer):
 
     def _on_finished(self, run: PrefillRun, finished: SequenceFinished) -> None:
         if finished.reason in (FinishReason.FAILED, FinishReason.CANCELLED):
-            run.stop(PrefillFailed.because(wire.CAUSE_ENGINE, finished.detail or "ended by the engine"))
+            run.cancel(PrefillFailed.because(wire.CAUSE_ENGINE, finished.detail or "ended by the engine"))
         else:
             run.finished = finished
             run.wake()
@@ -118,13 +118,13 @@ class PrefillService(services.PrefillServicer):
             return
         if lease.failure is not None:
             _log.warning("lease ended without a release", request_id=lease.ticket.run.request, opened=lease.is_opened)
-            run.stop(PrefillFailed(lease.failure))
+            run.cancel(PrefillFailed(lease.failure))
         elif run.is_parked:
             run.is_released = True
             run.wake()
         else:
             detail = "the receiver released the cache before the first token"
-            run.stop(PrefillFailed.because(wire.CAUSE_PEER_LOST, detail, lease.receiver))
+            run.cancel(PrefillFailed.because(wire.CAUSE_PEER_LOST, detail, lease.receiver))
 
     def _on_new_owner(self, ref: wire.Run) -> None:
         for run in self._runs:
@@ -133,8 +133,8 @@ class PrefillService(services.PrefillServicer):
                 if self._has_open_fetch(run):
                     run.close(superseded=superseded)
                 else:
-                    run.stop(StaleOwner(superseded))
+                    run.cancel(StaleOwner(superseded))
 
     def _on_crash(self, stopped: EngineStopped) -> None:
         for run in self._runs:
-            run.stop(PrefillFailed.because(wire.CAUSE_ENGINE, str(stopped)))
+            run.cancel(PrefillFailed.because(wire.CAUSE_ENGINE, str(stopped)))

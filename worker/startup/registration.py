@@ -52,9 +52,9 @@ class Registrar:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.leave()
+        await self.close()
 
-    async def leave(self) -> None:
+    async def close(self) -> None:
         """Remove the registration if Redis is available; idempotent."""
         await self._renewal_task.close()
         registration, self._handle = self._handle, None

@@ -163,7 +163,7 @@ def test_a_command_that_reads_a_sequence_commits_the_step_in_flight(command: str
         assert commit is not None
         assert commit.computed == 9
         assert len(commit.output) == 5
-        engine.transfers.withdraw("a")
+        engine.transfers.cancel("a")
     assert len(log["a"].tokens) == 4, "a command emits nothing"
     run(engine, log=log)
     same_output_as_alone(log["a"], run_alone(request))
