@@ -31,6 +31,12 @@ from decant.engine.transfer import Checksum, default_checksum
 
 
 class Engine:
+    """Computes tokens for sequences, a step at a time.
+
+    It owns the sequences, the block pool, the scheduler and the transfers, and calls the device once a step.
+    ``EngineLoop`` calls it on its own thread; tests and benchmarks call it directly.
+    """
+
     def __init__(
         self,
         device: Device,

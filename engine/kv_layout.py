@@ -75,6 +75,8 @@ def longest_sequence(windows: Sequence[Window], num_blocks: int, block_size: int
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
+    """KV heads and dimensions of one layer, and the window of tokens that its attention sees."""
+
     kv_heads: int
     key_dim: int
     value_dim: int
@@ -93,6 +95,12 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class KvLayout:
+    """How the KV of all layers lies in a block, and which layers share a block table.
+
+    Computed once from the model. The store allocates by it, the pool takes its windows and the scheduler its block
+    size; two workers exchange blocks only if theirs are equal.
+    """
+
     layers: tuple[LayerSpec, ...]
     block_size: int
     itemsize: int

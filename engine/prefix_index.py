@@ -27,6 +27,12 @@ class CachedPrefix(NamedTuple):
 
 
 class PrefixIndex:
+    """Finds cached blocks by the hash of their tokens, for each cache group.
+
+    The block pool owns it, publishes filled blocks and removes evicted ones; the scheduler asks it for the longest
+    prefix. The worker reports its changes to routers.
+    """
+
     def __init__(self, block_size: int, windows: Sequence[Window]) -> None:
         self._block_size = block_size
         self._windows = windows

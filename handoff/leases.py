@@ -25,6 +25,11 @@ keeps its sequence.
 
 @dataclass(slots=True)
 class Lease:
+    """A ticket's lease: which sequence it keeps, its timer, and how far its fetch has come.
+
+    The lease table makes and ends it, and the sender marks its progress; others read it.
+    """
+
     ticket: wire.Ticket
     sequence: str
     timer: asyncio.TimerHandle

@@ -38,6 +38,8 @@ _POSITION = struct.Struct("<QIIIII")
 
 @dataclass(frozen=True, slots=True)
 class TransferLayout:
+    """Sizes of blocks and messages of a transfer. Both ends must have equal ones, which the layout hash ensures."""
+
     block_size: int
     block_bytes: int
     layout_hash: int

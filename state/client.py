@@ -26,6 +26,11 @@ _REFUSED = (
 
 
 class Client:
+    """Commands to one Redis, with a deadline for each and errors of `state.errors` alone.
+
+    `Store` makes one for writes and one for reads; every other class of this package sends its commands by it.
+    """
+
     def __init__(self, url: str, deadline_s: float, max_connections: int, ages: ConnectionAges | None = None) -> None:
         """Make a client; `deadline_s` of a call includes the wait for a connection; clients of a store share `ages`."""
         self._deadline_s = deadline_s

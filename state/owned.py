@@ -16,6 +16,8 @@ from decant.state.logprobs import Logprobs
 
 @dataclass(frozen=True)
 class StoredRequest:
+    """A request as the store has it: its record, and the entries of its journal from the first that was asked for."""
+
     key: RequestKey
     epoch: int
     attempt: int

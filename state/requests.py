@@ -45,6 +45,12 @@ WriteFailure = Displaced | StoreFault
 
 
 class Requests:
+    """Requests and their journals in Redis: acceptance, writes of their owner, reads, adoption and cancellation.
+
+    Each write names epoch and length, so that repeating it is safe, and one of a superseded owner fails. The router's
+    executions and the journal writer call it; workers never do.
+    """
+
     def __init__(
         self,
         client: Client,

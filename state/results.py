@@ -45,6 +45,8 @@ class RetainedResults:
 
 
 class Results:
+    """Ended requests that the store keeps for readers, and the limit of their memory, beyond which the oldest go."""
+
     def __init__(self, client: Client, ttls: Ttls) -> None:
         self._client = client
         self._ended_ms = round(ttls.ended_s * 1000)

@@ -130,6 +130,11 @@ class _Parts:
 
 
 class Worker:
+    """A worker's process: serves while the model loads, opens the services on its engine, registers, and drains.
+
+    The server calls it at start, drain and end; it owns everything that it opens, on one exit stack.
+    """
+
     def __init__(
         self, settings: WorkerSettings, role: wire.Role, load_device: LoadDevice, stack: AsyncExitStack
     ) -> None:

@@ -70,6 +70,8 @@ class FixedBuffer:
 
 
 class Staging:
+    """Copies the small arrays of a step to the GPU, through pinned memory, without waiting for it."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 

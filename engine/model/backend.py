@@ -106,6 +106,12 @@ class Backend(Protocol):
 
 
 class TorchBackend:
+    """The backend for any device of PyTorch: its operators as they are.
+
+    A backend makes what a device computes differently: prepared weights, store, runner, attention and sampler. The CPU
+    and CUDA backends extend this one; ``choose_backend`` picks one for ``loading``.
+    """
+
     dtypes = frozenset({torch.bfloat16, torch.float16, torch.float32})
     exact: frozenset[str] = frozenset()
     block_size = BLOCK_SIZE

@@ -12,6 +12,12 @@ PREFAULT_BYTES = 256 << 20
 
 
 class KvStore:
+    """The KV memory of a model: one tensor of blocks, and the views that attention kernels use.
+
+    A backend makes it once, when the model is loaded. The runner's attention writes and reads tokens by slot; handoffs
+    copy whole blocks. Which sequence has a block is known to ``BlockPool`` alone.
+    """
+
     def __init__(self, layout: KvLayout, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         if num_blocks < 1:
             raise InvalidConfig(

@@ -24,6 +24,12 @@ NOT_FINITE = "the model's logits are not finite"
 
 
 class ModelRunner:
+    """Runs a step's plan on a model of Hugging Face: flattens the rows, calls the model once, and samples.
+
+    It owns no state between steps: the KV is in the ``KvStore``, and sampling draws from the request's seed and
+    position. The engine calls it through ``ModelDevice``, and the probe for its trial. Backends replace parts of it.
+    """
+
     overlaps_steps = False
 
     def __init__(

@@ -29,6 +29,11 @@ class TopToken(NamedTuple):
 
 
 class Sampler:
+    """Draws the next token of each row from its logits, by the sampling parameters of its request.
+
+    It has no state: a row's draw depends on its seed, output and position alone. Runners call it once a step.
+    """
+
     def __init__(self, scores_at_once: int | None = None) -> None:
         self._scores_at_once = scores_at_once
 

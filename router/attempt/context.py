@@ -21,6 +21,11 @@ from decant.state.owned import OwnedRequest, StoredRequest
 
 @dataclass(slots=True)
 class AttemptContext:
+    """What the attempts of one request share: its stream, its record, and what earlier attempts have shown.
+
+    The execution owns it and changes it between attempts; attempts read it for placement and for messages to workers.
+    """
+
     stream: TokenStream
     owned: OwnedRequest
     excluded_workers: set[Incarnation] = field(default_factory=set)

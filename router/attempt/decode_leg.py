@@ -20,6 +20,11 @@ class DecodeLegOwner(LegOwner, Protocol):
 
 
 class DecodeLeg(Leg):
+    """The run on one decode worker: its start or adoption, its frames and its end, and the offer of a draining worker.
+
+    `Attempt` makes it, and `Migration` the one of a target. The worker's session reports to it.
+    """
+
     _owner: DecodeLegOwner
 
     def __init__(

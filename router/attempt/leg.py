@@ -33,6 +33,12 @@ class LegOwner(Protocol):
 
 
 class Leg(ABC):
+    """One worker's part of an attempt: the reports of its run, its first failure, and what it holds at the worker.
+
+    An attempt makes it, waits for its milestones by `Legs`, and closes it. Sessions and calls report to its ``on_``
+    methods, which record and wake the attempt, and decide nothing.
+    """
+
     def __init__(self, context: AttemptContext, pool: WorkerPool, worker: WorkerHandle, owner: LegOwner) -> None:
         self.worker = worker
         self.started_at = asyncio.get_running_loop().time()

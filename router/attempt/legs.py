@@ -21,7 +21,11 @@ _T = TypeVar("_T")
 
 
 class Legs:
-    """All legs that an attempt began, and the place where it waits for them. Messages of workers only ``wake`` it."""
+    """All legs that an attempt began, and the one place where it waits for them.
+
+    `Attempt`, `Migration` and the recorder's callers wait here: for a milestone, for a worker with capacity, or for the
+    output's end. Messages of workers only ``wake`` it; a leg's failure is raised by the wait that needs that leg.
+    """
 
     def __init__(self, context: AttemptContext) -> None:
         self._stream = stream = context.stream

@@ -17,6 +17,11 @@ _log = logs.get(__name__)
 
 
 class PrefillLeg(Leg):
+    """The prompt's computation on one worker: a Prefill call, a ticket and its renewal, and the first tokens.
+
+    `Attempt` makes it; the call and the worker's session report to it.
+    """
+
     def __init__(
         self,
         context: AttemptContext,

@@ -35,6 +35,12 @@ async def _ignore() -> None:
 
 
 class RequestRegistry:
+    """Entry to the requests of this router: begin, resume, cancel, read, take over and drain.
+
+    It owns no request itself: the table has the executions, and `Adoptions` brings in those of other routers. The API's
+    services call it for clients, recovery calls it for dead routers, and the process for its drain.
+    """
+
     def __init__(self, router: RouterServices) -> None:
         self.executions = ExecutionTable(router)
         self.is_draining = False

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RouterServices:
+    """The parts of a router that all its executions use; made once, by the router's process."""
+
     peer: wire.Peer
     settings: RouterSettings
     admission: AdmissionControl

@@ -30,6 +30,8 @@ def reported_hashes(prompt: bytes, salt: bytes, block_size: int) -> array[int]:
 
 
 class PromptBlocks:
+    """Block hashes of one prompt, computed once for each block size, to find workers that have its prefix cached."""
+
     def __init__(self, request: wire.EngineRequest) -> None:
         self._request = request
         self._hashes: dict[int, array[int]] = {}
@@ -66,6 +68,12 @@ class PromptBlocks:
 
 
 class PrefixIndex:
+    """Which workers have which blocks in their prefix caches, by the hash of the block's tokens.
+
+    The membership owns one for each model, and each worker's load writes its own bit. Placement looks up a prompt once
+    for all workers.
+    """
+
     def __init__(self) -> None:
         self.block_sizes = Counter[int]()
         self._holders: dict[int, int] = {}  # bit n: worker n has the block

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
+    """Why an output is complete, as its client gets it."""
+
     reason: pb.FinishReason
     eos_token_id: int | None = None
     stop_token_id: int | None = None

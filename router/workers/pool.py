@@ -22,6 +22,12 @@ from decant.state.ids import Incarnation
 
 
 class WorkerPool:
+    """All workers that this router knows, with the requests that wait for them.
+
+    It owns the membership, the renewals of tickets, and the waiting line of each model. Placement queries it, attempts
+    take workers from it, and sessions report heartbeats to it, by which it wakes requests that wait for capacity.
+    """
+
     def __init__(
         self,
         router: wire.Peer,

@@ -122,6 +122,8 @@ class RunSubscription:
 
 
 class RunTable:
+    """The runs of one session: by key for messages, and by slot for frames. `SessionRuns` owns it."""
+
     def __init__(self) -> None:
         self.by_slot: dict[int, OutputSubscription] = {}
         self.incomplete: set[OutputSubscription] = set()

@@ -15,7 +15,11 @@ from decant.router.workers.session import WorkerSession
 
 
 class WorkerHandle:
-    """A known worker; ``generation`` is that of its channel's TLS files."""
+    """A worker that the directory lists: its registration, session, load and rates, until it has gone.
+
+    ``WorkerMembership`` makes and closes it; placement takes snapshots of it, and legs use its session and load.
+    ``generation`` is that of its channel's TLS files.
+    """
 
     def __init__(
         self,

@@ -35,7 +35,10 @@ class State(Enum):
 
 
 class Readiness:
-    """State of a process, for the event loop's thread only."""
+    """State of a process, for the event loop's thread only.
+
+    Health checks and the admin port report it; the process's parts change it when they start, drain or fail.
+    """
 
     def __init__(self) -> None:
         self.state = State.STARTING

@@ -91,6 +91,11 @@ def freeze_gc() -> None:
 
 
 class Server:
+    """The gRPC server of a process, with what each owes: health, reflection, errors, metrics, TLS and a drain.
+
+    The router's and the workers' ``main`` make one and give it their services; its shutdown ends the process.
+    """
+
     def __init__(
         self, services: Sequence[Service], settings: ServerSettings, readiness: Readiness, registry: Registry
     ) -> None:

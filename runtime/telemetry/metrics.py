@@ -47,6 +47,10 @@ class PromptSource(StrEnum):
 
 
 class Registry:
+    """Metrics of a process, and the pages of its admin port. Each part registers its own; the admin server renders
+    them.
+    """
+
     def __init__(self, *, process: bool = True) -> None:
         # Creation times would double the number of series, and no dashboard uses them.
         disable_created_metrics()

@@ -29,7 +29,11 @@ from decant.worker.wire_codec import RequestRejected, end_reason, logprobs_from_
 
 
 class RunExecutor:
-    """Executor of runs. Cancel all of them before ``close``, which waits for them."""
+    """Runs decode runs: a coroutine each, from admission to the end, and what interrupts it.
+
+    `DecodeRunManager` starts, cancels and forgets runs by it; ownership does so for those without a router. Cancel all
+    runs before ``close``, which waits for them.
+    """
 
     def __init__(self, host: EngineHost, runs: RunTable) -> None:
         self.admission = DecodeAdmission(host)

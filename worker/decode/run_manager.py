@@ -20,7 +20,10 @@ from decant.worker.wire_codec import RequestRejected
 
 
 class DecodeRunManager:
-    """The caller checks that the sender of a message owns the request."""
+    """Entry to the decode runs: applies each command of a router, and each event of the engine, to its run.
+
+    `DecodeService` calls it for a session's messages, after it has checked that their sender owns the request.
+    """
 
     def __init__(self, host: EngineHost) -> None:
         self.runs = RunTable(host.epochs)

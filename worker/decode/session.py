@@ -36,6 +36,12 @@ _log = logs.get(__name__)
 
 
 class RouterSession:
+    """One router's session at this worker: a queue of messages to it, its heartbeats, and the slots of its runs.
+
+    `DecodeService` makes it for a call and closes it. Runs send by it; it ends by itself if its router reads too
+    slowly.
+    """
+
     def __init__(
         self,
         router: wire.Peer,

@@ -22,6 +22,10 @@ from decant.worker.wire_codec import RequestRejected
 
 
 class PrefillExecutor:
+    """Runs prefill runs, a coroutine each, which alone decides what follows. `PrefillService` starts and cancels
+    runs.
+    """
+
     def __init__(self, host: EngineHost) -> None:
         self.queue = PrefillQueue(host)
         self._host = host

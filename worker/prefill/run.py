@@ -29,7 +29,11 @@ class StaleOwner(Exception):
 
 @dataclass(slots=True, eq=False)
 class PrefillRun:
-    """Facts of a run; call `wake` after a change."""
+    """Facts of a prompt's run, and the events for its call.
+
+    `PrefillService` records what steps and leases report, and `PrefillExecutor` waits for it; call `wake` after a
+    change.
+    """
 
     ref: wire.Run
     request: Request  # ``request.id`` identifies the sequence in the engine
