@@ -102,11 +102,13 @@ class WorkerSession:
 
     def close_run(self, run: RunSubscription, cancel: wire.Cancel) -> None:
         """Cancel a run in any state; its listener gets no more events."""
-        self._runs.close_run(run, cancel)
+        if self._runs.table.remove(run):
+            self._outgoing.cancel(cancel)
 
     def forget(self, run: RunSubscription) -> None:
         """Let the worker forget a run that another worker has, with all its tokens."""
-        self._runs.forget(run)
+        if self._runs.table.remove(run):
+            self._outgoing.forget(run.run)
 
     def migrate(self, message: wire.Migrate) -> None:
         if self.is_open:

@@ -25,14 +25,6 @@ class SessionRuns:
     def owned(self) -> list[wire.Hello.Owned]:
         return [run.owned() for run in self.table]
 
-    def close_run(self, run: RunSubscription, cancel: wire.Cancel) -> None:
-        if self.table.remove(run):
-            self._outgoing.cancel(cancel)
-
-    def forget(self, run: RunSubscription) -> None:
-        if self.table.remove(run):
-            self._outgoing.forget(run.run)
-
     # What happens to all runs
 
     def on_welcome(self, welcome: wire.Welcome, hello_runs: Collection[RunKey]) -> None:

@@ -191,7 +191,7 @@ async def test_a_start_that_never_arrived_is_sent_again_and_one_that_did_has_fai
         await until(lambda: len(unanswered.stream.outputs[0].tokens) == 2)
         await until(lambda: known.events and isinstance(known.events[-1], wire.Failed))
         assert known.events[-1].failure.cause == wire.CAUSE_UNKNOWN_RUN
-        opened._runs.close_run(
+        opened.close_run(
             unanswered.following, wire.Cancel(run=unanswered.following.run, reason=wire.Cancel.REASON_CLIENT)
         )
 
@@ -223,7 +223,7 @@ async def test_a_cancel_while_no_session_is_open_reaches_the_worker_with_the_nex
         worker.break_session()
         await until(lambda: len(worker.hellos) == 2 if is_greeted else not opened.is_open)
         cancel = wire.Cancel(run=run.following.run, reason=wire.Cancel.REASON_STOP_STRING, end_position=4)
-        opened._runs.close_run(run.following, cancel)
+        opened.close_run(run.following, cancel)
         worker.script.refuse_sessions = False
         worker.go.set()
         await until(lambda: worker.cancels)
