@@ -37,7 +37,6 @@ class PrefillLeg(Leg):
         self._ticket_has_receiver = False
         self._recorder = recorder
         self.has_first_tokens = False
-        self._call_end: Exception | None = None
         self._first_positions = {output.index: output.position for output in context.unfinished}
         self._reservation = worker.load.reserve(context.prefix, context.num_tokens, computes_prompt=True)
         worker.session.dependents.add(self)
@@ -46,7 +45,9 @@ class PrefillLeg(Leg):
     @property
     def failure(self) -> Exception | None:
         """First failure. The end of the call is one unless a decode worker has the ticket: it may have the KV cache."""
-        return self._failure or (None if self._ticket_has_receiver else self._call_end)
+        if self._failure is None and self.is_over and not self._ticket_has_receiver:
+            return self._error(wire.CAUSE_PEER_LOST, "the prefill call ended without a final event")
+        return self._failure
 
     @property
     def can_report(self) -> bool:
@@ -119,7 +120,6 @@ class PrefillLeg(Leg):
         self.is_over = True
         self._release()
         if broken is None:
-            self._call_end = self._error(wire.CAUSE_PEER_LOST, "the prefill call ended without a final event")
             self._owner.wake()
         elif broken.reason is Reason.DRAINING:
             self._fail(NoCapacity(self))

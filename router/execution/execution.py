@@ -110,7 +110,7 @@ class Execution:
         return self.stream.trace.scheduled_at is not None
 
     async def run(self) -> None:
-        end: Finish | ServiceError = Internal()  # of a bug
+        end: Finish | ServiceError | None = None
         reason = wire.Cancel.REASON_ATTEMPT
         try:
             async with asyncio.timeout(self._request.deadline.remaining()) as limit:
@@ -135,7 +135,7 @@ class Execution:
         except ServiceError as error:
             end = error
         finally:
-            self.close(end, reason)
+            self.close(Internal() if end is None else end, reason)  # None: a bug
 
     def close(self, end: Finish | ServiceError, reason: wire.Cancel.Reason = wire.Cancel.REASON_ATTEMPT) -> None:
         """Release everything, wake the reader, and send workers a cancel with ``reason``. The first call counts."""
