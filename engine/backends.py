@@ -37,17 +37,12 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def make_backend(device: torch.device, cuda_kernels: CudaKernels = "none", exact: bool = False) -> Backend:
+def make_backend(device: torch.device, cuda_kernels: CudaKernels = "auto", exact: bool = False) -> Backend:
     """Make the backend of a device. With ``exact``, its rows have the same bits in any batch. Raises InvalidConfig."""
-    if cuda_kernels == "triton":
-        if device.type != "cuda":
-            raise InvalidConfig("cuda_kernels", f"none on the device {device}", cuda_kernels)
-        if find_spec("triton") is None:
-            raise InvalidConfig("cuda_kernels", "none without the package triton (extra cuda)", cuda_kernels)
-        if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
-            have, need = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))
-            limit = f"none on a GPU of compute capability {have}: triton needs {need}"
-            raise InvalidConfig("cuda_kernels", limit, cuda_kernels)
+    limit = triton_limit(device)
+    if cuda_kernels == "triton" and limit is not None:
+        raise InvalidConfig("cuda_kernels", limit, cuda_kernels)
+    if cuda_kernels != "none" and limit is None:
         from decant.engine.cuda.backend import CudaBackend
 
         return CudaBackend(device, exact=exact)
@@ -56,5 +51,18 @@ def make_backend(device: torch.device, cuda_kernels: CudaKernels = "none", exact
 
         return make_cpu_backend()
     if exact:
-        raise InvalidConfig("exact", "off on a CUDA device without cuda_kernels triton", exact)
+        reason = "cuda_kernels none" if limit is None else limit
+        raise InvalidConfig("exact", f"off on a CUDA device without triton ({reason})", exact)
     return TorchBackend(device)
+
+
+def triton_limit(device: torch.device) -> str | None:
+    """Return the values of ``cuda_kernels`` that a device leaves, if triton's kernels can't run on it."""
+    if device.type != "cuda":
+        return f"none on the device {device}"
+    if find_spec("triton") is None:
+        return "none without the package triton (extra cuda)"
+    if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
+        have, need = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))
+        return f"none on a GPU of compute capability {have}: triton needs {need}"
+    return None

@@ -45,7 +45,7 @@ class WorkerSettings(MemberSettings):
         default=None,
         ge=1,
         le=128,
-        description=f"tokens in a block, a power of two; unset: {BLOCK_SIZE}, or 64 with cuda_kernels triton",
+        description=f"tokens in a block, a power of two; unset: {BLOCK_SIZE}, or 64 with triton on CUDA",
     )
     step_ms: int = Field(
         default=round(_LIMITS.step_seconds * 1000),
@@ -66,14 +66,14 @@ class WorkerSettings(MemberSettings):
     kernels: Build = Field(
         default="auto", description="build of the CPU kernels; none: torch alone; auto: the best one for this CPU"
     )
-    cuda_kernels: Literal["none", "triton"] = Field(
-        default="none",
-        description="kernels of a CUDA device; none: torch alone; triton: EXPERIMENTAL, never run on a GPU, torch "
-        "replaces those that fail a trial at start",
+    cuda_kernels: Literal["auto", "none", "triton"] = Field(
+        default="auto",
+        description="kernels of a CUDA device; none: torch alone; triton: own kernels, of which torch replaces those "
+        "that fail a trial at start; auto: triton where it is installed and supports the GPU",
     )
     exact: bool = Field(
         default=False,
-        description="on CUDA with cuda_kernels triton: EXPERIMENTAL, compute a sequence with the same bits in any "
+        description="on CUDA with triton: EXPERIMENTAL, compute a sequence with the same bits in any "
         "batch, as on a CPU, so that a failover continues it exactly",
     )
     handoff: Literal["grpc", "nixl"] = Field(

@@ -19,7 +19,7 @@ from decant.engine.model.sampler import Sampler
 from decant.engine.model.step_batch import FlatBatch, Ints, flatten
 from decant.engine.plan import Device, DeviceMemory, Row
 
-CudaKernels = Literal["none", "triton"]
+CudaKernels = Literal["auto", "none", "triton"]
 
 PARTS = frozenset({"linear", "attention", "elementwise", "sampler"})
 """Parts of a step in which a row's bits may depend on the other rows."""

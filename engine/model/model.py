@@ -45,7 +45,7 @@ class ModelConfig:
     kv_bytes        None: what a GPU has left, in the memory of the host ``HOST_KV_BYTES``
     block_size      in tokens: a power of two of at most 128; None: what the backend's kernels are fastest with
     eos_token_ids   tokens that end a sequence; those outside the vocabulary are dropped
-    cuda_kernels    "none": torch alone; "triton": own kernels, never run on a GPU
+    cuda_kernels    "none": torch alone; "triton": own kernels; "auto": own kernels where triton runs
     exact           on CUDA: only kernels that give a row the same bits in any batch; a CPU has no others
     step_sizes      the largest steps, for which a GPU keeps memory if ``kv_bytes`` is None
     """
@@ -58,7 +58,7 @@ class ModelConfig:
     kv_bytes: int | None = None
     block_size: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
-    cuda_kernels: CudaKernels = "none"
+    cuda_kernels: CudaKernels = "auto"
     exact: bool = False
     step_sizes: StepSizes = field(default_factory=StepSizes)
 

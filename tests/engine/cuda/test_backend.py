@@ -190,10 +190,13 @@ def test_a_sampler_that_fails_its_trial_is_replaced_by_torch(
     assert ("sampling" in backend.kind) == (reason is None) or DEVICE.type == "cpu"
 
 
-def test_a_cuda_device_gets_the_kernels_on_request_only() -> None:
+def test_a_cuda_device_gets_the_kernels_where_triton_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
-    assert type(make_backend(cuda)) is TorchBackend
+    assert type(make_backend(cuda, "none")) is TorchBackend
+    assert isinstance(make_backend(cuda), CudaBackend)
     assert isinstance(make_backend(cuda, "triton"), CudaBackend)
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    assert type(make_backend(cuda)) is TorchBackend
 
 
 def test_kernels_that_can_not_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_decoded_tokens_and_chunks_have_one_compiled_kernel() -> None:
 
 
 def test_exact_needs_the_kernels() -> None:
-    with pytest.raises(InvalidConfig, match="exact: off on a CUDA device without cuda_kernels triton"):
+    with pytest.raises(InvalidConfig, match="exact: off on a CUDA device without triton"):
         make_backend(torch.device("cuda"), "none", exact=True)
     assert make_backend(torch.device("cpu"), exact=True).exact == PARTS
 
