@@ -33,6 +33,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to test this command")
     parser.add_argument("--cuda-kernels", choices=("triton", "none"), default="triton")
+    parser.add_argument(
+        "--skinny-rows", type=int, help="rows up to which own kernels multiply, 0 to 16; 0: torch always"
+    )
+    parser.add_argument("--dependent-launch", action="store_true", help="start kernels while those before still run")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="no part begins later")
     add_json(parser)
@@ -48,6 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("--device: cpu on a machine without a GPU (with --tiny)")
+    if problem := choose_products(args, device):
+        parser.error(problem)
     bench = Bench(TINY if args.tiny else Sizes(), device, args.cuda_kernels if device.type == "cuda" else "none")
     head = describe(bench, tiny=args.tiny)
     print("\n".join(f"{name}: {value}" for name, value in head.items()), file=sys.stderr)
@@ -60,6 +66,27 @@ def main(arguments: list[str] | None = None) -> int:
     if args.json == "-":
         write_result(head | {"loads": bench.loads, "rows": rows}, args.json, lambda: None)
     return 0
+
+
+def choose_products(args: argparse.Namespace, device: torch.device) -> str:
+    """Let the engine multiply as the options say, or return what is wrong with them."""
+    rows, is_dependent = args.skinny_rows, args.dependent_launch
+    if rows is None and not is_dependent:
+        return ""
+    if device.type != "cuda" or args.cuda_kernels != "triton":
+        return "--skinny-rows and --dependent-launch: of Triton kernels on a GPU only"
+    from decant.engine.cuda import dependent_launch, skinny  # they need triton
+
+    if rows is not None:
+        if not 0 <= rows <= skinny.TILE_ROWS:
+            return f"--skinny-rows: 0 to {skinny.TILE_ROWS}, got {rows}"
+        skinny.SKINNY_ROWS = rows
+    if is_dependent:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < dependent_launch.LEAST_CAPABILITY:
+            return f"--dependent-launch: needs compute capability 9.0, got {'.'.join(map(str, capability))}"
+        dependent_launch.ENABLED = True
+    return ""
 
 
 def describe(bench: Bench, *, tiny: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from bench.gpu.timing import Call
-from decant.engine.cuda import attention, exact, fused_layer, sampler, sampler_kernels, skinny
+from decant.engine.cuda import attention, dependent_launch, exact, fused_layer, sampler, sampler_kernels, skinny
 from decant.engine.cuda.attention import TritonAttention
 from decant.engine.cuda.graph_sizes import most_items
 from decant.engine.kv_layout import KvLayout, LayerSpec
@@ -67,30 +67,14 @@ class Work(NamedTuple):
 
 Make = Callable[[], Work]
 
-ROW_VARIANTS = tuple(
-    skinny.RowShape(*options)
-    for options in (
-        (8, 512, 4, 1),
-        (8, 512, 4, 2),
-        (8, 512, 4, 4),
-        (4, 1024, 4, 2),
-        (8, 1024, 4, 2),
-        (16, 512, 8, 2),
-        (4, 2048, 8, 2),
-        (2, 2048, 4, 2),
-    )
+ROW_VARIANTS = (
+    skinny.ROW,
+    *(skinny.RowShape(*options) for options in ((8, 512, 4, 1), (8, 1024, 4, 2), (16, 512, 8, 2))),
 )
 
-ROWS_VARIANTS = tuple(
-    skinny.RowsShape(*options)
-    for options in (
-        (32, 256, 4, 4),
-        (16, 256, 4, 4),
-        (16, 512, 4, 3),
-        (32, 128, 4, 6),
-        (64, 128, 4, 5),
-        (16, 256, 2, 4),
-    )
+ROWS_VARIANTS = (
+    skinny.ROWS,
+    *(skinny.RowsShape(*options) for options in ((32, 256, 4, 4), (64, 128, 4, 5))),
 )
 
 
@@ -110,6 +94,17 @@ class _Rotation(TritonAttention):
 
     def _attend(self, call: AttentionCall) -> torch.Tensor:
         return call.query
+
+
+def _dependent(make: Make) -> Work:
+    """The work with dependent launches."""
+    work = make()
+
+    def run(call: Call) -> None:
+        with mock.patch.object(dependent_launch, "ENABLED", True):
+            call()
+
+    return work._replace(name=f"{work.name}, dependent", calls=[partial(run, call) for call in work.calls])
 
 
 class Kernels:
@@ -230,12 +225,21 @@ class Kernels:
             "o": (hidden, hidden, {}),
             "gate and up": (2 * shape.inner, hidden, {"is_gated": True}),
             "down": (hidden, shape.inner, {"is_added": True}),
+            "head": (shape.vocabulary, hidden, {}),
         }
+        is_dependent = (
+            self.device.type == "cuda"
+            and torch.cuda.get_device_capability(self.device) >= dependent_launch.LEAST_CAPABILITY
+        )
         for rows, (name, (columns, depth, options)) in product(shape.few, sizes.items()):
             yield partial(self._torch_few, f"torch {name}, {rows} rows", rows, columns, depth, **options)
-            for variant in ROW_VARIANTS if rows == 1 else ROWS_VARIANTS:
+            variants: tuple[Any, ...] = ROW_VARIANTS if rows == 1 else ROWS_VARIANTS
+            for at, variant in enumerate(variants):
                 title = f"skinny {name}, {rows} rows, {' x '.join(map(str, variant))}"
-                yield partial(self._few, title, rows, columns, depth, variant, **options)
+                few = partial(self._few, title, rows, columns, depth, variant, **options)
+                yield few
+                if is_dependent and not at:
+                    yield partial(_dependent, few)
 
     def _torch_few(
         self, name: str, rows: int, columns: int, depth: int, *, is_gated: bool = False, is_added: bool = False

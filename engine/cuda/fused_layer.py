@@ -18,6 +18,7 @@ from torch import nn
 
 from decant.engine.cuda import layer_kernels as kernels
 from decant.engine.cuda.attention import TILE, TritonAttention, power_of_two
+from decant.engine.cuda.dependent_launch import dependent_options
 from decant.engine.cuda.rotary import try_rotary
 from decant.engine.cuda.skinny import is_skinny, multiply
 from decant.engine.kv_layout import LayerSpec
@@ -59,6 +60,7 @@ class Norm(NamedTuple):
             *(rows, addend, self.weight, total, out, width, heads, rows.stride(0), self.eps),
             ADD=addend is not total,
             PAD=power_of_two(width),
+            **dependent_options(rows.device),
             num_warps=4,
             num_stages=3,
         )

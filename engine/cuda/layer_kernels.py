@@ -5,17 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from decant.engine.cuda.dependent_launch import wait_for_kernel_before
+
 
 @triton.jit
 def add_rms_norm(
     hidden, addend, weight, total, out, width, heads, token, eps,
-    ADD: tl.constexpr, PAD: tl.constexpr,
+    ADD: tl.constexpr, PAD: tl.constexpr, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """out = weight * (total / rms(total)), with total = hidden + addend, or hidden if not ADD. Grid: (rows,).
 
     weight [width]; addend, total and out [rows, width]; hidden [rows / heads, heads, width] with a stride ``token``.
     The sum, written if ADD, and the normalized row are rounded to the dtype, as in transformers.
     """
+    if DEPENDENT:
+        wait_for_kernel_before()
     index = tl.program_id(0)
     start = index.to(tl.int64) * width
     source = hidden + (index // heads).to(tl.int64) * token + index % heads * width

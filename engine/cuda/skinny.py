@@ -1,4 +1,4 @@
-"""Products of at most ``MOST_ROWS`` rows with the weights of linear layers."""
+"""Products of at most ``SKINNY_ROWS`` rows with the weights of linear layers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import torch
 from torch import nn
 
 from decant.engine.cuda import skinny_kernels as kernels
+from decant.engine.cuda.dependent_launch import dependent_options
 
-MOST_ROWS = 16
-"""Rows up to which these kernels are faster than torch's products."""
+TILE_ROWS = 16
+"""Most rows that ``multiply`` takes: the narrow side of a tile."""
+
+SKINNY_ROWS = TILE_ROWS
+"""Rows up to which these kernels are faster than torch's products; 0: never."""
 
 LEAST_SIDE = 16
 """Of a tile that tensor cores multiply."""
@@ -42,7 +46,7 @@ def is_skinny(linear: nn.Linear, rows: torch.Tensor) -> bool:
     bias: torch.Tensor | None = linear.bias  # torch declares a tensor
     weight = linear.weight
     is_plain = bias is None and "forward" not in vars(linear) and weight.is_contiguous()
-    return is_plain and len(rows) <= MOST_ROWS and weight.dtype != torch.float32 and rows.stride(1) == 1
+    return is_plain and len(rows) <= SKINNY_ROWS and weight.dtype != torch.float32 and rows.stride(1) == 1
 
 
 def multiply(
@@ -55,7 +59,7 @@ def multiply(
     weight, count = linear.weight, len(rows)
     columns, depth = weight.shape[0] >> is_gated, weight.shape[1]
     out = rows.new_empty(count, columns) if addend is None else addend
-    options = {"ADD": addend is not None, "GATED": is_gated}
+    options = {"ADD": addend is not None, "GATED": is_gated, **dependent_options(rows.device)}
     if count == 1:
         tile = ROW.columns >> is_gated
         kernels.multiply_row[(-(-columns // tile),)](
@@ -74,7 +78,7 @@ def multiply(
         *(rows, weight, out, out, count, columns, depth, rows.stride(0)),
         **options,
         EVEN=not columns % tile and not depth % ROWS.depth,
-        TILE_ROWS=MOST_ROWS,
+        TILE_ROWS=TILE_ROWS,
         TILE_COLUMNS=tile,
         TILE_DEPTH=ROWS.depth,
         num_warps=ROWS.num_warps,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from decant.engine.cuda.attention_kernels import product_onto
+from decant.engine.cuda.dependent_launch import prefetch, wait_for_kernel_before
 
 
 @triton.jit
@@ -17,13 +18,19 @@ def multiply_row(
     x, weight, addend, out, columns, depth,
     ADD: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr, UNROLL: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """out [columns] = weight [columns, depth] @ x [depth] + addend. Grid: (ceil(columns / TILE_COLUMNS),).
 
     GATED: weight has 2 * columns rows, gates and then ups; out = silu(gates) * ups.
-    EVEN: no tile ends beyond columns or depth.
+    EVEN: no tile ends beyond columns or depth. DEPENDENT: it is a dependent launch.
     """
     column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    if DEPENDENT:
+        prefetch(weight, column, columns, depth, TILE_DEPTH)
+        if GATED:
+            prefetch(weight, columns + column, 2 * columns, depth, TILE_DEPTH)
+        wait_for_kernel_before()
     starts = weight + column.to(tl.int64)[:, None] * depth
     ups = starts + columns.to(tl.int64) * depth
     total = tl.zeros([TILE_COLUMNS, TILE_DEPTH], tl.float32)
@@ -58,10 +65,16 @@ def multiply_rows(
     x, weight, addend, out, rows, columns, depth, x_row,
     ADD: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_DEPTH: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """``multiply_row`` of each of x [rows, depth], with out [rows, columns] and at most TILE_ROWS rows."""
     column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     row = tl.arange(0, TILE_ROWS)
+    if DEPENDENT:
+        prefetch(weight, column, columns, depth, TILE_DEPTH)
+        if GATED:
+            prefetch(weight, columns + column, 2 * columns, depth, TILE_DEPTH)
+        wait_for_kernel_before()
     is_column, is_row = column < columns, row < rows
     starts = weight + column.to(tl.int64)[:, None] * depth
     ups = starts + columns.to(tl.int64) * depth

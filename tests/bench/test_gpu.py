@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -45,6 +45,47 @@ def test_a_tiny_model_is_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.M
     assert [load["model"] for load in result["loads"]] == ["tiny"] * 4
     assert all(load["backend"] and load["fused_layers"] for load in result["loads"])
     assert all(row["value"] is None or row["value"] > 0 for row in rows.values())
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, int, bool]]:
+    """Parses options on a GPU of a capability; returns what is wrong, skinny rows, and whether launches depend."""
+    pytest.importorskip("triton")
+    from decant.engine.cuda import dependent_launch, skinny
+
+    monkeypatch.setattr(skinny, "SKINNY_ROWS", 16)
+    monkeypatch.setattr(dependent_launch, "ENABLED", False)
+
+    def choose(*options: str, device: str = "cuda", capability: tuple[int, int] = (9, 0)) -> tuple[str, int, bool]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        problem = command.choose_products(command.make_parser().parse_args(options), torch.device(device))
+        return problem, skinny.SKINNY_ROWS, dependent_launch.ENABLED
+
+    return choose
+
+
+def test_options_choose_how_the_engine_multiplies_few_rows(products: Callable[..., tuple[str, int, bool]]) -> None:
+    assert products() == ("", 16, False)
+    assert products("--skinny-rows", "0") == ("", 0, False)
+    assert products("--skinny-rows", "4", "--dependent-launch") == ("", 4, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "problem"),
+    [
+        (["--skinny-rows", "17"], {}, "--skinny-rows: 0 to 16, got 17"),
+        (["--skinny-rows", "-1"], {}, "--skinny-rows: 0 to 16, got -1"),
+        (["--skinny-rows", "0"], {"device": "cpu"}, "on a GPU only"),
+        (["--dependent-launch", "--cuda-kernels", "none"], {}, "of Triton kernels"),
+        (["--dependent-launch"], {"capability": (8, 9)}, "needs compute capability 9.0, got 8.9"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(
+    options: list[str], changes: dict[str, Any], problem: str, products: Callable[..., tuple[str, int, bool]]
+) -> None:
+    actual, rows, is_dependent = products(*options, **changes)
+    assert problem in actual
+    assert (rows, is_dependent) == (16, False)
 
 
 class Parts:

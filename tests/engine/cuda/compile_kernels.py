@@ -4,8 +4,9 @@
 
 Reads ``kernel_shapes.shapes()`` by compute capability as JSON: the modules behind it import torch and transformers,
 compiling does not. Prints as JSON, by compute capability and name: registers of a thread, bytes of its stack, shared
-memory in bytes, the tensor-core instructions, how many groups of copies a tile may leave under way, and the arguments
-whose value or alignment makes triton compile the kernel again.
+memory in bytes, the tensor-core instructions, how many groups of copies a tile may leave under way, the arguments
+whose value or alignment makes triton compile the kernel again, and the accesses of memory in the machine code before
+the wait for the kernel before, if there is one.
 """
 
 from __future__ import annotations
@@ -27,15 +28,19 @@ from triton.compiler import ASTSource
 if TYPE_CHECKING:
     from tests.engine.cuda.kernel_shapes import Kernel
 
-USAGE = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+WAIT = "ACQBULK"
+"""Instruction of ``griddepcontrol.wait``."""
 
 
 def compile_for(capability: int, shapes: Mapping[str, Kernel]) -> dict[str, dict[str, Any]]:
     target = GPUTarget("cuda", capability, 32)
     facts = {}
-    for name, (place, types, constants, options) in shapes.items():
+    for name, (place, types, given, options) in shapes.items():
         module, attribute = place.split(".")
         kernel: Any = getattr(import_module(f"decant.engine.cuda.{module}"), attribute)
+        constants = {at.name: at.default for at in kernel.params if at.is_constexpr and at.has_default} | given
         arguments = [argument for argument in kernel.arg_names if argument not in constants]
         signature = dict(zip(arguments, types.split(), strict=True)) | dict.fromkeys(constants, "constexpr")
         constexprs = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
@@ -60,18 +65,31 @@ def compile_for(capability: int, shapes: Mapping[str, Kernel]) -> dict[str, dict
             "products": [name for name in ("wgmma.mma_async", "mma.sync") if name in ptx],
             "copies": max([int(groups) for groups in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)], default=0),
             "specialized": [kernel.arg_names[at] for (at,) in attrs],
+            "before_wait": before_wait(compiled.asm["cubin"]) if "griddepcontrol.wait" in ptx else None,
         }
     return facts
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = subprocess.run([USAGE, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    usage = show(cubin, "cuobjdump", "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
     return int(found[1]), int(found[2])
+
+
+def before_wait(cubin: bytes) -> list[str]:
+    before, found, _ = show(cubin, "nvdisasm").partition(WAIT)
+    assert found, "the machine code does not wait"
+    return re.findall(r"\b(?:LD|LDG|LDGSTS|ST|STG|RED|REDG|ATOM|ATOMG|CCTL|UBLKCP|UTMALDG)\b[.\w]*", before)
+
+
+def show(cubin: bytes, *command: str) -> str:
+    tool, *options = command
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([TOOLS / tool, *options, file.name], capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from decant.engine.cuda import attention, exact, fused_layer, sampler, skinny
+from decant.engine.cuda import attention, dependent_launch, exact, fused_layer, sampler, skinny
 from decant.engine.cuda.attention import LaunchShape
 from decant.engine.kv_layout import LayerSpec
 
@@ -81,7 +81,7 @@ def shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
                 "ADD": False,
                 "GATED": True,
                 "EVEN": True,
-                "TILE_ROWS": skinny.MOST_ROWS,
+                "TILE_ROWS": skinny.TILE_ROWS,
                 "TILE_COLUMNS": max(skinny.ROWS.columns // 2, skinny.LEAST_SIDE),
                 "TILE_DEPTH": skinny.ROWS.depth,
             },
@@ -106,6 +106,11 @@ def shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
             USUAL,
         ),
     }
+    if capability >= dependent_launch.LEAST_CAPABILITY:
+        for name in ("add_rms_norm", "multiply_row", "multiply_rows"):
+            place, types, constants, options = kernels[name]
+            dependent = constants | {"DEPENDENT": True}
+            kernels[f"{name} dependent"] = place, types, dependent, options | {"launch_pdl": True}
     bfloat16, float16 = torch.bfloat16, torch.float16
     for name, width, group, dtype, block, changes in (
         ("tokens", 128, 4, bfloat16, BLOCK, {}),

@@ -84,6 +84,9 @@ def test_kernels_compile_for_gpus_without_spills_and_fit_into_their_shared_memor
         }
         assert without == {"attend chunks in float32"}, "the others run on tensor cores"
         assert {name for name in PIPELINED if kernels[name]["copies"] < 2} == set(), capability
+        waits = {name: fact["before_wait"] for name, fact in kernels.items() if fact["before_wait"] is not None}
+        assert waits.keys() == {name for name in kernels if name.endswith(" dependent")}
+        assert all(access.startswith("CCTL") for accesses in waits.values() for access in accesses), waits
         for name, fact in kernels.items():
             different = DIFFERENT_IN_EVERY_STEP.get(name.split()[0], set())
             assert not set(fact["specialized"]) & different, f"{name} is compiled again for another batch"
