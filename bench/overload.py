@@ -3,6 +3,8 @@
     python -m bench.overload 127.0.0.1:50051 --rate 100 --seconds 30
 
 Calls are not repeated, unlike those of a client, so that the offered rate is the rate given. Prompts are random.
+``steady_per_s`` counts the requests that completed in the last two thirds of the offer: the queue is full by then, and
+the last answers, which end beside ever fewer others, are left out.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class Outcome:
     name: str
     seconds: float
     first_token_s: float | None
+    ended: float
 
 
 async def send(stub: Any, options: argparse.Namespace, draw: random.Random) -> Outcome:
@@ -42,13 +45,14 @@ async def send(stub: Any, options: argparse.Namespace, draw: random.Random) -> O
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=ids), stopping=pb.StoppingParams(max_tokens=options.output_tokens, ignore_eos=True)
     )
-    began, first = time.monotonic(), None
+    began, first, name = time.monotonic(), None, COMPLETED
     try:
         async for _ in stub.GenerateStream(request, timeout=options.timeout):
             first = first or time.monotonic() - began
     except grpc.aio.AioRpcError as error:
-        return Outcome(from_call(error).reason.value, time.monotonic() - began, first)
-    return Outcome(COMPLETED, time.monotonic() - began, first)
+        name = from_call(error).reason.value
+    ended = time.monotonic()
+    return Outcome(name, ended - began, first, ended)
 
 
 async def offer(options: argparse.Namespace) -> dict[str, Any]:
@@ -68,7 +72,12 @@ async def offer(options: argparse.Namespace) -> dict[str, Any]:
     duration = time.monotonic() - began
     for channel in channels:
         await channel.close()
-    return {"rate": options.rate, "duration_s": round(duration, 1), **summary(outcomes, duration)}
+    steady = [
+        one for one in outcomes if one.name == COMPLETED and options.seconds / 3 < one.ended - began < options.seconds
+    ]
+    figures = {"rate": options.rate, "duration_s": round(duration, 1)}
+    figures["steady_per_s"] = round(len(steady) / (options.seconds * 2 / 3), 1)
+    return figures | summary(outcomes, duration)
 
 
 def summary(outcomes: list[Outcome], duration: float) -> dict[str, Any]:
