@@ -113,7 +113,8 @@ def test_a_value_that_no_field_holds_is_one_line(address: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_a_server_that_is_not_there_is_named_once_while_it_is_tried_again() -> None:
+def test_a_server_that_is_not_there_is_named_once_while_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decant.command.deployment.deployments.running", list)  # other tests start some
     done = run("generate", "x", "--address", "127.0.0.1:1", "--timeout", "0.4")
     assert done.exit_code == 1
     waiting, error = done.stderr.splitlines()

@@ -159,8 +159,7 @@ def test_a_worker_that_does_not_answer_fails_the_audit(redis: str, worker: tuple
 
 def test_an_audit_without_workers_fails(redis: str) -> None:
     done = run("audit", "--redis-url", redis)
-    assert done.exit_code == 2
-    assert done.stderr == "decant: no worker is registered: there is nothing to audit\n"
+    assert (done.stderr, done.exit_code) == ("decant: no worker is registered: there is nothing to audit\n", 2)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,11 @@ from decant.state.ids import Incarnation
 from tests.router.factories import ScriptedRegistry, context_length, model
 
 LONGEST_STALL = 0.1
+"""Seconds of the process's CPU time in which the loop does not run. Other processes of a busy machine stop it, too, but
+use none of that."""
+
 TRIES = 20
-"""Other processes of a busy machine stop the loop too, but not every time."""
+"""While the loop waits for a core, other threads of the process may have one, but not every time."""
 
 TEXT = "def f(x):\n    return x\n" * (1 << 15)
 """750 KB, which take some 0.4 s to tokenize."""
@@ -78,13 +81,13 @@ CASES: dict[str, Callable[[], Awaitable[None]]] = {
 
 
 async def longest_stall(work: Callable[[], Awaitable[None]]) -> float:
-    longest, last = 0.0, time.perf_counter()
+    longest, last = 0.0, time.process_time()
 
     async def tick() -> None:
         nonlocal longest, last
         while True:
             await asyncio.sleep(0.002)
-            now = time.perf_counter()
+            now = time.process_time()
             longest, last = max(longest, now - last), now
 
     ticking = asyncio.create_task(tick())
