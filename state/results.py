@@ -51,6 +51,7 @@ class Results:
         self._client = client
         self._ended_ms = round(ttls.ended_s * 1000)
         self._bytes = 0  # of all results, by the last reply
+        self._additions = 0
         self._changed = asyncio.Event()
 
     async def add(self, sizes: Mapping[RequestKey, int], then: Sequence[Command] = ()) -> None:
@@ -59,6 +60,7 @@ class Results:
         replies = await self._client.run_all([*adds, *then])
         if adds:
             self._bytes = replies[len(adds) - 1]
+            self._additions += 1
             self._changed.set()
 
     async def wait_above(self, max_bytes: int) -> None:
@@ -72,9 +74,12 @@ class Results:
         discarded = 0
         while True:
             oldest = scripts.RESULTS_OLDEST.call(list(keys.RESULTS), self._ended_ms, max_bytes, BATCH)
-            self._bytes, count, age_ms, *names = await self._client.run(oldest)
+            additions = self._additions
+            counted, count, age_ms, *names = await self._client.run(oldest)
+            if additions == self._additions:  # else what was added meanwhile may not be counted
+                self._bytes = counted
             if not names:
-                return RetainedResults(self._bytes, count, age_ms / 1000, discarded)
+                return RetainedResults(counted, count, age_ms / 1000, discarded)
             discarded += await self._discard([name.decode() for name in names])
 
     async def memory(self) -> StoreMemory:

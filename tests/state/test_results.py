@@ -37,6 +37,7 @@ from tests.state.factories import (
 )
 
 MIB = 1 << 20
+PATIENCE = 20.0
 LARGE = range(1600)
 BYTES = keys.RESULTS[1]
 
@@ -63,6 +64,26 @@ async def test_the_oldest_results_go_first_and_no_more_than_needed(store: Store)
     assert await retained(store, *ended) == ["d", "e", "f"]
     again = await store.results.trim(total // 2)
     assert (again.bytes, again.count, again.discarded) == (left.bytes, 3, 0)
+
+
+async def test_results_that_are_added_while_others_are_counted_are_noticed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reply that counts the others may be the later one."""
+    run = Client.run
+
+    async def run_late(client: Client, command: Command) -> Any:
+        reply = await run(client, command)
+        monkeypatch.undo()
+        await end(store, "late")
+        return reply
+
+    await end(store, "a")
+    monkeypatch.setattr(Client, "run", run_late)
+    counted = await store.results.trim(1 << 40)
+    assert counted.count == 1
+    async with asyncio.timeout(PATIENCE):
+        await store.results.wait_above(counted.bytes)
 
 
 async def test_unfinished_requests_registrations_and_quotas_stay(store: Store, bare: sync_redis.Redis) -> None:
