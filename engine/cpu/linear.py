@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from decant.engine.cpu.gemm import PackedWeight, prepare
 from decant.engine.cpu.huge_pages import release_freed
+from decant.engine.model.parallel_experts import is_parallel_experts
 
 FIXED_ROWS = 32
 
@@ -103,8 +104,9 @@ class PackedExperts(nn.Module):
         for name in (first, "down_proj"):
             delattr(experts, name)
 
-    def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         count, top_k = top_k_index.shape
+        hidden = states.reshape(count, -1)
         outputs = hidden.new_zeros(count * top_k, hidden.shape[-1])
         chosen = top_k_index.flatten()
         for expert in torch.unique(chosen).tolist():
@@ -115,13 +117,72 @@ class PackedExperts(nn.Module):
         total: torch.Tensor = weighted[:, 0]
         for rank in range(1, top_k):
             total = total + weighted[:, rank]
-        return total.to(hidden.dtype)
+        return total.to(hidden.dtype).view(states.shape)
+
+
+class GluExperts(nn.Module):
+    """dbrx's experts, whose weights are rows of common matrices, with the attributes of other models' experts."""
+
+    has_gate, is_transposed, has_post_expert_norm = True, False, False
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        shape = experts.num_experts, experts.ffn_hidden_size, experts.hidden_size
+        gate, up, down = (getattr(experts.mlp, name).detach().view(shape) for name in ("w1", "v1", "w2"))
+        self.gate_up_proj = nn.Parameter(torch.cat([gate, up], 1), requires_grad=False)
+        self.down_proj = nn.Parameter(down.transpose(1, 2), requires_grad=False)
+        self._activation = experts.mlp.activation_fn
+        self._original = experts
+
+    def _apply_gate(self, gates_and_ups: torch.Tensor) -> torch.Tensor:
+        gates, ups = gates_and_ups.chunk(2, -1)
+        gated: torch.Tensor = self._activation(gates) * ups
+        return gated
+
+    def forward(self, hidden: torch.Tensor, *chosen: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self._original(hidden, *chosen)
+        return output.view(hidden.shape)
+
+
+class PackedParallelExperts(nn.Module):
+    """jetmoe's experts with packed weights: each multiplies rows that follow those of the expert before.
+
+    An output whose width is no multiple of LANES is a view of a wider tensor, as that of a ``PackedLinear``.
+    """
+
+    def __init__(self, experts: Any, kernels: ModuleType | None) -> None:
+        super().__init__()
+        self._experts = nn.ModuleList(PackedLinear(weight, None, kernels) for weight in experts.weight.detach())
+        self._width = experts.weight.shape[1]
+
+    def forward(self, inputs: torch.Tensor, expert_size: Sequence[int]) -> torch.Tensor:
+        out = inputs.new_empty(len(inputs), self._width + -self._width % LANES)[:, : self._width]
+        pieces = zip(self._experts, inputs.split(list(expert_size)), out.split(list(expert_size)), strict=True)
+        for expert, rows, part in pieces:
+            if len(rows):
+                part.copy_(expert(rows))
+        return out
+
+
+@torch.inference_mode()
+def _pack_parallel_experts(experts: Any, kernels: ModuleType | None) -> PackedParallelExperts:
+    count, _, width = experts.weight.shape
+    rows = torch.randn(2 * count, width, generator=torch.Generator().manual_seed(0)).to(experts.weight)
+    packed = PackedParallelExperts(experts, kernels)
+    _check_packed(experts, packed(rows, [2] * count), experts(rows, [2] * count))
+    return packed
+
+
+def _check_packed(experts: nn.Module, output: torch.Tensor, expected: torch.Tensor) -> None:
+    difference = (output.float() - expected.float()).norm(dim=-1)
+    if not (difference <= EXPERTS_TOLERANCE[output.dtype] * expected.float().norm(dim=-1)).all():
+        raise ValueError(f"packed {type(experts).__name__} differ from the original")
 
 
 @torch.inference_mode()
 def _pack_experts(experts: Any, kernels: ModuleType | None) -> PackedExperts:
     weight = experts.gate_up_proj if experts.has_gate else experts.up_proj
-    count, dtype, width = len(weight), weight.dtype, weight.shape[1 if experts.is_transposed else 2]
+    count, width = len(weight), weight.shape[1 if experts.is_transposed else 2]
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2 * count, width, generator=generator).to(weight)
     chosen = torch.arange(2 * count)[:, None] + torch.arange(2)
@@ -130,9 +191,7 @@ def _pack_experts(experts: Any, kernels: ModuleType | None) -> PackedExperts:
     expected = experts(rows, chosen % count, share)
     packed = PackedExperts(experts, kernels)
     output = packed(rows, chosen % count, share)
-    difference = (output.float() - expected.float()).norm(dim=-1)
-    if not (difference <= EXPERTS_TOLERANCE[dtype] * expected.float().norm(dim=-1)).all():
-        raise ValueError(f"packed {type(experts).__name__} differ from the original")
+    _check_packed(experts, output, expected)
     return packed
 
 
@@ -174,7 +233,14 @@ def _replace(parent: nn.Module, name: str, kernels: ModuleType | None) -> int:
 
 def _has_stacked_experts(module: nn.Module) -> bool:
     handled = isinstance(module, PackedExperts | FixedRows | nn.Conv1d) or hasattr(module, "is_transposed")
+    handled = handled or is_parallel_experts(module)
     return not handled and any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+
+
+def _is_glu_experts(module: nn.Module) -> bool:
+    weights = dict(module.named_parameters())
+    sizes = (getattr(module, name, None) for name in ("num_experts", "ffn_hidden_size", "hidden_size"))
+    return weights.keys() == {"mlp.w1", "mlp.v1", "mlp.w2"} and None not in sizes
 
 
 def _packed(module: nn.Module, kernels: ModuleType | None) -> nn.Module | None:
@@ -185,6 +251,10 @@ def _packed(module: nn.Module, kernels: ModuleType | None) -> nn.Module | None:
         return PackedLinear(module.weight.T, module.bias, kernels)
     if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
         return _pack_experts(module, kernels)
+    if _is_glu_experts(module):
+        return _pack_experts(GluExperts(module), kernels)
+    if is_parallel_experts(module):
+        return _pack_parallel_experts(module, kernels)
     if any(_has_stacked_experts(child) for child in module.children()):
         return FixedRows(module)
     if next(module.children(), None) is not None:

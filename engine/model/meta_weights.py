@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -54,6 +55,22 @@ class MetaWeights(TorchDispatchMode):
         elif any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(call)):
             call = tree_map(_to_meta, call)
         return func(*call[0], **call[1])
+
+
+class UnknownLists(TorchFunctionMode):
+    """Has ``tolist`` of a tensor on the meta device return zeros, which torch refuses."""
+
+    def __init__(self, weights: MetaWeights) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.tolist and args[0].is_meta:
+            self._weights.skips_code = True
+            return torch.zeros(args[0].shape, dtype=args[0].dtype, device=CPU).tolist()
+        return func(*args, **(kwargs or {}))
 
 
 def _to_meta(value: Any) -> Any:

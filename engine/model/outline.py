@@ -17,13 +17,17 @@ from decant.engine.kv_layout import LayerSpec
 from decant.engine.library_errors import refuse_model_on_error
 from decant.engine.model import rope
 from decant.engine.model.attention.interface import AttentionCall, attending
-from decant.engine.model.meta_weights import META, MetaWeights
+from decant.engine.model.meta_weights import META, MetaWeights, UnknownLists
+from decant.engine.model.parallel_experts import skip_products
 from decant.engine.model.probe import learn_attention
 from decant.engine.model.recurrent_state import refuse_other_state
 
 _TOKENS = [1, 2, 3]
 _REPEATED = [0, 1, 2, 0, 1]
 _UNNAMED_CONTEXT = 4096
+
+REFUSED_BY_NUMBERS = frozenset({"longcat_flash"})
+"""Model types whose sequences depend on their neighbours, as a worker finds at load with the weights' numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +76,13 @@ def outline(checkpoint: Checkpoint) -> ModelOutline:
     Raises ModelRefused.
     """
     name, text = checkpoint.name, checkpoint.config.get_text_config()
+    if checkpoint.config.model_type in REFUSED_BY_NUMBERS:
+        raise ModelRefused(name, "a sequence's logits depend on its neighbours")
     is_named = getattr(text, "max_position_embeddings", None) is not None
     context_length = checkpoint.choose_context_length(None if is_named else _UNNAMED_CONTEXT)
     model = checkpoint.make(META).requires_grad_(False)  # the counter would hook gradients
-    with MetaWeights() as mode:
+    skip_products(model)
+    with MetaWeights() as mode, UnknownLists(mode):
         with refuse_model_on_error(name, "its rotary scaling can't be frozen"):
             rope.freeze(model, context_length)
         refuse_other_state(model, name, _TOKENS)

@@ -166,6 +166,25 @@ SERVED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "deepseek_v3": ("deepseek_v3", _MLA),
+    "jetmoe": ("jetmoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
+    "dbrx": (
+        "dbrx",
+        {
+            **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"), ...),
+            "d_model": 64,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": CONTEXT_LENGTH,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+            "ffn_config": {
+                "hidden_size": 64,
+                "ffn_hidden_size": 48,
+                "moe_num_experts": 4,
+                "moe_top_k": 2,
+                "ffn_act_fn": {"name": "silu"},
+            },
+        },
+    ),
     "gemma3": (
         "gemma3",
         {
