@@ -81,7 +81,7 @@ def test_the_demo_of_the_wheel_shows_it_all_and_leaves_nothing(environment: Path
     assert where.stdout.startswith(str(environment)), where
     done = run(str(environment / "bin" / "decant"), "demo")
     assert done.returncode == 0, done.stderr
-    for part in ("def is_empty(self):", "prefill-1 -> decode-1", "adds up"):
+    for part in ("def is_empty(self):", "prefill-1 -> decode-1", "adds up", demo.KILLED_MARK, demo.EQUAL):
         assert part in done.stdout
     question = done.stdout[done.stdout.index(demo.PROMPT) :].partition("\ndecant status")[0]
     function, _, line = question.strip().rpartition("\n")
