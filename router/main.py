@@ -117,7 +117,7 @@ class RouterProcess:
         timings: RouterTimings = RouterTimings(),
     ) -> None:
         self.readiness = Readiness()
-        self.registry = Registry()
+        self.registry = Registry(gateway_names=settings.gateway_metrics)
         self.peer = new_peer(settings.id or default_id("router"))
         hashes = {id: model.hashes for id, model in models.by_id.items()}
         self.pool = WorkerPool(self.peer, store.workers, hashes, settings, settings.handoff_min_tokens, timings.workers)
@@ -230,6 +230,7 @@ class RouterProcess:
                 labels = (model, enum_label(wire.Role, role))
                 metrics.known_workers.labels(*labels).set(len(workers))
                 metrics.ready_workers.labels(*labels).set(sum(worker.is_usable for worker in workers))
+            metrics.cache_usage.labels(model).set(pool.cache_usage(model))
         metrics.store_available.set(self._is_store_available())
         metrics.store_unwritten.set(self.journal_writer.num_unwritten)
 

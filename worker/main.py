@@ -139,7 +139,7 @@ class Worker:
         self, settings: WorkerSettings, role: wire.Role, load_device: LoadDevice, stack: AsyncExitStack
     ) -> None:
         self.readiness = Readiness()
-        self.registry = Registry()
+        self.registry = Registry(gateway_names=settings.gateway_metrics)
         self.is_announced = False
         self._settings = settings
         self._role = role

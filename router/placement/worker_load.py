@@ -81,6 +81,15 @@ class WorkerLoad:
     def has_capacity(self) -> bool:
         return not self._is_full and self._sent_sequences < self._slow_start_limit
 
+    @property
+    def total_blocks(self) -> int:
+        return self._load.total_blocks
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks that the worker last reported in use, cached ones left out."""
+        return self._load.total_blocks - self._load.free_blocks - self._load.cached_blocks
+
     def snapshot(self, prefix: PromptBlocks | None = None, *, is_avoided: bool = False) -> WorkerSnapshot:
         return self.snapshot_with(0 if prefix is None else self.cached_tokens(prefix), is_avoided)
 

@@ -72,6 +72,12 @@ class WorkerPool:
         usable = [worker for worker in self.of(model) if worker.is_usable]
         return capacity_of(usable, self.costs[model].prefill_s_per_token)
 
+    def cache_usage(self, model: str) -> float:
+        """Share of the KV blocks of the usable workers that are in use; 0 without such workers."""
+        loads = [worker.load for worker in self.of(model) if worker.is_usable]
+        total = sum(load.total_blocks for load in loads)
+        return sum(load.used_blocks for load in loads) / total if total else 0.0
+
     def handoff_min_tokens(self, model: str) -> int:
         if self._handoff_min_tokens is not None:
             return self._handoff_min_tokens

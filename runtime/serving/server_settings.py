@@ -28,6 +28,9 @@ class ServerSettings(ServerTls):
     admin_host: str | None = Field(
         default=None, min_length=1, description="address of the admin port; unset: that of --host"
     )
+    gateway_metrics: bool = Field(
+        default=False, description="serve metrics also under vLLM's names, which inference gateways read"
+    )
     reuse_port: bool = Field(default=False, description="share the port with other processes (SO_REUSEPORT)")
     max_message_bytes: int = Field(
         default=MAX_MESSAGE_BYTES, ge=1024, lt=2**31, description="maximum size of a message, in each direction"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from importlib.metadata import version
 from itertools import islice
+from types import MappingProxyType
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric
 
 from decant.runtime.error_details import Reason
 from decant.runtime.errors import ServiceError
@@ -40,6 +42,25 @@ REFUSALS = (Reason.QUEUE_FULL, Reason.QUOTA_EXCEEDED, Reason.NO_WORKER, Reason.S
 """Reasons for which a router refuses valid requests."""
 
 
+GATEWAY_NAMES = MappingProxyType(
+    {
+        "requests_running": "num_requests_running",
+        "requests_waiting": "num_requests_waiting",
+        "kv_cache_usage_ratio": "kv_cache_usage_perc",
+        "preemptions": "num_preemptions",
+        "prompt_tokens": "prompt_tokens",
+        "generation_tokens": "generation_tokens",
+        "time_to_first_token_seconds": "time_to_first_token_seconds",
+        "inter_token_latency_seconds": "inter_token_latency_seconds",
+        "e2e_request_latency_seconds": "e2e_request_latency_seconds",
+        "request_queue_time_seconds": "request_queue_time_seconds",
+        "request_prefill_time_seconds": "request_prefill_time_seconds",
+        "request_decode_time_seconds": "request_decode_time_seconds",
+    }
+)
+"""vLLM's names of metrics, which the endpoint pickers of inference gateways and many dashboards read."""
+
+
 class PromptSource(StrEnum):
     COMPUTED = "local_compute"
     CACHED = "local_cache_hit"
@@ -48,16 +69,17 @@ class PromptSource(StrEnum):
 
 class Registry:
     """Metrics of a process, and the pages of its admin port. Each part registers its own; the admin server renders
-    them.
+    them. With ``gateway_names`` those of GATEWAY_NAMES appear a second time, under vLLM's names.
     """
 
-    def __init__(self, *, process: bool = True) -> None:
+    def __init__(self, *, process: bool = True, gateway_names: bool = False) -> None:
         # Creation times would double the number of series, and no dashboard uses them.
         disable_created_metrics()
         self.collectors = CollectorRegistry(auto_describe=True)
         self.pages: dict[str, Callable[[], bytes]] = {}
         """JSON documents on the admin port, by path."""
         self._updates: list[Callable[[], None]] = []
+        self._gateway_names = gateway_names
         if process:
             ProcessCollector(registry=self.collectors)
 
@@ -67,7 +89,8 @@ class Registry:
     def text(self) -> bytes:
         for update in self._updates:
             update()
-        return generate_latest(self.collectors)
+        text = generate_latest(self.collectors)
+        return text + generate_latest(_Renamed(self.collectors)) if self._gateway_names else text
 
     def counter(self, name: str, description: str, labels: Iterable[str] = ()) -> Counter:
         return Counter(f"{PREFIX}_{name}", description, labels, registry=self.collectors)
@@ -79,6 +102,25 @@ class Registry:
         self, name: str, description: str, buckets: tuple[float, ...], labels: Iterable[str] = ()
     ) -> Histogram:
         return Histogram(f"{PREFIX}_{name}", description, labels, buckets=buckets, registry=self.collectors)
+
+
+class _Renamed:
+    """The metrics of a registry that have a name in GATEWAY_NAMES."""
+
+    def __init__(self, collectors: CollectorRegistry) -> None:
+        self._collectors = collectors
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._collectors.collect():
+            name = GATEWAY_NAMES.get(family.name.removeprefix(f"{PREFIX}_"))
+            if name is None:
+                continue
+            renamed = Metric(f"vllm:{name}", family.documentation, family.type)
+            for sample in family.samples:
+                labels = {"model_name" if label == "model" else label: value for label, value in sample.labels.items()}
+                full = f"vllm:{name}{sample.name.removeprefix(family.name)}"
+                renamed.samples.append(sample._replace(name=full, labels=labels))
+            yield renamed
 
 
 class ProcessMetrics:
@@ -226,6 +268,11 @@ class RequestMetrics:
             "known_workers",
             "Workers that are registered or have requests of this router, ready or not.",
             ("model", "role"),
+        )
+        self.cache_usage = registry.gauge(
+            "kv_cache_usage_ratio",
+            "Share of the KV blocks of the usable workers that are in use, 0 to 1, as they last reported.",
+            model,
         )
         self.store_available = registry.gauge(
             "state_store_available",

@@ -22,6 +22,7 @@ __all__ = ["bare", "server", "store"]
 
 ELSEWHERE = {
     "decant_requests_adopted_total": "needs a second router: tests/router/test_adoption.py",
+    "decant_kv_cache_usage_ratio": "scripted workers use no block: tests/router/test_router_process.py",
     "decant_result_bytes": "set every 15 s: tests/router/test_result_memory.py",
     "decant_results": "the same",
     "decant_oldest_result_seconds": "the same",

@@ -251,6 +251,21 @@ async def test_workers_that_take_requests_are_counted_by_model_and_role(server: 
                 await asyncio.sleep(0.01)
 
 
+async def test_gateways_find_the_load_of_a_models_workers_under_vllms_names(server: PrivateRedis, store: Store) -> None:
+    async with fleet(P, D) as workers, router(server, "--admin-port", "0", "--gateway-metrics") as running:
+        await become_ready(running)
+        for worker, free in zip(usable(workers), (900, 600), strict=True):
+            worker.load.free_blocks = free
+            await store.workers.register(worker.registration)
+        async with asyncio.timeout(PATIENCE):
+            while 'vllm:kv_cache_usage_perc{model_name="m"} 0.25' not in (
+                text := await page(running.admin_port, "/metrics")
+            ):
+                await asyncio.sleep(0.01)
+        assert 'vllm:num_requests_waiting{model_name="m"} 0.0' in text
+        assert 'decant_kv_cache_usage_ratio{model="m"} 0.25' in text
+
+
 @pytest.mark.slow
 def test_a_router_imports_nothing_that_computes() -> None:
     program = (

@@ -7,6 +7,7 @@ from decant.protos import worker_pb2
 from decant.runtime.errors import Internal, QueueFull
 from decant.runtime.protocol import PROTOCOL
 from decant.runtime.telemetry.metrics import (
+    GATEWAY_NAMES,
     MAX_TENANTS,
     OTHER_TENANTS,
     EngineMetrics,
@@ -19,6 +20,36 @@ from decant.runtime.telemetry.metrics import (
 
 def names(registry: Registry) -> set[str]:
     return {line.split()[2] for line in registry.text().decode().splitlines() if line.startswith("# TYPE")}
+
+
+def test_gateways_find_vllms_names_where_they_are_asked_for() -> None:
+    registry = Registry(process=False, gateway_names=True)
+    metrics = RequestMetrics(registry)
+    model = metrics.of("m")
+    metrics.queues.waiting.labels("m").set(3)
+    metrics.cache_usage.labels("m").set(0.25)
+    model.generated.inc(7)
+    model.ttft.observe(0.07)
+    lines = registry.text().decode().splitlines()
+    for line in (
+        'vllm:num_requests_waiting{model_name="m"} 3.0',
+        'vllm:kv_cache_usage_perc{model_name="m"} 0.25',
+        'vllm:generation_tokens_total{model_name="m"} 7.0',
+        'vllm:time_to_first_token_seconds_bucket{le="0.08",model_name="m"} 1.0',
+        'vllm:time_to_first_token_seconds_count{model_name="m"} 1.0',
+        "# TYPE vllm:num_requests_waiting gauge",
+        'decant_requests_waiting{model="m"} 3.0',
+    ):
+        assert line in lines
+    worker = Registry(process=False, gateway_names=True)
+    EngineMetrics(worker, ())
+    found = (
+        {f"decant_{name}" for name in GATEWAY_NAMES}
+        - (names(registry) | names(worker))
+        - {f"decant_{name}" for name in GATEWAY_NAMES if f"decant_{name}_total" in names(registry) | names(worker)}
+    )
+    assert not found, "each has a metric of the router or of a worker"
+    assert not any("vllm:" in line for line in Registry(process=False).text().decode().splitlines())
 
 
 def test_router_metrics_have_standard_names() -> None:
