@@ -193,7 +193,9 @@ async def test_channels_to_senders_are_closed_when_they_are_idle_and_never_in_a_
                 while len(transport.channels):  # noqa: ASYNC110 - a channel's end has no event
                     await asyncio.sleep(0.02)
         assert len(opened) == 2
-        assert all(channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN for channel in opened)
+        async with asyncio.timeout(60):  # a channel that is no longer kept takes its time to close
+            while not all(channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN for channel in opened):  # noqa: ASYNC110 - the same
+                await asyncio.sleep(0.02)
         await server.stop(None)
         await transport.close()
 

@@ -257,10 +257,12 @@ async def test_gateways_find_the_load_of_a_models_workers_under_vllms_names(serv
         for worker, free in zip(usable(workers), (900, 600), strict=True):
             worker.load.free_blocks = free
             await store.workers.register(worker.registration)
+        line = 'vllm:kv_cache_usage_perc{model_name="m"} 0.25'
         async with asyncio.timeout(PATIENCE):
-            while 'vllm:kv_cache_usage_perc{model_name="m"} 0.25' not in (
-                text := await page(running.admin_port, "/metrics")
-            ):
+            while True:
+                text = await page(running.admin_port, "/metrics")
+                if line in text:
+                    break
                 await asyncio.sleep(0.01)
         assert 'vllm:num_requests_waiting{model_name="m"} 0.0' in text
         assert 'decant_kv_cache_usage_ratio{model="m"} 0.25' in text
