@@ -11,15 +11,16 @@ import math
 import struct
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
+from typing import assert_never
 
 from decant.engine.costs import StepCostModel
 from decant.engine.counter_rng import counter_uniform
 from decant.engine.errors import InvalidConfig
 from decant.engine.kv_layout import BLOCK_SIZE, FULL, Window
+from decant.engine.logits_processors import Add, Edit, Forbid, Penalise
 from decant.engine.plan import BlockMemory, DeviceMemory, FurtherToken, Row, StepPlan, StepResult, TokenLogprobs
 
 SLOT_BYTES = 8
@@ -170,15 +171,10 @@ def draw(likely: list[int], row: Row, eos: frozenset[int]) -> int:
     request = row.request
     sampling, position = request.sampling, row.end - request.prompt_len
     weights = dict(zip(likely, WEIGHTS, strict=True))
-    for token, bias in sampling.logit_bias.items():
-        weights[token] = weights.get(token, _OTHER_WEIGHT) + bias
-    if position < request.stop.min_tokens:
-        for token in request.stop.ids(eos):
-            weights.pop(token, None)
+    for edit in row.edits(eos):
+        _apply(edit, weights)
     if not weights:
         return 0  # every token is forbidden
-    if sampling.has_penalties:
-        _penalise(weights, row)
     ordered = sorted(weights.items(), key=itemgetter(1), reverse=True)
     if sampling.is_greedy:
         return ordered[0][0]
@@ -191,15 +187,25 @@ def draw(likely: list[int], row: Row, eos: frozenset[int]) -> int:
     return kept[-1][0]
 
 
-def _penalise(weights: dict[int, float], row: Row) -> None:
-    sampling = row.request.sampling
-    generated = Counter(row.tokens[row.request.prompt_len :])
-    for token in weights.keys() & set(row.tokens):
-        weight = weights[token]
-        weight = weight / sampling.repetition_penalty if weight > 0 else weight * sampling.repetition_penalty
-        if token in generated:
-            weight -= sampling.presence_penalty + sampling.frequency_penalty * generated[token]
-        weights[token] = weight
+def _apply(edit: Edit, weights: dict[int, float]) -> None:
+    match edit:
+        case Add():
+            for token, value in zip(edit.tokens, edit.values, strict=True):
+                weights[token] = weights.get(token, _OTHER_WEIGHT) + value
+        case Forbid():
+            for token in edit.tokens:
+                weights.pop(token, None)
+        case Penalise():
+            _penalise(edit, weights)
+        case _:
+            assert_never(edit)
+
+
+def _penalise(edit: Penalise, weights: dict[int, float]) -> None:
+    for token, count in zip(edit.tokens, edit.output, strict=True):
+        if (weight := weights.get(token)) is not None:
+            weight = weight / edit.repetition if weight > 0 else weight * edit.repetition
+            weights[token] = weight - (edit.presence * (count > 0) + edit.frequency * count)
 
 
 def _keep(ordered: list[tuple[int, float]], row: Row) -> list[tuple[int, float]]:

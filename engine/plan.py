@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from decant.engine.costs import NO_WORK, StepCostModel, StepWork, chunk
 from decant.engine.kv_layout import Window
+from decant.engine.logits_processors import Edit
 from decant.engine.request import Request
 from decant.engine.sampler_state import SamplerState
 
@@ -23,6 +24,7 @@ class Row(NamedTuple):
     blocks      position p of group g is in blocks[g][p // block_size]. An entry that no position from ``start`` on sees
                 may be ``num_blocks``, the null block
     sample      whether to draw the token at position ``end``
+    state       None: the request is plain greedy
     """
 
     request: Request
@@ -36,6 +38,13 @@ class Row(NamedTuple):
     @property
     def work(self) -> StepWork:
         return chunk(self.start, self.end - self.start, all_logits=self.request.prompt_logprobs is not None)
+
+    def edits(self, eos: frozenset[int]) -> list[Edit]:
+        """Changes of the row's logits before the draw at ``end``, in order; ``eos`` are the model's end tokens."""
+        if self.state is None:
+            assert self.request.is_plain_greedy, "a request that is not plain greedy has a sampler state"
+            return []
+        return self.state.edits(self.tokens, self.end, eos)
 
 
 NO_INPUTS: Mapping[int, int] = MappingProxyType({})

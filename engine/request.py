@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 
 from decant.engine.errors import InvalidRequest
+from decant.engine.logits_processors import Bias, LogitsProcessor, MinLength, Penalties
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0  # also below 0
@@ -88,8 +89,8 @@ class SamplingParams:
         return self.temperature < _MIN_TEMPERATURE
 
     @property
-    def has_penalties(self) -> bool:
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+    def penalties(self) -> tuple[float, float, float]:
+        return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +147,22 @@ class Request:
         self._check()
         # Derived once: every step reads them of every sequence.
         object.__setattr__(self, "prompt_len", self.prompt_tokens or len(self.token_ids))
-        sampling, stop = self.sampling, self.stop
-        changes_logits = sampling.has_penalties or sampling.logit_bias
-        may_forbid = stop.min_tokens and (stop.stop_token_ids or not stop.ignore_eos)
-        object.__setattr__(self, "is_plain_greedy", sampling.is_greedy and not changes_logits and not may_forbid)
+        object.__setattr__(self, "is_plain_greedy", self.sampling.is_greedy and not self.logits_processors())
         object.__setattr__(
             self, "needs_tokens_only", self.is_plain_greedy and self.logprobs is None and self.prompt_logprobs is None
         )
+
+    def logits_processors(self) -> tuple[LogitsProcessor, ...]:
+        """Make what changes the logits of a draw, in the order of application: the one list of such fields."""
+        sampling, stop = self.sampling, self.stop
+        processors: list[LogitsProcessor] = []
+        if sampling.logit_bias:
+            processors.append(Bias(sampling.logit_bias))
+        if stop.min_tokens and (stop.stop_token_ids or not stop.ignore_eos):
+            processors.append(MinLength(self.prompt_len + stop.min_tokens, stop.ids))
+        if sampling.penalties != (1.0, 0.0, 0.0):
+            processors.append(Penalties(self.prompt_len, *sampling.penalties))
+        return tuple(processors)
 
     def next_check_length(self, length: int, context_length: int) -> int:
         lengths = [context_length]

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from decant.engine.cpu.threads import num_threads
-from decant.engine.model.sampler import Sampler, TopToken, adjust, forbidden, random_number
+from decant.engine.model.sampler import Sampler, TopToken, apply, random_number
 from decant.engine.plan import Row
 
 SCORES_AT_ONCE = 1 << 18
@@ -44,9 +44,10 @@ class NativeSampler(Sampler):
         draws, buffers = np.empty(len(rows), _DRAW), []
         for index, (row, of_row) in enumerate(zip(rows, scores, strict=True)):
             sampling, adjusted = row.request.sampling, _contiguous_rows(of_row)
-            if sampling.logit_bias or sampling.has_penalties or forbidden(row, eos):
+            if edits := row.edits(eos):
                 adjusted = adjusted.to(torch.float32, copy=True)
-                adjust(row, adjusted, eos)
+                for edit in edits:
+                    apply(edit, adjusted)
             buffers.append(adjusted)  # until the kernel has read it
             draws[index] = (
                 adjusted.data_ptr(),

@@ -1,8 +1,9 @@
-"""``engine.model.sampler.adjust`` for all rows of a step at once."""
+"""``engine.model.sampler.apply`` for all rows of a step at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,52 +11,40 @@ import numpy.typing as npt
 import torch
 
 from decant.engine.cuda.staging import Staging
-from decant.engine.model.sampler import forbidden
+from decant.engine.logits_processors import Add, Edit, Forbid, Penalise
 from decant.engine.plan import Row
 
 _HIGHEST = torch.finfo(torch.float32).max
 
-_PENALTIES: tuple[tuple[str, Any], ...] = (
-    ("output", np.float32),
-    ("repetition", np.float32),
-    ("presence", np.float32),
-    ("frequency", np.float32),
-)
-
 
 def adjust_all(rows: Sequence[Row], scores: torch.Tensor, eos: frozenset[int], staging: Staging) -> None:
-    bias = _entries([(at, row.state.bias_tokens, (row.state.bias,)) for at, row in enumerate(rows) if row.state], 1)
-    banned = _entries([(at, sorted(forbidden(row, eos)), ()) for at, row in enumerate(rows)], 0)
-    seen = _entries([entry for at, row in enumerate(rows) if (entry := _penalties(at, row))], len(_PENALTIES))
-    if len(bias[0]):
-        at, tokens, added = staging.upload(*bias)
-        scores[at, tokens] = scores[at, tokens] + added
-    if len(banned[0]):
-        at, tokens = staging.upload(*banned)
-        scores[at, tokens] = float("-inf")
-    if len(seen[0]):
-        at, tokens, *columns = staging.upload(*seen)
-        scores[at, tokens] = _penalised(scores[at, tokens], *columns)
+    """Change scores [n, vocabulary], float32, in place: each row by its edits in their order, by kind for all."""
+    left = [(at, edits) for at, row in enumerate(rows) if (edits := row.edits(eos)[::-1])]
+    while left:
+        kind = min({type(edits[-1]) for _, edits in left}, key=list(_KINDS).index)
+        entries, change = _KINDS[kind]
+        parts = [entries(at, edits.pop()) for at, edits in left if isinstance(edits[-1], kind)]
+        places, tokens, *columns = staging.upload(*map(np.concatenate, zip(*parts, strict=True)))
+        scores[places, tokens] = change(scores[places, tokens], *columns)
+        left = [(at, edits) for at, edits in left if edits]
 
 
-def _entries(parts: Sequence[tuple[int, Any, Sequence[Any]]], width: int) -> list[npt.NDArray[Any]]:
-    rows = np.concatenate([np.empty(0, np.int64), *(np.full(len(tokens), at) for at, tokens, _ in parts)])
-    tokens = np.concatenate([np.empty(0, np.int64), *(np.array(tokens, np.int64) for _, tokens, _ in parts)])
-    columns = [
-        np.concatenate([np.empty(0, np.float32), *(np.array(values[column], np.float32) for _, _, values in parts)])
-        for column in range(width)
-    ]
-    return [rows, tokens, *columns]
+def _added(at: int, edit: Add) -> list[npt.NDArray[Any]]:
+    return [*_places(at, edit.tokens), np.array(edit.values, np.float32)]
 
 
-def _penalties(at: int, row: Row) -> tuple[int, Any, Sequence[Any]] | None:
-    counts, sampling = row.state.counts if row.state else None, row.request.sampling
-    if counts is None:
-        return None
-    counts.update(row.tokens, row.end)
-    params = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-    columns = [np.full(len(counts.tokens), param, np.float32) for param in params]
-    return at, np.array(counts.tokens, np.int64), (np.array(counts.output, np.float32), *columns)
+def _forbidden(at: int, edit: Forbid) -> list[npt.NDArray[Any]]:
+    return _places(at, sorted(edit.tokens))
+
+
+def _penalties(at: int, edit: Penalise) -> list[npt.NDArray[Any]]:
+    params = (edit.repetition, edit.presence, edit.frequency)
+    columns = [np.full(len(edit.tokens), param, np.float32) for param in params]
+    return [*_places(at, edit.tokens), np.array(edit.output, np.float32), *columns]
+
+
+def _places(at: int, tokens: Sequence[int]) -> list[npt.NDArray[Any]]:
+    return [np.full(len(tokens), at, np.int64), np.array(tokens, np.int64)]
 
 
 def _penalised(
@@ -68,3 +57,11 @@ def _penalised(
     repeated = torch.where(scores > 0, scores / repetition, scores * repetition).clamp(-_HIGHEST, _HIGHEST)
     scores = torch.where(repetition == 1.0, scores, repeated)
     return scores - (presence * (output > 0) + frequency * output)
+
+
+_KINDS: dict[type[Edit], tuple[Callable[[int, Any], list[npt.NDArray[Any]]], Callable[..., torch.Tensor]]] = {
+    Add: (_added, torch.add),
+    Forbid: (_forbidden, lambda scores: torch.full_like(scores, -math.inf)),
+    Penalise: (_penalties, _penalised),
+}
+"""By kind, in the usual order: the arrays of an edit (row, token and columns), and the change of its scores."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, assert_never
 
 import torch
 
 from decant.engine.counter_rng import counter_uniform
+from decant.engine.logits_processors import Add, Edit, Forbid, Penalise
 from decant.engine.plan import Row, TokenLogprobs
 from decant.engine.request import SamplingParams
-from decant.engine.sampler_state import TokenCounts
 
 _OFF = float("-inf")
 
@@ -67,7 +67,8 @@ class Sampler:
 def _sample(rows: Sequence[Row], scores: torch.Tensor, eos: frozenset[int]) -> list[int]:
     scores = scores.float()
     for index, row in enumerate(rows):
-        adjust(row, scores[index], eos)
+        for edit in row.edits(eos):
+            apply(edit, scores[index])
     greedy = top_tokens(scores).tokens
     drawn = [index for index, row in enumerate(rows) if not row.request.sampling.is_greedy]
     if drawn:
@@ -97,17 +98,17 @@ def _pieces(values: torch.Tensor, filler: float) -> torch.Tensor:
     return pieces
 
 
-def adjust(row: Row, scores: torch.Tensor, eos: frozenset[int]) -> None:
-    """Apply bias, minimum length and penalties in place to ``scores`` [vocabulary]."""
-    state = row.state
-    assert state is not None, "a request that is not plain greedy has a sampler state"
-    if state.bias_tokens:
-        scores[_tensor(state.bias_tokens, torch.int64, scores)] += _tensor(state.bias, torch.float32, scores)
-    if excluded := forbidden(row, eos):
-        scores[list(excluded)] = _OFF
-    if state.counts is not None:
-        state.counts.update(row.tokens, row.end)
-        _penalise(row.request.sampling, state.counts, scores)
+def apply(edit: Edit, scores: torch.Tensor) -> None:
+    """Change ``scores`` [vocabulary], float32, in place."""
+    match edit:
+        case Add():
+            scores[_tensor(edit.tokens, torch.int64, scores)] += _tensor(edit.values, torch.float32, scores)
+        case Forbid():
+            scores[list(edit.tokens)] = _OFF
+        case Penalise():
+            _penalise(edit, scores)
+        case _:
+            assert_never(edit)
 
 
 def _tensor(values: array[Any], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
@@ -115,27 +116,20 @@ def _tensor(values: array[Any], dtype: torch.dtype, like: torch.Tensor) -> torch
     return torch.frombuffer(values, dtype=dtype).to(like.device)
 
 
-def forbidden(row: Row, eos: frozenset[int]) -> Set[int]:
-    stop = row.request.stop
-    return frozenset() if row.end - row.request.prompt_len >= stop.min_tokens else stop.ids(eos)
-
-
 def random_number(row: Row) -> float:
     sampling = row.request.sampling
     return counter_uniform(sampling.seed, sampling.output_index, row.end - row.request.prompt_len)
 
 
-def _penalise(sampling: SamplingParams, counts: TokenCounts, scores: torch.Tensor) -> None:
-    if not counts.tokens:
-        return
-    tokens = _tensor(counts.tokens, torch.int64, scores)
+def _penalise(edit: Penalise, scores: torch.Tensor) -> None:
+    tokens = _tensor(edit.tokens, torch.int64, scores)
     seen = scores[tokens]
-    if (penalty := sampling.repetition_penalty) != 1.0:
+    if (penalty := edit.repetition) != 1.0:
         seen = torch.where(seen > 0, seen / penalty, seen * penalty)
         seen.clamp_(-_HIGHEST, _HIGHEST)  # a reward may be unbounded, a score must be finite
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        output = _tensor(counts.output, torch.int64, scores)
-        seen = seen - (sampling.presence_penalty * (output > 0) + sampling.frequency_penalty * output)
+    if edit.presence or edit.frequency:
+        output = _tensor(edit.output, torch.int64, scores)
+        seen = seen - (edit.presence * (output > 0) + edit.frequency * output)
     scores[tokens] = seen
 
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from decant.engine.backends import make_backend
 from decant.engine.engine import Engine
 from decant.engine.loading import load
+from decant.engine.logits_processors import Penalties, TokenCounts
 from decant.engine.model.model import ModelConfig, ModelDevice
 from decant.engine.plan import Row
 from decant.engine.request import Request, SamplingParams, StopParams
-from decant.engine.sampler_state import SamplerState, TokenCounts
+from decant.engine.sampler_state import SamplerState
 from decant.engine.scheduler import Limits
 from tests.engine import test_bits, tiny
 
@@ -68,8 +69,8 @@ def test_the_work_of_a_step_does_not_grow_with_the_tokens(length: int) -> None:
         row = Row(request, tokens, len(tokens) - 1, len(tokens), (array("i"),), True, state)
         [token] = make_backend(torch.device("cpu")).sampler.sample([row], torch.randn(1, 48), frozenset())
         assert tokens.reads == (1 if step else length)
-        assert state.counts is not None
-        assert len(state.counts.tokens) <= 20 + step, "what a step touches of the logits: distinct tokens"
+        [counts] = [one.counts for one in state.processors if isinstance(one, Penalties)]
+        assert len(counts.tokens) <= 20 + step, "what a step touches of the logits: distinct tokens"
         tokens.tokens.append(token)
 
 
@@ -172,4 +173,4 @@ def test_a_plain_sequence_keeps_no_state(device: ModelDevice) -> None:
     states = {row.request.id: row.state for row in plan.rows}
     assert states["plain"] is None
     assert states["drawn"] is not None
-    assert states["drawn"].counts is None
+    assert not states["drawn"].processors

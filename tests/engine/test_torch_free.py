@@ -19,6 +19,7 @@ from decant.engine.fake import CANDIDATES, WEIGHTS, FakeDevice, candidates, slot
 from decant.engine.kv_layout import KvLayout, LayerSpec
 from decant.engine.plan import Row, StepPlan
 from decant.engine.request import SamplingParams, StopParams
+from decant.engine.sampler_state import SamplerState
 from decant.engine.scheduler import STEPS_PER_PRIORITY, priority_key
 from decant.engine.sequence import Sequence as EngineSequence
 from tests.engine import p_values
@@ -35,8 +36,8 @@ class Blocked:
             raise ImportError(f"{name} is blocked")
 
 sys.meta_path.insert(0, Blocked())
-names = "blocks counter_rng costs engine errors exports fake inspection kv_layout loop output plan request"
-names += " sampler_state scheduler sequence transfer"
+names = "blocks counter_rng costs engine errors exports fake inspection kv_layout logits_processors loop output plan"
+names += " request sampler_state scheduler sequence transfer"
 for name in names.split():
     importlib.import_module(f"decant.engine.{name}")
 
@@ -153,7 +154,8 @@ def test_equal_priorities_run_first_come_first_served() -> None:
 
 def distribution(device: FakeDevice, **sampling: Any) -> Counter[int]:
     requests = [make_request("a", 5, 1, sampling=SamplingParams(seed=seed, **sampling)) for seed in range(3000)]
-    rows = tuple(Row(request, request.token_ids, 0, 5, (array("i", [0, 1]),), True) for request in requests)
+    blocks = (array("i", [0, 1]),)
+    rows = tuple(Row(one, one.token_ids, 0, 5, blocks, True, SamplerState(one)) for one in requests)
     return Counter(token for token in device.run(StepPlan(rows, 5 * len(rows))).sampled if token is not None)
 
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from decant.engine.request import SamplingParams
+from decant.engine.logits_processors import Add, Edit, LogitsProcessor
+from decant.engine.request import Request, SamplingParams
 from tests.engine.conformance.harness import REQUESTS, engine_of, expected
 from tests.engine.conftest import MakeDevice
 from tests.engine.factories import (
@@ -73,3 +75,18 @@ def test_a_draw_is_a_function_of_seed_output_and_position(make: MakeDevice) -> N
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-4}])
 def test_a_small_top_p_draws_the_likeliest_token(make: MakeDevice, narrow: Mapping[str, Any]) -> None:
     assert written(make, seed=5, **{"temperature": 1.0, **narrow}) == written(make)
+
+
+class Successor(LogitsProcessor):
+    def edit(self, tokens: Sequence[int], length: int, eos: frozenset[int]) -> Edit | None:
+        return Add(array("q", [tokens[length - 1] + 1]), array("f", [1e4]))
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}], ids=["greedy", "drawn"])
+def test_a_processor_that_a_request_lists_is_asked_for_each_token(
+    make: MakeDevice, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Request, "logits_processors", lambda request: (Successor(),))
+    requests = [make_request(f"r{last}", (1, 2, last), 9, sampling=SamplingParams(**sampling)) for last in (5, 30)]
+    texts = run(engine_of(make), *requests)
+    assert [texts[f"r{last}"].text for last in (5, 30)] == [list(range(last + 1, last + 10)) for last in (5, 30)]

@@ -1,0 +1,143 @@
+"""Each sampler applies each processor, alone and in order, and one that it has never seen."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from decant.engine import fake, logits_processors
+from decant.engine.cpu.kernels.loader import KERNELS
+from decant.engine.cpu.sampler import NativeSampler
+from decant.engine.logits_processors import Add, Bias, Edit, Forbid, LogitsProcessor, MinLength, Penalties
+from decant.engine.model.sampler import Sampler
+from decant.engine.plan import Row
+from decant.engine.request import Request, SamplingParams, StopParams
+from decant.engine.sampler_state import SamplerState
+from tests import gpu
+
+LIKELY = [11 + 3 * rank for rank in range(fake.CANDIDATES)]
+"""Tokens by rank; the others have lower logits."""
+
+FIRST, SECOND, THIRD, *_ = LIKELY
+VOCABULARY = 64
+PROMPT = (FIRST, 2)
+OUTPUT = (FIRST, 3)
+
+REQUESTS: dict[type[LogitsProcessor], list[dict[str, Any]]] = {
+    Bias: [{"logit_bias": {FIRST: -50.0, SECOND: 1.0}}],
+    MinLength: [{"stop": StopParams(min_tokens=len(OUTPUT) + 1, stop_token_ids=frozenset({FIRST}))}],
+    Penalties: [{"repetition_penalty": 10.0}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}],
+}
+"""Requests with one processor each, by which the second token becomes the likeliest."""
+
+CASES = [(kind, fields) for kind, of_kind in REQUESTS.items() for fields in of_kind]
+
+Draw = Callable[[Row, frozenset[int]], int]
+
+
+def draw_of(sampler: Sampler, device: str = "cpu") -> Draw:
+    logits = torch.full((1, VOCABULARY), -20.0)
+    logits[0, LIKELY] = torch.tensor(fake.WEIGHTS)
+    logits = logits.to(device)
+
+    def draw(row: Row, eos: frozenset[int]) -> int:
+        return sampler.sample([row], logits, eos)[0]
+
+    return draw
+
+
+def draw_on_the_fake(row: Row, eos: frozenset[int]) -> int:
+    return fake.draw(LIKELY, row, eos)
+
+
+@pytest.fixture(params=["fake", "torch", "compiled", pytest.param("triton", marks=pytest.mark.slow)])
+def draw(request: pytest.FixtureRequest) -> Draw:
+    match request.param:
+        case "fake":
+            return draw_on_the_fake
+        case "torch":
+            return draw_of(Sampler())
+        case "compiled":
+            if KERNELS is None:
+                pytest.skip("this CPU has no AVX2, or no compiler was here")
+            return draw_of(NativeSampler(KERNELS))
+    pytest.importorskip("triton")
+    from decant.engine.cuda.sampler import TritonSampler
+
+    return draw_of(TritonSampler(), gpu.device_type())
+
+
+@pytest.fixture(params=[{}, {"temperature": 1.0, "top_k": 1}], ids=["greedy", "drawn"])
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    fields: dict[str, Any] = request.param
+    return fields
+
+
+def row_of(stop: StopParams | None = None, tokens: Sequence[int] = (*PROMPT, *OUTPUT), **sampling: Any) -> Row:
+    request = Request("r", PROMPT, sampling=SamplingParams(**sampling), stop=stop or StopParams())
+    return Row(request, tokens, len(tokens) - 1, len(tokens), (array("i"),), True, SamplerState(request))
+
+
+def test_each_processor_and_each_kind_of_edit_has_a_case() -> None:
+    ours = {kind for kind in LogitsProcessor.__subclasses__() if kind.__module__ == logits_processors.__name__}
+    assert ours == set(REQUESTS)
+    edits = [edit for _, fields in CASES for edit in row_of(**fields).edits(frozenset())]
+    assert {type(edit) for edit in edits} == set(get_args(Edit))
+
+
+def test_a_request_without_processors_draws_by_the_logits_alone(draw: Draw, way: dict[str, Any]) -> None:
+    row = row_of(**way)
+    assert row.request.is_plain_greedy is (not way)
+    assert not row.edits(frozenset())
+    assert draw(row, frozenset()) == FIRST
+
+
+@pytest.mark.parametrize(("kind", "fields"), CASES, ids=str)
+def test_each_sampler_applies_each_processor(
+    draw: Draw, way: dict[str, Any], kind: type[LogitsProcessor], fields: dict[str, Any]
+) -> None:
+    row = row_of(**fields, **way)
+    assert not row.request.is_plain_greedy
+    assert row.state
+    assert [type(processor) for processor in row.state.processors] == [kind]
+    assert draw(row, frozenset()) == SECOND
+
+
+def test_an_end_token_of_the_model_is_not_drawn_before_the_minimum_length(draw: Draw, way: dict[str, Any]) -> None:
+    for least, expected in ((len(OUTPUT), FIRST), (len(OUTPUT) + 1, SECOND)):
+        assert draw(row_of(StopParams(min_tokens=least), **way), frozenset({FIRST})) == expected
+
+
+def test_each_sampler_applies_bias_then_minimum_length_then_penalties(draw: Draw, way: dict[str, Any]) -> None:
+    biased = {"logit_bias": {SECOND: 4.0, THIRD: 90.0}, "repetition_penalty": 10.0}
+    row = row_of(StopParams(min_tokens=9, stop_token_ids=frozenset({THIRD})), (*PROMPT, SECOND), **biased, **way)
+    assert [type(edit) for edit in row.edits(frozenset())] == list(get_args(Edit))
+    assert draw(row, frozenset()) == SECOND, "the bias made its logit positive before the penalty divides it"
+
+
+class Succession(LogitsProcessor):
+    """Makes the token after the last the likeliest by far, in two edits of a kind with another between them."""
+
+    def __init__(self, part: int) -> None:
+        self.part = part
+
+    def edit(self, tokens: Sequence[int], length: int, eos: frozenset[int]) -> Edit | None:
+        if self.part == 1:
+            return Forbid({FIRST})
+        return Add(array("q", [tokens[length - 1] + 1, FIRST]), array("f", [30.0, 10.0]))
+
+
+def test_each_sampler_applies_a_processor_that_it_does_not_know(
+    draw: Draw, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Request, "logits_processors", lambda request: tuple(map(Succession, range(3))))
+    for tokens in ((*PROMPT, 40), (*PROMPT, 40, 7)):
+        row = row_of(tokens=tokens, **way)
+        assert not row.request.is_plain_greedy
+        assert row.state
+        assert row.state.reads_tokens
+        assert draw(row, frozenset()) == tokens[-1] + 1
