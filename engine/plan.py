@@ -24,7 +24,7 @@ class Row(NamedTuple):
     blocks      position p of group g is in blocks[g][p // block_size]. An entry that no position from ``start`` on sees
                 may be ``num_blocks``, the null block
     sample      whether to draw the token at position ``end``
-    state       None: the request is plain greedy
+    state       kept from draw to draw; None: made for each
     """
 
     request: Request
@@ -41,10 +41,8 @@ class Row(NamedTuple):
 
     def edits(self, eos: frozenset[int]) -> list[Edit]:
         """Changes of the row's logits before the draw at ``end``, in order; ``eos`` are the model's end tokens."""
-        if self.state is None:
-            assert self.request.is_plain_greedy, "a request that is not plain greedy has a sampler state"
-            return []
-        return self.state.edits(self.tokens, self.end, eos)
+        state = self.state or SamplerState(self.request)
+        return state.edits(self.tokens, self.end, eos)
 
 
 NO_INPUTS: Mapping[int, int] = MappingProxyType({})
