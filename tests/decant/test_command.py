@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import decant
+from decant.client.retry import MORE_TRIES, RetryState
 from decant.command.app import app
 from decant.command.deployment.deployments import Deployment, DeploymentRecord
 from decant.command.errors import CommandFailed
@@ -113,22 +114,41 @@ def test_a_value_that_no_field_holds_is_one_line(address: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_a_server_that_is_not_there_is_named_once_while_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Failed tries of a command, which ends after a number of them and not by the clock."""
+    failures: list[str] = []
+    pause_after = RetryState.pause_after
+
+    def record(state: RetryState, error: decant.ServiceError, **options: Any) -> float:
+        failures.append(str(error))
+        return pause_after(state, error, **options)
+
+    monkeypatch.setattr(RetryState, "pause_after", record)
+    monkeypatch.setattr("decant.command.generate.RESUME_SECONDS", 0.0)
+    return failures
+
+
+def test_a_server_that_is_not_there_is_named_once_while_it_is_tried_again(
+    failures: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("decant.command.deployment.deployments.running", list)  # other tests start some
-    done = run("generate", "x", "--address", "127.0.0.1:1", "--timeout", "0.4")
+    done = run("generate", "x", "--address", "127.0.0.1:1")
     assert done.exit_code == 1
     waiting, error = done.stderr.splitlines()
     assert waiting == f"{error.removeprefix('decant: ')}; trying again"
     assert "no connection to 127.0.0.1:1" in error
+    assert len(failures) == 1 + MORE_TRIES
 
 
+@pytest.mark.usefixtures("failures")
 def test_an_address_of_a_deployment_that_starts_is_said_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     starting = Deployment(7, (), "unix:///r", has_started=False)
     monkeypatch.setattr("decant.command.deployment.deployments.running", lambda: [starting])
-    done = run("generate", "x", "--address", "127.0.0.1:1", "--timeout", "0.4")
+    done = run("generate", "x", "--address", "127.0.0.1:1")
     assert done.exit_code == 1
     assert done.stderr.splitlines()[0].endswith("; `decant up` (process 7) is starting; trying again")
-    assert "is starting" not in run("generate", "x", "--address", "invalid.example:1", "--timeout", "0.4").stderr
+    assert "is starting" not in run("generate", "x", "--address", "invalid.example:1").stderr
 
 
 @pytest.mark.parametrize(("wait", "seconds"), [([], 30.0), (["--wait", "90"], 90.0), (["--wait", "1"], 30.0)])
