@@ -72,10 +72,21 @@ def gelu(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def dbrx(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.save(tiny.config("dbrx", max_seq_len=1024), tmp_path_factory.mktemp("dbrx")))
+
+
+@pytest.fixture(scope="module")
+def jetmoe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.save(tiny.config("jetmoe", max_position_embeddings=1024), tmp_path_factory.mktemp("jetmoe")))
+
+
 DEVICES = [
     *[f"{shape} {dtype} native" for shape in ("small", "committed") for dtype in ("bfloat16", "float32")],
     *[f"small {dtype} torch" for dtype in ("bfloat16", "float32") if KERNELS],
     *[f"gelu {dtype} native" for dtype in ("bfloat16", "float32")],
+    *[f"{shape} {dtype} native" for shape in ("dbrx", "jetmoe") for dtype in ("bfloat16", "float32")],
 ]
 
 
