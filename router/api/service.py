@@ -119,7 +119,8 @@ class InferenceService:
         key = RequestKey(tenant.name, request.request_id)
         with self._count_refusals(model, tenant.name):
             size = self._least_size(request, served)
-            await self._registry.check_load(key, model, size, request.priority, deadline)
+            if size.prompt_tokens < self._context_length(served):  # a longer one is refused by its field below
+                await self._registry.check_load(key, model, size, request.priority, deadline)
             with tracing.span("tokenize", span.traceparent):
                 valid = await validate(request, tenant.models, self._registry.max_context_length, deadline, tenant.name)
             valid.engine_request.traceparent = span.traceparent

@@ -49,9 +49,8 @@ class WorkerLoad:
         self.layout_hash = registration.layout_hash
         self._routers: frozenset[Incarnation] | None = None
         """Routers in the last report; None before the first in this session."""
-        self._load = wire.Load(
-            role=registration.role, free_blocks=registration.capacity.total_blocks, takes_prompts=True
-        )
+        blocks = registration.capacity.total_blocks
+        self._load = wire.Load(role=registration.role, total_blocks=blocks, free_blocks=blocks, takes_prompts=True)
         self._cached = WorkerPrefixCache(self._index, self.number)
         self._snapshots: dict[tuple[int, bool], WorkerSnapshot] = {}
         self._is_full = False

@@ -38,6 +38,13 @@ def test_requests_just_sent_count_until_they_end() -> None:
     assert figures(known) == (0, 0, 980), "its blocks may be free: that is for the worker to say"
 
 
+def test_no_block_is_in_use_before_a_worker_reports_some() -> None:
+    known = view()
+    assert (known.used_blocks, known.total_blocks) == (0, 1000)
+    known.apply_heartbeat(wire.Heartbeat(load=wire.Load(total_blocks=1000, free_blocks=700, cached_blocks=100)))
+    assert (known.used_blocks, known.total_blocks) == (200, 1000)
+
+
 def test_a_load_of_before_does_not_hide_what_is_there() -> None:
     known = view()
     sent = known.reserve(ANY, 160, computes_prompt=True)
