@@ -95,7 +95,7 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class KvLayout:
-    """How the KV of all layers lies in a block, and which layers share a block table.
+    """How the KV of all layers is stored in a block, and which layers share a block table.
 
     Computed once from the model. The store allocates by it, the pool takes its windows and the scheduler its block
     size; two workers exchange blocks only if theirs are equal.

@@ -49,6 +49,7 @@ def pytest_configure() -> None:
 
 LONGEST = (
     "tests/e2e/test_install.py",
+    "tests/engine/test_all_architectures.py",
     "tests/engine/test_architectures.py",
     "tests/engine/test_bits.py",
     "tests/worker/test_decode_schedules.py",

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from decant.engine.model import probe
 from decant.engine.model.float32 import Float32
-from tests.engine import tiny
+from tests.engine import tiny, tiny_configs
 
 
 @pytest.mark.slow
@@ -42,7 +42,7 @@ def test_a_narrow_tensor_is_written_and_conversions_stay_wide() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2", "mixtral"])
 def test_probe_sequences_have_the_same_logits_in_a_batch_and_alone(kind: str, tmp_path: Path) -> None:
-    changes = tiny.SERVED[kind]
+    changes = tiny_configs.SERVED[kind]
     folder = tiny.save(tiny.config(changes[0], **changes[1]), tmp_path, dtype=torch.bfloat16)
     model = tiny.reference(folder, torch.bfloat16)
     early = probe.probe_sequences(model, tiny.CONTEXT_LENGTH)[:-1]

@@ -11,7 +11,7 @@ from decant.engine.errors import InvalidConfig
 from decant.engine.model.backend import TorchBackend
 from decant.engine.request import Request, StopParams
 from decant.engine.scheduler import Limits
-from tests.engine import tiny
+from tests.engine import tiny, tiny_configs
 from tests.engine.served import edit, rewrite, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -73,7 +73,7 @@ def test_float16_is_for_cuda(device, copy):
 
 
 def test_an_end_token_outside_the_vocabulary_is_dropped(copy):
-    device = serve(copy, dtype="float32", eos_token_ids=frozenset({7, tiny.VOCAB}))
+    device = serve(copy, dtype="float32", eos_token_ids=frozenset({7, tiny_configs.VOCAB}))
     assert device.eos_token_ids == {7}
     stop = StopParams(max_tokens=4, min_tokens=3)
     run = tiny.run(Engine(device, Limits(context_length=64)), [Request("r", (1, 2), stop=stop)])

@@ -22,7 +22,7 @@ from decant.engine.model.probe import learn_attention
 from decant.engine.model.runner import ModelRunner
 from decant.engine.request import FinishReason, Request, StopParams
 from decant.engine.scheduler import Limits
-from tests.engine import tiny
+from tests.engine import tiny, tiny_configs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -107,7 +107,7 @@ def all_prompts(**options) -> list[Request]:
     return [tiny.greedy(id, tokens, COUNT, **options) for id, tokens in PROMPTS.items()]
 
 
-@pytest.mark.parametrize("name", tiny.SERVED)
+@pytest.mark.parametrize("name", tiny_configs.SERVED)
 def test_a_reference_output_is_worth_comparing(name, subjects):
     subject = subjects(name)
     assert 0.8 < tiny.spread(subject.model, torch.tensor([PROMPTS["p90"]])) < 1.25
@@ -116,7 +116,7 @@ def test_a_reference_output_is_worth_comparing(name, subjects):
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("name", tiny.SERVED)
+@pytest.mark.parametrize("name", tiny_configs.SERVED)
 def test_any_chunking_generates_the_tokens_of_generate(name, budget, subjects, tally):
     subject = subjects(name)
     requests = all_prompts()[: -1 if budget == "1" else None]  # p90 decodes one token a step in the others
@@ -126,7 +126,7 @@ def test_any_chunking_generates_the_tokens_of_generate(name, budget, subjects, t
         tally.compare(f"{name}, budget {budget}, {id}", tokens, subject.written[id])
 
 
-@pytest.mark.parametrize("name", tiny.SERVED)
+@pytest.mark.parametrize("name", tiny_configs.SERVED)
 def test_the_torch_backend_generates_the_tokens_of_generate(name, subjects, tally):
     subject, backend = subjects(name), TorchBackend(torch.device("cpu"))
     source, layout = checkpoint.open(str(subject.folder)), subject.device.store.layout
@@ -149,7 +149,7 @@ def test_the_torch_backend_generates_the_tokens_of_generate(name, subjects, tall
             tally.compare(f"{name}, plain, budget {budget}, {id}", run.tokens[id], written)
 
 
-@pytest.mark.parametrize("name", tiny.SERVED)
+@pytest.mark.parametrize("name", tiny_configs.SERVED)
 def test_a_cached_prefix_generates_the_tokens_of_generate(name, subjects, tally):
     subject = subjects(name)
     engine = engine_on(subject.device)
@@ -164,7 +164,7 @@ def test_a_cached_prefix_generates_the_tokens_of_generate(name, subjects, tally)
     )
 
 
-@pytest.mark.parametrize("name", tiny.SERVED)
+@pytest.mark.parametrize("name", tiny_configs.SERVED)
 def test_preemption_and_recomputation_generate_the_tokens_of_generate(name, subjects, tally):
     subject = subjects(name)
     device, backend = subject.device, subject.device.backend
@@ -178,7 +178,7 @@ def test_preemption_and_recomputation_generate_the_tokens_of_generate(name, subj
         tally.compare(f"{name}, preempted, {id}", run.tokens[id], tiny.follow(subject.model, tokens, run.tokens[id]))
 
 
-@pytest.mark.parametrize("name", tiny.SERVED)
+@pytest.mark.parametrize("name", tiny_configs.SERVED)
 def test_remaining_sequences_continue_when_others_are_cancelled(name, subjects, tally):
     subject = subjects(name)
     gone = [tiny.greedy(f"gone{index}", tiny.prompt(30, 50 + index), 40) for index in range(4)]
@@ -190,7 +190,7 @@ def test_remaining_sequences_continue_when_others_are_cancelled(name, subjects, 
         tally.compare(f"{name}, cancels, {id}", run.tokens[id], written)
 
 
-@pytest.mark.parametrize("name", tiny.SERVED)
+@pytest.mark.parametrize("name", tiny_configs.SERVED)
 def test_bf16_generates_in_a_batch_what_it_generates_alone(name, subjects):
     config = ModelConfig(
         str(subjects(name).folder), dtype="bfloat16", device="cpu", kv_bytes=ROOM, context_length=tiny.CONTEXT_LENGTH
@@ -219,7 +219,8 @@ def test_bf16_follows_generate_where_it_is_sure(name, subjects):
 
 def test_layer_windows_are_those_of_the_configuration(subjects):
     kinds = {
-        name: [(view.kind, view.size) for view in subjects(name).device.runner._layer_windows] for name in tiny.SERVED
+        name: [(view.kind, view.size) for view in subjects(name).device.runner._layer_windows]
+        for name in tiny_configs.SERVED
     }
     full, sliding = (WindowKind.FULL, 0), (WindowKind.SLIDING, 24)
     assert kinds["llama"] == [full, full]
@@ -279,8 +280,8 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 @pytest.mark.parametrize(
     ("scaling", "positions", "default", "longest"),
     [
-        (tiny.YARN, _SHORT, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH),  # as Qwen2.5's documentation says
-        (tiny.YARN, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH),  # as DeepSeek writes it
+        (tiny_configs.YARN, _SHORT, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH),  # as Qwen2.5's documentation says
+        (tiny_configs.YARN, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH),  # as DeepSeek writes it
         ({"rope_type": "llama3", **_SCALED, **_LLAMA3}, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH),
         ({"rope_type": "llama3", **_SCALED, **_LLAMA3}, _SHORT, tiny.CONTEXT_LENGTH, tiny.CONTEXT_LENGTH),
         ({"rope_type": "linear", **_SCALED}, _SHORT, _SHORT, tiny.CONTEXT_LENGTH),

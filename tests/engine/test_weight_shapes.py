@@ -16,7 +16,7 @@ from decant.engine.checkpoint.checkpoint import Checkpoint
 from decant.engine.checkpoint.weight_shapes import HEADS_DIVIDE_HIDDEN, LLAMA_SHAPED
 from decant.engine.errors import ModelRefused
 from decant.engine.library_errors import refuse_model_on_error
-from tests.engine import tiny
+from tests.engine import tiny, tiny_configs
 from tests.engine.served import edit, rewrite
 
 CHANGES: list[tuple[dict[str, Any], str]] = [
@@ -30,7 +30,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
 
 
 def save_checkpoint(kind: str, folder: Path) -> Path:
-    changes = {"num_local_experts": 4} if kind == "mixtral" else tiny._MOE if kind.endswith("_moe") else {}
+    changes = {"num_local_experts": 4} if kind == "mixtral" else tiny_configs.MOE if kind.endswith("_moe") else {}
     return tiny.save(tiny.config(kind, **changes), folder)
 
 

@@ -14,14 +14,14 @@ from decant.engine.checkpoint import checkpoint
 from decant.engine.errors import ModelRefused
 from decant.plan.capacity.model_shape import parse_shape, read_shape
 from decant.plan.errors import InvalidPlan
-from tests.engine import tiny
+from tests.engine import tiny, tiny_configs
 from tests.engine.served import edit, serve
 from tests.engine.test_architectures import REFUSED
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("kind", tiny.SERVED)
+@pytest.mark.parametrize("kind", tiny_configs.SERVED)
 def test_a_plan_has_the_parameters_and_the_kv_layout_of_a_worker(kind: str, tmp_path: Path) -> None:
     folder = tiny.save(tiny.config(kind), tmp_path)
     shape = read_shape(folder)
@@ -46,8 +46,8 @@ def test_a_plan_refuses_what_a_worker_refuses_with_the_same_words(kind: str, tmp
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {"n_embd": 1024, "n_layer": 8, "n_head": 16},
     "gpt2": {"n_embd": 1024, "n_layer": 8, "n_head": 16},
-    "qwen2_moe": {**tiny._MOE, "shared_expert_intermediate_size": 1024},
-    "qwen3_moe": {**tiny._MOE, "mlp_only_layers": [0, 1]},
+    "qwen2_moe": {**tiny_configs.MOE, "shared_expert_intermediate_size": 1024},
+    "qwen3_moe": {**tiny_configs.MOE, "mlp_only_layers": [0, 1]},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 2},
     "opt": {"ffn_dim": 4096, "word_embed_proj_dim": 1024},
     **{kind: {} for kind in ("gemma", "gemma2", "gemma3_text", "gemma4_text", "cohere", "nemotron", "qwen3", "olmo2")},
@@ -74,7 +74,8 @@ def test_entries_that_a_configuration_lacks_are_those_of_transformers(kind: str,
 
 def test_the_experts_of_a_token_count_as_active(tmp_path: Path) -> None:
     dense, sparse = (
-        read_shape(_config(tmp_path, **{**tiny.SERVED["mixtral"][1], "num_experts_per_tok": count})) for count in (4, 1)
+        read_shape(_config(tmp_path, **{**tiny_configs.SERVED["mixtral"][1], "num_experts_per_tok": count}))
+        for count in (4, 1)
     )
     expert = 2 * 3 * 64 * 96  # of both layers
     assert dense.params == sparse.params

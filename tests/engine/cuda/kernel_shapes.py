@@ -19,11 +19,11 @@ BLOCK = 64
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
+HEADS = {"BLOCK": BLOCK, "KV_HEADS": 8, "KV_HEADS_PAD": 8, "KEY_DIM": 128, "VALUE_DIM": 128}
 
-def shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
-    """Return kernels in shapes of Llama-3.1-8B, then with other heads."""
-    heads = {"BLOCK": BLOCK, "KV_HEADS": 8, "KV_HEADS_PAD": 8, "KEY_DIM": 128, "VALUE_DIM": 128}
-    kernels: dict[str, Kernel] = {
+
+def layer_shapes() -> dict[str, Kernel]:
+    return {
         "add_rms_norm": (
             "layer_kernels.add_rms_norm",
             "*bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 i32 fp32",
@@ -40,9 +40,20 @@ def shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
         "rotate_and_write": (
             "layer_kernels.rotate_and_write",
             "*bf16 *bf16 *bf16 *bf16 *bf16 *bf16 *i64 *bf16 i32 i32 i32 i32 i32 i32",
-            {**heads, "HEADS": 32, "HALF_PAD": 64, "VALUE_PAD": 128, "HEADS_TILE": attention.HEADS_TILE},
+            {**HEADS, "HEADS": 32, "HALF_PAD": 64, "VALUE_PAD": 128, "HEADS_TILE": attention.HEADS_TILE},
             USUAL,
         ),
+        "write_kv": (
+            "attention_kernels.write_kv",
+            "*bf16 *bf16 *i64 *bf16 i32 i32 i32 i32 i32 i32 i32",
+            {**HEADS, "KEY_PAD": 128, "VALUE_PAD": 128},
+            USUAL,
+        ),
+    }
+
+
+def product_shapes() -> dict[str, Kernel]:
+    return {
         "linear": (
             "gemm_kernels.linear",
             "*bf16 *bf16 *bf16 *bf16 *fp32 i32 i32 i32 i32 i32 i32",
@@ -87,6 +98,11 @@ def shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
             },
             {"num_warps": skinny.ROWS.num_warps, "num_stages": skinny.ROWS.num_stages},
         ),
+    }
+
+
+def sampler_shapes() -> dict[str, Kernel]:
+    return {
         "top_token": (
             "sampler_kernels.top_token",
             "*bf16 *i64 *i8 i32 i32",
@@ -99,18 +115,11 @@ def shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
             {"TILE": sampler.TILE},
             {"num_warps": sampler.WARPS, "num_stages": 3},
         ),
-        "write_kv": (
-            "attention_kernels.write_kv",
-            "*bf16 *bf16 *i64 *bf16 i32 i32 i32 i32 i32 i32 i32",
-            {**heads, "KEY_PAD": 128, "VALUE_PAD": 128},
-            USUAL,
-        ),
     }
-    if capability >= dependent_launch.LEAST_CAPABILITY:
-        for name in ("add_rms_norm", "multiply_row", "multiply_rows"):
-            place, types, constants, options = kernels[name]
-            dependent = constants | {"DEPENDENT": True}
-            kernels[f"{name} dependent"] = place, types, dependent, options | {"launch_pdl": True}
+
+
+def attention_shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
+    kernels: dict[str, Kernel] = {}
     bfloat16, float16 = torch.bfloat16, torch.float16
     for name, width, group, dtype, block, changes in (
         ("tokens", 128, 4, bfloat16, BLOCK, {}),
@@ -136,6 +145,17 @@ def shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
             shape = attention.token_shape(spec, group, dtype, block, is_exact=name == "exact")
         kernels[f"attend {name}"] = attend(spec, shape, TYPES[dtype], block, changes)
     return kernels
+
+
+def shapes(capability: tuple[int, int]) -> dict[str, Kernel]:
+    """Return kernels in shapes of Llama-3.1-8B, then with other heads."""
+    kernels = layer_shapes() | product_shapes() | sampler_shapes()
+    if capability >= dependent_launch.LEAST_CAPABILITY:
+        for name in ("add_rms_norm", "multiply_row", "multiply_rows"):
+            place, types, constants, options = kernels[name]
+            dependent = constants | {"DEPENDENT": True}
+            kernels[f"{name} dependent"] = place, types, dependent, options | {"launch_pdl": True}
+    return kernels | attention_shapes(capability)
 
 
 def attend(spec: LayerSpec, shape: LaunchShape, dtype: str, block: int, changes: dict[str, bool]) -> Kernel:

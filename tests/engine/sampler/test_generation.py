@@ -8,7 +8,7 @@ import torch
 from decant.engine.block_hashes import hash_blocks, root_hash
 from decant.engine.output import SequenceFinished, Token
 from decant.engine.request import FinishReason, Request, SamplingParams
-from tests.engine import tiny
+from tests.engine import tiny, tiny_configs
 from tests.engine.sampler.harness import engine_on, events, serve
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,9 @@ def test_a_seed_gives_the_same_output_in_any_chunking_and_batch(device):
 def test_logits_that_are_not_finite_fail_only_their_sequence(folder):
     device = serve(folder)
     prompts = {f"p{length}": tiny.prompt(length, length) for length in (3, 20, 45, 130)}
-    poison = next(token for token in range(tiny.VOCAB) if all(token not in tokens for tokens in prompts.values()))
+    poison = next(
+        token for token in range(tiny_configs.VOCAB) if all(token not in tokens for tokens in prompts.values())
+    )
     clean = tiny.run(engine_on(device), [tiny.greedy(id, tokens, 10) for id, tokens in prompts.items()])
     assert not any(poison in tokens for tokens in clean.tokens.values())
     weights: Any = device.model
