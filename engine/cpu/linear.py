@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -131,17 +132,19 @@ class GluExperts(nn.Module):
         gate, up, down = (getattr(experts.mlp, name).detach().view(shape) for name in ("w1", "v1", "w2"))
         self.gate_up_proj = nn.Parameter(torch.cat([gate, up], 1), requires_grad=False)
         self.down_proj = nn.Parameter(down.transpose(1, 2), requires_grad=False)
-        self._activation = experts.mlp.activation_fn
+        # As a method it would have packed experts hold the weights.
+        self._apply_gate = partial(_gated, experts.mlp.activation_fn)
         self._original = experts
-
-    def _apply_gate(self, gates_and_ups: torch.Tensor) -> torch.Tensor:
-        gates, ups = gates_and_ups.chunk(2, -1)
-        gated: torch.Tensor = self._activation(gates) * ups
-        return gated
 
     def forward(self, hidden: torch.Tensor, *chosen: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self._original(hidden, *chosen)
         return output.view(hidden.shape)
+
+
+def _gated(activation: nn.Module, gates_and_ups: torch.Tensor) -> torch.Tensor:
+    gates, ups = gates_and_ups.chunk(2, -1)
+    gated: torch.Tensor = activation(gates) * ups
+    return gated
 
 
 class PackedParallelExperts(nn.Module):

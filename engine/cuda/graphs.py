@@ -93,7 +93,7 @@ class StepGraph:
         self._keep = place(np.arange(attention.rows))
         self._replay = capture(lambda: compute(self._tokens, self._positions, self._keep, attention))
 
-    def fill(self, flat: FlatBatch) -> bool:
+    def prepare(self, flat: FlatBatch) -> bool:
         """Prepare a padded batch, or return False if it does not fit."""
         self._flat = flat
         return self._attention.prepare(flat)
@@ -198,9 +198,9 @@ class StepGraphs:
         return flatten(padded, layout.block_size, null_block)
 
     def find(self, rows: Sequence[Row]) -> tuple[StepGraph, FlatBatch] | None:
-        """Graph for a batch, filled with it, and the batch padded to its size; None if no graph fits."""
+        """Graph for a batch, prepared for it, and the batch padded to its size; None if no graph fits."""
         size = choose_size(self.graphs, sum(row.end - row.start for row in rows), len(rows))
         if size is None or any(map(needs_prompt_logprobs, rows)):  # these have a logit for each token
             return None
         flat = self._flatten(rows, size)
-        return (self.graphs[size], flat) if self.graphs[size].fill(flat) else None
+        return (self.graphs[size], flat) if self.graphs[size].prepare(flat) else None

@@ -19,7 +19,7 @@ with decant.Client(ADDRESS) as client:
 
     try:
         client.generate("x = ", ignore_eos=True, timeout=0.001)
-    except decant.DeadlineExceeded as error:
+    except (decant.DeadlineExceeded, decant.QueueFull) as error:  # it refuses at once what would end too late
         print("too late:", error)
 
     try:

@@ -188,7 +188,7 @@ def test_batches_replayed_with_padding_generate_what_transformers_generates(
     monkeypatch.setattr(cuda_runner, "Capture", lambda device: rerun)
     monkeypatch.setattr("decant.engine.cuda.graphs.graph_sizes", lambda limits: [GraphSize(24, 4), GraphSize(4, 4)])
     device = load_interpreted(folder, monkeypatch, lambda runner: runner.capture(64, GraphLimits()))
-    graphed = recorded(monkeypatch, StepGraph, "fill", lambda graph, flat: len(flat.tokens))
+    graphed = recorded(monkeypatch, StepGraph, "prepare", lambda graph, flat: len(flat.tokens))
     engine = Engine(device, Limits(token_budget=16, max_running=4, context_length=64))
     prompts = {"long": tiny.prompt(20, 1), "short": tiny.prompt(3, 2), "other": tiny.prompt(5, 3)}
     calls = host_reads(monkeypatch)
