@@ -5,11 +5,13 @@ The picture shows the part in which the decode worker is killed, slowed down, wi
 
 from __future__ import annotations
 
+import argparse
+import codecs
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -31,33 +33,32 @@ class Piece(NamedTuple):
 
 def record(command: Sequence[str]) -> list[Piece]:
     """Run a command and return what it writes. Raises CalledProcessError."""
-    began, pieces = time.monotonic(), list[Piece]()
+    began, pieces, decoder = time.monotonic(), list[Piece](), codecs.getincrementaldecoder("utf-8")()
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         while part := os.read(process.stdout.fileno(), 1 << 16):
-            pieces.append(Piece(time.monotonic() - began, part.decode()))
+            pieces.append(Piece(time.monotonic() - began, decoder.decode(part)))
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
     return pieces
 
 
-def part_of(pieces: Iterable[Piece], begin: str, end: str) -> list[Piece]:
-    """Pieces from the line with ``begin`` to that with ``end``; times count from the piece after the first.
+def part_of(pieces: Sequence[Piece], begin: str, end: str) -> list[Piece]:
+    """Pieces from ``begin`` to ``end``; times count from the piece after the first. Raises ValueError without them.
 
     Between those two the same request runs undisturbed, and nothing is written.
     """
-    found, is_inside = list[Piece](), False
+    whole = "".join(piece.text for piece in pieces)
+    for one in (begin, end):
+        if one not in whole:
+            raise ValueError(f"no line has {one!r}")
+    first = whole.index(begin)
+    last, at, found = whole.index(end, first) + len(end), 0, list[Piece]()
     for piece in pieces:
-        text = piece.text
-        if not is_inside and begin in text:
-            text, is_inside = text[text.index(begin) :], True
-        if is_inside:
-            is_last = end in text
-            found.append(Piece(piece.seconds, text[: text.index(end) + len(end)] if is_last else text))
-            if is_last:
-                break
-    if not found:
-        raise ValueError(f"no line has {begin!r}")
+        text = whole[max(first, at) : min(last, at + len(piece.text))]
+        if text:
+            found.append(Piece(piece.seconds, text))
+        at += len(piece.text)
     began = found[min(1, len(found) - 1)].seconds
     return [Piece(max(0.0, piece.seconds - began), piece.text) for piece in found]
 
@@ -102,6 +103,7 @@ def _text(line: str, row: int, column: int, style: str) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     pieces = part_of(record([sys.executable, "-u", "-m", "decant.command", "demo"]), BEGIN, EQUAL)
     PICTURE.write_text(svg(pieces), encoding="utf-8")
     print(PICTURE)

@@ -82,6 +82,7 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidRequest("logit_bias", "token ids with a number each", self.logit_bias)
         for token, bias in self.logit_bias.items():
+            _check_int("logit_bias", token, -(2**63), 2**63 - 1)  # the vocabulary has its own check
             _check_range(f"logit_bias[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
 
     @property

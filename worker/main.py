@@ -268,9 +268,11 @@ async def _warm_up_engine(host: EngineHost) -> None:
     _log.info("warm-up")
     host.steps.subscribe(on_step)
     host.crashes.subscribe(ended.set_exception)
-    await host.loop.call(begin)
-    detail = await ended
-    host.steps.unsubscribe(on_step)
-    host.crashes.unsubscribe(ended.set_exception)
+    try:
+        await host.loop.call(begin)
+        detail = await ended
+    finally:  # a later event would set the result of a future that was cancelled
+        host.steps.unsubscribe(on_step)
+        host.crashes.unsubscribe(ended.set_exception)
     if detail:
         raise ModelRefused(host.model, f"its first step failed: {detail}")

@@ -15,9 +15,9 @@ import shutil
 import sys
 from pathlib import Path
 
-import torch
-
 from bench.gpu import shapes
+from decant.engine.backends import choose_device
+from decant.engine.errors import InvalidConfig
 
 CONTEXT_LENGTH = 8192
 
@@ -32,7 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", default="cpu", help="where the weights are made: cpu, cuda or cuda:N")
     args = parser.parse_args(arguments)
-    model = shapes.make_model(args.shape, CONTEXT_LENGTH, torch.device(args.device))
+    try:
+        device = choose_device(args.device)
+    except InvalidConfig as error:
+        parser.error(f"--device: {error}")
+    model = shapes.make_model(args.shape, CONTEXT_LENGTH, device)
     model.save_pretrained(args.folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / name, args.folder)

@@ -35,6 +35,12 @@ def test_what_a_command_writes_is_recorded_and_a_failure_raised() -> None:
     assert "".join(piece.text for piece in record([sys.executable, "-c", "print('ä')"])) == "ä\n"
     with pytest.raises(Exception, match="status 3"):
         record([sys.executable, "-c", "raise SystemExit(3)"])
+    slow = "import os, time; os.write(1, b'\\xc3'); time.sleep(0.1); os.write(1, b'\\xa9')"
+    assert "".join(piece.text for piece in record([sys.executable, "-c", slow])) == "é"
+    halves = [Piece(1.0, BEGIN[:4]), Piece(2.0, BEGIN[4:] + EQUAL[:3]), Piece(3.0, EQUAL[3:] + "\nended")]
+    assert "".join(piece.text for piece in part_of(halves, BEGIN, EQUAL)) == BEGIN + EQUAL
+    with pytest.raises(ValueError, match="no line has"):
+        part_of(halves[:2], BEGIN, EQUAL)
     with pytest.raises(ValueError, match="no line has"):
         part_of(RUN[:1], BEGIN, EQUAL)
 

@@ -12,6 +12,7 @@ import torch
 from decant.engine import fake, logits_processors
 from decant.engine.cpu.kernels.loader import KERNELS
 from decant.engine.cpu.sampler import NativeSampler
+from decant.engine.errors import InvalidRequest
 from decant.engine.logits_processors import Add, Bias, Edit, Forbid, LogitsProcessor, MinLength, Penalties
 from decant.engine.model.sampler import Sampler
 from decant.engine.plan import Row
@@ -141,3 +142,10 @@ def test_each_sampler_applies_a_processor_that_it_does_not_know(
         assert row.state
         assert row.state.reads_tokens
         assert draw(row, frozenset()) == tokens[-1] + 1
+
+
+@pytest.mark.parametrize("token", [2**63, -(2**63) - 1])
+def test_a_bias_of_no_64_bit_token_is_refused_by_its_field(token: int) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        SamplingParams(logit_bias={token: 1.0})
+    assert refused.value.field == "logit_bias"
