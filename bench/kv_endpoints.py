@@ -106,7 +106,7 @@ class End:
         """Issue the ticket of a new prompt, whose steps skip the model unless ``computed``."""
         self.device.computes_prompts = computed
         ticket = wire.Ticket(run=wire.Run(request=name, epoch=1, attempt=1), sender=self.peer, layout_hash=LAYOUT_HASH)
-        self.sender.issue(ticket, name, tokens)
+        self.sender.issue(ticket, [name], tokens)
         await self.loop.call(lambda engine: engine.add(self.request(name, tokens, park=True)))
         return ticket
 

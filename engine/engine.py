@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 
 from decant.engine import inspection
 from decant.engine.block_hashes import hash_blocks, root_hash
 from decant.engine.blocks import BlockPool
 from decant.engine.costs import StepTimePredictor
-from decant.engine.errors import InvalidConfig, InvalidRequest, OutOfBlocks, UnknownSequence
+from decant.engine.errors import InvalidConfig, InvalidRequest, UnknownSequence
 from decant.engine.exports import KvTransfers
+from decant.engine.forks import check_group, link
 from decant.engine.kv_layout import longest_sequence
 from decant.engine.output import Load, PromptLogprobs, SequenceFinished, SequenceStarted, StepOutput, Token
 from decant.engine.plan import Device, FurtherToken, StepResult, TokenLogprobs
-from decant.engine.prefix_index import GroupBlocks
 from decant.engine.request import FinishReason, Request, check_request
 from decant.engine.scheduler import Limits, Scheduler, priority_key
 from decant.engine.sequence import Sequence as EngineSequence
@@ -58,7 +57,7 @@ class Engine:
         self.device = device
         self.limits = limits
         self.predictor = StepTimePredictor(device.costs)
-        self.scheduler = Scheduler(self.pool, limits, self.predictor, device.lookahead)
+        self.scheduler = Scheduler(self.pool, limits, self.copy_block, self.predictor, device.lookahead)
         self.step_queue = StepQueue(device, clock)
         # Of a step that a command committed; the next ``step`` returns it.
         self.committed_output: StepOutput | None = None
@@ -75,58 +74,30 @@ class Engine:
 
     # -- receive ------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Queue a sequence. Raises InvalidRequest.
+    def add(self, request: Request, forks: Iterable[Request] = ()) -> None:
+        """Queue a sequence, and ``forks`` of it: further outputs of the same prompt, which is computed once.
 
-        An id is free again once a step has emitted its end and its export, if any, is released.
+        They start together, each with its own tokens, if it has any. Until then the end of the first ends them all.
+        Raises InvalidRequest. An id is free again once a step has emitted its end and its export, if any, is released.
         """
-        sequence = self.new_sequence(request)
-        self.sequences[request.id] = sequence
-        self.scheduler.add(sequence)
-
-    def fork(self, id: str, child: str, output_index: int) -> None:
-        """Start ``child``, a copy of a sequence that draws and emits its next tokens as output ``output_index``.
-
-        Full blocks are shared. If the sequence waits for blocks, so does ``child``. Raises UnknownSequence,
-        InvalidRequest, OutOfBlocks; then nothing is kept.
-        """
-        self.commit_in_flight()
-        source, scheduler, pool = self.sequences.get(id), self.scheduler, self.pool
-        if source is None:
-            raise UnknownSequence(f"no live sequence {id}")
-        sampling = replace(source.request.sampling, output_index=output_index)
-        sequence = self.new_sequence(replace(source.request, id=child, sampling=sampling))
-        full_blocks, partial = divmod(source.num_computed, pool.block_size)
-        sequence.continue_from(source, full_blocks)
-        length = len(sequence.tokens)
-        sequence.next_check_length = sequence.request.next_check_length(length, self.limits.context_length)
-        if source.block_table is not None:
-            table, count = source.block_table, pool.blocks_for(length)
-            if len(scheduler.running) + len(self.transfers.arrivals) >= self.limits.max_running:
-                raise OutOfBlocks(pool.blocks_at_once(count - full_blocks), 0)
-            shared = [
-                GroupBlocks(freed, blocks[freed:full_blocks])
-                for freed, blocks in zip(table.num_freed, table.blocks, strict=True)
-            ]
-            sequence.block_table = pool.allocate(child, count, shared, reserved_blocks=scheduler.reserved_blocks)
-            sequence.num_computed = source.num_computed
-            if partial:
-                for target_blocks, source_blocks in zip(sequence.block_table.blocks, table.blocks, strict=True):
-                    self.device.write(target_blocks[full_blocks], self.device.read(source_blocks[full_blocks]))
-        self.sequences[child] = sequence
-        scheduler.add(sequence)
+        root = self.new_sequence(request, forks)
+        for sequence in (root, *root.forks):
+            self.sequences[sequence.id] = sequence
+        self.scheduler.add(root)
 
     def cancel(self, id: str, keep: int | None = None) -> bool:
         """End a sequence or arrival in any state and free its blocks; False if the id is unknown.
 
-        An arrival ends without an event; an open export keeps its lease. With ``keep``, blocks behind the first
-        ``keep`` tokens are not cached. Blocks that a launched step uses are freed when it ends.
+        Forks that wait for its prompt end with it. An arrival ends without an event; an open export keeps its lease.
+        With ``keep``, blocks behind the first ``keep`` tokens are not cached. Blocks that a launched step uses are
+        freed when it ends.
         """
         arrival = self.transfers.arrivals.get(id)
         if arrival is not None:
             arrival.abort()
         sequence = self.sequences.get(id)
         if sequence is not None:
+            self.scheduler.start_forks(sequence, len(self.transfers.arrivals))
             self._end(sequence, FinishReason.CANCELLED)
             if keep is not None:
                 self.evict_cached(sequence.tokens, sequence.request.salt, keep)
@@ -143,8 +114,12 @@ class Engine:
         sequence = self.sequences.get(id)
         if sequence is None or id in self.parked or sequence.block_table is None:
             raise UnknownSequence(f"{id} is not running here")
+        self.set_aside(sequence)
+
+    def set_aside(self, sequence: EngineSequence) -> None:
+        """Park a sequence, also one that waits; no step in flight may have it."""
         self.scheduler.remove(sequence)
-        self.parked[id] = sequence
+        self.parked[sequence.id] = sequence
 
     def resume(self, id: str) -> None:
         self.commit_in_flight()  # it may preempt another
@@ -266,8 +241,7 @@ class Engine:
             self._end(sequence, FinishReason.CONTEXT_LENGTH)
         else:
             sequence.next_check_length = request.next_check_length(length, self.limits.context_length)
-            self.scheduler.remove(sequence)
-            self.parked[sequence.id] = sequence
+            self.set_aside(sequence)
             return True
         return False
 
@@ -279,11 +253,16 @@ class Engine:
         stop_token: int | None = None,
         detail: str = "",
     ) -> None:
+        for fork in list(sequence.forks):
+            self._end(fork, reason, detail=detail)
         del self.sequences[sequence.id]
         if self.parked.pop(sequence.id, None) is None:
             self.scheduler.remove(sequence)
+        self.scheduler.forks.remove(sequence)
+        if sequence.siblings:
+            sequence.siblings.remove(sequence)
         self.step_queue.call_when_unused(sequence, partial(self.scheduler.release, sequence))
-        self.transfers.on_sequence_end(sequence.id)
+        self.transfers.on_sequence_end(sequence)
         sequence.timeline.finished = self._clock()
         self._ended.append(SequenceFinished(sequence.id, reason, sequence.timeline, stop_token, detail))
 
@@ -307,7 +286,15 @@ class Engine:
         """Check that blocks, owners and sequences agree. Raises AssertionError."""
         inspection.check_integrity(self)
 
-    def new_sequence(self, request: Request) -> EngineSequence:
+    def new_sequence(self, request: Request, forks: Iterable[Request] = ()) -> EngineSequence:
+        """Make a sequence with its forks, without queueing it. Raises InvalidRequest."""
+        root, *others = [self._new_sequence(each) for each in (request, *forks)]
+        if others:
+            link(root, others)
+            check_group(root, self.pool, self.limits.max_running)
+        return root
+
+    def _new_sequence(self, request: Request) -> EngineSequence:
         in_use = request.id in self.sequences or self.transfers.uses(request.id)
         if in_use or any(end.id == request.id for end in self._ended):
             raise InvalidRequest("id", "not in use by a live sequence", request.id)
@@ -318,6 +305,9 @@ class Engine:
         sequence.stops = request.stop.ids(self.device.eos_token_ids)
         sequence.next_check_length = request.next_check_length(len(request.token_ids), self.limits.context_length)
         return sequence
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.device.write(target, self.device.read(source))
 
 
 def _emit_prompt_logprobs(

@@ -7,6 +7,7 @@ reserve ──> join                        receiver: blocks for an arrival, the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from decant.engine.errors import InvalidRequest, OutOfBlocks, UnknownSequence
@@ -45,12 +46,14 @@ class KvTransfers:
 
     # -- sender -------------------------------------------------------------------------------------------------
 
-    def export(self, id: str, cached_blocks: int = 0) -> KvExport:
+    def export(self, id: str, cached_blocks: int = 0, siblings: Iterable[str] = ()) -> KvExport:
         """Lease a sequence's filled blocks from block ``cached_blocks`` on, now and as they fill.
 
-        Blocks that its last token does not see are left out. Raises UnknownSequence, InvalidRequest.
+        Blocks that its last token does not see are left out. If it has ended, the first of ``siblings`` that lives
+        stands in for it. Raises UnknownSequence, InvalidRequest.
         """
-        sequence = self._engine.sequences.get(id)
+        live = (self._engine.sequences[each] for each in (id, *siblings) if each in self._engine.sequences)
+        sequence = next(live, None)
         if sequence is None:
             raise UnknownSequence(f"no live sequence {id}")
         size = self._engine.pool.block_size
@@ -67,20 +70,25 @@ class KvTransfers:
         return export
 
     def finalize(self, id: str) -> TransferCommit:
-        """Commit the export of a parked sequence. Raises UnknownSequence, InvalidRequest.
+        """Commit the export of a parked sequence with its siblings, which are parked or have ended.
 
-        All tokens of the request must be computed: the receiver publishes their blocks.
+        All tokens of the request must be computed: the receiver publishes their blocks. A sibling stands in for a
+        sequence that ended with its first token. Raises UnknownSequence, InvalidRequest.
         """
         export, sequence = self.exports.get(id), self._engine.parked.get(id)
+        if export is not None and sequence is None and id not in self._engine.sequences and export.siblings:
+            sequence = self._engine.parked.get(export.siblings[0].id)
         if export is None or export.ended or sequence is None:
             raise UnknownSequence(f"{id} is not parked here with an open export")
+        if any(sibling.id not in self._engine.parked for sibling in sequence.siblings):
+            raise UnknownSequence(f"an output of {id} is not parked here")
         tokens = len(sequence.request.token_ids)
         if sequence.num_computed < tokens:
             raise InvalidRequest("computed", f"at least the {tokens} tokens of the request", sequence.num_computed)
         return export.finalize(sequence, self._checksum)
 
     def finalize_running(self, id: str, sent: int) -> TransferCommit | None:
-        """Park and commit a running sequence once it has no filled block besides the ``sent`` ones.
+        """Park and commit a running sequence and its siblings once it has no filled block besides the ``sent`` ones.
 
         Return None if it runs on, as more are unsent or it has generated no token here. Raises UnknownSequence.
         """
@@ -93,24 +101,34 @@ class KvTransfers:
         unsent = sum(filled - index for index in export.next_index) + len(export.blocks) - sent
         if not is_decoding or unsent > 0 or sequence.num_computed < len(sequence.request.token_ids):
             return None
-        self._engine.park(id)
+        for each in sequence.siblings or (sequence,):
+            if each.id not in self._engine.parked:
+                self._engine.set_aside(each)
         return self.finalize(id)
 
     def cancel(self, id: str) -> None:
-        """End an export; a sequence that was parked for it runs on."""
-        if id in self._engine.parked:
-            self._engine.resume(id)
+        """End an export; a sequence that was parked for it runs on, with its siblings."""
+        for each in self._parked(id):
+            self._engine.resume(each)
         self.release(id)
 
     def release(self, id: str) -> None:
-        """End an export and free its lease; a committed sequence ends with it, without an event."""
-        export = self.exports.pop(id, None)
+        """End an export and free its lease; a committed sequence ends with it, as its siblings do, without an event."""
+        export = self.exports.get(id)
         if export is None:
             return
         export.release()
-        if export.commit is not None and id in self._engine.parked:
-            self._engine.scheduler.release(self._engine.parked.pop(id))
-            del self._engine.sequences[id]
+        if export.commit is not None:
+            for each in self._parked(id):
+                self._engine.scheduler.release(self._engine.parked.pop(each))
+                del self._engine.sequences[each]
+            export.siblings.clear()
+        del self.exports[id]
+
+    def _parked(self, id: str) -> list[str]:
+        export = self.exports.get(id)
+        siblings = [each.id for each in export.siblings] if export is not None else []
+        return [each for each in siblings or [id] if each in self._engine.parked]
 
     def on_blocks_filled(self, sequence: Sequence, first: int, stop: int, output: StepOutput) -> None:
         request = sequence.request
@@ -125,21 +143,21 @@ class KvTransfers:
             for block in export.offer_filled(sequence, stop, self._checksum):
                 output.filled.append(BlockFilled(request.id, block.address))
 
-    def on_sequence_end(self, id: str) -> None:
-        export = self.exports.get(id)
-        if export is not None and export.commit is None:
-            export.ended = True
+    def on_sequence_end(self, sequence: Sequence) -> None:
+        for export in self.exports.values():
+            if export.siblings is sequence.siblings and not export.siblings and export.commit is None:
+                export.ended = True
 
     # -- receiver -----------------------------------------------------------------------------------------------
 
-    def reserve(self, request: Request) -> IncomingSequence:
-        """Reserve a running slot and the blocks of an arriving sequence, all or none.
+    def reserve(self, request: Request, forks: Iterable[Request] = ()) -> IncomingSequence:
+        """Reserve running slots and the blocks of an arriving sequence and its ``forks``, all or none.
 
         The cached prefix is pinned; the rest has capacity for all tokens and one more, without blocks that the last
         token does not see. Raises InvalidRequest; OutOfBlocks also while a preempted sequence waits.
         """
         engine, limits = self._engine, self._engine.limits
-        sequence = engine.new_sequence(request)
+        sequence = engine.new_sequence(request, forks)
         if len(request.token_ids) >= limits.context_length:
             limit = f"fewer than {limits.context_length} tokens, so that one more fits"
             raise InvalidRequest("token_ids", limit, len(request.token_ids))
@@ -150,17 +168,29 @@ class KvTransfers:
             for first, (freed, blocks) in zip(firsts, prefix.groups, strict=True)
         ]
         count = pool.blocks_for(len(sequence.tokens) + 1)
-        is_full = len(scheduler.running) + len(self.arrivals) >= limits.max_running
+        is_full = not scheduler.has_slots(sequence, len(self.arrivals))
         if is_full or any(waiting.timeline.scheduled is not None for waiting in scheduler.waiting):
             raise OutOfBlocks(pool.blocks_at_once(count), 0)
-        sequence.block_table = pool.allocate(sequence.id, count, pinned, reserved_blocks=scheduler.reserved_blocks)
-        arrival = IncomingSequence(sequence, prefix.num_blocks, engine.device, self._checksum, self.arrivals.pop)
+        reserved = scheduler.reserved_blocks + scheduler.forks.blocks_of(sequence)
+        sequence.block_table = pool.allocate(sequence.id, count, pinned, reserved_blocks=reserved)
+        scheduler.forks.add(sequence)
+
+        def on_close(id: str) -> None:
+            del self.arrivals[id]
+            scheduler.forks.remove(sequence)
+
+        arrival = IncomingSequence(sequence, prefix.num_blocks, engine.device, self._checksum, on_close)
         self.arrivals[request.id] = arrival
         return arrival
 
     def join(self, arrival: IncomingSequence, commit: TransferCommit) -> None:
-        """Make an arrival a running sequence. Raises TransferRejected unless all its blocks are verified."""
+        """Make an arrival running sequences: one for each output that has not ended at the sender.
+
+        Raises TransferRejected unless all its blocks are verified.
+        """
         self._engine.commit_in_flight()  # it may preempt a sequence
-        sequence = arrival.accept(commit)
-        self._engine.sequences[arrival.id] = sequence
-        self._engine.scheduler.add(sequence)
+        owner, *forks = arrival.accept(commit)
+        for each in (owner, *forks):
+            self._engine.sequences[each.id] = each
+        self._engine.scheduler.forks.add(owner)
+        self._engine.scheduler.add(owner)

@@ -39,6 +39,7 @@ def check_integrity(engine: Engine) -> None:
     leases = (lease_owner(id) for id in engine.transfers.exports)
     engine.pool.check_integrity({*engine.sequences, *engine.transfers.arrivals, *leases, *engine.step_queue.ended_ids})
     scheduled = [s.id for s in (*engine.scheduler.running, *engine.scheduler.waiting)]
+    scheduled += [fork.id for sequence in engine.sequences.values() for fork in sequence.forks]
     if sorted([*scheduled, *engine.parked]) != sorted(engine.sequences):
         raise AssertionError("a live sequence is in no state, or in two")
     for sequence in engine.sequences.values():

@@ -18,12 +18,14 @@ from __future__ import annotations
 from array import array
 from bisect import insort
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from decant.engine.blocks import BlockPool, BlockTable
 from decant.engine.costs import NO_WORK, StepCostModel, StepTimePredictor, StepWork
 from decant.engine.errors import InvalidConfig, OutOfBlocks, check_int
+from decant.engine.forks import PendingForks
 from decant.engine.plan import Row, StepPlan
 from decant.engine.prefix_index import CachedPrefix
 from decant.engine.sequence import Sequence
@@ -92,9 +94,15 @@ class _RunningRows(NamedTuple):
 
 class Scheduler:
     def __init__(
-        self, pool: BlockPool, limits: Limits, predictor: StepTimePredictor | None = None, lookahead: int = 0
+        self,
+        pool: BlockPool,
+        limits: Limits,
+        copy_block: Callable[[int, int], object],
+        predictor: StepTimePredictor | None = None,
+        lookahead: int = 0,
     ) -> None:
         self.pool = pool
+        self.forks = PendingForks(pool, copy_block)
         self.lookahead = lookahead
         self.limits = limits
         self.predictor = predictor or StepTimePredictor(StepCostModel())
@@ -108,6 +116,9 @@ class Scheduler:
             self._preempt(self.running[-1])
 
     def remove(self, sequence: Sequence) -> None:
+        if sequence.forked_from is not None:
+            self.forks.withdraw(sequence)
+            return
         (self.running if sequence.block_table else self.waiting).remove(sequence)
 
     def schedule(self, reserved_slots: int = 0) -> tuple[StepPlan, list[Sequence]]:
@@ -136,10 +147,22 @@ class Scheduler:
         rows, chosen, prompts = running.rows, running.chosen, running.prompts
         budget = _Budget(self.limits, self.predictor, running.decodes, self.pool.block_size)
         while budget.is_left and (sequence := prompts.popleft() if prompts else self._admit_next(reserved_slots)):
+            if sequence.forks and sequence.num_scheduled >= sequence.fork_length:
+                prompts.extendleft(reversed(self.start_forks(sequence, reserved_slots)))
+                continue
             rows.append(row := budget.spend(sequence, self._max_slots(sequence)))
             chosen.append(sequence)
             _table(sequence).grow(self.pool.blocks_for(row.end))
         return StepPlan(tuple(rows), budget.tokens, budget.decodes, budget.prompts, running.inputs), chosen
+
+    def start_forks(self, root: Sequence, reserved_slots: int) -> list[Sequence]:
+        """Start the forks of a computed prompt; return those that can run, behind their root."""
+        if not root.forks or root.in_flight is not None or root.num_computed < root.fork_length or not root.block_table:
+            return []
+        forks = self.forks.start(root, self.limits.max_running - len(self.running) - reserved_slots)
+        for fork in forks:
+            self.add(fork)
+        return [root, *(fork for fork in forks if fork.block_table)]
 
     @property
     def longest_chunk(self) -> int:
@@ -186,7 +209,7 @@ class Scheduler:
             slots = len(blocks[-1]) * size
             if slots < length and (computed == length - 1 or slots <= computed):
                 needs_block += block_table.shortest_rows
-            if computed == length - 1:
+            if computed == length - 1 and not sequence.forks:
                 rows.append(make(Row, (sequence.request, tokens, computed, length, blocks, True, sequence.state)))
                 chosen.append(sequence)
                 pairs += length
@@ -207,11 +230,12 @@ class Scheduler:
 
     @property
     def reserved_blocks(self) -> int:
-        """Blocks kept for the next tokens of the running sequences, so that prompts preempt none."""
-        return len(self.running) * len(self.pool.windows)
+        """Blocks kept for the next tokens of the running sequences and their forks, so that prompts preempt none."""
+        return len(self.running) * len(self.pool.windows) + self.forks.num_blocks
 
     def _preempt(self, sequence: Sequence) -> None:
         self.remove(sequence)
+        self.forks.remove(sequence)
         self.release(sequence)
         sequence.num_computed = 0
         sequence.block_checksums.clear()  # blocks of the prefix cache may have other bits
@@ -221,20 +245,27 @@ class Scheduler:
 
     def _admit_next(self, reserved_slots: int) -> Sequence | None:
         """Admit in order: a sequence never overtakes one that waits for blocks."""
-        if not self.waiting or len(self.running) + reserved_slots >= self.limits.max_running:
+        if not self.waiting or not self.has_slots(self.waiting[0], reserved_slots):
             return None
         sequence = self.waiting[0]
         prefix = self.cached_prefix(sequence)
-        count = self.pool.blocks_for(len(sequence.tokens))
+        count, reserved = self.pool.blocks_for(len(sequence.tokens)), self.reserved_blocks
+        reserved += self.forks.blocks_of(sequence)
         try:
-            block_table = self.pool.allocate(sequence.id, count, prefix.groups, reserved_blocks=self.reserved_blocks)
+            block_table = self.pool.allocate(sequence.id, count, prefix.groups, reserved_blocks=reserved)
         except OutOfBlocks:
             return None
         self.remove(sequence)
+        self.forks.add(sequence)
         sequence.block_table = block_table
         sequence.num_computed = prefix.num_blocks * self.pool.block_size
         self.add(sequence)
         return sequence
+
+    def has_slots(self, sequence: Sequence, reserved_slots: int) -> bool:
+        """Whether a sequence with its forks may run beside those that run, the arrivals, and the forks of both."""
+        needed = len(self.running) + reserved_slots + self.forks.num_sequences + 1 + len(sequence.forks)
+        return needed <= self.limits.max_running
 
     def cached_prefix(self, sequence: Sequence) -> CachedPrefix:
         """Longest cached prefix; at least the last token is left to compute."""
@@ -270,7 +301,7 @@ class _Budget:
         request, start = sequence.request, sequence.num_scheduled
         all_logits = request.prompt_logprobs is not None
         tokens = self._limits.token_budget - self.tokens
-        max_tokens = min(len(sequence.tokens) - start, tokens, PROMPT_LOGPROB_CHUNK if all_logits else tokens)
+        max_tokens = min(sequence.num_schedulable - start, tokens, PROMPT_LOGPROB_CHUNK if all_logits else tokens)
         end = start + self.chunk_length(start, min(max_tokens, slots), all_logits=all_logits)
         sample = end == len(sequence.tokens)
         row = Row(request, sequence.tokens, start, end, _table(sequence).blocks, sample, sequence.state)

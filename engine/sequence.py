@@ -54,18 +54,24 @@ class Sequence:
     in_flight             row of a step that is not committed; ``num_computed`` and ``tokens`` do not count it. None: no
                           step in flight has one, or the device overlaps no steps
     block_checksums       made when a block is filled, if ``park_after`` is set
+    forks                 further outputs of the same prompt, which start once its KV is computed here
+    forked_from           the sequence in whose ``forks`` this one is; None: it has started, or is no fork
+    siblings              live sequences of the same prompt, this one included; empty: there are no others
     """
 
     __slots__ = (
         "_chain",
         "block_checksums",
         "block_table",
+        "forked_from",
+        "forks",
         "in_flight",
         "next_check_length",
         "num_computed",
         "order",
         "prompt_logprobs_sent",
         "request",
+        "siblings",
         "state",
         "stops",
         "timeline",
@@ -79,6 +85,9 @@ class Sequence:
         self.in_flight: InFlight | None = None
         self.prompt_logprobs_sent = 1
         self.block_table: BlockTable | None = None
+        self.forks: list[Sequence] = []
+        self.forked_from: Sequence | None = None
+        self.siblings: list[Sequence] = []
         self.order = order
         self.state = None if request.is_plain_greedy else SamplerState(request)
         self.stops: Set[int] = frozenset()
@@ -103,13 +112,27 @@ class Sequence:
     def num_scheduled(self) -> int:
         return self.num_computed if self.in_flight is None else self.in_flight.end
 
-    def continue_from(self, source: Sequence, full_blocks: int) -> None:
-        self.tokens = list(source.tokens)
-        self.prompt_logprobs_sent = source.prompt_logprobs_sent
+    @property
+    def output_index(self) -> int:
+        return self.request.sampling.output_index
+
+    @property
+    def fork_length(self) -> int:
+        """Number of computed tokens from which on its forks can start: each computes the prompt's last token itself."""
+        return self.request.prompt_len - 1
+
+    @property
+    def num_schedulable(self) -> int:
+        """Number of leading tokens that may be computed now."""
+        return self.fork_length if self.forks else len(self.tokens)
+
+    def copy_prefix(self, source: Sequence, num_computed: int, full_blocks: int) -> None:
+        """Take over what is known of the first ``num_computed`` tokens, which ``source`` has too."""
+        self.num_computed = num_computed
         self.block_checksums = {
             at: checksum for at, checksum in source.block_checksums.items() if at.block < full_blocks
         }
-        self._chain = list(source._chain)
+        self._chain = source._chain[: full_blocks + 1]
 
     def hashes(self, blocks: range, block_size: int) -> list[BlockHash]:
         """Hashes of these blocks, which must be full; each is computed once."""

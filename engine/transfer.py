@@ -17,9 +17,11 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from decant.engine.blocks import BlockTable
 from decant.engine.errors import TransferRejected
+from decant.engine.forks import link
 from decant.engine.plan import BlockBytes
 from decant.engine.sequence import BlockAddress as BlockAddress
 from decant.engine.sequence import Sequence as EngineSequence
@@ -34,8 +36,13 @@ def block_checksum(checksum: Checksum, address: BlockAddress, data: bytes | memo
     return checksum(struct.pack("<QQQ", *address, checksum(data)))
 
 
-def transfer_checksum(checksum: Checksum, computed: int, output: Sequence[int], checksums: Sequence[int]) -> int:
-    words = (computed, len(output), *output, *checksums)
+def transfer_checksum(
+    checksum: Checksum, computed: int, outputs: Sequence[CommittedOutput], checksums: Sequence[int]
+) -> int:
+    words = [computed]
+    for output in outputs:
+        words += (output.output << 32 | len(output.tokens), *output.tokens)
+    words += checksums
     return checksum(struct.pack(f"<{len(words)}Q", *words))
 
 
@@ -45,22 +52,34 @@ class ExportedBlock:
     checksum: int
 
 
+class CommittedOutput(NamedTuple):
+    output: int  # its index
+    tokens: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class TransferCommit:
+    """What moves: the first ``computed`` tokens of the first of ``outputs`` have KV in the blocks.
+
+    The others have the same prompt, and continue from the KV of that.
+    """
+
     computed: int
-    output: tuple[int, ...]
+    outputs: tuple[CommittedOutput, ...]
     checksum: int
 
 
 class KvExport:
     """Lease on a sequence's filled blocks, in each group from an index on; its owner must ``release`` it (idempotent).
 
+    ``siblings`` are the live sequences of the same prompt; empty for a sequence that has none.
+
     The lease outlives the sequence. ``blocks`` grows as blocks fill, ascending in each group. Only the engine calls
     ``offer_filled``, ``offer`` and ``finalize``.
     """
 
     def __init__(self, sequence: EngineSequence, first: Sequence[int], lease: BlockTable, store: BlockBytes) -> None:
-        self.id = sequence.id
+        self.siblings = sequence.siblings
         self.next_index = list(first)
         self.blocks: list[ExportedBlock] = []
         self.commit: TransferCommit | None = None
@@ -85,7 +104,7 @@ class KvExport:
     def _leased(self, address: BlockAddress) -> int:
         block = self._leased_ids.get(address)
         if block is None or not self._lease.is_live:
-            raise TransferRejected(f"{self.id}: {address} is not leased")
+            raise TransferRejected(f"{self._lease.owner}: {address} is not leased")
         return block
 
     def release(self) -> None:
@@ -116,10 +135,14 @@ class KvExport:
 
     def finalize(self, sequence: EngineSequence, checksum: Checksum) -> TransferCommit:
         self.offer_filled(sequence, self._lease.pool.blocks_for(sequence.num_computed), checksum)
-        output = tuple(sequence.tokens[sequence.request.prompt_len :])
+        others = (sibling for sibling in sequence.siblings if sibling is not sequence)
+        outputs = tuple(
+            CommittedOutput(each.output_index, tuple(each.tokens[each.request.prompt_len :]))
+            for each in (sequence, *others)
+        )
         checksums = [block.checksum for block in sorted(self.blocks, key=lambda block: block.address)]
-        total = transfer_checksum(checksum, sequence.num_computed, output, checksums)
-        self.commit = TransferCommit(sequence.num_computed, output, total)
+        total = transfer_checksum(checksum, sequence.num_computed, outputs, checksums)
+        self.commit = TransferCommit(sequence.num_computed, outputs, total)
         return self.commit
 
 
@@ -177,18 +200,25 @@ class IncomingSequence:
         table = self._block_table()
         table.grow(table.pool.blocks_for(tokens + 1))
 
-    def accept(self, commit: TransferCommit) -> EngineSequence:
+    def accept(self, commit: TransferCommit) -> list[EngineSequence]:
+        """Verify the commit; return the sequences that continue, first the one that has the blocks."""
         table = self._block_table()
-        pool = table.pool
-        known = self.sequence.tokens[self.sequence.request.prompt_len :]
-        tokens = self.sequence.request.prompt_len + len(commit.output)
+        pool, reserved = table.pool, {each.output_index: each for each in (self.sequence, *self.sequence.forks)}
+        first = commit.outputs[0]
+        tokens = self.sequence.request.prompt_len + len(first.tokens)
         stop = pool.blocks_for(commit.computed)
         needed = [
             BlockAddress(group, index)
             for group in range(len(pool.windows))
             for index in range(max(self.cached_blocks, pool.first_block(group, commit.computed)), stop)
         ]
-        if list(commit.output[: len(known)]) != known or commit.computed != tokens - 1:
+        continued = [(reserved[each.output], each) for each in commit.outputs if each.output in reserved]
+        if (
+            first.output not in reserved
+            or commit.computed != tokens - 1
+            or (reserved[first.output] is not self.sequence and len(first.tokens) != 1)  # blocks with other tokens
+            or any(not _continues(sequence, output) for sequence, output in continued)
+        ):
             raise TransferRejected(f"{self.id}: the commit is not of this sequence")
         missing = [str(address) for address in needed if address not in self._checksums]
         if missing or any(address.block >= stop for address in self._checksums):
@@ -197,14 +227,28 @@ class IncomingSequence:
                 f"{self.id}: blocks: {len(needed)} in the commit, got {here}; missing: {', '.join(missing) or 'none'}"
             )
         checksums = [self._checksums[address] for address in sorted(self._checksums)]
-        if transfer_checksum(self._checksum, commit.computed, commit.output, checksums) != commit.checksum:
+        if transfer_checksum(self._checksum, commit.computed, commit.outputs, checksums) != commit.checksum:
             raise TransferRejected(f"{self.id}: the commit does not match its checksum")
-        self.sequence.tokens.extend(commit.output[len(known) :])
-        self.sequence.num_computed = commit.computed
-        self.sequence.prompt_logprobs_sent = self.sequence.request.prompt_len  # the sender emitted them
+        for sequence, output in continued:
+            sequence.tokens[sequence.request.prompt_len :] = output.tokens
         self._close(table, commit.computed)
         table.free_unseen(commit.computed)
-        return self.sequence
+        owner, *others = (sequence for sequence, _ in continued)
+        self._hand_over(table, owner, commit.computed)
+        owner.forks = []
+        owner.siblings = []
+        if others:
+            link(owner, others)
+        return [owner, *others]
+
+    def _hand_over(self, table: BlockTable, owner: EngineSequence, computed: int) -> None:
+        """Give the blocks to another output if the one that they were reserved for has ended at the sender."""
+        if owner is not self.sequence:
+            owner.copy_prefix(self.sequence, computed, table.num_blocks)
+            self.sequence.forks, self.sequence.block_table = [], None
+        table.owner, owner.block_table = owner.id, table
+        owner.num_computed, owner.forked_from = computed, None
+        owner.prompt_logprobs_sent = owner.request.prompt_len  # the sender emitted them
 
     def abort(self) -> None:
         """Free the blocks; verified ones stay in the prefix cache. Does nothing once closed."""
@@ -231,3 +275,8 @@ class IncomingSequence:
         if self.closed or self.sequence.block_table is None:
             raise TransferRejected(f"{self.id}: this arrival is closed")
         return self.sequence.block_table
+
+
+def _continues(sequence: EngineSequence, output: CommittedOutput) -> bool:
+    known = sequence.tokens[sequence.request.prompt_len :]
+    return list(output.tokens[: len(known)]) == known

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from decant.engine.request import FinishReason
@@ -14,7 +14,7 @@ T = TypeVar("T")
 class SequenceTransfers(Protocol):
     """Transfers of sequences; each method raises EngineError for a sequence that it cannot serve."""
 
-    def export(self, id: str, cached_blocks: int = 0) -> KvExport: ...
+    def export(self, id: str, cached_blocks: int = 0, siblings: Iterable[str] = ()) -> KvExport: ...
 
     def finalize(self, id: str) -> TransferCommit: ...
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from decant.engine.transfer import ExportedBlock, KvExport
@@ -12,6 +12,13 @@ from decant.handoff.packing import FilledBlock, LocatedBlock, TransferLayout, pa
 from decant.protos import worker_pb2 as wire
 from decant.runtime import packed
 
+OutputsOf = Callable[[EngineCommit], list[wire.TransferCommit.Output]]
+"""Makes the outputs of a commit: first those that move, in the order of the engine's commit, then those that ended."""
+
+
+def committed_tokens(commit: EngineCommit) -> list[wire.TransferCommit.Output]:
+    return [wire.TransferCommit.Output(output=index, tokens=packed.pack(tokens)) for index, tokens in commit.outputs]
+
 
 @dataclass(slots=True, eq=False)
 class OutgoingSequence:
@@ -20,13 +27,14 @@ class OutgoingSequence:
     The sender sets ``changed`` after a change.
     """
 
-    id: str
+    sequences: Sequence[str]  # first the one whose blocks move, then the other outputs of its prompt
     run: wire.Run
     prompt_tokens: int
-    logprobs: Callable[[], Iterable[wire.TokenLogprobs]]
+    outputs: OutputsOf
     is_live: bool
-    is_parked: bool
-    has_ended: bool = False  # the sequence finished
+    unparked: set[str]  # sequences that have neither parked nor ended
+    has_parked: bool = False  # any of them
+    has_ended: bool = False  # nothing is left to hand over
     reads_memory: bool = False  # the receiver reads the blocks' memory
     sent_blocks: int = 0
     sent_chunks: int = 0
@@ -34,6 +42,23 @@ class OutgoingSequence:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     error: Exception | None = None  # why the fetch must end
     next_message: asyncio.Future[bytes | None] | None = None
+
+    @property
+    def id(self) -> str:
+        return self.sequences[0]
+
+    @property
+    def is_parked(self) -> bool:
+        return self.has_parked and not self.unparked
+
+    def on_parked(self, id: str) -> None:
+        self.unparked.discard(id)
+        self.has_parked = True
+
+    def on_ended(self, id: str) -> None:
+        """Of a live sequence the blocks end with it; the prompt of parked ones stays for those that have not ended."""
+        self.unparked.discard(id)
+        self.has_ended |= id == self.id if self.is_live else not (self.unparked or self.has_parked)
 
     def cancel(self, error: Exception) -> None:
         """End the fetch, which reads no more blocks. The first error counts."""
@@ -43,7 +68,7 @@ class OutgoingSequence:
 
     async def export(self, loop: EngineThread, cached_blocks: int) -> KvExport:
         return await loop.call(
-            lambda engine: engine.transfers.export(self.id, cached_blocks),
+            lambda engine: engine.transfers.export(self.id, cached_blocks, self.sequences[1:]),
             undo=lambda engine, _: engine.transfers.release(self.id),
         )
 
@@ -71,10 +96,11 @@ class OutgoingSequence:
         return await loop.call(finalize) if self.is_live or self.is_parked else None
 
     def commit_message(self, commit: EngineCommit) -> bytes:
-        output = wire.TransferCommit.Output(output=0, tokens=packed.pack(commit.output))
-        output.logprobs.extend(self.logprobs())
         message = wire.TransferCommit(
-            computed=commit.computed, prompt_tokens=self.prompt_tokens, outputs=[output], checksum=commit.checksum
+            computed=commit.computed,
+            prompt_tokens=self.prompt_tokens,
+            outputs=self.outputs(commit),
+            checksum=commit.checksum,
         )
         return encode(wire.FetchResponse(commit=message))
 

@@ -14,10 +14,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from decant.engine.errors import EngineError, OutOfBlocks, TransferRejected
-from decant.engine.transfer import IncomingSequence
+from decant.engine.transfer import CommittedOutput, IncomingSequence
 from decant.engine.transfer import TransferCommit as EngineCommit
 from decant.handoff.codec import Received
-from decant.handoff.engine_protocol import EngineThread
+from decant.handoff.engine_protocol import EngineThread, TransferEngine
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.handoff.heartbeat import with_heartbeat_timeout
 from decant.handoff.packing import TransferLayout, Unpacker
@@ -42,10 +42,12 @@ class ReceiverTiming:
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """Result of a fetch. Times are of the event loop; ``entry`` of ``logprobs`` is an index in ``output``."""
+    """Result of a fetch: all tokens of each output, also of those that ended at the sender.
 
-    output: tuple[int, ...]
-    logprobs: tuple[wire.TokenLogprobs, ...]
+    Times are of the event loop.
+    """
+
+    outputs: tuple[wire.TransferCommit.Output, ...]
     received_bytes: int
     opened_at: float
     owned_at: float
@@ -147,9 +149,9 @@ class KvReceiver:
                 await self._extend(arrival, received.response)
                 commit = fetch.handle(received)
                 if commit is not None:
-                    output = await self._join(arrival, commit)
-                    logprobs = tuple(received.response.commit.outputs[0].logprobs)
-                    return TransferResult(output, logprobs, unpacker.received_bytes, opened_at, clock())
+                    await self._join(arrival, commit)
+                    outputs = tuple(received.response.commit.outputs)
+                    return TransferResult(outputs, unpacker.received_bytes, opened_at, clock())
         raise HandoffFailed(wire.CAUSE_PEER_LOST, "the fetch ended without a commit", ticket.sender)
 
     async def _extend(self, arrival: IncomingSequence, response: wire.FetchResponse) -> None:
@@ -159,11 +161,14 @@ class KvReceiver:
         if filled > arrival.num_blocks and not arrival.closed:
             await self._loop.call(lambda _: arrival.extend(filled * size - 1))
 
-    async def _join(self, arrival: IncomingSequence, commit: EngineCommit) -> tuple[int, ...]:
-        await self._loop.call(
-            lambda engine: engine.transfers.join(arrival, commit), undo=lambda engine, _: engine.cancel(arrival.id)
-        )
-        return commit.output
+    async def _join(self, arrival: IncomingSequence, commit: EngineCommit) -> None:
+        names = [arrival.id, *(fork.id for fork in arrival.sequence.forks)]
+
+        def undo(engine: TransferEngine, _: None) -> None:
+            for name in names:
+                engine.cancel(name)
+
+        await self._loop.call(lambda engine: engine.transfers.join(arrival, commit), undo=undo)
 
     def _open(self, ticket: wire.Ticket, arrival: IncomingSequence) -> wire.Open:
         return wire.Open(
@@ -226,11 +231,15 @@ class _Fetch:
         return None
 
     def _commit(self, commit: wire.TransferCommit) -> EngineCommit:
-        if len(commit.outputs) != 1:
-            raise HandoffFailed(wire.CAUSE_CORRUPT, f"outputs: 1 in a commit, got {len(commit.outputs)}")
-        tokens = commit.outputs[0].tokens
-        if len(tokens) % 4 or commit.prompt_tokens != self._arrival.sequence.request.prompt_len:
+        moved = [output for output in commit.outputs if not output.HasField("finished")]
+        if not moved:
+            raise HandoffFailed(wire.CAUSE_CORRUPT, "a commit without an output that continues")
+        if commit.prompt_tokens != self._arrival.sequence.request.prompt_len or any(
+            len(output.tokens) % 4 for output in commit.outputs
+        ):
             raise HandoffFailed(wire.CAUSE_CORRUPT, f"a commit for a prompt of {commit.prompt_tokens} tokens")
-        if any(len(one.top_ids) != len(one.top_logprobs) for one in commit.outputs[0].logprobs):
+        logprobs = (one for output in commit.outputs for one in output.logprobs)
+        if any(len(one.top_ids) != len(one.top_logprobs) for one in logprobs):
             raise HandoffFailed(wire.CAUSE_CORRUPT, "a commit whose top_ids and top_logprobs differ in number")
-        return EngineCommit(commit.computed, tuple(unpack(tokens)), commit.checksum)
+        outputs = tuple(CommittedOutput(output.output, tuple(unpack(output.tokens))) for output in moved)
+        return EngineCommit(commit.computed, outputs, commit.checksum)

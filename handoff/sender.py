@@ -16,7 +16,7 @@ A fetch that breaks before the commit ends its ticket at once; after the commit,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
@@ -29,7 +29,7 @@ from decant.handoff.engine_protocol import EngineThread, StepEvents, TransferEng
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.handoff.heartbeat import with_heartbeat_timeout
 from decant.handoff.leases import COMMITTED_SECONDS, LEASE_MS, Lease, LeaseTable
-from decant.handoff.outgoing_sequence import OutgoingSequence
+from decant.handoff.outgoing_sequence import OutgoingSequence, OutputsOf, committed_tokens
 from decant.handoff.packing import TransferLayout
 from decant.protos import worker_pb2 as wire
 from decant.runtime.connections.heartbeat import HEARTBEAT_SECONDS, SILENT_SECONDS
@@ -70,32 +70,37 @@ class KvSender:
     def issue(
         self,
         ticket: wire.Ticket,
-        sequence: str,
+        sequences: Sequence[str],
         prompt_tokens: int,
-        logprobs: Callable[[], Iterable[wire.TokenLogprobs]] = tuple,
+        outputs: OutputsOf = committed_tokens,
         *,
         is_live: bool = False,
         is_parked: bool = False,
     ) -> wire.Ticket:
-        """Issue a ticket for a sequence; ``logprobs`` is called at the commit.
+        """Issue a ticket for a sequence, and the others of its prompt; ``outputs`` is called at the commit.
 
-        ``is_live``: the sequence has no ``park_after``. ``is_parked``: the step that parked it is over.
+        ``is_live``: they have no ``park_after``. ``is_parked``: the steps that parked or ended them are over.
         """
-        issued = self.leases.issue(ticket, sequence)
-        self._outgoing[sequence] = OutgoingSequence(sequence, issued.run, prompt_tokens, logprobs, is_live, is_parked)
+        issued = self.leases.issue(ticket, sequences[0])
+        unparked = set() if is_parked else set(sequences)
+        outgoing = OutgoingSequence(
+            sequences, issued.run, prompt_tokens, outputs, is_live, unparked, has_parked=is_parked
+        )
+        self._outgoing.update(dict.fromkeys(sequences, outgoing))
         return issued
 
     def on_step(self, output: StepEvents) -> None:
         changed = [outgoing for outgoing in self._outgoing.values() if outgoing.is_live]
         changed += self._known(filled.id for filled in output.filled)
-        for outgoing in self._known(output.parked):
-            outgoing.is_parked = True
-            changed.append(outgoing)
+        for id in output.parked:
+            for outgoing in self._known([id]):
+                outgoing.on_parked(id)
+                changed.append(outgoing)
         for ended in output.ended:
             for outgoing in self._known([ended.id]):
                 if ended.reason is FinishReason.FAILED:
                     outgoing.cancel(HandoffFailed(wire.CAUSE_ENGINE, ended.detail))
-                outgoing.has_ended = True
+                outgoing.on_ended(ended.id)
                 changed.append(outgoing)
         for outgoing in changed:
             outgoing.changed.set()
@@ -119,12 +124,15 @@ class KvSender:
 
     def _free(self, lease: Lease) -> None:
         """Stop the fetch before the engine frees the blocks that it reads."""
-        outgoing = self._outgoing.pop(lease.sequence)
+        outgoing = self._outgoing[lease.sequence]
+        for name in outgoing.sequences:
+            del self._outgoing[name]
         outgoing.cancel(HandoffFailed.of(lease.failure or _reclaimed("the ticket has ended")))
 
         def free(engine: TransferEngine) -> None:
             engine.transfers.release(lease.sequence)
-            engine.cancel(lease.sequence)
+            for name in outgoing.sequences:
+                engine.cancel(name)
 
         resumes = outgoing.is_live and not lease.is_committed
         self._loop.post((lambda engine: engine.transfers.cancel(lease.sequence)) if resumes else free)

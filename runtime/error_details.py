@@ -74,10 +74,14 @@ class Resource:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a stream can resume: the least ``after_seq``, and the last seq that is certain."""
+    """Where a stream can resume: the least ``after_seq``, and the last seq that is certain.
+
+    With several outputs, ``output_seqs`` has the certain tokens of each.
+    """
 
     first_seq: int
     last_seq: int
+    output_seqs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +151,7 @@ def from_status(status: Status) -> ErrorDetail:
         resource=Resource(resource.resource_type, resource.resource_name) if resource else None,
         subject=quota.violations[0].subject if quota and quota.violations else None,
         retry_after=retry.retry_delay.ToMilliseconds() / 1000 if retry else None,
-        resume=ResumePoint(resume.first_seq, resume.last_seq) if resume else None,
+        resume=ResumePoint(resume.first_seq, resume.last_seq, tuple(resume.output_seqs)) if resume else None,
     )
 
 
@@ -169,7 +173,10 @@ def _detail_messages(detail: ErrorDetail) -> list[Message]:
         delay.FromMilliseconds(_milliseconds(detail.retry_after))
         messages.append(RetryInfo(retry_delay=delay))
     if detail.resume is not None:
-        messages.append(pb.ResumePoint(first_seq=detail.resume.first_seq, last_seq=detail.resume.last_seq))
+        point = detail.resume
+        messages.append(
+            pb.ResumePoint(first_seq=point.first_seq, last_seq=point.last_seq, output_seqs=point.output_seqs)
+        )
     return messages
 
 

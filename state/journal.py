@@ -35,6 +35,11 @@ def pack(entries: Iterable[Entry]) -> bytes:
     return struct.pack(f"<{len(words)}I", *words)
 
 
+def outputs_of(packed: bytes) -> bytes:
+    """Index of the output of each entry."""
+    return packed[ENTRY_BYTES - 1 :: ENTRY_BYTES]
+
+
 def unpack(data: bytes | bytearray) -> list[Entry]:
     count, rest = divmod(len(data), ENTRY_BYTES)
     if rest:

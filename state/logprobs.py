@@ -63,6 +63,14 @@ class Logprobs:
         data = self._data[first * size : None if end is None else end * size]
         return [_message(numbers) for numbers in self._layout.iter_unpack(data)]
 
+    def select(self, chosen: Iterable[bool]) -> Logprobs:
+        """Entries at the places that are ``chosen``."""
+        size = self._layout.size
+        data = b"".join(
+            bytes(self._data[place * size : (place + 1) * size]) for place, is_chosen in enumerate(chosen) if is_chosen
+        )
+        return Logprobs(self._alternatives, data)
+
     def packed(self, first: int = 0) -> bytes:
         return bytes(self._data[first * self._layout.size :])
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -35,6 +36,12 @@ class StoredRequest:
     @property
     def ended(self) -> bool:
         return self.state in ENDED
+
+    def logprobs_of(self, output: int) -> Logprobs:
+        """Logprobs of the entries of one output."""
+        if all(entry.output == output for entry in self.entries):
+            return self.logprobs
+        return self.logprobs.select([entry.output == output for entry in self.entries])
 
 
 WRITE_BYTES = 1024
@@ -86,6 +93,7 @@ class OwnedRequest:
         self.is_listed = True  # Redis may have it among the open requests of its owner
         self.prompt_logprobs_unsynced = False  # Redis is not known to have them
         self._journal = bytearray()
+        self._num_entries = Counter[int]()  # of each output
         self._logprobs = bytearray()
         self._prompt_logprobs = b""
 
@@ -117,6 +125,10 @@ class OwnedRequest:
     @property
     def length(self) -> int:
         return len(self._journal) // ENTRY_BYTES
+
+    def num_entries(self, output: int) -> int:
+        """Number of entries of one output."""
+        return self._num_entries[output]
 
     @property
     def ended(self) -> bool:
@@ -152,6 +164,7 @@ class OwnedRequest:
                 )
             self._logprobs += packed_logprobs
         self._journal += packed
+        self._num_entries.update(journal.outputs_of(packed))
 
     def add_prompt_logprobs(self, packed_logprobs: bytes) -> None:
         """Set all prompt logprobs at once; ignored if they are not requested."""

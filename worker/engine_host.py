@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -123,13 +124,13 @@ class EngineHost:
         count = -(-tokens // self.block_size)
         return sum(window.blocks_at_once(count, self.block_size) for window in self.windows)
 
-    def new_ticket(self, run: wire.Run, request: Request, tokens: int) -> wire.Ticket:
-        """Ticket for the cache of a sequence here, which has ``tokens`` tokens; the sender issues it."""
+    def new_ticket(self, run: wire.Run, requests: Sequence[Request], tokens: int) -> wire.Ticket:
+        """Ticket for the cache of the first of these sequences, which has ``tokens`` tokens; the sender issues it."""
         return wire.Ticket(
             run=run,
             tokens=tokens,
-            outputs=[request.sampling.output_index],
-            salt=request.salt,
+            outputs=[request.sampling.output_index for request in requests],
+            salt=requests[0].salt,
             sender=self.peer,
             address=self.address,
             layout_hash=self.layout_hash,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from decant.engine.errors import InvalidRequest
 from decant.engine.plan import TokenLogprobs
 from decant.engine.request import FinishReason, Request, SamplingParams, StopParams
@@ -15,6 +17,7 @@ _FIELDS = {
     "stop_token_ids": "stopping.stop_token_ids",
     "max_tokens": "stopping.max_tokens",
     "min_tokens": "stopping.min_tokens",
+    "n": "sampling.n",
 }
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias")
 _ENDS = {
@@ -46,16 +49,18 @@ def other_request() -> wire.Failure:
     return wire.Failure(cause=wire.CAUSE_ID_REUSED, detail="another request with this id is running here")
 
 
-def to_request(sequence_id: str, message: wire.EngineRequest, *, model: str, park_after: bool = False) -> Request:
-    """Convert a request; ``park_after`` parks the sequence after its next token. Raises RequestRejected."""
+def to_requests(name: str, message: wire.EngineRequest, *, model: str, park_after: bool = False) -> list[Request]:
+    """Convert a request to one for each output, named ``name`` and an index, in the order of the message.
+
+    The first returns the prompt's log-probabilities, if they are wanted. ``park_after`` parks each sequence after its
+    next token. Raises RequestRejected.
+    """
     _check_supported(message, model)
-    prior_tokens = _unpacked("outputs.tokens", message.outputs[0].tokens)
     prompt = _unpacked("prompt", message.prompt)
     try:
-        return Request(
-            sequence_id,
-            (*prompt, *prior_tokens),
-            prompt_tokens=len(prompt),
+        whole = Request(
+            name,
+            prompt,
             sampling=_sampling(message),
             stop=_stop(message.stopping),
             priority=message.priority,
@@ -63,10 +68,23 @@ def to_request(sequence_id: str, message: wire.EngineRequest, *, model: str, par
             use_prefix_cache=not message.bypass_prefix_cache,
             logprobs=message.logprobs if message.HasField("logprobs") else None,
             prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-            park_after=len(prior_tokens) + 1 if park_after else None,
         )
+        return [_output_request(whole, prefix, place, park_after) for place, prefix in enumerate(message.outputs)]
     except InvalidRequest as error:
         raise RequestRejected.of(error) from None
+
+
+def _output_request(whole: Request, prefix: wire.OutputPrefix, place: int, park_after: bool) -> Request:
+    prior_tokens = _unpacked("outputs.tokens", prefix.tokens)
+    return replace(
+        whole,
+        id=f"{whole.id}/{place}" if place else whole.id,
+        token_ids=(*whole.token_ids, *prior_tokens),
+        prompt_tokens=len(whole.token_ids),
+        sampling=replace(whole.sampling, output_index=prefix.output),
+        prompt_logprobs=None if place else whole.prompt_logprobs,
+        park_after=len(prior_tokens) + 1 if park_after else None,
+    )
 
 
 def _check_supported(message: wire.EngineRequest, model: str) -> None:
@@ -74,8 +92,9 @@ def _check_supported(message: wire.EngineRequest, model: str) -> None:
         raise RequestRejected.because(
             "model", f"{model}, which this worker serves", message.model, wire.CAUSE_UNKNOWN_MODEL
         )
-    if len(message.outputs) != 1:
-        raise RequestRejected.because("outputs", "exactly one", len(message.outputs), wire.CAUSE_UNSUPPORTED)
+    indexes = [prefix.output for prefix in message.outputs]
+    if not indexes or len(set(indexes)) < len(indexes):
+        raise RequestRejected.because("outputs", "at least one, each once", indexes)
     for field in ("adapter", "guide"):
         if getattr(message, field) != getattr(wire.EngineRequest(), field):
             raise RequestRejected.because(field, NOT_SUPPORTED, "a value", wire.CAUSE_UNSUPPORTED)
@@ -93,7 +112,6 @@ def _sampling(message: wire.EngineRequest) -> SamplingParams:
         frequency_penalty=sampling.frequency_penalty,
         logit_bias=dict(sampling.logit_bias),
         seed=sampling.seed,
-        output_index=message.outputs[0].output,
     )
 
 

@@ -130,7 +130,7 @@ class Arrivals:
         while not self._arrived.empty():
             one, blocks, commit = self._arrived.get()
             arrival = self._engine.transfers.reserve(one)
-            arrival.extend(one.prompt_len + len(commit.output))
+            arrival.extend(commit.computed + 1)
             self._writing.append((arrival, commit, self._writer.submit(_write, arrival, blocks)))
         for entry in [entry for entry in self._writing if entry[2].done()]:
             arrival, commit, written = entry

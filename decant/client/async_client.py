@@ -99,7 +99,14 @@ class AsyncClient:
         request = named_request(prompt, messages, options)
         return AsyncStream(self._routers, request, self._routers.retries(timeout))
 
-    def resume(self, request_id: str, after_seq: int = 0, *, timeout: float | None = None) -> AsyncStream:
+    def resume(
+        self,
+        request_id: str,
+        after_seq: int = 0,
+        *,
+        after_output_seqs: Sequence[int] = (),
+        timeout: float | None = None,
+    ) -> AsyncStream:
         """See `decant.Client.resume`.
 
         >>> async for delta in client.resume("6f9c", after_seq=2):
@@ -107,7 +114,12 @@ class AsyncClient:
         ' +'
         ' b'
         """
-        request = fill(pb.ResumeStreamRequest(), request_id=request_id, after_seq=after_seq)
+        request = fill(
+            pb.ResumeStreamRequest(),
+            request_id=request_id,
+            after_seq=after_seq or sum(after_output_seqs),
+            after_output_seqs=after_output_seqs,
+        )
         return AsyncStream(self._routers, request, self._routers.retries(timeout))
 
     async def generation(self, request_id: str) -> Generation:

@@ -113,17 +113,30 @@ class Client:
         request = named_request(prompt, messages, options)
         return Stream(self._routers, request, self._routers.retries(timeout))
 
-    def resume(self, request_id: str, after_seq: int = 0, *, timeout: float | None = None) -> Stream:
+    def resume(
+        self,
+        request_id: str,
+        after_seq: int = 0,
+        *,
+        after_output_seqs: Sequence[int] = (),
+        timeout: float | None = None,
+    ) -> Stream:
         """The rest of a request's stream, from any router: all after `after_seq` output tokens. An older stream of it
         ends with Aborted (SUPERSEDED). Leaving this one cancels nothing: the request's ``on_disconnect`` decides.
-        Reading raises NotFound for an id that is unknown or has expired.
+        Reading raises NotFound for an id that is unknown or has expired. A request with several outputs resumes after
+        `after_output_seqs`, the `output_seqs` of the stream that was lost.
 
         >>> for delta in client.resume("6f9c", after_seq=2):
         ...     print(repr(delta.text))
         ' +'
         ' b'
         """
-        request = fill(pb.ResumeStreamRequest(), request_id=request_id, after_seq=after_seq)
+        request = fill(
+            pb.ResumeStreamRequest(),
+            request_id=request_id,
+            after_seq=after_seq or sum(after_output_seqs),
+            after_output_seqs=after_output_seqs,
+        )
         return Stream(self._routers, request, self._routers.retries(timeout))
 
     def generation(self, request_id: str) -> Generation:

@@ -24,7 +24,7 @@ OPTION_HELP = {
     "presence_penalty": "-2 to 2, once for a token that is in the output; 0",
     "repetition_penalty": "above 0, to 10, counts prompt and output, 1 is off; unset: the model's",
     "seed": "the same seed, prompt and model give the same tokens on CPUs of one kind; unset: drawn",
-    "n": "outputs for this prompt; more than 1 is not implemented",
+    "n": "outputs for this prompt",
     "logit_bias": "token id to a number from -100 to 100 that is added to its logit",
     "max_tokens": "maximum output tokens, from 1; unset: what the context length leaves",
     "min_tokens": "no stop and no end of sequence before this many output tokens; 0",

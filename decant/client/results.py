@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -94,7 +95,10 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Result of a request; `text`, `token_ids`, `logprobs` and `finished` are those of the first output."""
+    """Result of a request; `text`, `token_ids`, `logprobs` and `finished` are those of its output.
+
+    They raise ValueError where there are several: read `outputs` then.
+    """
 
     request_id: str
     model: str
@@ -106,19 +110,26 @@ class Answer:
 
     @property
     def text(self) -> str:
-        return self.outputs[0].text
+        return only(self.outputs).text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        return self.outputs[0].token_ids
+        return only(self.outputs).token_ids
 
     @property
     def logprobs(self) -> tuple[pb.TokenLogprob, ...]:
-        return self.outputs[0].logprobs
+        return only(self.outputs).logprobs
 
     @property
     def finished(self) -> Finished | None:
-        return self.outputs[0].finished
+        return only(self.outputs).finished
+
+
+def only(outputs: Sequence[_T]) -> _T:
+    """Return the one output. Raises ValueError for several."""
+    if len(outputs) > 1:
+        raise ValueError(f"the answer has {len(outputs)} outputs: read each in `outputs`")
+    return outputs[0]
 
 
 class GenerationState(StrEnum):

@@ -41,6 +41,7 @@ class ResumableStream(Transcript):
         self._span = tracing.Span()
         if isinstance(request, pb.ResumeStreamRequest):
             self.seq = request.after_seq
+            self.output_seqs = list(request.after_output_seqs) or [request.after_seq]
 
     @property
     def router(self) -> str:
@@ -58,7 +59,11 @@ class ResumableStream(Transcript):
         """Repeat GenerateStream until the first token, to which a router attaches or which it starts; then resume."""
         if not self.seq and isinstance(self._request, pb.GenerateRequest):
             return "GenerateStream", self._request
-        return "ResumeStream", pb.ResumeStreamRequest(request_id=self.request_id, after_seq=self.seq)
+        return "ResumeStream", pb.ResumeStreamRequest(
+            request_id=self.request_id,
+            after_seq=self.seq,
+            after_output_seqs=self.output_seqs if len(self.output_seqs) > 1 else (),
+        )
 
     def _first_call(self) -> tuple[str, Message]:
         """Start the deadline and the span."""
@@ -81,8 +86,8 @@ class ResumableStream(Transcript):
 
 
 class Stream(ResumableStream):
-    """Iterate for deltas; iterating raises the stream's error. `text`, of the first output, and `outputs` grow; after
-    the end it has `finished`, `usage` and `receipt`.
+    """Iterate for deltas; iterating raises the stream's error. `text` and `outputs` grow; after the end it has
+    `finished`, `usage` and `receipt`.
 
     A broken stream resumes at another router; `resumed_at` lists them. Leaving it early (a break, an exception, the end
     of a ``with``) cancels the request, unless it is detached or `Client.resume` made the stream.

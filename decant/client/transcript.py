@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from decant.client import results
-from decant.client.results import Delta, Finished, Output, Receipt, Usage
+from decant.client.results import Delta, Finished, Output, Receipt, Usage, only
 from decant.protos import inference_pb2 as pb
 
 
@@ -9,7 +9,9 @@ class Transcript:
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.seq = 0
-        """Position to resume from: output tokens received."""
+        """Position to resume from: tokens received of all outputs."""
+        self.output_seqs: list[int] = []
+        """The same of each output, by index."""
         self.started: pb.Started | None = None
         self.usage: Usage | None = None
         self.receipt: Receipt | None = None
@@ -22,11 +24,13 @@ class Transcript:
 
     @property
     def text(self) -> str:
-        return "".join(delta.text for delta in self._deltas.get(0, ()))
+        """Text of the output. Raises ValueError where there are several: read `outputs` then."""
+        return only(self.outputs).text if self.outputs else ""
 
     @property
     def finished(self) -> Finished | None:
-        return self._finished.get(0)
+        """End of the output, once it is known. Raises ValueError where there are several."""
+        return only(self.outputs).finished if self.outputs else None
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -60,6 +64,8 @@ class Transcript:
     def _add(self, delta: Delta) -> Delta | None:
         """Return None for text received before: a seq does not count the text without tokens of a last delta."""
         deltas = self._deltas.setdefault(delta.index, [])
+        self.output_seqs += [0] * (delta.index + 1 - len(self.output_seqs))
+        self.output_seqs[delta.index] += delta.num_tokens
         if not delta.num_tokens and deltas and not deltas[-1].num_tokens:
             return None
         deltas.append(delta)

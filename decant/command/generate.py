@@ -13,6 +13,7 @@ from typing import Any, cast
 from google.protobuf.json_format import MessageToDict
 
 from decant import Cancelled, Client, Options, Prompt, ServiceError, Stream, Tls, Unavailable
+from decant.client.results import Output
 from decant.client.retry import may_pass
 from decant.command.deployment import deployments
 from decant.command.deployment.waiting import Waiting
@@ -106,7 +107,7 @@ def run(args: GenerateArgs, prompt: Prompt, options: Options) -> str:
     with client, client.stream(prompt, timeout=args.timeout, **options) as stream, _until_ctrl_c(client, stream):
         client._routers.on_wait = _WaitReport(stream, _starting_here(args.address), waits=args.waits)
         try:
-            _show(stream, clock, as_json=args.as_json)
+            _show(stream, clock, as_json=args.as_json, has_several=(options.get("n") or 1) > 1)
         except Unavailable as error:
             if stream.seq:
                 raise CommandFailed(str(error)) from None
@@ -160,7 +161,8 @@ class _WaitReport:
             _print_status(f"{text}{self._hint}; trying again")
 
 
-def _show(stream: Stream, clock: Clock, *, as_json: bool) -> None:
+def _show(stream: Stream, clock: Clock, *, as_json: bool, has_several: bool) -> None:
+    """Print the output as it comes; several outputs one after the other, at the end."""
     resumed = 0
     for delta in stream:
         if delta.num_tokens:
@@ -168,9 +170,11 @@ def _show(stream: Stream, clock: Clock, *, as_json: bool) -> None:
         for router in stream.resumed_at[resumed:]:
             _print_status(f"resumed at {router}")
         resumed = len(stream.resumed_at)
-        if not as_json:
+        if not as_json and not has_several:
             sys.stdout.write(delta.text)
             sys.stdout.flush()
+    if has_several and not as_json:
+        sys.stdout.write("\n".join(f"--- output {output.index}\n{output.text}" for output in stream.outputs))
 
 
 def _print_status(line: str) -> None:
@@ -204,18 +208,14 @@ def _until_ctrl_c(client: Client, stream: Stream) -> Iterator[None]:
 
 
 def account(stream: Stream, clock: Clock) -> dict[str, Any]:
-    usage, receipt, finished = stream.usage, stream.receipt, stream.finished
-    outputs = stream.outputs
+    usage, receipt = stream.usage, stream.receipt
     tokens = usage.completion_tokens if usage else 0
+    outputs = [_output(output) for output in stream.outputs]
     return {
         "request_id": stream.request_id,
         "model": stream.started.model if stream.started else None,
         "seed": stream.started.seed if stream.started else None,
-        "text": stream.text,
-        "token_ids": list(outputs[0].token_ids) if outputs else [],
-        "logprobs": [_message(logprob) for logprob in outputs[0].logprobs] if outputs else [],
-        "finish_reason": finished.reason if finished else None,
-        "stop": finished.stop if finished else None,
+        **(outputs[0] if len(outputs) == 1 else {"outputs": outputs}),
         "ttft_ms": clock.ttft_ms,
         "tpot_ms": clock.tpot_ms(tokens),
         "e2e_ms": clock.e2e_ms,
@@ -225,15 +225,27 @@ def account(stream: Stream, clock: Clock) -> dict[str, Any]:
     }
 
 
+def _output(output: Output) -> dict[str, Any]:
+    finished = output.finished
+    return {
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "logprobs": [_message(logprob) for logprob in output.logprobs],
+        "finish_reason": finished.reason if finished else None,
+        "stop": finished.stop if finished else None,
+    }
+
+
 def summary(stream: Stream, clock: Clock) -> str:
-    usage, receipt, finished = stream.usage, stream.receipt, stream.finished
+    usage, receipt = stream.usage, stream.receipt
+    finished = dict.fromkeys(output.finished.reason.value for output in stream.outputs if output.finished)
     tokens = usage.completion_tokens if usage else 0
     parts = [f"ttft {_ms(clock.ttft_ms)}", f"tpot {_ms(clock.tpot_ms(tokens))}", f"{tokens} tokens"]
     if usage:
         cached = f", {usage.cached_prompt_tokens} of them cached" if usage.cached_prompt_tokens else ""
         parts.append(f"prompt {usage.prompt_tokens}{cached}")
     if finished:
-        parts.append(finished.reason.value)
+        parts.append(", ".join(finished))
     if receipt:
         path = " -> ".join(name for name in (receipt.prefill_worker, receipt.decode_worker) if name)
         moved = f" ({receipt.handoff_bytes / 1024:.0f} KiB moved)" if receipt.handoff_bytes else ""

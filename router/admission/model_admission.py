@@ -67,11 +67,11 @@ class Forecast:
 class _Totals:
     """Sums over waiting requests."""
 
-    requests: int = 0
+    sequences: int = 0
     prompt_tokens: int = 0
 
     def add(self, size: RequestSize, sign: int = 1) -> None:
-        self.requests += sign
+        self.sequences += sign * size.num_outputs
         self.prompt_tokens += sign * size.prompt_tokens
 
 
@@ -96,6 +96,7 @@ class ModelAdmission:
         self._started: set[AcceptedRequest] = set()
         self._waiting: list[AcceptedRequest] = []  # by order
         self._totals = _Totals()
+        self._further_sequences = 0  # of started requests with several outputs, besides their first
         self._expected_tokens = 0.0  # of all accepted requests
         self._uncached_share = 1.0
         self._state = _State()
@@ -115,12 +116,11 @@ class ModelAdmission:
 
         Cheap, so that an overloaded router refuses at little cost. A request that would be alone is never refused.
         """
-        state = self._refreshed()
+        self._refreshed()
         waiting = self._slots.waiting + other_waiting
         if waiting >= self._settings.queue_limit:
             raise QueueFull(self._settings.queue_limit, retry_after=RETRY_AFTER_SECONDS)
-        sequences = self._slots.active + state.capacity.other_sequences
-        if not sequences + waiting:
+        if not self._sequences + waiting:
             return
         order = queue_key(self._now(), priority)
         forecast = self._forecast(size, self._ahead_of(order))
@@ -152,7 +152,7 @@ class ModelAdmission:
 
     def _ahead_of(self, order: float) -> _Totals:
         if not self._waiting or self._waiting[-1].order <= order:
-            return _Totals(self._totals.requests, self._totals.prompt_tokens)
+            return _Totals(self._totals.sequences, self._totals.prompt_tokens)
         ahead = _Totals()
         for request in self._waiting[: bisect_right(self._waiting, order, key=_order)]:
             ahead.add(request.size)
@@ -168,9 +168,8 @@ class ModelAdmission:
         capacity = state.capacity
         if not capacity.decode_workers:
             return Forecast(0.0, 0.0)
-        sequences = self._slots.active + capacity.other_sequences
         limit = max(1.0, min(state.sequence_limit, capacity.batch_limit))
-        after = sequences + ahead.requests + 1
+        after = self._sequences + ahead.sequences + size.num_outputs
         shared = min(after, limit)
         wait_for_slot = max(0.0, after - limit) * self._mean_output(size) / capacity.tokens_per_s(shared)
         new_tokens = self._uncached_share * (ahead.prompt_tokens + size.prompt_tokens)
@@ -229,6 +228,7 @@ class ModelAdmission:
 
     def _add_started(self, request: AcceptedRequest) -> None:
         self._started.add(request)
+        self._further_sequences += request.size.num_outputs - 1
         self._limit_sequences(request)
 
     def _check_in_time(self, request: AcceptedRequest, started: StartedRequest) -> None:
@@ -242,6 +242,7 @@ class ModelAdmission:
         """Forget a started request; idempotent."""
         if request in self._started:
             self._started.remove(request)
+            self._further_sequences -= request.size.num_outputs - 1
             self._expected_tokens -= request.expected_tokens
 
     def learn(self, size: RequestSize, tokens: int, cached_tokens: int) -> None:
@@ -252,7 +253,7 @@ class ModelAdmission:
 
     @property
     def _sequences(self) -> int:
-        return self._slots.active + self._state.capacity.other_sequences
+        return self._slots.active + self._further_sequences + self._state.capacity.other_sequences
 
     def _may_start(self) -> bool:
         state = self._refreshed()

@@ -5,8 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 from decant.protos import inference_pb2 as pb
 from decant.router.api.response_writer import ResponseWriter
-from decant.router.request.output import Finish
-from decant.router.request.stored import RequestSnapshot, finish_to_record
+from decant.router.request.stored import RequestSnapshot, finish_to_record, finished_outputs
 from decant.router.request.token_stream import RecordedStream, TokenStream
 from decant.router.request.usage import receipt_of, usage_of
 from decant.router.text.served_model import ServedModel
@@ -34,15 +33,13 @@ def generation(snapshot: RequestSnapshot, model: ServedModel) -> pb.Generation:
 def _result(stream: TokenStream, model: ServedModel) -> pb.GenerateResponse:
     """The result so far; it stays readable, however the request ended."""
     end = stream.end
-    result = ResponseWriter(stream, model).response_so_far(end if isinstance(end, Finish) else None)
+    result = ResponseWriter(stream, model).response_so_far()
     recorded = stream.record if isinstance(stream, RecordedStream) else None
     result.usage.CopyFrom(usage_of(stream) if recorded is None else recorded.usage)
     if end is None:
         return result
     now = asyncio.get_running_loop().time()
     result.receipt.CopyFrom(receipt_of(stream, now) if recorded is None else recorded.receipt)
-    finished = finish_to_record(end)[1]
-    if finished is not None:
-        for output in result.outputs:
-            output.finished.CopyFrom(finished)
+    for finished in finished_outputs(stream, finish_to_record(end)[1]):
+        result.outputs[finished.index].finished.CopyFrom(finished)
     return result

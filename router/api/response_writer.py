@@ -7,7 +7,7 @@ from decant.protos import worker_pb2 as wire
 from decant.router.api.usage import RequestMeter
 from decant.router.request.output import Finish, Output
 from decant.router.request.reader_lease import Write
-from decant.router.request.token_stream import TokenStream
+from decant.router.request.token_stream import Counts, TokenStream
 from decant.router.text.detokenizer import TokenTable
 from decant.router.text.output_text import new_output_text
 from decant.router.text.served_model import ServedModel
@@ -21,11 +21,12 @@ MAX_DELTA_TOKENS = 1024
 class OutputReader:
     """Reader of one output: its text, from the tokens after the first ``num_read``."""
 
-    __slots__ = ("_model", "_options", "_text", "num_read", "output")
+    __slots__ = ("_model", "_options", "_text", "is_finished", "num_read", "output")
 
     def __init__(self, stream: TokenStream, output: Output, model: ServedModel, num_read: int = 0) -> None:
         self.output = output
         self.num_read = num_read
+        self.is_finished = False  # its end has been written
         self._model = model
         self._options = options = stream.request.output_options
         self._text = new_output_text(model, options, stream.request.engine_request.stopping) if options.text else None
@@ -44,7 +45,9 @@ class OutputReader:
         if not count:
             return 0
         self.num_read = read + count
+        delta.index = self.output.index
         delta.num_tokens = count
+        delta.output_seq = self.num_read
         if self._text is not None:
             text = self._text.add(tokens)
             delta.text = text if read else options.echo + text
@@ -59,16 +62,16 @@ class OutputReader:
         """Text that was held back; called once, after the last token."""
         return "" if self._text is None else self._text.flush()
 
-    def all_so_far(self, finish: Finish | None) -> pb.Output:
-        """The output as one message: what is there now, complete if it has a ``finish``."""
-        options, tokens = self._options, self.output.tokens
-        message = pb.Output(token_ids=tokens if options.token_ids else ())
+    def all_so_far(self) -> pb.Output:
+        """The output as one message: what is there now."""
+        options, tokens, finish = self._options, self.output.tokens, self.output.finish
+        message = pb.Output(index=self.output.index, token_ids=tokens if options.token_ids else ())
         if self._text is not None and (tokens or finish is not None):
             message.text = options.echo + self._text.add(tokens) + (self.flush_text() if finish is not None else "")
         if options.logprobs is not None:
             message.logprobs.extend(self._logprobs(0, len(tokens)))
         if finish is not None:
-            message.finished.CopyFrom(finish.finished())
+            message.finished.CopyFrom(finish.finished(self.output.index))
         return message
 
     def _logprobs(self, first: int, end: int) -> list[pb.TokenLogprob]:
@@ -78,41 +81,63 @@ class OutputReader:
 
 
 class ResponseWriter:
-    """Writer of what follows the first ``after_seq`` tokens, which the stream has."""
+    """Writer of what follows the ``sent`` tokens of each output, which the stream has; by default of all tokens."""
 
-    __slots__ = ("_model", "_reader", "_stream")
+    __slots__ = ("_model", "_readers", "_stream")
 
-    def __init__(self, stream: TokenStream, model: ServedModel, after_seq: int = 0) -> None:
+    def __init__(self, stream: TokenStream, model: ServedModel, sent: Counts = ()) -> None:
         self._stream = stream
         self._model = model
-        self._reader = OutputReader(stream, stream.outputs[0], model, after_seq)
+        sent = sent or [0] * len(stream.outputs)
+        self._readers = [
+            OutputReader(stream, output, model, count) for output, count in zip(stream.outputs, sent, strict=True)
+        ]
 
     async def stream(self, write: Write, meter: RequestMeter) -> Finish:
         """Write all messages. Raises the stream's error and errors of `write`."""
-        stream, reader = self._stream, self._reader
-        message = pb.GenerateStreamResponse(request_id=stream.request.key.id, seq=reader.num_read)
+        stream, readers = self._stream, self._readers
+        message = pb.GenerateStreamResponse(request_id=stream.request.key.id, seq=self._num_read)
         chunk = min(stream.request.output_options.min_chunk_tokens, MAX_DELTA_TOKENS)
-        if not reader.num_read:
+        if not message.seq:
             await stream.wait_beyond(chunk - 1)
         await stream.wait_prompt_logprobs()
         if stream.num_tokens:
             message.started.CopyFrom(self._started())
             await write(message)
-        while stream.end is None or not reader.has_read_all:
-            await stream.wait_beyond(reader.num_read + chunk - 1)
-            if tokens := reader.fill_delta(message.delta):
-                message.seq = reader.num_read
-                await write(message)
-                meter.record_sent(tokens)
+        while stream.end is None or not all(reader.has_read_all for reader in readers):
+            await stream.wait_beyond(message.seq + chunk - 1)
+            for reader in readers:
+                if tokens := reader.fill_delta(message.delta):
+                    message.seq += tokens
+                    await write(message)
+                    meter.record_sent(tokens)
+            await self._write_ends(message, write)
         finish = self._finish()
-        if rest := reader.flush_text():
-            message.delta.CopyFrom(pb.Delta(text=rest))
-            await write(message)
-        message.finished.CopyFrom(finish.finished())
-        message.usage.CopyFrom(meter.usage())
-        message.receipt.CopyFrom(meter.receipt())
-        await write(message)
+        await self._write_ends(message, write, meter)
         return finish
+
+    @property
+    def _num_read(self) -> int:
+        return sum(reader.num_read for reader in self._readers)
+
+    async def _write_ends(
+        self, message: pb.GenerateStreamResponse, write: Write, meter: RequestMeter | None = None
+    ) -> None:
+        """Write the ends of outputs that were read whole; the last one with usage and receipt, which ``meter`` has."""
+        left = [reader for reader in self._readers if not reader.is_finished]
+        for place, reader in enumerate(left, start=1):
+            finish, is_last = reader.output.finish, place == len(left)
+            if finish is None or not reader.has_read_all or (is_last and meter is None):
+                continue
+            reader.is_finished = True
+            if rest := reader.flush_text():
+                message.delta.CopyFrom(pb.Delta(index=reader.output.index, text=rest, output_seq=reader.num_read))
+                await write(message)
+            message.finished.CopyFrom(finish.finished(reader.output.index))
+            if is_last and meter is not None:
+                message.usage.CopyFrom(meter.usage())
+                message.receipt.CopyFrom(meter.receipt())
+            await write(message)
 
     async def collect(self, meter: RequestMeter) -> tuple[pb.GenerateResponse, Finish]:
         stream = self._stream
@@ -121,18 +146,18 @@ class ResponseWriter:
         finish = self._finish()
         if stream.num_tokens:
             meter.record_sent(stream.num_tokens)
-        response = self.response_so_far(finish)
+        response = self.response_so_far()
         response.usage.CopyFrom(meter.usage())
         response.receipt.CopyFrom(meter.receipt())
         return response, finish
 
-    def response_so_far(self, finish: Finish | None) -> pb.GenerateResponse:
+    def response_so_far(self) -> pb.GenerateResponse:
         """The outputs as they are now; the caller adds usage and receipt."""
         stream = self._stream
         return pb.GenerateResponse(
             request_id=stream.request.key.id,
             model=self._model.id,
-            outputs=[self._reader.all_so_far(finish)],
+            outputs=[reader.all_so_far() for reader in self._readers],
             seed=stream.request.engine_request.sampling.seed,
             prompt_logprobs=self._prompt_logprobs(),
         )

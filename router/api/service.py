@@ -27,7 +27,7 @@ from decant.router.execution.registry import RequestRegistry
 from decant.router.limits import check_id, check_size
 from decant.router.request.output import Finish
 from decant.router.request.reader_lease import ReaderLease, wait_for_resume_point
-from decant.router.request.token_stream import TokenStream
+from decant.router.request.token_stream import Counts, TokenStream
 from decant.router.text.prompt import ASSUMED_CONTEXT_LENGTH, context_length_of, least_prompt_tokens
 from decant.router.text.served_model import Models, ServedModel
 from decant.router.timings import RouterTimings
@@ -92,7 +92,7 @@ class InferenceService:
     @authenticated
     async def GenerateStream(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> None:  # noqa: N802
         with _span("GenerateStream", request.request_id, call) as span:
-            await self._stream(await self._begin(request, call, span), 0, call)
+            await self._stream(await self._begin(request, call, span), (), call)
 
     @authenticated
     async def Generate(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> pb.GenerateResponse:  # noqa: N802
@@ -102,13 +102,14 @@ class InferenceService:
             async def respond(_: ReaderLease, meter: RequestMeter) -> tuple[pb.GenerateResponse, Finish]:
                 return await ResponseWriter(stream, self._model(stream)).collect(meter)
 
-            return await self._read(stream, 0, call, respond)
+            return await self._read(stream, (), call, respond)
 
     @authenticated
     async def ResumeStream(self, request: pb.ResumeStreamRequest, call: AuthenticatedCall) -> None:  # noqa: N802
         key = _key_of(request, call)
         with _span("ResumeStream", key.id, call):
-            await self._stream(await self._registry.resume(key, call.send_acceptance), request.after_seq, call)
+            stream = await self._registry.resume(key, call.send_acceptance)
+            await self._stream(stream, _sent_counts(request, stream), call)
 
     async def _begin(self, request: pb.GenerateRequest, call: AuthenticatedCall, span: Span) -> TokenStream:
         tenant, deadline = call.tenant, Deadline.of(call.context)
@@ -141,18 +142,18 @@ class InferenceService:
                 metrics.tenants.count_refusal(tenant)
             raise
 
-    async def _stream(self, stream: TokenStream, after_seq: int, call: AuthenticatedCall) -> None:
+    async def _stream(self, stream: TokenStream, sent: Counts, call: AuthenticatedCall) -> None:
         async def respond(lease: ReaderLease, meter: RequestMeter) -> tuple[None, Finish]:
-            writer = ResponseWriter(stream, self._model(stream), after_seq)
+            writer = ResponseWriter(stream, self._model(stream), sent)
             return None, await writer.stream(lease.watched(call.context.write), meter)
 
-        await self._read(stream, after_seq, call, respond)
+        await self._read(stream, sent, call, respond)
 
     def _model(self, stream: TokenStream) -> ServedModel:
         return self._models.by_id[stream.request.engine_request.model]
 
     async def _read(
-        self, stream: TokenStream, after_seq: int, call: AuthenticatedCall, respond: _Respond[_Response]
+        self, stream: TokenStream, sent: Counts, call: AuthenticatedCall, respond: _Respond[_Response]
     ) -> _Response:
         """Make the call the stream's reader while ``respond`` answers it, and count how that ended."""
         lease = ReaderLease(stream, self._unread_s)
@@ -161,7 +162,7 @@ class InferenceService:
         try:
             with lease:
                 await call.send_acceptance()
-                await wait_for_resume_point(stream, after_seq)
+                await wait_for_resume_point(stream, sent or [0] * len(stream.outputs))
                 response, finish = await respond(lease, meter)
             outcome = pb.FinishReason.Name(finish.reason)
             return response
@@ -255,6 +256,19 @@ class InferenceService:
 def _span(method: str, request_id: str, call: AuthenticatedCall) -> Span:
     parent = tracing.parent_of(call.context.invocation_metadata())
     return tracing.span(method, parent, kind="server", request_id=request_id)
+
+
+def _sent_counts(request: pb.ResumeStreamRequest, stream: TokenStream) -> Counts:
+    """Tokens of each output that the client has. Raises InvalidArgument."""
+    outputs, sent = len(stream.outputs), list(request.after_output_seqs)
+    if not sent and outputs == 1:
+        return [request.after_seq]
+    if len(sent) > outputs:
+        raise InvalidArgument("after_output_seqs", f"at most {outputs} numbers, one for each output", len(sent))
+    sent += [0] * (outputs - len(sent))
+    if sum(sent) != request.after_seq:
+        raise InvalidArgument("after_output_seqs", f"numbers whose sum is after_seq {request.after_seq}", sum(sent))
+    return sent
 
 
 def _key_of(request: _ById, call: AuthenticatedCall) -> RequestKey:

@@ -47,14 +47,11 @@ LISTED_BYTES = 16 * 1024
 """Up to this size unknown fields are listed, in about ten milliseconds."""
 
 _UNSUPPORTED: Mapping[str, Callable[[pb.GenerateRequest], Any]] = {
-    "SamplingParams.n": lambda request: request.sampling.n if request.sampling.n > MAX_OUTPUTS else None,
     "GenerateRequest.guided": lambda request: request.HasField("guided"),
     "GenerateRequest.lora_name": lambda request: request.lora_name,
 }
 
 UNIMPLEMENTED_FIELDS = tuple(_UNSUPPORTED)
-
-_LIMITS = {"SamplingParams.n": f"{MAX_OUTPUTS} is all this server does"}
 
 
 async def validate(
@@ -91,7 +88,7 @@ async def validate(
     engine_request = wire.EngineRequest(
         model=model.id,
         prompt=pack(prompt),
-        outputs=[wire.OutputPrefix(output=0)],
+        outputs=[wire.OutputPrefix(output=index) for index in range(max(1, request.sampling.n))],
         sampling=sampling,
         stopping=stopping,
         logprobs=options.logprobs,
@@ -130,9 +127,7 @@ def _check_supported(request: pb.GenerateRequest) -> None:
     check_known(request)
     for field, value_in in _UNSUPPORTED.items():
         if value := value_in(request):
-            raise Unimplemented(
-                field, "a value" if value is True else value, limit=_LIMITS.get(field, Unimplemented.LIMIT)
-            )
+            raise Unimplemented(field, "a value" if value is True else value)
 
 
 def check_known(message: Message) -> None:
@@ -246,8 +241,8 @@ def _check_hidden_stops(options: OutputOptions, model: ServedModel) -> None:
 
 def _sampling(params: pb.SamplingParams, model: ServedModel) -> wire.Sampling:
     check_sampling(params)
-    if params.HasField("n") and params.n < 1:
-        raise InvalidArgument("sampling.n", "from 1", params.n)
+    if params.HasField("n") and not 1 <= params.n <= MAX_OUTPUTS:
+        raise InvalidArgument("sampling.n", f"1 to {MAX_OUTPUTS}", params.n)
     _check_bias(params.logit_bias, model)
     # The request overrides the model's defaults, but for the bias, which has none.
     sampling = pb.SamplingParams()

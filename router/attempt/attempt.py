@@ -38,13 +38,13 @@ class Attempt:
         self._pool = pool
         self._router = router
         self._run = context.run_id
-        self._prefixes = context.output_prefixes()  # as it begins
         self._span = tracing.span(
             "attempt", context.stream.request.engine_request.traceparent, attempt=context.owned.attempt
         )
         context.traceparent = self._span.traceparent
         self._recorder = AttemptRecorder(context, pool)
         self._legs = Legs(context)
+        self._prefixes = context.output_prefixes()  # as it begins
         self._prefill: PrefillLeg | None = None
         self._migration = Migration(context, pool, self._run, self._legs)
 
@@ -99,8 +99,8 @@ class Attempt:
     def close(self, reason: wire.Cancel.Reason) -> None:
         """Release all that the attempt holds; may be called at any time."""
         cancel = wire.Cancel(run=self._run, reason=reason)
-        output = self._context.stream.outputs[0]
-        if output.finish is not None and output.finish.stop_string is not None:
+        output, *others = self._context.stream.outputs
+        if output.is_stopped_here and not others:  # of several, each was cancelled as it stopped
             cancel.reason = wire.Cancel.REASON_STOP_STRING
             cancel.end_position = output.position
         self._legs.close(cancel)

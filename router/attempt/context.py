@@ -86,7 +86,9 @@ class AttemptContext:
         if self.stream.tail.may_lag_client and not (
             registration.equal_bits and registration.layout_hash == self.layout_hash
         ):
-            self.owned.record.certain_seq = self.stream.mark_tail_uncertain()
+            certain, record = self.stream.mark_tail_uncertain(), self.owned.record
+            record.certain_seq = sum(certain)
+            record.certain_output_seqs[:] = certain if len(certain) > 1 else []
 
     def record_attempt(self, failure: wire.Failure | None = None) -> None:
         """Record the workers of the attempt, and why it failed."""

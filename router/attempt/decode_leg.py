@@ -7,6 +7,7 @@ from decant.router.attempt.context import AttemptContext
 from decant.router.attempt.failures import NothingToFetch, error_for
 from decant.router.attempt.leg import Leg, LegOwner
 from decant.router.placement.worker_load import LoadReservation
+from decant.router.request.output import Output
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.subscription import RunSubscription
 from decant.router.workers.worker_handle import WorkerHandle
@@ -51,6 +52,9 @@ class DecodeLeg(Leg):
                 pool.tickets.stop_renewing(opening.ticket)
         self._subscription = RunSubscription(opening, context.unfinished, self)
         worker.session.start(self._subscription)
+        for output in context.stream.outputs:
+            if output.is_stopped_here and len(context.stream.outputs) > 1:
+                self.cancel_output(output)  # its first token, of another worker, completed a stop string
 
     @property
     def has_ticket(self) -> bool:
@@ -71,6 +75,16 @@ class DecodeLeg(Leg):
     def cancel_offer(self) -> None:
         self.offer = None
         self.worker.session.migrate(wire.Migrate(run=self._subscription.run, withdrawn=True))
+
+    def cancel_output(self, output: Output) -> None:
+        if not self._is_closed:
+            cancel = wire.Cancel(
+                run=self._subscription.run,
+                output=output.index,
+                reason=wire.Cancel.REASON_STOP_STRING,
+                end_position=output.position,
+            )
+            self.worker.session.cancel(cancel)
 
     def forget(self) -> None:
         """Release the leg once another worker has the run with all its tokens."""

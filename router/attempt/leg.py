@@ -22,6 +22,7 @@ from decant.router.attempt.failures import (
     error_for,
 )
 from decant.router.request.finish import finish_from_worker
+from decant.router.request.output import Output
 from decant.router.workers.pool import WorkerPool
 from decant.router.workers.worker_handle import WorkerHandle
 from decant.runtime.enum_names import enum_name
@@ -61,6 +62,10 @@ class Leg(ABC):
             self._is_closed = True
             self._release()
             self._close(cancel)
+
+    def cancel_output(self, output: Output) -> None:
+        """End one output at the worker, whose others go on, if the worker decodes it."""
+        return
 
     @abstractmethod
     def _release(self) -> None:

@@ -11,7 +11,7 @@ from decant.router.attempt.leg import Leg
 from decant.router.attempt.placement_search import Search
 from decant.router.attempt.prefill_leg import PrefillLeg
 from decant.router.request.finish import finish_from_tokens
-from decant.router.request.output import Finish
+from decant.router.request.output import Finish, Output
 from decant.router.workers.waiting_line import Waiter
 
 PLACEMENT_RETRY_SECONDS = 1.0
@@ -29,9 +29,11 @@ class Legs:
 
     def __init__(self, context: AttemptContext) -> None:
         self._stream = stream = context.stream
-        if stream.has_prompt_logprobs:  # else a worker computes the prompt once more
-            for output in context.unfinished:  # its last report may be lost
-                output.finish = finish_from_tokens(stream.request, output.tokens)
+        unfinished = context.unfinished
+        finishes = [finish_from_tokens(stream.request, output.tokens) for output in unfinished]
+        if stream.has_prompt_logprobs or not all(finishes):  # else a worker computes the prompt once more
+            for output, finish in zip(unfinished, finishes, strict=True):  # its last report may be lost
+                output.finish = finish
         self._legs: list[Leg] = []
         self._changed = asyncio.Event()
 
@@ -46,7 +48,10 @@ class Legs:
     def wake(self) -> None:
         self._changed.set()
 
-    def on_stop_string(self) -> None:
+    def on_stop_string(self, output: Output) -> None:
+        if len(self._stream.outputs) > 1:
+            for leg in self._legs:
+                leg.cancel_output(output)
         self._changed.set()
 
     async def until(self, milestone: Callable[[], bool], *legs: Leg) -> bool:
@@ -129,6 +134,6 @@ class Legs:
                 raise leg.fatal
 
     def close(self, cancel: wire.Cancel) -> None:
-        is_over = self.finish is not None and self.finish.stop_string is None
+        is_over = self.finish is not None and not any(output.is_stopped_here for output in self._stream.outputs)
         for leg in self._legs:
             leg.close(None if is_over and isinstance(leg, PrefillLeg) else cancel)

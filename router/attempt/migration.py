@@ -3,7 +3,7 @@ from __future__ import annotations
 from decant.protos import worker_pb2 as wire
 from decant.router.attempt.context import AttemptContext
 from decant.router.attempt.decode_leg import DecodeLeg
-from decant.router.attempt.failures import AttemptFailed, NoCapacity
+from decant.router.attempt.failures import AttemptFailed, NoCapacity, NothingToFetch
 from decant.router.attempt.legs import Legs
 from decant.router.attempt.placement_search import choose_migration_target
 from decant.router.workers.pool import WorkerPool
@@ -52,7 +52,8 @@ class Migration:
         assert ticket is not None
         context, pool = self._context, self._pool
         choice = choose_migration_target(context, pool, source.worker, self._failed_targets)
-        if choice is None:
+        unfinished = [output.index for output in context.unfinished]
+        if choice is None or (ticket.outputs and ticket.outputs[0] not in unfinished):
             return None
         pool.tickets.renew(ticket, source.worker)
         request = context.engine_request(context.output_prefixes())
@@ -67,6 +68,8 @@ class Migration:
         if isinstance(failure, NoCapacity):
             worker.load.mark_full()
             return
+        if isinstance(failure, NothingToFetch):
+            return  # the output whose KV was offered has ended: the source offers that of another one
         self._failed_targets.add(worker.incarnation)
         if isinstance(failure, AttemptFailed) and failure.faulty_worker == worker.incarnation:
             worker.record_failure()

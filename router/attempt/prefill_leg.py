@@ -102,8 +102,9 @@ class PrefillLeg(Leg):
             elif error is WriteError.MALFORMED:
                 self._fail_attempt(self._error(wire.CAUSE_CORRUPT, "the first token or its logprobs are malformed"))
             if first.HasField("finished"):
-                self._recorder.on_finished_at_first_token()
                 self._finish_output(first.finished)
+        if all(first.HasField("finished") for first in message.tokens):
+            self._recorder.on_finished_at_first_token()
         self._owner.wake()
 
     def _write(self, first: wire.FirstTokens.First) -> WriteError | None:

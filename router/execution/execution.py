@@ -144,7 +144,8 @@ class Execution:
         if self._finish is not None and not self.is_superseded:
             end = self._finish
         if isinstance(end, Finish):
-            self._admission.learn(self._request.size, self.stream.num_tokens, self.stream.cached_tokens)
+            tokens = self.stream.num_tokens // len(self.stream.outputs)
+            self._admission.learn(self._request.size, tokens, self.stream.cached_tokens)
         was_recorded, self.phase = self.is_recorded, Phase.ENDED
         self.stream.end = end
         self.stream.notify()
@@ -226,10 +227,8 @@ class Execution:
                 self.owned.start_attempt(datetime.now(UTC))
             router.journal_writer.begin(self)
             return None
-        engine_request = request.engine_request
         if not router.journal_writer.is_unavailable:
-            max_tokens = request.prompt_tokens + engine_request.stopping.max_tokens
-            await router.quota_leases.acquire(request.key, max_tokens)
+            await router.quota_leases.acquire(request.key, request.size.max_total_tokens)
         self._slot = await self._admission.enter(self._accepted_request())
         if router.journal_writer.is_unavailable:
             self._accept_unrecorded("writes fail")
@@ -244,7 +243,7 @@ class Execution:
     def _accepted_request(self) -> AcceptedRequest:
         request = self._request
         priority = request.engine_request.priority
-        return self._admission.accepted(request.size, priority, request.deadline, lambda: self.stream.num_tokens)
+        return self._admission.accepted(request.size, priority, request.deadline, lambda: max(self.stream.counts))
 
     async def _record(self) -> StoredRequest | None:
         """Record the request; return the stored one, if there is an equal one with its id. Raises AlreadyExists."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from decant.router.request.token_stream import TokenStream
-from decant.runtime.error_details import Reason, ResumePoint
+from decant.runtime.error_details import Reason
 from decant.runtime.errors import RETRY_AFTER_SECONDS, Aborted, ServiceError, Unavailable
 
 
 def interruption_error(stream: TokenStream, reason: Reason, message: str) -> ServiceError:
-    num_tokens = stream.num_tokens
-    if num_tokens:
-        return Aborted(reason, message, resume=ResumePoint(0, num_tokens))
+    if stream.num_tokens:
+        return Aborted(reason, message, resume=stream.resume_point)
     return Unavailable(reason, message, retry_after=RETRY_AFTER_SECONDS)
 
 

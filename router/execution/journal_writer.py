@@ -221,5 +221,8 @@ def append_new(owned: OwnedRequest, stream: TokenStream) -> None:
     if not owned.has_prompt_logprobs and stream.has_prompt_logprobs:
         owned.add_prompt_logprobs(stream.prompt_logprobs.packed())
     if stream.num_tokens > owned.length:
-        first, output = owned.length, stream.outputs[0]
-        owned.append((Entry(output.index, token) for token in output.tokens[first:]), output.logprobs.packed(first))
+        for output in stream.outputs:
+            first = owned.num_entries(output.index)
+            if first < len(output.tokens):
+                tokens = output.tokens[first:]
+                owned.append((Entry(output.index, token) for token in tokens), output.logprobs.packed(first))

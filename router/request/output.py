@@ -30,8 +30,10 @@ class Finish:
     stop_token_id: int | None = None
     stop_string: str | None = None
 
-    def finished(self) -> pb.Finished:
+    def finished(self, index: int = 0) -> pb.Finished:
+        """Message for the output with this index."""
         return pb.Finished(
+            index=index,
             finish_reason=self.reason,
             eos_token_id=self.eos_token_id,
             stop_token_id=self.stop_token_id,
@@ -68,6 +70,11 @@ class Output:
         self._text = None if new_text is None else new_text()
         for token in self.tokens:
             self._search_stop_string(token)
+
+    @property
+    def is_stopped_here(self) -> bool:
+        """Whether a stop string ended it, which no worker sees."""
+        return self.finish is not None and self.finish.stop_string is not None
 
     @property
     def position(self) -> int:
@@ -107,7 +114,7 @@ class Output:
         if self._text.stop is not None:
             self.finish = Finish(pb.FINISH_REASON_STOP, stop_string=self._text.stop)
             self._text = None
-            self._stream.on_stop_string()
+            self._stream.on_stop_string(self)
 
 
 def _append(logprobs: wire.TokenLogprobs | None, known: Logprobs) -> bool:

@@ -6,32 +6,32 @@ from types import TracebackType
 from typing import Self
 
 from decant.protos import inference_pb2 as pb
-from decant.router.request.token_stream import AdoptedTail, TokenStream
+from decant.router.request.token_stream import AdoptedTail, Counts, TokenStream, exceeds, resume_point
 from decant.router.timings import RouterTimings
-from decant.runtime.error_details import Reason, ResumePoint
+from decant.runtime.error_details import Reason
 from decant.runtime.errors import Aborted, OutOfRange, ServiceError
 
 Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
 """The message has been serialized when this returns."""
 
 
-async def wait_for_resume_point(stream: TokenStream, after_seq: int) -> None:
-    """Wait until a client that has ``after_seq`` tokens can continue here.
+async def wait_for_resume_point(stream: TokenStream, sent: Counts) -> None:
+    """Wait until a client that was ``sent`` tokens can continue here.
 
     Raises OutOfRange if no client was sent so many, Aborted(TAIL_UNCERTAIN) if its last tokens may differ from those
     here, and the stream's error if it ended before.
     """
-    await stream.wait_until_caught_up(after_seq)
-    certain, num_tokens = stream.tail.certain_tokens, stream.num_tokens
-    if certain is not None and after_seq > certain:
-        detail = (
-            f"tokens after seq {certain} are lost and may differ when they are generated again: resume at {certain}"
-        )
-        raise Aborted(Reason.TAIL_UNCERTAIN, detail, resume=ResumePoint(0, certain))
-    if after_seq > num_tokens:
+    await stream.wait_until_caught_up(sent)
+    certain = stream.tail.certain_tokens
+    if certain is not None and stream.tail.is_uncertain(sent):
+        point = resume_point(certain)
+        seqs = f"{list(point.output_seqs)} of the outputs" if point.output_seqs else f"{point.last_seq}"
+        detail = f"tokens after seq {seqs} are lost and may differ when they are generated again: resume there"
+        raise Aborted(Reason.TAIL_UNCERTAIN, detail, resume=point)
+    if exceeds(sent, stream.counts):
         if stream.tail.may_lag_client and isinstance(stream.end, ServiceError):
             raise stream.end
-        raise OutOfRange(after_seq, 0, num_tokens)
+        raise OutOfRange(sum(sent), 0, stream.num_tokens)
     stream.tail = AdoptedTail()
 
 
@@ -78,8 +78,7 @@ class ReaderLease:
             self._ended_since = self._ended_since or now
             if since is not None and now - max(since, self._ended_since) >= self._unread_s:
                 detail = f"the client read no message for {self._unread_s:g} s after the request's end"
-                resume = ResumePoint(0, self._stream.num_tokens)
-                self._stop(Aborted(Reason.SLOW_READER, detail, resume=resume))
+                self._stop(Aborted(Reason.SLOW_READER, detail, resume=self._stream.resume_point))
                 return
         self._timer = self._call_later(self._unread_s / 4, self._check)
 

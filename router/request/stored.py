@@ -1,4 +1,4 @@
-"""Stored form of a request. ``finish_to_record`` and ``finish_from_record`` are inverse."""
+"""Stored form of a request. ``record_end`` and ``finish_from_record`` are inverse."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def check_stored(stored: StoredRequest, request: ValidRequest) -> None:
     highest = max((entry.token for entry in stored.entries), default=0)
     if highest >= request.vocab_size:
         raise UnreadableRequest(stored.key, f"token ids below {request.vocab_size}, got {highest}")
-    if any(entry.output for entry in stored.entries):
-        raise UnreadableRequest(stored.key, "output 0 is the only one")
+    if max((entry.output for entry in stored.entries), default=0) >= request.num_outputs:
+        raise UnreadableRequest(stored.key, f"outputs below {request.num_outputs}")
 
 
 def check_same_prompt(stored: StoredRequest, request: ValidRequest) -> None:
@@ -101,25 +101,42 @@ def recorded_stream(stored: StoredRequest, request: ValidRequest) -> RecordedStr
     _restore_logprobs(stream, stored)
     stream.cached_tokens = stored.record.cached_tokens
     stream.end = finish_from_record(stored)
+    for finished in stored.record.finished:
+        if finished.index < len(stream.outputs):
+            stream.outputs[finished.index].finish = _finish(finished)
     return stream
 
 
 def _restore_logprobs(stream: TokenStream, stored: StoredRequest) -> None:
-    stream.outputs[0].logprobs, stream.prompt_logprobs = stored.logprobs, stored.prompt_logprobs
+    for output in stream.outputs:
+        output.logprobs = stored.logprobs_of(output.index)
+    stream.prompt_logprobs = stored.prompt_logprobs
     if stored.record.HasField("certain_seq"):
-        stream.tail.certain_tokens = stored.record.certain_seq
+        stream.tail.certain_tokens = list(stored.record.certain_output_seqs) or [stored.record.certain_seq]
 
 
-def finish_to_record(end: Finish | ServiceError) -> tuple[State, pb.Finished | None]:
+def finish_to_record(end: Finish | ServiceError) -> tuple[State, pb.FinishReason | None]:
+    """State of a request that has ended, and the finish reason of its outputs that were not complete."""
     match end:
         case Finish():
-            return Generation.STATE_SUCCEEDED, end.finished()
+            return Generation.STATE_SUCCEEDED, None
         case Cancelled():
-            return Generation.STATE_CANCELLED, pb.Finished(finish_reason=pb.FINISH_REASON_CANCELLED)
+            return Generation.STATE_CANCELLED, pb.FINISH_REASON_CANCELLED
         case DeadlineExceeded():
-            return Generation.STATE_FAILED, pb.Finished(finish_reason=pb.FINISH_REASON_TIME_LIMIT)
+            return Generation.STATE_FAILED, pb.FINISH_REASON_TIME_LIMIT
         case _:
             return Generation.STATE_FAILED, None
+
+
+def finished_outputs(stream: TokenStream, reason: pb.FinishReason | None) -> list[pb.Finished]:
+    """Finishes of the complete outputs, and of the others with ``reason``, if there is one."""
+    finished = []
+    for output in stream.outputs:
+        if output.finish is not None:
+            finished.append(output.finish.finished(output.index))
+        elif reason is not None:
+            finished.append(pb.Finished(index=output.index, finish_reason=reason))
+    return finished
 
 
 def finish_from_record(stored: StoredRequest) -> Finish | ServiceError | None:
@@ -132,7 +149,10 @@ def finish_from_record(stored: StoredRequest) -> Finish | ServiceError | None:
         return from_detail(from_status(stored.record.error))
     if not stored.record.finished:
         raise UnreadableRequest(stored.key, "its end is missing")
-    finished = stored.record.finished[0]
+    return _finish(stored.record.finished[0])
+
+
+def _finish(finished: pb.Finished) -> Finish:
     match = finished.WhichOneof("stop_match")
     return Finish(finished.finish_reason, **({match: getattr(finished, match)} if match else {}))
 
@@ -178,12 +198,12 @@ def record_end(owned: OwnedRequest, stream: TokenStream, end: Finish | ServiceEr
     record = owned.record
     if stream.tail.certain_tokens is None:  # later readers get the tokens of this router
         record.ClearField("certain_seq")
+        record.ClearField("certain_output_seqs")
     record.cached_tokens = stream.cached_tokens
     record.usage.CopyFrom(usage_of(stream))
     record.receipt.CopyFrom(receipt_of(stream, asyncio.get_running_loop().time()))
-    state, finished = finish_to_record(end)
-    if finished is not None:
-        record.finished.append(finished)
+    state, reason = finish_to_record(end)
+    record.finished.extend(finished_outputs(stream, reason))
     if isinstance(end, ServiceError):
         record.error.CopyFrom(to_status(end.detail))
     owned.transition(state, datetime.now(UTC))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from decant.router.request.attempt_trace import AttemptTrace
 from decant.router.request.output import Finish, Output
 from decant.router.request.valid_request import ValidRequest
 from decant.router.workers.subscription import WriteError
+from decant.runtime.error_details import ResumePoint
 from decant.runtime.errors import ServiceError
 from decant.state.journal import Entry
 from decant.state.logprobs import Logprobs
@@ -23,7 +25,11 @@ class SupersedableReader(Protocol):
 
 
 class StopListener(Protocol):
-    def on_stop_string(self) -> None: ...
+    def on_stop_string(self, output: Output) -> None: ...
+
+
+Counts = Sequence[int]
+"""Numbers of tokens, one for each output of a request."""
 
 
 @dataclass(slots=True)
@@ -32,19 +38,26 @@ class AdoptedTail:
 
     may_lag_client: bool = False
     """It may have sent more than is here. False once a reader begins here: it supersedes all others."""
-    certain_tokens: int | None = None
-    """Leading tokens that equal those it may have sent; None: all."""
+    certain_tokens: Counts | None = None
+    """Leading tokens of each output that equal those it may have sent; None: all."""
 
-    def lags(self, num_tokens: int, seq: int) -> bool:
-        """Whether a client that has ``seq`` tokens has to wait for those after ``num_tokens``."""
-        is_certain = self.certain_tokens is None or seq <= self.certain_tokens
-        return self.may_lag_client and num_tokens < seq and is_certain
+    def lags(self, known: Counts, sent: Counts) -> bool:
+        """Whether a client that was ``sent`` tokens has to wait for those after the ``known`` ones."""
+        return self.may_lag_client and exceeds(sent, known) and not self.is_uncertain(sent)
 
-    def mark_uncertain(self, num_tokens: int) -> int:
-        """Mark what follows ``num_tokens`` as uncertain; return ``certain_tokens``."""
-        known = self.certain_tokens
-        self.certain_tokens = num_tokens if known is None else min(num_tokens, known)
+    def is_uncertain(self, sent: Counts) -> bool:
+        return self.certain_tokens is not None and exceeds(sent, self.certain_tokens)
+
+    def mark_uncertain(self, known: Counts) -> Counts:
+        """Mark what follows the ``known`` tokens as uncertain; return ``certain_tokens``."""
+        before = known if self.certain_tokens is None else self.certain_tokens
+        self.certain_tokens = [min(pair) for pair in zip(known, before, strict=True)]
         return self.certain_tokens
+
+
+def exceeds(counts: Counts, others: Counts) -> bool:
+    """Whether any output has more tokens in ``counts``."""
+    return any(count > other for count, other in zip(counts, others, strict=True))
 
 
 @dataclass(slots=True)
@@ -66,7 +79,10 @@ class TokenStream:
 
     def __init__(self, request: ValidRequest, entries: Iterable[Entry] = ()) -> None:
         self.request = request
-        self.outputs = [Output(self, index=0, tokens=(entry.token for entry in entries))]
+        tokens = defaultdict[int, list[int]](list)
+        for entry in entries:
+            tokens[entry.output].append(entry.token)
+        self.outputs = [Output(self, index, tokens[index]) for index in range(request.num_outputs)]
         self.prompt_logprobs = Logprobs(request.output_options.prompt_logprobs or 0)
         """Of the prompt's second token and on."""
         self.cached_tokens = 0
@@ -84,9 +100,18 @@ class TokenStream:
         return sum(len(output.tokens) for output in self.outputs)
 
     @property
+    def counts(self) -> Counts:
+        return [len(output.tokens) for output in self.outputs]
+
+    @property
     def finish(self) -> Finish | None:
-        """Finish of the outputs; None until all are complete."""
-        return self.outputs[0].finish
+        """Finish of the first output, once all are complete."""
+        return self.outputs[0].finish if all(output.finish is not None for output in self.outputs) else None
+
+    @property
+    def resume_point(self) -> ResumePoint:
+        """Where a client that has all tokens can resume."""
+        return resume_point(self.counts)
 
     @property
     def last_token_at(self) -> float | None:
@@ -107,9 +132,9 @@ class TokenStream:
     def begin_attempt(self, listener: StopListener) -> None:
         self._stop_listener = listener
 
-    def on_stop_string(self) -> None:
+    def on_stop_string(self, output: Output) -> None:
         if self._stop_listener is not None:
-            self._stop_listener.on_stop_string()
+            self._stop_listener.on_stop_string(output)
 
     def add_prompt_logprobs(self, message: wire.PromptLogprobs) -> WriteError | None:
         """Add the next part; parts arrive in order, and a later attempt repeats them."""
@@ -123,9 +148,9 @@ class TokenStream:
             self.notify()
         return None
 
-    def mark_tail_uncertain(self) -> int:
-        """Mark what follows the present tokens as uncertain; return the number of certain ones."""
-        certain = self.tail.mark_uncertain(self.num_tokens)
+    def mark_tail_uncertain(self) -> Counts:
+        """Mark what follows the present tokens as uncertain; return the numbers of certain ones."""
+        certain = self.tail.mark_uncertain(self.counts)
         self.notify()
         return certain
 
@@ -142,8 +167,8 @@ class TokenStream:
         while self.num_tokens <= count and self.end is None:
             await self._wait_for_change()
 
-    async def wait_until_caught_up(self, seq: int) -> None:
-        while self.end is None and self.tail.lags(self.num_tokens, seq):
+    async def wait_until_caught_up(self, sent: Counts) -> None:
+        while self.end is None and self.tail.lags(self.counts, sent):
             await self._wait_for_change()
 
     async def wait_prompt_logprobs(self) -> None:
@@ -153,6 +178,10 @@ class TokenStream:
     async def _wait_for_change(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
+
+
+def resume_point(counts: Counts) -> ResumePoint:
+    return ResumePoint(0, sum(counts), tuple(counts) if len(counts) > 1 else ())
 
 
 class RecordedStream(TokenStream):

@@ -35,6 +35,10 @@ class ValidRequest:
     """None without stop strings."""
 
     @property
+    def num_outputs(self) -> int:
+        return max(1, len(self.engine_request.outputs))
+
+    @property
     def size(self) -> RequestSize:
         has_stop_strings = self.new_output_text is not None
         return exact_size(self.engine_request, self.prompt_tokens, has_stop_strings=has_stop_strings)

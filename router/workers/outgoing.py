@@ -16,7 +16,7 @@ class Outgoing:
         self._forget_batch = forget_batch
         self._queue = asyncio.Queue[wire.RouterMessage | None]()  # None: nothing more is sent
         self._to_forget: list[wire.Run] = []
-        self._cancels: dict[RunKey, wire.Cancel] = {}
+        self._cancels: dict[tuple[RunKey, int | None], wire.Cancel] = {}
 
     def begin(self) -> None:
         """Make a new queue, without runs to forget: a run that the hello does not name is an orphan at the worker."""
@@ -26,7 +26,8 @@ class Outgoing:
     def open(self, orphans: list[wire.Run]) -> None:
         self.is_open = True
         for run in orphans:
-            self._cancels.setdefault(key_of(run), wire.Cancel(run=run, reason=wire.Cancel.REASON_ATTEMPT))
+            cancel = wire.Cancel(run=run, reason=wire.Cancel.REASON_ATTEMPT)
+            self._cancels.setdefault((key_of(run), None), cancel)
         cancels, self._cancels = self._cancels, {}
         for cancel in cancels.values():
             self.send(wire.RouterMessage(cancel=cancel))
@@ -45,7 +46,8 @@ class Outgoing:
         if self.is_open:
             self.send(wire.RouterMessage(cancel=cancel))
         else:
-            self._cancels[key_of(cancel.run)] = cancel
+            output = cancel.output if cancel.HasField("output") else None
+            self._cancels[key_of(cancel.run), output] = cancel
 
     def forget(self, run: wire.Run) -> None:
         self._to_forget.append(run)

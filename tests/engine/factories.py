@@ -179,8 +179,8 @@ class Payload:
     commit: TransferCommit
 
 
-def export_sequence(engine: Engine, id: str, cached_blocks: int = 0) -> Payload:
-    export = engine.transfers.export(id, cached_blocks)
+def export_sequence(engine: Engine, id: str, cached_blocks: int = 0, siblings: Sequence[str] = ()) -> Payload:
+    export = engine.transfers.export(id, cached_blocks, siblings)
     commit = engine.transfers.finalize(id)
     payload = Payload(
         [(block.address, bytes(export.read(block.address)), block.checksum) for block in export.blocks], commit
@@ -189,10 +189,11 @@ def export_sequence(engine: Engine, id: str, cached_blocks: int = 0) -> Payload:
     return payload
 
 
-def import_sequence(engine: Engine, request: Request, payload: Payload) -> None:
-    arrival = engine.transfers.reserve(replace(request, park_after=None))
+def import_sequence(engine: Engine, request: Request, payload: Payload, forks: Sequence[Request] = ()) -> None:
+    others = [replace(fork, park_after=None) for fork in forks]
+    arrival = engine.transfers.reserve(replace(request, park_after=None), others)
     try:
-        arrival.extend(request.prompt_len + len(payload.commit.output))
+        arrival.extend(payload.commit.computed + 1)
         for block in payload.blocks:
             arrival.write(*block)
         engine.transfers.join(arrival, payload.commit)
@@ -207,7 +208,7 @@ def forged(payload: Payload, replaced: dict[BlockAddress, bytes]) -> Payload:
     sums = [total for _, _, total in blocks]
     commit = replace(
         payload.commit,
-        checksum=transfer_checksum(default_checksum, payload.commit.computed, payload.commit.output, sums),
+        checksum=transfer_checksum(default_checksum, payload.commit.computed, payload.commit.outputs, sums),
     )
     return Payload(blocks, commit)
 

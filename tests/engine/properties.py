@@ -44,11 +44,15 @@ def plan_keeps_the_limits(engine: Engine, plan: StepPlan) -> None:
         )
 
 
-def plan_is_in_order(engine: Engine, plan: StepPlan, ran: Collection[str]) -> None:
-    """Require decodes, then prompts in progress, then new ones (not among ``ran``); in each the most urgent first."""
+def plan_is_in_order(engine: Engine, plan: StepPlan, ran: Collection[str], forked: Set[str] = frozenset()) -> None:
+    """Require decodes, then prompts in progress, then new ones (not among ``ran``); in each the most urgent first.
+
+    Rows of one token of ``forked`` ones may stand among decodes and, right after the fork, among prompts.
+    """
     running = {sequence.id: sequence for sequence in engine.scheduler.running}
     rows = [running[row.request.id] for row in plan.rows]
     assert len({sequence.id for sequence in rows}) == len(rows), "a sequence has two rows"
+    rows = [sequence for sequence in rows if sequence.id not in forked or sequence.num_remaining > 1]
     places = [(sequence.id not in ran, sequence.id in ran and sequence.num_remaining > 1) for sequence in rows]
     assert places == sorted(places), "decodes, begun prompts and new ones are mixed up"
     for (place, ahead), (other, behind) in pairwise(zip(places, rows, strict=True)):
@@ -56,8 +60,10 @@ def plan_is_in_order(engine: Engine, plan: StepPlan, ran: Collection[str]) -> No
         assert fine, f"{behind.id} is more urgent than {ahead.id} and stands behind it"
 
 
-def no_prompt_follows_one_that_was_cut(plan: StepPlan) -> None:
+def no_prompt_follows_one_that_was_cut(plan: StepPlan, forked: Set[str] = frozenset()) -> None:
     for index, row in enumerate(plan.rows[:-1]):
+        if row.request.id in forked and row.end == row.request.prompt_len - 1:
+            continue  # its forks start from here
         assert row.end == len(row.tokens) + (index in plan.inputs), f"a row is behind {row.request.id}, which was cut"
 
 
@@ -67,10 +73,14 @@ def running_keeps_the_limit(engine: Engine) -> None:
 
 
 def changes_are_in_order(
-    before: Iterable[EngineSequence], running: Iterable[EngineSequence], waiting: Iterable[EngineSequence]
+    before: Iterable[EngineSequence],
+    running: Iterable[EngineSequence],
+    waiting: Iterable[EngineSequence],
+    forks: Set[str] = frozenset(),
 ) -> None:
+    """``forks`` waited for sequences that ran before."""
     ran = {sequence.id for sequence in before}
-    admitted = [sequence.order for sequence in running if sequence.id not in ran]
+    admitted = [sequence.order for sequence in running if sequence.id not in ran | forks]
     stayed = [sequence.order for sequence in running if sequence.id in ran]
     left = [sequence.order for sequence in waiting]
     preempted = [sequence.order for sequence in waiting if sequence.id in ran]
@@ -179,7 +189,7 @@ def leases_keep_their_bytes(engine: Engine) -> None:
     for export in engine.transfers.exports.values():
         for block in export.blocks:
             total = block_checksum(default_checksum, block.address, export.read(block.address))
-            assert total == block.checksum, f"{block.address} of the export of {export.id} changed under its lease"
+            assert total == block.checksum, f"{block.address} of an export changed under its lease"
 
 
 def nothing_is_held(engine: Engine) -> None:

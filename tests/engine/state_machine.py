@@ -6,7 +6,7 @@ A hypothesis machine and random scripts drive it. An action that does not apply 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from decant.engine.costs import StepCostModel
@@ -44,11 +44,12 @@ MEMORY: dict[str, SequenceOutput] = {}
 class Watched(FakeDevice):
     engine: Engine
     ran: frozenset[str] = frozenset()  # before this step
+    forked: Set[str] = frozenset()
 
     def run(self, plan: StepPlan) -> StepResult:
         properties.plan_keeps_the_limits(self.engine, plan)
-        properties.plan_is_in_order(self.engine, plan, self.ran)
-        properties.no_prompt_follows_one_that_was_cut(plan)
+        properties.plan_is_in_order(self.engine, plan, self.ran, self.forked)
+        properties.no_prompt_follows_one_that_was_cut(plan, self.forked)
         return super().run(plan)
 
 
@@ -101,7 +102,10 @@ class World:
         self.moves: dict[str, Move] = {}
         self.cancelled: set[str] = set()
         self.joined = 0
-        self.forked: set[str] = set()  # forks and their sources
+        self.forked: set[str] = set()  # forks and their roots
+        for engine in self.engines:
+            assert isinstance(engine.device, Watched)
+            engine.device.forked = self.forked
 
     def _engine(self, limits: Limits, costs: StepCostModel) -> Engine:
         most = sum(window.blocks_at_once(BLOCKS, BLOCK) for window in self.windows)
@@ -113,29 +117,45 @@ class World:
 
     # -- actions ------------------------------------------------------------------------------------------------
 
-    def add(self, where: int, request: Request) -> None:
-        request = replace(request, id=f"s{len(self.requests)}")
-        self.engines[where].add(request)
-        self.requests[request.id] = request
-        self.engine_of[request.id] = where
+    def add(self, where: int, request: Request, outputs: int = 1) -> None:
+        """Add a request; further outputs are forks with other draws."""
+        requests = []
+        for index in range(outputs):
+            sampling = replace(request.sampling, output_index=index)
+            logprobs = None if index else request.prompt_logprobs
+            id = f"s{len(self.requests) + index}"
+            requests.append(replace(request, id=id, sampling=sampling, prompt_logprobs=logprobs))
+        try:
+            self.engines[where].add(requests[0], requests[1:])
+        except InvalidRequest as error:
+            if error.field != "n":
+                raise
+            return
+        for each in requests:
+            self.requests[each.id] = each
+            self.engine_of[each.id] = where
+        if outputs > 1:
+            self.forked |= {each.id for each in requests}
 
     def step(self, where: int) -> None:
         engine = self.engines[where]
         assert isinstance(engine.device, Watched)
         ran = tuple(engine.scheduler.running)
-        engine.device.ran = frozenset(sequence.id for sequence in ran)
+        forks = frozenset(fork.id for sequence in ran for fork in sequence.forks)
+        engine.device.ran = frozenset(sequence.id for sequence in ran) | forks
         output = self.log.record(engine.step())
         alive = {*engine.scheduler.running, *engine.scheduler.waiting}
         ended = {ended.id for ended in output.ended}
         assert not ended & {sequence.id for sequence in alive}, "a sequence that ended is still there"
-        properties.changes_are_in_order(ran, engine.scheduler.running, engine.scheduler.waiting)
+        properties.changes_are_in_order(ran, engine.scheduler.running, engine.scheduler.waiting, forks)
 
     def cancel(self, n: int) -> None:
         id = _pick(self._alive(), n)
         if id:
-            assert self.engines[self.engine_of[id]].cancel(id)
-            assert not self.engines[self.engine_of[id]].cancel(id), "it was cancelled twice"
-            self.cancelled.add(id)
+            engine = self.engines[self.engine_of[id]]
+            self.cancelled |= {id, *(fork.id for fork in engine.sequences[id].forks)}
+            assert engine.cancel(id)
+            assert not engine.cancel(id), "it was cancelled twice"
 
     def park(self, n: int) -> None:
         id = _pick([s.id for engine in self.engines for s in engine.scheduler.running], n)
@@ -149,7 +169,8 @@ class World:
 
     def resume(self, n: int) -> None:
         for engine in self.engines:
-            id = _pick([id for id in properties.parked(engine) if id not in self.moves], n)
+            moving = {each.id for id in self.moves if id in engine.sequences for each in engine.sequences[id].siblings}
+            id = _pick([id for id in properties.parked(engine) if id not in moving | self.moves.keys()], n)
             if id:
                 engine.resume(id)
                 self._publish(engine)
@@ -158,39 +179,21 @@ class World:
         if engine.committed_output is not None:
             self.log.record(engine.step())
 
-    def fork(self, n: int) -> None:
-        """Copy a live sequence. What its source emitted so far counts as the copy's, too."""
-        id = _pick(self._alive(), n)
-        if not id:
-            return
-        child, source = f"s{len(self.requests)}", self.log[id]
-        engine = self.engines[self.engine_of[id]]
-        try:
-            engine.fork(id, child, self.requests[id].sampling.output_index)
-        except OutOfBlocks:
-            return
-        except UnknownSequence:
-            assert engine.committed_output is not None, "it lived, and no step in flight ended it"
-            return
-        finally:
-            self._publish(engine)
-        self.requests[child] = replace(self.requests[id], id=child)
-        self.engine_of[child] = self.engine_of[id]
-        self.log[child].tokens = [token._replace(id=child) for token in source.tokens]
-        self.log[child].prompt_logprobs = list(source.prompt_logprobs)
-        self.forked |= {id, child}
-
     def open(self, n: int) -> None:
         id = _pick([id for id in self._alive() if id not in self.moves], n)
         if not id:
             return
         sender = self.engine_of[id]
+        siblings = [each.id for each in self.engines[sender].sequences[id].siblings if each.id != id]
+        if any(each in self.moves for each in siblings):
+            return
+        request, *forks = [replace(self.requests[each], park_after=None) for each in (id, *siblings)]
         try:
-            arrival = self.engines[1 - sender].transfers.reserve(replace(self.requests[id], park_after=None))
+            arrival = self.engines[1 - sender].transfers.reserve(request, forks)
         except OutOfBlocks:
             return
         except InvalidRequest as error:
-            if error.field != "token_ids":
+            if error.field not in ("token_ids", "n"):
                 raise
             return
         self.moves[id] = Move(sender, self.engines[sender].transfers.export(id, arrival.cached_blocks), arrival)
@@ -217,6 +220,20 @@ class World:
             if error.field != "computed":
                 raise
             sender.resume(id)
+        except UnknownSequence:
+            assert len(sender.sequences[id].siblings) > 1, "only another output can have kept it from being committed"
+
+    def finalize_running(self, n: int) -> None:
+        id = _pick([id for id, move in self.moves.items() if not move.arrival.closed and not move.commit], n)
+        if not id or self._parked(id, self.moves[id]):
+            return
+        self.push(list(self.moves).index(id))
+        sender = self.engines[self.moves[id].sender]
+        try:
+            self.moves[id].commit = sender.transfers.finalize_running(id, self.moves[id].sent)
+        except UnknownSequence:
+            assert id not in sender.sequences
+        self._publish(sender)
 
     def join(self, n: int) -> None:
         id = _pick([id for id, move in self.moves.items() if move.commit and self._parked(id, move)], n)
@@ -226,10 +243,13 @@ class World:
         self.push(list(self.moves).index(id))
         if move.commit is None or move.sent < len(move.export.blocks):
             return  # no room for what it wrote in the meantime
-        self.engines[1 - move.sender].transfers.join(move.arrival, move.commit)
-        self._publish(self.engines[1 - move.sender])
+        receiver = self.engines[1 - move.sender]
+        receiver.transfers.join(move.arrival, move.commit)
+        self._publish(receiver)
         self.engines[move.sender].transfers.release(id)
-        self.engine_of[id] = 1 - move.sender
+        for each in receiver.sequences[id].siblings or [receiver.sequences[id]]:
+            assert each.id not in self.engines[move.sender].sequences, "it is here and there"
+            self.engine_of[each.id] = 1 - move.sender
         self.joined += 1
         del self.moves[id]
 
@@ -241,9 +261,7 @@ class World:
         if by_cancel:
             assert self.engines[1 - move.sender].cancel(id)
         move.arrival.abort()
-        if id in properties.parked(self.engines[move.sender]):
-            self.engines[move.sender].resume(id)
-        self.engines[move.sender].transfers.release(id)
+        self.engines[move.sender].transfers.cancel(id)
 
     # -- checks -------------------------------------------------------------------------------------------------
 
@@ -329,7 +347,7 @@ def play(
     rng = random.Random(seed)
     machine = World(rng.choice([1, 3, 6, 16]), rng.choice([1, 2, 4]), COSTS[seed % 2], windows, kind)
     choices: list[tuple[Callable[[], object], int]] = [
-        (lambda: machine.add(rng.randrange(2), random_request(rng)), 4),
+        (lambda: machine.add(rng.randrange(2), random_request(rng), rng.randint(1, 3) if forks else 1), 4),
         (lambda: machine.step(rng.randrange(2)), 10),
         (lambda: machine.cancel(rng.randrange(99)), 1),
         (lambda: machine.park(rng.randrange(99)), 1),
@@ -337,11 +355,10 @@ def play(
         (lambda: machine.open(rng.randrange(99)), 3),
         (lambda: machine.push(rng.randrange(99), rng.randint(1, 3)), 3),
         (lambda: machine.finalize(rng.randrange(99)), 3),
+        (lambda: machine.finalize_running(rng.randrange(99)), 1),
         (lambda: machine.join(rng.randrange(99)), 3),
         (lambda: machine.give_up(rng.randrange(99), by_cancel=rng.random() < 0.5), 1),
     ]
-    if forks:
-        choices.append((lambda: machine.fork(rng.randrange(99)), 2))
     weights = [weight for _, weight in choices]
     for _ in range(actions):
         rng.choices([action for action, _ in choices], weights)[0]()

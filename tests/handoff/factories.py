@@ -105,7 +105,7 @@ class Worker:
         ticket = wire.Ticket(
             run=run, sender=self.peer, layout_hash=LAYOUT_HASH, salt=request.salt, tokens=len(request.token_ids)
         )
-        issued = self.sender.issue(ticket, request.id, request.prompt_len)
+        issued = self.sender.issue(ticket, [request.id], request.prompt_len)
         await self.loop.call(lambda engine: engine.add(replace(request, park_after=1)))
         return issued
 

@@ -17,6 +17,7 @@ from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.handoff.service import KvSourceService
 from decant.handoff.transport import GrpcTransport
 from decant.protos import worker_pb2 as wire
+from decant.runtime.packed import unpack
 from tests.handoff.factories import Wire, Worker, ask, run_alone
 from tests.handoff.harness import TRANSPORTS, Transport, connect, hand_over
 from tests.worker.waiting import PATIENCE, advance, eventually
@@ -31,7 +32,7 @@ async def test_a_handoff_generates_the_text_of_one_engine(transport: Transport, 
         taken = await receiver.receiver.receive(source, ticket, await receiver.reserve(request))
         text = await receiver.finished("r")
         assert sender.tokens["r"] + text == await run_alone(request)
-        assert list(taken.output) == sender.tokens["r"]
+        assert list(unpack(taken.outputs[0].tokens)) == sender.tokens["r"]
         await sender.emptied()
         await receiver.emptied()
 

@@ -60,6 +60,9 @@ def write(stream: TokenStream, *tokens: int, end: Finish | ServiceError | None =
     if stream.request.output_options.logprobs is not None:
         stream.outputs[0].logprobs.extend(logprobs(stream.request.output_options.logprobs, token) for token in tokens)
     stream.outputs[0].last_token_at = asyncio.get_running_loop().time()
+    if stream.end is None and isinstance(end, Finish):
+        for output in stream.outputs:
+            output.finish = output.finish or end
     stream.end = stream.end or end
     stream.notify()
 

@@ -126,7 +126,7 @@ async def test_a_refusal_has_advice():
     chat = pb.GenerateRequest(messages=pb.Messages(messages=[pb.Message(role="user", content="hi")]))
     for request, message in (
         (chat, "tiny-python has no chat template: send a text"),
-        (set_n(2), "SamplingParams.n: 1 is all this server does, got 2"),
+        (set_n(129), "sampling.n: 1 to 128, got 129"),
     ):
         with pytest.raises(ServiceError) as caught:
             await validate(request, Models([tiny()]), context_length(None), Deadline(), "default")

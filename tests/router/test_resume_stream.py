@@ -128,7 +128,7 @@ async def test_an_uncertain_tail_is_refused_and_resumes_from_the_certain_tokens(
         await first.read()
         stream.tail.may_lag_client = True
         behind = resumed(s, after_seq=4)
-        assert stream.mark_tail_uncertain() == 2
+        assert stream.mark_tail_uncertain() == [2]
         error = await error_of_call(all_of(behind))
         assert (type(error), error.reason) == (Aborted, Reason.TAIL_UNCERTAIN)
         assert error.detail.resume == ResumePoint(0, 2)

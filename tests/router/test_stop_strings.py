@@ -20,7 +20,7 @@ from decant.router.workers.subscription import WriteError
 from decant.runtime.errors import InvalidArgument
 from decant.state.journal import Entry
 from decant.state.store import Store
-from tests.router.factories import begin_writing, tiny, valid
+from tests.router.factories import begin_writing, tiny, valid, write
 from tests.router.fake_script import answer
 from tests.router.fake_worker import fleet
 from tests.router.harness import core, make_request, until, until_ended
@@ -134,10 +134,10 @@ async def stopped(tokens: list[int], **fields: Any) -> tuple[str, Finish | None]
     for place, token in enumerate(tokens):
         writer.write(request.prompt_tokens + place, token)
         await settle()
-    stream.end = writer.finish or Finish(pb.FINISH_REASON_LENGTH)
-    stream.notify()
+    stop = writer.finish
+    write(stream, end=stop or Finish(pb.FINISH_REASON_LENGTH))
     await task
-    return reader.text, writer.finish
+    return reader.text, stop
 
 
 @pytest.mark.parametrize("skip", [True, False])
@@ -237,8 +237,7 @@ async def test_a_stream_stops_at_the_same_place_however_it_is_divided_and_resume
     for place, token in enumerate(tokens):
         writer.write(request.prompt_tokens + place, token)
         await settle()
-    stream.end = writer.finish or Finish(pb.FINISH_REASON_LENGTH)
-    stream.notify()
+    write(stream, end=Finish(pb.FINISH_REASON_LENGTH))
     await task
     whole = shown[-1]
     if stop is None and not Plain(request, stops).is_last(tokens):
@@ -289,7 +288,8 @@ class StopRecorder:
     writer: Output
     stops: list[Finish | None] = field(default_factory=list)
 
-    def on_stop_string(self) -> None:
+    def on_stop_string(self, output: Output) -> None:
+        assert output is self.writer
         self.stops.append(self.writer.finish)
 
 

@@ -28,7 +28,7 @@ from tests.router.harness import (
 
 async def resume_behind(stream: TokenStream, after_seq: int) -> None:
     async with asyncio.timeout(PATIENCE):
-        await wait_for_resume_point(stream, after_seq)
+        await wait_for_resume_point(stream, [after_seq])
 
 
 async def test_an_equal_tail_is_resumed(store: Store) -> None:

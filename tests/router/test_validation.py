@@ -13,6 +13,7 @@ from decant.router.api.validation import salt_of, validate
 from decant.router.limits import (
     MAX_DETACH_TTL_MS,
     MAX_LOGIT_BIAS_ENTRIES,
+    MAX_OUTPUTS,
     MAX_REQUEST_BYTES,
     MAX_STOP_STRING_BYTES,
     MAX_STOP_STRINGS,
@@ -264,6 +265,6 @@ def test_reported_limits_are_those_that_are_enforced():
     values = limits(max_queued_requests=5, resume_grace_ms=6, result_ttl_ms=7)
     assert (values.max_queued_requests, values.resume_grace_ms, values.result_ttl_ms) == (5, 6, 7)
     assert values.max_logprobs == MAX_LOGPROBS
-    assert values.max_outputs == 1
+    assert values.max_outputs == MAX_OUTPUTS
     assert (values.max_stop_strings, values.max_stop_string_bytes) == (MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES)
     assert values.max_detach_ttl_ms == MAX_DETACH_TTL_MS

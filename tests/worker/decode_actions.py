@@ -8,9 +8,9 @@ from functools import cache
 from decant.engine.errors import EngineError
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.protos import worker_pb2 as wire
-from decant.worker.wire_codec import to_request
 from tests.worker.decode_harness import make_work, run_alone
 from tests.worker.decode_scenario import DecodeScenario
+from tests.worker.requests import to_request, tokens_of
 from tests.worker.scheduled_router import Expected
 from tests.worker.stepped_worker import LEASE_S
 
@@ -136,7 +136,7 @@ class WorkerActions:
         except (HandoffFailed, SequenceAlreadyFinished, EngineError):
             self.scenario.router_of(run).send(migrate=wire.Migrate(run=run.ref, withdrawn=True))
         else:
-            assert list(result.output) == run.text[: len(result.output)]
+            assert (moved := tokens_of(result)) == run.text[: len(moved)]
             run.end = run.end or "migrated"
             self.scenario.forget(run)
         finally:

@@ -28,7 +28,7 @@ from decant.runtime.serving.interceptor import ErrorInterceptor
 from decant.worker.decode.service import DecodeService
 from decant.worker.decode.session import SessionLimits
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
-from decant.worker.wire_codec import to_request
+from tests.worker.requests import to_request
 from tests.worker.session_client import Router
 from tests.worker.waiting import eventually
 
@@ -161,7 +161,7 @@ class Node:
             run=run, sender=self.peer, address=self.address, layout_hash=self.host.layout_hash, salt=work.salt
         )
         ticket.tokens = len(request.token_ids)
-        issued = self.host.sender.issue(ticket, request.id, request.prompt_len)
+        issued = self.host.sender.issue(ticket, [request.id], request.prompt_len)
         await self.host.loop.call(lambda engine: engine.add(request))
         return issued
 

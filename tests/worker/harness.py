@@ -35,9 +35,9 @@ from decant.worker.decode.session import SessionLimits
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
 from decant.worker.prefill.service import PrefillService
 from decant.worker.report.audit import AuditService
-from decant.worker.wire_codec import to_request
 from tests.router.fake_script import TOKENIZER
 from tests.worker.decode_harness import run_request_alone
+from tests.worker.requests import to_request
 from tests.worker.waiting import PATIENCE, eventually
 
 BLOCK = 4

@@ -12,8 +12,8 @@ from typing import Any
 from decant.engine.errors import EngineError
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.protos import worker_pb2 as wire
-from decant.worker.wire_codec import to_request
 from tests.router.virtual_time import settle
+from tests.worker.requests import to_request, tokens_of
 from tests.worker.scenario import Scenario
 from tests.worker.stepped_worker import Node
 
@@ -156,7 +156,7 @@ class PrefillScenario(Scenario):
         except SequenceAlreadyFinished:
             assert call.text[0] in call.request.engine_request.stopping.stop_token_ids or len(call.text) == 1
         else:
-            assert list(transfer.output) == call.text[:1]
+            assert tokens_of(transfer) == call.text[:1]
 
     async def finish(self) -> None:
         self.end_faults()

@@ -20,8 +20,8 @@ from decant.runtime.protocol import PROTOCOL
 from decant.worker.decode.service import DecodeService
 from decant.worker.engine_host import EngineHost, Identity, WorkerLimits
 from decant.worker.prefill.service import PrefillService
-from decant.worker.wire_codec import to_request
 from tests.worker.decode_harness import BLOCK, Device
+from tests.worker.requests import to_request
 
 LEASE_S = 2.0
 
@@ -137,7 +137,7 @@ class Node:
             run=run, sender=self.host.peer, address=self.host.address, layout_hash=self.host.layout_hash
         )
         ticket.salt, ticket.tokens = work.salt, len(request.token_ids)
-        issued = self.host.sender.issue(ticket, request.id, request.prompt_len)
+        issued = self.host.sender.issue(ticket, [request.id], request.prompt_len)
         self.host.loop.post(lambda engine: engine.add(request))
         return issued
 

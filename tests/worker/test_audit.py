@@ -4,8 +4,8 @@ import asyncio
 
 from decant.engine.engine import Engine
 from decant.protos import worker_pb2 as wire
-from decant.worker.wire_codec import to_request
 from tests.worker.harness import MODEL, make_work, worker
+from tests.worker.requests import to_request
 
 
 async def test_rows_and_counts_match_a_busy_worker() -> None:

@@ -31,7 +31,7 @@ class Queue:
 
     async def push(self, name: str, length: int, number: int = 0, *, due: float = math.inf) -> None:
         request = Request(name, tuple(range(length)), stop=StopParams(max_tokens=4))
-        run = DecodeRun(wire.Run(request=name), request, wire.Stopping(), (0.0, number), 0.0)
+        run = DecodeRun(wire.Run(request=name), [request], wire.Stopping(), (0.0, number), 0.0)
         run.ticket = wire.Ticket()
         run.due = due
         self.tasks.append(asyncio.create_task(self._enter(run)))

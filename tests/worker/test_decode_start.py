@@ -160,7 +160,7 @@ async def test_an_unacceptable_start_is_refused_with_its_cause() -> None:
         other = make_work()
         other.model = "another"
         two = make_work()
-        two.outputs.add(output=1)
+        two.outputs.add(output=0)
         odd = make_work()
         odd.sampling.top_p = 3
         tickets = [await sender.offer(make_run("t/good", attempt=attempt), make_work()) for attempt in (8, 9, 11)]
@@ -169,7 +169,7 @@ async def test_an_unacceptable_start_is_refused_with_its_cause() -> None:
         salt.salt = b"another"
         cases: list[tuple[wire.EngineRequest, wire.Ticket | None, wire.Cause, str]] = [
             (other, None, wire.CAUSE_UNKNOWN_MODEL, "model"),
-            (two, None, wire.CAUSE_UNSUPPORTED, "outputs"),
+            (two, None, wire.CAUSE_INVALID, "outputs"),
             (odd, None, wire.CAUSE_INVALID, "sampling.top_p"),
             (make_work(4, 4, written=[1, 2, 3, 4]), None, wire.CAUSE_INVALID, "stopping.max_tokens"),
             (make_work(60, 5), None, wire.CAUSE_NEVER_FITS, ""),

@@ -7,8 +7,8 @@ from decant.engine.engine import Engine
 from decant.engine.fake import FakeDevice
 from decant.protos import worker_pb2 as wire
 from decant.worker.engine_host import short_layout_hash
-from decant.worker.wire_codec import to_request
 from tests.worker.harness import MODEL, make_work, worker
+from tests.worker.requests import to_request
 from tests.worker.waiting import eventually
 
 

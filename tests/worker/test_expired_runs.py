@@ -41,7 +41,7 @@ async def test_an_expired_prompt_is_not_added_to_the_prefill_engine(
     host = SimpleNamespace(loop=loop, add_queue=lambda _: None)
     request = Request("late", (1, 2, 3), stop=StopParams(max_tokens=4))
     run = PrefillRun(
-        wire.Run(), request, wire.Stopping(), handoff=True, received=100.0, queue_key=0.0, remaining_s=remaining_s
+        wire.Run(), [request], wire.Stopping(), handoff=True, received=100.0, queue_key=0.0, remaining_s=remaining_s
     )
     PrefillExecutor(cast(EngineHost, host))._add_to_engine(run)
     monkeypatch.setattr(prefill_execution, "time", SimpleNamespace(monotonic=lambda: 161.0))

@@ -14,8 +14,8 @@ from decant.handoff.receiver import FetchEnd, TransferResult
 from decant.protos import worker_pb2 as wire
 from decant.runtime.telemetry.metrics import Registry
 from decant.worker.report.metrics import WorkerMetrics
-from decant.worker.wire_codec import to_request
 from tests.worker.harness import MODEL, WorkerHarness, make_work, worker
+from tests.worker.requests import to_request
 
 
 def values(registry: Registry) -> dict[str, float]:
@@ -57,7 +57,7 @@ async def test_a_fetched_run_that_is_cancelled_before_its_first_step_changes_no_
         metrics = WorkerMetrics(registry, receiver.host)
         request = to_request("a", make_work(30, 4), model=MODEL)
         arrival = await receiver.host.loop.call(lambda engine: engine.transfers.reserve(request))
-        outcome = TransferResult((), (), received_bytes=0, opened_at=0.0, owned_at=0.0)
+        outcome = TransferResult((), received_bytes=0, opened_at=0.0, owned_at=0.0)
         receiver.host.receiver.fetches.publish(arrival)
         receiver.host.receiver.fetch_ends.publish(FetchEnd(arrival, outcome))
         await receiver.host.loop.call(lambda _: arrival.abort())

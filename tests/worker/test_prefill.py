@@ -6,8 +6,8 @@ import pytest
 
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.protos import worker_pb2 as wire
-from decant.worker.wire_codec import to_request
 from tests.worker.harness import MODEL, WorkerHarness, make_work, run_alone, ticket_of, worker
+from tests.worker.requests import to_request
 
 
 async def test_ticket_first_token_and_cache_come_in_this_order(harness: WorkerHarness) -> None:

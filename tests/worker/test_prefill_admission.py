@@ -7,8 +7,8 @@ import pytest
 from decant.protos import worker_pb2 as wire
 from decant.runtime.packed import pack
 from decant.runtime.protocol import PROTOCOL
-from decant.worker.wire_codec import to_request
 from tests.worker.harness import BLOCK, MODEL, ROUTER, WorkerHarness, make_work, run_alone, ticket_of, tokens, worker
+from tests.worker.requests import to_request
 
 
 async def test_a_request_for_another_worker_is_refused(harness: WorkerHarness) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from decant.handoff.errors import HandoffFailed
 from decant.protos import worker_pb2 as wire
-from decant.worker.wire_codec import to_request
 from tests.worker.harness import MODEL, WorkerHarness, make_work, run_alone, ticket_of, worker
+from tests.worker.requests import to_request, tokens_of
 from tests.worker.waiting import advance
 
 
@@ -54,7 +54,7 @@ async def test_a_call_that_breaks_during_a_fetch_leaves_it_alone(harness: Worker
         await call.break_off()
         harness.device.go_on()
         taken = await taking
-        assert [*taken.output, *(await receiver.written("moved"))] == run_alone(work)
+        assert [*tokens_of(taken), *(await receiver.written("moved"))] == run_alone(work)
     await harness.emptied()
     assert not list(harness.prefill.runs())
 

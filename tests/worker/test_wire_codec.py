@@ -10,7 +10,8 @@ from decant.engine.scheduler import STEPS_PER_PRIORITY
 from decant.protos import worker_pb2 as wire
 from decant.runtime.packed import pack, unpack
 from decant.runtime.priority import SECONDS_PER_PRIORITY
-from decant.worker.wire_codec import RequestRejected, end_reason, logprobs_to_wire, queue_key, to_request
+from decant.worker.wire_codec import RequestRejected, end_reason, logprobs_to_wire, queue_key, to_requests
+from tests.worker.requests import to_request
 
 
 def whole_work() -> wire.EngineRequest:
@@ -103,15 +104,30 @@ def test_an_unsupported_field_is_named(changed: dict[str, object], field: str) -
     assert (failure.cause, failure.violation.field) == (wire.CAUSE_UNSUPPORTED, field)
 
 
-@pytest.mark.parametrize("count", [0, 2])
-def test_exactly_one_output_is_supported(count: int) -> None:
+@pytest.mark.parametrize("indexes", [(), (1, 1), (0, 2, 0)])
+def test_outputs_without_one_or_with_one_twice_are_refused(indexes: tuple[int, ...]) -> None:
     work = whole_work()
     del work.outputs[:]
-    work.outputs.extend(wire.OutputPrefix(output=index) for index in range(count))
+    work.outputs.extend(wire.OutputPrefix(output=index) for index in indexes)
     with pytest.raises(RequestRejected) as caught:
-        to_request("r", work, model="m")
+        to_requests("r", work, model="m")
     failure = caught.value.failure
-    assert (failure.cause, failure.violation.field) == (wire.CAUSE_UNSUPPORTED, "outputs")
+    assert (failure.cause, failure.violation.field) == (wire.CAUSE_INVALID, "outputs")
+
+
+def test_each_output_becomes_a_request_of_its_own() -> None:
+    work = whole_work()
+    work.prompt_logprobs = 1
+    del work.outputs[:]
+    work.outputs.extend(wire.OutputPrefix(output=index, tokens=pack(range(index))) for index in (2, 0, 5))
+    requests = to_requests("r", work, model="m", park_after=True)
+    prompt = tuple(unpack(work.prompt))
+    assert [request.sampling.output_index for request in requests] == [2, 0, 5]
+    assert [request.token_ids for request in requests] == [(*prompt, *range(index)) for index in (2, 0, 5)]
+    assert {request.prompt_len for request in requests} == {len(prompt)}
+    assert [request.park_after for request in requests] == [3, 1, 6]
+    assert [request.prompt_logprobs for request in requests] == [1, None, None]
+    assert len({request.id for request in requests}) == 3
 
 
 def test_another_model_is_unknown() -> None:

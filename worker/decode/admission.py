@@ -144,9 +144,9 @@ class _AdmitCommand:
             try:
                 outcome: Outcome = None
                 if run.ticket is None:
-                    engine.add(run.root.request)
+                    engine.add(run.root.request, run.forks)
                 else:
-                    outcome = engine.transfers.reserve(run.root.request)
+                    outcome = engine.transfers.reserve(run.root.request, run.forks)
             except InvalidRequest as error:
                 outcome = error
             except OutOfBlocks:

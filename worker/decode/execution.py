@@ -9,23 +9,28 @@ import asyncio
 import time
 from functools import partial
 
+from decant.engine.engine import Engine
 from decant.engine.errors import EngineStopped, InvalidRequest
-from decant.engine.output import SequenceFinished
 from decant.engine.request import FinishReason
 from decant.engine.transfer import IncomingSequence
 from decant.handoff.errors import HandoffFailed, SequenceAlreadyFinished
 from decant.handoff.receiver import TransferResult
 from decant.protos import worker_pb2 as wire
 from decant.runtime.background import start_task
+from decant.runtime.packed import unpack
 from decant.runtime.telemetry import tracing
 from decant.worker.decode.admission import DecodeAdmission
 from decant.worker.decode.migration import MigrationSource
-from decant.worker.decode.output import Output
+from decant.worker.decode.output import Output, end_of
 from decant.worker.decode.run import DecodeRun
 from decant.worker.decode.run_table import RunTable
 from decant.worker.decode.spans import run_span
 from decant.worker.engine_host import EngineHost
-from decant.worker.wire_codec import RequestRejected, end_reason, logprobs_from_wire, microseconds
+from decant.worker.wire_codec import RequestRejected, logprobs_from_wire, microseconds
+
+
+class EngineFailed(Exception):
+    """The engine could not compute a sequence."""
 
 
 class RunExecutor:
@@ -61,7 +66,7 @@ class RunExecutor:
     async def execute(self, run: DecodeRun) -> None:
         try:
             with run_span(run):
-                finished = await self._until_finished(run)
+                await self._until_finished(run)
         except asyncio.CancelledError:
             if run.cancel_reason is None:
                 raise
@@ -77,14 +82,13 @@ class RunExecutor:
         except Exception:
             await self._release(run)
             raise
+        except EngineFailed as error:
+            self.fail(run, wire.Failure(cause=wire.CAUSE_ENGINE, detail=str(error)))
         else:
-            if finished.reason is FinishReason.FAILED:
-                self.fail(run, wire.Failure(cause=wire.CAUSE_ENGINE, detail=finished.detail))
-            else:
-                self._finish(run)
+            self._finish(run)
 
-    async def _until_finished(self, run: DecodeRun) -> SequenceFinished:
-        """Wait until the run is finished: the only part that `cancel` interrupts."""
+    async def _until_finished(self, run: DecodeRun) -> None:
+        """Wait until all outputs are finished: the only part that `cancel` interrupts. Raises EngineFailed."""
         if run.cancel_reason is not None:  # cancelled before the coroutine began
             raise asyncio.CancelledError
         self._interruptible.add(run)
@@ -92,9 +96,22 @@ class RunExecutor:
             arrival = await self.admission.enter(run)
             if arrival is not None:
                 await self._fetch(run, arrival)
-            return await asyncio.shield(run.root.finished)  # the event may come after a cancellation
+            while waiting := [output.finished for output in run.unfinished if not output.finished.done()]:
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                self._end_finished(run)
         finally:
             self._interruptible.discard(run)
+
+    def _end_finished(self, run: DecodeRun) -> None:
+        """End what is finished, except the last outputs, with which the run ends. Raises EngineFailed."""
+        finished = [output for output in run.unfinished if output.finished.done()]
+        for output in finished:
+            event = output.finished.result()
+            if event.reason is FinishReason.FAILED:
+                raise EngineFailed(event.detail)
+        if len(finished) < len(run.unfinished):
+            for output in finished:
+                self._end(output)
 
     async def _fetch(self, run: DecodeRun, arrival: IncomingSequence) -> None:
         assert run.ticket is not None
@@ -105,14 +122,17 @@ class RunExecutor:
             transfer = await self._host.receiver.receive(source, run.ticket, arrival)
             span.set(bytes=transfer.received_bytes)
         run.phase = wire.RunStatus.PHASE_RUNNING
-        output = run.root
-        output.tokens.extend(transfer.output[output.prior_tokens :])
-        for entry in transfer.logprobs:
-            if output.prior_tokens <= entry.entry < len(transfer.output):
-                output.logprobs[entry.entry] = logprobs_from_wire(transfer.output[entry.entry], entry)
-        output.add_early_tokens()
-        run.notify.arrived(_decode_started(output, transfer))
-        run.notify.tokens_from(output, output.prior_tokens, self.step)
+        committed = {output.output: output for output in transfer.outputs}
+        for output in run.outputs:
+            _add_committed(output, committed.get(output.index))
+        run.notify.arrived(_decode_started(run.root, transfer))
+        for output in run.outputs:
+            run.notify.tokens_from(output, output.prior_tokens, self.step)
+            if output.end is not None:
+                self._runs.stop_events([output])
+                run.notify.ended([output])
+            elif output.is_cancelled:
+                self.cancel_output(output)
         if run.offer.is_requested:
             self.migrations.issue_ticket(run)
 
@@ -121,28 +141,35 @@ class RunExecutor:
             self._host.receiver.release(self._host.transport.source(run.ticket.address), run.ticket)
         self.migrations.release(run, is_finished=False)
         is_done = asyncio.Event()
-        output = run.root
-        self._host.loop.post(lambda engine: engine.cancel(output.request.id, output.num_cacheable), then=is_done.set)
+
+        def cancel(engine: Engine) -> None:
+            for output in run.outputs:
+                engine.cancel(output.request.id, output.num_cacheable)
+
+        self._host.loop.post(cancel, then=is_done.set)
         await is_done.wait()
 
     def _finish(self, run: DecodeRun) -> None:
         if run.has_ended or run not in self._runs:
             return
-        for output in run.outputs:
-            reason = _end_reason(output)
-            if output.finished.done() and output.num_cacheable is not None:  # cancelled too late for the engine
-                self.truncate_cached(output, output.num_cacheable)
-            output.truncate()
-            output.end = wire.OutputEnd(output=output.index, reason=reason, end_position=output.position)
+        for output in run.unfinished:
+            self._end(output)
         run.phase = wire.RunStatus.PHASE_ENDED
         self.migrations.release(run, is_finished=True)
-        self._runs.stop_events(run)
         run.stop_timers()
         if run.owner.session is None:
             self.start_orphan_timer(run)
-        run.notify.ended()
         if run.is_forgotten:
             self.forget(run)
+
+    def _end(self, output: Output) -> None:
+        """End an output and report it. The sequence has ended in the engine, or never began there."""
+        if output.finished.done() and output.num_cacheable is not None:  # cancelled too late for the engine
+            self.truncate_cached(output, output.num_cacheable)
+        output.truncate()
+        output.end = end_of(output)
+        self._runs.stop_events([output])
+        output.run.notify.ended([output])
 
     def _on_failure(self, run: DecodeRun, error: BaseException) -> None:
         self.fail(run, wire.Failure(cause=wire.CAUSE_ENGINE, detail=f"{type(error).__name__}: {error}"))
@@ -156,6 +183,12 @@ class RunExecutor:
             if run in self._interruptible:
                 self._interruptible.discard(run)
                 self._tasks[run].cancel()
+
+    def cancel_output(self, output: Output) -> None:
+        """Cancel one output of a run whose others go on."""
+        output.is_cancelled = True
+        if output.run.phase == wire.RunStatus.PHASE_RUNNING:  # else as soon as the engine has it
+            self._host.loop.post(lambda engine: engine.cancel(output.request.id, output.num_cacheable))
 
     def fail(self, run: DecodeRun, failure: wire.Failure) -> None:
         """End and forget a run before its output is complete."""
@@ -207,12 +240,19 @@ def _decode_started(output: Output, transfer: TransferResult) -> wire.DecodeStar
     return wire.DecodeStarted(handoff=message)
 
 
-def _end_reason(output: Output) -> wire.OutputEnd.Reason:
-    event: SequenceFinished | None = output.finished.result() if output.finished.done() else None
-    is_running = output.run.phase == wire.RunStatus.PHASE_RUNNING
-    if event is None or not is_running or event.reason in (FinishReason.CANCELLED, FinishReason.FAILED):
-        return output.run.cancel_reason or wire.OutputEnd.REASON_CANCELLED
-    return end_reason(event.reason, output.stopping)
+def _add_committed(output: Output, committed: wire.TransferCommit.Output | None) -> None:
+    """Add the tokens that the sender generated, and its end there. Raises HandoffFailed."""
+    if committed is None:
+        raise HandoffFailed(wire.CAUSE_CORRUPT, f"a commit without output {output.index}")
+    tokens = unpack(committed.tokens)
+    output.tokens.extend(tokens[output.prior_tokens :])
+    for entry in committed.logprobs:
+        if output.prior_tokens <= entry.entry < len(tokens):
+            output.logprobs[entry.entry] = logprobs_from_wire(tokens[entry.entry], entry)
+    output.add_early_tokens()
+    if committed.HasField("finished"):
+        output.end = wire.OutputEnd()
+        output.end.CopyFrom(committed.finished)
 
 
 def _failure_from(error: HandoffFailed | SequenceAlreadyFinished, sender: wire.Peer) -> wire.Failure:

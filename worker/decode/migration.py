@@ -5,12 +5,15 @@ If the target is lost after the commit, the run fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
+from decant.engine.transfer import TransferCommit
 from decant.handoff.leases import Lease
+from decant.handoff.outgoing_sequence import committed_tokens
 from decant.protos import worker_pb2 as wire
-from decant.worker.decode.output import Output
+from decant.runtime.packed import pack
+from decant.worker.decode.output import end_of
 from decant.worker.decode.run import DecodeRun
 from decant.worker.decode.run_table import RunTable
 from decant.worker.engine_host import EngineHost
@@ -26,11 +29,15 @@ class MigrationSource:
     def issue_ticket(self, run: DecodeRun) -> None:
         """Send the owner a ticket: the same one while it is live and unopened."""
         if run.offer.ticket is None:
-            output = run.root
-            ticket = self._host.new_ticket(run.ref, output.request, output.position)
-            logprobs = partial(_logprobs, output)
-            name, prompt = output.request.id, output.request.prompt_len
-            run.offer.ticket = self._host.sender.issue(ticket, name, prompt, logprobs, is_live=True)
+            outputs = run.unfinished
+            requests = [output.request for output in outputs]
+            run.offer.ticket = self._host.sender.issue(
+                self._host.new_ticket(run.ref, requests, outputs[0].position),
+                [request.id for request in requests],
+                requests[0].prompt_len,
+                partial(_committed_outputs, run),
+                is_live=True,
+            )
             run.span.event("migration offered")
         lease = self._host.sender.leases.find(run.offer.ticket.id)
         if run.owner.session is not None and lease is not None and not lease.is_opened:
@@ -60,11 +67,8 @@ class MigrationSource:
             self._host.sender.cancel(lease.ticket.id, failure)
 
     def on_lease_end(self, lease: Lease) -> None:
-        output = self._runs.by_sequence.get(lease.sequence)
-        if output is None:
-            return
-        run = output.run
-        if run.offer.ticket is None or run.offer.ticket.id != lease.ticket.id:
+        run = self._runs.get(lease.ticket.run)
+        if run is None or run.offer.ticket is None or run.offer.ticket.id != lease.ticket.id:
             return
         if not lease.is_committed:
             run.offer.ticket = None
@@ -76,5 +80,16 @@ def _migration_failure(detail: str) -> wire.Failure:
     return wire.Failure(cause=wire.CAUSE_OWNER_LOST, detail=f"migrated, and no worker has it: {detail}")
 
 
-def _logprobs(output: Output) -> Iterable[wire.TokenLogprobs]:
-    return [logprobs_to_wire(index, logprobs) for index, logprobs in output.logprobs.items()]
+def _committed_outputs(run: DecodeRun, commit: TransferCommit) -> list[wire.TransferCommit.Output]:
+    """Outputs of a commit, with log-probabilities, and those that have ended here."""
+    outputs = committed_tokens(commit)
+    moved = {each.output for each in outputs}
+    for output in run.outputs:
+        if output.index not in moved:
+            end = output.end or end_of(output)
+            outputs.append(wire.TransferCommit.Output(output=output.index, tokens=pack(output.tokens), finished=end))
+    for each in outputs:
+        source = run.output(each.output)
+        if source is not None:
+            each.logprobs.extend(logprobs_to_wire(index, one) for index, one in source.logprobs.items())
+    return outputs

@@ -41,7 +41,7 @@ class RunNotifier:
         if run.ticket is None and timeline and timeline.scheduled is not None and timeline.first_token is not None:
             path = wire.DecodeStarted.FromTokens(prefill_us=microseconds(timeline.first_token - timeline.scheduled))
             self._decode_started = wire.DecodeStarted(from_tokens=path)
-            self._send_decode_started({output: len(output.tokens) - 1 for output in run.outputs})
+            self._send_decode_started({output: output.prior_tokens for output in run.outputs})
 
     def prompt_logprobs(self, part: PromptLogprobs) -> None:
         entries = [logprobs_to_wire(entry, logprobs) for entry, logprobs in enumerate(part.entries)]
@@ -66,8 +66,8 @@ class RunNotifier:
         self._send_decode_started({output: len(output.tokens) for output in self._run.outputs})
         self.resend(resume, step)
 
-    def ended(self) -> None:
-        for output in self._run.outputs:
+    def ended(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
             if output.end is not None:
                 preemptions = output.timeline.preemptions if output.timeline else 0
                 self._send(ended=wire.Ended(run=self._run.ref, end=output.end, preemptions=preemptions))

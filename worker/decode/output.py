@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from decant.engine.output import SequenceFinished, Token
 from decant.engine.plan import TokenLogprobs
-from decant.engine.request import Request
+from decant.engine.request import FinishReason, Request
 from decant.engine.sequence import Timeline
 from decant.protos import worker_pb2 as wire
+from decant.worker.wire_codec import end_reason
 
 if TYPE_CHECKING:
     from decant.worker.decode.run import DecodeRun
@@ -30,6 +31,7 @@ class Output:
     early_tokens: list[Token] = field(default_factory=list)  # reported before the fetch returned
     timeline: Timeline | None = None  # the engine's, once it began
     truncated_at: int | None = None  # number of tokens that count, if fewer than were generated
+    is_cancelled: bool = False  # alone: the other outputs go on
     end: wire.OutputEnd | None = None
     finished: asyncio.Future[SequenceFinished] = field(default_factory=asyncio.Future)
 
@@ -63,6 +65,9 @@ class Output:
         index = len(self.tokens) if position is None else self.index_of(position)
         return wire.Slot(slot=self.slot, output=self.index, position=self.request.prompt_len + index)
 
+    def truncate_at(self, end_position: int) -> None:
+        self.truncated_at = self.index_of(end_position)
+
     def add_token(self, token: Token) -> None:
         if token.logprobs is not None:
             self.logprobs[len(self.tokens)] = token.logprobs
@@ -83,3 +88,14 @@ class Output:
         """Drop the tokens that do not count."""
         if self.truncated_at is not None:
             del self.tokens[self.truncated_at :]
+
+
+def end_of(output: Output) -> wire.OutputEnd:
+    """End of an output: the engine's, or the run's cancellation."""
+    event = output.finished.result() if output.finished.done() else None
+    is_running = output.run.phase == wire.RunStatus.PHASE_RUNNING
+    if event is None or not is_running or event.reason in (FinishReason.CANCELLED, FinishReason.FAILED):
+        reason = output.run.cancel_reason or wire.OutputEnd.REASON_CANCELLED
+    else:
+        reason = end_reason(event.reason, output.stopping)
+    return wire.OutputEnd(output=output.index, reason=reason, end_position=output.position)

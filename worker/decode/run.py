@@ -54,14 +54,14 @@ class DecodeRun:
     def __init__(
         self,
         ref: wire.Run,
-        request: Request,
+        requests: Iterable[Request],
         stopping: wire.Stopping,
         queue_key: tuple[float, int],
         received: float,
         ticket: wire.Ticket | None = None,
     ) -> None:
         self.ref = ref  # with the present owner's epoch
-        self.outputs = [Output(self, request, stopping)]
+        self.outputs = [Output(self, request, stopping) for request in requests]
         self.queue_key = queue_key  # the smallest is admitted first
         self.received = received  # event loop time
         self.span = Span()
@@ -83,6 +83,15 @@ class DecodeRun:
     @property
     def root(self) -> Output:
         return self.outputs[0]
+
+    @property
+    def forks(self) -> list[Request]:
+        """Requests of the outputs besides the root."""
+        return [output.request for output in self.outputs[1:]]
+
+    @property
+    def unfinished(self) -> list[Output]:
+        return [output for output in self.outputs if output.end is None]
 
     @property
     def has_ended(self) -> bool:

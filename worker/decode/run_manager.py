@@ -61,15 +61,18 @@ class DecodeRunManager:
         if run is None:
             self.runs.add_tombstone(cancel.run, self._host.lease_s)
             return
-        if cancel.HasField("output") and run.output(cancel.output) is None:
+        output = run.output(cancel.output) if cancel.HasField("output") else run.root
+        if output is None:
             return
         self.ownership.ensure_attached(run, session, cancel.run)
         if cancel.HasField("end_position"):
-            output = run.root
-            output.truncated_at = output.index_of(cancel.end_position)
+            output.truncate_at(cancel.end_position)
             if output.end is not None:
                 self.executor.truncate_cached(output, cancel.end_position)
-        run.notify.ended()
+        run.notify.ended(run.outputs)
+        if cancel.HasField("output") and run.unfinished != [output]:
+            self.executor.cancel_output(output)
+            return
         is_late = cancel.reason == wire.Cancel.REASON_DEADLINE
         reason = wire.OutputEnd.REASON_DEADLINE if is_late else wire.OutputEnd.REASON_CANCELLED
         self.executor.cancel(run, reason)
@@ -89,7 +92,7 @@ class DecodeRunManager:
 
     def migrate(self, session: RouterSession, migrate: wire.Migrate) -> None:
         run = self._find(session, migrate.run)
-        if run is None or run.output(migrate.output) is None:
+        if run is None:
             return
         self.ownership.ensure_attached(run, session, migrate.run)
         if migrate.withdrawn:
@@ -132,7 +135,7 @@ class DecodeRunManager:
             if output := outputs.get(started.id):
                 output.timeline = started.timeline
                 run = output.run
-                if run.ticket is None:
+                if run.ticket is None and output is run.root:
                     run.phase = wire.RunStatus.PHASE_RUNNING
                     run.notify.scheduled(started.cached)
         for part in step.prompt_logprobs:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from decant.protos import worker_pb2 as wire
 from decant.worker.decode.output import Output
@@ -43,13 +43,13 @@ class RunTable:
         for output in run.outputs:
             self._by_sequence[output.request.id] = output
 
-    def stop_events(self, run: DecodeRun) -> None:
-        for output in run.outputs:
+    def stop_events(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
             self._by_sequence.pop(output.request.id, None)
 
     def remove(self, run: DecodeRun) -> None:
         run.stop_timers()
-        self.stop_events(run)
+        self.stop_events(run.outputs)
         if run in self:
             del self._runs[run.key]
             self._epochs.release(run.ref)

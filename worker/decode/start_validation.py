@@ -4,13 +4,14 @@ import asyncio
 from itertools import count
 from typing import TypeVar
 
+from decant.engine.request import Request
 from decant.protos import worker_pb2 as wire
 from decant.runtime.telemetry import tracing
 from decant.worker.checks import check_accepts, rejected
 from decant.worker.decode.run import DecodeRun, key_of
 from decant.worker.decode.run_table import RunTable
 from decant.worker.engine_host import EngineHost
-from decant.worker.wire_codec import RequestRejected, queue_key, to_request
+from decant.worker.wire_codec import RequestRejected, queue_key, to_requests
 
 _Message = TypeVar("_Message", wire.Run, wire.Stopping, wire.Ticket)
 
@@ -28,14 +29,16 @@ class StartValidator:
         number, now = next(self._numbers), asyncio.get_running_loop().time()
         ref, engine_request = start.run, start.engine_request
         name = f"decode/{ref.request}/{ref.attempt}/{number}"  # never reused: a late event belongs to no other run
-        request = to_request(name, engine_request, model=self._host.model)
-        tokens = max(len(request.token_ids), request.prompt_len + (request.stop.max_tokens or 0))
+        requests = to_requests(name, engine_request, model=self._host.model)
+        if start.HasField("ticket"):
+            requests = _owner_first(requests, start.ticket)
+        tokens = max(max(len(each.token_ids), each.prompt_len + (each.stop.max_tokens or 0)) for each in requests)
         if tokens > self._host.context_length:
             detail = f"{tokens} tokens in all; the maximum context length is {self._host.context_length}"
             raise rejected(wire.CAUSE_NEVER_FITS, detail)
         run = DecodeRun(
             _copy(ref),
-            request,
+            requests,
             _copy(engine_request.stopping),
             (queue_key(engine_request, now), number),
             now,
@@ -58,6 +61,16 @@ class StartValidator:
             raise rejected(wire.CAUSE_LAYOUT_DIFFERS, f"layout hash {ticket.layout_hash:x}, not {layout_hash:x}")
         if ticket.salt != start.engine_request.salt:
             raise rejected(wire.CAUSE_SALT_DIFFERS, "the salts of ticket and request differ")
+
+
+def _owner_first(requests: list[Request], ticket: wire.Ticket) -> list[Request]:
+    """Put the output first whose KV the ticket offers. Raises RequestRejected."""
+    if not ticket.outputs:
+        return requests
+    owner = next((each for each in requests if each.sampling.output_index == ticket.outputs[0]), None)
+    if owner is None:
+        raise RequestRejected.because("outputs", f"output {ticket.outputs[0]}, as in the ticket", "none")
+    return [owner, *(each for each in requests if each is not owner)]
 
 
 def _copy(submessage: _Message) -> _Message:

@@ -15,7 +15,7 @@ from decant.protos import worker_pb2 as wire
 from decant.runtime.background import start_task
 from decant.runtime.telemetry import tracing
 from decant.worker.engine_host import EngineHost
-from decant.worker.prefill.messages import first_logprobs, first_tokens
+from decant.worker.prefill.messages import committed_outputs, first_tokens
 from decant.worker.prefill.prefill_queue import PrefillQueue
 from decant.worker.prefill.run import PrefillFailed, PrefillRun, StaleOwner
 from decant.worker.wire_codec import RequestRejected
@@ -48,13 +48,13 @@ class PrefillExecutor:
                     self._add_to_engine(run)
                     await run.until(lambda: run.started is not None)
                     span.event("scheduled")
-                    if run.handoff and not run.has_first_token:
+                    if run.handoff and not run.has_first_tokens:
                         self._issue_ticket(run)  # the router chooses the receiver while the other chunks are computed
-                    await run.until(lambda: run.has_first_token)
+                    await run.until(lambda: run.has_first_tokens)
                     cached = run.started.cached if run.started is not None else 0
                     span.set(worker=self._host.peer.id, tokens=len(run.request.token_ids), cached_tokens=cached)
                 run.send(first=first_tokens(run))
-                if run.handoff and run.finished is None:
+                if run.handoff and run.is_parked:
                     if run.ticket is None:  # one step computed the prompt: first tokens do not wait for tickets
                         self._issue_ticket(run)
                     await run.until(lambda: run.is_released)
@@ -79,7 +79,7 @@ class PrefillExecutor:
             if run.remaining_s is not None and time.monotonic() >= run.received + run.remaining_s:
                 return  # its coroutine ends it: the prompt costs no step
             try:
-                engine.add(run.request)
+                engine.add(run.request, run.requests[1:])
             except InvalidRequest as error:
                 rejections.append(RequestRejected.of(error))
 
@@ -91,18 +91,23 @@ class PrefillExecutor:
         self._host.loop.post(add, then=on_answer)
 
     def _issue_ticket(self, run: PrefillRun) -> None:
-        ticket = self._host.new_ticket(run.ref, run.request, len(run.request.token_ids))
-        sender, logprobs = self._host.sender, partial(first_logprobs, run)
-        run.ticket = sender.issue(ticket, run.id, run.request.prompt_len, logprobs, is_parked=run.is_parked)
+        ticket = self._host.new_ticket(run.ref, run.requests, len(run.request.token_ids))
+        run.ticket = self._host.sender.issue(
+            ticket,
+            run.sequences,
+            run.request.prompt_len,
+            partial(committed_outputs, run),
+            is_parked=run.is_parked,
+        )
         run.send(ticket=run.ticket)
 
     def _release(self, run: PrefillRun, failure: wire.Failure | None) -> None:
         self.queue.remove(run)
         # The ticket of a finished sequence stays: a late fetch is answered that nothing is left.
-        if run.ticket is not None and run.finished is None:
+        if run.ticket is not None and not run.is_finished:
             self._host.sender.cancel(run.ticket.id, failure or wire.Failure(cause=wire.CAUSE_RECLAIMED))
         if run.is_admitted:
-            self._host.loop.post(lambda engine: engine.cancel(run.id))
+            self._host.loop.post(lambda engine: [engine.cancel(sequence) for sequence in run.sequences])
 
     def _on_failure(self, run: PrefillRun, error: BaseException) -> None:
         failure = wire.Failure(cause=wire.CAUSE_ENGINE, detail=f"{type(error).__name__}: {error}")

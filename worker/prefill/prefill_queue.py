@@ -18,7 +18,8 @@ class PrefillQueue:
     def __init__(self, host: EngineHost) -> None:
         self._host = host
         self._waiting: list[PrefillRun] = []
-        self._runs: dict[str, PrefillRun] = {}
+        self._runs: dict[str, PrefillRun] = {}  # by the first sequence
+        self._by_sequence: dict[str, PrefillRun] = {}
         self._empty = asyncio.Event()
         self._empty.set()
         host.add_queue(self)
@@ -29,8 +30,8 @@ class PrefillQueue:
     def __bool__(self) -> bool:
         return bool(self._runs)
 
-    def get(self, id: str) -> PrefillRun | None:
-        return self._runs.get(id)
+    def get(self, sequence: str) -> PrefillRun | None:
+        return self._by_sequence.get(sequence)
 
     async def wait_empty(self) -> None:
         await self._empty.wait()
@@ -49,6 +50,7 @@ class PrefillQueue:
 
     def add(self, run: PrefillRun) -> None:
         self._runs[run.id] = run
+        self._by_sequence.update(dict.fromkeys(run.sequences, run))
         self._host.epochs.hold(run.ref)
         self._empty.clear()
         insort(self._waiting, run, key=_order)
@@ -62,6 +64,8 @@ class PrefillQueue:
 
     def remove(self, run: PrefillRun) -> None:
         del self._runs[run.id]
+        for sequence in run.sequences:
+            del self._by_sequence[sequence]
         self._host.epochs.release(run.ref)
         if not run.is_admitted:
             self._waiting.remove(run)
@@ -75,7 +79,8 @@ class PrefillQueue:
 
     def _blocks(self, run: PrefillRun) -> int:
         cached = 0 if run.started is None else run.started.cached
-        return self._host.blocks_for(len(run.request.token_ids) + 1 - cached)
+        own_blocks = (len(run.requests) - 1) * self._host.blocks_for(1)  # copies of the prompt's last, partial block
+        return self._host.blocks_for(len(run.request.token_ids) + 1 - cached) + own_blocks
 
 
 def _order(run: PrefillRun) -> float:

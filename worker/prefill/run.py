@@ -36,7 +36,7 @@ class PrefillRun:
     """
 
     ref: wire.Run
-    request: Request  # ``request.id`` identifies the sequence in the engine
+    requests: list[Request]  # of each output; their ids identify the sequences in the engine
     stopping: wire.Stopping
     handoff: bool
     received: float  # time.monotonic
@@ -45,9 +45,9 @@ class PrefillRun:
     traceparent: str = ""
     is_admitted: bool = False
     started: SequenceStarted | None = None
-    first_token: Token | None = None
-    is_parked: bool = False  # the first token is sampled, and more may follow
-    finished: SequenceFinished | None = None  # the first token is the last
+    first_tokens: dict[str, Token] = field(default_factory=dict)  # by sequence, as the next two
+    parked: set[str] = field(default_factory=set)  # the first token is sampled, and more may follow
+    finished: dict[str, SequenceFinished] = field(default_factory=dict)  # the first token is the last
     ticket: wire.Ticket | None = None
     is_released: bool = False  # the receiver has the cache
     error: PrefillFailed | RequestRejected | StaleOwner | None = None
@@ -59,16 +59,30 @@ class PrefillRun:
         return self.request.id
 
     @property
-    def output(self) -> int:
-        return self.request.sampling.output_index
+    def request(self) -> Request:
+        """Request of the first output, whose sequence computes the prompt."""
+        return self.requests[0]
+
+    @property
+    def sequences(self) -> list[str]:
+        return [request.id for request in self.requests]
 
     @property
     def phase(self) -> wire.RunStatus.Phase:
         return wire.RunStatus.PHASE_RUNNING if self.started else wire.RunStatus.PHASE_WAITING
 
     @property
-    def has_first_token(self) -> bool:
-        return self.is_parked or self.finished is not None
+    def has_first_tokens(self) -> bool:
+        return len(self.parked) + len(self.finished) == len(self.requests)
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether all outputs have their first token, and any continues."""
+        return self.has_first_tokens and bool(self.parked)
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self.finished) == len(self.requests)
 
     async def until(self, reached: Callable[[], bool]) -> None:
         """Wait for a fact. Raises the error of `cancel` unless the fact came first."""

@@ -43,7 +43,8 @@ class PrefillService(services.PrefillServicer):
 
     def runs(self) -> Iterator[tuple[wire.Run, int, wire.RunStatus.Phase, str]]:
         for run in self._runs:
-            yield run.ref, run.output, run.phase, run.id
+            for request in run.requests:
+                yield run.ref, request.sampling.output_index, run.phase, request.id
 
     async def drain(self) -> None:
         await self._runs.wait_empty()
@@ -85,15 +86,16 @@ class PrefillService(services.PrefillServicer):
         if not self._runs:
             return
         for run, started in self._live(output.started):
-            run.started = started
-            run.wake()
+            if started.id == run.id:
+                run.started = started
+                run.wake()
         for run, part in self._live(output.prompt_logprobs):
             run.send(prompt_logprobs=prompt_logprobs(run, part))
         for run, token in self._live(output.tokens):
-            run.first_token = token
+            run.first_tokens[token.id] = token
         for id in output.parked:
             if parked := self._runs.get(id):
-                parked.is_parked = True
+                parked.parked.add(id)
                 parked.wake()
         for run, finished in self._live(output.ended):
             self._on_finished(run, finished)
@@ -109,7 +111,7 @@ class PrefillService(services.PrefillServicer):
         if finished.reason in (FinishReason.FAILED, FinishReason.CANCELLED):
             run.cancel(PrefillFailed.because(wire.CAUSE_ENGINE, finished.detail or "ended by the engine"))
         else:
-            run.finished = finished
+            run.finished[finished.id] = finished
             run.wake()
 
     def _on_lease_end(self, lease: Lease) -> None:

@@ -11,7 +11,7 @@ from decant.worker.checks import check_accepts, rejected
 from decant.worker.engine_host import EngineHost
 from decant.worker.prefill.prefill_queue import PrefillQueue
 from decant.worker.prefill.run import PrefillRun, StaleOwner
-from decant.worker.wire_codec import RequestRejected, other_request, queue_key, to_request
+from decant.worker.wire_codec import RequestRejected, other_request, queue_key, to_requests
 
 
 class CallValidator:
@@ -24,16 +24,17 @@ class CallValidator:
         host, engine_request = self._host, call.engine_request
         self._check_now(call)
         name = f"prefill-{next(self._numbers)}:{call.run.request}"  # never reused: a late event belongs to no other run
-        request = to_request(
+        requests = to_requests(
             name, engine_request, model=host.model, park_after=call.handoff or _needs_park(engine_request)
         )
-        if len(request.token_ids) > host.context_length:
-            detail = f"{len(request.token_ids)} tokens; the maximum context length is {host.context_length}"
+        longest = max(len(request.token_ids) for request in requests)
+        if longest > host.context_length:
+            detail = f"{longest} tokens; the maximum context length is {host.context_length}"
             raise rejected(wire.CAUSE_NEVER_FITS, detail)
         now = time.monotonic()
         return PrefillRun(
             ref=call.run,
-            request=request,
+            requests=requests,
             stopping=engine_request.stopping,
             handoff=call.handoff,
             received=now,
@@ -57,5 +58,5 @@ class CallValidator:
 
 def _needs_park(engine_request: wire.EngineRequest) -> bool:
     """Whether to park after one token, because more are allowed."""
-    prior_tokens = packed.count(engine_request.outputs[0].tokens) if engine_request.outputs else 0
+    prior_tokens = min((packed.count(output.tokens) for output in engine_request.outputs), default=0)
     return engine_request.stopping.max_tokens > prior_tokens + 1

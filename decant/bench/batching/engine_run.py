@@ -89,7 +89,7 @@ def make_engine(
     limits = Limits(max(token_budget, max_running), max_running, context_length, NO_LIMIT_S)
     engine = Engine(part, limits, clock=time.perf_counter)
     if separate_prefill:
-        engine.scheduler = SeparatePrefill(engine.pool, limits, engine.predictor)
+        engine.scheduler = SeparatePrefill(engine.pool, limits, engine.copy_block, engine.predictor)
     return engine
 
 

@@ -112,7 +112,7 @@ def test_blocks_received_before_an_abort_stay_cached(make: MakeDevice) -> None:
     arrival.abort()
     assert receiver.transfers.reserve(MOVED).cached_blocks == 3
     receiver.cancel("moved")
-    tokens, written = (*MOVED.token_ids, *payload.commit.output), log["moved"].text
+    tokens, written = (*MOVED.token_ids, *payload.commit.outputs[0].tokens), log["moved"].text
     run(receiver, replace(MOVED, token_ids=tokens, prompt_tokens=MOVED.prompt_len, park_after=None), log=log)
     assert written == log["moved"].text[: len(written)]
     same_output_as_alone(log["moved"], expected(make))

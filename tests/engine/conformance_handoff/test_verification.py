@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from decant.engine.errors import TransferRejected
-from decant.engine.transfer import BlockAddress, TransferCommit, block_checksum, default_checksum, transfer_checksum
+from decant.engine.transfer import BlockAddress, CommittedOutput, block_checksum, default_checksum, transfer_checksum
 from tests.engine.conformance_handoff.harness import MOVED, engine_of, expected, flip_a_bit, parked_sender
 from tests.engine.conftest import MakeDevice
 from tests.engine.factories import (
@@ -22,8 +22,14 @@ from tests.engine.properties import nothing_is_held, same_output_as_alone
 BEYOND = BlockAddress(0, 6)
 
 
-def _change(payload: Payload, **commit: object) -> Payload:
+def _change(payload: Payload, tokens: tuple[int, ...] | None = None, **commit: object) -> Payload:
+    if tokens is not None:
+        commit["outputs"] = (payload.commit.outputs[0]._replace(tokens=tokens),)
     return replace(payload, commit=replace(payload.commit, **commit))  # type: ignore[arg-type]
+
+
+def _tokens(payload: Payload) -> tuple[int, ...]:
+    return payload.commit.outputs[0].tokens
 
 
 BROKEN: dict[str, tuple[str, Callable[[Payload], Payload]]] = {
@@ -79,13 +85,13 @@ BROKEN: dict[str, tuple[str, Callable[[Payload], Payload]]] = {
     "the commit says more tokens": ("not of this sequence", lambda c: _change(c, computed=c.commit.computed + 1)),
     "the commit's output is changed": (
         "does not match its checksum",
-        lambda c: _change(c, output=(c.commit.output[0] ^ 1, *c.commit.output[1:])),
+        lambda c: _change(c, tokens=(_tokens(c)[0] ^ 1, *_tokens(c)[1:])),
     ),
-    "the commit's output is cut": ("not of this sequence", lambda c: _change(c, output=c.commit.output[:-1])),
-    "the commit has no output": ("not of this sequence", lambda c: _change(c, output=())),
+    "the commit's output is cut": ("not of this sequence", lambda c: _change(c, tokens=_tokens(c)[:-1])),
+    "the commit has no output": ("not of this sequence", lambda c: _change(c, tokens=())),
     "the commit is of a shorter output": (
         "does not match its checksum",
-        lambda c: _change(c, output=c.commit.output[:-1], computed=c.commit.computed - 1),
+        lambda c: _change(c, tokens=_tokens(c)[:-1], computed=c.commit.computed - 1),
     ),
 }
 """Change of a payload, and the message of the check that detects it."""
@@ -126,7 +132,7 @@ def test_a_byte_that_flips_before_the_export_is_detected(make: MakeDevice) -> No
 def test_an_output_that_does_not_start_with_the_known_tokens_is_refused(make: MakeDevice) -> None:
     sender, _ = parked_sender(make)
     payload, receiver = export_sequence(sender, "moved"), engine_of(make)
-    known = (*MOVED.token_ids, payload.commit.output[0] ^ 1)
+    known = (*MOVED.token_ids, _tokens(payload)[0] ^ 1)
     request = replace(MOVED, token_ids=known, prompt_tokens=MOVED.prompt_len)
     with pytest.raises(TransferRejected, match="not of this sequence"):
         import_sequence(receiver, request, payload)
@@ -134,6 +140,18 @@ def test_an_output_that_does_not_start_with_the_known_tokens_is_refused(make: Ma
 
 
 def test_the_checksum_of_a_commit_covers_blocks_output_and_length() -> None:
-    commit = TransferCommit(3, (5,), transfer_checksum(default_checksum, 3, (5,), (7, 8)))
-    others = [(4, (5,), (7, 8)), (3, (6,), (7, 8)), (3, (5,), (8, 7)), (3, (5, 7), (8,)), (3, (), (5, 7, 8))]
-    assert commit.checksum not in {transfer_checksum(default_checksum, *words) for words in others}
+    def checksum_of(computed: int, checksums: tuple[int, ...], *outputs: tuple[int, tuple[int, ...]]) -> int:
+        return transfer_checksum(default_checksum, computed, [CommittedOutput(*each) for each in outputs], checksums)
+
+    checksum = checksum_of(3, (7, 8), (0, (5,)))
+    others = [
+        checksum_of(4, (7, 8), (0, (5,))),
+        checksum_of(3, (7, 8), (0, (6,))),
+        checksum_of(3, (7, 8), (1, (5,))),
+        checksum_of(3, (8, 7), (0, (5,))),
+        checksum_of(3, (8,), (0, (5, 7))),
+        checksum_of(3, (5, 7, 8), (0, ())),
+        checksum_of(3, (7, 8), (0, (5,)), (1, (5,))),
+        checksum_of(3, (7, 8), (1, (5,)), (0, (5,))),
+    ]
+    assert len({checksum, *others}) == 1 + len(others)

@@ -84,7 +84,7 @@ FAULTS: dict[Callable[[Patch], None], str] = {
     release_no_table: "own no live sequence",
     free_a_block_twice: "free twice",
     share_without_counting: "reference counts differ",
-    allocate_a_held_block: "lists a block twice|is shared|shares a block",
+    allocate_a_held_block: "lists a block twice|is shared|shares a block|holds other bytes",
     keep_the_hash_of_an_evicted_block: "published|free block has a hash|does not hold|is shared",
     hash_without_the_parent: "stands for two|sequences that differ",
     mix_the_salts: "stands for two|sequences that differ",

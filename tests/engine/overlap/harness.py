@@ -69,7 +69,7 @@ class Overlapping(FakeDevice):
 class WatchedOverlapping(Overlapping, Watched):
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         properties.plan_keeps_the_limits(self.engine, plan)
-        properties.no_prompt_follows_one_that_was_cut(plan)
+        properties.no_prompt_follows_one_that_was_cut(plan, self.forked)
         return super().submit(plan)
 
 
