@@ -194,7 +194,8 @@ class Engine:
             request, start, end, timeline = sequence.request, sequence.num_computed, row.end, sequence.timeline
             if timeline.scheduled is None:
                 timeline.scheduled = started
-                output.started.append(SequenceStarted(request.id, start, len(sequence.tokens), timeline))
+                cached, tokens, is_fork = start, len(sequence.tokens), sequence.is_fork
+                output.started.append(SequenceStarted(request.id, cached, tokens, timeline, is_fork))
             sequence.num_computed = end
             if end % size < end - start and timeline.finished is None:
                 self._on_blocks_filled(sequence, start // size, end // size, output)

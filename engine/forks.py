@@ -21,7 +21,7 @@ def link(root: Sequence, forks: Iterable[Sequence]) -> None:
     """Make ``forks`` wait for the prompt of ``root``, which has the same."""
     root.forks = list(forks)
     for fork in root.forks:
-        fork.forked_from = root
+        fork.forked_from, fork.is_fork = root, True
     for sequence in (root, *root.forks):
         sequence.siblings = root.siblings
     root.siblings += (root, *root.forks)

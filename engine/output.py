@@ -37,12 +37,16 @@ class SequenceFinished(NamedTuple):
 
 
 class SequenceStarted(NamedTuple):
-    """Start of a sequence: ``cached`` of its ``tokens`` tokens have KV. ``timeline`` is its own and keeps changing."""
+    """Start of a sequence: ``cached`` of its ``tokens`` tokens have KV. ``timeline`` is its own and keeps changing.
+
+    ``is_fork``: the prompt was computed by another sequence.
+    """
 
     id: str
     cached: int
     tokens: int
     timeline: Timeline
+    is_fork: bool = False
 
 
 class BlockFilled(NamedTuple):

@@ -56,6 +56,7 @@ class Sequence:
     block_checksums       made when a block is filled, if ``park_after`` is set
     forks                 further outputs of the same prompt, which start once its KV is computed here
     forked_from           the sequence in whose ``forks`` this one is; None: it has started, or is no fork
+    is_fork               another sequence computes, or computed, its prompt
     siblings              live sequences of the same prompt, this one included; empty: there are no others
     """
 
@@ -66,6 +67,7 @@ class Sequence:
         "forked_from",
         "forks",
         "in_flight",
+        "is_fork",
         "next_check_length",
         "num_computed",
         "order",
@@ -87,6 +89,7 @@ class Sequence:
         self.block_table: BlockTable | None = None
         self.forks: list[Sequence] = []
         self.forked_from: Sequence | None = None
+        self.is_fork = False
         self.siblings: list[Sequence] = []
         self.order = order
         self.state = None if request.is_plain_greedy else SamplerState(request)

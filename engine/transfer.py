@@ -247,7 +247,7 @@ class IncomingSequence:
             owner.copy_prefix(self.sequence, computed, table.num_blocks)
             self.sequence.forks, self.sequence.block_table = [], None
         table.owner, owner.block_table = owner.id, table
-        owner.num_computed, owner.forked_from = computed, None
+        owner.num_computed, owner.forked_from, owner.is_fork = computed, None, self.sequence.is_fork
         owner.prompt_logprobs_sent = owner.request.prompt_len  # the sender emitted them
 
     def abort(self) -> None:

@@ -47,6 +47,16 @@ class StoredRequest:
 WRITE_BYTES = 1024
 
 
+def num_generated(payload: GenerateRequest) -> int:
+    """Number of outputs that workers generate for a request."""
+    return max(1, payload.sampling.n, payload.sampling.best_of)
+
+
+def returns_best(payload: GenerateRequest) -> bool:
+    """Whether more outputs are generated than returned: those with the highest log-probabilities."""
+    return payload.sampling.best_of > max(1, payload.sampling.n)
+
+
 class LogprobsOptions(NamedTuple):
     """Numbers of alternatives; None for no logprobs."""
 
@@ -57,7 +67,7 @@ class LogprobsOptions(NamedTuple):
     def of(cls, payload: GenerateRequest) -> LogprobsOptions:
         response = payload.response
         return cls(
-            response.logprobs if response.HasField("logprobs") else None,
+            response.logprobs if response.HasField("logprobs") else 0 if returns_best(payload) else None,
             response.prompt_logprobs if response.HasField("prompt_logprobs") else None,
         )
 

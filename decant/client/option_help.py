@@ -25,6 +25,7 @@ OPTION_HELP = {
     "repetition_penalty": "above 0, to 10, counts prompt and output, 1 is off; unset: the model's",
     "seed": "the same seed, prompt and model give the same tokens on CPUs of one kind; unset: drawn",
     "n": "outputs for this prompt",
+    "best_of": "outputs to generate, of which the n likeliest are returned; not in a stream",
     "logit_bias": "token id to a number from -100 to 100 that is added to its logit",
     "max_tokens": "maximum output tokens, from 1; unset: what the context length leaves",
     "min_tokens": "no stop and no end of sequence before this many output tokens; 0",

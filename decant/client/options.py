@@ -39,6 +39,7 @@ class Options(TypedDict, total=False):
     repetition_penalty: float | None
     seed: int | None
     n: int | None
+    best_of: int | None
     logit_bias: Mapping[int, float] | None
     # StoppingParams
     max_tokens: int | None

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import worker_pb2 as wire
+from decant.state.owned import num_generated
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ def least_size(request: pb.GenerateRequest, prompt_tokens: int, context_length: 
     is_limit_set = stopping.HasField("max_tokens") and stopping.max_tokens <= left
     max_tokens = stopping.max_tokens if is_limit_set else left
     is_forced = stopping.ignore_eos and not stopping.stop and not stopping.stop_token_ids
-    min_tokens, outputs = max_tokens if is_forced else stopping.min_tokens, max(1, request.sampling.n)
+    min_tokens, outputs = max_tokens if is_forced else stopping.min_tokens, num_generated(request)
     return RequestSize(prompt_tokens, max_tokens, min_tokens, is_limit_set, outputs)
 
 

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 from decant.protos import inference_pb2 as pb
 from decant.router.api.response_writer import ResponseWriter
-from decant.router.request.stored import RequestSnapshot, finish_to_record, finished_outputs
+from decant.router.request.stored import RequestSnapshot, finish_to_record
 from decant.router.request.token_stream import RecordedStream, TokenStream
 from decant.router.request.usage import receipt_of, usage_of
 from decant.router.text.served_model import ServedModel
@@ -40,6 +40,8 @@ def _result(stream: TokenStream, model: ServedModel) -> pb.GenerateResponse:
         return result
     now = asyncio.get_running_loop().time()
     result.receipt.CopyFrom(receipt_of(stream, now) if recorded is None else recorded.receipt)
-    for finished in finished_outputs(stream, finish_to_record(end)[1]):
-        result.outputs[finished.index].finished.CopyFrom(finished)
+    reason = finish_to_record(end)[1]
+    for output in result.outputs:
+        if reason is not None and not output.HasField("finished"):
+            output.finished.CopyFrom(pb.Finished(index=output.index, finish_reason=reason))
     return result

@@ -13,6 +13,7 @@ from decant.router.text.output_text import new_output_text
 from decant.router.text.served_model import ServedModel
 from decant.runtime.errors import ServiceError
 from decant.runtime.packed import unpack
+from decant.state.owned import returns_best
 
 MAX_DELTA_TOKENS = 1024
 """With 20 alternatives each about 1 MiB, a quarter of the default limit of gRPC clients."""
@@ -62,16 +63,16 @@ class OutputReader:
         """Text that was held back; called once, after the last token."""
         return "" if self._text is None else self._text.flush()
 
-    def all_so_far(self) -> pb.Output:
-        """The output as one message: what is there now."""
+    def all_so_far(self, index: int) -> pb.Output:
+        """The output as one message: what is there now, as the output ``index`` of the answer."""
         options, tokens, finish = self._options, self.output.tokens, self.output.finish
-        message = pb.Output(index=self.output.index, token_ids=tokens if options.token_ids else ())
+        message = pb.Output(index=index, token_ids=tokens if options.token_ids else ())
         if self._text is not None and (tokens or finish is not None):
             message.text = options.echo + self._text.add(tokens) + (self.flush_text() if finish is not None else "")
         if options.logprobs is not None:
             message.logprobs.extend(self._logprobs(0, len(tokens)))
         if finish is not None:
-            message.finished.CopyFrom(finish.finished(self.output.index))
+            message.finished.CopyFrom(finish.finished(index))
         return message
 
     def _logprobs(self, first: int, end: int) -> list[pb.TokenLogprob]:
@@ -157,10 +158,18 @@ class ResponseWriter:
         return pb.GenerateResponse(
             request_id=stream.request.key.id,
             model=self._model.id,
-            outputs=[reader.all_so_far() for reader in self._readers],
+            outputs=[reader.all_so_far(index) for index, reader in enumerate(self._returned())],
             seed=stream.request.engine_request.sampling.seed,
             prompt_logprobs=self._prompt_logprobs(),
         )
+
+    def _returned(self) -> list[OutputReader]:
+        """Readers of the outputs that the client gets: all, or the best ones, the best first."""
+        payload = self._stream.request.payload
+        if not returns_best(payload):
+            return self._readers
+        best = sorted(self._readers, key=lambda reader: reader.output.mean_logprob, reverse=True)
+        return best[: max(1, payload.sampling.n)]
 
     def _finish(self) -> Finish:
         end = self._stream.end

@@ -39,6 +39,7 @@ from decant.runtime.telemetry import tracing
 from decant.runtime.telemetry.metrics import RequestMetrics
 from decant.runtime.telemetry.tracing import Span
 from decant.state.ids import Incarnation, RequestKey
+from decant.state.owned import returns_best
 
 _CANCELLED = pb.CancelGenerationResponse.STATUS_CANCELLED
 _ALREADY_FINISHED = pb.CancelGenerationResponse.STATUS_ALREADY_FINISHED
@@ -91,6 +92,8 @@ class InferenceService:
 
     @authenticated
     async def GenerateStream(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> None:  # noqa: N802
+        if returns_best(request):
+            raise InvalidArgument("sampling.best_of", "at most sampling.n in a stream", request.sampling.best_of)
         with _span("GenerateStream", request.request_id, call) as span:
             await self._stream(await self._begin(request, call, span), (), call)
 
@@ -109,6 +112,8 @@ class InferenceService:
         key = _key_of(request, call)
         with _span("ResumeStream", key.id, call):
             stream = await self._registry.resume(key, call.send_acceptance)
+            if returns_best(stream.request.payload):
+                raise InvalidArgument("request_id", "that of a request without sampling.best_of", key.id)
             await self._stream(stream, _sent_counts(request, stream), call)
 
     async def _begin(self, request: pb.GenerateRequest, call: AuthenticatedCall, span: Span) -> TokenStream:

@@ -42,6 +42,7 @@ from decant.runtime.error_details import Reason
 from decant.runtime.errors import RETRY_AFTER_SECONDS, InvalidArgument, Unavailable, Unimplemented
 from decant.runtime.packed import pack
 from decant.state.ids import RequestKey
+from decant.state.owned import num_generated, returns_best
 
 LISTED_BYTES = 16 * 1024
 """Up to this size unknown fields are listed, in about ten milliseconds."""
@@ -88,10 +89,10 @@ async def validate(
     engine_request = wire.EngineRequest(
         model=model.id,
         prompt=pack(prompt),
-        outputs=[wire.OutputPrefix(output=index) for index in range(max(1, request.sampling.n))],
+        outputs=[wire.OutputPrefix(output=index) for index in range(num_generated(request))],
         sampling=sampling,
         stopping=stopping,
-        logprobs=options.logprobs,
+        logprobs=0 if options.logprobs is None and returns_best(request) else options.logprobs,
         prompt_logprobs=options.prompt_logprobs,
         priority=request.priority,
         salt=salt_of(tenant, request.cache.cache_salt),
@@ -243,6 +244,9 @@ def _sampling(params: pb.SamplingParams, model: ServedModel) -> wire.Sampling:
     check_sampling(params)
     if params.HasField("n") and not 1 <= params.n <= MAX_OUTPUTS:
         raise InvalidArgument("sampling.n", f"1 to {MAX_OUTPUTS}", params.n)
+    returned = max(1, params.n)
+    if params.HasField("best_of") and not returned <= params.best_of <= MAX_OUTPUTS:
+        raise InvalidArgument("sampling.best_of", f"from n, {returned}, to {MAX_OUTPUTS}", params.best_of)
     _check_bias(params.logit_bias, model)
     # The request overrides the model's defaults, but for the bias, which has none.
     sampling = pb.SamplingParams()

@@ -61,7 +61,7 @@ class Output:
         self._base = request.prompt_tokens
         self._limit = request.engine_request.stopping.max_tokens
         self._vocab_size = request.vocab_size
-        self._has_logprobs = request.output_options.logprobs is not None
+        self._has_logprobs = request.engine_request.HasField("logprobs")
         self._now = asyncio.get_running_loop().time
 
     def begin_writing(self) -> None:
@@ -70,6 +70,12 @@ class Output:
         self._text = None if new_text is None else new_text()
         for token in self.tokens:
             self._search_stop_string(token)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens, if they have logprobs."""
+        entries = self.logprobs.entries()
+        return sum(entry.logprob for entry in entries) / max(1, len(entries))
 
     @property
     def is_stopped_here(self) -> bool:

@@ -32,6 +32,8 @@ ROUTERS = 2
 STEP_S = 0.001
 PROMPT = 21
 WANTED = 7
+OUTPUTS = 1, 3
+"""Of the requests in turn."""
 MOST = 100
 
 SENDER, RECEIVER = "p", "d"
@@ -78,7 +80,8 @@ class FaultInjection:
     proxies: dict[str, Proxy]
     _numbers: Iterator[int] = field(default_factory=count)
 
-    def request(self) -> tuple[ValidRequest, list[int]]:
+    def request(self) -> tuple[ValidRequest, list[list[int]]]:
+        """Make a request for one output, then one for three, and so on; return it with the tokens of each output."""
         number = next(self._numbers)
         return _request(number), _expected(number)
 
@@ -102,7 +105,7 @@ class FaultInjection:
         cuts = self.arm(*points)
         stream = await self.one.answer(request)
         assert isinstance(stream.end, Finish), (points, stream.end)
-        assert stream.outputs[0].tokens == expected, points
+        assert [output.tokens for output in stream.outputs] == expected, points
         await self.quiet()
         return cuts
 
@@ -136,15 +139,15 @@ def _request(number: int) -> ValidRequest:
 
 
 @cache
-def _expected(number: int) -> list[int]:
-    return run_alone(_work(number))
+def _expected(number: int) -> list[list[int]]:
+    return [run_alone(_work(number, [index])) for index in range(OUTPUTS[number % 2])]
 
 
-def _work(number: int) -> wire.EngineRequest:
+def _work(number: int, outputs: Sequence[int] = ()) -> wire.EngineRequest:
     return wire.EngineRequest(
         model=MODEL,
         prompt=pack(tokens(PROMPT, number)),
-        outputs=[wire.OutputPrefix(output=0)],
+        outputs=[wire.OutputPrefix(output=index) for index in outputs or range(OUTPUTS[number % 2])],
         sampling=wire.Sampling(temperature=0.8, top_p=1, repetition_penalty=1, seed=number),
         stopping=wire.Stopping(max_tokens=WANTED),
         salt=b"tenant",

@@ -37,6 +37,7 @@ PRINTED = {
     "many_at_once.py": r"'import .+\n'def main.+\n'for key, .+\n",
     "models_served.py": r"small at \w+ with 4096 tokens\nprompt and output together: 2048\n.+ temperature \S+\n",
     "resume_stream.py": r".+\nleft after \d+ tokens, read to the end after \d+\n",
+    "several_outputs.py": r"[012] .+\noutput 2 ends by (length|stop): .+\nthe likeliest of six: .+\n",
     "server_info.py": r"router \S+ of version .+ serves small .+\nat most 20 alternatives .+\nnot implemented: .+\n",
     "tls.py": r"over TLS: \S+\n",
     "tokens.py": r"7 tokens: \['def', .+\]\ndef add\(a, b\):\n",

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from decant.protos import inference_pb2 as pb
 from decant.protos.inference_pb2_grpc import InferenceServiceStub
-from tests.e2e.client_checks import generate_request, join_messages, open_stub
+from tests.e2e.client_checks import generate_request, open_stub
 from tests.e2e.deployment import PATIENCE_S, Deployment, Worker, deployment
 from tests.trace_collector import Collector, collecting
 from tests.worker.waiting import eventually
@@ -13,7 +14,9 @@ from tests.worker.waiting import eventually
 pytestmark = pytest.mark.slow
 
 PROMPT = "def total(values):\n    result = 0\n" * 12
-TOKENS = 600
+OUTPUTS = 2
+TOKENS = 400
+"""Of each output."""
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
@@ -25,8 +28,9 @@ async def owner_of_a_run(running: Deployment) -> Worker | None:
     return None
 
 
-async def tokens(stub: InferenceServiceStub, running: Deployment | None = None) -> list[int]:
-    request = generate_request(PROMPT, max_tokens=TOKENS)
+async def tokens(stub: InferenceServiceStub, running: Deployment | None = None) -> list[list[int]]:
+    sampling = pb.SamplingParams(temperature=1.0, seed=1, n=OUTPUTS)
+    request = generate_request(PROMPT, sampling=sampling, max_tokens=TOKENS)
     request.stopping.ignore_eos = True
     messages = []
     killed = None
@@ -39,9 +43,12 @@ async def tokens(stub: InferenceServiceStub, running: Deployment | None = None) 
                 killed.process.kill()
                 running.workers.remove(killed)
     assert (killed is not None) == (running is not None)
-    answer = join_messages(messages)
-    assert answer.receipt.attempts == (1 if running is None else 2)
-    return answer.ids
+    assert messages[-1].receipt.attempts == (1 if running is None else 2)
+    ids: list[list[int]] = [[] for _ in range(OUTPUTS)]
+    for message in messages:
+        if message.HasField("delta"):
+            ids[message.delta.index] += message.delta.token_ids
+    return ids
 
 
 def of_the_trace(collector: Collector) -> list[tuple[str, Any]]:
@@ -73,7 +80,7 @@ async def test_an_answer_outlives_the_decode_worker_that_writes_it(monkeypatch: 
             channel, stub = open_stub(running.address)
             async with channel:
                 whole = await tokens(stub)
-                assert len(whole) == TOKENS
+                assert [len(ids) for ids in whole] == [TOKENS] * OUTPUTS
                 assert await tokens(stub, running) == whole
             await asyncio.to_thread(running.settled)
             ends = {"GenerateStream", "prefill", "decode"}

@@ -129,7 +129,7 @@ class Core:
 async def until_ended(stream: TokenStream) -> TokenStream:
     async with asyncio.timeout(PATIENCE):
         while stream.end is None:
-            await stream.wait_beyond(len(stream.outputs[0].tokens))
+            await stream.wait_beyond(stream.num_tokens)
     return stream
 
 

@@ -21,7 +21,7 @@ class Reader:
     ) -> None:
         self.stream = stream
         self.messages: list[pb.GenerateStreamResponse] = []
-        self.answer = ResponseWriter(stream, served or tiny(), [after_seq])
+        self.answer = ResponseWriter(stream, served or tiny(), [after_seq] if after_seq else ())
         self.account = RequestMeter(stream, RequestMetrics(Registry(process=False)).of("tiny-python"))
         self._pace = pace
 

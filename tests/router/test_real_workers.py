@@ -33,12 +33,14 @@ class Deployment:
     received: int = 0
     """Tokens, of all answers."""
 
-    async def answer(self, prompt: int, count: int, id: str = "") -> tuple[list[int], pb.Receipt]:
-        ids: list[int] = []
+    async def answer(self, prompt: int, count: int, id: str = "") -> tuple[list[list[int]], pb.Receipt]:
+        """Tokens of each output: of three for odd prompts, else of one."""
+        request = generate_request(prompt, count, id)
+        ids: list[list[int]] = [[] for _ in range(request.sampling.n)]
         last = pb.GenerateStreamResponse()
-        async for message in self.stub.GenerateStream(generate_request(prompt, count, id), timeout=PATIENCE):
+        async for message in self.stub.GenerateStream(request, timeout=PATIENCE):
             if message.HasField("delta"):
-                ids += message.delta.token_ids
+                ids[message.delta.index] += message.delta.token_ids
                 self.received += len(message.delta.token_ids)
             last = message
         return ids, last.receipt
@@ -70,7 +72,7 @@ def generate_request(prompt: int, count: int, id: str = "") -> pb.GenerateReques
     return pb.GenerateRequest(
         request_id=id,
         token_ids=pb.TokenIds(ids=[1 + (prompt * k) % 300 for k in range(prompt)]),
-        sampling=pb.SamplingParams(seed=prompt, temperature=1.0),
+        sampling=pb.SamplingParams(seed=prompt, temperature=1.0, n=3 if prompt % 2 else 1),
         stopping=pb.StoppingParams(max_tokens=count, ignore_eos=True),
         response=pb.ResponseOptions(token_ids=True, text=False),
     )
@@ -113,7 +115,7 @@ async def test_answers_survive_the_loss_of_a_decode_worker_and_nothing_is_left(
         prompts = range(20, 28)
         quiet = await asyncio.gather(*[harness.answer(prompt, 40) for prompt in prompts])
         for ids, receipt in quiet:
-            assert len(ids) == 40
+            assert {len(each) for each in ids} == {40}
             assert receipt.prefill_worker == "p"
             assert receipt.decode_worker in "de"
             assert receipt.attempts == 1

@@ -41,7 +41,7 @@ class WorkerMetrics:
         for started in output.started:
             if started.id in self._arriving:
                 self._arriving.remove(started.id)
-            else:
+            elif not started.is_fork:
                 self._metrics.prompt[PromptSource.CACHED].inc(started.cached)
                 self._metrics.prompt[PromptSource.COMPUTED].inc(started.tokens - started.cached)
         for ended in output.ended:
