@@ -1,4 +1,4 @@
-"""Compile protos/*.proto and the C++ kernels during the build.
+"""Compile protos/*.proto, protos/vllm/*.proto and the C++ kernels during the build.
 
 A wheel gets the stubs in its build folder, an editable install beside the sources. The compiler is a build step of its
 own: in an editable install setuptools turns an error of a customised `build_py` into a warning.
@@ -17,7 +17,12 @@ from setuptools.command.build import build
 from setuptools.errors import ExecError
 
 PROTOS = Path("decant/protos")
+FOLDERS = (PROTOS, PROTOS / "vllm")
 GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py")
+
+
+def sources() -> list[Path]:
+    return [path for folder in FOLDERS for path in sorted(folder.glob("*.proto"))]
 
 
 def include_paths() -> list[str]:
@@ -51,18 +56,18 @@ class CompileProtos(Command):
         self.build_lib = self.get_finalized_command("build_py").build_lib
 
     def run(self) -> None:
-        sources = sorted(PROTOS.glob("*.proto"))
-        if not sources:
+        compiled = sources()
+        if not compiled:
             raise ExecError("no protos/*.proto beside setup.py: the source tree is incomplete")
         out = Path(".") if self.editable_mode else Path(self.build_lib)
-        for stale in (path for pattern in GENERATED for path in (out / PROTOS).glob(pattern)):
+        for stale in (path for folder in FOLDERS for pattern in GENERATED for path in (out / folder).glob(pattern)):
             stale.unlink()
         os.makedirs(out, exist_ok=True)
-        for source in sources:
+        for source in compiled:
             compile_proto(source, out)
 
     def get_source_files(self) -> list[str]:
-        return [path.as_posix() for path in sorted(PROTOS.glob("*.proto"))]
+        return [path.as_posix() for path in sources()]
 
     def get_outputs(self) -> list[str]:
         return sorted(self.get_output_mapping())

@@ -142,7 +142,7 @@ async def _router(url: str) -> AsyncIterator[str]:
         process = RouterProcess(settings, served, auth.load(settings.credentials, served), store)
         stack.push_async_callback(process.close)
         parts = process.readiness, process.registry
-        async with _served([process.service], settings, parts, process.start) as address:
+        async with _served(process.services, settings, parts, process.start) as address:
             yield address
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -20,6 +21,7 @@ from decant.router.admission.control import AdmissionControl
 from decant.router.admission.quota import QuotaLeases
 from decant.router.api.auth import Authenticator
 from decant.router.api.auth import load as load_callers
+from decant.router.api.generation_calls import GenerationCalls
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.execution.journal_writer import JournalWriter
 from decant.router.execution.queue_depth import set_queue_metrics
@@ -35,6 +37,8 @@ from decant.router.recovery.takeover import OrphanRecovery
 from decant.router.settings import RouterSettings
 from decant.router.text.served_model import Models, load
 from decant.router.timings import RouterTimings
+from decant.router.vllm.engine_info import EngineInfoSource
+from decant.router.vllm.service import VllmEngineService
 from decant.router.workers.pool import WorkerPool
 from decant.runtime.background import BackgroundTask, run_restarting
 from decant.runtime.connections.peer import default_id, new_peer
@@ -93,7 +97,7 @@ async def _serve(settings: RouterSettings, models: Models, callers: Authenticato
         process = RouterProcess(settings, models, callers, store)
         stack.push_async_callback(process.close)
         ended = await serve(
-            [process.service],
+            process.services,
             settings,
             process.readiness,
             process.registry,
@@ -145,8 +149,11 @@ class RouterProcess:
         self.registry.before_scrape(self._set_gauges)
         self.registry.pages["/requests"] = self._requests_page
         info = self._server_info(settings)
-        service = InferenceService(models, self.requests, info, metrics, callers, timings.unread_s)
-        self.service = service.service()
+        calls = GenerationCalls(models, self.requests, metrics, timings.unread_s)
+        self.services = (
+            InferenceService(calls, self.requests, info, callers).service(),
+            VllmEngineService(calls, self.requests, self._engine_info(), callers, settings.priorities).service(),
+        )
         self._settings = settings
         self._timings = timings
         self._store = store
@@ -241,6 +248,16 @@ class RouterProcess:
 
     def _requests_page(self) -> bytes:
         return requests_page(self.requests.executions.open.values(), asyncio.get_running_loop().time())
+
+    def _engine_info(self) -> EngineInfoSource:
+        start = time.monotonic()
+        return EngineInfoSource(
+            version=VERSION,
+            pool=self.pool,
+            load=self.requests.load,
+            is_ready=lambda: self.readiness.is_ready,
+            uptime_s=lambda: time.monotonic() - start,
+        )
 
     def _server_info(self, settings: RouterSettings) -> ServerInfoSource:
         return ServerInfoSource(

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import Field, field_validator
 
+from decant.engine.request import MAX_PRIORITY
 from decant.runtime.byte_size import BYTE_SIZE, parse_byte_size
 from decant.runtime.settings import SettingError
 from decant.state.member_settings import MemberSettings
+
+_WHOLE_NUMBER = re.compile(r"-?\d{1,9}")
 
 
 class RouterSettings(MemberSettings):
@@ -50,6 +55,11 @@ class RouterSettings(MemberSettings):
         description="bytes of Redis' memory for results of all routers, such as 512M; the oldest are deleted first; "
         "unset: half of Redis' maxmemory, 256M without one",
     )
+    objectives: tuple[str, ...] = Field(
+        default=(),
+        description="priorities of llm-d's objectives as NAME=PRIORITY, such as critical=100; for calls of VllmEngine "
+        "with the metadata x-llm-d-inference-objective",
+    )
     serve_without_redis: bool = Field(
         default=True,
         description="accept new requests while Redis is unavailable; they cannot be resumed on another router",
@@ -66,6 +76,21 @@ class RouterSettings(MemberSettings):
             return size if size is None or parse_byte_size(size) else None
         except ValueError:
             raise SettingError("result_memory", BYTE_SIZE, size) from None
+
+    @field_validator("objectives")
+    @classmethod
+    def _objectives(cls, objectives: tuple[str, ...]) -> tuple[str, ...]:
+        for objective in objectives:
+            name, _, priority = objective.partition("=")
+            if not name or not _WHOLE_NUMBER.fullmatch(priority) or abs(int(priority)) > MAX_PRIORITY:
+                limit = f"NAME=PRIORITY with a priority from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+                raise SettingError("objectives", limit, objective)
+        return objectives
+
+    @property
+    def priorities(self) -> Mapping[str, int]:
+        """Priorities of objectives by name."""
+        return {name: int(priority) for name, _, priority in (each.partition("=") for each in self.objectives)}
 
     @property
     def result_bytes(self) -> int | None:

@@ -7,49 +7,33 @@ first token messages
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
-
-import grpc
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc
-from decant.router.admission.request_size import RequestSize, least_size
 from decant.router.api.auth import AuthenticatedCall, Authenticator, authenticated
+from decant.router.api.generation_calls import GenerationCalls, call_span
 from decant.router.api.get_generation import generation
-from decant.router.api.response_writer import ResponseWriter
 from decant.router.api.tokenizing import detokenize, tokenize
-from decant.router.api.usage import RequestMeter, meter_of
-from decant.router.api.validation import UNIMPLEMENTED_FIELDS, check_known, validate
+from decant.router.api.validation import UNIMPLEMENTED_FIELDS, check_known
 from decant.router.execution.registry import RequestRegistry
 from decant.router.limits import check_id, check_size
-from decant.router.request.output import Finish
-from decant.router.request.reader_lease import ReaderLease, wait_for_resume_point
 from decant.router.request.token_stream import Counts, TokenStream
-from decant.router.text.prompt import ASSUMED_CONTEXT_LENGTH, context_length_of, least_prompt_tokens
-from decant.router.text.served_model import Models, ServedModel
-from decant.router.timings import RouterTimings
+from decant.router.text.prompt import context_length_of
+from decant.router.text.served_model import ServedModel
 from decant.runtime.connections.channel import Deadline
-from decant.runtime.errors import Cancelled, InvalidArgument, NotFound, ServiceError
-from decant.runtime.serving.interceptor import ClientDisconnected
+from decant.runtime.errors import Cancelled, InvalidArgument, NotFound
 from decant.runtime.serving.server import Service
-from decant.runtime.telemetry import tracing
-from decant.runtime.telemetry.metrics import RequestMetrics
-from decant.runtime.telemetry.tracing import Span
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.owned import returns_best
 
 _CANCELLED = pb.CancelGenerationResponse.STATUS_CANCELLED
 _ALREADY_FINISHED = pb.CancelGenerationResponse.STATUS_ALREADY_FINISHED
 _UNKNOWN = pb.CancelGenerationResponse.STATUS_UNKNOWN_REQUEST
-_LEFT = "left"
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"]
 
-_Response = TypeVar("_Response")
-_Respond = Callable[[ReaderLease, RequestMeter], Awaitable[tuple[_Response, Finish]]]
 _ById = pb.ResumeStreamRequest | pb.GetGenerationRequest | pb.CancelGenerationRequest
 
 
@@ -67,19 +51,15 @@ class InferenceService:
 
     def __init__(
         self,
-        models: Models,
+        calls: GenerationCalls,
         registry: RequestRegistry,
         info: ServerInfoSource,
-        metrics: RequestMetrics,
         authenticator: Authenticator,
-        unread_s: float = RouterTimings().unread_s,
     ) -> None:
         self.authenticator = authenticator
-        self._models = models
+        self._calls = calls
         self._registry = registry
         self._info = info
-        self._unread_s = unread_s
-        self._metrics = {id: metrics.of(id) for id in models.by_id}
 
     def service(self) -> Service:
         return Service(
@@ -94,99 +74,29 @@ class InferenceService:
     async def GenerateStream(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> None:  # noqa: N802
         if returns_best(request):
             raise InvalidArgument("sampling.best_of", "at most sampling.n in a stream", request.sampling.best_of)
-        with _span("GenerateStream", request.request_id, call) as span:
-            await self._stream(await self._begin(request, call, span), (), call)
+        with call_span("GenerateStream", request.request_id, call) as span:
+            await self._calls.stream(await self._calls.begin(request, call, span), (), call, call.context.write)
 
     @authenticated
     async def Generate(self, request: pb.GenerateRequest, call: AuthenticatedCall) -> pb.GenerateResponse:  # noqa: N802
-        with _span("Generate", request.request_id, call) as span:
-            stream = await self._begin(request, call, span)
-
-            async def respond(_: ReaderLease, meter: RequestMeter) -> tuple[pb.GenerateResponse, Finish]:
-                return await ResponseWriter(stream, self._model(stream)).collect(meter)
-
-            return await self._read(stream, (), call, respond)
+        with call_span("Generate", request.request_id, call) as span:
+            return await self._calls.collect(await self._calls.begin(request, call, span), call)
 
     @authenticated
     async def ResumeStream(self, request: pb.ResumeStreamRequest, call: AuthenticatedCall) -> None:  # noqa: N802
         key = _key_of(request, call)
-        with _span("ResumeStream", key.id, call):
+        with call_span("ResumeStream", key.id, call):
             stream = await self._registry.resume(key, call.send_acceptance)
             if returns_best(stream.request.payload):
                 raise InvalidArgument("request_id", "that of a request without sampling.best_of", key.id)
-            await self._stream(stream, _sent_counts(request, stream), call)
-
-    async def _begin(self, request: pb.GenerateRequest, call: AuthenticatedCall, span: Span) -> TokenStream:
-        tenant, deadline = call.tenant, Deadline.of(call.context)
-        served = tenant.models.find(request.model)
-        model = served.id
-        # Before any other work: an overloaded router must refuse a request cheaply.
-        check_id(request.request_id)
-        key = RequestKey(tenant.name, request.request_id)
-        with self._count_refusals(model, tenant.name):
-            size = self._least_size(request, served)
-            if size.prompt_tokens < self._context_length(served):  # a longer one is refused by its field below
-                await self._registry.check_load(key, model, size, request.priority, deadline)
-            with tracing.span("tokenize", span.traceparent):
-                valid = await validate(request, tenant.models, self._registry.max_context_length, deadline, tenant.name)
-            valid.engine_request.traceparent = span.traceparent
-            span.set(model=model, tenant=tenant.name, request_id=valid.key.id, prompt_tokens=valid.prompt_tokens)
-            return await self._registry.begin(valid, call.send_acceptance)
-
-    def _least_size(self, request: pb.GenerateRequest, model: ServedModel) -> RequestSize:
-        return least_size(request, least_prompt_tokens(request, model), self._context_length(model))
-
-    @contextmanager
-    def _count_refusals(self, model: str, tenant: str) -> Iterator[None]:
-        metrics = self._metrics[model]
-        try:
-            yield
-        except ServiceError as error:
-            if error.reason in metrics.refused:
-                metrics.refused[error.reason].inc()
-                metrics.tenants.count_refusal(tenant)
-            raise
-
-    async def _stream(self, stream: TokenStream, sent: Counts, call: AuthenticatedCall) -> None:
-        async def respond(lease: ReaderLease, meter: RequestMeter) -> tuple[None, Finish]:
-            writer = ResponseWriter(stream, self._model(stream), sent)
-            return None, await writer.stream(lease.watched(call.context.write), meter)
-
-        await self._read(stream, sent, call, respond)
-
-    def _model(self, stream: TokenStream) -> ServedModel:
-        return self._models.by_id[stream.request.engine_request.model]
-
-    async def _read(
-        self, stream: TokenStream, sent: Counts, call: AuthenticatedCall, respond: _Respond[_Response]
-    ) -> _Response:
-        """Make the call the stream's reader while ``respond`` answers it, and count how that ended."""
-        lease = ReaderLease(stream, self._unread_s)
-        meter = meter_of(stream, self._metrics[stream.request.engine_request.model])
-        outcome = _LEFT
-        try:
-            with lease:
-                await call.send_acceptance()
-                await wait_for_resume_point(stream, sent or [0] * len(stream.outputs))
-                response, finish = await respond(lease, meter)
-            outcome = pb.FinishReason.Name(finish.reason)
-            return response
-        except ServiceError as error:
-            outcome = error.label
-            raise
-        except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
-            raise ClientDisconnected from error
-        finally:
-            if stream.end is None and lease.is_last and not stream.request.deadline.has_passed:
-                self._registry.on_disconnect(stream)
-            meter.close(outcome)
+            await self._calls.stream(stream, _sent_counts(request, stream), call, call.context.write)
 
     # Accepted requests, by id
 
     @authenticated
     async def GetGeneration(self, request: pb.GetGenerationRequest, call: AuthenticatedCall) -> pb.Generation:  # noqa: N802
         snapshot = await self._registry.get(_key_of(request, call))
-        return generation(snapshot, self._model(snapshot.stream))
+        return generation(snapshot, self._calls.model_of(snapshot.stream))
 
     @authenticated
     async def CancelGeneration(  # noqa: N802
@@ -207,7 +117,7 @@ class InferenceService:
         check_known(request)
         model = call.tenant.models.find(request.model)
         async with self._registry.hold_quota(call.tenant.name):
-            return await tokenize(request, model, self._context_length(model), Deadline.of(call.context))
+            return await tokenize(request, model, self._calls.context_length(model), Deadline.of(call.context))
 
     @authenticated
     async def Detokenize(self, request: pb.DetokenizeRequest, call: AuthenticatedCall) -> pb.DetokenizeResponse:  # noqa: N802
@@ -215,10 +125,7 @@ class InferenceService:
         check_known(request)
         model = call.tenant.models.find(request.model)
         async with self._registry.hold_quota(call.tenant.name):
-            return await detokenize(request, model, self._context_length(model), Deadline.of(call.context))
-
-    def _context_length(self, model: ServedModel) -> int:
-        return context_length_of(model, self._registry.max_context_length) or ASSUMED_CONTEXT_LENGTH
+            return await detokenize(request, model, self._calls.context_length(model), Deadline.of(call.context))
 
     @authenticated
     async def ListModels(self, request: pb.ListModelsRequest, call: AuthenticatedCall) -> pb.ListModelsResponse:  # noqa: N802
@@ -256,11 +163,6 @@ class InferenceService:
             state_store_available=info.store_available(),
             draining=info.draining(),
         )
-
-
-def _span(method: str, request_id: str, call: AuthenticatedCall) -> Span:
-    parent = tracing.parent_of(call.context.invocation_metadata())
-    return tracing.span(method, parent, kind="server", request_id=request_id)
 
 
 def _sent_counts(request: pb.ResumeStreamRequest, stream: TokenStream) -> Counts:

@@ -51,6 +51,8 @@ class ServedModel:
     hashes: frozenset[int]
     """Of the tokenizer: those that a compatible worker has."""
     tokenizer: Tokenizer = field(repr=False)
+    folder: Path
+    """Of the tokenizer's files."""
     other_templates: tuple[str, ...] = ()
     """Names of the chat templates beside the default."""
     contradictions: tuple[str, ...] = ()
@@ -187,6 +189,7 @@ def served(files: ModelFiles, texts: TextWork | None = None, *, add_bos: bool = 
             contradictions=tuple(contradictions(files, tokenizer, config)),
             hashes=files.hashes,
             tokenizer=tokenizer,
+            folder=files.folder,
             texts=texts or TextWork(),
         )
     except UnsupportedDecoder as error:

@@ -78,6 +78,11 @@ class WorkerPool:
         total = sum(load.total_blocks for load in loads)
         return sum(load.used_blocks for load in loads) / total if total else 0.0
 
+    def cache_tokens(self, model: str) -> int:
+        """Tokens for which the usable workers have KV blocks."""
+        usable = (worker.load for worker in self.of(model) if worker.is_usable)
+        return sum(load.total_blocks * load.block_size for load in usable)
+
     def handoff_min_tokens(self, model: str) -> int:
         if self._handoff_min_tokens is not None:
             return self._handoff_min_tokens

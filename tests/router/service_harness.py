@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -11,12 +12,18 @@ import pytest
 
 from decant.protos import inference_pb2 as pb
 from decant.protos import inference_pb2_grpc
+from decant.protos import worker_pb2 as wire
+from decant.protos.vllm import vllm_engine_pb2_grpc
 from decant.router.api.auth import Authenticator, NoAuthentication
+from decant.router.api.generation_calls import GenerationCalls
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.limits import limits
+from decant.router.placement.capacity import PoolCapacity
 from decant.router.request.token_stream import TokenStream
 from decant.router.text.served_model import Models
 from decant.router.timings import RouterTimings
+from decant.router.vllm.engine_info import EngineInfoSource
+from decant.router.vllm.service import VllmEngineService
 from decant.runtime.connections.channel import open_channel
 from decant.runtime.connections.tls import PeerTls
 from decant.runtime.errors import (
@@ -44,6 +51,8 @@ class Harness:
     requests: ScriptedRegistry
     server: Server
     registry: Registry
+    vllm: Any
+    """Stub of ``vllm.grpc.engine.VllmEngine``."""
 
     async def stream(self) -> TokenStream:
         async with asyncio.timeout(PATIENCE):
@@ -63,12 +72,25 @@ def make_service(
     served: Models | None = None,
     callers: Authenticator | None = None,
     unread_s: float = UNREAD_S,
+    calls: GenerationCalls | None = None,
 ) -> InferenceService:
     served = served or Models([tiny()])
     reported = limits(max_queued_requests=8, resume_grace_ms=0, result_ttl_ms=0)
     about = ServerInfoSource(HERE, "1.2.3", reported, lambda: True, lambda: False)
     authenticator = callers or NoAuthentication(served)
-    return InferenceService(served, cast(Any, requests), about, RequestMetrics(registry), authenticator, unread_s)
+    calls = calls or GenerationCalls(served, cast(Any, requests), RequestMetrics(registry), unread_s)
+    return InferenceService(calls, cast(Any, requests), about, authenticator)
+
+
+def make_vllm_service(calls: GenerationCalls, requests: ScriptedRegistry, callers: Authenticator) -> VllmEngineService:
+    pool: Any = SimpleNamespace(
+        capacity=lambda model: PoolCapacity(batch_limit=8, queued_prompt_tokens=30),
+        cache_usage=lambda model: 0.25,
+        cache_tokens=lambda model: 1600,
+    )
+    load = wire.Load(running=2, waiting=1)
+    info = EngineInfoSource("1.2.3", pool, lambda: load, lambda: True, lambda: 5.0)
+    return VllmEngineService(calls, cast(Any, requests), info, callers, {"critical": 100})
 
 
 @asynccontextmanager
@@ -77,13 +99,16 @@ async def harness(
 ) -> AsyncIterator[Harness]:
     requests, registry = ScriptedRegistry(), Registry(process=False)
     served = served or Models([tiny()])
-    service = make_service(requests, registry, served, callers, unread_s).service()
-    server = Server([service], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
+    calls = GenerationCalls(served, cast(Any, requests), RequestMetrics(registry), unread_s)
+    service = make_service(requests, registry, served, callers, unread_s, calls).service()
+    vllm = make_vllm_service(calls, requests, callers or NoAuthentication(served)).service()
+    server = Server([service, vllm], ServerSettings(port=0, drain_seconds=1.0), Readiness(), registry)
     await server.start()
     running = asyncio.create_task(server.run())
     channel = open_channel(server.address, PeerTls())
     try:
-        yield Harness(inference_pb2_grpc.InferenceServiceStub(channel), requests, server, registry)
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        yield Harness(stub, requests, server, registry, vllm_engine_pb2_grpc.VllmEngineStub(channel))
     finally:
         await channel.close()
         server.shutdown.request("the test ends")

@@ -11,6 +11,7 @@ from decant.protos import inference_pb2_grpc as services
 from decant.protos import worker_pb2 as wire
 from decant.router.admission.request_size import RequestSize
 from decant.router.api.auth import NoAuthentication
+from decant.router.api.generation_calls import GenerationCalls
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.placement.capacity import PoolCapacity
 from decant.router.request.output import Finish
@@ -94,9 +95,8 @@ async def test_every_call_of_a_burst_ends_with_tokens_or_with_a_named_error(stor
     async with fleet(P, D) as workers, core(store, workers, max_active=8, queue_limit=16) as harness:
         served = Models([model(id=MODEL)])
         about = ServerInfoSource(Incarnation("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
-        service = InferenceService(
-            served, harness.requests, about, RequestMetrics(Registry(process=False)), NoAuthentication(served)
-        )
+        calls_ = GenerationCalls(served, harness.requests, RequestMetrics(Registry(process=False)))
+        service = InferenceService(calls_, harness.requests, about, NoAuthentication(served))
         settings = ServerSettings(port=0, drain_seconds=1.0)
         server = Server([service.service()], settings, Readiness(), Registry(process=False))
         await server.start()
@@ -192,7 +192,8 @@ async def test_a_text_is_refused_before_it_is_tokenized(monkeypatch: pytest.Monk
 
     about = ServerInfoSource(Incarnation("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
     metrics = RequestMetrics(Registry(process=False))
-    service = InferenceService(served, Refusing(), about, metrics, NoAuthentication(served))  # type: ignore[arg-type]
+    requests: Any = Refusing()
+    service = InferenceService(GenerationCalls(served, requests, metrics), requests, about, NoAuthentication(served))
     text = "word " * 4000
     request = pb.GenerateRequest(prompt=text, stopping=pb.StoppingParams(max_tokens=7, ignore_eos=True))
     with pytest.raises(QueueFull):

@@ -10,6 +10,7 @@ import pytest
 
 from decant.protos import inference_pb2 as pb
 from decant.router.api.auth import NoAuthentication
+from decant.router.api.generation_calls import GenerationCalls
 from decant.router.api.service import InferenceService, ServerInfoSource
 from decant.router.api.validation import check_known, validate
 from decant.router.text.chat_template import ChatTemplate
@@ -59,7 +60,8 @@ async def detokenize(request: pb.DetokenizeRequest) -> None:
 def service() -> InferenceService:
     about = ServerInfoSource(Incarnation("r", 1), "0", pb.Limits(), lambda: True, lambda: False)
     models, metrics = Models([served()]), RequestMetrics(Registry(process=False))
-    return InferenceService(models, cast(Any, ScriptedRegistry()), about, metrics, NoAuthentication(models))
+    requests = cast(Any, ScriptedRegistry())
+    return InferenceService(GenerationCalls(models, requests, metrics), requests, about, NoAuthentication(models))
 
 
 class Context:
