@@ -155,6 +155,7 @@ def up(  # noqa: PLR0913 - a command's options are its parameters
     prefill: opt.PrefillWorkers = UpOptions.prefill,
     decode: opt.DecodeWorkers = UpOptions.decode,
     port: opt.Port = UpOptions.port,
+    openai: opt.OpenAiPort = UpOptions.openai,
     host: opt.Host = UpOptions.host,
     redis_url: opt.RedisToUse = UpOptions.redis_url,
     dtype: opt.Dtype = UpOptions.dtype,

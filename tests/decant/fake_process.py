@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--does", default="")
     parser.add_argument("--variables", nargs="*", default=[])
+    parser.add_argument("--routers")
     given = parser.parse_args()
     if given.does == "refuse":
         print("stand-in: --speed: below 3, got 4", file=sys.stderr)
@@ -48,6 +49,8 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     with socket.create_server(("127.0.0.1", given.port)) as listener:
         say("credentials", **{name: os.environ[name] for name in given.variables if name in os.environ})
+        if given.routers is not None:
+            say("routers", addresses=given.routers)
         say("serving", address=f"127.0.0.1:{listener.getsockname()[1]}")
         if given.does == "load":
             say("loading steps", percent=40)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -28,11 +28,19 @@ PATIENCE_S = 150.0
 ROOT = Path(__file__).parents[2]
 
 
-def plan(workers: Mapping[str, str], routers: Mapping[str, str], redis_url: str, **limits: float) -> Plan:
+def plan(
+    workers: Mapping[str, str],
+    routers: Mapping[str, str],
+    redis_url: str,
+    *,
+    has_gateway: bool = False,
+    **limits: float,
+) -> Plan:
     def spec(name: str, does: str) -> Spec:
         arguments = ("--does", does, "--variables", *sorted(OF_PEERS | OF_SERVERS))
         return Spec(name, "tests.decant.fake_process", arguments, os.environ | {"PYTHONPATH": str(ROOT)})
 
+    gateway = spec("openai", "")
     return Plan(
         workers=tuple(spec(*one) for one in workers.items()),
         routers=tuple(spec(*one) for one in routers.items()),
@@ -41,6 +49,7 @@ def plan(workers: Mapping[str, str], routers: Mapping[str, str], redis_url: str,
         ready_seconds=limits.get("ready_seconds", PATIENCE_S),
         drain_seconds=limits.get("drain_seconds", PATIENCE_S),
         facts={},
+        gateways=(replace(gateway, arguments=(*gateway.arguments, "--routers")),) if has_gateway else (),
     )
 
 

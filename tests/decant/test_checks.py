@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from decant.command.errors import CommandFailed
+from decant.command.up import checks, listeners, resources
 from decant.command.up import command as starting
-from decant.command.up import listeners, resources
 from decant.command.up.command import check
 from decant.command.up.options import UpOptions
 from decant.models import path
@@ -205,6 +205,15 @@ def test_a_port_in_use_is_refused_with_the_process_that_holds_it() -> None:
         assert f"--port: {port} is in use" in refusal(port=port - 1, router=2)
     assert listeners.listener(port) is None
     check(UpOptions(port=port, kv_memory="32M"))
+
+
+def test_a_gateway_needs_its_package_and_a_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    with taken_port() as port:
+        assert refusal(openai=port).startswith(f"--openai: {port} is in use by process {os.getpid()} (")
+    check(UpOptions(port=0, kv_memory="32M", openai=0))
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    assert refusal(openai=0) == "--openai: needs the gateway smg: pip install 'decant-llm[openai]'"
+    check(UpOptions(port=0, kv_memory="32M"))
 
 
 def test_without_proc_a_port_in_use_is_refused_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,22 @@ def test_free_ports_for_all_routers() -> None:
     assert [spec.port for spec in plan(router=3, port=0).routers] == [0, 0, 0]
 
 
+def test_a_gateway_is_a_process_without_settings_of_decant() -> None:
+    (gateway,) = plan({"PATH": "/bin", "DECANT_LOG_LEVEL": "error"}, openai=8000).gateways
+    assert (gateway.name, gateway.port, dict(gateway.environment)) == ("openai", 8000, {"PATH": "/bin"})
+    assert flag(gateway.arguments, "--host") == "127.0.0.1"
+    assert gateway.arguments[-1] == "--routers", "their addresses are known once they listen"
+    assert plan().gateways == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("DECANT_CREDENTIALS", {}), ("DECANT_TLS_CERTIFICATE", {"DECANT_TLS_KEY": "/key"})]
+)
+def test_a_gateway_is_refused_where_it_could_not_call_the_routers(name: str, more: dict[str, str]) -> None:
+    with pytest.raises(CommandFailed, match=f"--openai: unset {name}"):
+        plan({"PATH": "/bin", name: "/file", **more}, openai=8000)
+
+
 def test_names_are_unique_where_others_use_the_same_redis() -> None:
     made = plan()
     shared = make_plan(UpOptions(kv_memory="64M", redis_url="redis://elsewhere"), "redis://elsewhere", {})

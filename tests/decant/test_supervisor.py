@@ -25,6 +25,7 @@ from decant.command.up import exec_child as lifelines
 from decant.command.up.child import Child
 from decant.command.up.options import UpOptions
 from decant.command.up.output import Output
+from decant.command.up.peers import OF_PEERS
 from decant.command.up.plan import make_plan
 from decant.command.up.supervisor import Supervisor
 from decant.runtime.backoff import Backoff
@@ -55,6 +56,22 @@ def test_routers_start_when_the_workers_are_ready_and_end_before_them(tmp_path: 
         ended = [line["process"] for line in running.lines if line["event"] == "asked to end"]
         assert ended[0] == "router-1"
         assert set(ended[1:]) == set(PAIR)
+        nothing_left(descendants, tmp_path)
+
+
+def test_a_gateway_starts_after_the_routers_with_their_addresses_and_ends_before_them(tmp_path: Path) -> None:
+    with up(tmp_path, stand_ins(PAIR, {"router-1": "", "router-2": ""}, has_gateway=True)) as running:
+        ready = running.until("up", "ready")
+        assert running.until("openai", "routers")["addresses"] == ready["address"].replace(", ", ",")
+        assert ready["openai_url"] == f"http://127.0.0.1:{port_of(running, 'openai')}/v1"
+        assert running.until("openai", "credentials").keys() & OF_PEERS == set(), "it calls no worker"
+        started = [line["process"] for line in running.lines if line["event"] == "readiness"]
+        assert started[-1] == "openai"
+        descendants = running.descendants()
+        assert running.end() == 0
+        ended = [line["process"] for line in running.lines if line["event"] == "asked to end"]
+        assert ended[0] == "openai"
+        assert set(ended[1:3]) == {"router-1", "router-2"}
         nothing_left(descendants, tmp_path)
 
 

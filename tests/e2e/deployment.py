@@ -32,7 +32,7 @@ ON_A_BUSY_MACHINE = ("--threads", "1", "--lease-ms", "60000")
 
 
 class Process:
-    def __init__(self, module: str, *arguments: str) -> None:
+    def __init__(self, module: str, *arguments: str, common: Sequence[str] = ("--log-format", "json")) -> None:
         self.module = module
         self.lines: list[dict[str, Any]] = []
         self._changed = threading.Condition()
@@ -42,9 +42,7 @@ class Process:
         out, written = os.pipe()
         self._output = open(out, "rb")  # noqa: SIM115 - closed by end
         try:
-            self._process = Forked(
-                f"decant.{module}", ("--log-format", "json", *arguments), written, self._errors.fileno()
-            )
+            self._process = Forked(f"decant.{module}", (*common, *arguments), written, self._errors.fileno())
         finally:
             os.close(written)
         self._reader = threading.Thread(target=self._read, daemon=True)

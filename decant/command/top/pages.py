@@ -101,7 +101,7 @@ def _state(target: Target, watched: _Watched) -> str:
     process = target.process
     if process is not None and (process.state == LOST or not process.is_ready):
         return process.describe()
-    if watched.error:
+    if watched.error and target.address is not None:  # a gateway is ready without an admin port
         return f"no answer: {watched.error}"
     return watched.readiness or READY
 

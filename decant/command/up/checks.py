@@ -9,6 +9,7 @@ import asyncio
 import errno
 import socket
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 from decant.command.errors import CommandFailed
@@ -80,12 +81,19 @@ async def _ping(settings: StoreSettings) -> None:
         await store.ping()
 
 
+def check_gateway(plan: Plan) -> None:
+    if plan.gateways and find_spec("smg") is None:
+        raise CommandFailed("--openai: needs the gateway smg: pip install 'decant-llm[openai]'", status=2)
+
+
 def check_ports(plan: Plan, host: str) -> None:
     for spec in plan.routers:
-        _check_port(host.strip("[]"), spec.port)
+        _check_port(host.strip("[]"), spec.port, "--port")
+    for spec in plan.gateways:
+        _check_port(host.strip("[]"), spec.port, "--openai")
 
 
-def _check_port(host: str, port: int) -> None:
+def _check_port(host: str, port: int, option: str) -> None:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -98,7 +106,7 @@ def _check_port(host: str, port: int) -> None:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 process = listener(port) or "another process"
-                advice = "give another --port, or 0 for a free one"
-                raise CommandFailed(f"--port: {port} is in use by {process}; {advice}", status=2) from None
-            where = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
+                advice = f"give another {option}, or 0 for a free one"
+                raise CommandFailed(f"{option}: {port} is in use by {process}; {advice}", status=2) from None
+            where = "--host" if error.errno == errno.EADDRNOTAVAIL else option
             raise CommandFailed(f"{where}: can't listen on {host}:{port}: {error.strerror}", status=2) from None

@@ -9,7 +9,7 @@ from typing import Any, TextIO, cast
 _WIDTH = 10
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _LEVEL_COLOURS = {"warning": 33, "error": 31, "critical": 31}
-_SHOWN_APART = {"time", "level", "event", "service", "module", "process", "exception"}
+_SHOWN_APART = {"time", "level", "event", "message", "service", "module", "process", "exception"}
 
 
 class Output:
@@ -42,7 +42,7 @@ class Output:
     def _columns(self, process: str, fields: Mapping[str, Any]) -> str:
         colour = self._colours.setdefault(process, _COLOURS[len(self._colours) % len(_COLOURS)])
         level = str(fields.get("level", ""))
-        event = str(fields.get("event", ""))
+        event = str(fields.get("event", fields.get("message", "")))  # the gateway's own lines have a message
         rest = " ".join(f"{name}={value}" for name, value in fields.items() if name not in _SHOWN_APART)
         level_text = f"\x1b[{_LEVEL_COLOURS[level]}m{level}\x1b[0m " if level in _LEVEL_COLOURS else ""
         line = f"{_clock(fields.get('time'))} \x1b[{colour}m{process:<{_WIDTH}}\x1b[0m {level_text}{event}"

@@ -25,6 +25,9 @@ _DIFFERS = {
 WORKER_NICENESS = 5
 """Of workers, which fill their cores with computing: a router that shares a core answers first, and Redis too."""
 
+GATEWAY = "decant.command.up.openai_gateway"
+_NOT_OF_A_GATEWAY = tuple(variable_name(name) for name in ("credentials", "tls_certificate"))
+
 _ADMIN = ("--admin-host", "127.0.0.1", "--admin-port", "0")
 """Listens on loopback: the port has neither TLS nor credentials."""
 
@@ -59,6 +62,8 @@ class Plan:
     peers: PeerCredentials | None = None
     """None: created for this run."""
     kv_bytes: int = 0  # of each worker
+    gateways: tuple[Spec, ...] = ()
+    """At most one; its arguments end with ``--routers``, whose value the start of the routers gives."""
 
 
 def make_plan(options: UpOptions, redis_url: str, environ: Mapping[str, str] | None = None) -> Plan:
@@ -87,6 +92,7 @@ def make_plan(options: UpOptions, redis_url: str, environ: Mapping[str, str] | N
         },
         peers=peers.from_environment(environment),
         kv_bytes=kv_bytes,
+        gateways=_gateways(options, environment, max(one.drain_seconds for one in settings)),
     )
 
 
@@ -138,6 +144,17 @@ def _routers(options: UpOptions, redis_url: str, environment: Mapping[str, str])
         )
         for n in range(options.router)
     ]
+
+
+def _gateways(options: UpOptions, environment: Mapping[str, str], drain_seconds: float) -> tuple[Spec, ...]:
+    if options.openai is None:
+        return ()
+    for name in _NOT_OF_A_GATEWAY:
+        if name in environment:
+            raise CommandFailed(f"--openai: unset {name}; the gateway sends routers neither TLS nor secrets", status=2)
+    own = {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
+    arguments = ("--host", options.host, "--drain-seconds", f"{drain_seconds:g}", "--routers")
+    return (Spec(name="openai", module=GATEWAY, arguments=arguments, environment=own, port=options.openai),)
 
 
 def _id(options: UpOptions, name: str) -> str:

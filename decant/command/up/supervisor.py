@@ -1,9 +1,9 @@
 """All processes of a deployment.
 
-workers start -> ready -> routers start -> ready -> recorded ----- a signal ----> routers end -> workers end
-     |                         |                     |   ^  one ended                         |
-     '-- one ended: all end ---'                     '---'  it is restarted                   '-- a second signal:
-                                                                                                  all are killed
+workers start -> ready -> routers start -> ready -> gateway, recorded ----- a signal ----> gateway, then routers, then
+     |                         |                     |   ^  one ended                       workers end
+     '-- one ended: all end ---'                     '---'  it is restarted                       '-- a second signal:
+                                                                                                      all are killed
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 from decant.command.deployment.deployments import Deployment, DeploymentRecord
@@ -55,6 +55,7 @@ class Supervisor:
         self._record = DeploymentRecord()
         self._peers: PeerCredentials
         self._router_names = {spec.name for spec in plan.routers}
+        self._gateway_names = {spec.name for spec in plan.gateways}
         self._lost_at: dict[str, float] = {}
         self._has_started = False
         self._is_ending = False
@@ -81,12 +82,13 @@ class Supervisor:
             async with asyncio.timeout(self._plan.ready_seconds):
                 await self._start_all(self._plan.workers)
                 await self._start_all(self._plan.routers)
+                await self._start_all([self._with_routers(spec) for spec in self._plan.gateways])
         except TimeoutError:
             unready = ", ".join(child.spec.name for child in self._children.values() if not child.is_ready)
             raise StartFailed(f"{unready}: not ready within {self._plan.ready_seconds:g} s", 1) from None
         self._has_started = True
         self._write_record()
-        _log.info("ready", address=", ".join(self._addresses()))
+        _log.info("ready", address=", ".join(self._addresses()), **self._openai_url())
         await asyncio.gather(*self._restarters)
 
     async def _start_all(self, specs: Sequence[Spec]) -> None:
@@ -95,13 +97,16 @@ class Supervisor:
         self._restarters += [asyncio.create_task(self._restart_when_ended(child)) for child in started]
 
     async def _start(self, spec: Spec) -> Child:
-        is_router = spec.name in self._router_names
-        credentials = self._peers.of_router() if is_router else self._peers.of_worker()
-        shared = {"TMPDIR": str(self._record.temporary), **credentials}
+        shared = {"TMPDIR": str(self._record.temporary), **self._credentials_of(spec)}
         own = replace(spec, environment={**spec.environment, **shared})
         self._children[spec.name] = child = await Child.start(own, self._output, self._changed.set)
         self._changed.set()
         return child
+
+    def _credentials_of(self, spec: Spec) -> Mapping[str, str]:
+        if spec.name in self._router_names:
+            return self._peers.of_router()
+        return {} if spec.name in self._gateway_names else self._peers.of_worker()
 
     async def _ready(self, child: Child) -> None:
         if not await child.ready():
@@ -137,8 +142,9 @@ class Supervisor:
                 await asyncio.sleep(backoff)
 
     def _restart_spec(self, child: Child) -> Spec:
-        """Return the spec of a restart: a router keeps its port, a worker registers a new one."""
-        if child.spec.name in self._router_names and child.address is not None:
+        """Return the spec of a restart: a router or gateway keeps its port, a worker registers a new one."""
+        keeps_port = self._router_names | self._gateway_names
+        if child.spec.name in keeps_port and child.address is not None:
             return replace(child.spec, port=int(child.address.rpartition(":")[2]))
         return child.spec
 
@@ -176,11 +182,20 @@ class Supervisor:
         ports = [child.address.rpartition(":")[2] for child in routers if child.address]
         return tuple(address_of(self._plan, int(port)) for port in ports)
 
+    def _with_routers(self, gateway: Spec) -> Spec:
+        return replace(gateway, arguments=(*gateway.arguments, ",".join(self._addresses())))
+
+    def _openai_url(self) -> dict[str, str]:
+        """Base URL for OpenAI's clients, if the gateway runs."""
+        gateways = [self._children[spec.name] for spec in self._plan.gateways]
+        return {"openai_url": f"http://{gateways[0].address}/v1"} if gateways else {}
+
     async def _drain(self) -> int:
         self._is_ending = True
         self._changed.set()
         await self._stop_restarts()
-        stopped = [await self._stop(specs) for specs in (self._plan.routers, self._plan.workers)]
+        plan = self._plan
+        stopped = [await self._stop(specs) for specs in (plan.gateways, plan.routers, plan.workers)]
         return 0 if all(stopped) else 1
 
     async def _stop(self, specs: Sequence[Spec]) -> bool:

@@ -1,0 +1,194 @@
+"""OpenAI's and Anthropic's own clients -> smg -> a deployment: the table in docs/guides/gateways.md."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from anthropic import Anthropic
+from openai import AsyncOpenAI, OpenAI
+
+import decant
+from tests.e2e.checkpoints import small_with
+from tests.e2e.deployment import PATIENCE_S, Deployment, Process, Worker, deployment
+
+pytestmark = pytest.mark.slow
+
+TEMPLATE = (
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}def {% endif %}"
+)
+MODEL = "chat"
+PROMPT = "def total(values):\n    result = 0\n"
+MESSAGES: Any = [{"role": "user", "content": "sum of a list"}]
+LONG = 600
+AT_ONCE = 64
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder: Path = tmp_path_factory.mktemp("models") / MODEL
+    small_with(folder, "tokenizer_config.json", chat_template=TEMPLATE)
+    with deployment(decode=2, model=str(folder)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def url(running: Deployment) -> Iterator[str]:
+    arguments = ("--host", "127.0.0.1", "--port", "0", "--drain-seconds", "10", "--routers", running.address)
+    with Process("command.up.openai_gateway", *arguments, common=()) as gateway:
+        gateway.until("readiness", state="ready")
+        yield f"http://{gateway.until('serving')['address']}"
+
+
+@pytest.fixture
+def client(url: str) -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S)
+
+
+def chat(client: OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(**{"model": MODEL, "messages": MESSAGES, "temperature": 0, **fields})
+
+
+def complete(client: OpenAI, **fields: Any) -> Any:
+    return client.completions.create(**{"model": MODEL, "prompt": PROMPT, "temperature": 0, **fields})
+
+
+def text_of(chunks: Any) -> str:
+    return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+
+
+def test_an_answer_in_a_chat_is_that_of_decants_own_api(client: OpenAI, running: Deployment) -> None:
+    answer = chat(client, max_tokens=24)
+    with decant.Client(running.address) as own:
+        same = own.generate(messages=MESSAGES, max_tokens=24, temperature=0)
+    (choice,) = answer.choices
+    assert (choice.message.content, choice.finish_reason) == (same.text, "length")
+    assert answer.usage.prompt_tokens == same.usage.prompt_tokens
+    assert answer.usage.completion_tokens == same.usage.completion_tokens == 24
+
+
+def test_a_stream_has_the_text_of_the_whole_answer_and_its_usage(client: OpenAI) -> None:
+    whole = complete(client, max_tokens=24)
+    chunks = list(complete(client, max_tokens=24, stream=True, stream_options={"include_usage": True}))
+    assert text_of(chunks) == whole.choices[0].text
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 24
+    assert len(chunks) > 20, "tokens arrive one by one"
+    deltas = [chunk.choices[0].delta.content or "" for chunk in chat(client, max_tokens=24, stream=True)]
+    assert "".join(deltas) == chat(client, max_tokens=24).choices[0].message.content
+
+
+def test_a_stop_string_ends_the_answer_before_it(client: OpenAI) -> None:
+    (choice,) = complete(client, max_tokens=200, stop=["return"]).choices
+    assert choice.finish_reason == "stop"
+    assert "return" not in choice.text
+    streamed = list(complete(client, max_tokens=200, stop=["return"], stream=True))
+    assert text_of(streamed) == choice.text
+    assert streamed[-1].choices[0].finish_reason == "stop"
+
+
+def test_sampling_parameters_reach_the_engine(client: OpenAI) -> None:
+    drawn = [complete(client, max_tokens=24, temperature=1.0, seed=seed).choices[0].text for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert complete(client, max_tokens=24, temperature=1.0, top_p=0.0001).choices[0].text == drawn_greedily(client)
+    assert complete(client, max_tokens=24, presence_penalty=2.0).choices[0].text != drawn_greedily(client)
+
+
+def drawn_greedily(client: OpenAI) -> str:
+    text: str = complete(client, max_tokens=24).choices[0].text
+    return text
+
+
+def test_a_chat_has_logprobs(client: OpenAI) -> None:
+    (choice,) = chat(client, max_tokens=3, logprobs=True, top_logprobs=2).choices
+    assert [len(token.top_logprobs) for token in choice.logprobs.content] == [2, 2, 2]
+    chunks = chat(client, max_tokens=3, logprobs=True, top_logprobs=2, stream=True)
+    streamed = [token for chunk in chunks if chunk.choices[0].logprobs for token in chunk.choices[0].logprobs.content]
+    assert [token.logprob for token in streamed] == [token.logprob for token in choice.logprobs.content]
+
+
+def test_what_the_gateway_loses_is_what_the_page_says(client: OpenAI) -> None:
+    assert complete(client, max_tokens=3, logprobs=2).choices[0].logprobs is None
+    biased = complete(client, max_tokens=24, logit_bias={"500": 100}).choices[0].text
+    assert biased == drawn_greedily(client), "logit_bias is dropped"
+    with pytest.raises(openai.BadRequestError):
+        complete(client, prompt=[308, 882], max_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "text"),
+    [
+        ({"model": "other"}, openai.NotFoundError, "other"),
+        ({"prompt": "word " * 3000}, openai.BadRequestError, "2048"),
+        ({"stop": ["x" * 300]}, openai.BadRequestError, "sampling_params.stop[0]: at most 256 bytes"),
+    ],
+)
+def test_an_error_has_openais_class_and_says_what_is_wrong(
+    client: OpenAI, fields: dict[str, Any], error: type[openai.APIStatusError], text: str
+) -> None:
+    with pytest.raises(error) as refused:
+        complete(client, **fields)
+    assert text in str(refused.value)
+
+
+def test_an_answer_that_its_client_leaves_ends_on_the_workers(client: OpenAI, running: Deployment) -> None:
+    stream = complete(client, max_tokens=1500, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    assert owner(running) is not None
+    stream.close()
+    running.settled()
+
+
+async def test_many_streams_at_once_are_all_complete(url: str) -> None:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=PATIENCE_S) as client:
+
+        async def ask(number: int) -> str:
+            prompt = f"{PROMPT}    value = {number % 8}\n"
+            stream = await client.completions.create(
+                model=MODEL, prompt=prompt, temperature=0, max_tokens=16, stream=True, extra_body={"ignore_eos": True}
+            )
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        texts = await asyncio.gather(*(ask(number) for number in range(AT_ONCE)))
+    assert [texts.count(text) % (AT_ONCE // 8) for text in texts] == [0] * AT_ONCE, "equal prompts have equal answers"
+
+
+def test_anthropics_client_gets_messages(url: str, client: OpenAI) -> None:
+    anthropic = Anthropic(base_url=url, api_key="unused", max_retries=0, timeout=PATIENCE_S)
+    expected = chat(client, max_tokens=16).choices[0].message.content
+    message = anthropic.messages.create(model=MODEL, max_tokens=16, messages=MESSAGES)
+    assert [block.text for block in message.content if block.type == "text"] == [expected]
+    assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 16)
+    with anthropic.messages.stream(model=MODEL, max_tokens=16, messages=MESSAGES) as stream:
+        assert "".join(stream.text_stream) == expected
+
+
+def test_responses_api_answers(client: OpenAI) -> None:
+    response = client.responses.create(model=MODEL, input="sum of a list", max_output_tokens=16, temperature=0)
+    assert response.output_text == chat(client, max_tokens=16).choices[0].message.content
+
+
+def owner(running: Deployment) -> Worker | None:
+    return next((worker for worker in running.workers[1:] if worker.audit().owners), None)
+
+
+def test_the_client_notices_nothing_of_a_decode_worker_that_is_killed(client: OpenAI, running: Deployment) -> None:
+    fields: dict[str, Any] = {"max_tokens": LONG, "extra_body": {"ignore_eos": True}}
+    undisturbed = complete(client, **fields).choices[0].text
+    stream = complete(client, **fields, stream=True)
+    chunks = [next(stream) for _ in range(10)]
+    killed = owner(running)
+    ends = time.monotonic() + PATIENCE_S
+    while killed is None and time.monotonic() < ends:
+        killed = owner(running)
+    assert killed is not None
+    killed.process.kill()
+    running.workers.remove(killed)
+    chunks += list(stream)
+    assert text_of(chunks) == undisturbed
+    assert chunks[-1].choices[0].finish_reason == "length"
+    running.settled()
