@@ -6,6 +6,7 @@ own: in an editable install setuptools turns an error of a customised `build_py`
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -19,6 +20,21 @@ from setuptools.errors import ExecError
 PROTOS = Path("decant/protos")
 FOLDERS = (PROTOS, PROTOS / "vllm")
 GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py")
+
+
+OLDEST = {"protobuf": (6, 33, 0), "grpcio": (1, 71, 0)}
+"""The runtimes that the stubs work with, also in pyproject.toml. grpcio-tools 1.71 to 1.85 write the same code but for
+the version of their own release, which the stubs require when they are imported: the build writes these instead."""
+_CHECKS = {
+    "_pb2.py": (
+        re.compile(r"(_runtime_version\.Domain\.PUBLIC,)\s+\d+,\s+\d+,\s+\d+,\s+'',"),
+        r"\1 {}, {}, {}, '',".format(*OLDEST["protobuf"]),
+    ),
+    "_pb2_grpc.py": (
+        re.compile(r"^GRPC_GENERATED_VERSION = '[\d.]+'$", re.MULTILINE),
+        "GRPC_GENERATED_VERSION = '{}.{}.{}'".format(*OLDEST["grpcio"]),
+    ),
+}
 
 
 def sources() -> list[Path]:
@@ -39,6 +55,12 @@ def compile_proto(source: Path, out: Path) -> None:
     done = subprocess.run([*command, source.as_posix()], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ExecError(f"protoc failed on {source.as_posix()}:\n{done.stderr.strip()}")
+    for suffix, (check, oldest) in _CHECKS.items():
+        stub = out / source.with_name(source.stem + suffix)
+        text, count = check.subn(oldest, stub.read_text())
+        if count != 1:
+            raise ExecError(f"{stub.as_posix()}: one check of a version, got {count}")
+        stub.write_text(text)
 
 
 class CompileProtos(Command):

@@ -1,9 +1,20 @@
+import re
 import tarfile
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.build.environments import borrow_packages, build_sdist, copy_sources, install, make_environment, run, succeed
+from tests.build.environments import (
+    ROOT,
+    borrow_packages,
+    build_sdist,
+    copy_sources,
+    install,
+    make_environment,
+    run,
+    succeed,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -14,6 +25,7 @@ STUBS = (
     "decant.protos.worker_pb2",
     "decant.protos.worker_pb2_grpc",
 )
+VLLM_STUB = "decant.protos.vllm.vllm_engine_pb2_grpc"
 
 INSTALLS = pytest.mark.parametrize("editable", [False, True], ids=["wheel", "editable"])
 
@@ -52,8 +64,24 @@ def test_an_install_has_the_stubs(python: Path, tree: Path, tmp_path: Path, edit
     assert (found / "py.typed").exists()
     assert (found / "inference.proto").exists()
     assert (found / "google/rpc/error_details.proto").exists()
+    assert (found / "vllm/vllm_engine_pb2.pyi").exists()
+    assert (found / "vllm/LICENSE").exists()
+    succeed(python, "-c", f"import {VLLM_STUB}", cwd=elsewhere)
     where = run(python, "-c", "from google.rpc import status_pb2; print(status_pb2.__file__)", cwd=elsewhere)
     assert not Path(where.stdout.strip()).is_relative_to(found)
+
+
+def test_the_stubs_work_with_the_oldest_versions_that_the_dependencies_allow() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = dict(re.findall(r"(grpcio|protobuf)>=([\d.]+)", " ".join(project["dependencies"])))
+    numbers = ", ".join(oldest["protobuf"].split("."))
+    stubs = [stub for folder in ("protos", "protos/vllm") for stub in (ROOT / folder).glob("*_pb2*.py")]
+    assert len(stubs) >= 10
+    for stub in stubs:
+        text = stub.read_text()
+        is_grpc = stub.name.endswith("_grpc.py")
+        checked = f"GRPC_GENERATED_VERSION = '{oldest['grpcio']}'" if is_grpc else f"PUBLIC, {numbers}, '',"
+        assert checked in text, stub
 
 
 @INSTALLS

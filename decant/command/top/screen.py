@@ -103,7 +103,7 @@ def _routers(snapshot: Snapshot, is_wide: bool) -> Table:
 def _workers(snapshot: Snapshot, is_wide: bool) -> Table:
     names = ["state", "KV in use", "run", "wait", "queued", "prefill/s", "tokens/s"]
     table = _table("worker", *names, *(["CPU", "leases", "KV MB/s", "preempt/s", "model"] if is_wide else []))
-    for role, title in ((PREFILL, "prefill"), (DECODE, "decode"), ("", "unknown")):
+    for role, title in ((PREFILL, "prefill"), (DECODE, "decode"), ("", "other")):
         workers = snapshot.of(role)
         if workers:
             table.add_row(Text(title, "dim"))
