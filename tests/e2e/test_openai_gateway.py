@@ -103,6 +103,19 @@ def drawn_greedily(client: OpenAI) -> str:
     return text
 
 
+def test_several_outputs_are_choices(client: OpenAI) -> None:
+    answer = complete(client, n=2, max_tokens=16, temperature=1.0, seed=1)
+    texts = [choice.text for choice in answer.choices]
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert texts[0] != texts[1]
+    streamed = ["", ""]
+    for chunk in complete(client, n=2, max_tokens=16, temperature=1.0, seed=1, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == texts
+    assert answer.usage.completion_tokens == 32
+
+
 def test_a_chat_has_logprobs(client: OpenAI) -> None:
     (choice,) = chat(client, max_tokens=3, logprobs=True, top_logprobs=2).choices
     assert [len(token.top_logprobs) for token in choice.logprobs.content] == [2, 2, 2]

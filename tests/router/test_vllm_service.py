@@ -108,6 +108,26 @@ async def test_logprobs_are_those_of_each_chunk_and_alternatives_only_if_request
         assert not first.chunk.HasField("output_logprobs")
 
 
+async def test_each_of_several_outputs_has_its_chunks_and_its_end():
+    async with harness() as s:
+        call = s.vllm.Generate(request(sampling={"n": 2}))
+        stream = await s.stream()
+        write(stream, 5)
+        stream.outputs[1].tokens += [7, 8]
+        write(stream, end=AT_LENGTH)
+        messages = [message async for message in call]
+        chunks = {
+            message.chunk.index: list(message.chunk.token_ids) for message in messages if message.HasField("chunk")
+        }
+        ends = {
+            message.complete.index: (list(message.complete.output_ids), message.complete.completion_tokens)
+            for message in messages
+            if message.HasField("complete")
+        }
+        assert chunks == {0: [5], 1: [7, 8]}
+        assert ends == {0: ([5], 1), 1: ([7, 8], 2)}
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_failure_is_a_status_and_no_finish_reason(stream: bool):
     async with harness() as s:
