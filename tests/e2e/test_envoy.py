@@ -1,0 +1,231 @@
+"""deploy/envoy/envoy.yaml, run by a real Envoy in front of real routers."""
+
+from __future__ import annotations
+
+import http.client
+import struct
+import subprocess
+import sysconfig
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from decant import Client, Tls, models
+from decant.protos import inference_pb2 as pb
+from tests.e2e.deployment import PATIENCE_S, Deployment, Process, deployment
+from tests.ports import reserved_port
+from tests.runtime.certificates import Certificates
+
+pytestmark = pytest.mark.slow
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "envoy"
+ENVOY = Path(sysconfig.get_path("scripts"), "envoy")
+PROMPT = "def total(values):\n    result = 0\n"
+LONG: Any = {"max_tokens": 600, "temperature": 0, "ignore_eos": True, "timeout": PATIENCE_S}
+STREAM = "/decant.v1.InferenceService/GenerateStream"
+STREAM_IDLE_TIMEOUT = "SI"
+"""Envoy's flag of a response that it cut."""
+TRAILERS = 0x80
+"""Flag of gRPC-Web's last frame."""
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Deployment]:
+    with deployment(routers=3, router=("--max-active", "1")) as made:
+        yield made
+
+
+@contextmanager
+def envoy(
+    routers: Sequence[str],
+    manager: Mapping[str, Any] | None = None,
+    tls: Mapping[str, Any] | None = None,
+    ca: Path | None = None,
+) -> Iterator[str]:
+    """Run Envoy with the file of the repository, these routers and changes; yield its address when it is ready."""
+    config: Any = yaml.safe_load((FOLDER / "envoy.yaml").read_text())
+    (listener,), (cluster,) = config["static_resources"]["listeners"], config["static_resources"]["clusters"]
+    (chain,) = listener["filter_chains"]
+    chain["filters"][0]["typed_config"] |= manager or {}
+    chain |= (tls or {}).get("listener", {})
+    cluster |= (tls or {}).get("cluster", {})
+    cluster["load_assignment"]["endpoints"][0]["lb_endpoints"] = [{"endpoint": _endpoint(router)} for router in routers]
+    with reserved_port() as port, tempfile.TemporaryDirectory() as folder:
+        listener["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": port}
+        file = Path(folder, "envoy.yaml")
+        file.write_text(yaml.safe_dump(config))
+        command: list[str | Path] = [
+            ENVOY,
+            "-c",
+            file,
+            "--concurrency",
+            "1",
+            "--disable-hot-restart",
+            "--log-level",
+            "error",
+        ]
+        command += ["--file-flush-interval-msec", "100"]
+        with subprocess.Popen(command) as process:
+            try:
+                _wait_until_ready(f"127.0.0.1:{port}", ca)
+                yield f"127.0.0.1:{port}"
+            finally:
+                process.terminate()
+                process.wait(PATIENCE_S)
+
+
+def _endpoint(address: str) -> Mapping[str, Any]:
+    host, _, port = address.rpartition(":")
+    return {"address": {"socket_address": {"address": host, "port_value": int(port)}}}
+
+
+def _wait_until_ready(address: str, ca: Path | None) -> None:
+    ends = time.monotonic() + PATIENCE_S
+    request = health_pb2.HealthCheckRequest(service="ready")
+    credentials = None if ca is None else grpc.ssl_channel_credentials(ca.read_bytes())
+    opened = grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
+    with opened as channel:
+        while True:
+            try:
+                health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+                return
+            except grpc.RpcError:
+                assert time.monotonic() < ends, "Envoy is not ready"
+                time.sleep(0.1)
+
+
+def test_calls_go_to_each_router_in_turn(running: Deployment) -> None:
+    with envoy(running.addresses) as address, Client(address) as client:
+        called: set[str] = set()
+        ends = time.monotonic() + PATIENCE_S
+        while len(called) < 3:  # each after its first health check
+            assert time.monotonic() < ends, called
+            called.add(client.server_info().router_id)
+
+
+def test_a_browsers_call_is_answered_and_allowed(running: Deployment) -> None:
+    with envoy(running.addresses) as address:
+        connection = http.client.HTTPConnection(address, timeout=PATIENCE_S)
+        asked = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+        connection.request("OPTIONS", STREAM, headers=asked)
+        preflight = connection.getresponse()
+        preflight.read()
+        assert preflight.getheader("access-control-allow-origin") == "https://page.example"
+        assert "x-grpc-web" in (preflight.getheader("access-control-allow-headers") or "")
+
+        message = pb.GenerateRequest(prompt=PROMPT, stopping=pb.StoppingParams(max_tokens=8)).SerializeToString()
+        headers = {"Content-Type": "application/grpc-web+proto", "X-Grpc-Web": "1", "Origin": "https://page.example"}
+        connection.request("POST", STREAM, struct.pack(">BI", 0, len(message)) + message, headers)
+        *events, (flag, trailers) = frames(connection.getresponse().read())
+    assert (flag, b"grpc-status:0" in trailers) == (TRAILERS, True)
+    responses = [pb.GenerateStreamResponse.FromString(content) for _, content in events]
+    assert responses[0].HasField("started")
+    assert responses[-1].usage.completion_tokens == 8
+
+
+def frames(body: bytes) -> Iterator[tuple[int, bytes]]:
+    while body:
+        flag, length = struct.unpack_from(">BI", body)
+        yield flag, body[5 : 5 + length]
+        body = body[5 + length :]
+
+
+def test_clients_speak_tls_to_envoy_and_envoy_mutual_tls_to_routers(running: Deployment, tmp_path: Path) -> None:
+    made = Certificates(tmp_path)
+    text = (FOLDER / "tls.yaml").read_text()
+    for name, file in (
+        ("/certificates/tls.crt", made.certificate),
+        ("/certificates/tls.key", made.key),
+        ("/certificates/client.crt", made.certificate),
+        ("/certificates/client.key", made.key),
+        ("/certificates/ca.crt", made.ca),
+    ):
+        assert name in text
+        text = text.replace(name, str(file))
+    proof = ("--tls-certificate", str(made.certificate), "--tls-key", str(made.key), "--tls-client-ca", str(made.ca))
+    arguments = ("--port", "0", "--redis-url", running.redis.url, "--models", str(models.path()), *proof)
+    with Process("router", *arguments) as router:
+        router.until("readiness", state="ready")
+        address = router.until("serving")["address"]
+        with (
+            envoy([address], tls=yaml.safe_load(text), ca=made.ca) as proxy,
+            Client(proxy, tls=Tls(ca=str(made.ca))) as client,
+        ):
+            assert client.generate(PROMPT, max_tokens=8).usage.completion_tokens == 8
+
+
+def test_an_idle_limit_does_not_lose_a_request_that_waits(running: Deployment, tmp_path: Path) -> None:
+    """The client attaches to its request again, which runs once and is charged once."""
+    log = tmp_path / "access.log"
+    limit: Any = {"stream_idle_timeout": "1.5s", "access_log": [access_log(log)]}
+    with (
+        Client(running.addresses[0]) as direct,
+        envoy(running.addresses[:1], manager=limit) as address,
+        Client(address) as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        short = LONG | {"max_tokens": 16}
+        undisturbed = direct.generate(PROMPT, **short).text
+        with blocked(direct) as block:
+            second = threads.submit(client.generate, PROMPT, request_id="waits", **short)
+            while not (log.exists() and STREAM_IDLE_TIMEOUT in log.read_text().split()):
+                block()
+        answer = second.result(PATIENCE_S)
+        assert answer.text == undisturbed
+        assert (answer.receipt.attempts, answer.usage.completion_tokens) == (1, 16)
+        states = [transition.state for transition in direct.generation("waits").transitions]
+        assert len(states) == len(set(states)), states
+
+
+@contextmanager
+def blocked(client: Client) -> Iterator[Callable[[], None]]:
+    """Keep the router's one slot taken: each call of what this yields waits for one request, while the next one waits
+    for its turn, before all that are less urgent.
+    """
+    with ExitStack() as stack:
+
+        def begin() -> Any:
+            return iter(stack.enter_context(client.stream(PROMPT, priority=1000, **LONG)))
+
+        turns = deque([begin(), begin()])
+        next(turns[0])
+
+        def block() -> None:
+            turns.append(begin())
+            for _ in turns.popleft():
+                pass
+
+        yield block
+
+
+def access_log(file: Path) -> Any:
+    kind = "type.googleapis.com/envoy.extensions.access_loggers.file.v3.FileAccessLog"
+    text = {"text_format_source": {"inline_string": "%RESPONSE_FLAGS%\n"}}
+    return {"name": "access", "typed_config": {"@type": kind, "path": str(file), "log_format": text}}
+
+
+def test_streams_outlive_a_router_that_drains_and_one_that_is_killed(running: Deployment) -> None:
+    with envoy(running.addresses) as address, Client(address) as client:
+        undisturbed = client.generate(PROMPT, **LONG).text
+        for end in (Process.ask_to_end, Process.kill):
+            with ExitStack() as stack:
+                streams = [iter(stack.enter_context(client.stream(PROMPT, **LONG))) for _ in running.routers]
+                texts = [next(stream).text for stream in streams]
+                ended = running.routers.pop(0)
+                end(ended)
+                texts = [
+                    first + "".join(delta.text for delta in rest) for first, rest in zip(texts, streams, strict=True)
+                ]
+            assert texts == [undisturbed] * len(texts)
+            assert client.generate(PROMPT, max_tokens=8, timeout=PATIENCE_S).usage.completion_tokens == 8
+            ended.end()
