@@ -128,7 +128,6 @@ class RouterProcess:
         self.journal_writer = JournalWriter(store.requests, settings.flush_ms, timings.journal)
         self.quota_leases = QuotaLeases(store.quotas, callers.limits)
         admission = AdmissionControl(settings, models.by_id, self.pool.capacity)
-        self.pool.on_capacity_changed = admission.grant
         restore = make_request_restorer(models, self.pool.max_context_length)
         metrics = RequestMetrics(self.registry, callers.tenants, enum_labels(wire.Cause))
         router = RouterServices(
@@ -145,6 +144,7 @@ class RouterProcess:
             timings=timings,
         )
         self.requests = RequestRegistry(router)
+        self.pool.on_capacity_changed = self.requests.on_workers_changed
         self._metrics = metrics
         self.registry.before_scrape(self._set_gauges)
         self.registry.pages["/requests"] = self._requests_page
@@ -230,7 +230,8 @@ class RouterProcess:
     def _set_gauges(self) -> None:
         metrics, pool = self._metrics, self.pool
         now = asyncio.get_running_loop().time()
-        set_queue_metrics(metrics.queues, self.requests.executions.open.values(), pool, now)
+        executions, first = self.requests.executions.open.values(), self.requests.first_workers
+        set_queue_metrics(metrics.queues, executions, first, pool, now)
         for model in pool.costs:
             for role in (wire.ROLE_PREFILL, wire.ROLE_DECODE):
                 workers = [worker for worker in pool.of(model) if worker.registration.role == role]

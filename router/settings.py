@@ -32,6 +32,12 @@ class RouterSettings(MemberSettings):
         gt=0,
         description="a request is refused at once if its forecast wait is longer",
     )
+    worker_wait_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        description="seconds that a request waits for a first worker while none serves its model, such as for pools "
+        "that scale from zero; 0: it is refused at once",
+    )
     max_active: int = Field(default=4096, ge=1, description="maximum requests of a model in progress; more wait")
     flush_ms: int = Field(default=200, ge=1, le=10_000, description="milliseconds between two writes of the journals")
     resume_grace_ms: int = Field(

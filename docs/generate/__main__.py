@@ -1,13 +1,14 @@
-"""Write the generated pages of docs/: python -m docs.generate."""
+"""Write the generated pages of docs/, and the alerts as Kubernetes takes them: python -m docs.generate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from docs.generate import api, cli, errors, metrics, protocol, settings
+from docs.generate import api, cli, errors, metrics, prometheus_rule, protocol, settings
 
 DOCS = Path(__file__).parents[1]
+RULES = "../deploy/components/monitoring/rules.yaml"
 PAGES: Mapping[str, Callable[[], str]] = {
     "internals/protocol.md": protocol.render,
     "reference/api.md": api.render,
@@ -15,6 +16,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "reference/errors.md": errors.render,
     "reference/metrics.md": metrics.render,
     "reference/settings.md": settings.render,
+    RULES: prometheus_rule.render,
 }
 
 

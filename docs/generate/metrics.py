@@ -36,12 +36,16 @@ SCALE = """\
 
 `decant_waiting_prompt_seconds` is the work that waits for the prefill workers of a model: divided by the seconds that a
 prompt may wait, it is the number of workers to add. A worker's own gauges can't wake a pool at zero; the router's can.
-Scale a model from zero on either of
+Scale a model from zero on
 
-    sum by (model) (decant_waiting_prompt_seconds) > 0
+    sum by (model) (decant_requests_waiting{model!=""}) > 0
+
+where routers have `--worker-wait-seconds`: a request of a model without workers then waits for a first one. Without it
+a router refuses such requests with NO_WORKER, which clients retry:
+
     sum by (model) (increase(decant_requests_refused_total{reason="no_worker"}[1m])) > 0
 
-because a router that knows no worker of a model refuses its requests with NO_WORKER, which clients retry."""
+[Kubernetes](../guides/kubernetes.md#scale-by-load) has autoscalers for both pools."""
 
 
 CAUSES = enum_labels(wire.Cause)

@@ -65,6 +65,8 @@ class GenerationCalls:
         check_id(request.request_id)
         key = RequestKey(tenant.name, request.request_id)
         with self._count_refusals(model, tenant.name):
+            least_tokens = least_prompt_tokens(request, served)
+            await self._registry.wait_for_worker(key, model, least_tokens, deadline, call.send_acceptance)
             size = self._least_size(request, served)
             if size.prompt_tokens < self.context_length(served):  # a longer one is refused by its field below
                 await self._registry.check_load(key, model, size, request.priority, deadline)

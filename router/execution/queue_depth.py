@@ -1,5 +1,5 @@
 """Queue metrics: a request waits until a worker has scheduled its present attempt; its prompt includes the output
-tokens of earlier attempts.
+tokens of earlier attempts. Requests that wait for a first worker count, with a lower bound of their prompt's tokens.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from decant.router.admission.first_worker import WaitingForWorker
 from decant.router.execution.execution import Execution
 from decant.router.workers.pool import WorkerPool
 from decant.runtime.telemetry.metrics import QueueMetrics
@@ -27,16 +28,26 @@ class QueueDepth:
             self.running += 1
             return
         stream = execution.stream
-        accepted_at = stream.request.accepted_at
+        self.add_waiting(stream.request.accepted_at, stream.request.prompt_tokens + stream.num_tokens)
+
+    def add_waiting(self, since: float, prompt_tokens: int) -> None:
         self.waiting += 1
-        self.oldest_at = accepted_at if self.oldest_at is None else min(self.oldest_at, accepted_at)
-        self.prompt_tokens += stream.request.prompt_tokens + stream.num_tokens
+        self.oldest_at = since if self.oldest_at is None else min(self.oldest_at, since)
+        self.prompt_tokens += prompt_tokens
 
 
-def set_queue_metrics(metrics: QueueMetrics, executions: Iterable[Execution], pool: WorkerPool, now: float) -> None:
+def set_queue_metrics(
+    metrics: QueueMetrics,
+    executions: Iterable[Execution],
+    first_workers: Iterable[WaitingForWorker],
+    pool: WorkerPool,
+    now: float,
+) -> None:
     depths = {model: QueueDepth() for model in pool.costs}
     for execution in executions:
         depths[execution.stream.request.engine_request.model].add(execution)
+    for request in first_workers:
+        depths[request.model].add_waiting(request.since, request.prompt_tokens)
     for model, depth in depths.items():
         per_token = pool.costs[model].prefill_s_per_token or ASSUMED_PREFILL_S_PER_TOKEN
         metrics.running.labels(model).set(depth.running)

@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 
 from decant.protos import worker_pb2 as wire
 from decant.protos.inference_pb2 import Generation
+from decant.router.admission.first_worker import FirstWorkerQueue
 from decant.router.admission.request_size import RequestSize
 from decant.router.execution.adoption import Adoptions
 from decant.router.execution.execution import Execution
@@ -46,11 +47,19 @@ class RequestRegistry:
         self.is_draining = False
         self.num_left_behind = 0
         self._router = router
+        pool, settings = router.pool, router.settings
+        self.first_workers = FirstWorkerQueue(
+            settings.worker_wait_seconds,
+            settings.queue_limit,
+            lambda model: pool.max_context_length(model) is not None,
+            pool.membership.why_unserved,
+        )
         self._adoptions = Adoptions(router, self.executions, self.on_disconnect)
 
     def load(self) -> wire.Load:
         table = self.executions
-        return wire.Load(running=table.running, waiting=table.waiting, draining=self.is_draining)
+        waiting = table.waiting + len(self.first_workers)
+        return wire.Load(running=table.running, waiting=waiting, draining=self.is_draining)
 
     async def begin(self, request: ValidRequest, on_waiting: OnWaiting = _ignore) -> TokenStream:
         """Return a request's stream once it is admitted, and recorded if Redis is available. Call ``on_waiting`` if
@@ -176,12 +185,24 @@ class RequestRegistry:
                     return
             raise
 
+    async def wait_for_worker(
+        self, key: RequestKey, model: str, prompt_tokens: int, deadline: Deadline, on_waiting: OnWaiting = _ignore
+    ) -> None:
+        """Wait until a worker serves ``model``, unless the request is known here; see `FirstWorkerQueue.wait`."""
+        if self.executions.find(key) is None and self.first_workers.may_wait(model):
+            await self.first_workers.wait(model, prompt_tokens, deadline, on_waiting)
+
+    def on_workers_changed(self, model: str) -> None:
+        self._router.admission.grant(model)
+        self.first_workers.notify(model)
+
     async def drain(self, seconds: float | None = None) -> None:
         """Accept no more requests; return when none is left, and all are persisted as far as Redis is available.
 
         After ``seconds`` those left go to other routers.
         """
         self.is_draining = True
+        self.first_workers.close()
         try:
             async with asyncio.timeout(seconds):
                 await self.executions.wait_idle()

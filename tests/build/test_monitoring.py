@@ -14,11 +14,13 @@ import yaml
 from docs.generate.metrics import all_metrics
 
 ROOT = Path(__file__).parents[2]
-GRAFANA = ROOT / "deploy" / "grafana"
+MONITORING = ROOT / "deploy" / "components" / "monitoring"
 GUIDE = (ROOT / "docs" / "guides" / "monitor.md").read_text()
-DASHBOARD = json.loads((GRAFANA / "decant.json").read_text())
-RULES = [rule for group in yaml.safe_load((GRAFANA / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
-OF_PROMETHEUS = {"instance", "le"}
+DASHBOARD = json.loads((MONITORING / "dashboard.json").read_text())
+RULES = [
+    rule for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"] for rule in group["rules"]
+]
+OF_PROMETHEUS = {"instance", "le", "namespace", "pod"}
 SELECTOR = re.compile(r"(decant_\w+)\{([^}]*)\}")
 PART = re.compile(r"_(bucket|sum|count)$")
 
@@ -32,7 +34,17 @@ def panels() -> Iterator[dict[str, Any]]:
     yield from (panel for panel in DASHBOARD["panels"] if panel["type"] != "row")
 
 
-EXPRESSIONS = [rule["expr"] for rule in RULES] + [t["expr"] for panel in panels() for t in panel["targets"]]
+def scaling_queries() -> Iterator[str]:
+    for file in ("prefill.yaml", "decode.yaml"):
+        text = (MONITORING.parent / "autoscaling-keda" / file).read_text()
+        yield from (trigger["metadata"]["query"] for trigger in yaml.safe_load(text)["spec"]["triggers"])
+
+
+EXPRESSIONS = [
+    *(rule["expr"] for rule in RULES),
+    *(target["expr"] for panel in panels() for target in panel["targets"]),
+    *scaling_queries(),
+]
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
@@ -41,7 +53,7 @@ def test_an_expression_uses_labels_that_its_metrics_have(expression: str) -> Non
     for series, matchers in SELECTOR.findall(expression):
         used = set(re.findall(r"(\w+)\s*(?:=|!)", matchers))
         assert used
-        assert used <= labels_of(series), series
+        assert used <= labels_of(series) | OF_PROMETHEUS, series
     known = OF_PROMETHEUS.union(*(labels_of(series) for series in re.findall(r"decant_\w+", expression)))
     for names in re.findall(r"(?:by|on|group_left) \(([^)]*)\)", expression):
         assert set(re.split(r",\s*", names)) <= known, names
@@ -60,7 +72,7 @@ def test_the_alerts_and_the_expressions_of_the_dashboard_are_valid_for_prometheu
     rules = [{"record": f"expression_{number}", "expr": one} for number, one in enumerate(expressions)]
     file = tmp_path / "expressions.yaml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
-    promtool("check", "rules", "deploy/grafana/alerts.yaml", str(file))
+    promtool("check", "rules", "deploy/components/monitoring/alerts.yaml", str(file))
 
 
 def test_each_alert_fires_when_it_should_and_not_otherwise() -> None:

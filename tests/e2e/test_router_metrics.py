@@ -14,9 +14,12 @@ from decant.state.store import Store
 from docs.generate.metrics import Recorder
 from tests.e2e.deployment import PATIENCE_S
 from tests.e2e.metrics_page import Totals, read_page, read_totals, until_metric
-from tests.e2e.scripted import PROMPT, Harness, generate_request, read, scripted
+from tests.e2e.scripted import BOTH, PROMPT, Harness, generate_request, read, scripted
 from tests.router.conftest import bare, server, store
+from tests.router.fake_script import answer
+from tests.router.fake_worker import fleet
 from tests.router.test_auth import SECRET, bearer, digest
+from tests.router.test_router_process import usable
 
 __all__ = ["bare", "server", "store"]
 
@@ -133,3 +136,31 @@ async def test_prompts_that_no_worker_can_take_are_counted(server: PrivateRedis,
             await harness.stub.Generate(generate_request(5))
         totals = await asyncio.to_thread(read_totals, harness.admin_port)
         assert totals["decant_requests_refused_total"] == 1
+
+
+async def test_a_request_wakes_a_pool_at_zero_and_is_answered_by_its_first_worker(
+    server: PrivateRedis, store: Store
+) -> None:
+    settings = ("--worker-wait-seconds", "600", "--admin-port", "0")
+    async with scripted(server, store, *settings, pools=()) as harness:
+        answered = asyncio.ensure_future(read(harness.stream()))
+        waiting = await until_metric(harness.admin_port, "decant_requests_waiting", lambda count: count == 1)
+        assert waiting["decant_waiting_prompt_seconds"] > 0
+        async with fleet(*BOTH) as workers:
+            for worker in usable(workers):
+                await store.workers.register(worker.registration)
+            assert await answered == answer(PROMPT, 5)
+            await until_metric(harness.admin_port, "decant_requests_waiting", lambda count: count == 0)
+
+
+async def test_a_router_that_drains_refuses_the_requests_that_wait_for_a_first_worker(
+    server: PrivateRedis, store: Store
+) -> None:
+    settings = ("--worker-wait-seconds", "600", "--admin-port", "0")
+    async with scripted(server, store, *settings, pools=()) as harness:
+        call = harness.stream()
+        await until_metric(harness.admin_port, "decant_requests_waiting", lambda count: count == 1)
+        harness.process.terminate()
+        refused = await harness.error_of(read(call))
+        assert refused.reason == "DRAINING"
+        assert await asyncio.to_thread(harness.process.wait) == 0

@@ -127,6 +127,11 @@ class ScriptedRegistry:
     def max_context_length(self, model: str) -> int | None:
         return self.context_length
 
+    async def wait_for_worker(
+        self, key: RequestKey, model: str, prompt_tokens: int, deadline: Deadline, on_waiting: Any = None
+    ) -> None:
+        pass
+
     async def check_load(
         self, key: RequestKey, model: str, size: RequestSize, priority: int, deadline: Deadline
     ) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from decant.router.admission.first_worker import WaitingForWorker
 from decant.router.execution.queue_depth import ASSUMED_PREFILL_S_PER_TOKEN, set_queue_metrics
 from decant.router.placement.cost_model import PrefillTransferCosts
 from decant.runtime.telemetry.metrics import QueueMetrics, Registry
@@ -23,11 +24,12 @@ class Gauges:
         self.costs = {model: PrefillTransferCosts(lambda: NOW) for model in ("m", "n")}
         self._registry = Registry(process=False)
         self._metrics = QueueMetrics(self._registry)
-        self._executions = executions
+        self._executions = [one for one in executions if not isinstance(one, WaitingForWorker)]
+        self._first_workers = [one for one in executions if isinstance(one, WaitingForWorker)]
 
     def of(self, model: str) -> tuple[float | None, ...]:
         pool: Any = SimpleNamespace(costs=self.costs)
-        set_queue_metrics(self._metrics, self._executions, pool, NOW)
+        set_queue_metrics(self._metrics, self._executions, self._first_workers, pool, NOW)
         names = ["requests_running", "requests_waiting", "oldest_waiting_request_seconds"]
         names += ["waiting_prompt_tokens", "waiting_prompt_seconds"]
         values = [self._registry.collectors.get_sample_value(f"decant_{name}", {"model": model}) for name in names]
@@ -45,6 +47,12 @@ def test_waiting_prompts_are_counted_by_model_with_the_output_of_earlier_attempt
         gauges.costs[model].add_prefill(100, 0.5, on_decode_worker=False)
     assert gauges.of("m") == pytest.approx((1, 2, 5, 400, 2.0))
     assert gauges.of("n") == pytest.approx((0, 1, 1, 7, 0.035))
+
+
+def test_requests_that_wait_for_a_first_worker_wake_a_pool_at_zero() -> None:
+    gauges = Gauges(WaitingForWorker("m", 300, 96.0), execution("m", 97, prompt=100))
+    assert gauges.of("m") == pytest.approx((0, 2, 4, 400, 400 * ASSUMED_PREFILL_S_PER_TOKEN))
+    assert gauges.of("n") == (0, 0, 0, 0, 0)
 
 
 def test_a_model_without_requests_has_zeros() -> None:

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import re
+import tomllib
+
+from tests.deploy.rendering import ROOT, needs_kustomize, overlay, pod
+
+TEXT = (ROOT / "deploy" / "Containerfile").read_text()
+
+
+def test_every_package_is_in_the_image() -> None:
+    packages = {init.parent.name for init in ROOT.glob("*/__init__.py")} - {"tests", "bench"}
+    ignored = (ROOT / ".containerignore").read_text().splitlines()
+    for package in packages:
+        assert f"\nCOPY {package} {package}\n" in TEXT
+        assert f"!{package}" in ignored
+
+
+@needs_kustomize
+def test_the_user_of_the_image_is_the_one_that_pods_run_as() -> None:
+    stages = [re.findall(r"^USER (\d+):\d+$", stage, re.MULTILINE) for stage in TEXT.split("\nFROM ")]
+    users = {int(named[-1]) for named in stages if named}
+    processes = overlay("cpu-demo").processes.values()
+    assert {pod(one)["securityContext"]["runAsUser"] for one in processes} == users
+
+
+def test_the_extras_of_the_image_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"EXTRAS=([a-z,]+)", TEXT)
+    assert named == ["worker,cuda", "worker"]
+    assert {extra for one in named for extra in one.split(",")} <= extras.keys()
+
+
+def test_the_entrypoint_of_the_image_is_the_command() -> None:
+    assert '\nENTRYPOINT ["decant"]\n' in TEXT
+
+
+@needs_kustomize
+def test_the_tiny_model_is_where_the_manifests_expect_it() -> None:
+    assert "/opt/decant/models" in TEXT
+    assert overlay("cpu-demo").settings("router").models == ("/opt/decant/models/tiny-python",)
+    assert (ROOT / "models" / "tiny-python").is_dir()
