@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from docs.generate import api, cli, errors, metrics, prometheus_rule, protocol, settings
+from docs.generate import api, cli, errors, logs, metrics, ports, prometheus_rule, protocol, settings
 
 DOCS = Path(__file__).parents[1]
 RULES = "../deploy/components/monitoring/rules.yaml"
@@ -14,7 +14,9 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "reference/api.md": api.render,
     "reference/cli.md": cli.render,
     "reference/errors.md": errors.render,
+    "reference/logs.md": logs.render,
     "reference/metrics.md": metrics.render,
+    "reference/ports.md": ports.render,
     "reference/settings.md": settings.render,
     RULES: prometheus_rule.render,
 }
