@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any, Self
 
 import grpc
@@ -32,7 +33,15 @@ ON_A_BUSY_MACHINE = ("--threads", "1", "--lease-ms", "60000")
 
 
 class Process:
-    def __init__(self, module: str, *arguments: str, common: Sequence[str] = ("--log-format", "json")) -> None:
+    """A process of this checkout, forked; with ``python``, of the version installed there, started."""
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        common: Sequence[str] = ("--log-format", "json"),
+        python: Path | None = None,
+    ) -> None:
         self.module = module
         self.lines: list[dict[str, Any]] = []
         self._changed = threading.Condition()
@@ -42,7 +51,12 @@ class Process:
         out, written = os.pipe()
         self._output = open(out, "rb")  # noqa: SIM115 - closed by end
         try:
-            self._process = Forked(f"decant.{module}", (*common, *arguments), written, self._errors.fileno())
+            words, errors = (*common, *arguments), self._errors.fileno()
+            if python is None:
+                self._process: Forked | subprocess.Popen[bytes] = Forked(f"decant.{module}", words, written, errors)
+            else:
+                command = [str(python), "-P", "-m", f"decant.{module}", *words]
+                self._process = subprocess.Popen(command, stdout=written, stderr=errors)
         finally:
             os.close(written)
         self._reader = threading.Thread(target=self._read, daemon=True)

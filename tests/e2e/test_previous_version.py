@@ -1,0 +1,152 @@
+"""An upgrade, process by process, from the version before the last change of the processes' messages.
+
+The other side is a wheel of that commit in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import grpc
+import pytest
+
+from decant import models
+from decant.protos import inference_pb2 as pb
+from decant.protos.inference_pb2_grpc import InferenceServiceStub
+from decant.state.private_redis import PrivateRedis
+from tests.build.environments import ROOT, borrow_packages, build_wheel, make_environment, succeed
+from tests.e2e.client_checks import Answer, generate_request, join_messages
+from tests.e2e.deployment import ON_A_BUSY_MACHINE, PATIENCE_S, SMALL_KV, Process
+
+pytestmark = pytest.mark.slow
+
+MESSAGES = ("protos/worker.proto", "protos/state.proto")
+PROMPT = "def total(values):\n    result = 0\n" * 12
+TOKENS = 400
+BEFORE_A_CHANGE = 20
+KINDS = ("decode_worker", "prefill_worker", "router")
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with the previous version."""
+    folder = tmp_path_factory.mktemp("previous")
+    try:
+        changed = git("rev-list", "-1", "HEAD", "--", *MESSAGES)
+        commit = git("rev-parse", "--verify", f"{changed}^")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"the history has no commit before the last change of the messages: {error.stderr.strip()}")
+    tree = folder / "tree"
+    tree.mkdir()
+    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
+    subprocess.run(["tar", "x", "-C", tree], input=archive, check=True)
+    wheel = build_wheel(tree, folder / "wheel")
+    python = make_environment(folder / "venv")
+    borrow_packages(folder / "venv")
+    succeed(python.parent / "python", "-m", "uv", "pip", "install", "--python", python, "--no-deps", "--offline", wheel,
+            cwd=folder)  # fmt: skip
+    return python
+
+
+class Upgrade:
+    """A deployment whose processes are replaced one by one; a process is old with the interpreter of ``previous``."""
+
+    def __init__(self, redis: PrivateRedis, previous: Path) -> None:
+        self._redis = redis
+        self._previous = previous
+        self._ids = count()
+        self.router = ""
+        """Address of the newest router."""
+        self.running: dict[str, Process] = {}
+
+    def start(self, kind: str, version: str) -> Process:
+        common = ["--port", "0", "--redis-url", self._redis.url]
+        if kind == "router":
+            arguments = [*common, "--models", str(models.path()), "--handoff-min-tokens", "0"]
+        else:
+            arguments = [*common, "--model", str(models.path()), "--kernels", "none", "--dtype", "float32"]
+            arguments += [*ON_A_BUSY_MACHINE, *SMALL_KV, "--id", f"{version}-{kind}-{len(self.running)}"]
+        return Process(kind, *arguments, python=self._previous if version == "old" else None)
+
+    def wait_ready(self, kind: str, process: Process) -> None:
+        address = process.until("serving")["address"]
+        process.until("readiness", state="ready")
+        if kind == "router":
+            self.router = address
+
+    def replace(self, kind: str, version: str) -> Process:
+        """Start the new process, and send SIGTERM to the old one, which is returned."""
+        process = self.start(kind, version)
+        self.wait_ready(kind, process)
+        before, self.running[kind] = self.running[kind], process
+        before.ask_to_end()
+        return before
+
+    async def stored(self, id: str) -> pb.Generation:
+        async with grpc.aio.insecure_channel(self.router) as channel:
+            request = pb.GetGenerationRequest(request_id=id)
+            found: pb.Generation = await InferenceServiceStub(channel).GetGeneration(request, timeout=PATIENCE_S)
+            return found
+
+    async def answer(self, *, replaced: tuple[str, str] | None = None) -> Answer:
+        """Ask the newest router; replace a process when its answer has ``BEFORE_A_CHANGE`` tokens."""
+        request = generate_request(PROMPT, max_tokens=TOKENS)
+        request.request_id = str(next(self._ids))
+        request.stopping.ignore_eos = True
+        messages: list[pb.GenerateStreamResponse] = []
+        ended: list[Process] = []
+        async with grpc.aio.insecure_channel(self.router) as channel:
+            async for message in InferenceServiceStub(channel).GenerateStream(request, timeout=PATIENCE_S):
+                messages.append(message)
+                if replaced is not None and message.seq > BEFORE_A_CHANGE:
+                    ended.append(await asyncio.to_thread(self.replace, *replaced))
+                    replaced = None
+        assert replaced is None
+        for process in ended:
+            assert await asyncio.to_thread(process.end) == 0
+        answer = join_messages(messages)
+        assert answer.receipt.attempts == 1, "nothing was computed again"
+        return answer
+
+
+@pytest.fixture
+def upgrade(previous: Path) -> Iterator[Upgrade]:
+    with PrivateRedis() as redis:
+        made = Upgrade(redis, previous)
+        made.running = {kind: made.start(kind, "old") for kind in KINDS}
+        try:
+            for kind, process in made.running.items():
+                made.wait_ready(kind, process)
+            yield made
+        finally:
+            for process in made.running.values():
+                process.ask_to_end(excused=True)
+            statuses = [process.end() for process in made.running.values()]
+        assert statuses == [0] * len(KINDS)
+
+
+async def test_versions_that_differ_by_one_serve_together_and_replacing_each_process_drops_nothing(
+    upgrade: Upgrade,
+) -> None:
+    expected = await upgrade.answer()
+    assert len(expected.ids) == TOKENS
+    for kind, version in (  # in an order in which an old and a new process of each two kinds meet
+        ("prefill_worker", "new"),
+        ("router", "new"),
+        ("decode_worker", "new"),
+        ("prefill_worker", "old"),
+        ("router", "old"),
+    ):
+        during = await upgrade.answer(replaced=(kind, version))
+        assert (during.ids, during.text) == (expected.ids, expected.text), f"while the {kind} becomes {version}"
+        after = await upgrade.answer()
+        assert (after.ids, after.text) == (expected.ids, expected.text), f"with a {version} {kind}"
+        assert (await upgrade.stored("0")).result.outputs[0].text == expected.text, "of the first router"
