@@ -6,12 +6,16 @@
 # make docs       the documentation site in build/site; broken links fail
 # make docs-reference  the pages of docs/ that are generated from the code and the tests
 # make sanitize   the kernels' tests on kernels built with AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
+# make fuzz       INPUTS=100000 mutated inputs for the decoders of bytes from outside
+# make sbom       build/sbom.json: the installed packages with versions and licences, as CycloneDX (needs PyPI)
+# make audit      known vulnerabilities of requirements.lock (needs pypi.org itself, not a mirror)
 # make demo       a complete deployment with the small model: one prompt, the work of each worker, shutdown
 # make format     ruff's fixes and formatting
 # make clean      remove .venv and what was built
 # make lock       resolve requirements.lock again from pyproject.toml
 #
 # AT_ONCE=0                     tests one after the other instead of three at a time
+# INPUTS=1000000                more inputs for `make fuzz`
 # PYTHON=python3.12             another interpreter for a new .venv (3.11 or newer)
 # INSTALLER=pip                 pip instead of uv
 # TORCH_INDEX=https://...       another index for torch; without an NVIDIA driver it is PyTorch's, of CPU builds
@@ -35,7 +39,7 @@ INSTALLED := $(VENV)/.installed
 STUBS := protos/worker_pb2.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-fast test-builds check docs docs-reference sanitize demo lock format clean
+.PHONY: help setup test test-fast test-builds check docs docs-reference sanitize fuzz sbom audit demo lock format clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -107,6 +111,20 @@ sanitize: setup
 	DECANT_SANITIZED=$(SANITIZED) OMP_WAIT_POLICY=passive ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	    LD_PRELOAD="$(foreach name,$(PRELOADED),$$(gcc -print-file-name=$(name)))" \
 	    $(BIN)/python -m pytest -p tests.sanitized -p no:cacheprovider -q $(KERNEL_TESTS)
+
+INPUTS ?= 100000
+
+fuzz: setup
+	$(BIN)/python -m tests.fuzz --inputs $(INPUTS)
+
+sbom: setup
+	@mkdir -p build
+	$(BIN)/python -m uv tool run --from cyclonedx-bom cyclonedx-py environment $(BIN)/python \
+	    --pyproject pyproject.toml --mc-type application --output-file build/sbom.json
+	@echo "build/sbom.json"
+
+audit: setup
+	$(BIN)/python -m uv tool run pip-audit --strict --no-deps --disable-pip --requirement requirements.lock
 
 demo: setup
 	@$(BIN)/python -m decant.command demo

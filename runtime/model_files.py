@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ PATTERNS = ("*.json", "*.jinja", "tokenizer*")
 
 _WITHOUT_NETWORK = "without network, give a folder, or set HF_HOME to a cache that has the model"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_COUNT_LIMIT = 1 << 31
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -99,7 +99,9 @@ def _read(id: str, model: str, folder: Path, commit: str | None) -> ModelFiles:
         raise ModelUnreadable(model, reason)
     if config is None:
         raise ModelUnreadable(model, "it has no config.json")
-    text: Mapping[str, Any] = config.get("text_config") or config
+    text = config.get("text_config") or config
+    if not isinstance(text, dict):
+        raise ModelUnreadable(model, "config.json: text_config is no JSON object")
     generation = read_json(model, folder / "generation_config.json") or {}
     try:
         context_length, vocab_size = _context_length(text), _count(text, "vocab_size")
@@ -173,8 +175,8 @@ def _default_sampling(generation: Mapping[str, Any]) -> Mapping[str, float]:
 
 def _count(config: Mapping[str, Any], name: str) -> int | None:
     value = config.get(name)
-    if value is not None and not _is_integer(value, 1):
-        raise ValueError(f"config.json: {name} is no whole number above 0")
+    if value is not None and not (_is_integer(value, 1) and value < _COUNT_LIMIT):
+        raise ValueError(f"config.json: {name} is no whole number above 0 and below {_COUNT_LIMIT}")
     return value
 
 
@@ -187,9 +189,13 @@ def _context_length(config: Mapping[str, Any]) -> int | None:
     if scaling.get("rope_type", scaling.get("type")) not in ("yarn", "llama3"):
         return positions
     original, factor = scaling.get("original_max_position_embeddings", positions), scaling.get("factor") or 1.0
-    if not all(isinstance(value, int | float) and math.isfinite(value) for value in (original, factor)):
-        raise ValueError("config.json: the factor or the original length of its rotary scaling is no number")
-    return max(positions, int(original * factor))
+    try:
+        if not all(isinstance(value, int | float) for value in (original, factor)):
+            raise TypeError
+        scaled = int(original * float(factor))
+    except (OverflowError, TypeError, ValueError):
+        raise ValueError("config.json: the factor or the original length of its rotary scaling is no number") from None
+    return max(positions, scaled)
 
 
 def _ids(value: Any) -> tuple[int, ...]:
@@ -209,7 +215,7 @@ def read_json(model: str, file: Path) -> Mapping[str, Any] | None:
         return None
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelUnreadable(model, f"{file.name} can't be read: {error}") from None
     if not isinstance(content, dict):
         raise ModelUnreadable(model, f"{file.name} is no JSON object")

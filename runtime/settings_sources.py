@@ -104,7 +104,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file. Raises InvalidSettings."""
     try:
         return tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise InvalidSettings([Violation(str(path), f"a readable TOML file: {error}", "")]) from None
 
 

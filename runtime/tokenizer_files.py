@@ -40,7 +40,7 @@ def facts_of(described: Mapping[str, Any], config: Mapping[str, Any]) -> Tokeniz
     """Facts of tokenizer.json, empty without one, and of a configuration. Raises ValueError for malformed ones."""
     try:
         return TokenizerFacts(_eos_token_id(described, config), _identity(described, config))
-    except (AttributeError, LookupError, TypeError) as error:
+    except (AttributeError, LookupError, OverflowError, TypeError) as error:
         raise ValueError(f"tokenizer.json or tokenizer_config.json is malformed: {error!r}") from None
 
 

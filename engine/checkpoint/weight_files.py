@@ -24,6 +24,8 @@ ADAPTERS = ("adapter_config.json", "adapter_model*")
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
 
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_MALFORMED = (AttributeError, LookupError, OSError, OverflowError, RecursionError, TypeError, ValueError, struct.error)
+"""What reading a header raises that is not as safetensors writes it."""
 
 
 def check(folder: Path) -> None:
@@ -68,7 +70,7 @@ def _stored(name: str, file: Path, tensor: str, entry: Mapping[str, Any]) -> Sto
         shape = tuple(int(count) for count in entry["shape"])
         begin, end = entry["data_offsets"]
         size = end - begin
-    except (LookupError, TypeError, ValueError) as error:
+    except _MALFORMED as error:
         raise ModelRefused(name, f"{file.name} can't be read as safetensors: {tensor}: {error!r}") from None
     width = FLOATS.get(str(entry.get("dtype")))
     if width is not None and size != width * math.prod(shape):
@@ -113,7 +115,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 def read_json(file: Path, name: str) -> Mapping[str, Any]:
     try:
         content = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelRefused(name, f"{_title(file)} can't be read: {error}") from None
     if not isinstance(content, dict):
         raise ModelRefused(name, f"{_title(file)} can't be read: it is no JSON object")
@@ -153,7 +155,7 @@ def _header(name: str, file: Path) -> Mapping[str, Mapping[str, Any]]:
         content.pop("__metadata__", None)
         needed = 8 + length + max((int(entry["data_offsets"][1]) for entry in content.values()), default=0)
         size = file.stat().st_size
-    except (AttributeError, LookupError, OSError, TypeError, ValueError, struct.error) as error:
+    except _MALFORMED as error:
         raise ModelRefused(name, f"{file.name} can't be read as safetensors: {error!r}") from None
     if size != needed:
         raise ModelRefused(name, f"{file.name} has {size} bytes, and its header says {needed}")

@@ -93,7 +93,7 @@ def _load(path: Path, stamp: Stamp) -> str | None:
     try:
         content = json.loads(path.read_bytes())
         digest = content["digest"] if content["stamp"] == list(stamp) else None
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, RecursionError, TypeError):
         return None
     return digest if isinstance(digest, str) else None
 

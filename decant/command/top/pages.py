@@ -70,7 +70,7 @@ class Reader:
             watched.error = str(error)
         except TimeoutError:
             watched.error = f"no answer within {ANSWER_S:g} s"
-        except ValueError:
+        except (ValueError, RecursionError):
             watched.error = "not an admin port of Decant"
         else:
             watched.error = ""
