@@ -45,7 +45,7 @@ from decant.state.directory import Workers
 from decant.state.errors import UnreadableRequest
 from decant.state.ids import Incarnation, RequestKey
 from decant.state.keys import Ttls
-from decant.worker.wire_codec import RequestRejected, to_request
+from decant.worker.wire_codec import RequestRejected, to_requests
 from tests.fuzz.mutation import Mutate, mutate_header, mutate_json, mutate_toml, of_bytes
 from tests.handoff.test_packing import RUN, SMALL, blocks_of
 from tests.router.factories import context_length, tiny
@@ -173,7 +173,7 @@ def _workers(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
     layout = TransferLayout(layout_hash=1, block_size=16, block_bytes=SMALL)
 
     def engine_request(data: bytes) -> None:
-        to_request("r", wire.EngineRequest.FromString(data), model="m")
+        to_requests("r", wire.EngineRequest.FromString(data), model="m")
 
     def fetched(data: bytes) -> None:
         received = codec.decode(data)
