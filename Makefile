@@ -7,6 +7,7 @@
 # make docs-reference  the pages of docs/ that are generated from the code and the tests
 # make sanitize   the kernels' tests on kernels built with AddressSanitizer and UndefinedBehaviorSanitizer (gcc)
 # make fuzz       INPUTS=100000 mutated inputs for the decoders of bytes from outside
+# make prometheus Prometheus of Debian in build/prometheus, for the tests of alerts and dashboard; not installed
 # make sbom       build/sbom.json: the installed packages with versions and licences, as CycloneDX (needs PyPI)
 # make audit      known vulnerabilities of requirements.lock (needs pypi.org itself, not a mirror)
 # make demo       a complete deployment with the small model: one prompt, the work of each worker, shutdown
@@ -39,7 +40,7 @@ INSTALLED := $(VENV)/.installed
 STUBS := protos/worker_pb2.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-fast test-builds check docs docs-reference sanitize fuzz sbom audit demo lock format clean
+.PHONY: help setup test test-fast test-builds check docs docs-reference sanitize fuzz prometheus sbom audit demo lock format clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -116,6 +117,13 @@ INPUTS ?= 100000
 
 fuzz: setup
 	$(BIN)/python -m tests.fuzz --inputs $(INPUTS)
+
+build/prometheus/usr/bin/promtool:
+	@mkdir -p build/prometheus
+	cd build/prometheus && { apt-get download prometheus || { apt-get update --quiet=2 && apt-get download prometheus; }; }
+	cd build/prometheus && dpkg --extract prometheus_*.deb .
+
+prometheus: build/prometheus/usr/bin/promtool
 
 sbom: setup
 	@mkdir -p build

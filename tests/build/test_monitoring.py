@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import yaml
 
 from docs.generate.metrics import all_metrics
+from tests.prometheus import program
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "deploy" / "components" / "monitoring"
@@ -60,10 +60,7 @@ def test_an_expression_uses_labels_that_its_metrics_have(expression: str) -> Non
 
 
 def promtool(*arguments: str) -> None:
-    program = shutil.which("promtool")
-    if program is None:
-        pytest.skip("promtool, of Prometheus, is not on PATH")
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([program("promtool"), *arguments], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
