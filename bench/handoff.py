@@ -337,7 +337,9 @@ def main() -> int:
     try:
         model = checkpoint(args.model)
         if args.give:
-            files = certificates.PeerFiles(*(args.give / name for name in ("ca.crt", "tls.crt", "tls.key")))
+            files = certificates.PeerFiles(
+                *(args.give / name for name in ("ca.crt", "tls.crt", "tls.key", "admin.crt", "admin.key"))
+            )
             tls = ServerTls(tls_certificate=files.certificate, tls_key=files.key, tls_client_ca=files.ca)
             asyncio.run(migrate(model, args.mib, tls))
             return 0

@@ -153,7 +153,10 @@ class Worker:
     def services(self) -> list[Service]:
         """Return services that stay open in a drain: a prompt is answered with Refused, and routers may reconnect."""
         descriptors = wire.DESCRIPTOR.services_by_name
-        return [Service(descriptors[name], service.add_to) for name, service in self._deferred.items()]
+        return [
+            Service(descriptors[name], service.add_to, is_administrative=name == "Audit")
+            for name, service in self._deferred.items()
+        ]
 
     # -- start ---------------------------------------------------------------------------------------------------
 

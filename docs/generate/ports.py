@@ -31,7 +31,13 @@ def render() -> str:
     ]
     pages = "HTTP, plaintext: `/alive`, `/ready`, `/metrics`"
     rows += [
-        ("router", code("--admin-port"), "unset", f"{pages}, `/requests`", "Prometheus, `decant top`, probes"),
+        (
+            "router",
+            code("--admin-port"),
+            "unset",
+            f"{pages}, `/requests` for the same machine",
+            "Prometheus, `decant top`, probes",
+        ),
         ("workers", code("--admin-port"), "unset", pages, "Prometheus, `decant top`, probes"),
         (
             "Redis",

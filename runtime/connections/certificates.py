@@ -1,4 +1,7 @@
-"""One certificate for all processes of a deployment. The authority's key is never written to disk."""
+"""A certificate for all processes of a deployment, and one for its administrators.
+
+The authority's key is never written to disk.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 PEER_NAME = "peer.decant.internal"
 """Checked by peers instead of the address."""
 
+ADMIN_NAME = "admin.decant.internal"
+"""In the certificate of administrators, where workers have it as ``admin_name``."""
+
 _VALID_FOR = datetime.timedelta(days=3650)
 """The deployment deletes the files at its end."""
 _CLOCK_SKEW = datetime.timedelta(hours=1)
@@ -27,21 +33,29 @@ class PeerFiles:
     ca: Path
     certificate: Path
     key: Path
+    admin_certificate: Path
+    admin_key: Path
 
 
 def make(folder: Path) -> PeerFiles:
-    """Write a key and certificates that only this user can read into a new folder. Raises FileExistsError."""
+    """Write keys and certificates that only this user can read into a new folder. Raises FileExistsError."""
     folder.mkdir(mode=0o700)
-    ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    ca_key, key, admin_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(3))
     ca = _authority(ca_key)
-    certificate = _certificate(key, ca, ca_key)
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    certificate = _certificate(PEER_NAME, key, ca, ca_key)
+    admin = _certificate(ADMIN_NAME, admin_key, ca, ca_key)
     return PeerFiles(
         ca=_write(folder / "ca.crt", ca.public_bytes(serialization.Encoding.PEM)),
         certificate=_write(folder / "tls.crt", certificate.public_bytes(serialization.Encoding.PEM)),
-        key=_write(folder / "tls.key", private),
+        key=_write(folder / "tls.key", _private(key)),
+        admin_certificate=_write(folder / "admin.crt", admin.public_bytes(serialization.Encoding.PEM)),
+        admin_key=_write(folder / "admin.key", _private(admin_key)),
+    )
+
+
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
@@ -67,12 +81,14 @@ def _authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
 
 
 def _certificate(
-    key: ec.EllipticCurvePrivateKey, ca: x509.Certificate, ca_key: ec.EllipticCurvePrivateKey
+    name: str, key: ec.EllipticCurvePrivateKey, ca: x509.Certificate, ca_key: ec.EllipticCurvePrivateKey
 ) -> x509.Certificate:
-    names = [x509.DNSName(PEER_NAME), *(x509.IPAddress(ip_address(address)) for address in _LOOPBACK)]
+    names: list[x509.GeneralName] = [x509.DNSName(name)]
+    if name == PEER_NAME:
+        names += [x509.IPAddress(ip_address(address)) for address in _LOOPBACK]
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     return (
-        _builder(_name(PEER_NAME), ca.subject, key)
+        _builder(_name(name), ca.subject, key)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.ExtendedKeyUsage(usages), critical=False)

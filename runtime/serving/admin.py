@@ -3,7 +3,7 @@
 GET /alive      200, or 503 after a failure
 GET /ready      200 while READY, else 503
 GET /metrics    Prometheus' text format
-GET /NAME       a page of the Registry, in JSON
+GET /NAME       a page of the Registry, in JSON, for callers on this machine: it lists ids of requests and tenants
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from http import HTTPStatus
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from decant.runtime.serving.health import Readiness
+from decant.runtime.serving.server_settings import is_loopback
 from decant.runtime.telemetry.metrics import Registry
 
 MAX_REQUEST_BYTES = 16 * 1024
@@ -42,7 +43,8 @@ class AdminServer:
         try:
             async with asyncio.timeout(self._call_seconds):
                 head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(self._answer(head.split(b"\r\n", 1)[0].decode("latin-1")))
+                is_local = is_loopback(writer.get_extra_info("peername")[0])
+                writer.write(self._answer(head.split(b"\r\n", 1)[0].decode("latin-1"), is_local=is_local))
                 await writer.drain()
         except TimeoutError:
             writer.transport.abort()  # close() would keep what the client does not read
@@ -51,23 +53,26 @@ class AdminServer:
         finally:
             writer.close()
 
-    def _answer(self, request_line: str) -> bytes:
+    def _answer(self, request_line: str, *, is_local: bool) -> bytes:
         method, _, rest = request_line.partition(" ")
         path = rest.partition(" ")[0].partition("?")[0]
         if method not in ("GET", "HEAD"):
             status, kind, body = HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"GET only\n"
         else:
-            status, kind, body = self._page(path)
+            status, kind, body = self._page(path, is_local=is_local)
         head = (
             f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         return head.encode("latin-1") + (b"" if method == "HEAD" else body)
 
-    def _page(self, path: str) -> tuple[HTTPStatus, str, bytes]:
+    def _page(self, path: str, *, is_local: bool) -> tuple[HTTPStatus, str, bytes]:
         if path == "/metrics":
             return HTTPStatus.OK, CONTENT_TYPE_LATEST, self._registry.text()
-        if (page := self._registry.pages.get(path)) is not None:
+        page = self._registry.pages.get(path)
+        if page is not None and not is_local:
+            return HTTPStatus.FORBIDDEN, "text/plain", b"only for callers on this machine\n"
+        if page is not None:
             return HTTPStatus.OK, "application/json", page()
         holds = {"/alive": self._readiness.is_alive, "/ready": self._readiness.is_ready}.get(path)
         if holds is None:

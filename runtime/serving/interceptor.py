@@ -28,8 +28,8 @@ _log = logs.get(__name__)
 
 _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
-Gate = Callable[[str], None]
-"""Gets "/package.Service/Method"; raises a ServiceError to refuse the call."""
+Gate = Callable[[str, grpc.aio.ServicerContext[Any, Any]], None]
+"""Gets "/package.Service/Method" and the call; raises a ServiceError to refuse it."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -98,7 +98,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         with logs.bound(method=method), self._counted(method):
             try:
                 if self._gate is not None:
-                    self._gate(method)
+                    self._gate(method, context)
                 return await work()
             except ServiceError as error:
                 failure = error

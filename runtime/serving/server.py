@@ -16,6 +16,7 @@ import asyncio
 import gc
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
@@ -27,6 +28,7 @@ from decant.runtime.serving.admin import AdminServer
 from decant.runtime.serving.health import HealthService, Readiness, State
 from decant.runtime.serving.interceptor import ErrorInterceptor
 from decant.runtime.serving.reflection import add_reflection
+from decant.runtime.serving.roles import CallerRoles
 from decant.runtime.serving.server_settings import ServerSettings, bind, join_address, server_options
 from decant.runtime.serving.shutdown import Shutdown, race
 from decant.runtime.settings import SettingError
@@ -50,6 +52,8 @@ class Service:
     descriptor: ServiceDescriptor
     add: Callable[[grpc.aio.Server], None]
     admission_methods: frozenset[str] = frozenset()
+    is_administrative: bool = False
+    """Whether only administrators may call it, where the settings name them."""
 
     def __post_init__(self) -> None:
         if unknown := self.admission_methods - set(self.descriptor.methods_by_name):
@@ -108,6 +112,11 @@ class Server:
         self._admission_methods = {
             f"/{service.name}/{method}" for service in services for method in service.admission_methods
         }
+        self._roles = CallerRoles(
+            settings.administrators,
+            [service.name for service in services if service.is_administrative],
+            [service.name for service in services if not service.is_administrative],
+        )
         self._interceptor = ErrorInterceptor(
             ProcessMetrics(registry).count_error, gate=self._gate, services=[service.name for service in services]
         )
@@ -195,7 +204,8 @@ class Server:
             state = await self.readiness.wait_for_change(state)
         return False
 
-    def _gate(self, method: str) -> None:
+    def _gate(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._roles.check(method, context)
         if method in self._admission_methods and self.readiness.state not in (State.STARTING, State.READY):
             raise Unavailable(Reason.DRAINING, "this process is draining", retry_after=RETRY_ELSEWHERE_SECONDS)
 

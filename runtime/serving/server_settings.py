@@ -23,7 +23,8 @@ class ServerSettings(ServerTls):
         default=None,
         ge=0,
         le=65535,
-        description="plaintext HTTP port for /alive, /ready, /metrics and of a router /requests; unset: none",
+        description="plaintext HTTP port for /alive, /ready, /metrics and, for the same machine, a router's /requests; "
+        "unset: none",
     )
     admin_host: str | None = Field(
         default=None, min_length=1, description="address of the admin port; unset: that of --host"
@@ -36,6 +37,11 @@ class ServerSettings(ServerTls):
         default=MAX_MESSAGE_BYTES, ge=1024, lt=2**31, description="maximum size of a message, in each direction"
     )
     drain_seconds: float = Field(default=45.0, ge=0, description="seconds after SIGTERM for running calls to end")
+
+    @property
+    def administrators(self) -> str | None:
+        """Name in the certificates of administrators; None: every caller may call administrative services."""
+        return None
 
     @property
     def max_connection_age_s(self) -> float | None:

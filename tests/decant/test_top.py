@@ -161,6 +161,14 @@ async def read_pair() -> Snapshot:
         return await reader.read(targets, "a title")
 
 
+async def test_a_router_elsewhere_shows_its_figures_without_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decant.runtime.serving.admin.is_loopback", lambda host: False)
+    snapshot = await read_pair()
+    assert (snapshot.requests, snapshot.requests_in_flight) == ([], 1)
+    assert isinstance(snapshot.processes[-1].figures, RouterFigures)
+    assert [model.model for model in snapshot.models] == ["m"]
+
+
 async def test_figures_come_from_the_admin_ports_and_a_dead_process_is_shown_as_such() -> None:
     snapshot = await read_pair()
     decode, prefill, router = snapshot.processes

@@ -25,6 +25,8 @@ from decant.runtime.settings_sources import load
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 COMPONENTS = {folder.name for folder in (DEPLOY / "components").iterdir()}
+VERSION = "1.33"
+"""Of Kubernetes."""
 OVERLAYS = sorted(folder.name for folder in (DEPLOY / "overlays").iterdir() if (folder / "kustomization.yaml").exists())
 
 Object = dict[str, Any]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -12,6 +13,7 @@ from decant.runtime.byte_size import parse_byte_size
 from tests.deploy.rendering import (
     DEPLOY,
     PROCESSES,
+    VERSION,
     Manifests,
     combined,
     container,
@@ -66,6 +68,27 @@ def test_certificates_come_from_an_authority_of_this_deployment() -> None:
     assert peers["secretName"] in manifests.mounted_secrets("router").values()
     assert manifests.settings("router").peer_name in peers["dnsNames"]
     assert {"server auth", "client auth"} <= set(peers["usages"])
+    admin = certificates["decant-admin"]["spec"]
+    assert admin["dnsNames"] == [manifests.settings(name).admin_name for name in WORKERS[:1]]
+    assert not set(admin["dnsNames"]) & set(peers["dnsNames"]), "a peer is no administrator"
+    assert all(admin["secretName"] not in manifests.mounted_secrets(name).values() for name in PROCESSES)
+
+
+def test_the_audit_runs_as_an_administrator_within_the_limits_of_a_pod() -> None:
+    (job,) = yaml.safe_load_all((DEPLOY / "audit.yaml").read_text())
+    kubernetes_validate.validate({**job, "metadata": {**job["metadata"], "name": "x"}}, VERSION, strict=True)
+    manifests = with_redis("cert-manager")
+    worker = manifests.processes["decode-worker"]
+    spec, one = pod(job), container(job)
+    assert spec["securityContext"] == pod(worker)["securityContext"]
+    assert one["securityContext"] == container(worker)["securityContext"]
+    assert one["image"] == container(worker)["image"]
+    (secret,) = [volume["secret"]["secretName"] for volume in spec["volumes"] if "secret" in volume]
+    assert secret == manifests.of_kind("Certificate")["decant-admin"]["spec"]["secretName"]
+    assert labels(job)["app.kubernetes.io/part-of"] == "decant", "the NetworkPolicy lets it reach workers"
+    assert f"--server-name={manifests.settings('decode-worker').peer_name}" in one["args"]
+    (url,) = [entry["value"] for entry in one["env"] if entry["name"] == "REDIS_URL"]
+    assert url == manifests.settings("router").redis_url
 
 
 def signals(manifests: Manifests, name: str) -> set[str]:

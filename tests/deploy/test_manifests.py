@@ -18,6 +18,7 @@ from tests.deploy.rendering import (
     OVERLAYS,
     PROCESSES,
     SECRETS,
+    VERSION,
     Manifests,
     combinations_of_components,
     combined,
@@ -31,7 +32,6 @@ from tests.deploy.rendering import (
 
 pytestmark = needs_kustomize
 
-VERSION = "1.33"
 CUSTOM = {"cert-manager.io", "keda.sh", "monitoring.coreos.com"}
 COMBINATIONS = ["+".join(names) for names in combinations_of_components()]
 DEPLOYMENTS = [*OVERLAYS, *(pytest.param(names, marks=pytest.mark.slow) for names in COMBINATIONS)]

@@ -142,7 +142,9 @@ def _clients(loop: asyncio.AbstractEventLoop) -> Iterator[Target]:
         callers.tenant_of([("authorization", text)])
 
     def answer_of_the_admin_port(data: bytes) -> None:
-        AdminServer(Readiness(), Registry(process=False))._answer(data.split(b"\r\n", 1)[0].decode("latin-1"))
+        AdminServer(Readiness(), Registry(process=False))._answer(
+            data.split(b"\r\n", 1)[0].decode("latin-1"), is_local=True
+        )
 
     refusals = (DecodeError, ServiceError)
     yield Target("GenerateRequest", _serialized(*GENERATE), generate, refusals)

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 from decant.decode_worker.main import DecodeSettings
 from decant.protos import worker_pb2 as wire
 from decant.runtime.connections import certificates
-from decant.runtime.connections.certificates import PEER_NAME, PeerFiles
+from decant.runtime.connections.certificates import ADMIN_NAME, PEER_NAME, PeerFiles
 from decant.runtime.connections.channel import open_channel
 from decant.runtime.connections.tls import PeerTls
 from decant.runtime.serving.server import Server
@@ -46,13 +46,14 @@ def peer_tls(roots: PeerFiles, own: PeerFiles | None) -> PeerTls:
 
 
 @asynccontextmanager
-async def worker(files: PeerFiles) -> AsyncIterator[tuple[Server, Worker]]:
+async def worker(files: PeerFiles, admin_name: str | None = None) -> AsyncIterator[tuple[Server, Worker]]:
     settings = DecodeSettings(
         model="any",
         port=0,
         tls_certificate=files.certificate,
         tls_key=files.key,
         tls_client_ca=files.ca,
+        admin_name=admin_name,
         **dict(peer_tls(files, files)),
     )
     async with AsyncExitStack() as stack:
@@ -114,6 +115,31 @@ async def test_every_method_is_closed_to_callers_that_are_not_authenticated(
         assert served(one) == len(INTERNAL)
 
 
+@pytest.mark.parametrize("name", [None, ADMIN_NAME])
+async def test_administrators_have_a_role_of_their_own_where_the_worker_names_them(
+    ours: PeerFiles, name: str | None
+) -> None:
+    admin = PeerTls(
+        peer_ca=ours.ca, peer_certificate=ours.admin_certificate, peer_key=ours.admin_key, peer_name=PEER_NAME
+    )
+    audit = wire.DESCRIPTOR.services_by_name["Audit"].methods[0]
+    async with worker(ours, name) as (server, _):
+        for tls, is_admin in ((peer_tls(ours, ours), False), (admin, True)):
+            async with open_channel(server.address, tls) as channel:
+                for method in INTERNAL:
+                    error = await call(channel, method)
+                    assert error is not None
+                    may = name is None or is_admin == (method is audit)
+                    expected = grpc.StatusCode.UNAVAILABLE if may else grpc.StatusCode.PERMISSION_DENIED
+                    assert error.code() is expected, (method.full_name, is_admin, error)
+                assert await call(channel, OTHERS[0]) is None, "health is open to both"
+
+
+def test_administrators_need_certificates() -> None:
+    with pytest.raises(InvalidSettings, match="needs tls_client_ca"):
+        load(DecodeSettings, ["--model", "any", "--admin-name", ADMIN_NAME], {})
+
+
 async def test_a_caller_rejects_a_worker_of_another_authority(ours: PeerFiles, strange: PeerFiles) -> None:
     async with worker(strange) as (server, one), open_channel(server.address, peer_tls(ours, ours)) as channel:
         for method in INTERNAL:
@@ -127,9 +153,9 @@ def test_certificates_are_private(tmp_path: Path) -> None:
     files = certificates.make(tmp_path / "tls")
     assert (tmp_path / "tls").stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "tls").iterdir()} == {0o600}
-    assert len(list((tmp_path / "tls").iterdir())) == 3
-    private = [path for path in (tmp_path / "tls").iterdir() if b"PRIVATE" in path.read_bytes()]
-    assert private == [files.key], "the authority's key is kept nowhere"
+    assert len(list((tmp_path / "tls").iterdir())) == 5
+    private = {path for path in (tmp_path / "tls").iterdir() if b"PRIVATE" in path.read_bytes()}
+    assert private == {files.key, files.admin_key}, "the authority's key is kept nowhere"
     with pytest.raises(FileExistsError):
         certificates.make(tmp_path / "tls")
 

@@ -19,6 +19,10 @@ class PageUnavailable(Exception):
     pass
 
 
+class PageForbidden(PageUnavailable):
+    pass
+
+
 @dataclass(frozen=True)
 class Target:
     """Process to read; ``address`` is that of its admin port, None while it does not listen."""
@@ -65,7 +69,7 @@ class Reader:
                 watched.readiness = (await get(target.address, "/ready", only_ok=False)).decode().strip()
                 watched.role = role_of(sample) or watched.role
                 if watched.role == ROUTER:
-                    watched.requests = json.loads(await get(target.address, "/requests"))
+                    watched.requests = await _requests(target.address)
         except PageUnavailable as error:
             watched.error = str(error)
         except TimeoutError:
@@ -84,8 +88,13 @@ class Reader:
             figures = process_figures(watched.role, window) if window is not None else None
             state = _state(target, watched)
             processes.append(ProcessFigures(target.name, watched.role, target.address or "", state, figures))
-            if window is not None and watched.role == ROUTER and watched.requests is not None:
-                routers.append(window)
+            if window is None or watched.role != ROUTER:
+                continue
+            routers.append(window)
+            if watched.requests is None:
+                open_requests = ("decant_requests_running", "decant_requests_waiting")
+                in_flight += round(sum(map(window.last.total, open_requests)))
+            else:
                 in_flight += watched.requests["total"]
                 requests += [{"router": target.name, **one} for one in watched.requests["requests"]]
         requests.sort(key=lambda one: -one["age_s"])
@@ -106,6 +115,16 @@ def _state(target: Target, watched: _Watched) -> str:
     return watched.readiness or READY
 
 
+async def _requests(address: str) -> Mapping[str, Any] | None:
+    """Requests of a router on this machine; None for another one, which does not list them."""
+    try:
+        page = await get(address, "/requests")
+    except PageForbidden:
+        return None
+    listed: Mapping[str, Any] = json.loads(page)
+    return listed
+
+
 async def get(address: str, path: str, *, only_ok: bool = True) -> bytes:
     host, _, port = address.rpartition(":")
     try:
@@ -120,6 +139,8 @@ async def get(address: str, path: str, *, only_ok: bool = True) -> bytes:
         raise PageUnavailable(os.strerror(number) if number > 0 else str(error)) from None
     head, _, body = answer.partition(b"\r\n\r\n")
     status = head.split(b" ", 2)[1:2]
+    if head.startswith(b"HTTP/1.") and status == [b"403"]:
+        raise PageForbidden("only for callers on its machine")
     if not head.startswith(b"HTTP/1.") or (only_ok and status != [b"200"]):
         raise PageUnavailable("not an admin port of Decant")
     return body
